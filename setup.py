@@ -24,7 +24,7 @@ try:
 except ImportError:
     sys.exit("torch is not installed")
 sys.path.insert(0, sys.argv[1])
-from zero_inference.runtime import extension
+from zero_inference.utils import extension
 try:
     print("zero-inference: CUDA kernels compiled for", extension.prebuild(Path(sys.argv[2])))
 except Exception as error:
@@ -75,7 +75,7 @@ setup(
     include_package_data=False,  # what is listed here, and not whatever MANIFEST.in has for the source archive
     package_data={
         "zero_inference.models": ["presets/*.json"],
-        "zero_inference.machine": ["*.json"],
+        "zero_inference.hardware": ["*.json"],
         "zero_inference.report.html": ["page.html", "page.css", "page.js"],
         **{package: ["*.cu", "*.cuh", "*.h", "*.cpp"] for package in OF_FOLDERS},
     },

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from zero_inference.runtime.tables import Column, decimals, percent, significant
+from zero_inference.utils.tables import Column, decimals, percent, significant
 
 WITHIN, SLOWER = 0.95, 0.5  # of the best: what is good enough; what is so slow that it needs no exact time
 MANY_TOKENS, FEW_TOKENS = 17, 5

@@ -16,11 +16,11 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from zero_inference.cores.attention_tasks import AttentionTasks
-from zero_inference.cores.cores import Cores
-from zero_inference.cores.threads import choose_cpus
+from zero_inference.cpu.attention_tasks import AttentionTasks
+from zero_inference.cpu.cores import Cores
+from zero_inference.cpu.threads import choose_cpus
 from zero_inference.kv_cache.attended import blocks_for
-from zero_inference.runtime.host_memory import host_empty
+from zero_inference.utils.host_memory import host_empty
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SPIN_US = 2000

@@ -27,7 +27,7 @@ import numpy
 import torch
 
 from benchmarks.common.host_cores import FORMATS, GROUP, busy_link, fill, library_of, processor
-from zero_inference.cores.cores import ARRIVED, DONE, FLAG_BYTES, SPIN_US, Cores, Stage, Task, Weight, flag_bytes
+from zero_inference.cpu.cores import ARRIVED, DONE, FLAG_BYTES, SPIN_US, Cores, Stage, Task, Weight, flag_bytes
 
 TIMED = (64, 2, 5)  # csrc/cpu/stage_times.h
 PARTS = ("input", "wait for it", "own rows", "shared rows", "wait for rows")

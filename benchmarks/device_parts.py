@@ -4,7 +4,7 @@
     python benchmarks/device_parts.py --fused [--tokens 1 8 512 4096]
 
 Medians, on a GPU of CUDA graphs, with other memory each time. A weight's GB/s are those of its stored bytes; the line that a plan takes
-for a format is that through the two sizes of `zero_inference.link.compute`. `--fused` times nothing but our kernels of rotary embedding
+for a format is that through the two sizes of `zero_inference.hardware.compute`. `--fused` times nothing but our kernels of rotary embedding
 and of routers, beside what PyTorch has for them.
 """
 
@@ -51,10 +51,10 @@ def main() -> None:
         parser.error("--key-heads: a sequence has eight of them, so it takes multiples of 8")
     import torch
 
-    from zero_inference.link.compute import DeviceWeights, product_times
-    from zero_inference.link.core_rates import FORMATS
-    from zero_inference.link.device_attention import HEAD_DIM, attention_s
-    from zero_inference.link.in_graph import measure_graph_operator
+    from zero_inference.hardware.compute import DeviceWeights, product_times
+    from zero_inference.hardware.core_rates import FORMATS
+    from zero_inference.hardware.device_attention import HEAD_DIM, attention_s
+    from zero_inference.hardware.in_graph import measure_graph_operator
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}")
@@ -85,9 +85,9 @@ def _fused(device, tokens: list[int]) -> None:
     import torch
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    from zero_inference.fused.rotary import Form, rotate
-    from zero_inference.fused.routing import choose_experts_reference
-    from zero_inference.runtime.extension import load_extension, why_unavailable
+    from zero_inference.kernels.rotary import Form, rotate
+    from zero_inference.models.routing import choose_experts_reference
+    from zero_inference.utils.extension import load_extension, why_unavailable
 
     if device.type == "cuda" and not load_extension():
         sys.exit(f"no kernels: {why_unavailable()}")
@@ -119,7 +119,7 @@ def _fused(device, tokens: list[int]) -> None:
 
 
 def _call_s(device, way) -> float:
-    from zero_inference.link.compute import as_graph, median_s
+    from zero_inference.hardware.compute import as_graph, median_s
 
     def many() -> None:
         for _ in range(REPEATS):

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from zero_inference.runtime.host_memory import host_empty
+from zero_inference.utils.host_memory import host_empty
 
 SLOTS = 8
 

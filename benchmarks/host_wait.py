@@ -21,7 +21,7 @@ def main() -> int:
     from benchmarks.common.engine_run import loaded_by_options
     from zero_inference.measure import generation
     from zero_inference.models.prompts import random_ids
-    from zero_inference.runtime.distributed import stop_process_group
+    from zero_inference.utils.distributed import stop_process_group
 
     config, spec, ranks, loaded = loaded_by_options(__doc__.split("\n")[0])
     feeder = loaded.close.__self__

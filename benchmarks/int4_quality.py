@@ -144,8 +144,8 @@ def formats() -> Iterator[tuple[str, float, Callable | None]]:
     import gguf
     import torch
 
-    from zero_inference.cores.quantize import quantize
-    from zero_inference.quantization.groups import GroupQuantization, dequantize_reference
+    from zero_inference.cpu.quantize import quantize
+    from zero_inference.kernels.groups import GroupQuantization, dequantize_reference
 
     def groups(bits: int, size: int):
         def rounded(weight: torch.Tensor) -> torch.Tensor:

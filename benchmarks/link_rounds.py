@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from zero_inference.link import copy
-from zero_inference.runtime.host_memory import host_empty
+from zero_inference.hardware import copy
+from zero_inference.utils.host_memory import host_empty
 
 HOST_BYTES, DEVICE_BYTES = 4_000_000_000, 3_300_000_000
 

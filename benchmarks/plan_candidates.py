@@ -35,10 +35,10 @@ from zero_inference.config import ENGINES, QUANT_BITS  # noqa: E402
 from zero_inference.errors import UsageError  # noqa: E402
 from zero_inference.records.read import read_records  # noqa: E402
 from zero_inference.records.schema import STATUS_OK  # noqa: E402
-from zero_inference.runtime.child_runs import ANY_ERROR, last_words, run_child  # noqa: E402
-from zero_inference.runtime.processes import isolated_module, isolated_ranks  # noqa: E402
-from zero_inference.runtime.replace import replacing  # noqa: E402
-from zero_inference.runtime.tables import render  # noqa: E402
+from zero_inference.utils.child_runs import ANY_ERROR, last_words, run_child  # noqa: E402
+from zero_inference.utils.processes import isolated_module, isolated_ranks  # noqa: E402
+from zero_inference.utils.replace import replacing  # noqa: E402
+from zero_inference.utils.tables import render  # noqa: E402
 
 TIMES_AS_LONG, AT_LEAST_S = 2.5, 90  # when a trial is ended
 

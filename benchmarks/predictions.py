@@ -28,7 +28,7 @@ import numpy as np
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.plan import StreamPlan
 from zero_inference.errors import UsageError
-from zero_inference.link.description import (
+from zero_inference.hardware.description import (
     AttentionRate,
     CoreRates,
     Cores,
@@ -36,8 +36,8 @@ from zero_inference.link.description import (
     Gpu,
     Launches,
 )
-from zero_inference.link.description_file import read_description
-from zero_inference.machine.machine import DescribedMachine
+from zero_inference.hardware.description_file import read_description
+from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import ModelSpec, resolve_model
 from zero_inference.options import run_config
@@ -45,7 +45,7 @@ from zero_inference.planning.loading import compared_s
 from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.planning.ranges import Range
 from zero_inference.records.read import read_records
-from zero_inference.runtime.distributed import detect_ranks
+from zero_inference.utils.distributed import detect_ranks
 
 RESULTS = Path(__file__).parent / "results"
 OF_FILES = ("--log-file", "--log-dir", "--offload-dir", "--trace", "--local_rank", "--local-rank")

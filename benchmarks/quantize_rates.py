@@ -12,11 +12,11 @@ import torch
 from deepspeed.inference.quantization.utils import Quantizer
 
 from benchmarks.int4_quality import extremes_and_one_fit
-from zero_inference.cores.library import best_instructions
-from zero_inference.cores.matrix import INSTRUCTIONS
-from zero_inference.cores.quantize import quantize
-from zero_inference.quantization import groups
-from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.cpu.library import best_instructions
+from zero_inference.cpu.matrix import INSTRUCTIONS
+from zero_inference.cpu.quantize import quantize
+from zero_inference.kernels import groups
+from zero_inference.kernels.groups import GroupQuantization
 
 SIZE, TIMES = 1024, 5
 

@@ -56,8 +56,8 @@ def main() -> int:
     args = parser.parse_args()
     import torch
 
-    from zero_inference.quantization import products  # noqa: F401  its schema
-    from zero_inference.runtime.extension import load_extension, why_unavailable
+    from zero_inference.kernels import products  # noqa: F401  its schema
+    from zero_inference.utils.extension import load_extension, why_unavailable
 
     if not load_extension():
         print(f"no fused product: {why_unavailable()}", file=sys.stderr)
@@ -91,7 +91,7 @@ class Weights:
     def __init__(self, rows: int, columns: int, bits: int, dtype, group_size: int):
         import torch
 
-        from zero_inference.quantization.groups import GroupQuantization, dequantize
+        from zero_inference.kernels.groups import GroupQuantization, dequantize
 
         self.rows, self.columns, self.bits, self.dtype, self.group_size = rows, columns, bits, dtype, group_size
         self.stored_bytes = GroupQuantization(bits, self.group_size).stored_bytes(rows * columns, dtype)
@@ -136,7 +136,7 @@ class Weights:
     def fused(self, x, packed, launch: tuple[int, ...] = ()):
         import torch
 
-        from zero_inference.quantization.products import no_bias
+        from zero_inference.kernels.products import no_bias
 
         none = no_bias(x.device, x.dtype)
         return torch.ops.zero_inference.linear_groups(x, *packed, self.bits, self.group_size, self.rows, none, *launch)
@@ -144,7 +144,7 @@ class Weights:
     def dequantized(self, x, packed):
         from torch.nn import functional
 
-        from zero_inference.quantization.groups import dequantize
+        from zero_inference.kernels.groups import dequantize
 
         dequantize(*packed, self.bits, self.group_size, self.workspace)
         return functional.linear(x, self.workspace)
@@ -215,7 +215,7 @@ class Experts:
         self.layers = [(packed(2 * INNER, HIDDEN), packed(HIDDEN, INNER)) for _ in range(5)]
 
     def product(self, x, packed, rows: int, slot, combination=None, tokens: int = 0):
-        from zero_inference.quantization.indexed import linear_groups_indexed
+        from zero_inference.kernels.indexed import linear_groups_indexed
 
         return linear_groups_indexed(x, *packed, self.bits, self.group_size, rows, slot, None, combination, tokens)
 
@@ -234,9 +234,9 @@ def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> li
 
     import torch
 
-    from zero_inference.cores.choice import WeightedRows
-    from zero_inference.cores.crossing import StreamSide
-    from zero_inference.cores.meeting_place import own_place
+    from zero_inference.cpu.choice import WeightedRows
+    from zero_inference.cpu.crossing import StreamSide
+    from zero_inference.cpu.meeting_place import own_place
 
     experts, timed = Experts(bits, dtype, group_size), []
     k, side, place = EXPERTS_OF_TOKEN, StreamSide(torch.device("cuda")), own_place(1 << 20, 1 << 20, pinned=True)

@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main(parts: set[str], argv: list[str]) -> int:
-    from zero_inference import running
+    from zero_inference import runner
     from zero_inference.cli import main as run_model
     from zero_inference.engines import stream
     from zero_inference.engines.stream import ring
     from zero_inference.models.layers import decoder_layers
-    from zero_inference.runtime.watch import PeerWatch
+    from zero_inference.utils.watch import PeerWatch
 
     if unknown := parts - {"none", "nogather", "nocompute", "nowatch", "pin"}:
         print(f"error: no part {', '.join(sorted(unknown))}; see the first lines of this file.", file=sys.stderr)
@@ -44,7 +44,7 @@ def main(parts: set[str], argv: list[str]) -> int:
             def start(self) -> None:
                 pass
 
-        running.PeerWatch = NoWatch
+        runner.PeerWatch = NoWatch
     if "pin" in parts:
         cores, ranks = sorted(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
         os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: ranks])

@@ -34,11 +34,11 @@ class Kernel(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
-    from zero_inference import cli, running
+    from zero_inference import cli, runner
     from zero_inference.measure import session
     from zero_inference.planning.plan import Plan
 
-    load, measure = Plan.load, running.measure_run
+    load, measure = Plan.load, runner.measure_run
 
     def profiled(plan: Any, *arguments: Any) -> Any:
         tell(
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
             print_kernels(traced(loaded, found))
         return found
 
-    Plan.load, running.measure_run = profiled, measured
+    Plan.load, runner.measure_run = profiled, measured
     return cli.main(["run_model.py", *argv])
 
 

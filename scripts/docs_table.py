@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_inference.runtime.tables import Column, pipe_row, texts_of
+from zero_inference.utils.tables import Column, pipe_row, texts_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -37,9 +37,9 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from zero_inference.runtime.child_runs import ANY_ERROR, last_words  # noqa: E402
-from zero_inference.runtime.processes import group  # noqa: E402
-from zero_inference.runtime.signals import exit_on_stop  # noqa: E402
+from zero_inference.utils.child_runs import ANY_ERROR, last_words  # noqa: E402
+from zero_inference.utils.processes import group  # noqa: E402
+from zero_inference.utils.signals import exit_on_stop  # noqa: E402
 
 RUN = ["--dummy", "--gen-len", "17", "--loops", "3", "--warmup", "1"]  # options of a case overrule them
 TIMES_AS_LONG, AT_LEAST_S = 2.5, 90  # when a case is ended

@@ -99,7 +99,7 @@ pip install -q --no-compile -e . --no-deps --no-build-isolation
 
 # Kept also where the environment says that bytecode is not: each start would compile them again.
 say "compiling what a run imports"
-PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -c 'import deepspeed, zero_inference.running, zero_inference.engines.stream.engine' \
+PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -c 'import deepspeed, zero_inference.runner, zero_inference.engines.stream.engine' \
     >/dev/null 2>&1 || say "it cannot be imported; a run will say why" >&2
 
 touch "$VENV/.complete"

@@ -22,11 +22,11 @@ step "norms, and every data file of the package"
 import os, sys
 import torch
 import zero_inference
-from zero_inference.machine.cards import TABLE
+from zero_inference.hardware.cards import TABLE
 from zero_inference.models.preset_table import PRESET_FOLDER
 from zero_inference.norms import rms_norm
 from zero_inference.report.html.page import FOLDER
-from zero_inference.runtime.extension import package_folder, source_folder, sources
+from zero_inference.utils.extension import package_folder, source_folder, sources
 
 x = torch.arange(1.0, 8.0).repeat(2, 1)
 right = x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()

@@ -50,7 +50,7 @@ VOCAB = 320
 LIMITED = """
 import resource, sys
 sys.path.insert(0, {root!r})
-import zero_inference.running
+import zero_inference.runner
 from zero_inference.cli import main
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + {memory_bytes},) * 2)
@@ -160,7 +160,7 @@ def no_process_group_left():
     """What one file starts in this process, the next one does not find: which files share it differs from time to time."""
     yield
     if "torch.distributed" in sys.modules:
-        from zero_inference.runtime.distributed import stop_process_group
+        from zero_inference.utils.distributed import stop_process_group
 
         stop_process_group()
 

@@ -64,7 +64,7 @@ OURS = (
     "transformers.models.opt.modeling_opt",
     "rich.live",
     "rich.table",
-    "zero_inference.running",
+    "zero_inference.runner",
     "zero_inference.engines.stream.engine",
 )
 LIBRARIES = (*OTHERS, QUICKLY)
@@ -72,10 +72,12 @@ PROGRAM = (*OTHERS, *OURS, QUICKLY)
 AS_USERS = (*OTHERS, *OURS)
 SMALL_BLOCK = 16 << 20
 QUICK = {
-    **{f"zero_inference.link.caches.{name}": SMALL_BLOCK for name in ("LEAST_BYTES", "MOST_BYTES", "UNKNOWN_BYTES")},
-    "zero_inference.link.effort.LINK_S": {"cpu": 0.01},
-    "zero_inference.link.effort.PRODUCT_S": {"cpu": 0.01},
-    "zero_inference.link.effort.PRODUCT_SIZE": {"cpu": 256},
+    **{
+        f"zero_inference.hardware.caches.{name}": SMALL_BLOCK for name in ("LEAST_BYTES", "MOST_BYTES", "UNKNOWN_BYTES")
+    },
+    "zero_inference.hardware.effort.LINK_S": {"cpu": 0.01},
+    "zero_inference.hardware.effort.PRODUCT_S": {"cpu": 0.01},
+    "zero_inference.hardware.effort.PRODUCT_SIZE": {"cpu": 256},
 }
 START_S = 300  # of the first copy, which the libraries are imported for
 # The folder of sockets and the session's first process, which makes both known to those that it starts.

@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_inference.engines.stream import blocks
 from zero_inference.engines.stream.blocks import lay_out_blocks
+from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.models import meta_pass
 from zero_inference.models.activations import prefill_peak_bytes
 from zero_inference.models.alike import Kinds, kinds_of_layers
@@ -19,7 +20,6 @@ from zero_inference.models.sizes import kv_widths_of
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec, resolve_model
 from zero_inference.options import run_config
-from zero_inference.quantization.groups import GroupQuantization
 
 LAYERS, TOKENS, PAST = 12, 9, 21
 HEADS = dict(SMALL, num_key_value_heads=2, head_dim=16, pad_token_id=0)

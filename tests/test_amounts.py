@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_inference.runtime.amounts import amount, amount_or_more, compared, in_gib
+from zero_inference.utils.amounts import amount, amount_or_more, compared, in_gib
 
 GIB, MIB = 1 << 30, 1 << 20
 

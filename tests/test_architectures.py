@@ -36,8 +36,8 @@ from zero_inference.cli import console_main, run_config, run_parser
 from zero_inference.errors import UsageError
 from zero_inference.measure import generation
 from zero_inference.options import option_rows
-from zero_inference.runtime.child_runs import Ended
 from zero_inference.utils import GB
+from zero_inference.utils.child_runs import Ended
 
 
 @functools.cache
@@ -589,7 +589,7 @@ def test_one_round_has_one_warm_up_loop_in_each_run(monkeypatch, tmp_path):
 def test_the_table_of_recorded_runs(tmp_path, capsys):
     """Every format from the same records, which are made up here: 6 passes, a third as fast, scores with errors."""
     from zero_inference.architectures import table
-    from zero_inference.runtime.tables import render, shown_columns
+    from zero_inference.utils.tables import render, shown_columns
 
     arms = read_arms([], ["fp16=--model x", "int4=--model x --quant-bits 4", "gone=--model y"], [], run_config)
 

@@ -10,10 +10,10 @@ from conftest import FAMILIES, VOCAB, build_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, MistralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_inference.cores.attention import attention_reference
-from zero_inference.cores.cores import Cores
-from zero_inference.cores.crossing import Crossing, HostCalls, StreamSide
-from zero_inference.cores.meeting_place import own_place
+from zero_inference.cpu.attention import attention_reference
+from zero_inference.cpu.cores import Cores
+from zero_inference.cpu.crossing import Crossing, HostCalls, StreamSide
+from zero_inference.cpu.meeting_place import own_place
 from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache import diverted
 from zero_inference.kv_cache.attended import AttendedCache, blocks_for
@@ -24,7 +24,7 @@ from zero_inference.kv_cache.meetings import CopyMeeting, CoresMeeting, crossing
 from zero_inference.models.greedy import greedy
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.transfers import Transfers
 
 SMALL = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=256)
 OWN = {
@@ -133,7 +133,7 @@ def test_tokens_by_the_threads_that_multiply(family):
 @pytest.fixture
 def crossing():
     """Calls in the order of the GPU's stream, of two threads."""
-    from zero_inference.runtime.extension import load_extension, why_unavailable
+    from zero_inference.utils.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
     place = own_place(1 << 20, 1 << 20, pinned=True)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from zero_inference.records.read import read_records
-from zero_inference.runtime.child_runs import ANY_ERROR, OWN_ERROR, last_words, run_child
+from zero_inference.utils.child_runs import ANY_ERROR, OWN_ERROR, last_words, run_child
 
 
 def run(tmp_path, *new, code=0, old=(), **named):

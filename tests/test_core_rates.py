@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero_inference.cores.cores import SPIN_US, Cores
-from zero_inference.cores.crossing import HostSide
-from zero_inference.cores.library import load_library
+from zero_inference.cpu.cores import SPIN_US, Cores
+from zero_inference.cpu.crossing import HostSide
+from zero_inference.cpu.library import load_library
 from zero_inference.engines.stream.residency import Residency
-from zero_inference.link import attention, core_rates, cores, products
-from zero_inference.link.cores import BLOCK_BYTES, BesideLink, Besides
-from zero_inference.link.products import Products
-from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.hardware import attention, core_rates, cores, products
+from zero_inference.hardware.cores import BLOCK_BYTES, BesideLink, Besides
+from zero_inference.hardware.products import Products
+from zero_inference.kernels.groups import GroupQuantization
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
 COLUMNS = 512

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from zero_inference.cores.cores import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, Cores, Stage, Weight, flag_bytes
-from zero_inference.cores.crossing import HostCalls
-from zero_inference.cores.matrix import Matrix
-from zero_inference.link.meeting import narrow_feed_forward
+from zero_inference.cpu.cores import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, Cores, Stage, Weight, flag_bytes
+from zero_inference.cpu.crossing import HostCalls
+from zero_inference.cpu.matrix import Matrix
+from zero_inference.hardware.meeting import narrow_feed_forward
+from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.feed_forward import ACTIVATIONS
-from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.transfers import Transfers
 
 HIDDEN, FFN = 96, 208
 

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from zero_inference.cores.attention import attention, attention_reference
-from zero_inference.cores.attention_tasks import AttentionTasks
-from zero_inference.cores.cores import Cores
-from zero_inference.cores.library import best_instructions
-from zero_inference.cores.matrix import INSTRUCTIONS
+from zero_inference.cpu.attention import attention, attention_reference
+from zero_inference.cpu.attention_tasks import AttentionTasks
+from zero_inference.cpu.cores import Cores
+from zero_inference.cpu.library import best_instructions
+from zero_inference.cpu.matrix import INSTRUCTIONS
 
 SETS = INSTRUCTIONS[: INSTRUCTIONS.index(best_instructions()) + 1]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}  # of the largest output: roundings of it

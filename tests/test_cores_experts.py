@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from zero_inference.cores import library
-from zero_inference.cores.choice import Choice
-from zero_inference.cores.cores import Cores
-from zero_inference.cores.crossing import HostCalls
-from zero_inference.cores.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, Between, Expert, add_experts
-from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
+from zero_inference.cpu import library
+from zero_inference.cpu.choice import Choice
+from zero_inference.cpu.cores import Cores
+from zero_inference.cpu.crossing import HostCalls
+from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, Between, Expert, add_experts
+from zero_inference.cpu.matrix import INSTRUCTIONS, Matrix
+from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.feed_forward import ACTIVATIONS
-from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.transfers import Transfers
 
 EXPERTS, HIDDEN, INNER = 6, 96, 160
 ERROR = {

@@ -15,8 +15,8 @@ import torch
 from conftest import ROOT, start_python
 from forks import LIBRARIES
 
-from zero_inference.cores import library, products
-from zero_inference.runtime import extension
+from zero_inference.cpu import library, products
+from zero_inference.utils import extension
 
 
 def test_no_function_of_one_instruction_set_can_be_linked_into_another():
@@ -59,7 +59,7 @@ def test_a_build_is_made_once_and_again_where_it_is_damaged(no_cache, monkeypatc
     assert library.find_or_build(said.append) == path and len(said) == 2 and path.read_text() == "made\n"
 
 
-BUILDING = "from pathlib import Path; from zero_inference.cores import library; library.find_or_build(print)"
+BUILDING = "from pathlib import Path; from zero_inference.cpu import library; library.find_or_build(print)"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

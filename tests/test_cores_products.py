@@ -10,9 +10,9 @@ import subprocess
 import pytest
 import torch
 
-from zero_inference.cores import library, products
-from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
-from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
+from zero_inference.cpu import library, products
+from zero_inference.cpu.matrix import INSTRUCTIONS, Matrix
+from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
 
 # Rows of x: around what vectors, tiles and pairs of tiles take at once.
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65)

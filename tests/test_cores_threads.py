@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from zero_inference.cores.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
+from zero_inference.cpu.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
 from zero_inference.errors import UsageError
 
 
@@ -88,13 +88,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_inference.cores.attention import attention
-from zero_inference.cores.cores import Cores
-from zero_inference.cores.products import linear
-from zero_inference.cores.quantize import quantize
+from zero_inference.cpu.attention import attention
+from zero_inference.cpu.cores import Cores
+from zero_inference.cpu.products import linear
+from zero_inference.cpu.quantize import quantize
 from zero_inference.errors import RunError
-from zero_inference.link.cores import read_gb_per_s
-from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.hardware.cores import read_gb_per_s
+from zero_inference.kernels.groups import GroupQuantization
 
 weight, x, threads = torch.randn(4096, 64), torch.randn(3, 64), 256
 query, keys, values = torch.randn(2, 8, 1, 64), torch.randn(1, 2, 2, 500, 64), torch.randn(1, 2, 2, 500, 64)

@@ -14,18 +14,18 @@ from test_cores import error, plain, random
 from test_cores_experts import HIDDEN, Mixture, a_choice
 from transformers import DynamicCache
 
-from zero_inference.cores.choice import Choice, WeightedRows
-from zero_inference.cores.cores import FLAG_BYTES, STOP, Cores, CoresOfFirstRank, Stage
-from zero_inference.cores.crossing import Crossing, HostSide, StreamSide
-from zero_inference.cores.experts import CHOICES, COUNTS, HITS, Between, Expert, add_experts
-from zero_inference.cores.library import needed_library
-from zero_inference.cores.meeting_place import Agreement, MeetingPlace, own_place
+from zero_inference.cpu.choice import Choice, WeightedRows
+from zero_inference.cpu.cores import FLAG_BYTES, STOP, Cores, CoresOfFirstRank, Stage
+from zero_inference.cpu.crossing import Crossing, HostSide, StreamSide
+from zero_inference.cpu.experts import CHOICES, COUNTS, HITS, Between, Expert, add_experts
+from zero_inference.cpu.library import needed_library
+from zero_inference.cpu.meeting_place import Agreement, MeetingPlace, own_place
 from zero_inference.errors import RunError
 from zero_inference.kv_cache.attended import AttendedCache
 from zero_inference.kv_cache.diverted import divert_attention
 from zero_inference.kv_cache.meetings import CoresMeeting
-from zero_inference.runtime.extension import load_extension, why_unavailable
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.extension import load_extension, why_unavailable
+from zero_inference.utils.transfers import Transfers
 
 COLUMNS, ROWS = 64, 48
 

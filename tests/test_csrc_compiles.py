@@ -20,8 +20,8 @@ from conftest import ROOT, start_python
 from forks import LIBRARIES, wait_for_all
 from torch.utils import cpp_extension
 
-from zero_inference.runtime import extension
-from zero_inference.runtime.cache_folder import OURS
+from zero_inference.utils import extension
+from zero_inference.utils.cache_folder import OURS
 
 CUDA_FILES = [path for path in extension.sources() if path.suffix == ".cu"]
 OLDEST_STANDARD = "c++17"  # what torch 2.11, the oldest that pyproject.toml allows, compiles extensions with
@@ -135,7 +135,7 @@ torch.cuda.get_device_capability = lambda index=0: (9, 0)
 torch.version.cuda = "13.0"
 cpp_extension.CUDA_HOME = sys.argv[1] or None
 {more}
-from zero_inference.runtime import extension
+from zero_inference.utils import extension
 said = []
 answers = [extension.load_extension(said.append) for _ in range(int(sys.argv[2]))]
 shared = [library for library in torch.ops.loaded_libraries if "zero_inference" in library]
@@ -213,7 +213,7 @@ def test_without_nvcc_one_warning_says_why(load):
     assert "slower PyTorch code" in done.said[0] and "nvcc" in done.said[0] and "nvcc" in done.reason
     assert "warning" not in done.error
     unheard = load(
-        "sys.argv[2] = 0; from zero_inference.runtime.extension import load_extension; load_extension()", False
+        "sys.argv[2] = 0; from zero_inference.utils.extension import load_extension; load_extension()", False
     )
     assert done.said[0] in unheard.error.splitlines(), "whoever does not ask for the line has it on stderr"
 

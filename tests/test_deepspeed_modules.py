@@ -11,7 +11,7 @@ import pytest
 from zero_inference.engines.deepspeed import modules
 from zero_inference.engines.deepspeed.modules import LIGHT_HEADER, TOGETHER, _load_joined, join_sources
 from zero_inference.errors import UsageError
-from zero_inference.runtime.cache_folder import OURS
+from zero_inference.utils.cache_folder import OURS
 
 NAME, PLACE = "async_io", TOGETHER["async_io"]
 

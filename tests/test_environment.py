@@ -12,7 +12,7 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from zero_inference.runtime import cgroups, environment
+from zero_inference.utils import cgroups, environment
 
 GIB = 1 << 30
 
@@ -40,7 +40,7 @@ def test_is_quick_without_a_gpu():
 
 def described_in(folder, question="describe_environment()", *options, **variables):
     """What a Python in `folder`, which holds the package, answers to a question about its environment."""
-    code = f"import json; from zero_inference.runtime.environment import *; print(json.dumps({question}))"
+    code = f"import json; from zero_inference.utils.environment import *; print(json.dumps({question}))"
     done = subprocess.run(
         [sys.executable, *options, "-c", code],
         cwd=folder,

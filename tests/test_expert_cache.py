@@ -22,11 +22,11 @@ from zero_inference.engines.stream.residency import USE_VARIES, Residency
 from zero_inference.engines.stream.resident_blocks import decide_residency
 from zero_inference.engines.stream.split import best_split, link_quota
 from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.link.cores import BesideLink
+from zero_inference.hardware.cores import BesideLink
 from zero_inference.models.experts import FusedExperts
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import read_records
-from zero_inference.runtime.amounts import amount
+from zero_inference.utils.amounts import amount
 
 FORMS = {16: {}, 8: {"quant_bits": 8, "quant_group_size": 32}, 4: {"quant_bits": 4, "quant_group_size": 32}}
 
@@ -202,7 +202,7 @@ def test_a_long_pass_fetches_what_is_in_no_slot(family, bits, slots, kept, fetch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_graph_that_is_replayed_evicts_and_fetches():
     """As calls without a graph do; what it fetched is in the slots that its table names."""
-    from zero_inference.runtime.extension import load_extension, why_unavailable
+    from zero_inference.utils.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
     host = torch.randint(0, 256, (40, 4096), dtype=torch.uint8).pin_memory()

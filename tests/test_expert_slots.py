@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_inference.cores.experts import COUNTS
+from zero_inference.cpu.experts import COUNTS
 from zero_inference.engines.stream.expert_cache import KEPT_USE, ExpertSlots, Fetching
 from zero_inference.engines.stream.expert_slots import expert_bytes
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.streams import DeviceStreams
+from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.experts import FusedExperts
 from zero_inference.models.feed_forward import ACTIVATIONS
-from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
 
 NUMBER, HIDDEN, INNER, SLOTS = 7, 64, 96, 3
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

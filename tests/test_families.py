@@ -21,13 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_inference import load
-from zero_inference.cores.quantize import quantize
+from zero_inference.cpu.quantize import quantize
 from zero_inference.engines.deepspeed.quantization import QuantizedFunctionals, plan_quantization, quantize_parameter
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.engines.stream.head import find_head
 from zero_inference.errors import UsageError
+from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.models.layers import decoder_layers
-from zero_inference.quantization.groups import GroupQuantization, dequantize
 
 ROWS, PROMPT, NEW = 2, 9, 6
 GROUP = 32

@@ -26,8 +26,8 @@ from forks import PROGRAM, ForkServer, Process, rank_variables
 from torch.distributed import TCPStore
 
 from zero_inference.records.read import parse_log
-from zero_inference.runtime.watch import store_key
 from zero_inference.utils import write_benchmark_log
+from zero_inference.utils.watch import store_key
 
 ENDLESS = ("--loops", "100000", "--gen-len", "100")
 SHORT = ("--loops", "1", "--warmup", "0", "--gen-len", "3")

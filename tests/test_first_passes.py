@@ -19,8 +19,8 @@ from zero_inference.errors import RunError
 from zero_inference.measure.first_passes import FirstLogits, PlainLayers
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import read_records
-from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.host_memory import host_copy
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.host_memory import host_copy
 
 PROMPT = 8
 SHAPE = ["--batch-size", 2, "--prompt-len", PROMPT, "--gen-len", 3, "--loops", 1, "--dtype", "float32"]

@@ -15,12 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from zero_inference import load
-from zero_inference.fused import rotary
-from zero_inference.fused.rotary import Form, forms_of, rotary_kernel, rotate
-from zero_inference.fused.routing import Routing, choose_experts_reference, find_routers, use_routing_kernel
+from zero_inference.kernels import rotary
+from zero_inference.kernels.rotary import Form, forms_of, rotary_kernel, rotate
 from zero_inference.measure import session
 from zero_inference.models.greedy import drop_own_settings, greedy
-from zero_inference.runtime.extension import load_extension, why_unavailable
+from zero_inference.models.routing import Routing, choose_experts_reference, find_routers, use_routing_kernel
+from zero_inference.utils.extension import load_extension, why_unavailable
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a CUDA device only")
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -307,7 +307,7 @@ def test_a_router_that_differs_a_little_keeps_its_code(device):
 @ON_GPU
 def test_both_are_kernels_of_a_cuda_graph(device):
     assert load_extension(), why_unavailable()
-    from zero_inference.link.compute import as_graph
+    from zero_inference.hardware.compute import as_graph
 
     cuda = torch.device("cuda")
     q, k = (heads(1, number, 1, 128, "transposed", cuda, torch.bfloat16) for number in (32, 4))

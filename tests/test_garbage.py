@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from zero_inference.cli import main
-from zero_inference.runtime import garbage
+from zero_inference.utils import garbage
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +37,12 @@ def test_collections_are_put_off_and_come_back_whatever_happens():
 
 
 def test_a_run_loads_with_the_collector_on_and_without_what_was_imported(checkpoints, tmp_path, monkeypatch):
-    from zero_inference import running
+    from zero_inference import runner
     from zero_inference.engines import resident
 
-    seen, load, detect = [], resident.load, running.detect_ranks
+    seen, load, detect = [], resident.load, runner.detect_ranks
     monkeypatch.setattr(
-        running, "detect_ranks", lambda *args: seen.append((gc.isenabled(), gc.get_freeze_count())) or detect(*args)
+        runner, "detect_ranks", lambda *args: seen.append((gc.isenabled(), gc.get_freeze_count())) or detect(*args)
     )
     monkeypatch.setattr(
         resident, "load", lambda *args: seen.append((gc.isenabled(), gc.get_freeze_count())) or load(*args)

@@ -11,8 +11,8 @@ from zero_inference.records.limit import HOST_COPY
 from zero_inference.report.html.labels import make_runs
 from zero_inference.report.html.places import MARK_RADIUS, TEXT_HEIGHT, Box, places_beside
 from zero_inference.report.html.roofline import roofline
-from zero_inference.runtime.amounts import amount
-from zero_inference.runtime.tables import three_digits
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.tables import three_digits
 
 SVG = "{http://www.w3.org/2000/svg}"
 H200 = {"gpus": [{"name": "H200"}], "cpu_model": "Xeon", "cpu_cores": 16}

@@ -330,10 +330,10 @@ def test_a_hub_that_does_not_answer_is_given_up_and_the_cache_has_to_do(
 
     from zero_inference.errors import UsageError
     from zero_inference.models.hub import open_snapshot
-    from zero_inference.runtime.progress import Progress, reporting
+    from zero_inference.utils.progress import Progress, reporting
 
     in_process(silent_hub)
-    monkeypatch.setattr("zero_inference.runtime.progress.TICK_S", 0.01)
+    monkeypatch.setattr("zero_inference.utils.progress.TICK_S", 0.01)
     monkeypatch.setattr("zero_inference.models.hub.MENTIONED_S", 0.05)
     with reporting(Progress(True)), pytest.raises(UsageError) as refused:
         open_snapshot("some/llama", "some/llama")
@@ -364,7 +364,7 @@ def test_a_hub_that_does_not_answer_is_given_up_and_the_cache_has_to_do(
 def test_a_long_fetch_says_how_far_it_is(hub, in_process, monkeypatch):
     from zero_inference.models import hub as models_hub
     from zero_inference.models import hub_progress
-    from zero_inference.runtime import progress as progress_module
+    from zero_inference.utils import progress as progress_module
 
     in_process(hub.endpoint)
     monkeypatch.setattr(progress_module, "TICK_S", 0.01)

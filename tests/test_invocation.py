@@ -11,8 +11,8 @@ from conftest import ROOT, free_port, without_gpus
 from zero_inference.cli import console_main, console_parser
 from zero_inference.config import RunConfig
 from zero_inference.options import run_config
-from zero_inference.runtime.invocation import as_installed, behind_the_command, run_command
-from zero_inference.search.candidates import command_of
+from zero_inference.planning.candidates import command_of
+from zero_inference.utils.invocation import as_installed, behind_the_command, run_command
 
 
 @pytest.mark.parametrize("ranks, in_clone, installed", [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zero_inference.errors import RunError
-from zero_inference.link.copy import rate_of
+from zero_inference.hardware.copy import rate_of
 from zero_inference.measure import rates
 from zero_inference.measure.rates import AroundLoops, LinkRate, with_cores, with_link
 from zero_inference.planning import limits
@@ -19,7 +19,7 @@ from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import LinkUse, Rates, TracedLinkUse
 from zero_inference.records.loops import MovedPerStep
 from zero_inference.report.results import idle_in_words, limit_in_words
-from zero_inference.runtime.distributed import Ranks
+from zero_inference.utils.distributed import Ranks
 
 CPU = torch.device("cpu")
 ONE = Ranks(0, 1, 0, 1, CPU)

@@ -20,14 +20,14 @@ from conftest import ROOT, free_port, start_python, without_gpus
 from forks import AS_USERS, PROGRAM, rank_variables
 from test_machine import CORES, rates
 
-from zero_inference.cores.library import load_library
+from zero_inference.cpu.library import load_library
 from zero_inference.errors import RunError
-from zero_inference.link import command, compute, copy, cores, rooflines, system
-from zero_inference.link.description_file import read_description
-from zero_inference.link.system import GpuLink, Host, warnings_for
+from zero_inference.hardware import command, compute, copy, cores, rooflines, system
+from zero_inference.hardware.description_file import read_description
+from zero_inference.hardware.system import GpuLink, Host, warnings_for
 from zero_inference.measure import own_work
-from zero_inference.runtime.distributed import Ranks, stop_process_group
-from zero_inference.runtime.watch import store_key
+from zero_inference.utils.distributed import Ranks, stop_process_group
+from zero_inference.utils.watch import store_key
 
 GIB = 2**30
 HOST = Host(numa_nodes=(0,), memlock_bytes=None, memory_bytes=64 * GIB, memory_available_bytes=60 * GIB)
@@ -246,7 +246,7 @@ def test_all_is_wrong_at_once():
 def test_the_report_of_two_gpus(monkeypatch, capsys):
     """The words around the numbers; the GPUs' own calls are stand-ins here."""
     ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
-    monkeypatch.setattr("zero_inference.runtime.distributed.detect_ranks", lambda local_rank: ranks)
+    monkeypatch.setattr("zero_inference.utils.distributed.detect_ranks", lambda local_rank: ranks)
     for name, value in (("device_count", 2), ("set_device", None), ("empty_cache", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
@@ -259,8 +259,8 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     monkeypatch.setattr(copy, "several_devices_gb_per_s", lambda devices: 40.0 * len(devices))
     monkeypatch.setattr(compute, "device_copy_gb_per_s", lambda device: 3900.0)
     monkeypatch.setattr(compute, "matmul_tflops", lambda device, dtype: 700.0)
-    monkeypatch.setattr("zero_inference.link.rooflines._of_cores", lambda ranks, known: [])
-    monkeypatch.setattr("zero_inference.link.report.while_copying", lambda device, read: refused(device))
+    monkeypatch.setattr("zero_inference.hardware.rooflines._of_cores", lambda ranks, known: [])
+    monkeypatch.setattr("zero_inference.hardware.report.while_copying", lambda device, read: refused(device))
     uuids = UUID.removeprefix("GPU-"), SECOND_UUID.removeprefix("GPU-")
     properties = [types.SimpleNamespace(uuid=uuid, name="NVIDIA H200") for uuid in uuids]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
@@ -336,7 +336,7 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert saved.matmul_tflops["bfloat16"] == ceilings["matmul_bfloat16_tflops"]["value"]
     formats = {(each.format, each.rows) for each in saved.device_products}
     assert formats == {(name, rows) for name in ("bfloat16", "float32", "int8", "int4") for rows in (1, 8, 32, 128)}
-    launches = saved.launches  # noise may give all of the time to one of the two, see link/launches.py
+    launches = saved.launches  # noise may give all of the time to one of the two, see hardware/launches.py
     assert min(launches.operator_s, launches.module_s) >= 0 and launches.operator_s + launches.module_s > 0
     assert launches.graph_operator_s is None
     assert 1e8 < saved.process_bytes < 4e9 and 1e8 < saved.measuring_bytes < saved.process_bytes

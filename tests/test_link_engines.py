@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from zero_inference.cli import console_main
-from zero_inference.link import engines, saved
-from zero_inference.link.engines import EnginesProcess
-from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.processes import isolated_module
+from zero_inference.hardware import engines, saved
+from zero_inference.hardware.engines import EnginesProcess
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.processes import isolated_module
 
 
 def asked(monkeypatch, code: str, **options) -> tuple[dict, list[str]]:
@@ -100,7 +100,7 @@ time.sleep(60)
 
 
 def test_nothing_is_started_under_a_launcher_of_several(monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr("zero_inference.link.engines.EnginesProcess", lambda: pytest.fail("started"))
+    monkeypatch.setattr("zero_inference.hardware.engines.EnginesProcess", lambda: pytest.fail("started"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert console_main(["zero-inference", "link", "--save", str(tmp_path / "machine.json")]) == 2
     assert "start it without a launcher" in capfd.readouterr().err

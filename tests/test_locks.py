@@ -13,7 +13,7 @@ from conftest import need_smollm2
 
 from zero_inference.errors import UsageError
 from zero_inference.models import smollm2
-from zero_inference.runtime.locks import held_lock
+from zero_inference.utils.locks import held_lock
 
 
 def test_a_lock_is_free_again_and_one_that_is_kept_is_given_up(tmp_path):

@@ -11,19 +11,21 @@ from conftest import ROOT
 
 from benchmarks.predictions import options_of
 from zero_inference.cli import main
-from zero_inference.cores.cores import SPIN_US
-from zero_inference.cores.cores import Cores as CoreThreads
+from zero_inference.cpu.cores import SPIN_US
+from zero_inference.cpu.cores import Cores as CoreThreads
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.cores import NO_LINK, SEVERAL_GPUS, why_cores_stay_out
 from zero_inference.errors import RunError, UsageError
-from zero_inference.kv_cache.host import SLOTS
-from zero_inference.link import saved
-from zero_inference.link.attention import Attended, Attention
-from zero_inference.link.caches import block_bytes
-from zero_inference.link.copies import rate_alone
-from zero_inference.link.core_rates import OfCores
-from zero_inference.link.cores import BesideLink
-from zero_inference.link.description import (
+from zero_inference.hardware import saved
+from zero_inference.hardware.assume import CONTEXT_BYTES, assumed
+from zero_inference.hardware.attention import Attended, Attention
+from zero_inference.hardware.caches import block_bytes
+from zero_inference.hardware.cards import card_of
+from zero_inference.hardware.choose import machine_of
+from zero_inference.hardware.copies import rate_alone
+from zero_inference.hardware.core_rates import OfCores
+from zero_inference.hardware.cores import BesideLink
+from zero_inference.hardware.description import (
     MEASURED_WITH,
     AttentionRate,
     CoreRates,
@@ -36,13 +38,11 @@ from zero_inference.link.description import (
     Loading,
     OwnWork,
 )
-from zero_inference.link.description_file import read_description, write_description
-from zero_inference.machine.assume import CONTEXT_BYTES, assumed
-from zero_inference.machine.cards import card_of
-from zero_inference.machine.choose import machine_of
-from zero_inference.machine.machine import DescribedMachine
-from zero_inference.machine.rates import attended_gb_per_s, beside_link, between
-from zero_inference.machine.typical import TYPICAL, find_typical
+from zero_inference.hardware.description_file import read_description, write_description
+from zero_inference.hardware.machine import DescribedMachine
+from zero_inference.hardware.rates import attended_gb_per_s, beside_link, between
+from zero_inference.hardware.typical import TYPICAL, find_typical
+from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
@@ -50,7 +50,7 @@ from zero_inference.planning.outlook import least_step_s, limit_in_words
 from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.records.read import read_records
-from zero_inference.runtime.distributed import Ranks, detect_ranks
+from zero_inference.utils.distributed import Ranks, detect_ranks
 
 GIB = 1 << 30
 H200 = Gpu(name="NVIDIA H200", memory_bytes=140 * GIB, free_bytes=139 * GIB)
@@ -383,7 +383,7 @@ def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):
     for name in ("mem_get_info", "get_device_properties", "get_device_capability", "device_count"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} was asked"))
     monkeypatch.setattr(
-        "zero_inference.machine.machine.available_host_bytes", lambda: pytest.fail("host memory was asked")
+        "zero_inference.hardware.machine.available_host_bytes", lambda: pytest.fail("host memory was asked")
     )
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     write_description(MACHINE, tmp_path / "machine.json")

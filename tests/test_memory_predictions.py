@@ -10,15 +10,15 @@ from forks import AS_USERS
 from test_machine import MACHINE
 
 from zero_inference.cli import console_main, main
-from zero_inference.link.description import Launches, OwnWork
-from zero_inference.link.description_file import write_description
-from zero_inference.runtime.environment import describe_environment, versions_of
+from zero_inference.hardware.description import Launches, OwnWork
+from zero_inference.hardware.description_file import write_description
+from zero_inference.utils.environment import describe_environment, versions_of
 
 MEASURE = """
 import json, sys
-from zero_inference.link.engines import EnginesProcess
-from zero_inference.link.saved import measure_basics
-from zero_inference.runtime.distributed import detect_ranks
+from zero_inference.hardware.engines import EnginesProcess
+from zero_inference.hardware.saved import measure_basics
+from zero_inference.utils.distributed import detect_ranks
 engines = EnginesProcess()
 found = measure_basics(detect_ranks(), engines, lambda line: None)
 engines.close()

@@ -21,12 +21,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero_inference.cli import console_main
 from zero_inference.errors import RunError, UsageError
-from zero_inference.machine import cards
+from zero_inference.hardware import cards
 from zero_inference.micro import arguments, blocks, command, elementwise, flops, layer, matmul, timing
 from zero_inference.micro.flops import BlockShape
 from zero_inference.micro.norms import norm_patch
-from zero_inference.runtime.progress import Progress, reporting
-from zero_inference.runtime.tables import Column, RowPrinter, render
+from zero_inference.utils.progress import Progress, reporting
+from zero_inference.utils.tables import Column, RowPrinter, render
 
 CPU = torch.device("cpu")
 SMALL = {

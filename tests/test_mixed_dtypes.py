@@ -23,7 +23,7 @@ from zero_inference.models.skeleton import build_skeleton, empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
 from zero_inference.records.fingerprint import output_ids_sha256
-from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group
+from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN, EXPERTS = 2, 9, 8, 8
 COMMON = dict(

@@ -36,7 +36,7 @@ import sys
 sys.path.insert(0, {root!r})
 import torch
 for _ in range(2):
-    import zero_inference.norms.layers, zero_inference.quantization.products, zero_inference.cores.products
+    import zero_inference.norms.layers, zero_inference.kernels.products, zero_inference.cpu.products
     from zero_inference.norms import rms_norm
     x = torch.randn(3, 8, requires_grad=True)
     rms_norm(x, torch.ones(8), 1e-6).sum().backward()

@@ -5,17 +5,17 @@ import torch
 from conftest import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_inference.hardware import compute, device_attention, in_graph
+from zero_inference.hardware.compute import ProductTime, product_times
+from zero_inference.hardware.in_graph import measure_graph_operator
+from zero_inference.hardware.launches import ROUNDS, Launching, two_costs
+from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kv_cache import decode_attention
-from zero_inference.link import compute, device_attention, in_graph
-from zero_inference.link.compute import ProductTime, product_times
-from zero_inference.link.in_graph import measure_graph_operator
-from zero_inference.link.launches import ROUNDS, Launching, two_costs
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import trace_pass, trace_without_weights
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
-from zero_inference.quantization.groups import GroupQuantization
 
 
 def described(model: str):
@@ -214,8 +214,8 @@ def test_launches_of_a_model_do_not_depend_on_its_weights():
 
 @pytest.mark.parametrize("scheme", [None, GroupQuantization(8, 64), GroupQuantization(4, 64)])
 def test_products_of_few_tokens_are_measured(scheme, monkeypatch):
-    monkeypatch.setattr("zero_inference.link.compute.WEIGHTS_BYTES", 1 << 20)
-    monkeypatch.setattr("zero_inference.link.compute.WEIGHTS_S", {"cpu": 0.0})
+    monkeypatch.setattr("zero_inference.hardware.compute.WEIGHTS_BYTES", 1 << 20)
+    monkeypatch.setattr("zero_inference.hardware.compute.WEIGHTS_S", {"cpu": 0.0})
     found = product_times(torch.device("cpu"), torch.bfloat16, scheme, (1, 3))
     assert list(found) == [1, 3] and all(0.01 < each.gb_per_s < 2000 and each.call_s == 0 for each in found.values())
     monkeypatch.setattr(compute, "SHAPES", {"cpu": ((128, 256), (512, 256))})

@@ -15,7 +15,7 @@ from zero_inference.config import DEFAULTS, RunConfig
 from zero_inference.config.spellings import OTHER_OPTIONS
 from zero_inference.errors import UsageError
 from zero_inference.options import commands_of, config_of, examples_of, option_rows, run_config
-from zero_inference.runtime.sizes import gib_of
+from zero_inference.utils.sizes import gib_of
 
 PARSERS = {"run_model.py": run_parser(), "zero-inference": console_parser(), **commands_of(console_parser())}
 

@@ -21,14 +21,14 @@ from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.plan import RESERVE_BYTES
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
-from zero_inference.machine import machine
+from zero_inference.hardware import machine
+from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.changes import refuse_hopeless
 from zero_inference.planning.plan import changed, describe_job, make_plan, plan_run
-from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.read import read_records
-from zero_inference.runtime.amounts import amount
-from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group
 
 JSON_KEYS = [
     "fits", "verdict", "config", "sizes", "needs", "refused", "predicted", "limit", "moved_per_step", "placement", "changes_that_fit",

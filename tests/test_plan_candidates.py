@@ -10,9 +10,9 @@ from test_timing import FAST
 
 from benchmarks import candidate_trials, plan_candidates
 from benchmarks.candidate_trials import Candidate, Trials
-from zero_inference.link.description_file import write_description
+from zero_inference.hardware.description_file import write_description
 from zero_inference.records.read import read_records
-from zero_inference.runtime.environment import describe_environment, versions_of
+from zero_inference.utils.environment import describe_environment, versions_of
 
 # Stands for `zero-inference run`: a record of the rate that --model says; `fails` and `hangs` do what they say.
 PROGRAM = """

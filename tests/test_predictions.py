@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.predictions import HOSTS, RESULTS, ranges_of, ratios, with_cores_of_run, within_others
-from zero_inference.link.description_file import read_description
+from zero_inference.hardware.description_file import read_description
 from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
 from zero_inference.planning.ranges import RANGES

@@ -13,6 +13,7 @@ from zero_inference import utils
 from zero_inference.models import preset_table
 from zero_inference.models.skeleton import OwnPages, build_skeleton
 from zero_inference.models.spec import ModelSpec
+from zero_inference.utils import log
 
 # Parameters as the hub counts them in the published weights (tied ones once). OPT-30B, 66B and 175B are
 # worked out from the paper's table: L (12 h^2 + 13 h) + (V + 2050) h + 2 h. DeepSeek-V3 (671B) is without its prediction layer,
@@ -62,7 +63,7 @@ ACTIVE = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_preset_has_the_published_number_of_parameters(name):
     config = preset_table.find_preset(name).to_config()
-    assert utils.exact_parameter_bytes(config, dtype_bytes=1) == PARAMETERS[name]
+    assert log.exact_parameter_bytes(config, dtype_bytes=1) == PARAMETERS[name]
 
 
 def test_every_preset_is_counted_above():

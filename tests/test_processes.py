@@ -14,10 +14,10 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from zero_inference.runtime.processes import group
+from zero_inference.utils.processes import group
 
 RUN = (
-    "import sys; sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nfrom zero_inference.runtime.processes import run_with_group\n"
+    "import sys; sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nfrom zero_inference.utils.processes import run_with_group\n"
     "print(run_with_group(['sh', '-c', sys.argv[2]], Path('out')))"
 )
 
@@ -86,7 +86,7 @@ def test_compilers_end_also_where_nobody_reads_what_ninja_prints(tmp_path):
 
 
 RANK = (
-    "from zero_inference.runtime.processes import launcher_watch\nimport os, time\nlauncher_watch.start()\n"
+    "from zero_inference.utils.processes import launcher_watch\nimport os, time\nlauncher_watch.start()\n"
     "print(os.getpid(), flush=True)\ntime.sleep(100)"
 )
 # Both programs of deepspeed, and a shell between the second and the rank.
@@ -116,8 +116,8 @@ def test_a_rank_ends_with_each_of_its_launchers_but_not_with_a_shell(killed, end
     )
     try:
         rank = psutil.Process(int(shell.stdout.readline()))
-        launch, runner = rank.parents()[1:3]
-        {"deepspeed": runner, "launch": launch, "outer shell": psutil.Process(shell.pid)}[killed].kill()
+        launch, run = rank.parents()[1:3]
+        {"deepspeed": run, "launch": launch, "outer shell": psutil.Process(shell.pid)}[killed].kill()
         left = psutil.wait_procs([rank], timeout=10 if ends else 2.5)[1]
         assert bool(left) != ends
     finally:

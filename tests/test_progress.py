@@ -12,12 +12,12 @@ import pytest
 from zero_inference.architectures import command as compare
 from zero_inference.cli import console_main, run_config
 from zero_inference.measure.remaining import Remaining
-from zero_inference.runtime import progress as progress_module
-from zero_inference.runtime.amounts import GIB
-from zero_inference.runtime.child_runs import run_child, stage
-from zero_inference.runtime.durations import duration, to_go
-from zero_inference.runtime.progress import Moved, Progress, current, is_reporting, reporting
-from zero_inference.search import verify
+from zero_inference.planning import verify
+from zero_inference.utils import progress as progress_module
+from zero_inference.utils.amounts import GIB
+from zero_inference.utils.child_runs import run_child, stage
+from zero_inference.utils.durations import duration, to_go
+from zero_inference.utils.progress import Moved, Progress, current, is_reporting, reporting
 
 
 class Clock:

@@ -21,7 +21,7 @@ from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
 from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.read import read_records
-from zero_inference.runtime.distributed import detect_ranks
+from zero_inference.utils.distributed import detect_ranks
 
 BATCH, PROMPT, GEN, BLOCK = 2, 8, 6, 128
 SHAPE = [

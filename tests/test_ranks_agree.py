@@ -13,7 +13,7 @@ PRELUDE = f"""
 import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from zero_inference.runtime import distributed
+from zero_inference.utils import distributed
 from zero_inference.measure import rates as measured_rates
 from zero_inference.config import RunConfig
 from zero_inference.models.spec import resolve_model

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from zero_inference.errors import RunError
-from zero_inference.link import caches, compute, copy, disk
-from zero_inference.link.disk import disk_read_gb_per_s
+from zero_inference.hardware import caches, compute, copy, disk
+from zero_inference.hardware.disk import disk_read_gb_per_s
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("measured_as_for_users")

@@ -22,7 +22,7 @@ from zero_inference.records.schema import Request, Result, StreamPlacement
 from zero_inference.records.scores import ProgramScores, Tasks, scores_of
 from zero_inference.report import runs as report
 from zero_inference.report.prediction import prediction_rows, summary_rows
-from zero_inference.runtime.environment import describe_environment
+from zero_inference.utils.environment import describe_environment
 
 ENGINES = {
     "resident": [],

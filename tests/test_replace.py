@@ -11,8 +11,8 @@ from test_report import make_record
 
 from zero_inference.cli import console_main
 from zero_inference.records.write import append_record
-from zero_inference.runtime.replace import check_replaceable, replacing
 from zero_inference.utils import write_benchmark_log
+from zero_inference.utils.replace import check_replaceable, replacing
 
 
 def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path):

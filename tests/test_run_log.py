@@ -19,10 +19,9 @@ from zero_inference.cli import main
 from zero_inference.records import run_log
 from zero_inference.records.read import parse_log, read_records
 from zero_inference.records.write import append_record
-from zero_inference.runtime import append
-from zero_inference.runtime.append import append_bytes, check_appendable
-from zero_inference.runtime.replace import check_replaceable
-from zero_inference.utils import write_benchmark_log
+from zero_inference.utils import append, write_benchmark_log
+from zero_inference.utils.append import append_bytes, check_appendable
+from zero_inference.utils.replace import check_replaceable
 
 SHORT = [
     "--engine",

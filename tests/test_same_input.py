@@ -10,7 +10,7 @@ from zero_inference.engines.stream import codes
 from zero_inference.engines.stream.codes import _in_a_row
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.same_input import SameInput
-from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.kernels.groups import GroupQuantization
 
 
 @pytest.fixture

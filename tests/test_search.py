@@ -19,27 +19,27 @@ from test_timing import FAST
 from zero_inference.cli import console_main, main
 from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError
-from zero_inference.link.description_file import kept_path, read_description, write_description
-from zero_inference.machine import kept
-from zero_inference.machine.choose import machine_of
-from zero_inference.machine.kept import kept_description, why_outdated
-from zero_inference.machine.limited import LimitedMachine
-from zero_inference.machine.machine import DescribedMachine
+from zero_inference.hardware import kept
+from zero_inference.hardware.choose import machine_of
+from zero_inference.hardware.description_file import kept_path, read_description, write_description
+from zero_inference.hardware.kept import kept_description, why_outdated
+from zero_inference.hardware.limited import LimitedMachine
+from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.options import run_config
+from zero_inference.planning import candidates, table, verify
+from zero_inference.planning.candidates import Candidate, Free, command_of, find_candidates, options_of
+from zero_inference.planning.choose import choose, faster_than, hint
 from zero_inference.planning.plan import changed, make_plan
+from zero_inference.planning.ranking import GOALS, pareto_front, ranked
+from zero_inference.planning.table import in_json, rows_of
 from zero_inference.planning.timing import PassTime, Times
+from zero_inference.planning.words import headline, why_none
 from zero_inference.records.read import read_records
-from zero_inference.runtime.child_runs import run_child
-from zero_inference.runtime.distributed import detect_ranks
-from zero_inference.runtime.durations import seconds
-from zero_inference.runtime.environment import describe_environment, versions_of
-from zero_inference.runtime.tables import significant
-from zero_inference.search import candidates, table, verify
-from zero_inference.search.candidates import Candidate, Free, command_of, find_candidates, options_of
-from zero_inference.search.choose import choose, faster_than, hint
-from zero_inference.search.ranking import GOALS, pareto_front, ranked
-from zero_inference.search.table import in_json, rows_of
-from zero_inference.search.words import headline, why_none
+from zero_inference.utils.child_runs import run_child
+from zero_inference.utils.distributed import detect_ranks
+from zero_inference.utils.durations import seconds
+from zero_inference.utils.environment import describe_environment, versions_of
+from zero_inference.utils.tables import significant
 
 GIB = 1 << 30
 LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
@@ -488,7 +488,7 @@ def test_a_trial_runs_in_as_many_processes_as_gpus(copied_runs, tmp_path, monkey
     )
     two = replace(job, ranks=replace(job.ranks, world_size=2, local_world_size=2))
     plan = changed(two, engine="resident", cpu_offload=False)
-    monkeypatch.setattr("zero_inference.search.verify.run_child", functools.partial(run_child, env=without_gpus()))
+    monkeypatch.setattr("zero_inference.planning.verify.run_child", functools.partial(run_child, env=without_gpus()))
     times = Times(PassTime(1.0, "launches"), PassTime(1.0, "launches"))
     rate = verify._measured_tokens_per_s(Candidate(plan, times), tmp_path, 1, print)
     (record,) = read_records(tmp_path / "1.jsonl")
@@ -550,9 +550,9 @@ def test_a_kept_machine_is_used_until_something_changes(kept_here):
 def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path, capfd):
     path = tmp_path / "new" / "machine.json"
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(path))
-    monkeypatch.setattr("zero_inference.link.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("zero_inference.hardware.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(
-        "zero_inference.link.saved.measure_this_machine",
+        "zero_inference.hardware.saved.measure_this_machine",
         lambda ranks, engines, disk, say: ({"warnings": ["no link"]}, MACHINE),
     )
     lines: list[str] = []
@@ -576,9 +576,9 @@ def test_rates_measured_beside_other_programs_are_marked_and_measured_again_when
     path, here = kept_here
     busy = here.model_copy(update={"others_cpu_share": 0.9})
     write_description(busy, path)
-    monkeypatch.setattr("zero_inference.link.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("zero_inference.hardware.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
     found = here.model_copy(update={"others_cpu_share": 0.05})
-    monkeypatch.setattr("zero_inference.link.saved.measure_this_machine", lambda *_: ({"warnings": []}, found))
+    monkeypatch.setattr("zero_inference.hardware.saved.measure_this_machine", lambda *_: ({"warnings": []}, found))
     lines: list[str] = []
     monkeypatch.setattr(kept, "_share_of_others", lambda: 0.45)
     kept.measure_where_needed(lines.append)
@@ -614,8 +614,8 @@ def test_a_file_of_a_newer_version_stays_and_is_ignored(newer, kept_here, monkey
     text = json.dumps(json.loads(path.read_text()) | newer)
     path.write_text(text)
     assert kept_description() is None
-    monkeypatch.setattr("zero_inference.link.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr("zero_inference.link.saved.measure_this_machine", lambda *_: ({"warnings": []}, here))
+    monkeypatch.setattr("zero_inference.hardware.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("zero_inference.hardware.saved.measure_this_machine", lambda *_: ({"warnings": []}, here))
     kept.measure_and_keep(lambda line: None)
     assert kept_description() == here and path.read_text() == text
     lines: list[str] = []

@@ -14,9 +14,9 @@ from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.split import best_split
-from zero_inference.link.attention import Attended
-from zero_inference.link.cores import BesideLink
-from zero_inference.link.cores_of_host import LinkRates, of_all_ranks
+from zero_inference.hardware.attention import Attended
+from zero_inference.hardware.cores import BesideLink
+from zero_inference.hardware.cores_of_host import LinkRates, of_all_ranks
 from zero_inference.models.feed_forward import FeedForward
 from zero_inference.records.limit import LinkUse
 

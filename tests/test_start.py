@@ -39,7 +39,7 @@ def test_a_plan_imports_what_it_needs():
 
 
 def test_a_plan_searches_without_the_collector(monkeypatch, capsys):
-    from zero_inference.search import candidates
+    from zero_inference.planning import candidates
 
     seen, find = [], candidates.find_candidates
     monkeypatch.setattr(candidates, "find_candidates", lambda *args: seen.append(gc.isenabled()) or find(*args))

@@ -20,8 +20,8 @@ from zero_inference.engines.stream.resident_blocks import decide_residency
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.timeline import BlockSpan, Copy, Timeline
 from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.hardware import copy
 from zero_inference.kv_cache.device import DeviceKVCache
-from zero_inference.link import copy
 from zero_inference.measure import generation
 from zero_inference.measure.profiling import TRACED_TOKENS, link_use_in
 from zero_inference.measure.rates import LinkRate
@@ -29,7 +29,7 @@ from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
 from zero_inference.records.fingerprint import output_ids_sha256
-from zero_inference.runtime.distributed import detect_ranks, start_process_group
+from zero_inference.utils.distributed import detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN = 2, 9, 8
 LONGER = {

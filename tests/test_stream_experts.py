@@ -20,13 +20,13 @@ from zero_inference.engines.stream.codes import experts_in_groups
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.split import best_split
-from zero_inference.link.cores import BesideLink
+from zero_inference.hardware.cores import BesideLink
+from zero_inference.kernels import groups
 from zero_inference.models import experts
 from zero_inference.models.experts import read_experts
 from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.prompts import random_ids
-from zero_inference.quantization import groups
-from zero_inference.runtime.distributed import detect_ranks
+from zero_inference.utils.distributed import detect_ranks
 
 SHARES = ("0.3", "0.7", "1")
 SMALL = dict(

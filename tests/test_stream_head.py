@@ -12,15 +12,15 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from zero_inference.config import RunConfig
-from zero_inference.cores.quantize import quantize
+from zero_inference.cpu.quantize import quantize
 from zero_inference.engines.stream.head import HeadWeight, QuantizedHead, find_head
-from zero_inference.machine.machine import DescribedMachine
+from zero_inference.hardware.machine import DescribedMachine
+from zero_inference.kernels.groups import GroupQuantization, dequantize_reference
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
 from zero_inference.planning.timing import decode_step
-from zero_inference.quantization.groups import GroupQuantization, dequantize_reference
-from zero_inference.runtime.distributed import detect_ranks, start_process_group
+from zero_inference.utils.distributed import detect_ranks, start_process_group
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}  # relative, of norms
 GROUP = 32

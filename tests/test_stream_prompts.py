@@ -21,8 +21,8 @@ from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.cores import MOST_PROMPT_ROWS
 from zero_inference.engines.stream.expert_cache import ExpertSlots
 from zero_inference.engines.stream.feeder import PassKind
-from zero_inference.link.description_file import read_description
-from zero_inference.machine.machine import DescribedMachine
+from zero_inference.hardware.description_file import read_description
+from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.models.prompts import random_ids
 
 TOKENS = BATCH * PROMPT

@@ -28,7 +28,7 @@ from test_stream_cores import feeder_of
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.measure import generation
 from zero_inference.models.prompts import random_ids
-from zero_inference.runtime.distributed import detect_ranks, start_process_group, stop_process_group
+from zero_inference.utils.distributed import detect_ranks, start_process_group, stop_process_group
 
 cases, results = json.loads(sys.argv[1]), []
 ranks = detect_ranks()
@@ -95,7 +95,7 @@ REFUSED = (
     + """
 import resource
 from zero_inference.errors import RunError
-from zero_inference.runtime.shared_memory import SharedMemory
+from zero_inference.utils.shared_memory import SharedMemory
 
 def refused(nbytes):
     try:

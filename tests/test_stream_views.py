@@ -12,8 +12,8 @@ from test_stream_cores import feeder_of
 
 from zero_inference.engines.stream.layout import Piece, lay_out
 from zero_inference.engines.stream.views import BlockViews
+from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.models.prompts import random_ids
-from zero_inference.quantization.groups import GroupQuantization
 
 DEPTH = 7
 

@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from zero_inference.engines.stream import codes, layout
 from zero_inference.engines.stream.blocks import lay_out_blocks
-from zero_inference.machine.choose import machine_of
-from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.hardware.choose import machine_of
+from zero_inference.kernels.groups import GroupQuantization
 
 INT4 = {"quant_bits": 4, "quant_group_size": 32}
 

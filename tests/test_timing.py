@@ -11,14 +11,14 @@ from conftest import ROOT
 from test_machine import MACHINE, planned
 
 from benchmarks.predictions import machine_of, plan_of, without_short_prompts
-from zero_inference.cores.library import load_library
+from zero_inference.cpu.library import load_library
 from zero_inference.engines.stream import cores
 from zero_inference.engines.stream.split import LEAST_GAIN
-from zero_inference.link.cores import BLOCK_BYTES
-from zero_inference.link.description import AttentionRate, DeviceAttention, DeviceRate, Launches, Loading, OwnWork
-from zero_inference.machine.limited import LimitedMachine
-from zero_inference.machine.machine import DescribedMachine
-from zero_inference.machine.rates import device_attention_s
+from zero_inference.hardware.cores import BLOCK_BYTES
+from zero_inference.hardware.description import AttentionRate, DeviceAttention, DeviceRate, Launches, Loading, OwnWork
+from zero_inference.hardware.limited import LimitedMachine
+from zero_inference.hardware.machine import DescribedMachine
+from zero_inference.hardware.rates import device_attention_s
 from zero_inference.measure.own_work import _loaded_alike
 from zero_inference.planning.copies_time import copies_of_step
 from zero_inference.planning.host_time import LAUNCH_SLOWNESS

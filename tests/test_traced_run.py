@@ -1,7 +1,7 @@
 """Kernels of a traced run summed up; tracing itself takes a GPU."""
 
 from benchmarks.traced_run import Kernel, main, print_kernels
-from zero_inference import running
+from zero_inference import runner
 from zero_inference.planning.plan import Plan
 
 
@@ -24,7 +24,7 @@ def test_times_and_gaps_of_the_second_half_are_told_by_kernel(capsys):
 
 def test_a_run_is_told_by_its_stages(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(Plan, "load", Plan.load)  # put back afterwards, as the next one
-    monkeypatch.setattr(running, "measure_run", running.measure_run)
+    monkeypatch.setattr(runner, "measure_run", runner.measure_run)
     options = "--model opt-125m --dummy --engine resident --prompt-len 4 --gen-len 2 --loops 1 --warmup 0 --log-dir"
     assert main([*options.split(), str(tmp_path)]) == 0
     out = capfd.readouterr().out

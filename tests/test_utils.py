@@ -9,6 +9,7 @@ import pytest
 
 import zero_inference
 from zero_inference import utils
+from zero_inference.utils import log
 
 ROOT = Path(zero_inference.__file__).resolve().parents[1]
 OPT_66B = SimpleNamespace(hidden_size=9216, num_hidden_layers=64, vocab_size=50272)
@@ -22,7 +23,7 @@ def run_python(code, **options):
 def test_light_modules_load_no_heavy_package():
     done = run_python(
         "import sys, zero_inference.utils, zero_inference.records.read, zero_inference.records.run_log\n"
-        "import zero_inference.runtime.environment, zero_inference.models.preset_table\n"
+        "import zero_inference.utils.environment, zero_inference.models.preset_table\n"
         "print(sorted({'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules)))",
         check=True,
     )
@@ -68,7 +69,7 @@ TINY_LLAMA = 3 * LLAMA_LAYER + 2 * 103 * 48 + 48  # layers, embedding and head, 
 
 def test_model_bytes_of_a_gated_model_is_its_exact_count():
     assert utils.model_bytes(tiny_llama()) == 2 * TINY_LLAMA
-    assert utils.exact_parameter_bytes(tiny_llama(), dtype_bytes=4) == 4 * TINY_LLAMA
+    assert log.exact_parameter_bytes(tiny_llama(), dtype_bytes=4) == 4 * TINY_LLAMA
 
 
 def test_a_tied_weight_counts_once():
@@ -80,7 +81,7 @@ def test_exact_count_leaves_config_and_random_state_alone():
 
     config = tiny_llama(dtype="bfloat16")
     before, state = copy.deepcopy(config.__dict__), torch.get_rng_state()
-    utils.exact_parameter_bytes(config)
+    log.exact_parameter_bytes(config)
     assert config.__dict__ == before
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -101,9 +102,9 @@ def test_exact_count_is_of_whole_parameters_under_zero3():
 def test_cache_bytes_uses_the_hidden_size_where_no_heads_are_named():
     assert utils.cache_bytes(OPT_66B, 3, 7) == 2 * 3 * 7 * 64 * 9216 * 2
     named = SimpleNamespace(**vars(OPT_66B), num_attention_heads=72)
-    assert utils.heads_of_key(named) == utils.heads_of_key(OPT_66B) == 1
-    assert utils.heads_of_key(SimpleNamespace(num_attention_heads=64, num_key_value_heads=8)) == 8
-    assert utils.heads_of_key(SimpleNamespace(num_attention_heads=71, multi_query=True)) == 71
+    assert log.heads_of_key(named) == log.heads_of_key(OPT_66B) == 1
+    assert log.heads_of_key(SimpleNamespace(num_attention_heads=64, num_key_value_heads=8)) == 8
+    assert log.heads_of_key(SimpleNamespace(num_attention_heads=71, multi_query=True)) == 71
     assert utils.cache_bytes(named, 3, 7) == utils.cache_bytes(OPT_66B, 3, 7)
 
 
@@ -178,7 +179,7 @@ def test_an_append_that_does_not_fit_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "run.log"
     done = run_python(
         "import resource, sys\n"
-        "from zero_inference.utils import append_bytes\n"
+        "from zero_inference.utils.append import append_bytes\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         f"append_bytes({str(path)!r}, b'a' * 59 + b'\\n')\n"
         f"append_bytes({str(path)!r}, b'b' * 59 + b'\\n')\n"

@@ -15,11 +15,11 @@ from zero_inference.config import DEFAULTS
 from zero_inference.errors import RunError, UsageError
 from zero_inference.options import Parser, add_run_arguments, config_of, examples, model_of, run_config
 from zero_inference.options.version import Version
-from zero_inference.runtime import garbage
-from zero_inference.runtime.invocation import as_installed, behind_the_command, first_rank
-from zero_inference.runtime.processes import launcher_watch
-from zero_inference.runtime.progress import Progress, importing
-from zero_inference.runtime.text import printable
+from zero_inference.utils import garbage
+from zero_inference.utils.invocation import as_installed, behind_the_command, first_rank
+from zero_inference.utils.processes import launcher_watch
+from zero_inference.utils.progress import Progress, importing
+from zero_inference.utils.text import printable
 
 FIRST_RANK_SPEAKS_S = 10.0
 DEFAULT_VERBOSE = DEFAULTS["verbose"]
@@ -44,7 +44,7 @@ def run_command(args: argparse.Namespace, argv: list[str]) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with garbage.postponed():
         with importing("torch and transformers", config.verbose > 0):
-            from zero_inference.running import run
+            from zero_inference.runner import run
 
         run(config, argv, args.local_rank)
     return 0
@@ -79,11 +79,11 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
         after: the words behind `--`, which `compare` gives to every run.
     """
     from zero_inference.architectures import command as compare
-    from zero_inference.link import command as link
+    from zero_inference.hardware import command as link
     from zero_inference.micro import command as micro
+    from zero_inference.planning import arguments as plan_arguments
+    from zero_inference.planning import command as plan
     from zero_inference.report import command as report
-    from zero_inference.search import arguments as plan_arguments
-    from zero_inference.search import command as plan
 
     parser = Parser(prog="zero-inference", description=DESCRIPTION, epilog=START_HERE)
     parser.add_argument("--version", action=Version)

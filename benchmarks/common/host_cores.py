@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from zero_inference.cores.library import declared, find_or_build
-from zero_inference.cores.matrix import DTYPES, Matrix
+from zero_inference.cpu.library import declared, find_or_build
+from zero_inference.cpu.matrix import DTYPES, Matrix
 
 GROUP = 32
 FORMATS = {"bf16": (torch.bfloat16, 0), "fp16": (torch.float16, 0), "fp32": (torch.float32, 0)}

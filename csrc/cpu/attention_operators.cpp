@@ -1,4 +1,4 @@
-// The C interface of attention, for zero_inference/cores/attention.py.
+// The C interface of attention, for zero_inference/cpu/attention.py.
 
 #include <algorithm>
 #include <atomic>

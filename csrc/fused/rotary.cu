@@ -5,7 +5,7 @@
 //   second = round(round(x_second * cos_second) + round(x_first * sin_second))
 //
 // where `first` and `second` are the halves of a head's leading `rotated` elements, and the rest of a head is copied. The
-// schema is in zero_inference/fused/rotary.py. PyTorch takes ten kernels for it: 22 us of a layer's decode step, all of it
+// schema is in zero_inference/kernels/rotary.py. PyTorch takes ten kernels for it: 22 us of a layer's decode step, all of it
 // launches that wait for each other.
 
 #include <cuda_runtime.h>

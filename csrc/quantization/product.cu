@@ -62,10 +62,10 @@ constexpr int kRingVectors = kWarps * kProductStages * kProductTiles * 2 * kWarp
 constexpr int kSumsPad = 4;
 
 // What is stored of a pair's product: all of its rows; f of each; or f(gate) * up, where rows of gate come first, those of up,
-// or both in turn. As in zero_inference/quantization/indexed.py.
+// or both in turn. As in zero_inference/kernels/indexed.py.
 enum Form : int { kPlain, kActivated, kGateFirst, kUpFirst, kInterleaved, kForms };
 
-// f, as `ACTIVATION_NUMBERS` of zero_inference/cores/cores.py.
+// f, as `ACTIVATION_NUMBERS` of zero_inference/cpu/cores.py.
 enum Activation : int { kRelu, kSilu, kGelu, kGeluTanh, kReluSquared, kGeluSigmoid, kIdentity, kActivations };
 
 // Where a value is not a number, the result is none either, as in PyTorch.

@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_inference.config import DEFAULTS
 from zero_inference.config.spellings import OTHER_OPTIONS
-from zero_inference.runtime.near import closest
+from zero_inference.utils.near import closest
 
 
 def check_names(function: str, given: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:

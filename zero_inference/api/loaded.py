@@ -20,20 +20,20 @@ from zero_inference.api.process import LOADED, free_memory, left_as_found
 from zero_inference.config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
-from zero_inference.machine.machine import ThisMachine
+from zero_inference.hardware.machine import ThisMachine
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.frozen import FrozenParameter, freeze, refusal
 from zero_inference.models.greedy import use_repeatable_attention
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
 from zero_inference.planning.changes import refuse_hopeless
 from zero_inference.planning.checks import check_launch, check_model
+from zero_inference.planning.choose import choose, hint
 from zero_inference.planning.plan import Plan, describe_job, make_plan
 from zero_inference.records.failure import explain
-from zero_inference.runtime import garbage
-from zero_inference.runtime.amounts import amount
-from zero_inference.runtime.distributed import Ranks, detect_ranks, hold_process_group
-from zero_inference.runtime.progress import Progress
-from zero_inference.search.choose import choose, hint
+from zero_inference.utils import garbage
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.distributed import Ranks, detect_ranks, hold_process_group
+from zero_inference.utils.progress import Progress
 
 MAX_LENGTH = 2048  # tokens of a sequence where none is asked for
 UNLOADED = "this model was unloaded; load it again with zero_inference.load()."

@@ -8,7 +8,7 @@ from typing import Any
 from zero_inference.api.keywords import check_names, options_from
 from zero_inference.config import FIELD_NAMES
 from zero_inference.options import run_config
-from zero_inference.runtime import garbage
+from zero_inference.utils import garbage
 
 # Keywords besides those that `load` names itself: where the weights are, and what computes.
 PLACEMENT = (

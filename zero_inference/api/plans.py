@@ -18,19 +18,18 @@ from zero_inference.api.process import left_as_found
 from zero_inference.config import DEFAULTS
 from zero_inference.errors import UsageError
 from zero_inference.options import Parser
+from zero_inference.planning import arguments, command
 from zero_inference.records.limit import RATE_WORDS
-from zero_inference.runtime import garbage
-from zero_inference.runtime.durations import LONG_S, duration
-from zero_inference.runtime.tables import significant
-from zero_inference.search import arguments, command
-from zero_inference.utils import GB
+from zero_inference.utils import GB, garbage
+from zero_inference.utils.durations import LONG_S, duration
+from zero_inference.utils.tables import significant
 
 if TYPE_CHECKING:
     import pandas
 
     from zero_inference.engines.base import Job
+    from zero_inference.planning.candidates import Candidate, Found
     from zero_inference.planning.plan import Plan
-    from zero_inference.search.candidates import Candidate, Found
 
 SHOWN = 10
 SEVERAL = ("batch_size", "quant_bits", "engine", "num_gpus")  # keywords that take one value or a list
@@ -231,9 +230,9 @@ class _Words(Parser):
 
 def _plans_of(args: argparse.Namespace, job: Job, found: Found) -> Plans:
     from zero_inference.models.spec import why_checkpoint_is_refused
-    from zero_inference.search.ranking import ranked
-    from zero_inference.search.verify import verified
-    from zero_inference.search.words import headline, notes, what_does_not_fit, why_none, why_not_predicted
+    from zero_inference.planning.ranking import ranked
+    from zero_inference.planning.verify import verified
+    from zero_inference.planning.words import headline, notes, what_does_not_fit, why_none, why_not_predicted
 
     best = ranked(found.candidates, args.goal)
     if args.verify and best:
@@ -254,8 +253,8 @@ def _plans_of(args: argparse.Namespace, job: Job, found: Found) -> Plans:
 
 
 def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> PlannedRun:
-    from zero_inference.search.candidates import command_of
-    from zero_inference.search.table import weights_in_words
+    from zero_inference.planning.candidates import command_of
+    from zero_inference.planning.table import weights_in_words
 
     config, job, times = planned.job.config, planned.job, None if candidate is None else candidate.times
     measured = candidate is not None and candidate.measured_tokens_per_s is not None

@@ -21,8 +21,8 @@ def left_as_found(verbose: int) -> Iterator[None]:
     """
     from transformers.utils import logging as transformers_logging
 
-    from zero_inference.runtime import signals
-    from zero_inference.runtime.distributed import process_group_kept
+    from zero_inference.utils import signals
+    from zero_inference.utils.distributed import process_group_kept
 
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     if verbose < 2:

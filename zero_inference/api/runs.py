@@ -16,14 +16,13 @@ from zero_inference.config import FIELD_NAMES, RunConfig
 from zero_inference.errors import RunError, UsageError
 from zero_inference.options import run_config
 from zero_inference.records.limit import RATE_WORDS
-from zero_inference.runtime import garbage, signals
-from zero_inference.runtime.amounts import amount
-from zero_inference.utils import GB
+from zero_inference.utils import GB, garbage, signals
+from zero_inference.utils.amounts import amount
 
 if TYPE_CHECKING:
     import torch
 
-    from zero_inference.running import Finished
+    from zero_inference.runner import Finished
 
 KEYWORDS = tuple(sorted(set(FIELD_NAMES) - {"model", "auto", "dry_run", "machine", "assume"}))
 ELSEWHERE = {
@@ -193,7 +192,7 @@ def _with_prompts(options: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 def _measured(config: RunConfig, argv: list[str], log: bool) -> RunResult:
     with garbage.postponed():
-        from zero_inference.running import run as run_once
+        from zero_inference.runner import run as run_once
 
         with left_as_found(config.verbose), _memory_freed():
             finished = run_once(config, argv, publish=_write if log else _keep)

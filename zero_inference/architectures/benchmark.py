@@ -17,7 +17,8 @@ from zero_inference.measure.generation import settled
 from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import max_positions
-from zero_inference.utils import GB, text_config
+from zero_inference.utils import GB
+from zero_inference.utils.log import text_config
 
 WARMUP_SPREAD = 0.05
 WARMUP_TRIES = 10

@@ -22,10 +22,10 @@ from zero_inference.config.checks import batch_advice
 from zero_inference.errors import RunError, UsageError
 from zero_inference.options import examples
 from zero_inference.options.verbose import add_verbose
-from zero_inference.runtime.durations import duration
-from zero_inference.runtime.progress import Progress, reporting
-from zero_inference.runtime.signals import exit_on_stop
-from zero_inference.runtime.tables import FORMATS
+from zero_inference.utils.durations import duration
+from zero_inference.utils.progress import Progress, reporting
+from zero_inference.utils.signals import exit_on_stop
+from zero_inference.utils.tables import FORMATS
 
 WARMUP_SPREAD = 0.05
 WARMUP_TRIES = 10
@@ -157,7 +157,7 @@ def _print_json(rows: list[dict[str, Any]], runs: Runs, baseline: str, rounds: i
 
 def _print_table(rows: list[dict[str, Any]], baseline: str, format: str) -> None:
     from zero_inference.architectures import table
-    from zero_inference.runtime.tables import PIPED_WIDTH, print_rows, shown_columns
+    from zero_inference.utils.tables import PIPED_WIDTH, print_rows, shown_columns
 
     columns, shown = table.columns(rows), rows
     if format != "csv":

@@ -11,7 +11,7 @@ from zero_inference.architectures import statistics
 from zero_inference.architectures.arms import Arm
 from zero_inference.architectures.comparison import QUALITY, SPEED, frame_of, quality_rows, summarize
 from zero_inference.records.schema import STATUS_OK
-from zero_inference.runtime.tables import Column, decimals, gib, percent
+from zero_inference.utils.tables import Column, decimals, gib, percent
 
 PHASES = ("decode", "prefill", "total")
 Runs = Mapping[str, Sequence[tuple[int, dict[str, Any]]]]

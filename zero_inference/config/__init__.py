@@ -24,7 +24,7 @@ from zero_inference.config.choices import (
 )
 from zero_inference.config.spellings import bits_of, dtype_name
 from zero_inference.errors import UsageError
-from zero_inference.runtime.sizes import gib_of
+from zero_inference.utils.sizes import gib_of
 
 __all__ = [
     "DEFAULTS",

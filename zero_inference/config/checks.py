@@ -32,8 +32,8 @@ from zero_inference.config.choices import (
 )
 from zero_inference.config.spellings import not_among
 from zero_inference.errors import UsageError
-from zero_inference.runtime.divisors import nearest_multiples
-from zero_inference.runtime.replace import check_output_file
+from zero_inference.utils.divisors import nearest_multiples
+from zero_inference.utils.replace import check_output_file
 
 
 def check_paths(choices: Choices) -> None:

@@ -7,8 +7,8 @@ import os
 
 from zero_inference.config.choices import DEFAULTS, LONGEST_WINDOW, QUALITY_COMPANIONS, QUALITY_TASKS, Choices
 from zero_inference.errors import UsageError
-from zero_inference.runtime.near import did_you_mean
-from zero_inference.runtime.replace import check_output_file
+from zero_inference.utils.near import did_you_mean
+from zero_inference.utils.replace import check_output_file
 
 
 def check_quality(choices: Choices) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_inference.config.choices import AUTO, DTYPES, QUANT_BITS
 from zero_inference.errors import UsageError
-from zero_inference.runtime.near import did_you_mean
+from zero_inference.utils.near import did_you_mean
 
 _DTYPES = {
     **{name: name for name in DTYPES},

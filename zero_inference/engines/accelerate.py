@@ -27,8 +27,8 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.models.checkpoint import load_weights, return_free_memory
 from zero_inference.models.frozen import refusal
 from zero_inference.models.sizes import parameter_bytes
-from zero_inference.runtime.text import first_line
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.text import first_line
+from zero_inference.utils.transfers import Transfers
 
 connect = no_communicator
 # Words of torch about a tensor on the meta device; other errors have "metadata" or "meta-llama" in them.

@@ -22,11 +22,11 @@ from zero_inference.config import RunConfig
 from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.engines.words import PlanInWords
 from zero_inference.errors import UsageError
+from zero_inference.hardware.machine import Machine, ThisMachine
 from zero_inference.kv_cache.attended import Meeting
 from zero_inference.kv_cache.device import attends_to_all
 from zero_inference.kv_cache.diverted import window_is_of_cache
 from zero_inference.kv_cache.host import SLOTS
-from zero_inference.machine.machine import Machine, ThisMachine
 from zero_inference.models.alike import COMPARED_BYTES, compared_layers
 from zero_inference.models.sizes import ModelSizes, logits_bytes
 from zero_inference.models.skeleton import Skeleton
@@ -34,8 +34,8 @@ from zero_inference.models.spec import ModelSpec
 from zero_inference.records.limit import LinkUse
 from zero_inference.records.loops import MovedPerStep
 from zero_inference.records.schema import CoresUse
-from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.transfers import Transfers
 
 Progress = Callable[[int], None]
 WINDOW_OF_CACHE = "whether the window is the cache's"  # of a model, known once

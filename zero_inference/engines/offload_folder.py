@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.runtime.amounts import amount, compared
-from zero_inference.runtime.signals import held
+from zero_inference.utils.amounts import amount, compared
+from zero_inference.utils.signals import held
 
 PREFIX = "zero-inference-"
 OURS = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")  # as tempfile.mkdtemp names it

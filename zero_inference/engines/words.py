@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_inference.engines.use import UseOfMachine
-from zero_inference.runtime.amounts import amount
+from zero_inference.utils.amounts import amount
 
 
 class PlanInWords(UseOfMachine):

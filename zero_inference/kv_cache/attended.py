@@ -22,8 +22,8 @@ from transformers import DynamicCache
 from zero_inference.errors import RunError
 from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer
 from zero_inference.kv_cache.masks import Masks
-from zero_inference.runtime.host_memory import host_empty
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.transfers import Transfers
 
 MOST_BLOCK_POSITIONS = 64  # also what the cores take between two looks at the softmax (csrc/cpu/attention_kernel.h)
 
@@ -36,7 +36,7 @@ def blocks_for(max_length: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Logits:
-    """What a layer does with its logits, as `zero_inference.cores.attention.attention` has it; tensors on the CPU."""
+    """What a layer does with its logits, as `zero_inference.cpu.attention.attention` has it; tensors on the CPU."""
 
     scale: float
     softcap: float = 0.0

@@ -10,7 +10,7 @@ from zero_inference.kv_cache.attended import AttendedCache, Meeting
 from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, is_for_preallocated
 from zero_inference.kv_cache.host import HostKVCache
 from zero_inference.models.sizes import cache_class
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.transfers import Transfers
 
 
 def cache_maker(

@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_inference.cores.attention import attention_reference
+from zero_inference.cpu.attention import attention_reference
 from zero_inference.kv_cache.attended import AttendedCache, AttendedLayer, Logits, NotAttended
 from zero_inference.kv_cache.device import DeviceKVCache, is_for_preallocated
 from zero_inference.models.alike import copy_with_few_layers, kinds_of_layers
 from zero_inference.models.meta_pass import tensors_in
 from zero_inference.models.sizes import cache_class, new_cache
-from zero_inference.runtime.text import first_line
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.text import first_line
+from zero_inference.utils.transfers import Transfers
 
 # the usual attention implementations; others have masks of another kind
 FUNCTIONS = ("sdpa", "eager")

@@ -17,8 +17,8 @@ import torch
 from transformers import DynamicCache
 
 from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer
-from zero_inference.runtime.host_memory import host_empty
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.transfers import Transfers
 
 # One is read while two are filled: a copy can only be asked for when attention has let go of a slot, and the link is not to rest then.
 SLOTS = 3

@@ -1,7 +1,7 @@
 """How queries of the device that computes come to the cores, and the attention's result back.
 
 `CopyMeeting` needs nothing but copies and has the host wait for each layer. `CoresMeeting` asks the threads of
-`zero_inference.cores.cores`: at once for a model on the CPU; in the order of the stream for one on a GPU, where the host waits for
+`zero_inference.cpu.cores`: at once for a model on the CPU; in the order of the stream for one on a GPU, where the host waits for
 nothing and no copy engine takes part, so that queries do not queue up behind weights on the link.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from zero_inference.cores.attention import attention
-from zero_inference.cores.attention_tasks import AttentionTasks
-from zero_inference.cores.crossing import Crossing, HostCalls
+from zero_inference.cpu.attention import attention
+from zero_inference.cpu.attention_tasks import AttentionTasks
+from zero_inference.cpu.crossing import Crossing, HostCalls
 from zero_inference.kv_cache.attended import AttendedLayer
-from zero_inference.runtime.transfers import Transfers
-from zero_inference.utils import kv_width
+from zero_inference.utils.log import kv_width
+from zero_inference.utils.transfers import Transfers
 
 
 def crossing_bytes(config: Any, batch: int, element_bytes: int) -> tuple[int, int]:

@@ -21,9 +21,9 @@ from zero_inference.measure.remaining import Remaining
 from zero_inference.measure.steadiness import relative_range
 from zero_inference.models.greedy import greedy, use_repeatable_attention
 from zero_inference.records.loops import ExpertUse, Loop, MovedPerStep
-from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.garbage import short_collections
-from zero_inference.runtime.transfers import ExpertCounts
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.garbage import short_collections
+from zero_inference.utils.transfers import ExpertCounts
 
 SETTLED_LOOPS = 3
 MOST_SETTLING = 4  # generations after the warm-up, one for each choice that the stream engine may still have to make

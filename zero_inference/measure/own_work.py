@@ -22,18 +22,18 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
+from zero_inference.hardware.description import OwnWork
+from zero_inference.hardware.engines import say_ready
+from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kv_cache.choose import cache_maker
-from zero_inference.link.description import OwnWork
-from zero_inference.link.engines import say_ready
 from zero_inference.measure import generation
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import Plan, plan_run
-from zero_inference.quantization.products import FUSED_ROWS
 from zero_inference.records.loops import Loop
-from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
-from zero_inference.runtime.environment import resident_host_bytes
-from zero_inference.runtime.progress import Progress
+from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
+from zero_inference.utils.environment import resident_host_bytes
+from zero_inference.utils.progress import Progress
 
 # Of engines of the same name; the smaller one first, for both are in this process then.
 LIBRARIES = ("accelerate", "deepspeed")

@@ -22,7 +22,7 @@ from zero_inference.measure.generation import FedTokens
 from zero_inference.models.greedy import greedy
 from zero_inference.models.layers import decoder_layers
 from zero_inference.records.limit import TracedLinkUse
-from zero_inference.runtime.replace import replacing
+from zero_inference.utils.replace import replacing
 
 TRACED_TOKENS = 4
 

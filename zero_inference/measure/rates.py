@@ -11,16 +11,16 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.engines.base import Timeline
 from zero_inference.errors import RunError
-from zero_inference.link import effort
-from zero_inference.link.compute import device_copy_gb_per_s, matmul_tflops
-from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rate_of
-from zero_inference.link.disk import disk_read_gb_per_s
+from zero_inference.hardware import effort
+from zero_inference.hardware.compute import device_copy_gb_per_s, matmul_tflops
+from zero_inference.hardware.copy import Rate, blocks_of, host_to_device_rounds, rate_of
+from zero_inference.hardware.disk import disk_read_gb_per_s
 from zero_inference.models.checkpoint import return_free_memory
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.limit import HOST_COPY, LinkUse, Rates
 from zero_inference.records.loops import MovedPerStep
 from zero_inference.records.schema import CoresUse
-from zero_inference.runtime.distributed import Ranks
+from zero_inference.utils.distributed import Ranks
 
 LEAST_BUSY = 0.98  # of the time, for a link that is hardly ever idle
 

@@ -9,8 +9,8 @@ from zero_inference.planning.log_sizes import log_sizes
 from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.loops import MovedPerStep
 from zero_inference.records.schema import Measured
-from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.environment import peak_host_bytes
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.environment import peak_host_bytes
 
 
 def measured_of(session: Session, load_s: float, compile_s: float) -> Measured:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from zero_inference.engines.base import Job, LoadedModel
-from zero_inference.fused.rotary import rotary_kernel
-from zero_inference.fused.routing import find_routers, use_routing_kernel
+from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.kv_cache.choose import cache_maker
 from zero_inference.measure import generation
 from zero_inference.measure.first_passes import PlainLayers
@@ -23,16 +22,17 @@ from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, w
 from zero_inference.models.checkpoint import return_free_memory
 from zero_inference.models.dummy import draw_tokens
 from zero_inference.models.files import few
+from zero_inference.models.routing import find_routers, use_routing_kernel
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.ranges import Range, seconds_in_words
 from zero_inference.records.limit import Rates, TracedLinkUse
 from zero_inference.records.schema import Result
-from zero_inference.runtime.amounts import amount
-from zero_inference.runtime.extension import load_extension
-from zero_inference.runtime.progress import Progress
-from zero_inference.runtime.replace import replacing
-from zero_inference.runtime.tables import three_digits
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.extension import load_extension
+from zero_inference.utils.progress import Progress
+from zero_inference.utils.replace import replacing
+from zero_inference.utils.tables import three_digits
 
 
 @contextlib.contextmanager

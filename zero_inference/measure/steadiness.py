@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from zero_inference.records.loops import Evenness, Loop, MachineLoad, StepPlace
-from zero_inference.runtime.environment import usable_cores
+from zero_inference.utils.environment import usable_cores
 
 UNEVEN_LOOPS = 0.10
 # All steps of a loop do the same work. In benchmarks/results the slowest step took at most 1.2 times the median step in 49 of 50

@@ -11,8 +11,8 @@ from zero_inference.config import NORM_KERNELS
 from zero_inference.errors import UsageError
 from zero_inference.options import examples
 from zero_inference.options.verbose import add_verbose
-from zero_inference.runtime.replace import check_output_file
-from zero_inference.runtime.tables import FORMATS
+from zero_inference.utils.replace import check_output_file
+from zero_inference.utils.tables import FORMATS
 
 KINDS = ("fp32", "tf32", "fp16", "bf16")
 MATMUL_SIZES = {"cuda": (128, 512, 2048, 8192), "cpu": (128, 512, 2048)}

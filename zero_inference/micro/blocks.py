@@ -16,7 +16,7 @@ from torch import nn
 from zero_inference.errors import UsageError
 from zero_inference.micro.flops import BlockShape
 from zero_inference.models.preset_table import find_preset
-from zero_inference.utils import kv_width
+from zero_inference.utils.log import kv_width
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 BERT_LARGE = dict(model_type="bert", hidden_size=1024, num_attention_heads=16, intermediate_size=4096)

@@ -18,9 +18,9 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.micro import arguments
 from zero_inference.micro.arguments import ELEMENTWISE_SIZES, LAYER_BATCHES, LAYER_SEQS, MATMUL_SIZES, check_plot
 from zero_inference.micro.norms import norm_patch
-from zero_inference.runtime.progress import Progress, importing, reporting
-from zero_inference.runtime.replace import replacing
-from zero_inference.runtime.tables import PIPED_WIDTH, Column, RowPrinter
+from zero_inference.utils.progress import Progress, importing, reporting
+from zero_inference.utils.replace import replacing
+from zero_inference.utils.tables import PIPED_WIDTH, Column, RowPrinter
 
 if TYPE_CHECKING:
     import torch
@@ -210,7 +210,7 @@ def _captions(rates: MachineRates, name: str, note: str) -> list[str]:
         sources = dict.fromkeys([*(rate.source for rate in rates.card.tflops.values()), rates.card.memory.source])
         datasheet = f"datasheet: {rates.card.name}, dense rates; {'; '.join(sources)}"
     else:
-        datasheet = "datasheet: zero_inference/machine/cards.json has no card of this name"
+        datasheet = "datasheet: zero_inference/hardware/cards.json has no card of this name"
     return [f"{name}: {note}", *([datasheet] if rates.device.type == "cuda" else [])]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zero_inference.micro.timing import MachineRates, median_s, out_of_memory
-from zero_inference.runtime.tables import Column, figures, percent
+from zero_inference.utils.tables import Column, figures, percent
 
 BYTES = 8  # an element of float32 is read and one is written
 COLUMNS = (

@@ -20,7 +20,7 @@ from zero_inference.micro.timing import (
     predicted_s,
     too_long,
 )
-from zero_inference.runtime.tables import Column, decimals, figures, percent
+from zero_inference.utils.tables import Column, decimals, figures, percent
 
 PatchNorms = Callable[[Block], int]
 

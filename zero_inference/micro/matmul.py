@@ -18,7 +18,7 @@ from zero_inference.micro.timing import (
     predicted_s,
     too_long,
 )
-from zero_inference.runtime.tables import Column, figures, percent
+from zero_inference.utils.tables import Column, figures, percent
 
 COLUMNS = (
     Column("dtype", "type", dtype="string"),

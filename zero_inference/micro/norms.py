@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from zero_inference.runtime.progress import current
+from zero_inference.utils.progress import current
 
 if TYPE_CHECKING:
     import torch

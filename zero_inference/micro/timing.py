@@ -11,8 +11,8 @@ import torch
 from torch.utils.benchmark import Timer
 
 from zero_inference.errors import UsageError
-from zero_inference.link import compute
-from zero_inference.machine.cards import Card, find_card
+from zero_inference.hardware import compute
+from zero_inference.hardware.cards import Card, find_card
 
 # How a product is computed -> the dtype of its operands. tf32 is float32 in memory, rounded to 10 bits of mantissa in the tensor
 # cores.
@@ -95,7 +95,7 @@ def choose_device(name: str | None) -> torch.device:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    from zero_inference.runtime.environment import describe_environment
+    from zero_inference.utils.environment import describe_environment
 
     return f"{describe_environment()['cpu_model']}, {torch.get_num_threads()} threads"
 

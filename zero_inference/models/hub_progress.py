@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero_inference.runtime.amounts import amount
-from zero_inference.runtime.progress import TICK_S, Moved, Progress, current, is_reporting
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.progress import TICK_S, Moved, Progress, current, is_reporting
 
 PARTIAL = ".incomplete"  # how a file's name ends while it is fetched
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from zero_inference.errors import UsageError
-from zero_inference.utils import text_config
+from zero_inference.utils.log import text_config
 
 T = TypeVar("T")
 

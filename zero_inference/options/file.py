@@ -11,9 +11,9 @@ from zero_inference.config import FIELD_NAMES
 from zero_inference.config.spellings import other_option
 from zero_inference.errors import RunError, UsageError
 from zero_inference.options.parser import Parser
-from zero_inference.runtime.near import did_you_mean
-from zero_inference.runtime.replace import replacing
-from zero_inference.runtime.text import first_line
+from zero_inference.utils.near import did_you_mean
+from zero_inference.utils.replace import replacing
+from zero_inference.utils.text import first_line
 
 LISTS = ("prompt", "quality", "pass_at_k")  # of which a file may have a list
 NOT_IN_A_FILE = ("save_config",)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from zero_inference.config.spellings import OTHER_COMMANDS, not_among, other_option
-from zero_inference.runtime.near import did_you_mean
-from zero_inference.runtime.text import printable
+from zero_inference.utils.near import did_you_mean
+from zero_inference.utils.text import printable
 
 # What argparse says, and what we say instead.
 _IN_PLAIN_WORDS = (

@@ -9,7 +9,7 @@ from typing import Any
 from zero_inference.config import AUTO, DEFAULTS, QUANT_BITS
 from zero_inference.config.spellings import bits_of, dtype_name
 from zero_inference.errors import UsageError
-from zero_inference.runtime.sizes import gib_of
+from zero_inference.utils.sizes import gib_of
 
 SIZE = "SIZE"  # metavar of a size in memory
 SIZES = "a plain number is in GiB; 10GiB and 10G are 10 x 2^30 bytes, 10GB is 10 x 10^9"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from zero_inference.config import DEFAULTS, RunConfig
 from zero_inference.config.checks import batch_advice
 from zero_inference.errors import UsageError
-from zero_inference.machine.machine import Machine
+from zero_inference.hardware.machine import Machine
 from zero_inference.models.spec import ModelSpec
 from zero_inference.norms.choice import refuse_norm_kernels
-from zero_inference.runtime.distributed import Ranks
+from zero_inference.utils.distributed import Ranks
 
 
 def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from zero_inference.engines.base import EnginePlan
 
 if TYPE_CHECKING:
-    from zero_inference.link.description import Description
+    from zero_inference.hardware.description import Description
 
 
 def copies_of_step(plan: EnginePlan, description: Description) -> dict[str, float | None]:

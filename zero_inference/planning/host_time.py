@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import attending, copying, own_work, restoring
+from zero_inference.hardware.rates import attending, copying, own_work, restoring
 
 if TYPE_CHECKING:
-    from zero_inference.link.description import Description, OwnWork
+    from zero_inference.hardware.description import Description, OwnWork
 
 # Runs launch operators this many times as slowly as the small models of `link --save` do: the median of the committed runs that wait
 # for the host (13B and 8B in 16 bits on an H100: 1.46 and 1.46; OPT-13B on seven H200 hosts: 0.96 to 2.0). Why is not known, and hosts

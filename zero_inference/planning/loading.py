@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import own_work
+from zero_inference.hardware.rates import own_work
 from zero_inference.models.alike import COMPARED_BYTES, compared_layers
 
 if TYPE_CHECKING:
-    from zero_inference.link.description import Description, Loading
+    from zero_inference.hardware.description import Description, Loading
 
 # Copies of decoder layers in 16 bits from a GPU to new host memory, where they are kept to be compared, in huge pages that all threads
 # fault in: 1.8 to 14 GB/s in 18 of 20 runs of the stream engine on an H100 (h100-readme), 0.8 to 1.45 before (h100-predicted).

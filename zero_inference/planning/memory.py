@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_inference.engines.base import EnginePlan, Job
-from zero_inference.runtime.amounts import amount, compared
+from zero_inference.utils.amounts import amount, compared
 
 DEVICE_MEMORY, HOST_MEMORY, PAGE_LOCKED, DISK = "device memory", "host memory", "page-locked memory", "disk"
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.machine import DescribedMachine
+from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.planning.copies_time import peers_s
 from zero_inference.planning.limits import least_step, least_work
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import RATE_WORDS, Rates
-from zero_inference.runtime.durations import seconds
-from zero_inference.runtime.tables import significant
+from zero_inference.utils.durations import seconds
+from zero_inference.utils.tables import significant
 
 if TYPE_CHECKING:
-    from zero_inference.link.description import Description
+    from zero_inference.hardware.description import Description
     from zero_inference.planning.timing import Times
 
 

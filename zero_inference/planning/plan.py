@@ -14,9 +14,9 @@ from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
 from zero_inference.engines.stream.split import LEAST_GAIN
 from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.hardware.copy import BLOCK_BYTES as LINK_BLOCK_BYTES
+from zero_inference.hardware.machine import Machine, ThisMachine
 from zero_inference.kv_cache.device import refuse_kv_offload
-from zero_inference.link.copy import BLOCK_BYTES as LINK_BLOCK_BYTES
-from zero_inference.machine.machine import Machine, ThisMachine
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import ModelSpec
 from zero_inference.planning.loading import predicted_load_s
@@ -24,7 +24,7 @@ from zero_inference.planning.memory import Need, memory_needs
 from zero_inference.planning.ranges import RANGES, Range
 from zero_inference.planning.timing import Times, predicted_times
 from zero_inference.records.schema import Predicted
-from zero_inference.runtime.distributed import Ranks
+from zero_inference.utils.distributed import Ranks
 
 THIS_MACHINE = ThisMachine()
 

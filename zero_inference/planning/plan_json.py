@@ -32,7 +32,7 @@ from typing import Any
 
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit
-from zero_inference.machine.machine import DescribedMachine
+from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.planning.log_sizes import log_sizes
 from zero_inference.planning.memory import Need
 from zero_inference.planning.outlook import least_step_s, missing_rates

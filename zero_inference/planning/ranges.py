@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zero_inference.runtime.durations import seconds
-from zero_inference.runtime.tables import significant
+from zero_inference.utils.durations import seconds
+from zero_inference.utils.tables import significant
 
 
 class Range(NamedTuple):

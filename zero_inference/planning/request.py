@@ -10,8 +10,8 @@ from zero_inference.config.choices import LOG_PREFIX
 from zero_inference.models.spec import ModelSpec
 from zero_inference.options import options_asked
 from zero_inference.records.schema import Request
-from zero_inference.runtime.distributed import Ranks
 from zero_inference.utils import get_filename
+from zero_inference.utils.distributed import Ranks
 
 AS_GIVEN = (
     "engine",

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from zero_inference.config.choices import DEFAULTS
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit
-from zero_inference.machine.machine import DescribedMachine
+from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.planning.log_sizes import log_sizes
 from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need, shown
 from zero_inference.planning.outlook import experts_in_words, first_token_in_words, limit_in_words
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.plan_json import plan_in_json
 from zero_inference.planning.verdict import Faster, Verdict, faster_in_words, verdict_of
-from zero_inference.runtime.amounts import amount
-from zero_inference.runtime.invocation import run_command
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.invocation import run_command
 
 NOT_SHOWN = ("dry_run", "json", "machine", "assume")  # of what is not a default: the machine has a line of its own
 Row = tuple[str, str]  # a label and what stands beside it

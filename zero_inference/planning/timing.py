@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import device_attention_s, own_work
+from zero_inference.hardware.rates import device_attention_s, own_work
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.planning.copies_time import copies_of_prefill, copies_of_step, lacks_peers, missing_rates
 from zero_inference.planning.host_time import HostWork, host_work_s, piece_s
@@ -22,10 +22,10 @@ from zero_inference.planning.ranges import (
 )
 from zero_inference.planning.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
-from zero_inference.runtime.durations import seconds
+from zero_inference.utils.durations import seconds
 
 if TYPE_CHECKING:
-    from zero_inference.link.description import Description
+    from zero_inference.hardware.description import Description
 
 # The device takes this many times as long for a mixture's prefill as its products and bytes would, one by one: sorting tokens by expert,
 # gathering, grouped products of few rows and adding up run below these rates. Of 13 committed runs (h200-big-models, h200-together) that is

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import own_work, product_time, restored_gb_per_s
+from zero_inference.hardware.rates import own_work, product_time, restored_gb_per_s
+from zero_inference.kernels.indexed import pairs_together
 from zero_inference.models.operators import Operator, Pass
-from zero_inference.quantization.indexed import pairs_together
 
 if TYPE_CHECKING:
-    from zero_inference.link.description import Description
+    from zero_inference.hardware.description import Description
 
-DEQUANTIZED_ROWS = 128  # of link/compute.py's measurements of a CPU, tokens that are multiplied with restored weights
+DEQUANTIZED_ROWS = (
+    128  # of hardware/compute.py's measurements of a CPU, tokens that are multiplied with restored weights
+)
 
 
 def weights_s_of(

@@ -17,9 +17,9 @@ from zero_inference.quality.data import data_file, load_items
 from zero_inference.quality.sandbox import check_isolation
 from zero_inference.quality.settings import QualitySettings
 from zero_inference.quality.tasks import TASKS
-from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.progress import Progress, current
-from zero_inference.runtime.replace import replacing
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.progress import Progress, current
+from zero_inference.utils.replace import replacing
 
 
 @dataclass

@@ -27,7 +27,7 @@ from lm_eval.tasks.hellaswag.utils import process_docs as hellaswag_docs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero_inference.errors import RunError
-from zero_inference.runtime.progress import Progress, Task
+from zero_inference.utils.progress import Progress, Task
 
 STOP = [
     "\nclass",

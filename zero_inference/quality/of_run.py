@@ -7,7 +7,7 @@ from zero_inference.quality import evaluate as quality
 from zero_inference.records.run_log import RunLog
 from zero_inference.records.schema import Quality
 from zero_inference.records.scores import scores_of
-from zero_inference.runtime.progress import Progress
+from zero_inference.utils.progress import Progress
 
 
 def score_run(

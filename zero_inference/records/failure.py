@@ -12,11 +12,11 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError, is_out_of_memory
 from zero_inference.records.run_log import RunLog
-from zero_inference.runtime import signals
-from zero_inference.runtime.distributed import Ranks, stop_process_group
-from zero_inference.runtime.signals import STOPPING
-from zero_inference.runtime.text import printable
-from zero_inference.runtime.watch import PeerWatch, lost_connection, stopped_by
+from zero_inference.utils import signals
+from zero_inference.utils.distributed import Ranks, stop_process_group
+from zero_inference.utils.signals import STOPPING
+from zero_inference.utils.text import printable
+from zero_inference.utils.watch import PeerWatch, lost_connection, stopped_by
 
 
 @contextlib.contextmanager

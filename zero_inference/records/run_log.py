@@ -14,8 +14,9 @@ from zero_inference.errors import UsageError
 from zero_inference.records.key import as_mapping
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK, Record, Request, Result
 from zero_inference.records.write import append_record, complete
-from zero_inference.runtime.append import check_appendable
-from zero_inference.utils import LOG_LINES, write_benchmark_log
+from zero_inference.utils import write_benchmark_log
+from zero_inference.utils.append import check_appendable
+from zero_inference.utils.log import LOG_LINES
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 from zero_inference.records.fields import REQUIRED, missing_in, undeclared_in
 from zero_inference.records.key import as_mapping
 from zero_inference.records.schema import SCHEMA_VERSION, STATUS_FAILED, STATUS_OK, Record
-from zero_inference.runtime.append import append_bytes
+from zero_inference.utils.append import append_bytes
 
 
 def append_record(path: str | os.PathLike[str], record: Record | Mapping[str, Any]) -> dict[str, Any]:

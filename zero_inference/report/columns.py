@@ -13,7 +13,7 @@ from zero_inference.report.prediction import time_over_predicted
 from zero_inference.report.run import Run
 from zero_inference.report.short import BOUND_NAMES
 from zero_inference.report.where import where
-from zero_inference.runtime.tables import Column, decimals, one_line, three_digits
+from zero_inference.utils.tables import Column, decimals, one_line, three_digits
 
 
 def _gib(value: float) -> str:

@@ -28,9 +28,9 @@ from zero_inference.report.runs import (
 )
 from zero_inference.report.short import model_in_short
 from zero_inference.report.terminal import print_short
-from zero_inference.runtime.invocation import run_command
-from zero_inference.runtime.replace import check_output_file
-from zero_inference.runtime.tables import FORMATS, texts_of
+from zero_inference.utils.invocation import run_command
+from zero_inference.utils.replace import check_output_file
+from zero_inference.utils.tables import FORMATS, texts_of
 
 if TYPE_CHECKING:
     import pandas

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zero_inference.records.fields import described
-from zero_inference.runtime.tables import Column, print_rows
+from zero_inference.utils.tables import Column, print_rows
 
 COLUMNS = (
     Column("key", "key", dtype="string"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.report.runs import SUFFIXES, load_records
-from zero_inference.utils import LOG_LINES
+from zero_inference.utils.log import LOG_LINES
 
 _LOOKED_AT = 1 << 20  # bytes, of a file that may be something else
 

@@ -11,7 +11,7 @@ from typing import Any
 from zero_inference.records.read import value_at
 from zero_inference.report.layout import Shown, cut, hidden_in_words, table_lines
 from zero_inference.report.run import Run, in_order
-from zero_inference.runtime.tables import PIPED_WIDTH, Column, print_rows
+from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows
 
 # Name of a column: its header, the key that was predicted, and the one that was measured.
 QUANTITIES = {

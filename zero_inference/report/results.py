@@ -17,10 +17,10 @@ from zero_inference.records.run_log import RunLog
 from zero_inference.records.schema import DecodeGraph, Request, Result
 from zero_inference.report.advice import advice, what_else_takes_time
 from zero_inference.report.run_table import line_width, run_in_words, sizes_in_words, times_table
-from zero_inference.runtime import signals
-from zero_inference.runtime.amounts import amount
-from zero_inference.runtime.tables import three_digits
-from zero_inference.runtime.text import printable
+from zero_inference.utils import signals
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.tables import three_digits
+from zero_inference.utils.text import printable
 
 LEAST_SHARE = 0.001  # that is shown as a figure
 SHOWN_TEXTS = 3

@@ -16,7 +16,7 @@ from zero_inference.report.prediction import time_over_predicted
 from zero_inference.report.run import Run
 from zero_inference.report.short import seconds
 from zero_inference.report.where import where
-from zero_inference.runtime.tables import three_digits
+from zero_inference.utils.tables import three_digits
 
 LONGEST_FOLDER = 16  # characters; the end of it tells most
 # Headers of what runs have to agree in for their figures to be comparable.

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from zero_inference.records.schema import EngineFacts, Measured, Request
 from zero_inference.report.short import model_in_short, weights_in_short
-from zero_inference.runtime.amounts import GIB, LEAST, amount
-from zero_inference.runtime.tables import Column, one_line, terminal_table, texts_of, three_digits
+from zero_inference.utils.amounts import GIB, LEAST, amount
+from zero_inference.utils.tables import Column, one_line, terminal_table, texts_of, three_digits
 
 WIDEST = 100  # columns, of what a run prints
 

@@ -16,8 +16,8 @@ from zero_inference.config.choices import LOG_PREFIX
 from zero_inference.records.read import parse_log, read_records, value_at, warn
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.report.columns import BY_NAME, COLUMNS
-from zero_inference.runtime import tables
-from zero_inference.runtime.tables import one_line
+from zero_inference.utils import tables
+from zero_inference.utils.tables import one_line
 
 if TYPE_CHECKING:
     import pandas

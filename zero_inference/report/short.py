@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_inference.runtime.tables import three_digits
+from zero_inference.utils.tables import three_digits
 
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 

@@ -57,9 +57,9 @@ from zero_inference.engines.offload_folder import OffloadWorkspace, check_offloa
 from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
-from zero_inference.runtime.amounts import amount
-from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.progress import SLOW_IMPORT_S, current
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.progress import SLOW_IMPORT_S, current
 
 connect = no_communicator
 

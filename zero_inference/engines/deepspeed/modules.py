@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from zero_inference.errors import UsageError
-from zero_inference.runtime.cache_folder import OURS, made_folder, user_cache
-from zero_inference.runtime.compilers import (
+from zero_inference.utils.cache_folder import OURS, made_folder, user_cache
+from zero_inference.utils.compilers import (
     BUILDING,
     check_ninja,
     check_nvcc,
@@ -30,10 +30,10 @@ from zero_inference.runtime.compilers import (
     timed,
     torch_builds,
 )
-from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.locks import held_lock
-from zero_inference.runtime.progress import QUIET_S, current
-from zero_inference.runtime.text import first_line
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.locks import held_lock
+from zero_inference.utils.progress import QUIET_S, current
+from zero_inference.utils.text import first_line
 
 FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which takes the compiler longer
 TOGETHER = {"pin_memory": "pin_memory", "async_io": "py_lib"}  # module: the folder whose sources can be compiled as one

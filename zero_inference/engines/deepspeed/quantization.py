@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero_inference.cores.quantize import quantize
+from zero_inference.cpu.quantize import quantize
 from zero_inference.engines.group_size import LEAST_COLUMNS, group_size_refusal
 from zero_inference.errors import UsageError
-from zero_inference.link.compute import median_s
+from zero_inference.hardware.compute import median_s
+from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.models.alike import kinds_of_layers
 from zero_inference.models.layers import decoder_layers, parameters_of_towers
 from zero_inference.models.operators import trace_reads
-from zero_inference.quantization.groups import GroupQuantization
-from zero_inference.runtime.host_memory import host_empty
+from zero_inference.utils.host_memory import host_empty
 
 BLOCK_NUMEL = 1 << 18  # elements that a CPU dequantizes at once: near its caches
 QUANTIZED_LAYERS = (nn.Linear, nn.Embedding)

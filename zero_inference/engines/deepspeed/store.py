@@ -10,10 +10,10 @@ import torch
 from zero_inference.engines.deepspeed.config import Places
 from zero_inference.engines.deepspeed.quantization import QuantizationPlan, quantize_parameter
 from zero_inference.engines.offload_folder import reserve
-from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.host_memory import host_empty
-from zero_inference.runtime.signals import held
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.signals import held
+from zero_inference.utils.transfers import Transfers
 
 
 class ParameterStore:

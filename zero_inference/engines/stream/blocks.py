@@ -22,14 +22,14 @@ from torch import nn
 
 from zero_inference.engines.group_size import LEAST_COLUMNS, group_size_refusal
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
+from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.models.alike import kinds_of_layers
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
 from zero_inference.models.feed_forward import COLUMNS, FeedForward, linear_form, read_feed_forward
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import Reads, trace_reads
 from zero_inference.models.skeleton import unique_parameter_names
-from zero_inference.quantization.groups import GroupQuantization
-from zero_inference.utils import text_config
+from zero_inference.utils.log import text_config
 
 PYTORCH = ("builtins", "torch.")  # modules of classes that read no weights of their child modules
 SMALL_SHARE = 1 / 16  # of a layer or block: that much may stay on the device, so that the cores can multiply the rest

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_inference.cores.choice import WeightedRows
-from zero_inference.cores.cores import ACTIVATION_NUMBERS
-from zero_inference.cores.matrix import DTYPES
+from zero_inference.cpu.choice import WeightedRows
+from zero_inference.cpu.cores import ACTIVATION_NUMBERS
+from zero_inference.cpu.matrix import DTYPES
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.same_input import SameInput
 from zero_inference.engines.stream.views import Packed
-from zero_inference.models.experts import FusedExperts
-from zero_inference.quantization.groups import GroupQuantization
-from zero_inference.quantization.indexed import (
+from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.indexed import (
     ACTIVATED,
     GATE_FIRST,
     INTERLEAVED,
@@ -28,8 +27,9 @@ from zero_inference.quantization.indexed import (
     Combination,
     linear_groups_indexed,
 )
-from zero_inference.quantization.products import ALIGNMENT, FUSED_ROWS, can_fuse, linear_groups, no_bias
-from zero_inference.runtime.extension import load_extension
+from zero_inference.kernels.products import ALIGNMENT, FUSED_ROWS, can_fuse, linear_groups, no_bias
+from zero_inference.models.experts import FusedExperts
+from zero_inference.utils.extension import load_extension
 
 # x, slot, combination and tokens of `linear_groups_indexed` -> [pairs, rows]
 Times = Callable[[torch.Tensor, torch.Tensor, Combination | None, int], torch.Tensor]

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero_inference.cores.cores import Cores, Stage, Task, Weight
-from zero_inference.cores.crossing import Crossing, HostCalls
-from zero_inference.cores.matrix import DTYPES, Matrix
+from zero_inference.cpu.cores import Cores, Stage, Task, Weight
+from zero_inference.cpu.crossing import Crossing, HostCalls
+from zero_inference.cpu.matrix import DTYPES, Matrix
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.layout import BlockLayout, StoredParameter
 from zero_inference.engines.stream.same_input import SameInput
-from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.kernels.groups import GroupQuantization
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import os
 
 from torch import nn
 
-from zero_inference.cores.cores import SPIN_US, Cores, CoresOfFirstRank
-from zero_inference.cores.crossing import Crossing, HostCalls, HostSide, StreamSide
-from zero_inference.cores.meeting_place import Agreement, meeting_place
+from zero_inference.cpu.cores import SPIN_US, Cores, CoresOfFirstRank
+from zero_inference.cpu.crossing import Crossing, HostCalls, HostSide, StreamSide
+from zero_inference.cpu.meeting_place import Agreement, meeting_place
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.core_blocks import CoreBlock, Workers
 from zero_inference.engines.stream.cores import CoresPlan, crossed_bytes
@@ -16,9 +16,9 @@ from zero_inference.engines.stream.expert_blocks import ExpertBlock
 from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.store import BlockStore
+from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kv_cache.meetings import CoresMeeting, crossing_bytes
-from zero_inference.quantization.groups import GroupQuantization
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.transfers import Transfers
 
 
 class CoreTeam:

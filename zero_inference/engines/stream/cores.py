@@ -14,13 +14,13 @@ from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH
 from zero_inference.engines.stream.split import FETCH_RATE, best_split, link_quota, prompt_split
 from zero_inference.errors import UsageError
+from zero_inference.hardware.cores import BesideLink
+from zero_inference.hardware.machine import Work
+from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kv_cache.diverted import why_not_attended
-from zero_inference.link.cores import BesideLink
-from zero_inference.machine.machine import Work
-from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.schema import CoresUse
-from zero_inference.runtime.tables import three_digits
-from zero_inference.utils import heads_of_key
+from zero_inference.utils.log import heads_of_key
+from zero_inference.utils.tables import three_digits
 
 WHY_NOT_ATTENDED = "why the cores cannot attend"  # of a model, known once
 NO_LINK = "no GPU, so no weights cross PCIe"

@@ -15,8 +15,8 @@ from torch import nn
 from zero_inference.engines.base import Job
 from zero_inference.models.operators import trace_reads
 from zero_inference.models.skeleton import unique_parameter_names
-from zero_inference.runtime.extension import load_extension
-from zero_inference.runtime.host_memory import host_empty
+from zero_inference.utils.extension import load_extension
+from zero_inference.utils.host_memory import host_empty
 
 
 class EmbeddingTable(NamedTuple):

@@ -22,13 +22,13 @@ from zero_inference.engines.stream.plan import StreamPlan, plan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.step_graph import StepGraph
 from zero_inference.engines.stream.store import BlockStore
+from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kv_cache.diverted import divert_attention
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
-from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.schema import DecodeGraph
-from zero_inference.runtime.distributed import new_group
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.distributed import new_group
+from zero_inference.utils.transfers import Transfers
 
 TOO_SHORT = "no generation was long enough to try a graph"
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from zero_inference.cores.choice import Choice
-from zero_inference.cores.cores import FLAG_BYTES
-from zero_inference.cores.experts import Between, Expert, add_experts
-from zero_inference.cores.matrix import DTYPES
+from zero_inference.cpu.choice import Choice
+from zero_inference.cpu.cores import FLAG_BYTES
+from zero_inference.cpu.experts import Between, Expert, add_experts
+from zero_inference.cpu.matrix import DTYPES
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.core_blocks import Workers, stored_matrix
 from zero_inference.engines.stream.expert_cache import ExpertSlots, multiplies_many
 from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.models.experts import FusedExperts
-from zero_inference.quantization.groups import GroupQuantization
 
 
 class ExpertBlock:

@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_inference.cores.choice import WeightedRows
-from zero_inference.cores.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD
+from zero_inference.cpu.choice import WeightedRows
+from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD
 from zero_inference.engines.stream.codes import combination_of
 from zero_inference.engines.stream.expert_slots import expert_memory
 from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout, Piece
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import DeviceStreams
+from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.indexed import Combination, linear_groups_indexed, linear_indexed
+from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES
 from zero_inference.models.experts import FusedExperts
-from zero_inference.quantization.groups import GroupQuantization
-from zero_inference.quantization.indexed import Combination, linear_groups_indexed, linear_indexed
-from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES
-from zero_inference.runtime.extension import load_extension
-from zero_inference.runtime.transfers import ExpertCounts, Transfers
+from zero_inference.utils.extension import load_extension
+from zero_inference.utils.transfers import ExpertCounts, Transfers
 
 # Decode passes in which the use count of an expert halves: between LRU, which hits more where recent tokens repeat, and counting all uses,
 # which hits more where they do not (benchmarks/expert_reuse.py).

@@ -26,11 +26,11 @@ from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.timeline import Timeline
 from zero_inference.engines.stream.views import BlockViews, Packed
+from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.models.frozen import set_data
 from zero_inference.models.layers import decoder_layers
-from zero_inference.quantization.groups import GroupQuantization, dequantize
-from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.transfers import Transfers
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.transfers import Transfers
 
 
 class PassKind(Enum):

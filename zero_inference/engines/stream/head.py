@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero_inference.cores import products as cores
-from zero_inference.cores.library import load_library
-from zero_inference.cores.quantize import quantize
+from zero_inference.cpu import products as cores
+from zero_inference.cpu.library import load_library
+from zero_inference.cpu.quantize import quantize
+from zero_inference.kernels.groups import GroupQuantization, dequantize
+from zero_inference.kernels.products import FUSED_ROWS, can_fuse, linear_groups
 from zero_inference.models.operators import trace_reads
 from zero_inference.models.skeleton import unique_parameter_names
-from zero_inference.quantization.groups import GroupQuantization, dequantize
-from zero_inference.quantization.products import FUSED_ROWS, can_fuse, linear_groups
 
 BITS = 8
 EVEN_ROWS = 256  # so that the parts of a head begin where kernels read vectors

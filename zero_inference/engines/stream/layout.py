@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.kernels.groups import GroupQuantization
 
 VECTOR = 16  # bytes that kernels for codes read at once
 ALIGNMENT = 256  # what cudaMalloc gives; a matrix multiplication picks its kernel by alignment

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zero_inference.config.choices import GROUP_SIZES, LEAST_RING_DEPTH
-from zero_inference.cores.quantize import quantize
+from zero_inference.cpu.quantize import quantize
 from zero_inference.engines.base import EnginePlan, Footprint, Job
 from zero_inference.engines.stream import words
 from zero_inference.engines.stream.balance import Step, bytes_for_link
@@ -37,11 +37,11 @@ from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_re
 from zero_inference.engines.stream.split import FETCH_RATE
 from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.link.cores import BesideLink
+from zero_inference.hardware.cores import BesideLink
+from zero_inference.kernels.groups import GroupQuantization, dequantize
+from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
 from zero_inference.models.layers import decoder_layers
-from zero_inference.quantization.groups import GroupQuantization, dequantize
-from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
-from zero_inference.runtime.extension import load_extension
+from zero_inference.utils.extension import load_extension
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
 # Of the activations, an estimate of what the allocator holds in free blocks that are too small for what is asked for next: it keeps

@@ -11,7 +11,7 @@ from zero_inference.engines.stream.expert_slots import spread
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import DoesNotFit
-from zero_inference.runtime.amounts import amount
+from zero_inference.utils.amounts import amount
 
 GIB = 1 << 30
 # The copies that wait in the ring have to last while the host ends one token and prepares the next; this is a choice on the

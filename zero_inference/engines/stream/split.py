@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from zero_inference.engines.stream.pace import prefill_bytes
 from zero_inference.engines.stream.residency import Residency
-from zero_inference.link.cores import BesideLink
-from zero_inference.quantization.products import FUSED_ROWS
+from zero_inference.hardware.cores import BesideLink
+from zero_inference.kernels.products import FUSED_ROWS
 
 # Predicted, from which on the cores are used by themselves: less is within what two measurements differ by.
 LEAST_GAIN = 1.05

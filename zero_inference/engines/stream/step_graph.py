@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from zero_inference.cores.crossing import Crossing, HostCalls, RecordedCalls
+from zero_inference.cpu.crossing import Crossing, HostCalls, RecordedCalls
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step, visible_positions
 from zero_inference.engines.stream.feeder import BlockFeeder

@@ -10,13 +10,13 @@ from collections.abc import Collection
 
 import torch
 
-from zero_inference.cores.quantize import quantize
+from zero_inference.cpu.quantize import quantize
 from zero_inference.engines.stream.layout import BlockLayout, Piece
 from zero_inference.errors import RunError
-from zero_inference.quantization.groups import GroupQuantization
-from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.host_memory import host_empty
-from zero_inference.runtime.shared_memory import SharedMemory
+from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.shared_memory import SharedMemory
 
 PAGE = 4096
 

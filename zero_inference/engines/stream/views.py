@@ -11,7 +11,7 @@ import torch
 from zero_inference.engines.stream.layout import BlockLayout, StoredParameter
 from zero_inference.engines.stream.ring import BlockRing
 from zero_inference.engines.stream.store import BlockStore
-from zero_inference.quantization.products import ALIGNMENT
+from zero_inference.kernels.products import ALIGNMENT
 
 
 class Packed(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.residency import Residency
-from zero_inference.runtime.amounts import amount
-from zero_inference.runtime.tables import three_digits
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.tables import three_digits
 
 
 def places_in_words(found: Residency) -> str:

@@ -13,7 +13,7 @@ from zero_inference.errors import UsageError
 from zero_inference.report.html import figures, summary
 from zero_inference.report.html.labels import make_runs
 from zero_inference.report.run import Run, clean
-from zero_inference.runtime.replace import replacing
+from zero_inference.utils.replace import replacing
 
 FINDINGS_AT_ONCE = 6
 SHORT_TEXT = 32  # is not broken in the table

@@ -21,7 +21,7 @@ from zero_inference.report.html.places import Box, places_beside
 from zero_inference.report.html.svg import INK, embedded
 from zero_inference.report.run import Run
 from zero_inference.report.short import BOUND_NAMES, number
-from zero_inference.runtime.amounts import GIB, amount
+from zero_inference.utils.amounts import GIB, amount
 
 MACHINES_AT_ONCE, MOST_MACHINES = 2, 12
 LEFT, RIGHT, TOP, BOTTOM, PLOT_HEIGHT, LEGEND_LINE = 44, 20, 20, 38, 230, 13.5  # points

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from zero_inference.report.advice import FAR_FROM_THE_LIMIT
 from zero_inference.report.run import Run
 from zero_inference.report.short import number
-from zero_inference.runtime.amounts import amount
-from zero_inference.runtime.tables import three_digits
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.tables import three_digits
 
 LIMIT_WORDS = {
     "link": "the link's limit",

@@ -1,0 +1,175 @@
+"""The library of csrc/cpu: compiled at first use on a machine, in some seconds, and loaded with ctypes, which lets other Python threads
+run during its calls. No wheel brings it, because it would run only where the system's libraries are as new as those of its maker.
+
+One library serves all x86-64 processors and, in plain C++, others: each file that needs an instruction set turns it on for itself, and
+what the processor has is asked when it runs. It takes GCC 10 or clang 14, or a later one, and depends neither on Python nor on torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from zero_inference.cpu.matrix import INSTRUCTIONS, Matrix
+from zero_inference.utils.cache_folder import extensions_folder, made_folder
+from zero_inference.utils.compilers import find_compiler, new_build, timed
+from zero_inference.utils.extension import COMPLETE, FOR_CORES, file_digest, in_one_line, is_complete, source_folder
+from zero_inference.utils.locks import held_lock
+from zero_inference.utils.processes import group
+
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
+
+_reason: str | None = "not asked for yet"
+_library: ctypes.CDLL | None = None
+_tried = False
+
+
+def load_library(progress_message: Callable[[str], None] | None = None) -> ctypes.CDLL | None:
+    """The library, compiled if this is the first time here; None where that cannot be done. Later calls only answer.
+
+    Args:
+        progress_message: gets the line that says what takes some seconds; stderr if None.
+    """
+    global _tried, _reason, _library
+    if not _tried:
+        _tried = True
+        try:
+            _library = declared(
+                find_or_build(progress_message or (lambda line: print(line, file=sys.stderr, flush=True)))
+            )
+            _reason = None
+        except Exception as error:  # no compiler, a full disk, a library of another system: callers have other ways
+            _reason = in_one_line(error)
+    return _library
+
+
+def why_unavailable() -> str | None:
+    """Why the last `load_library` gave None, in a few words; None where it gave the library."""
+    return _reason
+
+
+def best_instructions() -> str:
+    """The best of INSTRUCTIONS that this processor and its system have.
+
+    Raises RuntimeError where there is no library.
+    """
+    return INSTRUCTIONS[needed_library().zero_inference_best_instructions()]
+
+
+def needed_library() -> ctypes.CDLL:
+    """`load_library`, which raises RuntimeError where there is none."""
+    library = load_library()
+    if library is None:
+        raise RuntimeError(f"products on the cores need the library of csrc/cpu, which is not there: {_reason}")
+    return library
+
+
+def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -> Path:
+    """The library that was or now is compiled on this machine.
+
+    Args:
+        say: gets the line that says what takes some seconds.
+        extra_flags: for the compiler, behind FLAGS.
+
+    Raises RuntimeError where no compiler is there or it fails, and OSError for files.
+    """
+    compiler = find_compiler()
+    name = library_name(*compiler, compiler_version(compiler), *extra_flags)
+    folder = made_folder(extensions_folder()) / name
+    library = folder / f"{name}.so"
+    if is_complete(library):
+        return library
+    with timed(), held_lock(folder.with_suffix(".lock")):
+        if not is_complete(library):
+            say("compiling the kernels for the host's cores (once per machine, some seconds) ...")
+            with new_build(folder) as building:
+                build(compiler, building, building / library.name, extra_flags)
+                (building / COMPLETE).write_bytes(file_digest(building / library.name))
+    return library
+
+
+def sources() -> list[Path]:
+    """All files to compile."""
+    return sorted((source_folder() / FOR_CORES).glob("*.cpp"))
+
+
+def library_name(*parts: str) -> str:
+    """Named after the sources, the machine's type, the flags and `parts`, so that a change makes a new one beside the old."""
+    digest = hashlib.sha256()
+    for file in sorted((source_folder() / FOR_CORES).iterdir()):
+        if file.is_file():
+            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    for part in (platform.machine(), *FLAGS, *parts):
+        digest.update(f"{part}\0".encode())
+    return f"zero_inference_cpu_{digest.hexdigest()[:16]}"
+
+
+def compiler_version(compiler: Sequence[str]) -> str:
+    """All that `compiler` says of itself."""
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def build(compiler: Sequence[str], folder: Path, library: Path, extra_flags: Sequence[str] = ()) -> None:
+    """Compile all sources side by side to objects in `folder`, and link them to `library`.
+
+    Raises RuntimeError with the compiler's line that names the error.
+    """
+    if not sources():
+        raise RuntimeError(f"no sources in {source_folder() / FOR_CORES}")
+    flags = [*FLAGS, *extra_flags]
+    objects = [folder / f"{source.stem}.o" for source in sources()]
+    commands = [
+        [*compiler, *flags, "-c", str(source), "-o", str(out)] for source, out in zip(sources(), objects, strict=True)
+    ]
+    _run_all(commands)
+    _run_all([[*compiler, *flags, "-shared", *map(str, objects), "-o", str(library)]])
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Run `commands` side by side, which end with this process; all are waited for before the first failure is raised."""
+    with ExitStack() as groups:
+        files: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        running = [groups.enter_context(group(line, **files)) for line in commands]
+        said = [(process.stdout.read(), process.wait()) for process in running if process.stdout is not None]
+    for text, code in said:
+        if code:
+            raise RuntimeError(f"the C++ compiler failed\n{text}")
+
+
+def declared(path: Path) -> ctypes.CDLL:
+    """The library at `path`, with the types of its functions (csrc/cpu/operators_*.cpp).
+
+    Raises OSError where it cannot be loaded.
+    """
+    library = ctypes.CDLL(str(path))
+    matrix, pointer, double = ctypes.POINTER(Matrix), ctypes.c_void_p, ctypes.c_double
+    int32, int64 = ctypes.c_int32, ctypes.c_int64
+    count = ctypes.POINTER(int64)
+    for name, result, *arguments in (
+        ("best_instructions", int32),
+        ("product", int32, matrix, int64, int32, pointer, int32, int64, int64, int64, pointer, int64, int32),
+        ("measure_products", double, matrix, int64, int64, int32, pointer, int32, int32, pointer, double, count),
+        ("measure_reads", double, pointer, int64, int32, int32, pointer, double, count),
+        ("read_bytes_sum", ctypes.c_uint64, pointer, int64, int32),
+        ("quantize", int32, pointer, int32, int64, int64, int32, int32, pointer, pointer, pointer, int32, int32),
+        ("raise_flag", None, pointer, ctypes.c_uint32),
+        ("await_flag", int32, pointer, pointer, ctypes.c_uint32, int64),
+        ("cores_new", pointer, pointer, int64, int64, pointer, int64),
+        ("cores_delete", None, pointer),
+        ("cores_add_block", int64, pointer, pointer, int64, int32, int32),
+        ("cores_add_experts", int64, pointer, pointer, int64, pointer, int32, int32, pointer),
+        ("cores_reserve", int32, pointer, pointer),
+        ("cores_run", int32, pointer, pointer),
+        ("cores_submit", None, pointer, pointer, ctypes.c_uint32),
+        ("cores_statistics", None, pointer, pointer),
+    ):
+        function = getattr(library, f"zero_inference_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,116 @@
+"""This machine's description, kept in the user's cache: measured once, and anew when what it was measured with has changed, or when other
+programs that used the CPU meanwhile have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero_inference.errors import UsageError
+from zero_inference.utils.cache_folder import machine_path, made_folder
+from zero_inference.utils.environment import OtherPrograms, describe_environment, versions_of
+
+if TYPE_CHECKING:
+    from zero_inference.hardware.description import Description
+
+
+LOOK_S = 0.5  # at the use of the CPU
+
+
+def kept_description() -> Description | None:
+    """None where there is no file, or where it cannot be read, or is out of date."""
+    if not machine_path().exists():
+        return None
+    from zero_inference.hardware.description_file import kept_path
+
+    path = kept_path()
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError:
+        return None
+    return _read(path, changed)
+
+
+def say_ignored(say: Callable[[str], None]) -> None:
+    """Say that a newer version keeps a file here."""
+    from zero_inference.hardware.description_file import kept_path, newer_version_of
+
+    if (version := newer_version_of(machine_path())) is not None:
+        say(f"{machine_path()} is ignored: {version}; this version's rates are in {kept_path().name} beside it")
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, changed: int) -> Description | None:
+    from zero_inference.hardware.description_file import read_description
+
+    try:
+        found = read_description(path)
+    except UsageError:
+        return None
+    return None if why_outdated(found) else found
+
+
+def why_outdated(description: Description) -> str | None:
+    """What is no longer as it was when this machine was measured, in a few words."""
+    from zero_inference.hardware.description import MEASURED_WITH
+
+    if description.measured_with < MEASURED_WITH:
+        return "this version measures more of it"
+    now = describe_environment()
+    for name, version in versions_of(now).items():
+        if description.versions.get(name) != version:
+            return f"{name.replace('_', ' ')} was {description.versions.get(name)} and is {version}"
+    gpus = [gpu["name"] for gpu in now["gpus"]]
+    if [gpu.name for gpu in description.gpus] != gpus:
+        return "its GPUs have changed"
+    return None
+
+
+def measure_where_needed(say: Callable[[str], None]) -> None:
+    """Measure this machine if no rates are kept, or if they were measured while other programs used much of the CPU and these use less than
+    half as much now. Raises as `measure_and_keep`."""
+    say_ignored(say)
+    known = kept_description()
+    if known is None or (known.busy() and _share_of_others() < (known.others_cpu_share or 0.0) / 2):
+        measure_and_keep(say)
+
+
+def _share_of_others() -> float:
+    others = OtherPrograms()
+    time.sleep(LOOK_S)
+    return others.share()
+
+
+def measure_and_keep(say: Callable[[str], None]) -> None:
+    """Measure this machine and keep what was found; tells why, if it was measured before.
+
+    Raises:
+        UsageError: there is a file in its place that describes no machine.
+    """
+    from zero_inference.hardware.description_file import kept_path, read_description, write_description
+    from zero_inference.hardware.engines import EnginesProcess
+    from zero_inference.hardware.saved import measure_this_machine
+    from zero_inference.utils.distributed import detect_ranks
+
+    path = kept_path()
+    again = ""
+    if path.exists():
+        try:
+            before = read_description(path)
+            again = f" again ({why_outdated(before) or f'it was measured {before.busy()}'})"
+        except UsageError as error:
+            raise UsageError(
+                f"{path}: this machine's rates are kept here, but the file describes no machine; remove it, or let ZERO_INFERENCE_MACHINE "
+                "name another file."
+            ) from error
+    made_folder(path.parent)
+    say(f"measuring this machine{again}; the results are kept until a version, the CPU or a GPU changes ...")
+    with contextlib.closing(EnginesProcess()) as engines:
+        report, description = measure_this_machine(detect_ranks(), engines, None, say)
+    for line in report["warnings"]:
+        say(f"warning: {line}")
+    write_description(description, path)

@@ -1,0 +1,275 @@
+"""Which rates `zero-inference link` measures: the rooflines of this machine, each with what it bounds.
+
+`rooflines` is the only place that knows them; the table and the JSON follow from it. Their names are keys of the JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_inference.cpu.library import load_library, why_unavailable
+from zero_inference.errors import RunError
+from zero_inference.hardware import compute, copy, cores
+from zero_inference.hardware.description import CoreRates, Cores, Products
+from zero_inference.hardware.disk import disk_read_gb_per_s
+from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.extension import load_extension
+from zero_inference.utils.progress import current
+from zero_inference.utils.text import first_line
+
+PRODUCT_ROWS = (1, 8, 32)
+MULTIPLIED: tuple[tuple[Products, GroupQuantization | None], ...] = (
+    ("bfloat16", None),
+    ("int4", GroupQuantization(4, 64)),
+)  # by the cores
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A rate to measure; `measure` gives it in `unit` (GB/s of 1e9 bytes, TFLOP/s of 1e12) or raises RunError where there is
+    none.
+
+    `first_only` is for what the ranks share.
+    """
+
+    name: str
+    unit: str
+    what: str
+    bounds: str
+    measure: Callable[[], float]
+    first_only: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """A measured roofline: this rank's `value`, and `all_ranks`, the sum of what all had at the same time; None without it."""
+
+    roofline: Roofline
+    value: float | None
+    all_ranks: float | None
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "all_ranks": self.all_ranks,
+            "unit": self.roofline.unit,
+            "what": self.roofline.what,
+            "bounds": self.roofline.bounds,
+        }
+
+
+def measure_rooflines(ranks: Ranks, disk: Path | None, known: Cores | None = None) -> tuple[list[Result], list[str]]:
+    """All of them, on all ranks at the same time, and a line for each that this rank could not measure.
+
+    Args:
+        known: rates of this machine's cores that were just measured, so that they are not measured again.
+    """
+    results, failures = [], []
+    wanted = rooflines(ranks, disk, known)
+    with current().task("link", len(wanted), ticking=True) as task:
+        for number, roofline in enumerate(wanted):
+            task.at(f"rate {number + 1} of {len(wanted)} ({roofline.what})", number)
+            value, failure = _measured(roofline, ranks)
+            failures += [failure] if failure else []
+            summed = ranks.total(round((value or 0) * 1e6)) / 1e6  # int64 sums: to 1e-6 of a unit
+            complete = ranks.total(int(value is not None)) == (1 if roofline.first_only else ranks.world_size)
+            results.append(Result(roofline, value, summed if complete else None))
+    if load_library() is None:
+        failures.append(f"the host's cores were not measured: {why_unavailable()}")
+    return results, failures
+
+
+def rooflines(ranks: Ranks, disk: Path | None, known: Cores | None = None) -> list[Roofline]:
+    """Those of this machine: of the link or, without a GPU, of host memory, then of the cores, the device, and `disk`."""
+    on_gpu = ranks.device.type == "cuda"
+    of_link = _of_link(ranks) if on_gpu else _of_host_memory(ranks.device)
+    return of_link + _of_cores(ranks, known) + _of_device(ranks.device) + ([] if disk is None else [_of_disk(disk)])
+
+
+def _of_link(ranks: Ranks) -> list[Roofline]:
+    device = ranks.device
+    found = [
+        Roofline(
+            "host_to_device_pinned_gbps",
+            "GB/s",
+            "host to GPU, page-locked",
+            "bounds decode with weights in host memory",
+            lambda: copy.host_to_device_gb_per_s(device, pinned=True),
+        ),
+        Roofline(
+            "host_to_device_pageable_gbps",
+            "GB/s",
+            "host to GPU, pageable",
+            "the same with --pin-memory 0",
+            lambda: copy.host_to_device_gb_per_s(device, pinned=False),
+        ),
+        Roofline(
+            "device_to_host_pinned_gbps",
+            "GB/s",
+            "GPU to host, page-locked",
+            "bounds writing the KV cache with --kv-offload",
+            lambda: copy.device_to_host_gb_per_s(device),
+        ),
+        Roofline(
+            "both_directions_gbps",
+            "GB/s",
+            "both ways at once, summed",
+            "at best the sum of both: the KV cache leaves while weights arrive",
+            lambda: copy.both_directions_gb_per_s(device),
+        ),
+    ]
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if ranks.world_size == 1 and len(devices) > 1:
+        found.append(_of_all_links(devices))
+    return found
+
+
+def _of_all_links(devices: list[torch.device]) -> Roofline:
+    count = len(devices)
+    return Roofline(
+        "all_devices_gbps",
+        "GB/s",
+        f"host to all {count} GPUs at once, summed",
+        f"bounds decode of {count} ranks; less than {count} times one GPU means that they share a link or host memory",
+        lambda: copy.several_devices_gb_per_s(devices),
+    )
+
+
+def _of_host_memory(device: torch.device) -> list[Roofline]:
+    return [
+        Roofline(
+            "host_memory_copy_gbps",
+            "GB/s",
+            f"{copy.kind_of(device)}, counted once",
+            "how weights are fetched without a GPU",
+            lambda: copy.host_to_device_gb_per_s(device, pinned=False),
+        ),
+        Roofline(
+            "host_memory_two_copies_gbps",
+            "GB/s",
+            "two such copies at once, summed",
+            "the KV cache is written meanwhile",
+            lambda: copy.both_directions_gb_per_s(device),
+        ),
+    ]
+
+
+def _of_cores(ranks: Ranks, known: Cores | None = None) -> list[Roofline]:
+    """What the host's cores read and multiply where it lies; those of the link beside them where there is one."""
+    if load_library() is None:
+        return []
+    cpus = cores.cpus_of(ranks)
+    many = f"{len(cpus)} core{'s' if len(cpus) > 1 else ''}"
+    found = [
+        Roofline(
+            "cores_read_gbps",
+            "GB/s",
+            f"host memory read by {many}",
+            "bounds what the cores can multiply",
+            lambda: cores.read_gb_per_s(cpus),
+        )
+    ]
+    rates = {} if known is None else {(each.format, each.rows): each for each in known.products}
+    wanted = [(scheme, rows) for name, scheme in MULTIPLIED for rows in PRODUCT_ROWS if (name, rows) not in rates]
+
+    @functools.cache
+    def measured() -> dict[tuple[GroupQuantization | None, int], float]:
+        return dict(zip(wanted, cores.products_gb_per_s(cpus, torch.bfloat16, wanted)))
+
+    def product_gb_per_s(name: Products, scheme: GroupQuantization | None, rows: int) -> float:
+        rate = rates.get((name, rows))
+        return measured()[scheme, rows] if rate is None else rate.cores_alone_gb_per_s
+
+    for name, scheme in MULTIPLIED:
+        for rows in PRODUCT_ROWS:
+            found.append(
+                Roofline(
+                    f"cores_{name}_{rows}_rows_gbps",
+                    "GB/s",
+                    f"{name} x {rows} token{'s' if rows > 1 else ''}, {many}",
+                    f"bounds decode of batch {rows} on the cores",
+                    functools.partial(product_gb_per_s, name, scheme, rows),
+                )
+            )
+    meets = ranks.device.type == "cuda" and load_extension()  # which has the kernels that meet the cores
+    return found + (_of_cores_beside_link(ranks.device, cpus, many, rates.get(("bfloat16", 1))) if meets else [])
+
+
+def _of_cores_beside_link(
+    device: torch.device, cpus: tuple[int, ...], many: str, known: CoreRates | None
+) -> list[Roofline]:
+    def measured() -> CoreRates | cores.BesideLink:
+        return known or cores.measure_beside_link(device, cpus, torch.bfloat16, None, 1, 8192)
+
+    return [
+        Roofline(
+            "cores_beside_link_gbps",
+            "GB/s",
+            f"bfloat16 x 1 token, {many}, link busy",
+            "together with the next line: bounds decode with weights in host memory",
+            lambda: measured().cores_gb_per_s,
+        ),
+        Roofline(
+            "link_beside_cores_gbps",
+            "GB/s",
+            "host to GPU, while the cores multiply",
+            "cores and link read the same memory",
+            lambda: measured().link_gb_per_s,
+        ),
+    ]
+
+
+def _of_device(device: torch.device) -> list[Roofline]:
+    on_gpu = device.type == "cuda"
+    memory = Roofline(
+        "device_copy_gbps",
+        "GB/s",
+        f"copy in {'GPU' if on_gpu else 'host'} memory, read + write",
+        "bounds decode with weights on the device",
+        lambda: compute.device_copy_gb_per_s(device),
+    )
+    dtypes = (torch.bfloat16, torch.float16 if on_gpu else torch.float32)
+    return [memory, *(_of_products(device, dtype) for dtype in dtypes)]
+
+
+def _of_products(device: torch.device, dtype: torch.dtype) -> Roofline:
+    name = str(dtype).removeprefix("torch.")
+    return Roofline(
+        f"matmul_{name}_tflops",
+        "TFLOP/s",
+        f"matrix product in {name}",
+        "bounds prefill, and large batches",
+        lambda: compute.matmul_tflops(device, dtype),
+    )
+
+
+def _of_disk(disk: Path) -> Roofline:
+    return Roofline(
+        "disk_read_gbps",
+        "GB/s",
+        f"read from {disk}, bypassing the page cache",
+        "bounds decode with --disk-offload",
+        lambda: disk_read_gb_per_s(disk),
+        first_only=True,
+    )
+
+
+def _measured(roofline: Roofline, ranks: Ranks) -> tuple[float | None, str | None]:
+    """The rate, or why there is none: one that fails must not hide the others."""
+    ranks.barrier()
+    if roofline.first_only and not ranks.is_first:
+        return None, None
+    try:
+        return roofline.measure(), None
+    except (RunError, torch.OutOfMemoryError) as error:
+        return None, f"not measured: {roofline.what}: {first_line(error)}"
+    finally:
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()

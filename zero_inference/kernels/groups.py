@@ -1,0 +1,365 @@
+"""int8 and int4 weights in groups: the packed form that crosses the link, and the way back to a plain weight.
+
+A group is `group_size` consecutive elements of the flattened weight. It is stored as unsigned codes with a scale and a
+minimum in the weight's own dtype, and element i becomes `code[i] * scale + minimum`, computed in float32 and rounded once.
+Codes are chosen against scale and minimum as stored, so that rounding those costs no accuracy that other codes could save.
+
+Which scale and minimum: those with the least squared error of several tries, all without data. The extremes of the group; a
+least-squares fit to the codes that these give; and for 4 bits the best of nine fits to a range clipped at both ends, fitted again
+as long as that helps. Random normal weights in groups of 32 then miss by 6.99%, where extremes alone give 7.85%, these fitted once
+7.50%, and 400 clipped ranges 6.93% (benchmarks/results/cpu/int4_quality.md). The same arithmetic is in csrc/cpu/quantize_lanes.h
+for the CPU and csrc/quantization/quantize.cu for a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from zero_inference.utils.extension import load_extension
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Shares of a group's range that tries clip at either end, each pair of them; a step of 4 bits is 0.067 of the range.
+CLIPPED = (0.0, 0.03, 0.06)
+NEIGHBOURS = {4: 1, 8: 2}  # by bits: codes that are tried where quotients are rounded, for the extremes and what stays
+REFITS = 2  # of the best try; a third takes off less than 0.1% of the error
+CHUNK_NUMEL = 1 << 19  # elements worked on at once, about 40 bytes each: near the caches on a CPU,
+CUDA_CHUNK_NUMEL = 1 << 22  # and on a device enough to hide the launches
+
+
+@dataclass(frozen=True)
+class GroupQuantization:
+    """Asymmetric quantization in groups.
+
+    Attributes:
+        bits: of a code, 8 or 4.
+        group_size: elements with one scale and minimum; even for 4 bits.
+        dtype: of the weights that are quantized, None for any. A model's own dtype here leaves alone what its family keeps in
+            float32, which is what 16 bits are too few for.
+    """
+
+    bits: int
+    group_size: int
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check_scheme(self.bits, self.group_size)
+
+    @property
+    def largest_code(self) -> int:
+        return (1 << self.bits) - 1
+
+    def can_quantize(self, weight: torch.Tensor) -> bool:
+        """Whether `weight` is a matrix (or fused experts, 3-D) of a dtype to quantize, with rows of whole groups."""
+        return self.is_for(weight) and weight.dim() >= 2 and weight.shape[-1] % self.group_size == 0
+
+    def is_for(self, weight: torch.Tensor) -> bool:
+        """Whether `weight` has a dtype to quantize: `dtype`, or float16, bfloat16 or float32 where that is None."""
+        return weight.dtype in (DTYPES if self.dtype is None else (self.dtype,))
+
+    def packed_bytes(self, numel: int) -> int:
+        """Bytes of the codes of `numel` elements.
+
+        Raises:
+            ValueError: `numel` is not a multiple of the group size.
+        """
+        if numel % self.group_size:
+            raise ValueError(f"{numel} elements are not whole groups of {self.group_size}")
+        return numel * self.bits // 8
+
+    def stored_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of codes, scales and minima of a weight of `numel` elements in `dtype`: what crosses the link."""
+        return self.packed_bytes(numel) + 2 * (numel // self.group_size) * dtype.itemsize
+
+
+@torch.no_grad()
+def quantize(
+    weight: torch.Tensor, scheme: GroupQuantization, divides: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pack `weight`, on its device, with less than 256 MiB of memory beside weight and result.
+
+    A weight that is not contiguous is copied first. With the compiled extension a CUDA device does it in one kernel
+    (csrc/quantization/quantize.cu), which adds in another order: of tries that are as good as each other, it may keep another one.
+    On a CPU, `zero_inference.cpu.quantize` is several times as fast.
+
+    Args:
+        weight: float16, bfloat16 or float32, at least 2-D, its last dimension a multiple of the group size.
+        divides: store what codes are divided by instead of the scale, as DeepSpeed does: code / stored + minimum, each rounded to
+            the weight's dtype. Infinite where a group is constant.
+
+    Returns:
+        codes uint8 [numel * bits / 8] (4 bits: element 2i in the low nibble, 2i+1 in the high), then scale and minimum
+        [numel / group_size] in the weight's dtype. A constant group has scale 0 and is kept exactly.
+
+    Raises:
+        ValueError: the weight cannot be quantized so, or holds NaN, an infinity, or values whose range its dtype cannot hold.
+    """
+    rows, codes, scale, minimum = empty_groups(weight, scheme)
+    if weight.is_cuda and load_extension():
+        refused = torch.zeros(1, dtype=torch.int32, device=weight.device)
+        torch.ops.zero_inference.quantize_groups(
+            rows, scheme.bits, scheme.group_size, divides, codes, scale, minimum, refused
+        )
+        refuse_range(bool(refused), weight.dtype)
+    else:
+        _quantize_in_chunks(rows, scheme, codes, scale, minimum, divides)
+    return codes, scale, minimum
+
+
+def empty_groups(weight: torch.Tensor, scheme: GroupQuantization) -> tuple[torch.Tensor, ...]:
+    """Return `weight` as rows of groups, and empty codes, scale and minimum for it.
+
+    Raises:
+        ValueError: the weight cannot be quantized so.
+    """
+    if not scheme.can_quantize(weight):
+        raise ValueError(
+            f"a weight of {weight.dtype} {list(weight.shape)} cannot be quantized: needed is float16, bfloat16 or "
+            f"float32 with at least 2 dimensions, the last a multiple of group size {scheme.group_size}"
+        )
+    rows = weight.detach().contiguous().view(-1, scheme.group_size)
+    codes = torch.empty(scheme.packed_bytes(weight.numel()), dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(rows.shape[0], dtype=weight.dtype, device=weight.device)
+    return rows, codes, scale, torch.empty_like(scale)
+
+
+def _quantize_in_chunks(
+    rows: torch.Tensor,
+    scheme: GroupQuantization,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor,
+    divides: bool = False,
+) -> None:
+    """Rows are groups; fills what `quantize` returns, with PyTorch, on any device."""
+    size = scheme.group_size
+    for start, stop in _chunks(rows.shape[0], size, rows.device):
+        chunk = _quantize_rows(rows[start:stop], scheme.bits, divides)
+        codes[scheme.packed_bytes(start * size) : scheme.packed_bytes(stop * size)] = _pack(chunk.codes, scheme.bits)
+        scale[start:stop] = chunk.scale.view(-1)
+        minimum[start:stop] = chunk.minimum.view(-1)
+
+
+def dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
+) -> None:
+    """Restore the weight in `out`: one kernel on the current stream where a CUDA device and the compiled extension are there, else
+    `dequantize_reference`, which gives the same bits; arguments are as there."""
+    if out.is_cuda and load_extension():
+        torch.ops.zero_inference.dequantize_groups(codes, scale, minimum, bits, group_size, out)
+        return
+    dequantize_reference(codes, scale, minimum, bits, group_size, out)
+
+
+@torch.no_grad()
+def dequantize_reference(
+    codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
+) -> None:
+    """Restore the weight in `out` with PyTorch, on any device, in chunks.
+
+    Product and sum are rounded to float32 one after the other, then the sum once to `out.dtype`, as in
+    csrc/quantization/dequantize.cu.
+
+    Args:
+        codes: uint8 [out.numel() * bits / 8].
+        scale, minimum: [out.numel() / group_size], in `out.dtype`.
+        out: float16, bfloat16 or float32, any shape, contiguous; overwritten.
+
+    Raises:
+        ValueError: dtype, size, device or strides of an argument do not fit; says which were needed.
+    """
+    _check_dequantize(codes, scale, minimum, bits, group_size, out)
+    rows = out.detach().view(-1, group_size)
+    packed = codes.view(-1, group_size * bits // 8)
+    for start, stop in _chunks(rows.shape[0], group_size, out.device):
+        values = _codes_of(packed[start:stop], bits)
+        values.mul_(scale[start:stop, None].float()).add_(minimum[start:stop, None].float())
+        rows[start:stop] = values
+
+
+class _Groups(NamedTuple):
+    codes: torch.Tensor  # float32 [groups, group_size], whole numbers
+    scale: torch.Tensor  # stored dtype [groups, 1]
+    minimum: torch.Tensor  # stored dtype [groups, 1]
+    error: torch.Tensor  # float32 [groups, 1], squared, of the weight as it will be restored
+
+
+class _Fit(NamedTuple):
+    """The least-squares step and offset for given codes, float32 [groups, 1].
+
+    gain: what it takes off the sum of the squared centered values; 0 where all codes of a group are the same.
+    """
+
+    step: torch.Tensor
+    mean_code: torch.Tensor
+    gain: torch.Tensor
+
+
+def _quantize_rows(rows: torch.Tensor, bits: int, divides: bool) -> _Groups:
+    """Groups as rows [groups, group_size] of the stored dtype."""
+    values, dtype, largest = rows.float(), rows.dtype, (1 << bits) - 1
+    low, high = values.aminmax(dim=1, keepdim=True)
+    extent = high - low
+    mean = values.mean(dim=1, keepdim=True)
+    centered = values - mean
+
+    def encode(scale: torch.Tensor, minimum: torch.Tensor, neighbours: int = 0) -> _Groups:
+        return _encode(values, scale, minimum, largest, divides, neighbours)
+
+    def stored(fit: _Fit) -> _Groups:
+        scale = _stored_scale(fit.step, dtype, divides)
+        offset = fit.mean_code / scale.float() if divides else fit.mean_code * scale.float()
+        return encode(scale, (mean - offset).to(dtype))
+
+    if divides:  # DeepSpeed's own, computed in the stored dtype
+        scale = _finite_factor((1 / extent.to(dtype)) * largest, extent)
+    else:
+        scale = _stored_scale(extent / largest, dtype, divides)
+    neighbours = NEIGHBOURS[bits] if divides else 0
+    best = encode(scale, low.to(dtype), neighbours)
+    top = extent if divides else (best.scale.float() * largest + best.minimum.float()).to(dtype)
+    refuse_range(not bool(torch.isfinite(top).all()), dtype)
+    fit = _fit(centered, best.codes)
+    best = _better(best, stored(fit))
+    if bits == 4:
+        for below, above in product(CLIPPED, CLIPPED):
+            if below or above:
+                inverse = largest / (extent * (1 - below - above))
+                fit = _refit(fit, centered, inverse, (mean - low - extent * below) * inverse, largest)
+        for _ in range(REFITS):
+            fit = _refit(fit, centered, 1 / fit.step, fit.mean_code, largest)
+        best = _better(best, stored(fit))
+    return encode(best.scale, best.minimum, neighbours) if neighbours else best
+
+
+def refuse_range(refused: bool, dtype: torch.dtype) -> None:
+    """Raise ValueError where groups cannot be stored."""
+    if refused:
+        raise ValueError(f"the weight holds NaN, an infinity, or a group whose range {dtype} cannot hold")
+
+
+def _stored_scale(step: torch.Tensor, dtype: torch.dtype, divides: bool) -> torch.Tensor:
+    """`step` rounded to `dtype`, or what values are multiplied by: finite unless the step is 0. Below float16's normal numbers a
+    step is rounded up, where nearest could halve it or make it 0."""
+    if divides:
+        return _finite_factor((1 / step).to(dtype), step)
+    if dtype == torch.float16:
+        step = torch.where(step < 2.0**-14, (step * 2.0**24).ceil() * 2.0**-24, step)
+    return step.to(dtype)
+
+
+def _finite_factor(factor: torch.Tensor, extent: torch.Tensor) -> torch.Tensor:
+    return torch.where((extent > 0) & factor.isinf(), torch.finfo(factor.dtype).max, factor)
+
+
+def _encode(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor,
+    largest: int,
+    divides: bool,
+    neighbours: int,
+) -> _Groups:
+    """Nearest codes for a stored scale and minimum, and what they cost."""
+    scale32, minimum32 = scale.float(), minimum.float()
+    shifted = values - minimum32
+
+    def differences(codes: torch.Tensor) -> torch.Tensor:
+        restored = (codes / scale32).to(scale.dtype).float() if divides else codes * scale32
+        return restored.add_(minimum32).to(scale.dtype).float().sub_(values)
+
+    if divides:
+        codes = shifted.mul_(scale32).nan_to_num_(0.0).round_().clamp_(0, largest)  # 0 * inf in constant groups
+    else:
+        codes = shifted.div_(torch.where(scale32 == 0, 1, scale32)).round_().clamp_(0, largest)
+    difference = differences(codes)
+    error = difference.square()
+    for _ in range(neighbours):  # a quotient that is rounded in between may make one of them nearer
+        other = (codes + torch.where(difference < 0, 1, -1)).clamp_(0, largest)
+        difference = differences(other)
+        better = difference.square() < error
+        codes, error = torch.where(better, other, codes), torch.where(better, difference.square(), error)
+    return _Groups(codes, scale, minimum, error.sum(dim=1, keepdim=True))
+
+
+def _better(old: _Groups, new: _Groups) -> _Groups:
+    better = new.error < old.error  # false for NaN
+    return _Groups(*(torch.where(better, *pair) for pair in zip(new, old)))
+
+
+def _fit(centered: torch.Tensor, codes: torch.Tensor) -> _Fit:
+    mean_code = codes.mean(dim=1, keepdim=True)
+    covariance = (codes * centered).sum(dim=1, keepdim=True)
+    variance = codes.square().sum(dim=1, keepdim=True) - codes.sum(dim=1, keepdim=True) * mean_code
+    step = covariance / variance
+    return _Fit(step, mean_code, torch.where(variance > 0, covariance * step, 0))
+
+
+def _refit(best: _Fit, centered: torch.Tensor, inverse: torch.Tensor, shift: torch.Tensor, largest: int) -> _Fit:
+    """The better of `best` and the fit to the codes that `inverse * centered + shift` rounds to."""
+    codes = (centered * inverse).add_(shift).nan_to_num_(0.0).round_().clamp_(0, largest)
+    found = _fit(centered, codes)
+    better = found.gain > best.gain
+    return _Fit(*(torch.where(better, *pair) for pair in zip(found, best)))
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Whole numbers in float32 [groups, group_size] to bytes [groups * group_size * bits / 8]."""
+    codes = codes.to(torch.uint8)
+    if bits == 4:
+        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return codes.reshape(-1)
+
+
+def _codes_of(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bytes [groups, group_size * bits / 8] to whole numbers in float32 [groups, group_size]."""
+    if bits == 8:
+        return packed.float()
+    values = torch.empty(packed.shape[0], 2 * packed.shape[1], dtype=torch.float32, device=packed.device)
+    values[:, 0::2] = packed & 15
+    values[:, 1::2] = packed >> 4
+    return values
+
+
+def _chunks(groups: int, group_size: int, device: torch.device):
+    """(start, stop) of consecutive groups, as many at a time as suit `device`."""
+    step = max(1, (CUDA_CHUNK_NUMEL if device.type == "cuda" else CHUNK_NUMEL) // group_size)
+    for start in range(0, groups, step):
+        yield start, min(groups, start + step)
+
+
+def _check_scheme(bits: int, group_size: int) -> None:
+    if bits not in (8, 4):
+        raise ValueError(f"bits must be 8 or 4, not {bits}")
+    if group_size < 1 or (bits == 4 and group_size % 2):
+        raise ValueError(f"the group size must be positive, and even for 4 bits, not {group_size} for {bits} bits")
+
+
+def _check_dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
+) -> None:
+    _check_scheme(bits, group_size)
+    if out.dtype not in DTYPES:
+        raise ValueError(f"out must be float16, bfloat16 or float32, not {out.dtype}")
+    if out.numel() % group_size:
+        raise ValueError(f"out must hold whole groups of {group_size}, not {out.numel()} elements")
+    groups = out.numel() // group_size
+    for name, tensor, dtype, numel in (
+        ("out", out, out.dtype, out.numel()),
+        ("codes", codes, torch.uint8, out.numel() * bits // 8),
+        ("scale", scale, out.dtype, groups),
+        ("minimum", minimum, out.dtype, groups),
+    ):
+        if (
+            tensor.dtype != dtype
+            or tensor.numel() != numel
+            or tensor.device != out.device
+            or not tensor.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} must be {dtype}, {numel} elements, contiguous, on {out.device}; found {tensor.dtype}, "
+                f"{list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            )

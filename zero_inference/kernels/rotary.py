@@ -1,0 +1,173 @@
+"""Rotary embedding of queries and keys as one kernel, where it gives the bits of the model's own function.
+
+Attention of transformers calls `apply_rotary_pos_emb` of its own file, some ten kernels of PyTorch. While a loaded model uses the
+kernel, a `_Rotary` has that name there. It still calls the function for long passes, with gradients, and for other models of the family.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zero_inference.utils.extension import operators_of
+
+NAME = "apply_rotary_pos_emb"
+MOST_TOKENS = 4096  # of all sequences in a pass; of more the products take the time
+TRIAL = {"batch": 2, "heads": 4, "key_heads": 2, "tokens": 3, "head_dim": 64}
+_changing = threading.Lock()
+
+
+class Form(NamedTuple):
+    """Rotation by cos and sin of some width.
+
+    Attributes:
+        times: of that width are rotated, from the first element of a head on.
+        in_order: results lie in memory in the order of their dimensions, as what PyTorch joins of two parts; else as q and k do.
+    """
+
+    times: int
+    in_order: bool
+
+
+LIBRARY = operators_of(__name__)
+LIBRARY.define(
+    "rotary_embedding(Tensor q, Tensor k, Tensor cos, Tensor sin, int rotated, Tensor(a!) q_out, Tensor(b!) k_out) -> ()"
+)
+
+
+def _reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotated: int, q_out: Tensor, k_out: Tensor) -> None:
+    """Write q [batch, heads, tokens, head_dim] and k with their first `rotated` elements turned by cos and sin [batch, tokens, width],
+    whose width is `rotated`, or half of it."""
+    cos, sin = (torch.cat((each,) * (rotated // each.shape[-1]), -1).unsqueeze(1) for each in (cos, sin))
+    for x, out in ((q, q_out), (k, k_out)):
+        turned = x[..., :rotated]
+        first, second = turned.chunk(2, -1)
+        out[..., :rotated] = turned * cos + torch.cat((-second, first), -1) * sin
+        out[..., rotated:] = x[..., rotated:]
+
+
+LIBRARY.impl("rotary_embedding", _reference, "CompositeExplicitAutograd")
+
+
+@contextlib.contextmanager
+def rotary_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Within it, calls of `model` on `device` in `dtype` use the kernel, if a trial there gives what the model's own function does."""
+    files = [sys.modules[name] for name in {type(module).__module__ for module in model.modules()}]
+    used = [rotary for file in files if (rotary := _use(file, device, dtype)) is not None]
+    try:
+        yield
+    finally:
+        for rotary in used:
+            rotary.leave()
+
+
+def _use(file: Any, device: torch.device, dtype: torch.dtype) -> _Rotary | None:
+    """Replace the function of the module `file`, or add a user; None where it has no function that the kernel equals."""
+    with _changing:
+        found = vars(file).get(NAME)
+        own = found.own if isinstance(found, _Rotary) else found
+        if not callable(own) or not any(forms := forms_of(own, device, dtype)):
+            return None
+        rotary = found if isinstance(found, _Rotary) else _Rotary(own, file)
+        rotary.users += 1
+        rotary.forms[torch.empty(0, device=device).device, dtype] = forms  # a device with its number
+        setattr(file, NAME, rotary)
+        return rotary
+
+
+class _Rotary:
+    """Calls the kernel, or the model's own function for calls that the kernel does not take.
+
+    Attributes:
+        forms: as of `forms_of`, by device and dtype.
+        users: models that are loaded.
+    """
+
+    def __init__(self, own: Callable, file: Any):
+        functools.update_wrapper(self, own)
+        self.own, self.file, self.users = own, file, 0
+        self.forms: dict[tuple[torch.device, torch.dtype], tuple[Form | None, ...]] = {}
+
+    def leave(self) -> None:
+        with _changing:
+            self.users -= 1
+            if not self.users and vars(self.file).get(NAME) is self:
+                setattr(self.file, NAME, self.own)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if len(args) == 4 and not options and not torch.compiler.is_compiling():
+            q, k, cos, sin = args
+            form = self._form(q, k, cos, sin)
+            if form is not None:
+                return rotate(q, k, cos, sin, form)
+        return self.own(*args, **options)
+
+    def _form(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Form | None:
+        """Return what the kernel computes for this call; None where it does not take it."""
+        forms = self.forms.get((q.device, q.dtype))
+        if forms is None or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+            return None
+        batch, _, tokens, head_dim = q.shape
+        width = cos.shape[2]
+        fits = (
+            k.shape[0] == batch
+            and k.shape[2:] == q.shape[2:]
+            and cos.shape[0] in (1, batch)
+            and cos.shape[1] == tokens
+            and 0 < batch * tokens <= MOST_TOKENS
+            and 0 < width <= head_dim
+        )
+        alike = all(x.dtype == q.dtype and x.device == q.device and x.stride(-1) == 1 for x in (q, k, cos, sin))
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, cos, sin))
+        if not fits or not alike or wanted:
+            return None
+        form = forms[0 if width == head_dim else 1 if 2 * width == head_dim else 2]
+        return form if form is not None and form.times * width <= head_dim and form.times * width % 2 == 0 else None
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """Return q [batch, heads, tokens, head_dim] and k rotated by cos and sin [batch or 1, tokens, width]."""
+    outs = [x.new_empty(x.shape) if form.in_order else torch.empty_like(x) for x in (q, k)]
+    torch.ops.zero_inference.rotary_embedding(q, k, cos, sin, form.times * cos.shape[-1], *outs)
+    return outs[0], outs[1]
+
+
+@functools.lru_cache(maxsize=64)
+@torch.no_grad()
+def forms_of(own: Callable, device: torch.device, dtype: torch.dtype) -> tuple[Form | None, ...]:
+    """Return what the function `own` computes with cos of the width of a head, of half of it, and of less; None where it is not what the
+    kernel computes, bit by bit."""
+    head_dim = TRIAL["head_dim"]
+    forms = [Form(*each) for each in itertools.product((1, 2), (False, True))]
+    return tuple(
+        next(
+            (form for form in forms if width * form.times <= head_dim and _alike(own, width, form, device, dtype)), None
+        )
+        for width in (head_dim, head_dim // 2, head_dim // 4)
+    )
+
+
+def _alike(own: Callable, width: int, form: Form, device: torch.device, dtype: torch.dtype) -> bool:
+    draw = torch.Generator().manual_seed(width)
+    batch, tokens, head_dim = (TRIAL[name] for name in ("batch", "tokens", "head_dim"))
+    q, k = (
+        torch.randn(batch, tokens, TRIAL[name], head_dim, generator=draw).to(device, dtype).transpose(1, 2)
+        for name in ("heads", "key_heads")
+    )
+    cos, sin = (torch.randn(batch, tokens, width, generator=draw).to(device, dtype) for _ in range(2))
+    try:
+        pairs = list(zip(own(q, k, cos, sin), rotate(q, k, cos, sin, form), strict=True))
+    except Exception:  # whatever the model's own code raises with such arguments
+        return False
+    return all(
+        torch.is_tensor(one) and one.dtype == other.dtype and torch.equal(one, other) and one.stride() == other.stride()
+        for one, other in pairs
+    )

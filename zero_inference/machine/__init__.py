@@ -1,1 +1,0 @@
-"""The machine that a plan is for: this one, or one that a file or `--assume` describes."""

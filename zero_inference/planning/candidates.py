@@ -1,0 +1,257 @@
+"""The configurations worth considering for a model, each with its plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from zero_inference.config import RunConfig
+from zero_inference.config.choices import DEFAULTS, LEAST_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES
+from zero_inference.engines.base import Job
+from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.hardware.limited import LimitedMachine
+from zero_inference.kv_cache.device import why_not_offloaded
+from zero_inference.options import options_asked, words_of
+from zero_inference.planning.plan import Plan, changed
+from zero_inference.planning.timing import Times
+from zero_inference.utils import GB
+from zero_inference.utils.invocation import run_command
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# By engine the ways to run it; those with weights on disk are for models that fit nowhere else.
+WAYS: dict[str, tuple[dict[str, Any], ...]] = {
+    "stream": ({"cpu_offload": True},),
+    "resident": ({},),
+    "deepspeed": ({"cpu_offload": True}, {}, {"disk_offload": True}),
+    "accelerate": ({"cpu_offload": True}, {"disk_offload": True}),
+}
+LEAST_GAIN = 1.05  # in speed, for which keys and values are moved to host memory
+LEAST_KV_SHARE = 0.05  # of device memory, that keys and values take, for host memory to be worth a thought for them
+LEAST = {"gpu_memory": 0.0, "ring_depth": LEAST_RING_DEPTH}  # of the stream engine on the device
+
+
+@dataclass(frozen=True)
+class Free:
+    """What is left to be found.
+
+    Attributes:
+        engines, quant_bits, batch_sizes, kv_offload: the values to try.
+        ways: by engine those in which it may be run.
+        world_sizes: ranks, each with a GPU of its own, in ascending order; None for those that the job has.
+    """
+
+    engines: tuple[str, ...] = tuple(WAYS)
+    quant_bits: tuple[int, ...] = QUANT_BITS
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    kv_offload: tuple[bool, ...] = (False, True)
+    ways: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=lambda: WAYS)
+    world_sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that fits, and what is predicted of it.
+
+    Attributes:
+        measured_tokens_per_s: of decoding, where a run of it was tried.
+        failed: a run of it was tried, and failed.
+    """
+
+    plan: Plan
+    times: Times
+    measured_tokens_per_s: float | None = None
+    failed: bool = False
+
+    @property
+    def config(self) -> RunConfig:
+        return self.plan.job.config
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of decoding."""
+        return self.times.tokens_per_s(self.config.batch_size)
+
+    @property
+    def best_tokens_per_s(self) -> float:
+        """Measured, or predicted where it was not tried."""
+        return self.measured_tokens_per_s or self.tokens_per_s
+
+    @property
+    def lacks_overhead(self) -> bool:
+        """Whether its speed is a bound only because nobody measured what its engine takes besides the model's work."""
+        return self.times.without_own_work and self.measured_tokens_per_s is None
+
+    @property
+    def best_step_s(self) -> float:
+        """The same of a step."""
+        return self.config.batch_size / self.best_tokens_per_s
+
+    @property
+    def total_s(self) -> float:
+        """Predicted of a generation: first token and all others."""
+        return self.times.prefill.seconds + (self.config.gen_len - 1) * self.times.step.seconds
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.job.ranks.world_size
+
+    @property
+    def memory_bytes(self) -> int:
+        """On the devices and in host memory."""
+        weights = self.plan.weights
+        of_rank = weights.host_peak_bytes() + (weights.device_peak_bytes if self.plan.job.on_gpu else 0)
+        return self.world_size * of_rank
+
+    def command(self) -> str:
+        """That runs it."""
+        return command_of(self.config, self.world_size)
+
+
+@dataclass(frozen=True)
+class Found:
+    """
+    Attributes:
+        candidates: those that fit, and whose times are known.
+        unknown: that fit; nobody knows how fast they are.
+        too_large: plans that do not fit, of each engine and number of bits the least one.
+    """
+
+    candidates: list[Candidate]
+    unknown: list[Plan]
+    too_large: list[Plan]
+
+    def __bool__(self) -> bool:
+        return bool(self.candidates or self.unknown or self.too_large)
+
+
+def command_of(config: RunConfig, world_size: int = 1) -> str:
+    """What to type for `config` with so many GPUs."""
+    launched = world_size > 1 or config.engine == "deepspeed"
+    return run_command(options_of(config), world_size if launched else None)
+
+
+def options_of(config: RunConfig) -> list[str]:
+    """Those of run_model.py that ask for `config`."""
+    return words_of(options_asked(config))
+
+
+def find_candidates(job: Job, free: Free) -> Found:
+    """Plan what `free` leaves open of `job`, from the smallest batch up; a batch larger than one that does not fit is not tried."""
+    found = Found([], [], [])
+    jobs = [job] if free.world_sizes is None else [_with_ranks(job, count) for count in free.world_sizes]
+    for on_disk in (False, True):
+        for fields in _ways(job, free, on_disk):
+            parts = [_plan_batches(each, free, fields) for each in jobs]
+            for part in parts:
+                found.candidates.extend(part.candidates)
+                found.unknown.extend(part.unknown)
+            # with the most GPUs, each of which needs the least then
+            found.too_large.extend(next((part.too_large for part in reversed(parts) if part), []))
+        if found.candidates or found.unknown:
+            break
+    return found
+
+
+def _with_ranks(job: Job, count: int) -> Job:
+    """The same in `count` processes of one node, each with a GPU, for the least memory that is free on these; nobody has started them."""
+    if count == job.ranks.world_size:
+        return job
+    ranks = replace(job.ranks, world_size=count, local_world_size=count)
+    every = [replace(ranks, rank=rank, local_rank=rank, device=torch.device("cuda", rank)) for rank in range(count)]
+    free = [job.machine.free_device_bytes(each, False) for each in every]
+    return replace(job, ranks=ranks, free_device_bytes=min(each for each in free if each is not None))
+
+
+def _ways(job: Job, free: Free, on_disk: bool) -> Iterator[dict[str, Any]]:
+    """Everything but the batch."""
+    for engine in free.engines:
+        for bits in free.quant_bits if engine in QUANTIZING_ENGINES else (16,):
+            if bits not in free.quant_bits:
+                continue
+            for way in free.ways[engine]:
+                if engine == "deepspeed" and not way and not job.on_gpu and free.ways is WAYS:
+                    continue  # it would be the same as in host memory
+                if bool(way.get("disk_offload")) == on_disk:
+                    offload = {"cpu_offload": False, "disk_offload": False} | way
+                    if not on_disk:
+                        offload["offload_dir"] = DEFAULTS["offload_dir"]
+                    yield {"engine": engine, "quant_bits": bits} | offload
+
+
+def _plan_batches(job: Job, free: Free, fields: dict[str, Any]) -> Found:
+    """Of the batches that divide over the ranks. Keys and values in host memory are a candidate where their batch fits only so, or decodes
+    faster by more than predictions are worth: what crosses the link, or meets the cores, can be late."""
+    found = Found([], [], [])
+    on_device: dict[int, float] = {}  # token/s by batch
+    batch_sizes = sorted(size for size in free.batch_sizes if size % job.ranks.world_size == 0)
+    for kv_offload in free.kv_offload:
+        for batch_size in batch_sizes:
+            asked = fields | _place_of_keys(job, kv_offload) | {"batch_size": batch_size}
+            if kv_offload and len(free.kv_offload) > 1 and not _worth_moving(job, batch_size):
+                continue
+            refused = False
+            try:
+                plan = _within_limits(job, asked)
+            except DoesNotFit:
+                plan, refused = _least_plan(job, asked)
+            except UsageError:
+                continue
+            if refused or not plan.fits:
+                first = batch_size == batch_sizes[0] and kv_offload == free.kv_offload[0]
+                found.too_large.extend([plan] if first else [])
+                break
+            if plan.times is None:
+                found.unknown.append(plan)
+                continue
+            candidate = Candidate(plan, plan.times)
+            if not kv_offload:
+                on_device[batch_size] = candidate.tokens_per_s
+            if not kv_offload or candidate.tokens_per_s >= LEAST_GAIN * on_device.get(batch_size, 0.0):
+                found.candidates.append(candidate)
+    return found
+
+
+def _place_of_keys(job: Job, kv_offload: bool) -> dict[str, Any]:
+    """Where keys and values are, and how they cross the link: page-locked and ahead of their layer, unless the user has said how."""
+    quick = kv_offload and job.on_gpu and not job.config.kv_offload
+    return {"kv_offload": kv_offload} | ({"pin_kv_cache": True, "async_kv_offload": True} if quick else {})
+
+
+def _within_limits(job: Job, asked: dict[str, Any]) -> Plan:
+    """The plan of `asked`. Where only a part of the device may be used, the stream engine's says how much of it weights take, and how many
+    slots its ring has: its command is to do the same on the whole device."""
+    plan = changed(job, **asked)
+    limited = isinstance(job.machine, LimitedMachine) and job.machine.device_bytes is not None
+    kept = plan.weights.gpu_memory_bytes
+    if not limited or kept is None or job.config.gpu_memory is not None:
+        return plan
+    depth = job.config.ring_depth or plan.weights.ring_depth
+    try:
+        return changed(job, **asked, gpu_memory=math.ceil(1e4 * kept / GB) / 1e4, ring_depth=depth)
+    except DoesNotFit:  # single experts take all that is left
+        return changed(job, **asked, gpu_memory=math.floor(1e4 * kept / GB) / 1e4, ring_depth=depth)
+
+
+def _least_plan(job: Job, asked: dict[str, Any]) -> tuple[Plan, bool]:
+    """Of the stream engine, which refuses a device that is too small for its ring: with as little on the device as it can do with, unless
+    the user said how much; and whether it refuses that too. Then the plan is that of a larger device, for the one that is there, and
+    of whole layers, which the engine places first."""
+    least = {} if job.config.ring_depth or job.config.gpu_memory is not None else LEAST
+    try:
+        return changed(job, **asked, **least), False
+    except DoesNotFit:
+        whole = LEAST | {"cpu_compute": "off", "cpu_threads": None}
+        found = changed(replace(job, free_device_bytes=1 << 60), **asked, **whole)
+        return Plan(found.job, replace(found.weights, job=replace(job, config=found.job.config))), True
+
+
+def _worth_moving(job: Job, batch_size: int) -> bool:
+    """Whether keys and values of so many sequences take a part of device memory that weights could use."""
+    if why_not_offloaded(job.skeleton.model) or job.free_device_bytes is None:
+        return False
+    of_rank = replace(job, config=replace(job.config, batch_size=batch_size)).kv_bytes()
+    return of_rank >= LEAST_KV_SHARE * job.free_device_bytes

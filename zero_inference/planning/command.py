@@ -1,0 +1,173 @@
+"""`zero-inference plan`: which configurations of a model a machine can run, and how fast each is predicted to be."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from zero_inference.config import RunConfig
+from zero_inference.config.checks import batch_advice
+from zero_inference.config.choices import MOST_GIB
+from zero_inference.errors import UsageError
+from zero_inference.hardware.choose import description_of
+from zero_inference.options import model_of
+from zero_inference.utils import garbage
+from zero_inference.utils.amounts import amount
+from zero_inference.utils.progress import Progress, current, importing, reporting
+
+if TYPE_CHECKING:
+    from zero_inference.engines.base import Job
+    from zero_inference.hardware.machine import Machine
+    from zero_inference.planning.candidates import Found, Free
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the table; 0. Raises UsageError where nothing fits, or nothing can be predicted."""
+    args.model = model_of(args)
+    if args.machines:
+        return _list_machines(args)
+    if args.model is None:
+        raise UsageError("name a model first: zero-inference plan MODEL, a hub name, a local folder or a preset.")
+    description_of(args.machine, args.assume)  # what cannot be meant is refused before torch is imported
+    with garbage.postponed(), reporting(Progress(args.verbose > 0)):
+        with importing("torch and transformers", args.verbose > 0):
+            from zero_inference.planning.answer import answer
+        job, found = search(args)
+        garbage.look_from_here()
+        answer(args, job, found, current().say)
+    return 0
+
+
+def search(args: argparse.Namespace) -> tuple[Job, Found]:
+    """What the options of `add_arguments` leave open, planned. Raises UsageError: they cannot be meant, or the model cannot be planned."""
+    config = RunConfig(
+        model=args.model,
+        dummy=args.dummy,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+        prompt_len=args.prompt_len,
+        gen_len=args.gen_len,
+        engine="stream",
+        machine=args.machine,
+        assume=args.assume,
+        dry_run=True,
+    ).validate()
+    _check(args)
+    return _search(args, config)
+
+
+def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
+    from zero_inference.hardware.choose import machine_of
+    from zero_inference.models.spec import resolve_shape
+    from zero_inference.planning.candidates import find_candidates
+    from zero_inference.planning.checks import check_model
+    from zero_inference.planning.plan import describe_job
+    from zero_inference.utils.distributed import detect_ranks
+
+    ranks = detect_ranks()
+    if ranks.world_size > 1:
+        raise UsageError("zero-inference plan runs in one process: start it without a launcher.")
+    ranks = machine_of(args.machine, args.assume).ranks_there(ranks)
+    spec = resolve_shape(config, ranks.device.type)  # before this machine is measured, which takes a minute
+    check_model(config, spec)
+    machine = _machine(args)
+    job = describe_job(config, spec, ranks, machine=machine)
+    return job, find_candidates(job, _free(args, _world_sizes(args, machine)))
+
+
+def _list_machines(args: argparse.Namespace) -> int:
+    from zero_inference.hardware.typical import print_typical
+
+    if args.model is not None:
+        raise UsageError(
+            "--machines lists typical machines and plans nothing: drop the model, or name a machine with --machine."
+        )
+    print_typical("json" if args.json else "table")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("max_gpu_memory", "max_host_memory"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value <= MOST_GIB:
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be more than 0 GiB.")
+    if args.verify < 0:
+        raise UsageError(f"--verify {args.verify}: must be 0 or more configurations.")
+    if args.verify and (args.machine or args.assume):
+        raise UsageError(
+            "--verify runs configurations on this machine, not on another one: drop it, or drop --machine and --assume."
+        )
+    for size in args.batch_size or ():
+        if not 1 <= size < 2**31:
+            raise UsageError(f"--batch-size {size}: must be at least 1.")
+    if args.plot is not None:
+        from zero_inference.utils.replace import check_output_file
+
+        if args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+            raise UsageError(f"--plot {args.plot}: the name must end in .png, .pdf or .svg.")
+        check_output_file("--plot", str(args.plot))
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    from zero_inference.hardware.choose import machine_of
+    from zero_inference.hardware.kept import measure_where_needed
+    from zero_inference.hardware.limited import LimitedMachine
+
+    machine = machine_of(args.machine, args.assume)
+    if machine.is_here:
+        measure_where_needed(current().say)
+    if args.max_gpu_memory is not None and not machine.gpus():
+        raise UsageError(
+            f"--max-gpu-memory {args.max_gpu_memory:g}: the machine has no GPU; use --max-host-memory, or drop it."
+        )
+    description = None if machine.is_here else machine.described()
+    if description is not None:
+        _check_part(
+            "--max-host-memory", args.max_host_memory, description.host_memory_bytes, "host={:g}GiB", description.name
+        )
+        least = min((gpu.memory_bytes for gpu in description.gpus), default=0)
+        _check_part(
+            "--max-gpu-memory", args.max_gpu_memory, least, f"gpus={machine.gpus()}x{{:g}}GiB", description.name
+        )
+    device, host = (None if gib is None else int(gib * 2**30) for gib in (args.max_gpu_memory, args.max_host_memory))
+    return machine if device is None and host is None else LimitedMachine(machine, device, host)
+
+
+def _check_part(option: str, gib: float | None, there: int, instead: str, name: str) -> None:
+    """Raises UsageError where a part of the memory is asked for that is larger than all of it."""
+    if gib is not None and gib * 2**30 > there:
+        raise UsageError(
+            f"{option} {gib:g}: {name} has only {amount(there)}; for a machine with more use --assume {instead.format(gib)}."
+        )
+
+
+def _world_sizes(args: argparse.Namespace, machine: Machine) -> tuple[int, ...]:
+    """Numbers of GPUs to plan for; 1 for a machine without, whose device is the CPU.
+
+    Raises:
+        UsageError: there are fewer, or no batch divides over them.
+    """
+    gpus = machine.gpus()
+    for number in args.num_gpus or ():
+        if not 1 <= number <= gpus:
+            there = f"{gpus} GPU{'s' * (gpus > 1)}: use 1 to {gpus}" if gpus else "no GPU: drop it"
+            raise UsageError(f"--num-gpus {number}: the machine has {there}.")
+    sizes = args.num_gpus or [*(1 << power for power in range(gpus.bit_length())), max(1, gpus)]
+    if args.batch_size and all(size % number for size in args.batch_size for number in sizes):
+        raise UsageError(f"{batch_advice(args.batch_size[0], min(sizes), f'--num-gpus {min(sizes)}')}.")
+    return tuple(sorted(set(sizes)))
+
+
+def _free(args: argparse.Namespace, world_sizes: tuple[int, ...]) -> Free:
+    from zero_inference.planning.candidates import Free
+
+    free = Free()
+    return replace(
+        free,
+        engines=tuple(dict.fromkeys(args.engine or free.engines)),
+        quant_bits=tuple(dict.fromkeys(args.quant_bits or free.quant_bits)),
+        batch_sizes=tuple(dict.fromkeys(args.batch_size or free.batch_sizes)),
+        kv_offload=free.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
+        world_sizes=world_sizes,
+    )

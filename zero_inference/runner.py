@@ -1,0 +1,238 @@
+"""One run, from a RunConfig to a log and a record: what happens in which order, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zero_inference.config import RunConfig
+from zero_inference.engines.offload_folder import close_all
+from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
+from zero_inference.hardware.choose import machine_of
+from zero_inference.hardware.machine import Machine
+from zero_inference.measure import steadiness
+from zero_inference.measure.result import measured_of
+from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
+from zero_inference.models.preset_table import find_preset
+from zero_inference.models.prompts import end_ids, in_short, prompt_ids, with_prompt_length
+from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model, resolve_shape
+from zero_inference.options import options_asked
+from zero_inference.options.file import save_options
+from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
+from zero_inference.planning.changes import refuse_hopeless
+from zero_inference.planning.checks import check_launch, check_model
+from zero_inference.planning.choose import check_alone, choose, faster_than, hint
+from zero_inference.planning.plan import Plan, describe_job, make_plan, plan_run
+from zero_inference.planning.request import log_path, request_of
+from zero_inference.planning.show import print_plan
+from zero_inference.quality import evaluate as quality
+from zero_inference.quality.of_run import score_run
+from zero_inference.records.failure import leave_process_group, leaving_a_record
+from zero_inference.records.run_log import RunLog, refuse_shared_files
+from zero_inference.records.schema import Chosen, Quality, Result
+from zero_inference.report.results import publish
+from zero_inference.utils import garbage
+from zero_inference.utils.compilers import compile_s
+from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
+from zero_inference.utils.environment import describe_environment
+from zero_inference.utils.invocation import run_command
+from zero_inference.utils.progress import Progress, reporting
+
+Questions = dict[str, list[dict]]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that went well.
+
+    Attributes:
+        files: the log and the record, with all that they say.
+        output_ids: int64 [batch, gen_len], of the last loop.
+        tokenizer: None where the model has none.
+        ends: the ids that end a text.
+    """
+
+    files: RunLog
+    output_ids: Any
+    tokenizer: Any
+    ends: frozenset[int]
+
+
+def run(
+    config: RunConfig, argv: list[str], local_rank: int | None = None, publish: Callable[..., None] = publish
+) -> Finished | None:
+    """Do what `config` asks: write the log and the record and print the results, or only the plan for `--dry-run`, which returns None.
+
+    Args:
+        publish: what the first rank does with the results; called as `report.results.publish` is.
+
+    Raises:
+        UsageError: it cannot work; nothing was loaded or written.
+        RunError: it failed on the way; a record with status 'failed' was written.
+    """
+    config = config.validate()
+    _quiet_libraries(config.verbose)
+    machine = machine_of(config.machine, config.assume)
+    ranks = machine.ranks_there(detect_ranks(local_rank))
+    with reporting(Progress(enabled=ranks.is_first and config.verbose > 0)) as progress:
+        return _run(config, argv, ranks, machine, progress, publish)
+
+
+def _run(
+    config: RunConfig,
+    argv: list[str],
+    ranks: Ranks,
+    machine: Machine,
+    progress: Progress,
+    publish: Callable[..., None],
+) -> Finished | None:
+    compiled_before_s = compile_s()  # by an earlier run in this process
+    check_alone(config, ranks)
+    check_launch(config, ranks, machine)
+    asked = config
+    config, spec, chosen = _resolved(config, ranks, machine, progress)
+    questions = quality.prepare(config)
+    quality.check_lengths(config, spec.max_positions)
+    if questions and load_tokenizer(spec) is None:
+        raise UsageError(
+            f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality."
+        )
+    if config.dry_run:
+        if config.save_config and ranks.is_first:
+            _save_options(config.save_config, asked)
+        _dry_run(config, spec, ranks, machine, chosen.goal if chosen else None)
+        return None
+    request = replace(request_of(config, spec, ranks, argv), chosen=chosen)
+    files = RunLog.at(log_path(config, ranks), request, Result(environment=describe_environment()))
+    refuse_shared_files(
+        config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
+    )
+    files.check()
+    with leaving_a_record(config, ranks, files, release=close_all) as watch:
+        output_ids, tokenizer, prompts = _measured(config, spec, ranks, files, progress, questions, compiled_before_s)
+        progress.clear()
+        ranks.barrier()
+    ends = end_ids(spec, tokenizer)
+    try:
+        if ranks.is_first:
+            publish(files, output_ids, tokenizer, before=watch.stop, ends=ends, prompts=prompts)
+        watch.stop()
+    except BaseException:
+        leave_process_group(ranks)
+        raise
+    stop_process_group()
+    return Finished(files, output_ids, tokenizer, ends)
+
+
+def _resolved(
+    config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress
+) -> tuple[RunConfig, ModelSpec, Chosen | None]:
+    """What is run: the model, and what the plan finds of what was left open."""
+    spec = _spec(config, ranks, progress)
+    config = with_prompt_length(config, spec)
+    check_model(config, spec)
+    found, chosen = choose(config, spec, ranks, machine, progress.say)
+    if chosen is not None:
+        check_launch(found, ranks, machine)
+        check_model(found, spec)
+    return found, spec, chosen
+
+
+def _spec(config: RunConfig, ranks: Ranks, progress: Progress) -> ModelSpec:
+    """For a plan the built-in configuration does, where a preset cannot be fetched, or not by this user."""
+    try:
+        return resolve_model(config, ranks.device.type)
+    except UsageError as error:
+        reads_text = config.prompt or config.prompts or config.chat or config.quality
+        if not config.dry_run or reads_text or find_preset(config.model) is None:
+            raise
+        progress.say(f"{ONLY_PLANNED} {error}")
+        return resolve_shape(config, ranks.device.type)
+
+
+def _save_options(path: str, asked: RunConfig) -> None:
+    save_options(path, options_asked(asked), f"run with: {run_command(['--config', path])}")
+    print(f"options: {path}", file=sys.stderr, flush=True)
+
+
+def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine, goal: str | None) -> None:
+    plan: Plan | DoesNotFit
+    faster = []
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print there, and stdout is for the plan
+        job = describe_job(config, spec, ranks, machine=machine)
+        try:
+            plan = make_plan(job)
+            plan.check()
+            faster = faster_than(plan, goal) if plan.fits else []
+        except DoesNotFit as error:
+            plan = error
+    if ranks.is_first:
+        print_plan(job, plan, faster)
+
+
+def _measured(
+    config: RunConfig,
+    spec: ModelSpec,
+    ranks: Ranks,
+    files: RunLog,
+    progress: Progress,
+    questions: Questions,
+    compiled_before_s: float,
+) -> tuple[Any, Any, list[str]]:
+    """All that may fail on the way: (generated ids int64 [batch, gen_len], tokenizer, prompts in short). Fills `files`."""
+    start_process_group(ranks)
+    refuse_other_requests(config, spec, ranks, questions)
+    plan = plan_run(config, spec, ranks)
+    files.request = replace(files.request, pin_memory=plan.weights.pinned)
+    if (
+        config.disk_offload and not plan.weights.footprint.disk
+    ):  # all are below the least that the engine writes to disk
+        files.move(log_path(config, ranks, "cpu"), replace(files.request, weights_place="cpu"))
+    refuse_hopeless(plan)
+    ids, tokenizer, note = prompt_ids(config, spec)
+    if not spec.dummy:
+        spec.checkpoint_folder()  # fetched now: time on the network is not time to load
+    refuse_other_inputs(spec, ranks, ids)
+    plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
+    refuse_hopeless(plan)
+    if (kept := plan.job.machine.described()) is not None and (caveat := kept.caveat()):
+        progress.say(f"warning: this machine's {caveat}")
+    if line := hint(plan, files.request.chosen):
+        progress.say(line)
+    if note:
+        progress.say(note)
+    garbage.look_from_here()
+    files.result.machine = steadiness.machine_load()  # before there is any of our own
+    if warning := steadiness.load_warning(files.result.machine):
+        progress.say(warning)
+    with loaded_model(plan, progress) as (loaded, load_s, compare):
+        session = measure_run(plan, loaded, ids, progress, compare)
+        files.result.measured = measured_of(session, load_s, compile_s() - compiled_before_s)
+        _note_results(session, files, progress)
+        files.result.quality = (
+            score_run(plan.job, loaded, questions, tokenizer, files, progress) if questions else Quality(None)
+        )
+        files.result.add_facts(loaded.facts)
+        return session.measurement.output_ids, tokenizer, in_short(config, ids, tokenizer)
+
+
+def _note_results(session: Session, files: RunLog, progress: Progress) -> None:
+    assert files.result.measured is not None
+    if warning := steadiness.warning_of(files.result.measured.evenness):
+        progress.say(warning)
+    trace = session.plan.job.config.trace
+    if trace:
+        with files.noting("trace", trace):
+            if (use := write_trace(session, Path(trace))) is not None:
+                files.result.measured = replace(files.result.measured, link_use=use)
+
+
+def _quiet_libraries(verbose: int) -> None:
+    from transformers.utils import logging as transformers_logging
+
+    if verbose < 2:
+        transformers_logging.set_verbosity_error()

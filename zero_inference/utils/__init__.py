@@ -1,0 +1,28 @@
+"""Sizes of a run, its log, and what every package uses: ranks, processes, signals, files, host memory, tables.
+
+Importing this package loads neither torch nor transformers.
+"""
+
+from zero_inference.utils.log import (
+    GB,
+    KB,
+    MB,
+    T,
+    cache_bytes,
+    get_filename,
+    hidden_bytes,
+    model_bytes,
+    write_benchmark_log,
+)
+
+__all__ = [
+    "GB",
+    "KB",
+    "MB",
+    "T",
+    "cache_bytes",
+    "get_filename",
+    "hidden_bytes",
+    "model_bytes",
+    "write_benchmark_log",
+]

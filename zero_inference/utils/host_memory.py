@@ -1,0 +1,97 @@
+"""Exactly sized host memory, page-locked on request.
+
+torch rounds each pinned tensor up to a power of two, which costs up to half of the host memory for weights; mapping the
+pages and registering them with CUDA costs what the tensor holds, rounded to a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import resource
+import weakref
+
+import torch
+
+from zero_inference.errors import RunError
+from zero_inference.utils.amounts import amount
+
+HUGE_PAGE = 2 << 20
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device, not for the current one alone
+
+
+def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+    """Host tensor of exactly `shape`, of any values; page-locked and usable by asynchronous copies where `pinned`.
+
+    Raises:
+        RunError: the memory is not there, or may not be locked.
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+    nbytes = numel * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages would not be huge
+    except OSError as error:
+        raise RunError(refused(nbytes, error)) from error
+    if nbytes >= HUGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    buffer = (ctypes.c_char * nbytes).from_buffer(pages)
+    flat = torch.frombuffer(buffer, dtype=dtype, count=numel)
+    if pinned:
+        _fault_in(flat)
+        page_lock(flat)
+        # with the tensor goes the buffer, and the finalizer keeps the pages mapped until they are unregistered
+        weakref.finalize(buffer, _release, flat.data_ptr(), pages).atexit = False
+    return flat.view(shape)
+
+
+def host_copy(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `values`, with strides as those of `torch.empty_like`, in new host memory that is not page-locked. Raises as
+    `host_empty`."""
+    flat = host_empty((values.numel(),), values.dtype, pinned=False)
+    _fault_in(flat)
+    strides = torch.empty_like(values, device="meta").stride()
+    return flat.as_strided(values.shape, strides).copy_(values)
+
+
+def _fault_in(flat: torch.Tensor) -> None:
+    """Let all of PyTorch's threads fault in the pages of `flat`; CUDA would fault in page after page in one thread."""
+    flat.view(torch.uint8).zero_()
+
+
+def refused(nbytes: int, error: OSError) -> str:
+    """What to say where the system gives no memory."""
+    return (
+        f"{amount(nbytes)} of host memory was asked for and refused ({error.strerror}); "
+        "quantize the weights, use --disk-offload or a machine with more memory."
+    )
+
+
+def page_lock(tensor: torch.Tensor) -> None:
+    """Register the pages of `tensor` with CUDA; whoever has mapped them unregisters them before they go.
+
+    Raises:
+        RunError: they may not be locked.
+    """
+    status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, PORTABLE))
+    if status != 0:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        shown = "none" if limit == resource.RLIM_INFINITY else amount(limit)
+        raise RunError(
+            f"{amount(tensor.nbytes)} of host memory could not be page-locked "
+            f"(CUDA error {status}, memlock limit {shown}); raise `ulimit -l` or use --pin-memory 0."
+        )
+
+
+def page_unlock(pointer: int) -> None:
+    """The opposite of `page_lock`, of the memory that begins at `pointer`."""
+    torch.cuda.cudart().cudaHostUnregister(pointer)
+
+
+def _release(pointer: int, pages: mmap.mmap) -> None:
+    page_unlock(pointer)

@@ -1,0 +1,153 @@
+"""Host memory that the ranks of one host share: a single copy, which each of them page-locks for its own device.
+
+It is an open file without a name (memfd_create), which lives as long as a process maps it: nothing of it is left, however the ranks end,
+and no size of /dev/shm limits it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from zero_inference.errors import RunError
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.host_memory import HUGE_PAGE, page_lock, page_unlock, refused
+
+MADV_COLLAPSE = 25  # Linux 6.1
+MAP_FIXED = 0x10
+MAP_FAILED = ctypes.c_void_p(-1).value
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _Place(NamedTuple):
+    """Where the other ranks find the file of the first one, and what tells it from every other file."""
+
+    process: int
+    descriptor: int
+    file: tuple[str, int, int]  # boot of the system, device, inode
+
+
+class SharedMemory:
+    """Memory of the ranks of a host, which make it together and alike.
+
+    Attributes:
+        bytes: uint8 [nbytes], zeros at first; the same memory in all ranks.
+
+    Raises:
+        RunError: in all ranks, where one of them does not get it.
+    """
+
+    def __init__(self, nbytes: int, ranks: Ranks):
+        self.nbytes, self.ranks = nbytes, ranks
+        self.locked: list[int] = []  # where page-locked memory begins
+        descriptor, place, problem, memory = -1, None, None, None
+        if ranks.is_first:
+            try:
+                descriptor = os.memfd_create("zero-inference")
+                os.ftruncate(descriptor, nbytes)
+                place = _Place(os.getpid(), descriptor, _identity(descriptor))
+            except OSError as error:
+                problem = refused(nbytes, error)
+        try:
+            place, problem = ranks.gather_objects((place, problem))[0]
+            if problem is None:
+                if not ranks.is_first:
+                    descriptor, problem = _opened(place)
+                if problem is None:
+                    memory, problem = _mapped(descriptor, nbytes, self.locked)
+            problems = ranks.gather_objects(problem)
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        _refuse(problems)
+        assert memory is not None, "no rank had a problem"
+        self.bytes: torch.Tensor = memory
+
+    def settle(self, pinned: bool) -> None:
+        """The memory is filled by all ranks: make its pages huge where the system can, and page-lock them if `pinned`. All ranks call it.
+
+        Raises:
+            RunError: in all ranks, where one of them may not page-lock it.
+        """
+        self.ranks.barrier()
+        units = self.nbytes // HUGE_PAGE
+        first, end = (units * part // self.ranks.world_size for part in (self.ranks.rank, self.ranks.rank + 1))
+        if first < end:  # only faster, so a system that cannot is not asked why
+            _libc.madvise(self.bytes.data_ptr() + first * HUGE_PAGE, (end - first) * HUGE_PAGE, MADV_COLLAPSE)
+        self.ranks.barrier()  # a page that is locked cannot be made huge
+        if pinned:
+            problem = None
+            try:
+                page_lock(self.bytes)
+                self.locked.append(self.bytes.data_ptr())
+            except RunError as error:
+                problem = str(error)
+            _refuse(self.ranks.gather_objects(problem))
+
+
+def _refuse(problems: Sequence[str | None]) -> None:
+    """Raise RunError with the first of the ranks' problems, if one has any."""
+    for problem in problems:
+        if problem is not None:
+            raise RunError(problem)
+
+
+def _identity(file: int | str) -> tuple[str, int, int]:
+    found = os.stat(file)
+    return BOOT.read_text().strip() if BOOT.exists() else "", found.st_dev, found.st_ino
+
+
+def _opened(place: _Place) -> tuple[int, str | None]:
+    """A descriptor of the first rank's file, or -1 and why there is none."""
+    path = f"/proc/{place.process}/fd/{place.descriptor}"
+    try:
+        if _identity(path) == place.file:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC), None
+        reason = "it is not there"
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+    return -1, (
+        f"memory that the first rank shares cannot be opened ({reason}): start all ranks on one host as one user and in one "
+        "container, or use --cpu-compute off."
+    )
+
+
+def _mapped(descriptor: int, nbytes: int, locked: list[int]) -> tuple[torch.Tensor | None, str | None]:
+    """The file as uint8 [nbytes], from an address on that huge pages can have; or None and why not."""
+    free = _libc.mmap(None, nbytes + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if free == MAP_FAILED:
+        return None, refused(nbytes, _last_error())
+    start = -(-free // HUGE_PAGE) * HUGE_PAGE
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc.mmap(start, nbytes, access, mmap.MAP_SHARED | MAP_FIXED, descriptor, 0) == MAP_FAILED:
+        error = _last_error()
+        _libc.munmap(free, nbytes + HUGE_PAGE)
+        return None, refused(nbytes, error)
+    _libc.madvise(start, nbytes, mmap.MADV_HUGEPAGE)  # for pages that are written first
+    buffer = (ctypes.c_char * nbytes).from_address(start)
+    weakref.finalize(buffer, _release, free, nbytes + HUGE_PAGE, locked).atexit = False  # with the last tensor
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes), None
+
+
+def _release(start: int, nbytes: int, locked: list[int]) -> None:
+    for pointer in locked:
+        page_unlock(pointer)
+    _libc.munmap(start, nbytes)
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

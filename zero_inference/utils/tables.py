@@ -1,0 +1,286 @@
+"""Rows of figures as text: for a terminal, as Markdown, CSV or JSON. A column is declared once, and every format follows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_inference.utils.text import printable
+
+FORMATS = ("table", "md", "csv", "json")
+NOT_KNOWN = "-"
+PIPED_WIDTH = 100  # of a table where stdout is no terminal
+LONGEST_TEXT = 2000  # of a cell
+MOST_DECIMALS = 6  # of figures with three digits
+
+
+def one_line(value: Any) -> str:
+    """`value` as a cell that any terminal and page can hold."""
+    text = printable(" ".join(str(value).split()))
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: what reads it, prints it and sorts by it follows from here.
+
+    Attributes:
+        name: key of a row, and the name in csv and json.
+        header: what people read above it, with the unit.
+        show: text of a value in SI units.
+        dtype: pandas dtype of the values; numbers are right-aligned.
+        width: characters kept for a value where rows are printed before the next ones are known.
+        key: where a record holds the value, dotted where nested; the name where not said.
+        shown: when a report of runs keeps it: `always`, where the runs differ in it (`differs`), where any run has it (`present`),
+            or only on request (`detail`: measured values differ between any two runs, which tells nothing about the choice).
+        best_first: sorts from the largest down.
+        whole: its texts are not folded where a terminal is too narrow for the table.
+        of: what makes the value of a record that holds it under no key; `key` is then not looked up.
+    """
+
+    name: str
+    header: str
+    show: Callable[[Any], str] = one_line
+    dtype: str = "Float64"
+    width: int = 7
+    key: str = ""
+    shown: str = "always"
+    best_first: bool = False
+    whole: bool = False
+    of: Callable[[Mapping[str, Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            object.__setattr__(self, "key", self.name)
+
+    @property
+    def numeric(self) -> bool:
+        return self.dtype in ("Int64", "Float64")
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        return NOT_KNOWN if row.get(self.name) is None else printable(self.show(row[self.name]))
+
+
+def texts_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[list[str]]:
+    """What people read: a list of texts for each row."""
+    return [[column.text(row) for column in columns] for row in rows]
+
+
+def decimals(count: int) -> Callable[[float], str]:
+    return lambda value: f"{value:.{count}f}"
+
+
+def significant(value: float) -> str:
+    """Three digits that count, and whole numbers from 1000 on."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits, trailing zeros kept and without an exponent; whole numbers from 1000 on."""
+    if not value:
+        return "0"
+    digits = 1 + math.floor(math.log10(abs(value)))
+    if digits < 3 and round(abs(value), 3 - digits) >= 10**digits:  # 9.996 is 10.0
+        digits += 1
+    return f"{value:.{min(max(0, 3 - digits), MOST_DECIMALS)}f}"
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.3f}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+def figures(value: float) -> str:
+    """Four significant digits, without an exponent."""
+    magnitude = 0 if value == 0 else len(str(int(abs(value)))) if abs(value) >= 1 else 1
+    small = next((extra for extra in range(8) if abs(value) * 10**extra >= 0.1), 8) if value else 0
+    return f"{value:.{max(0, 4 - magnitude) + (small if abs(value) < 1 else 0)}f}"
+
+
+def render(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Sequence[Column],
+    format: str,
+    *,
+    colour: bool = False,
+    width: int | None = None,
+    turn: bool = False,
+    gap: int = 3,
+) -> str:
+    """The rows as text that ends in a newline; a key that a row lacks, or None, is a value that is not known.
+
+    `table` and `md` are for people, `csv` and `json` for programs, in full precision under the columns' names. With `turn`, a
+    table wider than `width` gets a line for each column instead, so that few rows of many figures can be read on any terminal.
+    Raises ValueError for another format.
+    """
+    if format == "csv":
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow([column.name for column in columns])
+        values = ([row.get(column.name) for column in columns] for row in rows)
+        writer.writerows([printable(value) if isinstance(value, str) else value for value in row] for row in values)
+        return out.getvalue()
+    if format == "json":
+        return (
+            json.dumps(
+                [{column.name: row.get(column.name) for column in columns} for row in rows], indent=2, allow_nan=False
+            )
+            + "\n"
+        )
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; there are {', '.join(FORMATS)}")
+    texts = texts_of(rows, columns)
+    if format == "md":
+        return markdown(columns, texts)
+    if turn and width and texts and max(map(len, terminal_table(columns, texts, False, None).splitlines())) > width:
+        columns, texts = turned(columns, texts)
+    return terminal_table(columns, texts, colour, width, gap)
+
+
+def turned(columns: Sequence[Column], texts: list[list[str]]) -> tuple[list[Column], list[list[str]]]:
+    """The same table with rows and columns exchanged; the first column's texts become the headers."""
+    headers = [Column("", columns[0].header, dtype="string"), *(Column("", row[0]) for row in texts)]
+    return headers, [[column.header, *(row[index] for row in texts)] for index, column in enumerate(columns) if index]
+
+
+def shown_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
+    """The columns that any row has a value for."""
+    return [column for column in columns if any(row.get(column.name) is not None for row in rows)]
+
+
+def markdown(columns: Sequence[Column], texts: list[list[str]]) -> str:
+    """A pipe table of `texts`."""
+    from tabulate import tabulate
+
+    return (
+        tabulate(
+            [[text.replace("|", r"\|") for text in row] for row in texts],
+            headers=[column.header for column in columns],
+            tablefmt="pipe",
+            colalign=["right" if column.numeric else "left" for column in columns] if texts else None,
+            disable_numparse=True,
+        )
+        + "\n"
+    )
+
+
+def pipe_row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table as it is, without `markdown`'s padding."""
+    return f"| {' | '.join(cells)} |"
+
+
+def terminal_table(
+    columns: Sequence[Column], texts: list[list[str]], colour: bool, width: int | None, gap: int = 3
+) -> str:
+    """A table of `texts` for a terminal of `width` columns, as wide as needed without one. The column named `error` is red.
+
+    `gap` is the number of characters between two columns, at least 1.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    head = (
+        box.SIMPLE_HEAD if colour else box.Box("    \n    \n -- \n" + "    \n" * 5, ascii=True)
+    )  # plain where it is not a terminal
+    table = Table(box=head, pad_edge=False, show_edge=False, padding=(0, (gap - 1) // 2, 0, gap // 2))
+    for column in columns:
+        # Folded, never cut: a table too wide for the terminal still holds every digit.
+        table.add_column(
+            column.header,
+            justify="right" if column.numeric else "left",
+            vertical="bottom",
+            overflow="fold",
+            no_wrap=column.whole,
+        )
+    for row in texts:
+        # Text, not str: rich would read "[...]" in a name or an error as markup.
+        table.add_row(*(Text(text, "red" if column.name == "error" else "") for column, text in zip(columns, row)))
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width or 10_000, force_terminal=colour, color_system="standard" if colour else None
+    )
+    console.print(table)
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines() if line.strip())
+
+
+class RowPrinter:
+    """Prints rows on stdout one by one, as soon as each is there: `table`, `md` and `csv`. The head comes with the first row.
+
+    A table's columns are as wide as the longest word of their header or their `width`; a value that is longer moves the rest of
+    its line.
+    """
+
+    def __init__(self, columns: Sequence[Column], format: str, gap: int = 2):
+        self.columns, self.format, self.gap = columns, format, " " * gap
+        self.widths = [max(column.width, *map(len, column.header.split())) for column in columns]
+        self.begun = False
+
+    @property
+    def width(self) -> int:
+        """Characters of a line of a table, its last column's values apart."""
+        return sum(self.widths) + len(self.gap) * (len(self.widths) - 1)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        if self.format == "csv":
+            text = render([row], self.columns, "csv")
+            print(text if not self.begun else text.split("\n", 1)[1], end="", flush=True)
+        else:
+            if not self.begun:
+                print(*self._head(), sep="\n")
+            texts = [column.text(row) for column in self.columns]
+            if self.format == "md":
+                texts = [text.replace("|", r"\|") for text in texts]
+            print(self._line(texts), flush=True)
+        self.begun = True
+
+    def _head(self) -> list[str]:
+        if self.format == "md":
+            rule = [
+                "-" * (width + 1) + ":" if column.numeric else ":" + "-" * (width + 1)
+                for column, width in zip(self.columns, self.widths)
+            ]
+            return [self._line([column.header for column in self.columns]), f"|{'|'.join(rule)}|"]
+        wrapped = [
+            textwrap.wrap(column.header, width, break_long_words=False)
+            for column, width in zip(self.columns, self.widths)
+        ]
+        height = max(map(len, wrapped))
+        lines = [[""] * (height - len(lines)) + lines for lines in wrapped]
+        return [*(self._line(line) for line in zip(*lines)), self.gap.join("-" * width for width in self.widths)]
+
+    def _line(self, texts: Sequence[str]) -> str:
+        cells = [
+            text.rjust(width) if column.numeric else text.ljust(width)
+            for text, column, width in zip(texts, self.columns, self.widths)
+        ]
+        return pipe_row(cells) if self.format == "md" else self.gap.join(cells).rstrip()
+
+
+def print_rows(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Sequence[Column],
+    format: str,
+    turn: bool = False,
+    piped_width: int | None = None,
+    folded: bool = True,
+    gap: int = 3,
+) -> None:
+    """`render` on stdout, in the width and with the colours of the terminal, if it is one; else `piped_width` columns wide. Where it
+    is not `folded`, a table is as wide as its columns."""
+    import shutil
+    import sys
+
+    terminal = sys.stdout.isatty()
+    width = (shutil.get_terminal_size().columns if terminal else piped_width) if folded else None
+    print(render(rows, columns, format, colour=terminal, width=width, turn=turn, gap=gap), end="", flush=True)

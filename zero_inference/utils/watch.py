@@ -1,0 +1,192 @@
+"""A rank that dies or stops must not leave the others waiting: each tells the others that it lives, and ends when one falls silent.
+
+A rank that waits for another sits inside a collective or a device call, where Python runs no signal handler and raises no error.
+And the store through which ranks tell each other lies in a process that may stop itself: a question to it then blocks, whatever
+time limit it has. So there are two threads. One beats and asks, and may get stuck. The other only looks at how long ago there was
+an answer. It ends the process, after a few seconds in which the main thread may do so itself, when another rank was silent for too
+long, or the launcher asked this process to stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.processes import end_now, launcher_watch
+from zero_inference.utils.signals import STOPPING
+
+BEAT_S = 1.0
+SILENT_S = 15.0
+JOIN_S = 300.0  # until the first beat: processes start at different times, and import from disks of different speed
+GRACE_S = 5.0
+ANSWER_S = 3.0
+DONE, FAILED = b"done", b"failed"  # instead of a beat: the last word of a rank
+STORE = -1  # among ranks: whoever keeps the store
+
+
+class PeerWatch:
+    """Watches the other ranks of a run and its launchers, between `start` and `stop`.
+
+    Args:
+        report: called with the reason before the process ends, to leave a record and no files; what it returns is printed.
+
+    Attributes:
+        store: this run's key-value store, None with one rank.
+    """
+
+    def __init__(self, ranks: Ranks, report: Callable[[str], str]):
+        self.ranks, self.report = ranks, report
+        self.stopping = threading.Event()
+        self.connected = threading.Event()
+        self.store: dist.TCPStore | None = None
+        self.store_is_gone = False
+        self.heard: dict[int, Any] = {}  # by rank its last beat, by STORE how often it answered
+        self.threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Call it before the ranks first wait for each other."""
+        launcher_watch.end = self._give_up
+        launcher_watch.start()
+        if self.ranks.world_size > 1:
+            self.signals, write_end = os.pipe()  # a signal's number arrives here even while the main thread is stuck
+            for end in (self.signals, write_end):
+                os.set_blocking(end, False)
+            signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+            self.threads = [
+                threading.Thread(target=work, name=name, daemon=True)
+                for work, name in ((self._beat, "peer beat"), (self._judge, "peer watch"))
+            ]
+            for thread in self.threads:
+                thread.start()
+
+    def stop(self, failed: bool = False) -> None:
+        """Say the last word to the others: silence means nothing from here on, and failure ends them too."""
+        launcher_watch.end = end_now
+        first = not self.stopping.is_set()
+        self.stopping.set()
+        if self.threads and first:
+            for thread in self.threads:
+                thread.join(2 * BEAT_S)
+            signal.set_wakeup_fd(-1)
+            self._ask(lambda store: store.set(store_key(self.ranks.rank), (FAILED if failed else DONE).decode()))
+
+    def claims_failure(self) -> bool:
+        """True for the one rank that asks first, so that a run that fails on several leaves one record. Where the store does not
+        answer, it is better said twice than never."""
+        return not self.threads or self._ask(lambda store: store.add(store_key("failure"), 1)) in (None, 1)
+
+    def _ask(self, question: Callable[[dist.TCPStore], Any]) -> Any:
+        """The store's answer, None where there is none within ANSWER_S."""
+        answers = []
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):  # RuntimeError or DistNetworkError: the others are gone already
+                if self.connected.wait(ANSWER_S):
+                    answers.append(question(self.store))
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(ANSWER_S)
+        return answers[0] if answers else None
+
+    def _beat(self) -> None:
+        others = [rank for rank in range(self.ranks.world_size) if rank != self.ranks.rank]
+        count = 0
+        try:
+            # a connection of its own, that it need not share with the collectives
+            self.store = dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                timeout=datetime.timedelta(seconds=JOIN_S),
+            )
+            self.connected.set()
+            while not self.stopping.is_set():
+                count += 1
+                self.store.set(store_key(self.ranks.rank), str(count))
+                for rank in others:
+                    if self.store.check([store_key(rank)]):
+                        self.heard[rank] = self.store.get(store_key(rank))
+                self.heard[STORE] = count
+                self.stopping.wait(BEAT_S)
+        except Exception:
+            self.store_is_gone = True
+
+    def _judge(self) -> None:
+        """Silence is counted in this thread's own seconds: while the whole process is stopped, nobody is silent."""
+        sources = [STORE, *(rank for rank in range(self.ranks.world_size) if rank != self.ranks.rank)]
+        last: dict[int, Any] = {}
+        silent_s = dict.fromkeys(sources, 0.0)
+        while not self.stopping.wait(BEAT_S):
+            for source in sources:
+                beat = self.heard.get(source)
+                silent_s[source] = 0.0 if beat != last.get(source) or beat == DONE else silent_s[source] + BEAT_S
+                last[source] = beat
+            if lost := self._lost(last, silent_s):
+                self._give_up(f"{lost}; the output of that rank says why, if anything does")
+            if number := self._told_to_stop():
+                self._give_up(stopped_by(number, self.ranks))
+
+    def _lost(self, last: dict[int, Any], silent_s: dict[int, float]) -> str | None:
+        if self.store_is_gone:
+            return "the first rank or the launcher is gone"
+        for source, seconds in silent_s.items():
+            who = "the first rank or the launcher" if source == STORE else f"rank {source}"
+            if last[source] == FAILED:
+                return f"{who} failed"
+            if last[source] is None and seconds > JOIN_S:
+                return f"{who} did not come within {JOIN_S:.0f} s"
+            if last[source] is not None and seconds > SILENT_S:
+                return f"{who} has said nothing for {SILENT_S:.0f} s"
+        return None
+
+    def _told_to_stop(self) -> int | None:
+        try:
+            numbers = os.read(self.signals, 64)
+        except BlockingIOError:
+            return None
+        return next((number for number in STOPPING if number in numbers), None)
+
+    def _give_up(self, reason: str) -> None:
+        """End the process, unless the main thread does it first."""
+        if self.stopping.wait(GRACE_S):
+            return
+        try:
+            reason = self.report(reason)
+            if self.threads and self.ranks.is_first:  # it may keep the store, which the others still ask
+                time.sleep(2 * BEAT_S)
+        finally:
+            end_now(reason)
+
+
+def stopped_by(number: int, ranks: Ranks) -> str:
+    """Return what to say of a run that signal `number` ended."""
+    words = f"stopped by {signal.Signals(number).name}"
+    if ranks.world_size == 1:
+        return words
+    return f"{words} (the launcher stops all ranks when one ends: the output of that one says why)"
+
+
+def lost_connection(error: BaseException, ranks: Ranks) -> str | None:
+    """What to say where `error` is a collective's that another rank left; None for any other error."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    if ranks.world_size > 1 and any(
+        sign in text for sign in ("Connection reset by peer", "Connection closed by peer", "Connection refused", "NCCL")
+    ):
+        return f"another rank ended or cannot be reached; its output says why ({text[:120]})"
+    return None
+
+
+def store_key(rank: int | str) -> str:
+    """The name in the store of a rank's beat, or of something else that the ranks agree on, in this attempt of an elastic launcher."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"zero_inference/{attempt}/{rank}"
