@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.candidate_trials import ALL, ALL_COLUMNS, COLUMNS, Candidate, Pair, Result, Trials  # noqa: E402
-from zero_inference.config import ENGINES, QUANT_BITS  # noqa: E402
+from zero_inference.config.options import ENGINES, QUANT_BITS  # noqa: E402
 from zero_inference.errors import UsageError  # noqa: E402
 from zero_inference.records.read import read_records  # noqa: E402
 from zero_inference.records.schema import STATUS_OK  # noqa: E402

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from zero_inference.config.run_options import parse_options
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.plan import StreamPlan
 from zero_inference.errors import UsageError
@@ -40,7 +41,6 @@ from zero_inference.hardware.description_file import read_description
 from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import ModelSpec, resolve_model
-from zero_inference.options import run_config
 from zero_inference.planning.loading import compared_s
 from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.planning.ranges import Range
@@ -145,12 +145,12 @@ def with_cores_of_run(machine: Description, record: dict[str, Any], spec: ModelS
 
 
 def spec_of(record: dict[str, Any]) -> ModelSpec:
-    return resolve_model(run_config([*options_of(record), "--dry-run"]), "cuda")
+    return resolve_model(parse_options([*options_of(record), "--dry-run"]), "cuda")
 
 
 def plan_of(record: dict[str, Any], machine: DescribedMachine, skeletons: dict[Any, Skeleton]) -> Plan:
     """The plan of the record's run for `machine`; models that are in `skeletons` are not built again."""
-    config = run_config([*options_of(record), "--dry-run"])
+    config = parse_options([*options_of(record), "--dry-run"])
     ranks = machine.ranks_there(detect_ranks())
     spec = resolve_model(config, ranks.device.type)
     if (config.model, spec.dtype) not in skeletons:

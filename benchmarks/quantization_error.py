@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def main() -> None:
     import torch
 
-    from zero_inference.config import RunConfig
+    from zero_inference.config.run_config import RunConfig
     from zero_inference.models.prompts import read_prompts, text_ids
     from zero_inference.models.spec import load_tokenizer, resolve_model
     from zero_inference.planning.plan import plan_run

@@ -108,14 +108,14 @@ def _check_console(options: list[str]) -> None:
     from zero_inference.architectures import command as compare
     from zero_inference.architectures.arms import read_arms
     from zero_inference.cli import console_parser
-    from zero_inference.options import config_of, run_config
+    from zero_inference.config.run_options import config_from_args, parse_options
 
     own, after = compare.split(options)
     args = console_parser(["zero-inference", *options], after).parse_args(own)
     if args.command == "run":
-        config_of(args)
+        config_from_args(args)
     if args.command == "compare":
-        read_arms(args.model, args.arm, after, run_config)
+        read_arms(args.model, args.arm, after, parse_options)
 
 
 def _make_inputs(words: Sequence[str]) -> None:
@@ -136,13 +136,13 @@ def _make_inputs(words: Sequence[str]) -> None:
 
 def _check_file(command: Command, name: str, options: list[str]) -> None:
     from zero_inference.cli import run_parser
-    from zero_inference.options import config_of
+    from zero_inference.config.run_options import config_from_args
 
     file = ROOT / command.folder / name
     if not file.is_file():
         raise command.wrong(f"there is no file {name}")
     if file == ROOT / "run_model.py":
-        config_of(run_parser().parse_args(options))
+        config_from_args(run_parser().parse_args(options))
         return
     if file.suffix == ".sh" and not os.access(file, os.X_OK) and command.words[0] == name:
         raise command.wrong(f"{name} is not executable")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.models.activations import prefill_peak_bytes
 from zero_inference.models.sizes import estimated_prefill_bytes, logits_bytes
 from zero_inference.models.skeleton import build_skeleton

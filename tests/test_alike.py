@@ -8,6 +8,7 @@ from conftest import FAMILIES
 from test_kv_bytes import BY_HEADS, BY_THE_MODEL, MLA, SMALL, spec_of
 from torch import nn
 
+from zero_inference.config.run_options import parse_options
 from zero_inference.engines.stream import blocks
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.kernels.groups import GroupQuantization
@@ -19,7 +20,6 @@ from zero_inference.models.operators import trace_pass, trace_reads
 from zero_inference.models.sizes import kv_widths_of
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec, resolve_model
-from zero_inference.options import run_config
 
 LAYERS, TOKENS, PAST = 12, 9, 21
 HEADS = dict(SMALL, num_key_value_heads=2, head_dim=16, pad_token_id=0)
@@ -49,7 +49,7 @@ def small_one(name: str) -> tuple[nn.Module, ModelSpec]:
 
 
 def preset(name: str) -> tuple[nn.Module, ModelSpec]:
-    spec = resolve_model(run_config(["--model", name, "--dummy", "--dtype", "bfloat16"]), "cpu")
+    spec = resolve_model(parse_options(["--model", name, "--dummy", "--dtype", "bfloat16"]), "cpu")
     return empty_model(spec), spec
 
 

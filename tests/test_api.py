@@ -20,9 +20,9 @@ from conftest import ROOT, need_lm_eval, plain_ids
 from zero_inference import load, plan, run, unload
 from zero_inference.api.keywords import options_from
 from zero_inference.cli import console_main
+from zero_inference.config.run_options import parse_options
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.prompts import random_ids
-from zero_inference.options import run_config
 from zero_inference.planning.candidates import command_of
 
 CPU = {"dtype": "float32", "verbose": 0}
@@ -514,7 +514,7 @@ def test_a_plan_is_what_the_command_prints(capsys):
             theirs["command"],
         )
         assert (row.tokens_per_s, row.step_s) == pytest.approx((theirs["tokens_per_s"], theirs["step_s"]))
-        assert command_of(run_config(options_from(row.options))) == row.command
+        assert command_of(parse_options(options_from(row.options))) == row.command
         assert row.device_gib * 2**30 == pytest.approx(theirs["device_bytes"])
     best = found.best
     assert best is found[0] and best.options["batch_size"] == best.batch == best.placement["batch_size"]

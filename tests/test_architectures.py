@@ -33,9 +33,9 @@ from zero_inference.architectures.arms import Arm, check_arm, plan_found, read_a
 from zero_inference.architectures.command import quick_rates
 from zero_inference.architectures.comparison import frame_of, quality_rows, schedule
 from zero_inference.cli import console_main, run_config, run_parser
+from zero_inference.config.parser import option_rows
 from zero_inference.errors import UsageError
 from zero_inference.measure import generation
-from zero_inference.options import option_rows
 from zero_inference.utils import GB
 from zero_inference.utils.child_runs import Ended
 

@@ -13,7 +13,7 @@ from conftest import VOCAB, plain_ids
 from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed.config import Places
 from zero_inference.engines.deepspeed.gathered import Moment, fetched_bytes, moments_of, steps_of
 from zero_inference.engines.deepspeed.quantization import stored_numel

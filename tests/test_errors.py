@@ -15,7 +15,7 @@ import transformers
 from conftest import ROOT, free_port, too_few_gpus, without_gpus
 
 from zero_inference.cli import main
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import accelerate
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.prompts import read_prompts
@@ -600,5 +600,5 @@ def test_help_answers_without_torch():
     )
     assert done.returncode == 0 and "--cpu-offload" in done.stdout
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert "zero_inference.options.run" in imported
+    assert "zero_inference.config.run_options" in imported
     assert not imported & {"torch", "transformers", "deepspeed", "accelerate", "numpy", "pandas", "matplotlib", "rich"}

@@ -9,8 +9,8 @@ import pytest
 from conftest import ROOT, free_port, without_gpus
 
 from zero_inference.cli import console_main, console_parser
-from zero_inference.config import RunConfig
-from zero_inference.options import run_config
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import parse_options
 from zero_inference.planning.candidates import command_of
 from zero_inference.utils.invocation import as_installed, behind_the_command, run_command
 
@@ -35,7 +35,7 @@ def test_a_configuration_starts_with_the_launcher_that_its_engine_needs(tmp_path
     assert command_of(stream, 2).startswith("deepspeed --num_gpus 2 --module zero_inference run ")
     words = shlex.split(command_of(deepspeed))
     assert words[:6] == ["deepspeed", "--num_gpus", "1", "--module", "zero_inference", "run"]
-    assert run_config(words[6:]) == deepspeed
+    assert parse_options(words[6:]) == deepspeed
 
 
 def test_the_examples_of_the_installed_command_name_no_script(capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero_inference import utils
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Job
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.kv_cache.host import SLOTS

@@ -11,6 +11,7 @@ from conftest import ROOT
 
 from benchmarks.predictions import options_of
 from zero_inference.cli import main
+from zero_inference.config.run_options import parse_options
 from zero_inference.cpu.cores import SPIN_US
 from zero_inference.cpu.cores import Cores as CoreThreads
 from zero_inference.engines.base import Job
@@ -45,7 +46,6 @@ from zero_inference.hardware.typical import TYPICAL, find_typical
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import resolve_model
-from zero_inference.options import run_config
 from zero_inference.planning.outlook import least_step_s, limit_in_words
 from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.records.limit import RATE_WORDS
@@ -311,7 +311,7 @@ BUILT: dict[tuple, Skeleton] = {}
 
 def job_of(options: str, machine, skeletons: dict[tuple, Skeleton] = BUILT) -> Job:
     """What a plan of `options` for `machine` is made from; models that are in `skeletons` are not built again."""
-    config = run_config([*shlex.split(options), "--dry-run"])
+    config = parse_options([*shlex.split(options), "--dry-run"])
     ranks = machine.ranks_there(detect_ranks())
     spec = resolve_model(config, ranks.device.type)
     key = config.model, spec.dtype
@@ -495,7 +495,9 @@ def test_times_of_several_gpus_leave_out_what_these_send_each_other():
     """Of a measured machine with two: at least what the links take; of weights that every GPU has, all of it is known."""
     two = MACHINE.model_copy(update={"gpus": (H200, H200)})
     ranks = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2, device=torch.device("cuda", 0))
-    config = run_config(shlex.split("--model opt-13b --dummy --engine stream --gpu-memory 0 --batch-size 2 --dry-run"))
+    config = parse_options(
+        shlex.split("--model opt-13b --dummy --engine stream --gpu-memory 0 --batch-size 2 --dry-run")
+    )
     spec = resolve_model(config, "cuda")
     job = Job(config, spec, ranks, build_skeleton(spec), H200.free_bytes, None, DescribedMachine(two))
     spec_dtype = {"matmul_tflops": {"float16": 700.0, "bfloat16": 700.0}}
@@ -512,7 +514,7 @@ def test_times_of_several_gpus_leave_out_what_these_send_each_other():
 )
 def test_what_gpus_send_each_other(options, fetched_share):
     """Of four, by hand: each fetches a quarter of what is in host memory, and gets three quarters of all weights from the others."""
-    config = run_config(shlex.split(f"--model opt-13b --dummy --batch-size 4 --dry-run {options}"))
+    config = parse_options(shlex.split(f"--model opt-13b --dummy --batch-size 4 --dry-run {options}"))
     spec = resolve_model(config, "cuda")
     ranks = Ranks(rank=0, world_size=4, local_rank=0, local_world_size=4, device=torch.device("cuda", 0))
     skeleton = build_skeleton(spec)
@@ -568,7 +570,9 @@ def test_several_gpus_have_the_cpu_only_where_a_share_is_given():
     assert why_cores_stay_out(on_cpus) == NO_LINK, "several ranks without a GPU"
     plan = make_plan(two).weights
     assert not plan.residency.computed and any(SEVERAL_GPUS in line for line in plan.in_words())
-    assert why_cores_stay_out(replace(two, config=run_config([*shlex.split(options), "--cpu-compute", "0.3"]))) is None
+    assert (
+        why_cores_stay_out(replace(two, config=parse_options([*shlex.split(options), "--cpu-compute", "0.3"]))) is None
+    )
 
 
 def test_more_ranks_than_the_machine_has_gpus(monkeypatch, capfd):

@@ -79,7 +79,7 @@ def test_a_case_that_is_not_there_is_refused(tmp_path, capsys):
 
 def test_every_command_is_one_that_its_program_takes(tmp_path, monkeypatch):
     from zero_inference.cli import console_parser
-    from zero_inference.options import run_config
+    from zero_inference.config.run_options import parse_options
 
     groups = yaml.safe_load((ROOT / "scripts" / "measure_gpu.yaml").read_text())
     (tmp_path / "llama_cpp_python-1.tar.gz").touch()
@@ -89,7 +89,7 @@ def test_every_command_is_one_that_its_program_takes(tmp_path, monkeypatch):
             program, *options = measure_gpu.command_of(line, name, args)[1:]
             kind = line.split()[0]
             if kind == "run":
-                run_config(options)
+                parse_options(options)
             elif kind == "llama_cpp":
                 monkeypatch.setattr(sys, "argv", [program, *options])
                 assert llama_cpp.parse_args().model
@@ -99,4 +99,4 @@ def test_every_command_is_one_that_its_program_takes(tmp_path, monkeypatch):
             else:
                 assert (ROOT / program).is_file()
             if kind == "plan":
-                run_config([*measure_gpu.RUN, *shlex.split(line.partition(" -- ")[2]), "--model", options[1]])
+                parse_options([*measure_gpu.RUN, *shlex.split(line.partition(" -- ")[2]), "--model", options[1]])

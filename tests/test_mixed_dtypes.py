@@ -11,7 +11,7 @@ from conftest import VOCAB, too_few_gpus
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed.quantization import plan_quantization
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.store import BlockStore

@@ -12,7 +12,7 @@ from conftest import FAMILIES, VOCAB, build_model
 from torch import nn
 
 from zero_inference.cli import main
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.measure import session
 from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.prompts import random_ids

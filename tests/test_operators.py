@@ -5,6 +5,7 @@ import torch
 from conftest import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_inference.config.run_options import parse_options
 from zero_inference.hardware import compute, device_attention, in_graph
 from zero_inference.hardware.compute import ProductTime, product_times
 from zero_inference.hardware.in_graph import measure_graph_operator
@@ -15,11 +16,10 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import trace_pass, trace_without_weights
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import resolve_model
-from zero_inference.options import run_config
 
 
 def described(model: str):
-    spec = resolve_model(run_config(["--model", model, "--dummy", "--dtype", "bfloat16"]), "cpu")
+    spec = resolve_model(parse_options(["--model", model, "--dummy", "--dtype", "bfloat16"]), "cpu")
     return build_skeleton(spec), spec
 
 
@@ -61,7 +61,7 @@ def test_experts_are_told_from_other_weights():
 
 
 def test_float32_counts_four_bytes_an_element():
-    spec = resolve_model(run_config(["--model", "mixtral-8x7b-v0.1", "--dummy", "--dtype", "float32"]), "cpu")
+    spec = resolve_model(parse_options(["--model", "mixtral-8x7b-v0.1", "--dummy", "--dtype", "float32"]), "cpu")
     found = trace_pass(build_skeleton(spec).model, spec, 1, 10)
     assert found.total("layer_bytes") + found.total("expert_bytes") > 4 * 45e9, (
         "its grouped products know bfloat16 alone there"

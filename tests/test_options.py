@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from zero_inference.cli import console_main, console_parser, main, run_parser
-from zero_inference.config import DEFAULTS, RunConfig
-from zero_inference.config.spellings import OTHER_OPTIONS
+from zero_inference.config.options import DEFAULTS
+from zero_inference.config.parser import commands_of, examples_of, option_rows
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import config_from_args, parse_options
+from zero_inference.config.values import OTHER_OPTIONS
 from zero_inference.errors import UsageError
-from zero_inference.options import commands_of, config_of, examples_of, option_rows, run_config
 from zero_inference.utils.sizes import gib_of
 
 PARSERS = {"run_model.py": run_parser(), "zero-inference": console_parser(), **commands_of(console_parser())}
@@ -68,16 +70,16 @@ def test_examples_in_the_help_are_valid(example, tmp_path, monkeypatch):
     )  # lm-eval, whose absence is no fault of an example
     words = shlex.split(example)
     if "run_model.py" in words:
-        assert config_of(run_parser().parse_args(words[words.index("run_model.py") + 1 :]))
+        assert config_from_args(run_parser().parse_args(words[words.index("run_model.py") + 1 :]))
     else:
         program = words.index("zero_inference") if "--module" in words else 0  # as the launcher starts it
         own, _, after = (" ".join(map(shlex.quote, words[program + 1 :])) + " ").partition(" -- ")
         args = console_parser().parse_args(shlex.split(own))
         if args.command == "run":
-            assert config_of(args)
+            assert config_from_args(args)
         if args.command == "compare":
             for arm in [f"--model {model}" for model in args.model] + [arm.partition("=")[2] for arm in args.arm]:
-                assert run_config(shlex.split(f"{after} {arm}"))
+                assert parse_options(shlex.split(f"{after} {arm}"))
         assert args.action
 
 
@@ -190,15 +192,15 @@ def test_a_machine_that_cannot_be_meant_is_refused_before_torch_is_imported():
 )
 def test_a_dtype_may_be_spelled_as_people_do(said, dtype):
     assert RunConfig(dtype=dtype).validate().dtype == said
-    assert run_config(["--dtype", str(dtype)]).dtype == said
+    assert parse_options(["--dtype", str(dtype)]).dtype == said
 
 
 def test_bits_may_be_spelled_as_people_do():
     for bits, spellings in {4: ("int4", "4bit", "4-bit"), 8: ("int8", "8"), 16: ("fp16", "16bit")}.items():
         for said in spellings:
-            assert run_config(["--engine", "stream", "--quant-bits", said]).quant_bits == bits
+            assert parse_options(["--engine", "stream", "--quant-bits", said]).quant_bits == bits
             assert RunConfig(engine="stream", quant_bits=said).validate().quant_bits == bits
-    assert run_config(["--quant-bits", "auto"]).auto == ("quant_bits",)
+    assert parse_options(["--quant-bits", "auto"]).auto == ("quant_bits",)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_bits_may_be_spelled_as_people_do():
 )  # fmt: skip
 def test_sizes_of_memory(text, gib):
     assert gib_of(text) == pytest.approx(gib, rel=1e-12)
-    assert run_config(["--engine", "stream", "--gpu-memory", text]).gpu_memory == pytest.approx(gib)
+    assert parse_options(["--engine", "stream", "--gpu-memory", text]).gpu_memory == pytest.approx(gib)
     args = console_parser().parse_args(["plan", "opt-13b", "--max-gpu-memory", text, "--max-host-memory", text])
     assert args.max_gpu_memory == args.max_host_memory == pytest.approx(gib)
 
@@ -233,12 +235,12 @@ def test_plan_still_takes_the_former_names_of_its_limits():
 )
 def test_the_model_may_be_the_first_argument(words):
     expected = RunConfig(model="facebook/opt-66b", cpu_offload=True)
-    assert config_of(run_parser().parse_args(shlex.split(words))) == expected
-    assert config_of(console_parser().parse_args(["run", *shlex.split(words)])) == expected
+    assert config_from_args(run_parser().parse_args(shlex.split(words))) == expected
+    assert config_from_args(console_parser().parse_args(["run", *shlex.split(words)])) == expected
 
 
 def test_flags_can_be_turned_off_again():
-    assert not run_config(["--cpu-offload", "--no-cpu-offload"]).cpu_offload
+    assert not parse_options(["--cpu-offload", "--no-cpu-offload"]).cpu_offload
 
 
 def test_an_unknown_option_of_the_python_interface_is_refused_too():

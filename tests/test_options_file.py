@@ -10,10 +10,9 @@ from conftest import need_lm_eval
 
 from zero_inference.architectures.arms import read_arms, speed_only
 from zero_inference.cli import console_main, main
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import non_default_options, parse_options, save_options, shell_words
 from zero_inference.errors import UsageError
-from zero_inference.options import options_asked, run_config, words_of
-from zero_inference.options.file import save_options
 from zero_inference.records.read import read_records
 
 CASES = (
@@ -41,19 +40,19 @@ def file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options", CASES)
 def test_what_is_saved_is_read_back_as_the_same_run(options, file):
-    config = run_config(shlex.split(options))
-    save_options("saved.yaml", options_asked(config), "how to run it")
-    assert run_config(["--config", "saved.yaml"]) == config
-    assert run_config(words_of(options_asked(config))) == config
+    config = parse_options(shlex.split(options))
+    save_options("saved.yaml", non_default_options(config), "how to run it")
+    assert parse_options(["--config", "saved.yaml"]) == config
+    assert parse_options(shell_words(non_default_options(config))) == config
 
 
 def test_scores_are_saved_too(file):
     need_lm_eval()
     file("text", "text.txt")
-    config = run_config(shlex.split("opt-13b --quality perplexity --quality-data text.txt --quality-limit 4"))
-    save_options("saved.yaml", options_asked(config), "")
+    config = parse_options(shlex.split("opt-13b --quality perplexity --quality-data text.txt --quality-limit 4"))
+    save_options("saved.yaml", non_default_options(config), "")
     assert yaml.safe_load(open("saved.yaml"))["quality"] == ["perplexity"]
-    assert run_config(["--config", "saved.yaml"]) == config
+    assert parse_options(["--config", "saved.yaml"]) == config
 
 
 def test_a_dry_run_saves_what_differs_from_the_defaults(file, capsys, checkpoints):
@@ -66,7 +65,7 @@ def test_a_dry_run_saves_what_differs_from_the_defaults(file, capsys, checkpoint
     assert yaml.safe_load(text) == {
         "model": model, "dummy": True, "engine": "resident", "prompt-len": 8, "gen-len": 4, "dtype": "float16"
     }  # fmt: skip
-    again = run_config(["--config", "run.yaml"])
+    again = parse_options(["--config", "run.yaml"])
     assert (
         again
         == RunConfig(model=model, dummy=True, engine="resident", prompt_len=8, gen_len=4, dtype="float16").validate()
@@ -75,20 +74,20 @@ def test_a_dry_run_saves_what_differs_from_the_defaults(file, capsys, checkpoint
 
 def test_what_is_typed_wins_over_the_file(file):
     name = file("model: a\ncpu_offload: true\nbatch-size: 8\nprompt: [one, two]\n--gen-len: 4\nverbose: null\n")
-    assert run_config(["--config", name]) == RunConfig(
+    assert parse_options(["--config", name]) == RunConfig(
         model="a", cpu_offload=True, batch_size=8, prompt=("one", "two"), prompt_len=0, gen_len=4
     )
     typed = ["--config", name, "b", "--no-cpu-offload", "--batch-size", "2", "--prompt", "three"]
-    assert run_config(typed) == RunConfig(model="b", batch_size=2, prompt=("three",), prompt_len=0, gen_len=4)
+    assert parse_options(typed) == RunConfig(model="b", batch_size=2, prompt=("three",), prompt_len=0, gen_len=4)
     other = file("gen-len: 5\nmodel: c\n", "other.yaml")
-    assert run_config(["--config", name, "--config", other]).gen_len == 5
+    assert parse_options(["--config", name, "--config", other]).gen_len == 5
 
 
 def test_words_that_yaml_reads_otherwise_mean_what_was_written(file):
     name = file(
         "engine: stream\ndecode-graph: on\ncpu-compute: off\nnorm-kernels: off\npin-memory: true\ngpu-memory: 1GiB\n"
     )
-    config = run_config(["--config", name])
+    config = parse_options(["--config", name])
     assert (config.decode_graph, config.cpu_compute, config.norm_kernels) == ("on", "off", "off")
     assert config.pin_memory is True and config.gpu_memory == 1
 
@@ -119,23 +118,23 @@ def test_words_that_yaml_reads_otherwise_mean_what_was_written(file):
 )
 def test_what_a_file_cannot_say(text, said, file):
     with pytest.raises(UsageError) as refused:
-        run_config(["--config", file(text)])
+        parse_options(["--config", file(text)])
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_files_that_cannot_be_read_or_written(file, capsys):
     with pytest.raises(UsageError, match="--config gone.yaml: no such file"):
-        run_config(["--config", "gone.yaml"])
+        parse_options(["--config", "gone.yaml"])
     open("binary", "wb").write(b"\xff\x00")
     with pytest.raises(UsageError, match="--config binary: cannot be read"):
-        run_config(["--config", "binary"])
+        parse_options(["--config", "binary"])
     with pytest.raises(UsageError, match="--save-config writes the options of a --dry-run: add --dry-run"):
-        run_config(["--save-config", "x.yaml"])
+        parse_options(["--save-config", "x.yaml"])
     with pytest.raises(UsageError, match="--save-config gone/x.yaml cannot be written"):
-        run_config(["--dry-run", "--save-config", "gone/x.yaml"])
+        parse_options(["--dry-run", "--save-config", "gone/x.yaml"])
     kept = file('{"schema_version": 1}\n', "run.jsonl")
     with pytest.raises(UsageError, match="it holds what runs have measured"):
-        run_config(["--dry-run", "--save-config", kept])
+        parse_options(["--dry-run", "--save-config", kept])
 
 
 def test_an_arm_of_compare_may_be_a_file(file):
@@ -143,13 +142,13 @@ def test_an_arm_of_compare_may_be_a_file(file):
     need_lm_eval()
     file("text", "text.txt")
     file("model: opt-13b\nquality: perplexity\nquality-data: text.txt\ngen-len: 4\n", "a.yaml")
-    arms = read_arms([], ["x=--config a.yaml", "y=opt-13b --config a.yaml --gen-len 5"], [], run_config)
+    arms = read_arms([], ["x=--config a.yaml", "y=opt-13b --config a.yaml --gen-len 5"], [], parse_options)
     assert [(arm.config.model, arm.config.gen_len) for arm in arms] == [("opt-13b", 4), ("opt-13b", 5)]
-    assert run_config(arms[0].options) == arms[0].config and "--config" not in arms[0].options
-    assert run_config(speed_only(arms[1].options)) == RunConfig(model="opt-13b", gen_len=5)
+    assert parse_options(arms[0].options) == arms[0].config and "--config" not in arms[0].options
+    assert parse_options(speed_only(arms[1].options)) == RunConfig(model="opt-13b", gen_len=5)
     file("log-file: z.log\n", "b.yaml")
     with pytest.raises(UsageError, match="arm b: --log-file is set by compare itself"):
-        read_arms([], ["a=opt-13b", "b=opt-13b --config b.yaml"], [], run_config)
+        read_arms([], ["a=opt-13b", "b=opt-13b --config b.yaml"], [], parse_options)
 
 
 def test_a_record_says_every_option_of_its_run(file, checkpoints):
@@ -163,4 +162,4 @@ def test_a_record_says_every_option_of_its_run(file, checkpoints):
         "model": str(checkpoints("llama")), "engine": "resident", "loops": 1, "prompt-len": 8, "gen-len": 4, "dtype": "float32",
         "log-file": "run.log",
     }  # fmt: skip
-    assert run_config(words_of(record["options"])) == run_config(argv[2:])
+    assert parse_options(shell_words(record["options"])) == parse_options(argv[2:])

@@ -12,8 +12,9 @@ from conftest import FAMILIES
 
 from zero_inference.architectures.arms import Arm, check_arm
 from zero_inference.cli import main
-from zero_inference.config import ENGINES as ENGINE_NAMES
-from zero_inference.config import FIELD_NAMES, RunConfig
+from zero_inference.config.options import ENGINES as ENGINE_NAMES
+from zero_inference.config.options import FIELD_NAMES
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream import plan as stream_plan

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.predictions import HOSTS, RESULTS, ranges_of, ratios, with_cores_of_run, within_others
+from zero_inference.config.run_options import parse_options
 from zero_inference.hardware.description_file import read_description
 from zero_inference.models.spec import resolve_model
-from zero_inference.options import run_config
 from zero_inference.planning.ranges import RANGES
 from zero_inference.records.read import read_records
 
@@ -21,7 +21,7 @@ def planned_with(run: str, model: str):
     """The machine of that host, as it was kept and as the run had it, and the record."""
     kept = read_description(RESULTS / HOST / "machine.json")
     record = list(read_records(Path(RESULTS / HOST / f"{run}.jsonl")))[-1]
-    spec = resolve_model(run_config(["--model", model, "--dummy"]), "cuda")
+    spec = resolve_model(parse_options(["--model", model, "--dummy"]), "cuda")
     return kept, with_cores_of_run(kept, record, spec), record
 
 

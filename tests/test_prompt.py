@@ -13,13 +13,13 @@ import torch
 from conftest import plain_ids
 
 from zero_inference.cli import main
-from zero_inference.config import RunConfig
-from zero_inference.config.choices import OWN_LENGTH
+from zero_inference.config.options import LONGEST_PROMPT
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import parse_options
 from zero_inference.errors import UsageError
 from zero_inference.models import prompts
 from zero_inference.models.prompts import TEXT, end_ids, in_short, prompt_ids, prompt_parts, with_prompt_length
 from zero_inference.models.spec import load_tokenizer, resolve_model
-from zero_inference.options import run_config
 from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.read import read_records
 from zero_inference.report.results import print_texts
@@ -70,7 +70,7 @@ def run(folder, tmp_path, monkeypatch, no_gpu):
 
 
 def ids_of(folder: Path, *options: str) -> torch.Tensor:
-    config = run_config([str(folder), *options])
+    config = parse_options([str(folder), *options])
     spec = resolve_model(config, "cpu")
     return prompt_ids(with_prompt_length(config, spec), spec)[0]
 
@@ -164,7 +164,7 @@ def test_engines_see_the_same_ids(engine, run, folder):
 )
 def test_prompts_that_cannot_be_meant(options, said):
     with pytest.raises(UsageError, match=said):
-        run_config(["opt-125m", *options])
+        parse_options(["opt-125m", *options])
 
 
 def test_models_that_cannot_read_a_prompt(checkpoints, folder, tmp_path, capsys):
@@ -181,7 +181,7 @@ def test_the_tokenizer_is_loaded_early_for_a_prompt_alone(folder, monkeypatch):
     monkeypatch.setattr(prompts, "load_tokenizer", lambda spec: pytest.fail("loaded"))
     config = RunConfig(model=str(folder))
     assert with_prompt_length(config, resolve_model(config, "cpu")) is config
-    assert RunConfig(prompt="x", prompt_len=OWN_LENGTH).validate().prompt == ("x",)
+    assert RunConfig(prompt="x", prompt_len=LONGEST_PROMPT).validate().prompt == ("x",)
 
 
 def test_a_text_is_shown_behind_the_last_line_of_its_prompt(folder, capsys):

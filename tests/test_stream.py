@@ -14,7 +14,7 @@ import torch
 from conftest import FAMILIES, ROOT, VOCAB, build_model, plain_ids, start_python, too_few_gpus, without_gpus
 from forks import PROGRAM, wait_for_all
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.resident_blocks import decide_residency
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams

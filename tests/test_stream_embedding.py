@@ -11,7 +11,7 @@ from test_timing import FAST
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import zero_inference
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream import embedding
 from zero_inference.engines.stream.embedding import HostEmbedding, find_table
 from zero_inference.errors import UsageError

@@ -11,7 +11,7 @@ from test_machine import MACHINE, planned
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.cpu.quantize import quantize
 from zero_inference.engines.stream.head import HeadWeight, QuantizedHead, find_head
 from zero_inference.hardware.machine import DescribedMachine

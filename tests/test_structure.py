@@ -19,8 +19,7 @@ PACKAGE = "zero_inference"
 LAYERS = {
     "errors": "The errors that end a run.",
     "utils": "Sizes and the log of a run; ranks, processes, signals, files, host memory, tables.",
-    "config": "The options of a run and their checks before a model is known.",
-    "options": "Command-line and YAML parsing of every command.",
+    "config": "The options of a run: declared once, read from the shell, YAML and Python, checked.",
     "records": "The log and the record of a run, written and read.",
     "kernels": "Quantized weights and their products; fused kernels for parts of a model.",
     "cpu": "The CPU backend: thread pool, products, experts, attention, hand-off with a CUDA stream.",

@@ -224,7 +224,7 @@ def test_a_model_that_takes_something_else_than_a_prompt_is_refused_before_loadi
 
 
 def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path, capfd):
-    from zero_inference.config import RunConfig
+    from zero_inference.config.run_config import RunConfig
     from zero_inference.models.prompts import read_prompts, text_ids
     from zero_inference.models.spec import load_tokenizer, resolve_model
 

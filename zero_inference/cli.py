@@ -11,10 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from zero_inference.config import DEFAULTS
+from zero_inference.config.options import DEFAULTS
+from zero_inference.config.parser import Parser, Version, examples
+from zero_inference.config.run_options import add_run_arguments, config_from_args, model_argument, parse_options
 from zero_inference.errors import RunError, UsageError
-from zero_inference.options import Parser, add_run_arguments, config_of, examples, model_of, run_config
-from zero_inference.options.version import Version
 from zero_inference.utils import garbage
 from zero_inference.utils.invocation import as_installed, behind_the_command, first_rank
 from zero_inference.utils.processes import launcher_watch
@@ -37,8 +37,8 @@ START_HERE = (
 
 def run_command(args: argparse.Namespace, argv: list[str]) -> int:
     launcher_watch.start()
-    config = config_of(args)  # before torch is imported
-    if model_of(args) is None and not args.config and not config.json:
+    config = config_from_args(args)  # before torch is imported
+    if model_argument(args) is None and not args.config and not config.json:
         Progress(config.verbose > 0 and first_rank()).say(f"no model was named, so this is the default, {config.model}")
     if config.verbose < 2:  # where a rank is gone, torch's store warns with a page of C++ frames at each question
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -106,7 +106,7 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
         return _measure_engines() if args.engines else link.main(args)
 
     def compare_arms(args: argparse.Namespace) -> int:
-        return compare.main(args, list(after), run_config)
+        return compare.main(args, list(after), parse_options)
 
     run_purpose = "generate with a model and measure it, the same as run_model.py"
     plan_purpose = "show which configurations of a model this machine, or another one, can run, and how fast"

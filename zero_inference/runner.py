@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import non_default_options, save_options
 from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.hardware.choose import machine_of
@@ -20,8 +21,6 @@ from zero_inference.measure.session import Session, loaded_model, measure_run, w
 from zero_inference.models.preset_table import find_preset
 from zero_inference.models.prompts import end_ids, in_short, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model, resolve_shape
-from zero_inference.options import options_asked
-from zero_inference.options.file import save_options
 from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.planning.changes import refuse_hopeless
 from zero_inference.planning.checks import check_launch, check_model
@@ -155,7 +154,7 @@ def _spec(config: RunConfig, ranks: Ranks, progress: Progress) -> ModelSpec:
 
 
 def _save_options(path: str, asked: RunConfig) -> None:
-    save_options(path, options_asked(asked), f"run with: {run_command(['--config', path])}")
+    save_options(path, non_default_options(asked), f"run with: {run_command(['--config', path])}")
     print(f"options: {path}", file=sys.stderr, flush=True)
 
 

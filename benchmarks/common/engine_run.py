@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zero_inference.config import RunConfig
+    from zero_inference.config.run_config import RunConfig
     from zero_inference.engines.base import LoadedModel
     from zero_inference.models.spec import ModelSpec
     from zero_inference.utils.distributed import Ranks
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def loaded_by_options(description: str) -> tuple[RunConfig, ModelSpec, Ranks, LoadedModel]:
     """Reads the command line; raises UsageError and RunError as the run would."""
     from zero_inference.cli import add_run_arguments
-    from zero_inference.config import FIELD_NAMES, RunConfig
+    from zero_inference.config.options import FIELD_NAMES
+    from zero_inference.config.run_config import RunConfig
 
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     add_run_arguments(parser)

@@ -6,8 +6,8 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from zero_inference.config import DEFAULTS
-from zero_inference.config.spellings import OTHER_OPTIONS
+from zero_inference.config.options import DEFAULTS
+from zero_inference.config.values import OTHER_OPTIONS
 from zero_inference.utils.near import closest
 
 

@@ -17,7 +17,7 @@ import torch
 
 from zero_inference.api.calls import Calls, planned_for, scoring_bytes
 from zero_inference.api.process import LOADED, free_memory, left_as_found
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.machine import ThisMachine

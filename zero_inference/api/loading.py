@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.api.keywords import check_names, options_from
-from zero_inference.config import FIELD_NAMES
-from zero_inference.options import run_config
+from zero_inference.config.options import FIELD_NAMES
+from zero_inference.config.run_options import parse_options
 from zero_inference.utils import garbage
 
 # Keywords besides those that `load` names itself: where the weights are, and what computes.
@@ -94,7 +94,7 @@ def load(
         RunError: loading failed.
     """
     check_names("load", placement, PLACEMENT, ELSEWHERE)
-    config = run_config(options_from({"model": model, "engine": engine, "batch_size": batch_size, **placement}))
+    config = parse_options(options_from({"model": model, "engine": engine, "batch_size": batch_size, **placement}))
     with garbage.postponed():
         from zero_inference.api.loaded import load_model
 

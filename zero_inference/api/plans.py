@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from zero_inference.api.keywords import check_names, options_from, several
 from zero_inference.api.loading import PLACEMENT
 from zero_inference.api.process import left_as_found
-from zero_inference.config import DEFAULTS
+from zero_inference.config.options import DEFAULTS
+from zero_inference.config.parser import Parser
 from zero_inference.errors import UsageError
-from zero_inference.options import Parser
 from zero_inference.planning import arguments, command
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.utils import GB, garbage

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from zero_inference.api.keywords import check_names, options_from
 from zero_inference.api.process import free_memory, left_as_found
-from zero_inference.config import FIELD_NAMES, RunConfig
+from zero_inference.config.options import FIELD_NAMES
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import parse_options
 from zero_inference.errors import RunError, UsageError
-from zero_inference.options import run_config
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.utils import GB, garbage, signals
 from zero_inference.utils.amounts import amount
@@ -176,7 +177,7 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
         if isinstance(options.get("prompts"), (list, tuple)):
             options = _with_prompts(options, Path(folder, "prompts.txt"))
         words = options_from({"model": model, **options})
-        config = run_config(words)
+        config = parse_options(words)
         return _measured(config, ["zero_inference.run", *words], log)
 
 

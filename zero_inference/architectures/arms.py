@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_inference.config import DEFAULTS, QUALITY_FIELDS, RunConfig
+from zero_inference.config.options import DEFAULTS, QUALITY_FIELDS
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import expand_config_files
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
-from zero_inference.options import without_file
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
 from zero_inference.utils.child_runs import OWN_ERROR, Ended, last_words, run_child
@@ -81,7 +82,7 @@ def read_arms(
 
 def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConfig]) -> Arm:
     try:
-        options = without_file(options)  # which may change while the arms run, and may say what is refused here
+        options = expand_config_files(options)  # which may change while the arms run, and may say what is refused here
     except UsageError as error:
         raise UsageError(f"arm {name}: {error}") from error
     given = {_option_name(word) for word in options if word.startswith("--")}

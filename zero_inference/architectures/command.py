@@ -17,11 +17,10 @@ from types import MappingProxyType
 from typing import Any
 
 from zero_inference.architectures.arms import Arm, check_arm, plan_found, read_arms, run_arm
-from zero_inference.config import RunConfig
 from zero_inference.config.checks import batch_advice
+from zero_inference.config.parser import add_verbose, examples
+from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError, UsageError
-from zero_inference.options import examples
-from zero_inference.options.verbose import add_verbose
 from zero_inference.utils.durations import duration
 from zero_inference.utils.progress import Progress, reporting
 from zero_inference.utils.signals import exit_on_stop

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.config import QUALITY_TASKS
+from zero_inference.config.options import QUALITY_TASKS
 from zero_inference.errors import UsageError
 from zero_inference.quality.data import check_items, load_items, rows_of
 from zero_inference.quality.evaluate import QualitySettings, evaluate

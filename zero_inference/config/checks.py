@@ -5,10 +5,11 @@ Each raises UsageError with what was asked, what was found, and what to change.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
-from zero_inference.config.choices import (
+from zero_inference.config.options import (
     CPU_COMPUTE,
     DECODE_GRAPH,
     DEFAULTS,
@@ -17,26 +18,30 @@ from zero_inference.config.choices import (
     ENGINES,
     GOALS,
     GROUP_SIZES,
-    LEAST_RING_DEPTH,
+    LONGEST_PROMPT,
+    LONGEST_WINDOW,
+    MIN_RING_DEPTH,
     MOST,
     MOST_GIB,
     NORM_KERNELS,
-    OWN_LENGTH,
     PAGE_LOCKING_ENGINES,
     PATHS,
+    QUALITY_COMPANIONS,
+    QUALITY_TASKS,
     QUANT_BITS,
     QUANTIZING_ENGINES,
     STREAM_OPTIONS,
     WHOLE_NUMBERS,
-    Choices,
+    Options,
 )
-from zero_inference.config.spellings import not_among
+from zero_inference.config.values import not_among
 from zero_inference.errors import UsageError
 from zero_inference.utils.divisors import nearest_multiples
+from zero_inference.utils.near import did_you_mean
 from zero_inference.utils.replace import check_output_file
 
 
-def check_paths(choices: Choices) -> None:
+def check_paths(choices: Options) -> None:
     for name in PATHS:
         path = getattr(choices, name)
         if path == "":  # an unset variable of a script: the run would do something else than was meant
@@ -52,7 +57,7 @@ def check_paths(choices: Choices) -> None:
             )
 
 
-def check_model(choices: Choices) -> None:
+def check_model(choices: Options) -> None:
     """Raises UsageError for a model that is given as a GGUF file, another file or an address of the hub."""
     name = choices.model
     if name.lower().endswith(".gguf"):
@@ -64,7 +69,7 @@ def check_model(choices: Choices) -> None:
         raise UsageError(f"--model {name} is a file; give the folder that holds config.json and the weights.")
 
 
-def check_values(choices: Choices) -> None:
+def check_values(choices: Options) -> None:
     for name, allowed in (
         ("engine", ENGINES),
         ("dtype", DTYPES),
@@ -80,7 +85,7 @@ def check_values(choices: Choices) -> None:
     for name, (least, most) in WHOLE_NUMBERS.items():
         value = getattr(choices, name)
         if name == "prompt_len" and choices.prompt:
-            least = OWN_LENGTH
+            least = LONGEST_PROMPT
         if value is not None and not least <= value <= most:
             bound = f"at least {least}" if value < least else f"at most {most}"
             raise UsageError(f"{_flag(name)} {value}: must be {bound}.")
@@ -110,10 +115,10 @@ def check_values(choices: Choices) -> None:
         raise UsageError(f"--gpu-memory {choices.gpu_memory}: must be 0 or more GiB, at most {MOST_GIB}.")
 
 
-def check_engine(choices: Choices) -> None:
-    if choices.ring_depth is not None and not LEAST_RING_DEPTH <= choices.ring_depth <= MOST:
+def check_engine(choices: Options) -> None:
+    if choices.ring_depth is not None and not MIN_RING_DEPTH <= choices.ring_depth <= MOST:
         raise UsageError(
-            f"--ring-depth {choices.ring_depth}: a layer has to compute while the next one comes: use {LEAST_RING_DEPTH} or more, "
+            f"--ring-depth {choices.ring_depth}: a layer has to compute while the next one comes: use {MIN_RING_DEPTH} or more, "
             "and no more than there are layers."
         )
     for name in STREAM_OPTIONS:
@@ -149,7 +154,7 @@ def check_engine(choices: Choices) -> None:
         )
 
 
-def check_offload(choices: Choices) -> None:
+def check_offload(choices: Options) -> None:
     if choices.cpu_offload and choices.disk_offload:
         raise UsageError(
             "--cpu-offload and --disk-offload were both given, but weights live in one place: keep one of the two."
@@ -160,7 +165,7 @@ def check_offload(choices: Choices) -> None:
         )
 
 
-def check_companions(choices: Choices) -> None:
+def check_companions(choices: Options) -> None:
     """An option that does nothing without another one is an error where that is not given."""
     for name, other, other_given in (
         ("pin_kv_cache", "--kv-offload", choices.kv_offload),
@@ -193,7 +198,7 @@ def check_companions(choices: Choices) -> None:
         raise UsageError("--async-kv-offload needs page-locked memory to copy into: add --pin-kv-cache.")
 
 
-def check_prompts(choices: Choices) -> None:
+def check_prompts(choices: Options) -> None:
     for option, given in (("--prompt", choices.prompt), ("--prompts", choices.prompts)):
         if given and choices.dummy:
             raise UsageError(f"{option} needs a tokenizer and --dummy runs on random token ids: keep one of the two.")
@@ -212,7 +217,7 @@ def check_prompts(choices: Choices) -> None:
         )
 
 
-def check_files(choices: Choices) -> None:
+def check_files(choices: Options) -> None:
     if choices.prompts and not Path(choices.prompts).is_file():
         raise UsageError(f"--prompts {choices.prompts}: no such file; give a text file with one prompt a line.")
     for name in ("trace", "save_config"):
@@ -230,3 +235,94 @@ def batch_advice(batch: int, parts: int, over: str) -> str:
     fewer = max(count for count in range(1, parts) if batch % count == 0)
     gpus = f"{fewer} GPU{'s' * (fewer > 1)}"
     return f"--batch-size {batch} does not divide over {over}; use {values}, a multiple of {parts}, or {gpus}"
+
+
+def check_quality(choices: Options) -> None:
+    for task in choices.quality:
+        if task not in QUALITY_TASKS:
+            near = did_you_mean(task, QUALITY_TASKS)
+            known = f"choose from {', '.join(QUALITY_TASKS)}"
+            raise UsageError(f"--quality {task}: no such task; {known}{'; ' + near if near else '.'}")
+    if len(set(choices.quality)) < len(choices.quality):
+        raise UsageError(f"--quality {','.join(choices.quality)}: a task is named twice; name each once.")
+    for other, names in QUALITY_COMPANIONS.items():
+        task = other.removeprefix("--quality").strip()
+        for name in names:
+            if getattr(choices, name) != DEFAULTS[name] and not (task in choices.quality if task else choices.quality):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} belongs to {other}, which was not given: add that or drop --{name.replace('_', '-')}."
+                )
+    if not choices.quality:
+        return
+    if choices.dummy:
+        raise UsageError(
+            "--quality needs a tokenizer and trained weights, and --dummy has neither: keep one of the two."
+        )
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UsageError(
+            "--quality works through lm-evaluation-harness, which is not installed: pip install 'lm-eval>=0.4.13'."
+        )
+    _check_quality_numbers(choices)
+    _check_quality_paths(choices)
+
+
+def _check_quality_numbers(choices: Options) -> None:
+    if not 0 < choices.humaneval_temperature < float("inf"):
+        raise UsageError(
+            f"--humaneval-temperature {choices.humaneval_temperature}: must be a number above 0; "
+            "one sample (--humaneval-samples 1) is greedy."
+        )
+    if choices.humaneval_samples == 1 and choices.humaneval_temperature != Options.humaneval_temperature:
+        raise UsageError(
+            "--humaneval-temperature: a single sample is greedy and has none; add --humaneval-samples or drop it."
+        )
+    for k in choices.pass_at_k:
+        if not 1 <= k <= choices.humaneval_samples:
+            raise UsageError(
+                f"--pass-at-k {k}: k has to be 1 to the number of samples, which is {choices.humaneval_samples}; "
+                f"lower k or use --humaneval-samples {max(k, 1)}."
+            )
+    if choices.perplexity_window is not None:
+        perplexity_window(choices.perplexity_window, choices.perplexity_stride, None)
+    if "humaneval" in choices.quality and not choices.allow_code_execution:
+        raise UsageError(
+            "--quality humaneval runs code that the model wrote: allow it with --allow-code-execution "
+            "(it runs isolated, see the README), or leave humaneval out."
+        )
+
+
+def _check_quality_paths(choices: Options) -> None:
+    needing = [task for task in choices.quality if task != "humaneval"]
+    if needing and choices.quality_data is None:
+        raise UsageError(
+            f"--quality {','.join(choices.quality)}: no data for {', '.join(needing)}; "
+            "add --quality-data with a file or folder."
+        )
+    if choices.quality_data is not None:
+        if not os.path.exists(choices.quality_data):
+            raise UsageError(f"--quality-data {choices.quality_data}: no such file or folder.")
+        if os.path.isfile(choices.quality_data) and len(choices.quality) > 1:
+            raise UsageError(
+                f"--quality-data {choices.quality_data} is one file and --quality names {len(choices.quality)} tasks; "
+                "give a folder with a file named after each."
+            )
+    if choices.quality_items:
+        check_output_file("--quality-items", choices.quality_items)
+
+
+def perplexity_window(window: int | None, stride: int | None, positions: int | None) -> tuple[int, int]:
+    """The window and the stride of perplexity in tokens, for a model of `positions`; None where there is no such limit.
+
+    Raises:
+        UsageError: the window is longer than the model's context, or the stride than the window.
+    """
+    window = window or min(LONGEST_WINDOW, positions or LONGEST_WINDOW)
+    if positions is not None and window > positions:
+        raise UsageError(f"--perplexity-window {window}: the model has {positions} positions; use at most that.")
+    stride = stride or max(1, window // 2)
+    if stride > window:
+        raise UsageError(
+            f"--perplexity-stride {stride}: longer than the window of {window} tokens, so text would be left out; "
+            "use at most the window."
+        )
+    return window, stride

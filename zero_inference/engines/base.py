@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from zero_inference.config import RunConfig
-from zero_inference.config.choices import PAGE_LOCKING_ENGINES
+from zero_inference.config.options import PAGE_LOCKING_ENGINES
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.words import PlanInWords
 from zero_inference.errors import UsageError
 from zero_inference.hardware.machine import Machine, ThisMachine

@@ -12,8 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_inference.options import examples
-from zero_inference.options.verbose import add_verbose
+from zero_inference.config.parser import add_verbose, examples
 from zero_inference.utils.progress import Progress, current, importing, reporting
 
 if TYPE_CHECKING:

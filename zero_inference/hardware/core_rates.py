@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zero_inference.config.choices import GROUP_SIZES
+from zero_inference.config.options import GROUP_SIZES
 from zero_inference.hardware.copies import rate_alone, rates_together
 from zero_inference.hardware.cores import Bench, Besides, read_beside
 from zero_inference.hardware.description import CoreRates

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from zero_inference.config.choices import ENGINES
+from zero_inference.config.options import ENGINES
 from zero_inference.utils.processes import isolated_module
 
 TIMEOUT_S = 600  # for what takes 20 s where nothing has to be compiled

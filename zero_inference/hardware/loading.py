@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from zero_inference.config.choices import GROUP_SIZES
+from zero_inference.config.options import GROUP_SIZES
 from zero_inference.cpu.quantize import quantize
 from zero_inference.hardware.compute import median_s
 from zero_inference.hardware.description import Loading

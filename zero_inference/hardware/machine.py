@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from zero_inference.config.choices import GROUP_SIZES
+from zero_inference.config.options import GROUP_SIZES
 from zero_inference.cpu.library import best_instructions, load_library, why_unavailable
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.attention import measure_attention

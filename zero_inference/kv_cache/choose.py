@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.kv_cache.attended import AttendedCache, Meeting
 from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, is_for_preallocated
 from zero_inference.kv_cache.host import HostKVCache

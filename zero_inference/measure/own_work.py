@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.description import OwnWork

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Timeline
 from zero_inference.errors import RunError
 from zero_inference.hardware import effort

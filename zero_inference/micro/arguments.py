@@ -7,10 +7,9 @@ import importlib.util
 import math
 from pathlib import Path
 
-from zero_inference.config import NORM_KERNELS
+from zero_inference.config.options import NORM_KERNELS
+from zero_inference.config.parser import add_verbose, examples
 from zero_inference.errors import UsageError
-from zero_inference.options import examples
-from zero_inference.options.verbose import add_verbose
 from zero_inference.utils.replace import check_output_file
 from zero_inference.utils.tables import FORMATS
 

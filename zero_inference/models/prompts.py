@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from zero_inference.config import RunConfig
-from zero_inference.config.choices import OWN_LENGTH
+from zero_inference.config.options import LONGEST_PROMPT
+from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError, is_out_of_memory
 from zero_inference.models.spec import ModelSpec, load_tokenizer
 from zero_inference.utils.text import first_line
@@ -75,7 +75,7 @@ def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
         raise _no_tokenizer(config, spec)
     if config.chat and not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"--chat: {spec.name} has no chat template; drop --chat, or use a model made for chats.")
-    if config.prompt_len != OWN_LENGTH:
+    if config.prompt_len != LONGEST_PROMPT:
         return config
     with _explained(spec.name):
         longest = max(len(prompt_parts(tokenizer, text, config.chat)) for text in config.prompt)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError, is_out_of_memory
 from zero_inference.models.files import has_tokenizer
 from zero_inference.models.hub import Snapshot, open_snapshot

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from zero_inference.config import PATHS, RunConfig
+from zero_inference.config.options import PATHS
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed.config import read_ds_config
 from zero_inference.errors import UsageError
 from zero_inference.models.files import checkpoint_files

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from zero_inference.config import ENGINES, GOALS, QUANT_BITS
-from zero_inference.options import examples, values
-from zero_inference.options.run import DTYPE, add_model
-from zero_inference.options.verbose import add_verbose
+from zero_inference.config import values
+from zero_inference.config.options import ENGINES, GOALS, QUANT_BITS
+from zero_inference.config.parser import add_verbose, examples
+from zero_inference.config.run_options import DTYPE, add_model
 
 SHOWN = 10
 BITS = ",".join(map(str, QUANT_BITS))

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from zero_inference.config import RunConfig
-from zero_inference.config.choices import DEFAULTS, LEAST_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES
+from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.limited import LimitedMachine
 from zero_inference.kv_cache.device import why_not_offloaded
-from zero_inference.options import options_asked, words_of
 from zero_inference.planning.plan import Plan, changed
 from zero_inference.planning.timing import Times
 from zero_inference.utils import GB
@@ -31,7 +31,7 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 LEAST_GAIN = 1.05  # in speed, for which keys and values are moved to host memory
 LEAST_KV_SHARE = 0.05  # of device memory, that keys and values take, for host memory to be worth a thought for them
-LEAST = {"gpu_memory": 0.0, "ring_depth": LEAST_RING_DEPTH}  # of the stream engine on the device
+LEAST = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH}  # of the stream engine on the device
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def command_of(config: RunConfig, world_size: int = 1) -> str:
 
 def options_of(config: RunConfig) -> list[str]:
     """Those of run_model.py that ask for `config`."""
-    return words_of(options_asked(config))
+    return shell_words(non_default_options(config))
 
 
 def find_candidates(job: Job, free: Free) -> Found:

@@ -7,14 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from zero_inference.config import RunConfig
-from zero_inference.config.choices import (
-    DEFAULTS,
-    LEAST_RING_DEPTH,
-    QUANTIZING_ENGINES,
-    SHARDING_ENGINES,
-    STREAM_OPTIONS,
-)
+from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANTIZING_ENGINES, SHARDING_ENGINES, STREAM_OPTIONS
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import why_not_offloaded
@@ -62,8 +56,8 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
         changes.append(Change("--engine stream", {"engine": "stream"}))
     if not config.kv_offload and why_not_offloaded(job.skeleton.model) is None:
         changes.append(Change("--kv-offload", {"kv_offload": True}))
-    if config.engine == "stream" and config.ring_depth != LEAST_RING_DEPTH:
-        changes.append(Change(f"--ring-depth {LEAST_RING_DEPTH}", {"ring_depth": LEAST_RING_DEPTH}))
+    if config.engine == "stream" and config.ring_depth != MIN_RING_DEPTH:
+        changes.append(Change(f"--ring-depth {MIN_RING_DEPTH}", {"ring_depth": MIN_RING_DEPTH}))
     if (
         config.engine == "stream" and config.cpu_share != 0
     ):  # experts of theirs that the device keeps are in host memory too

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from zero_inference.config import DEFAULTS, RunConfig
 from zero_inference.config.checks import batch_advice
+from zero_inference.config.options import DEFAULTS
+from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.hardware.machine import Machine
 from zero_inference.models.spec import ModelSpec

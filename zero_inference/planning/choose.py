@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zero_inference.config import RunConfig
-from zero_inference.config.choices import QUANT_BITS
+from zero_inference.config.options import QUANT_BITS
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import UNTIL_PLANNED, shell_words
 from zero_inference.errors import UsageError
 from zero_inference.hardware.kept import measure_where_needed
 from zero_inference.hardware.machine import Machine
 from zero_inference.models.spec import ModelSpec
-from zero_inference.options import STAND_INS, words_of
 from zero_inference.planning.candidates import BATCH_SIZES, Candidate, Free, command_of, find_candidates
 from zero_inference.planning.plan import Plan, changed, describe_job
 from zero_inference.planning.ranking import ranked
@@ -129,8 +129,8 @@ def _fastest(plan: Plan, changes: Sequence[dict[str, Any]], own: float) -> Faste
             continue
         if other.fits and other.times is not None:
             rate = other.times.tokens_per_s(other.job.config.batch_size)
-            named = {name: value for name, value in fields.items() if name in STAND_INS}
-            found.append(Faster(" ".join(words_of(named)), rate, rate / own, other.times.at_least))
+            named = {name: value for name, value in fields.items() if name in UNTIL_PLANNED}
+            found.append(Faster(" ".join(shell_words(named)), rate, rate / own, other.times.at_least))
     return max(found, key=lambda each: each.tokens_per_s, default=None)
 
 

@@ -6,12 +6,12 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zero_inference.config import RunConfig
 from zero_inference.config.checks import batch_advice
-from zero_inference.config.choices import MOST_GIB
+from zero_inference.config.options import MOST_GIB
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import model_argument
 from zero_inference.errors import UsageError
 from zero_inference.hardware.choose import description_of
-from zero_inference.options import model_of
 from zero_inference.utils import garbage
 from zero_inference.utils.amounts import amount
 from zero_inference.utils.progress import Progress, current, importing, reporting
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def main(args: argparse.Namespace) -> int:
     """Prints the table; 0. Raises UsageError where nothing fits, or nothing can be predicted."""
-    args.model = model_of(args)
+    args.model = model_argument(args)
     if args.machines:
         return _list_machines(args)
     if args.model is None:

@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
 from zero_inference.engines.stream.split import LEAST_GAIN

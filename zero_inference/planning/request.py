@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from zero_inference.config import RunConfig
-from zero_inference.config.choices import LOG_PREFIX
+from zero_inference.config.options import LOG_PREFIX
+from zero_inference.config.run_config import RunConfig
+from zero_inference.config.run_options import non_default_options
 from zero_inference.models.spec import ModelSpec
-from zero_inference.options import options_asked
 from zero_inference.records.schema import Request
 from zero_inference.utils import get_filename
 from zero_inference.utils.distributed import Ranks
@@ -46,7 +46,7 @@ def request_of(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]
         dummy_routing=spec.dummy_routing,
         world_size=ranks.world_size,
         num_nodes=ranks.num_nodes,
-        options=options_asked(config),
+        options=non_default_options(config),
         weights_place=weights_place(config, ranks),
     )
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from zero_inference.config.choices import DEFAULTS
+from zero_inference.config.options import DEFAULTS
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit
 from zero_inference.hardware.machine import DescribedMachine

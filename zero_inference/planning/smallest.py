@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_inference.config.choices import LEAST_RING_DEPTH
+from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED
 from zero_inference.planning.plan import Plan
 from zero_inference.utils.amounts import amount_or_more
@@ -19,7 +19,7 @@ def least_machine(plans: list[Plan]) -> str:
         f"{amount_or_more(nbytes)} of {place}{f' on each of {gpus} GPUs' if place == DEVICE and gpus > 1 else ''}"
         for place, nbytes in _needed(plan).items()
     )
-    least = f" --gpu-memory 0 --ring-depth {LEAST_RING_DEPTH}" if config.ring_depth else ""
+    least = f" --gpu-memory 0 --ring-depth {MIN_RING_DEPTH}" if config.ring_depth else ""
     return (
         f"{needs} (--engine {config.engine} --quant-bits {config.quant_bits} --batch-size {config.batch_size}{least})"
     )

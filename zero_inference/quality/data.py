@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_inference.config import QUALITY_TASKS
+from zero_inference.config.options import QUALITY_TASKS
 from zero_inference.errors import UsageError
 from zero_inference.quality.rows import kind_of, read_rows, suffixes_of
 

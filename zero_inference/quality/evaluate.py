@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from zero_inference.config import RunConfig
-from zero_inference.config.quality_checks import perplexity_window
+from zero_inference.config.checks import perplexity_window
+from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.quality.data import data_file, load_items
 from zero_inference.quality.sandbox import check_isolation

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from zero_inference.config.quality_checks import perplexity_window
+from zero_inference.config.checks import perplexity_window
 from zero_inference.errors import RunError, UsageError
 from zero_inference.quality.in_step import in_step
 from zero_inference.quality.pass_at_k import pass_at_k

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError, UsageError, is_out_of_memory
 from zero_inference.records.run_log import RunLog
 from zero_inference.utils import signals

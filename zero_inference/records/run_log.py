@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.records.key import as_mapping
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK, Record, Request, Result

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
-from zero_inference.config.choices import ENGINES
+from zero_inference.config.options import ENGINES
 from zero_inference.records.key import dataclasses_in, inline, key
 from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
 from zero_inference.records.loops import Evenness, ExpertUse, Loop, MachineLoad, MovedPerStep

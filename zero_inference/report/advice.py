@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_inference.config.choices import QUANT_BITS, QUANTIZING_ENGINES
+from zero_inference.config.options import QUANT_BITS, QUANTIZING_ENGINES
 from zero_inference.records.limit import LinkUse
 from zero_inference.records.schema import Measured, Request
 from zero_inference.utils.tables import three_digits

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_inference.config.parser import examples
 from zero_inference.errors import UsageError
-from zero_inference.options import examples
 from zero_inference.records.read import warn
 from zero_inference.records.schema import STATUS_FAILED
 from zero_inference.report.columns import COLUMNS, SAID_IN_WORDS

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from zero_inference.config.choices import DEFAULTS, FIELD_NAMES, PATHS, STREAM_OPTIONS
+from zero_inference.config.options import DEFAULTS, FIELD_NAMES, PATHS, STREAM_OPTIONS
 from zero_inference.records.read import number_of
 
 # Fields that a table shows in other columns, that say where something lies, or how long was measured.

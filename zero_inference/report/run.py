@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zero_inference.config.choices import PAGE_LOCKING_ENGINES
+from zero_inference.config.options import PAGE_LOCKING_ENGINES
 from zero_inference.measure.steadiness import relative_range
 from zero_inference.records.limit import HOST_COPY
 from zero_inference.records.read import number_of, value_at

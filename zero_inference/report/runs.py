@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_inference.config.choices import LOG_PREFIX
+from zero_inference.config.options import LOG_PREFIX
 from zero_inference.records.read import parse_log, read_records, value_at, warn
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.report.columns import BY_NAME, COLUMNS

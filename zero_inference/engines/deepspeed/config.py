@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.config import RunConfig
+from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
 
 LAYERS_AHEAD = 3  # each costs a layer of device memory

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.config.choices import GROUP_SIZES, LEAST_RING_DEPTH
+from zero_inference.config.options import GROUP_SIZES, MIN_RING_DEPTH
 from zero_inference.cpu.quantize import quantize
 from zero_inference.engines.base import EnginePlan, Footprint, Job
 from zero_inference.engines.stream import words
@@ -203,7 +203,7 @@ class StreamPlan(EnginePlan):
     @property
     def ring_depth(self) -> int | None:
         """See `EnginePlan`."""
-        return self.residency.depth if self.residency.depth >= LEAST_RING_DEPTH else None
+        return self.residency.depth if self.residency.depth >= MIN_RING_DEPTH else None
 
     @property
     def prefill_fetched_bytes(self) -> int:

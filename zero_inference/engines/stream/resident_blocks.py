@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from zero_inference.config.choices import LEAST_RING_DEPTH
+from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.expert_slots import spread
 from zero_inference.engines.stream.layout import BlockLayout
@@ -37,7 +37,7 @@ def decide_residency(
     Args:
         free_bytes: device bytes that are left for layers, ring and workspace; None where nothing limits them (a CPU).
         gpu_memory_gib: budget of what stays; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
-        depth: slots of the ring; None takes as many as cover `RING_COVERS_S`, or at least `LEAST_RING_DEPTH` where there is less memory.
+        depth: slots of the ring; None takes as many as cover `RING_COVERS_S`, or at least `MIN_RING_DEPTH` where there is less memory.
         ranks: each copies its share of a layer over a link of its own, so a slot covers that much less time.
         blocks: which of them make a layer; None where each is one.
         others: what takes the rest of the device memory, for the error.
@@ -81,7 +81,7 @@ def _plan(
     elif left >= total:
         budget = total
     else:
-        slots = depth or max(LEAST_RING_DEPTH, min(slots, left // largest))
+        slots = depth or max(MIN_RING_DEPTH, min(slots, left // largest))
         budget = left - slots * largest
     members = _layers(layouts, blocks)
     apart = ranks == 1 and budget < total and any(block.experts is not None for block in blocks or ())
@@ -103,8 +103,8 @@ def _plan(
         free_bytes=None if left is None else left + max(layout.workspace_bytes for layout in layouts),
     )
     plan.depth = min(slots, len(plan.in_host_memory))
-    if left is not None and depth is None and plan.depth > LEAST_RING_DEPTH:
-        plan.depth = max(LEAST_RING_DEPTH, min(plan.depth, (left - plan.kept_bytes) // plan.slot_bytes))
+    if left is not None and depth is None and plan.depth > MIN_RING_DEPTH:
+        plan.depth = max(MIN_RING_DEPTH, min(plan.depth, (left - plan.kept_bytes) // plan.slot_bytes))
     return plan
 
 
@@ -130,10 +130,10 @@ def _advice(
     left: int,
 ) -> str:
     """The least change that fits, each tried; nothing where none of these is enough."""
-    for slots in range((depth or LEAST_RING_DEPTH) - 1, LEAST_RING_DEPTH - 1, -1):
+    for slots in range((depth or MIN_RING_DEPTH) - 1, MIN_RING_DEPTH - 1, -1):
         if _fits(plan_for(gib, slots), left):
             return f"; use --ring-depth {slots} or less"
-    for slots in dict.fromkeys((depth, LEAST_RING_DEPTH)):
+    for slots in dict.fromkeys((depth, MIN_RING_DEPTH)):
         for tenths in range(int(plan.kept_bytes * 10 / GIB), -1, -1):
             if _fits(plan_for(tenths / 10, slots), left):
                 return f"; use --gpu-memory {tenths / 10:g} or less" + (

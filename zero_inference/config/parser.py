@@ -7,9 +7,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from importlib import metadata
+from typing import Any, NamedTuple, NoReturn
 
-from zero_inference.config.spellings import OTHER_COMMANDS, not_among, other_option
+from zero_inference.config.values import OTHER_COMMANDS, not_among, other_option
 from zero_inference.utils.near import did_you_mean
 from zero_inference.utils.text import printable
 
@@ -168,3 +169,114 @@ def _name(action: argparse.Action) -> str:
 def _hyphenated(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def add_verbose(parser: argparse._ActionsContainer) -> None:
+    """`--verbose` of a command."""
+    parser.add_argument(
+        "--verbose",
+        type=int,
+        choices=(0, 1, 2),
+        default=1,
+        help="0: no progress and no warnings; 2: a traceback with an error (default: 1)",
+    )
+
+
+LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate")
+
+
+def version_line() -> str:
+    """Such as: zero-inference 0.1.0 (torch 2.13.0, transformers 5.23.0, deepspeed 0.19.8, accelerate 1.15.0)."""
+    own = sys.modules[
+        __name__.partition(".")[0]
+    ].__version__  # of the code that runs, which need not be the one that is installed
+    return f"zero-inference {own} ({', '.join(f'{name} {_version(name)}' for name in LIBRARIES)})"
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+class Version(argparse.Action):
+    """Prints the line and ends."""
+
+    def __init__(self, option_strings: Any, dest: str, **_: Any) -> None:
+        super().__init__(
+            option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help="show versions and exit"
+        )
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(version_line())
+        parser.exit()
+
+
+_DEFAULT = re.compile(r"\s*\((default[^:()]*): (.*)\)$", re.DOTALL)
+
+
+class OptionRow(NamedTuple):
+    """One option as `--help` shows it.
+
+    Attributes:
+        group: the title under which the help shows it.
+        options: its spellings, such as ('--model',); () for an argument without dashes.
+        value: its metavar or its choices, such as 'FILE' or 'auto|on|off'; '' for a flag.
+        default: in words, without the help's "(default: ...)"; 'off' for a flag, '' where there is none.
+        help: the rest of its help.
+    """
+
+    group: str
+    options: tuple[str, ...]
+    value: str
+    default: str
+    help: str
+
+
+def option_rows(parser: argparse.ArgumentParser) -> list[OptionRow]:
+    """All options that the help of `parser` shows, in its order, without -h and without subcommands."""
+    rows = []
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            hidden = action.help == argparse.SUPPRESS
+            if not hidden and not isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):
+                rows.append(_row(str(group.title), action, parser))
+    return rows
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, Parser]:
+    """The subcommands of `parser` and theirs, by what is typed: {'plan': ..., 'micro matmul': ...}."""
+    found: dict[str, Parser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                found[name] = command
+                found |= {f"{name} {inner}": each for inner, each in commands_of(command).items()}
+    return found
+
+
+def examples_of(parser: argparse.ArgumentParser) -> list[str]:
+    """The commands that the help of `parser` shows as examples, each in one line."""
+    return example_lines([parser.description, *(group.description for group in parser._action_groups), parser.epilog])
+
+
+def _row(group: str, action: argparse.Action, parser: argparse.ArgumentParser) -> OptionRow:
+    text = parser._get_formatter()._expand_help(action)
+    default = "off" if action.nargs == 0 and isinstance(action, argparse._StoreTrueAction) else ""
+    if found := _DEFAULT.search(text):
+        text, default = text[: found.start()], found[2] if found[1] == "default" else f"{found[2]} ({found[1][8:]})"
+    return OptionRow(group, tuple(action.option_strings), _value(action), default, text)
+
+
+def _value(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return ""
+    value = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    if action.metavar is None and action.choices is not None:
+        value = "|".join(map(str, action.choices))
+    elif value.startswith("{"):
+        value = value.strip("{}").replace(",", "|")
+    if action.nargs in ("+", "*"):
+        return f"{value} ..."
+    return f"[{value}]" if action.nargs == "?" and action.option_strings else value

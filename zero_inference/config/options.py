@@ -21,7 +21,7 @@ NORM_KERNELS = ("auto", "cuda", "off")
 DECODE_GRAPH = ("auto", "on", "off")
 DUMMY_ROUTING = ("text", "greedy")
 QUANT_BITS = (16, 8, 4)
-OWN_LENGTH = 0  # prompt_len: that of the longest --prompt, in tokens
+LONGEST_PROMPT = 0  # prompt_len: that of the longest --prompt, in tokens
 CPU_COMPUTE = {"auto": None, "off": 0.0}  # words for a share
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
 # Options that mean nothing without another one, by that one; `--quality TASK` stands for the task among those of --quality.
@@ -37,7 +37,7 @@ QUALITY_COMPANIONS = {
     "--quality perplexity": ("perplexity_window", "perplexity_stride"),
 }
 GROUP_SIZES = {16: 64, 8: 64, 4: 32}  # default by bits
-LEAST_RING_DEPTH = 2  # a layer computes while the next one comes
+MIN_RING_DEPTH = 2  # a layer computes while the next one comes
 MOST = 2**31 - 1  # of whatever is counted
 LONGEST_WINDOW = 1024  # tokens, of perplexity where none is asked for
 MOST_GIB = 2**30
@@ -80,7 +80,7 @@ QUALITY_FIELDS = ("quality", *(name for names in QUALITY_COMPANIONS.values() for
 
 
 @dataclass(frozen=True)
-class Choices:
+class Options:
     """What one run was asked to do, checked by nobody yet: `RunConfig` is. Lengths in tokens, sizes in GiB where the name says so."""
 
     model: str = "facebook/opt-1.3b"
@@ -174,5 +174,5 @@ class Choices:
         return asdict(self)
 
 
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Choices)}
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Options)}
 FIELD_NAMES = tuple(DEFAULTS)
