@@ -6,7 +6,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from zero_inference.utils.tables import Column, decimals, percent, significant
+from zero_inference.utils.format import decimals, format_percent, significant
+from zero_inference.utils.tables import Column
 
 WITHIN, SLOWER = 0.95, 0.5  # of the best: what is good enough; what is so slow that it needs no exact time
 MANY_TOKENS, FEW_TOKENS = 17, 5
@@ -108,7 +109,7 @@ COLUMNS = (
     Column("measured", "measured", significant),
     Column("best_measured", "best measured", significant),
     Column("best", "of", dtype="string"),
-    Column("ratio", "plan's of the best", percent),
+    Column("ratio", "plan's of the best", format_percent),
     Column("tried", "tried", dtype="string"),
 )
 ALL_COLUMNS = (

@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.docs_table import RESULTS, DocsTable, last_record  # noqa: E402
 from zero_inference.records.schema import STATUS_OK  # noqa: E402
-from zero_inference.utils.tables import Column, significant  # noqa: E402
+from zero_inference.utils.format import significant  # noqa: E402
+from zero_inference.utils.tables import Column  # noqa: E402
 
 ONE, MANY = "h200-big-models/bs1", "h200-big-models/bs32"
 # By model: GiB of GPU memory, case of scripts/measure_gpu.py, and the record in whose place it comes, with its host. Of the H200's

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.docs_table import RESULTS, DocsTable, last_record  # noqa: E402
-from zero_inference.utils.tables import Column, decimals, texts_of  # noqa: E402
+from zero_inference.utils.format import decimals  # noqa: E402
+from zero_inference.utils.tables import Column, texts_of  # noqa: E402
 
 FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")
 CORES = (  # of these, the last one that has a case

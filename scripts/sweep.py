@@ -31,8 +31,8 @@ from zero_inference.records.read import read_records, value_at  # noqa: E402
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK  # noqa: E402
 from zero_inference.report.terminal import print_short  # noqa: E402
 from zero_inference.utils.child_runs import ANY_ERROR, Ended, last_words, run_child  # noqa: E402
+from zero_inference.utils.format import printable  # noqa: E402
 from zero_inference.utils.signals import exit_on_stop  # noqa: E402
-from zero_inference.utils.text import printable  # noqa: E402
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

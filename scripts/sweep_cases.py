@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_inference.utils.text import file_stem
+from zero_inference.utils.format import file_stem
 
 # Options that change where a run writes, not what it measures.
 UNMEASURED = {"log-dir", "log-file", "verbose", "local-rank"}

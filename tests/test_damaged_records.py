@@ -16,7 +16,7 @@ from test_report import make_record, run_main
 from zero_inference.records.read import read_records, value_at
 from zero_inference.report import runs as report
 from zero_inference.utils import write_benchmark_log
-from zero_inference.utils.text import printable
+from zero_inference.utils.format import printable
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl"))

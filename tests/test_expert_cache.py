@@ -26,7 +26,7 @@ from zero_inference.hardware.cores import BesideLink
 from zero_inference.models.experts import FusedExperts
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import read_records
-from zero_inference.utils.amounts import amount
+from zero_inference.utils.format import format_bytes
 
 FORMS = {16: {}, 8: {"quant_bits": 8, "quant_group_size": 32}, 4: {"quant_bits": 4, "quant_group_size": 32}}
 
@@ -556,7 +556,7 @@ def test_record_and_output_say_what_was_kept(mixtures, run_model):  # noqa: F811
     assert dry.code == done.code == 0, done.stderr
     stream, experts = done.record["stream"], done.record["experts"]
     total = round(stream["expert_slots"] * 3)
-    said = f"the device also keeps the {total} most used of the 24 experts in host memory: {amount(stream['expert_slot_bytes'])}"
+    said = f"the device also keeps the {total} most used of the 24 experts in host memory: {format_bytes(stream['expert_slot_bytes'])}"
     assert said in dry.stdout and said in done.stderr and 0 < total < 24
     names = ("hit_rate", "saved_bytes_per_step", "fetched_bytes_per_step")
     assert set(experts) == set(names) and 0 < experts["hit_rate"] < 1

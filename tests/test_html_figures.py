@@ -11,8 +11,7 @@ from zero_inference.records.limit import HOST_COPY
 from zero_inference.report.html.labels import make_runs
 from zero_inference.report.html.places import MARK_RADIUS, TEXT_HEIGHT, Box, places_beside
 from zero_inference.report.html.roofline import roofline
-from zero_inference.utils.amounts import amount
-from zero_inference.utils.tables import three_digits
+from zero_inference.utils.format import format_bytes, three_digits
 
 SVG = "{http://www.w3.org/2000/svg}"
 H200 = {"gpus": [{"name": "H200"}], "cpu_model": "Xeon", "cpu_cores": 16}
@@ -112,7 +111,7 @@ def test_a_run_at_its_limit_touches_the_line_and_words_say_how_far_others_are(be
     assert described.startswith("link: 55.5 GB/s; link and cores: 67.5 to 159 GB/s; device memory: 4\u202f220 GB/s. ")
     for record in committed_records("h200-beside"):
         assert (
-            f"{amount(expected_bytes(record))} a token, {record['limit']['fraction_of_limit']:.1%} of its limit"
+            f"{format_bytes(expected_bytes(record))} a token, {record['limit']['fraction_of_limit']:.1%} of its limit"
             in described
         )
     # llama13b-int4-bs1-off: 99.8% of the link at 7.1 GB a token, so under a point below the line

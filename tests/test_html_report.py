@@ -17,7 +17,7 @@ from test_report import log_block, make_record, run_main
 from zero_inference.report.html import summary
 from zero_inference.report.html.labels import make_runs
 from zero_inference.report.run import Run
-from zero_inference.utils.tables import three_digits
+from zero_inference.utils.format import three_digits
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"

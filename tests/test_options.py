@@ -17,7 +17,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import config_from_args, parse_options
 from zero_inference.config.values import OTHER_OPTIONS
 from zero_inference.errors import UsageError
-from zero_inference.utils.sizes import gib_of
+from zero_inference.utils.format import parse_gib
 
 PARSERS = {"run_model.py": run_parser(), "zero-inference": console_parser(), **commands_of(console_parser())}
 
@@ -211,7 +211,7 @@ def test_bits_may_be_spelled_as_people_do():
     ],
 )  # fmt: skip
 def test_sizes_of_memory(text, gib):
-    assert gib_of(text) == pytest.approx(gib, rel=1e-12)
+    assert parse_gib(text) == pytest.approx(gib, rel=1e-12)
     assert parse_options(["--engine", "stream", "--gpu-memory", text]).gpu_memory == pytest.approx(gib)
     args = console_parser().parse_args(["plan", "opt-13b", "--max-gpu-memory", text, "--max-host-memory", text])
     assert args.max_gpu_memory == args.max_host_memory == pytest.approx(gib)

@@ -28,8 +28,8 @@ from zero_inference.models.spec import resolve_model
 from zero_inference.planning.changes import refuse_hopeless
 from zero_inference.planning.plan import changed, describe_job, make_plan, plan_run
 from zero_inference.records.read import read_records
-from zero_inference.utils.amounts import amount
 from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group
+from zero_inference.utils.format import format_bytes
 
 JSON_KEYS = [
     "fits", "verdict", "config", "sizes", "needs", "refused", "predicted", "limit", "moved_per_step", "placement", "changes_that_fit",
@@ -117,8 +117,8 @@ def test_the_same_numbers_are_in_the_dry_run_and_in_the_record(checkpoints, tmp_
     assert planned["fits"] is True and planned["verdict"] == printed.splitlines()[0]
     for key in ("model_bytes", "cache_bytes", "hidden_bytes", "weight_bytes"):
         assert planned["sizes"][key] == record[key], key
-    assert f"{amount(record['cache_bytes'])} in host memory" in printed
-    assert f"weights      {amount(record['weight_bytes'])} in float32" in printed
+    assert f"{format_bytes(record['cache_bytes'])} in host memory" in printed
+    assert f"weights      {format_bytes(record['weight_bytes'])} in float32" in printed
     for key in ("pin_memory", "model_type", "dtype", "world_size", "batch_size"):
         assert planned["config"][key] == record[key], key
     for key in ("host_to_device_bytes_per_step", "disk_read_bytes_per_step"):

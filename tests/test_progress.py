@@ -14,9 +14,8 @@ from zero_inference.cli import console_main, run_config
 from zero_inference.measure.remaining import Remaining
 from zero_inference.planning import verify
 from zero_inference.utils import progress as progress_module
-from zero_inference.utils.amounts import GIB
 from zero_inference.utils.child_runs import run_child, stage
-from zero_inference.utils.durations import duration, to_go
+from zero_inference.utils.format import GIB, format_duration, format_time_left
 from zero_inference.utils.progress import Moved, Progress, current, is_reporting, reporting
 
 
@@ -160,7 +159,7 @@ def test_a_library_call_is_quiet_and_a_command_is_not(capsys):
     ],
 )
 def test_times_in_words(seconds, past, future):
-    assert duration(seconds) == past and to_go(seconds) == future
+    assert format_duration(seconds) == past and format_time_left(seconds) == future
 
 
 def test_the_time_that_generations_still_take(clock):

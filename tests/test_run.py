@@ -23,7 +23,7 @@ from zero_inference.models.dummy import draw_tokens, fill_dummy
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import parse_log, read_records
 from zero_inference.utils import cgroups
-from zero_inference.utils.tables import three_digits
+from zero_inference.utils.format import three_digits
 
 OPTIONS = ["--prompt-len", "12", "--gen-len", "5", "--dtype", "float32"]
 

@@ -37,9 +37,8 @@ from zero_inference.planning.words import headline, why_none
 from zero_inference.records.read import read_records
 from zero_inference.utils.child_runs import run_child
 from zero_inference.utils.distributed import detect_ranks
-from zero_inference.utils.durations import seconds
 from zero_inference.utils.environment import describe_environment, versions_of
-from zero_inference.utils.tables import significant
+from zero_inference.utils.format import format_seconds, significant
 
 GIB = 1 << 30
 LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
@@ -261,7 +260,7 @@ def test_times_that_nobody_counts_in_seconds_are_durations(capfd):
     run = ["run_model.py", "opt-66b", "--dummy", "--disk-offload", "--dry-run", *where]
     assert main(run) == 0
     assert f"(decode step at least {hours}" in capfd.readouterr().out
-    assert [seconds(each) for each in (0.2949, 59.96, 599, 600, 165_621)] == [
+    assert [format_seconds(each) for each in (0.2949, 59.96, 599, 600, 165_621)] == [
         "0.295 s",
         "60 s",
         "599 s",

@@ -12,7 +12,7 @@ from zero_inference.cli import main
 from zero_inference.measure.steadiness import decode_evenness, in_words, load_warning, warning_of
 from zero_inference.records.key import as_mapping
 from zero_inference.records.loops import Loop, MachineLoad
-from zero_inference.utils.tables import three_digits
+from zero_inference.utils.format import three_digits
 
 
 def loops_of(*step_s: list[float]) -> list[Loop]:

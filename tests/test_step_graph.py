@@ -25,7 +25,7 @@ from zero_inference.measure import first_passes
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.report.results import graph_in_words
-from zero_inference.utils.tables import three_digits
+from zero_inference.utils.format import three_digits
 
 ALL = 1.0  # GiB on the device: more than these models have
 LONG = 2 * GEN

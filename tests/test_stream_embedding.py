@@ -21,9 +21,9 @@ from zero_inference.models.prompts import random_ids
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import describe_job, make_plan
-from zero_inference.utils.amounts import amount
 from zero_inference.utils.distributed import detect_ranks
 from zero_inference.utils.extension import load_extension
+from zero_inference.utils.format import format_bytes
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -115,7 +115,7 @@ def test_memory_of_the_table_holds_layers(monkeypatch):
     )
     assert abs(kept - table) < of_layer and host == -kept, "whole layers"
     assert found.weights.device_peak_bytes <= 8 << 30
-    assert f"and {amount(table)} of input embedding)" in found.weights.places_in_words()
+    assert f"and {format_bytes(table)} of input embedding)" in found.weights.places_in_words()
     whole = planned(options, DescribedMachine(FAST))
     assert whole.weights.footprint.host == 0 and whole.weights.places_in_words() == "on the device"
 
@@ -128,7 +128,7 @@ def test_layers_that_fit_beside_no_table_are_all_on_the_device():
     assert not found.residency.in_host_memory and found.footprint.host == 128256 * 4096 * 2
     assert (
         found.places_in_words()
-        == f"all layers on the device, {amount(found.footprint.host)} of input embedding in host memory"
+        == f"all layers on the device, {format_bytes(found.footprint.host)} of input embedding in host memory"
     )
 
 

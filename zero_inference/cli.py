@@ -16,10 +16,10 @@ from zero_inference.config.parser import Parser, Version, examples
 from zero_inference.config.run_options import add_run_arguments, config_from_args, model_argument, parse_options
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils import garbage
+from zero_inference.utils.format import printable
 from zero_inference.utils.invocation import as_installed, behind_the_command, first_rank
 from zero_inference.utils.processes import launcher_watch
 from zero_inference.utils.progress import Progress, importing
-from zero_inference.utils.text import printable
 
 FIRST_RANK_SPEAKS_S = 10.0
 DEFAULT_VERBOSE = DEFAULTS["verbose"]

@@ -31,8 +31,8 @@ from zero_inference.planning.choose import choose, hint
 from zero_inference.planning.plan import Plan, describe_job, make_plan
 from zero_inference.records.failure import explain
 from zero_inference.utils import garbage
-from zero_inference.utils.amounts import amount
 from zero_inference.utils.distributed import Ranks, detect_ranks, hold_process_group
+from zero_inference.utils.format import format_bytes
 from zero_inference.utils.progress import Progress
 
 MAX_LENGTH = 2048  # tokens of a sequence where none is asked for
@@ -320,7 +320,7 @@ def _in_words(plan: Plan, loaded: LoadedModel) -> list[str]:
         "in host memory": footprint.host,
         "on disk": footprint.disk,
     }
-    parts = [f"{amount(nbytes)} {where}" for where, nbytes in places.items() if nbytes]
+    parts = [f"{format_bytes(nbytes)} {where}" for where, nbytes in places.items() if nbytes]
     return [
         f"engine {config.engine}, {config.quant_bits} bits: weights and their buffers {', '.join(parts)}",
         *plan.weights.in_words(),

@@ -21,8 +21,7 @@ from zero_inference.errors import UsageError
 from zero_inference.planning import arguments, command
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.utils import GB, garbage
-from zero_inference.utils.durations import LONG_S, duration
-from zero_inference.utils.tables import significant
+from zero_inference.utils.format import LONG_S, format_duration, significant
 
 if TYPE_CHECKING:
     import pandas
@@ -298,5 +297,5 @@ def _in_words(name: str, value: Any) -> str:
     if name in ("device_gib", "host_gib"):
         return f"{value:.1f}"
     if name in ("step_s", "first_token_s") and value >= LONG_S:
-        return duration(value)
+        return format_duration(value)
     return f"{value:.3g}" if isinstance(value, float) else str(value)

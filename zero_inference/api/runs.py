@@ -18,7 +18,7 @@ from zero_inference.config.run_options import parse_options
 from zero_inference.errors import RunError, UsageError
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.utils import GB, garbage, signals
-from zero_inference.utils.amounts import amount
+from zero_inference.utils.format import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -120,8 +120,8 @@ class RunResult:
             found["decode"] = f"{self.tokens_per_s:.3g} token/s ({1e3 * self.step_s:.3g} ms a step)"
         if self.bound_by and self.fraction_of_limit is not None:
             found["limit"] = f"{self.fraction_of_limit:.0%} of that of {RATE_WORDS[self.bound_by]}"
-        device = "" if self.gpu_gib is None else f"{amount(self.gpu_gib * GB)} on the GPU, "
-        found["memory"] = f"{device}{amount(self.host_gib * GB)} in the host"
+        device = "" if self.gpu_gib is None else f"{format_bytes(self.gpu_gib * GB)} on the GPU, "
+        found["memory"] = f"{device}{format_bytes(self.host_gib * GB)} in the host"
         for task, scores in (self.quality or {}).items():
             name = next((name for name in ("perplexity", "accuracy") if name in scores), None)
             if name:

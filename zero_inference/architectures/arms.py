@@ -19,8 +19,8 @@ from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
 from zero_inference.utils.child_runs import OWN_ERROR, Ended, last_words, run_child
+from zero_inference.utils.format import file_stem
 from zero_inference.utils.processes import isolated_ranks
-from zero_inference.utils.text import file_stem
 
 # What `compare` says itself, to every run.
 TAKEN = {"log-file", "log-dir", "dry-run", "json", "save-config", "warmup", "warmup-spread", "verbose", "local-rank"}

@@ -21,7 +21,7 @@ from zero_inference.config.checks import batch_advice
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError, UsageError
-from zero_inference.utils.durations import duration
+from zero_inference.utils.format import format_duration
 from zero_inference.utils.progress import Progress, reporting
 from zero_inference.utils.signals import exit_on_stop
 from zero_inference.utils.tables import FORMATS
@@ -243,7 +243,7 @@ def _about(least: list[float | None], most: list[float | None]) -> str:
     """Return the estimate of runs that take from `least` to `most` seconds each, in words; nothing where one of them is not known."""
     if None in least or None in most:
         return ""
-    low, high = (duration(60 * max(1, round(sum(filter(None, each)) / 60))) for each in (least, most))
+    low, high = (format_duration(60 * max(1, round(sum(filter(None, each)) / 60))) for each in (least, most))
     return f", about {low}" + (f" to {high}, by how many warm-up loops each takes" if high != low else "")
 
 

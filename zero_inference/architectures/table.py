@@ -11,7 +11,8 @@ from zero_inference.architectures import statistics
 from zero_inference.architectures.arms import Arm
 from zero_inference.architectures.comparison import QUALITY, SPEED, frame_of, quality_rows, summarize
 from zero_inference.records.schema import STATUS_OK
-from zero_inference.utils.tables import Column, decimals, gib, percent
+from zero_inference.utils.format import decimals, format_gib_exact, format_percent
+from zero_inference.utils.tables import Column
 
 PHASES = ("decode", "prefill", "total")
 Runs = Mapping[str, Sequence[tuple[int, dict[str, Any]]]]
@@ -51,10 +52,10 @@ COLUMNS = (
     Column("step_p50_s", "p50 (ms)", _milliseconds),
     Column("step_p95_s", "p95 (ms)", _milliseconds),
     Column("step_p99_s", "p99 (ms)", _milliseconds),
-    Column("peak_gpu_bytes", "peak gpu (GiB)", gib, "Int64"),
-    Column("peak_host_bytes", "peak host (GiB)", gib, "Int64"),
-    Column("weight_bytes", "stored weights (GiB)", gib, "Int64"),
-    Column("fraction_of_limit", "of limit", percent),
+    Column("peak_gpu_bytes", "peak gpu (GiB)", format_gib_exact, "Int64"),
+    Column("peak_host_bytes", "peak host (GiB)", format_gib_exact, "Int64"),
+    Column("weight_bytes", "stored weights (GiB)", format_gib_exact, "Int64"),
+    Column("fraction_of_limit", "of limit", format_percent),
     Column("unsettled_runs", "not settled", dtype="Int64"),
     Column("same_ids", "same tokens", lambda same: "yes" if same else "no", "boolean"),
 )

@@ -11,8 +11,8 @@ from importlib import metadata
 from typing import Any, NamedTuple, NoReturn
 
 from zero_inference.config.values import OTHER_COMMANDS, not_among, other_option
+from zero_inference.utils.format import printable
 from zero_inference.utils.near import did_you_mean
-from zero_inference.utils.text import printable
 
 # What argparse says, and what we say instead.
 _IN_PLAIN_WORDS = (

@@ -9,7 +9,7 @@ from zero_inference.config import checks
 from zero_inference.config.options import Options
 from zero_inference.config.values import bits_of, dtype_name
 from zero_inference.errors import UsageError
-from zero_inference.utils.sizes import gib_of
+from zero_inference.utils.format import parse_gib
 
 
 class RunConfig(Options):
@@ -40,7 +40,7 @@ class RunConfig(Options):
             spelled["prompt"] = (self.prompt,)
         if isinstance(self.gpu_memory, str):
             try:
-                spelled["gpu_memory"] = gib_of(self.gpu_memory)
+                spelled["gpu_memory"] = parse_gib(self.gpu_memory)
             except ValueError as error:
                 raise UsageError(f"--gpu-memory {self.gpu_memory}: {error}.") from error
         changed = {name: value for name, value in spelled.items() if value != getattr(self, name)}

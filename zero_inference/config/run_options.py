@@ -30,9 +30,9 @@ from zero_inference.config.parser import MODEL_GIVEN, Parser, examples, plain
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.values import default, other_option
 from zero_inference.errors import RunError, UsageError
+from zero_inference.utils.format import first_line
 from zero_inference.utils.near import did_you_mean
 from zero_inference.utils.replace import replacing
-from zero_inference.utils.text import first_line
 
 DTYPE = f"{{{','.join(DTYPES)}}}"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from zero_inference.config.options import AUTO, DEFAULTS, DTYPES, QUANT_BITS
 from zero_inference.errors import UsageError
+from zero_inference.utils.format import parse_gib
 from zero_inference.utils.near import did_you_mean
-from zero_inference.utils.sizes import gib_of
 
 _DTYPES = {
     **{name: name for name in DTYPES},
@@ -218,7 +218,7 @@ def number_or_auto(text: str) -> int | str:
 def size(text: str) -> float:
     """GiB."""
     try:
-        return gib_of(text)
+        return parse_gib(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -27,7 +27,7 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.models.checkpoint import load_weights, return_free_memory
 from zero_inference.models.frozen import refusal
 from zero_inference.models.sizes import parameter_bytes
-from zero_inference.utils.text import first_line
+from zero_inference.utils.format import first_line
 from zero_inference.utils.transfers import Transfers
 
 connect = no_communicator

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.utils.amounts import amount, compared
+from zero_inference.utils.format import format_bytes, format_bytes_pair
 from zero_inference.utils.signals import held
 
 PREFIX = "zero-inference-"
@@ -75,7 +75,7 @@ def check_offload_folder(folder: Path, needed_bytes: int) -> None:
         raise UsageError(f"--offload-dir {folder}: not writable ({error.strerror}); choose another folder.") from error
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        needed, there, unit = compared(needed_bytes, free)
+        needed, there, unit = format_bytes_pair(needed_bytes, free)
         raise UsageError(
             f"--offload-dir {folder}: {needed} {unit} is needed and {there} {unit} is free; choose another folder, or let --dry-run say "
             "what would fit."
@@ -109,7 +109,7 @@ def _told_if_full(path: Path, nbytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"the offload folder has no space for {amount(nbytes)} more: {error.strerror} ({path}); "
+            f"the offload folder has no space for {format_bytes(nbytes)} more: {error.strerror} ({path}); "
             "free some space or choose another --offload-dir."
         ) from error
 

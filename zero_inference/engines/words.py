@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_inference.engines.use import UseOfMachine
-from zero_inference.utils.amounts import amount
+from zero_inference.utils.format import format_bytes
 
 
 class PlanInWords(UseOfMachine):
@@ -22,7 +22,7 @@ class PlanInWords(UseOfMachine):
         """Lines about what a decode step moves and who computes it; none where there is nothing to tell."""
         if not self.fetched_bytes:
             return []
-        disk = f"{amount(self.disk_bytes)} {{}}from disk" if self.disk_bytes else ""
+        disk = f"{format_bytes(self.disk_bytes)} {{}}from disk" if self.disk_bytes else ""
         if not (self.job.on_gpu or self.copies_on_cpu):  # weights in host memory are used where they are
             return [f"each decode step reads {disk.format('')}"] if disk else []
         return [f"each decode step {self.fetched_in_words()}{', ' * bool(disk)}{disk.format('of it ')}"]
@@ -36,7 +36,7 @@ class PlanInWords(UseOfMachine):
 
     def fetched_in_words(self) -> str:
         """`copies 20.4 GiB over the link`."""
-        fetched = amount(self.fetched_bytes) if self.fetched_bytes else "nothing"
+        fetched = format_bytes(self.fetched_bytes) if self.fetched_bytes else "nothing"
         return f"copies {fetched} {'over the link' if self.job.on_gpu else 'within host memory'}"
 
     def places_in_words(self) -> str:

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from zero_inference.errors import UsageError
 from zero_inference.hardware.description import LEAST_RATE, MOST, CoreRates, Cores, Description, Gpu, Products, Source
+from zero_inference.utils.format import UNIT_BYTES, UNITS, parse_number_and_unit
 from zero_inference.utils.near import did_you_mean
-from zero_inference.utils.sizes import BYTES_OF, UNITS, number_and_unit
 
 # Of a GPU, left to CUDA itself: an estimate, where a measured machine has what was found.
 CONTEXT_BYTES = 512 << 20
@@ -130,17 +130,17 @@ def _gpus(name: str, text: str) -> tuple[Gpu, ...]:
 def _size(name: str, text: str) -> int:
     number, unit = _split(name, text, "128GiB")
     unit = unit or "gib"  # as in --gpu-memory 10
-    if unit not in BYTES_OF:
+    if unit not in UNIT_BYTES:
         raise UsageError(f"--assume {_said(name, text)}: the unit is one of {', '.join(UNITS)}, as in 128GiB.")
-    return int(_in_range(name, text, number * BYTES_OF[unit], least=0))
+    return int(_in_range(name, text, number * UNIT_BYTES[unit], least=0))
 
 
 def _rate(name: str, text: str) -> float:
     """GB/s of 1e9 bytes."""
     number, unit = _split(name, text, "25GB/s")
-    if not unit.endswith("/s") or unit.removesuffix("/s") not in BYTES_OF:
+    if not unit.endswith("/s") or unit.removesuffix("/s") not in UNIT_BYTES:
         raise UsageError(f"--assume {name}={text}: the unit must be bytes a second, such as GB/s (1e9), as in 25GB/s.")
-    return _in_range(name, text, number * BYTES_OF[unit.removesuffix("/s")] / 1e9)
+    return _in_range(name, text, number * UNIT_BYTES[unit.removesuffix("/s")] / 1e9)
 
 
 def _peers(name: str, text: str) -> float | str:
@@ -157,7 +157,7 @@ def _tflops(name: str, text: str) -> float:
 
 def _split(name: str, text: str, example: str) -> tuple[float, str]:
     """The number, and the unit in lower case."""
-    found = number_and_unit(text)
+    found = parse_number_and_unit(text)
     if found is None:
         raise UsageError(f"--assume {_said(name, text)}: no number with a unit, as in {example}.")
     return found

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from zero_inference.utils.amounts import amount
-from zero_inference.utils.tables import one_line
+from zero_inference.utils.format import format_bytes, one_line
 
 MOST = 1e18  # of anything here; a number above it is a mistake
 LEAST_RATE = 1e-9  # a byte a second: with less a step would take inf seconds
@@ -266,7 +265,9 @@ class Description(_Part):
         names = Counter(one_line(gpu.name)[:LONGEST_NAME] for gpu in self.gpus)
         gpus = ", ".join(f"{count} x {name}" for name, count in names.items()) or "no GPU"
         when = f", {one_line(self.measured_at)[:10]}" if self.measured_at else ""
-        host = f"{amount(self.host_memory_bytes)} of host memory{' (assumed)' if self.source == 'datasheet' else ''}"
+        host = (
+            f"{format_bytes(self.host_memory_bytes)} of host memory{' (assumed)' if self.source == 'datasheet' else ''}"
+        )
         return f"{one_line(self.name)[:LONGEST_NAME]} ({self.source}{when}): {gpus}, {host}"
 
     def busy(self) -> str | None:

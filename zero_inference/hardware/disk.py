@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from zero_inference.errors import RunError
-from zero_inference.utils.amounts import amount
+from zero_inference.utils.format import format_bytes
 
 CHUNK_BYTES = 8 << 20
 THREADS = 16
@@ -45,7 +45,7 @@ def disk_read_gb_per_s(folder: Path, file_bytes: int = MOST_BYTES) -> float:
     file_bytes = whole_chunks(file_bytes)
     try:
         if shutil.disk_usage(folder).free < file_bytes:
-            raise RunError(f"{folder} has less than {amount(file_bytes)} free")
+            raise RunError(f"{folder} has less than {format_bytes(file_bytes)} free")
         return _write_and_read(file, file_bytes)
     except OSError as error:
         raise RunError(f"no direct reads in {folder} ({error.strerror})") from error

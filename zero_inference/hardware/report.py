@@ -20,9 +20,9 @@ from zero_inference.hardware.copy import while_copying
 from zero_inference.hardware.description import Cores
 from zero_inference.hardware.rooflines import measure_rooflines
 from zero_inference.hardware.system import GpuLink
-from zero_inference.utils.amounts import amount
 from zero_inference.utils.distributed import Ranks
-from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows, three_digits
+from zero_inference.utils.format import format_bytes, three_digits
+from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows
 
 
 def make_report(ranks: Ranks, disk: Path | None, cores: Cores | None = None) -> dict[str, Any]:
@@ -117,11 +117,11 @@ def _facts(report: dict[str, Any]) -> list[str]:
             f"NUMA node {_shown(gpu['numa_node'])} ({told})"
         )
     host = report["host"]
-    memlock = "none" if host["memlock_bytes"] is None else amount(host["memlock_bytes"])
+    memlock = "none" if host["memlock_bytes"] is None else format_bytes(host["memlock_bytes"])
     nodes = " | ".join(",".join(map(str, nodes)) or "unknown" for nodes in report["numa_nodes_of_ranks"])
     who = "each rank" if report["world_size"] > 1 else "this process"
     lines.append(
-        f"host memory: {amount(host['memory_bytes'])}, {amount(host['memory_available_bytes'])} available; "
+        f"host memory: {format_bytes(host['memory_bytes'])}, {format_bytes(host['memory_available_bytes'])} available; "
         f"limit of locked memory: {memlock}; NUMA nodes of {who}: {nodes}"
     )
     return lines

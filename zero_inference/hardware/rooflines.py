@@ -21,8 +21,8 @@ from zero_inference.hardware.disk import disk_read_gb_per_s
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.extension import load_extension
+from zero_inference.utils.format import first_line
 from zero_inference.utils.progress import current
-from zero_inference.utils.text import first_line
 
 PRODUCT_ROWS = (1, 8, 32)
 MULTIPLIED: tuple[tuple[Products, GroupQuantization | None], ...] = (

@@ -47,8 +47,8 @@ from zero_inference.utils.environment import (
     versions_of,
 )
 from zero_inference.utils.extension import load_extension
+from zero_inference.utils.format import first_line
 from zero_inference.utils.progress import Task, current
-from zero_inference.utils.text import first_line
 
 DEVICE_ROWS = (*ROWS, 128)
 # With one token more than codes are multiplied as they are, these are restored first; from some hundred on operations bind.

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_inference.utils.amounts import amount
 from zero_inference.utils.environment import available_host_bytes
-from zero_inference.utils.tables import three_digits
+from zero_inference.utils.format import format_bytes, three_digits
 
 # Generation -> (GT/s of a lane, share of the transferred bits that are data), PCI Express Base Specification, revisions 1.0 to
 # 6.0: 8b/10b, then 128b/130b; from 6.0 flits of 256 bytes with 236 of packets (6 are link control, 8 CRC, 6 error correction).
@@ -169,7 +168,7 @@ def warnings_for(gpu: GpuLink | None, host: Host, pinned_gb_per_s: float | None 
     found = _link_warnings(gpu, host, pinned_gb_per_s) if gpu is not None else []
     if host.memlock_bytes is not None and host.memlock_bytes < host.memory_available_bytes:
         found.append(
-            f"the limit of locked memory is {amount(host.memlock_bytes)}, with {amount(host.memory_available_bytes)} of "
+            f"the limit of locked memory is {format_bytes(host.memlock_bytes)}, with {format_bytes(host.memory_available_bytes)} of "
             "host memory available: page-locked weights above it may be refused (CUDA often does not count it, for root "
             "and in containers), and whoever locks memory itself, such as buffers of libaio reads, is held to it; "
             "`ulimit -l unlimited` lifts it."

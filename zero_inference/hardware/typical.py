@@ -10,8 +10,9 @@ from zero_inference.hardware.assume import CONTEXT_BYTES, MOST_GPUS
 from zero_inference.hardware.cards import Card, card_of
 from zero_inference.hardware.description import Description, Gpu
 from zero_inference.hardware.system import link_gb_per_s
+from zero_inference.utils.format import decimals
 from zero_inference.utils.near import closest
-from zero_inference.utils.tables import PIPED_WIDTH, Column, decimals, print_rows
+from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows
 
 LANES = 16
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}  # by dtype its name among a card's rates

@@ -26,7 +26,7 @@ from zero_inference.kv_cache.device import DeviceKVCache, is_for_preallocated
 from zero_inference.models.alike import copy_with_few_layers, kinds_of_layers
 from zero_inference.models.meta_pass import tensors_in
 from zero_inference.models.sizes import cache_class, new_cache
-from zero_inference.utils.text import first_line
+from zero_inference.utils.format import first_line
 from zero_inference.utils.transfers import Transfers
 
 # the usual attention implementations; others have masks of another kind

@@ -18,8 +18,8 @@ from zero_inference.models.checkpoint import seen_by
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.prompts import random_ids
 from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.format import first_line
 from zero_inference.utils.host_memory import host_copy
-from zero_inference.utils.text import first_line
 
 COMPARED_TOKENS = 4
 # Each with other tokens: of a single token that differs, its experts may have been chosen by a rounding.

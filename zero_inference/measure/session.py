@@ -28,11 +28,10 @@ from zero_inference.planning.plan import Plan
 from zero_inference.planning.ranges import Range, seconds_in_words
 from zero_inference.records.limit import Rates, TracedLinkUse
 from zero_inference.records.schema import Result
-from zero_inference.utils.amounts import amount
 from zero_inference.utils.extension import load_extension
+from zero_inference.utils.format import format_bytes, three_digits
 from zero_inference.utils.progress import Progress
 from zero_inference.utils.replace import replacing
-from zero_inference.utils.tables import three_digits
 
 
 @contextlib.contextmanager
@@ -72,7 +71,9 @@ def loaded_model(
         job.ranks.barrier()
         load_s = time.perf_counter() - start
         progress.clear()
-        progress.say(f"loaded {amount(loaded.weight_bytes)} of weights in {three_digits(load_s)} s{_planned(plan)}")
+        progress.say(
+            f"loaded {format_bytes(loaded.weight_bytes)} of weights in {three_digits(load_s)} s{_planned(plan)}"
+        )
         for line in plan.weights.in_words():
             progress.say(line)
         loaded.facts |= apply_norm_kernels(asked, unused_because, loaded.model, progress.say)

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 from zero_inference.micro.timing import MachineRates, median_s, out_of_memory
-from zero_inference.utils.tables import Column, figures, percent
+from zero_inference.utils.format import format_percent, four_digits
+from zero_inference.utils.tables import Column
 
 BYTES = 8  # an element of float32 is read and one is written
 COLUMNS = (
     Column("n", "n", dtype="Int64"),
-    Column("time_s", "time (us)", lambda seconds: figures(1e6 * seconds)),
-    Column("gflops", "GFLOP/s", figures),
-    Column("gbps", "GB/s", figures),
-    Column("of_datasheet", "of datasheet", percent),
-    Column("of_measured", "of measured", percent),
+    Column("time_s", "time (us)", lambda seconds: four_digits(1e6 * seconds)),
+    Column("gflops", "GFLOP/s", four_digits),
+    Column("gbps", "GB/s", four_digits),
+    Column("of_datasheet", "of datasheet", format_percent),
+    Column("of_measured", "of measured", format_percent),
     Column("error", "error", dtype="string"),
 )
 

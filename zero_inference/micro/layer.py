@@ -20,7 +20,8 @@ from zero_inference.micro.timing import (
     predicted_s,
     too_long,
 )
-from zero_inference.utils.tables import Column, decimals, figures, percent
+from zero_inference.utils.format import decimals, format_percent, four_digits
+from zero_inference.utils.tables import Column
 
 PatchNorms = Callable[[Block], int]
 
@@ -30,20 +31,20 @@ COLUMNS = (
     Column("norms", "norms", dtype="string", width=5),
     Column("seq", "seq", dtype="Int64", width=4),
     Column("batch", "batch", dtype="Int64", width=3),
-    Column("forward_s", "fwd (ms)", lambda seconds: figures(1e3 * seconds), width=6),
-    Column("forward_tflops", "fwd TFLOP/s", figures),
-    Column("of_datasheet", "of datasheet", percent),
-    Column("of_measured", "of measured", percent),
-    Column("best_tflops", "best TFLOP/s measured", figures),
-    Column("forward_backward_tflops", "fwd+bwd TFLOP/s", figures),
-    Column("dense_tflops", "dense", figures),
-    Column("dense_activation_tflops", "dense + act", figures),
-    Column("feed_forward_tflops", "feed- forward", figures),
-    Column("attention_tflops", "attn", figures),
+    Column("forward_s", "fwd (ms)", lambda seconds: four_digits(1e3 * seconds), width=6),
+    Column("forward_tflops", "fwd TFLOP/s", four_digits),
+    Column("of_datasheet", "of datasheet", format_percent),
+    Column("of_measured", "of measured", format_percent),
+    Column("best_tflops", "best TFLOP/s measured", four_digits),
+    Column("forward_backward_tflops", "fwd+bwd TFLOP/s", four_digits),
+    Column("dense_tflops", "dense", four_digits),
+    Column("dense_activation_tflops", "dense + act", four_digits),
+    Column("feed_forward_tflops", "feed- forward", four_digits),
+    Column("attention_tflops", "attn", four_digits),
     Column("attention_of_feed_forward", "attn / ffn", decimals(2), width=5),
     Column("norm_modules_patched", "norms patched", dtype="Int64"),
     Column("norm_speedup", "norm gain", lambda ratio: f"{ratio:.3f}x", width=6),
-    Column("skippable", "causal half", percent, width=6),
+    Column("skippable", "causal half", format_percent, width=6),
     Column("skipped", "skipped", dtype="string"),
     Column("error", "error", dtype="string"),
 )

@@ -18,16 +18,17 @@ from zero_inference.micro.timing import (
     predicted_s,
     too_long,
 )
-from zero_inference.utils.tables import Column, figures, percent
+from zero_inference.utils.format import format_percent, four_digits
+from zero_inference.utils.tables import Column
 
 COLUMNS = (
     Column("dtype", "type", dtype="string"),
     Column("n", "n", dtype="Int64"),
-    Column("time_s", "time (us)", lambda seconds: figures(1e6 * seconds)),
-    Column("tflops", "TFLOP/s", figures),
-    Column("of_datasheet", "of datasheet", percent),
-    Column("of_measured", "of measured", percent),
-    Column("best_tflops", "best TFLOP/s measured", figures),
+    Column("time_s", "time (us)", lambda seconds: four_digits(1e6 * seconds)),
+    Column("tflops", "TFLOP/s", four_digits),
+    Column("of_datasheet", "of datasheet", format_percent),
+    Column("of_measured", "of measured", format_percent),
+    Column("best_tflops", "best TFLOP/s measured", four_digits),
     Column("skipped", "skipped", dtype="string"),
     Column("error", "error", dtype="string"),
 )

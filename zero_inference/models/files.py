@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from zero_inference.errors import RunError
-from zero_inference.utils.text import first_line
+from zero_inference.utils.format import first_line
 
 # The weights in one file, and the index that names their shards. Where a checkpoint has both kinds, the first is taken.
 WEIGHT_FILES = (

@@ -16,8 +16,8 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.models.files import WEIGHT_FILES, checkpoint_files, has_tokenizer, shards
 from zero_inference.models.hub_progress import showing_fetched
 from zero_inference.models.preset_table import find_preset, near_names
+from zero_inference.utils.format import first_line
 from zero_inference.utils.progress import current
-from zero_inference.utils.text import first_line
 
 # Of the top folder only: `original/` and `onnx/` hold other formats. Classes name their vocabulary as they like, hence the patterns.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]

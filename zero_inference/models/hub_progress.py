@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero_inference.utils.amounts import amount
+from zero_inference.utils.format import format_bytes
 from zero_inference.utils.progress import TICK_S, Moved, Progress, current, is_reporting
 
 PARTIAL = ".incomplete"  # how a file's name ends while it is fetched
@@ -51,7 +51,7 @@ def _watch(progress: Progress, name: str, blobs: Path, total: int, there: int, e
     moved, before = Moved(progress, "fetching weights", total, there), _bytes(blobs)
     if ended.wait(TICK_S):
         return
-    progress.say(f"fetching the weights of {name}, {amount(total - there)} ...")
+    progress.say(f"fetching the weights of {name}, {format_bytes(total - there)} ...")
     while not ended.wait(TICK_S):
         moved.at(min(total, there + max(0, _bytes(blobs) - before)))
 

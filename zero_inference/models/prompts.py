@@ -17,7 +17,7 @@ from zero_inference.config.options import LONGEST_PROMPT
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError, is_out_of_memory
 from zero_inference.models.spec import ModelSpec, load_tokenizer
-from zero_inference.utils.text import first_line
+from zero_inference.utils.format import first_line
 
 SHORT = 60  # characters of a prompt that are shown beside what was generated
 TEMPLATE_S = 10.0  # templates of published models take milliseconds

@@ -15,7 +15,7 @@ from zero_inference.errors import RunError, is_out_of_memory
 from zero_inference.models.files import checkpoint_files, few, indexed
 from zero_inference.models.quantized import SCALE, plain_tensors
 from zero_inference.models.spec import ModelSpec
-from zero_inference.utils.text import first_line
+from zero_inference.utils.format import first_line
 
 
 class Shards:

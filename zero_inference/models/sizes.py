@@ -17,8 +17,8 @@ from zero_inference.models.layers import parameters_of_towers
 from zero_inference.models.meta_pass import run_on_meta, tensors_in
 from zero_inference.models.repeat import NotAlike, OfLayers
 from zero_inference.models.spec import ModelSpec
+from zero_inference.utils.format import first_line
 from zero_inference.utils.log import is_wrapper, kv_layers, kv_width
-from zero_inference.utils.text import first_line
 
 KEY_VALUE_LAYERS = {
     "full_attention",

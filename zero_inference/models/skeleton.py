@@ -17,8 +17,8 @@ from zero_inference.models.head import multiply_rows_at_once
 from zero_inference.models.operators import Pass, trace_pass
 from zero_inference.models.sizes import ModelSizes, estimated_prefill_bytes, logits_bytes, model_sizes
 from zero_inference.models.spec import ModelSpec
+from zero_inference.utils.format import first_line
 from zero_inference.utils.log import auto_class
-from zero_inference.utils.text import first_line
 
 Found = TypeVar("Found")
 

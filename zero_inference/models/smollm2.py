@@ -28,8 +28,8 @@ import subprocess
 import sys
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.utils.amounts import amount
 from zero_inference.utils.cache_folder import models_folder
+from zero_inference.utils.format import format_bytes
 from zero_inference.utils.locks import held_lock
 from zero_inference.utils.processes import isolated_python
 
@@ -65,8 +65,8 @@ def smollm2_checkpoint() -> pathlib.Path:
             free_bytes = shutil.disk_usage(cache).free
             if free_bytes < _NEEDED_BYTES:
                 raise UsageError(
-                    f"--model smollm2-135m needs {amount(_NEEDED_BYTES)} in {cache}, which has {amount(free_bytes)} free: free some space, "
-                    "or let ZERO_INFERENCE_CACHE name another folder."
+                    f"--model smollm2-135m needs {format_bytes(_NEEDED_BYTES)} in {cache}, which has "
+                    f"{format_bytes(free_bytes)} free: free some space, or let ZERO_INFERENCE_CACHE name another folder."
                 )
             print(f"smollm2-135m: dequantizing {gguf_file.name} into {folder}, once", file=sys.stderr, flush=True)
             _convert_in_child(gguf_file, folder, lock_fd)

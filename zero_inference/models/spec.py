@@ -18,7 +18,7 @@ from zero_inference.models.files import has_tokenizer
 from zero_inference.models.hub import Snapshot, open_snapshot
 from zero_inference.models.preset_table import find_preset, near_names
 from zero_inference.models.quantized import BlockScales, block_scales, take_quantization
-from zero_inference.utils.text import first_line
+from zero_inference.utils.format import first_line
 
 SMOLLM2 = "smollm2-135m"
 # What sizes in a config.json may be: far beyond any model, and no more than is counted and laid out within seconds.

@@ -13,8 +13,8 @@ from torch import nn
 from zero_inference.errors import RunError, UsageError
 from zero_inference.norms import ops, patch, reference
 from zero_inference.utils.extension import load_extension, trial_mark, why_unavailable
+from zero_inference.utils.format import first_line
 from zero_inference.utils.processes import isolated_python
-from zero_inference.utils.text import first_line
 
 NO_DEVICE = "there is no CUDA device"
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over norm

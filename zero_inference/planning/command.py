@@ -13,7 +13,7 @@ from zero_inference.config.run_options import model_argument
 from zero_inference.errors import UsageError
 from zero_inference.hardware.choose import description_of
 from zero_inference.utils import garbage
-from zero_inference.utils.amounts import amount
+from zero_inference.utils.format import format_bytes
 from zero_inference.utils.progress import Progress, current, importing, reporting
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _check_part(option: str, gib: float | None, there: int, instead: str, name: 
     """Raises UsageError where a part of the memory is asked for that is larger than all of it."""
     if gib is not None and gib * 2**30 > there:
         raise UsageError(
-            f"{option} {gib:g}: {name} has only {amount(there)}; for a machine with more use --assume {instead.format(gib)}."
+            f"{option} {gib:g}: {name} has only {format_bytes(there)}; for a machine with more use --assume {instead.format(gib)}."
         )
 
 

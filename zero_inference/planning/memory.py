@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_inference.engines.base import EnginePlan, Job
-from zero_inference.utils.amounts import amount, compared
+from zero_inference.utils.format import format_bytes, format_bytes_pair
 
 DEVICE_MEMORY, HOST_MEMORY, PAGE_LOCKED, DISK = "device memory", "host memory", "page-locked memory", "disk"
 
@@ -42,20 +42,20 @@ class Need:
     def in_words(self) -> str:
         """`20.4 of 23.5 GiB free`."""
         if self.available is None:
-            return f"{amount(self.needed)}; how much is free is not known"
-        needed, there, unit = compared(self.needed, self.available)
+            return f"{format_bytes(self.needed)}; how much is free is not known"
+        needed, there, unit = format_bytes_pair(self.needed, self.available)
         return f"{needed} of {there} {unit} free{self._reserved}"
 
     def shortage(self) -> str:
         """`24.8 GiB of host memory (23.5 GiB free)`."""
-        needed, there, unit = compared(self.needed, self.available or 0)
+        needed, there, unit = format_bytes_pair(self.needed, self.available or 0)
         return f"{needed} {unit} of {self.name} ({there} {unit} free{self._reserved})"
 
     @property
     def _reserved(self) -> str:
         """Return the words about the reserve where nothing else is missing."""
         only_reserve = not self.fits and self.needed <= (self.available or 0)
-        return f", of which {amount(self.reserve)} have to stay free" if only_reserve else ""
+        return f", of which {format_bytes(self.reserve)} have to stay free" if only_reserve else ""
 
     @property
     def name(self) -> str:

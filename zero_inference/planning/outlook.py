@@ -10,8 +10,7 @@ from zero_inference.planning.copies_time import peers_s
 from zero_inference.planning.limits import least_step, least_work
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import RATE_WORDS, Rates
-from zero_inference.utils.durations import seconds
-from zero_inference.utils.tables import significant
+from zero_inference.utils.format import format_seconds, significant
 
 if TYPE_CHECKING:
     from zero_inference.hardware.description import Description
@@ -37,7 +36,7 @@ def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> s
     most = plan.job.config.batch_size / step_s
     bound = "about" if plan.expects_choices else "at most"  # tokens may choose other experts than are expected
     counted = "; the host's cores are not counted" if plan.lacks_cores else ""
-    return f"{bound} {significant(most)} token/s ({seconds(step_s)} a step) by the rate of {RATE_WORDS[bound_by]} alone{counted}"
+    return f"{bound} {significant(most)} token/s ({format_seconds(step_s)} a step) by the rate of {RATE_WORDS[bound_by]} alone{counted}"
 
 
 def experts_in_words(plan: EnginePlan) -> str | None:
@@ -79,7 +78,7 @@ def least_step_s(plan: EnginePlan, description: Description) -> tuple[str, float
     floors = as_mapping(least_step(_rates(plan, description), moved, work, job.on_gpu))
     over_link_s, others_s = peers_s(plan, description, plan.fetched_bytes)
     floors |= {"cores": plan.least_cores_s(), "peers": others_s, "link": (floors.get("link") or 0.0) + over_link_s}
-    known = {name: seconds for name, seconds in floors.items() if seconds}
+    known = {name: format_seconds for name, format_seconds in floors.items() if format_seconds}
     return max(known.items(), key=lambda each: each[1]) if known else None
 
 

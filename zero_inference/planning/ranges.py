@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zero_inference.utils.durations import seconds
-from zero_inference.utils.tables import significant
+from zero_inference.utils.format import format_seconds, significant
 
 
 class Range(NamedTuple):
@@ -36,11 +35,11 @@ LAUNCHED_SHARE, WAITED_SHARE = 0.6, 0.1
 def seconds_in_words(predicted_s: float, within_s: Range | None) -> str:
     """Return such as "0.123 s (0.11 to 0.14)"."""
     if within_s is None:
-        return seconds(predicted_s)
-    low, high = map(seconds, within_s)
+        return format_seconds(predicted_s)
+    low, high = map(format_seconds, within_s)
     if low.endswith(" s") and high.endswith(" s"):
         low, high = low.removesuffix(" s"), high.removesuffix(" s")
-    return f"{seconds(predicted_s)} ({low} to {high})"
+    return f"{format_seconds(predicted_s)} ({low} to {high})"
 
 
 def rate_in_words(predicted: float, within: Range | None) -> str:

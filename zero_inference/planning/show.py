@@ -20,7 +20,7 @@ from zero_inference.planning.outlook import experts_in_words, first_token_in_wor
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.plan_json import plan_in_json
 from zero_inference.planning.verdict import Faster, Verdict, faster_in_words, verdict_of
-from zero_inference.utils.amounts import amount
+from zero_inference.utils.format import format_bytes
 from zero_inference.utils.invocation import run_command
 
 NOT_SHOWN = ("dry_run", "json", "machine", "assume")  # of what is not a default: the machine has a line of its own
@@ -97,25 +97,28 @@ def _needs_rows(needs: Sequence[Need]) -> list[Row]:
     for need in shown(needs):
         said = need.in_words() + ("" if need.fits else "  <- does not fit")
         if need.place == HOST_MEMORY and locked is not None and locked.needed:
-            said += f"; {amount(locked.needed)} of it page-locked"
+            said += f"; {format_bytes(locked.needed)} of it page-locked"
         rows.append((need.place, f"{said} {need.which}".rstrip()))
     return rows
 
 
 def _weights(job: Job, plan: Plan | DoesNotFit) -> str:
-    plain = f"{amount(job.sizes.parameter_bytes)} in {job.spec.dtype_name}"
+    plain = f"{format_bytes(job.sizes.parameter_bytes)} in {job.spec.dtype_name}"
     if not isinstance(plan, Plan):
         return plain
     config, stored = job.config, plan.weights.weight_bytes
     head = ", output head in int8" if plan.weights.head_bytes[0] and config.quant_bits != 8 else ""
-    size = f"{amount(stored)} in int{config.quant_bits}{head} ({plain})" if config.quantized else plain
+    size = f"{format_bytes(stored)} in int{config.quant_bits}{head} ({plain})" if config.quantized else plain
     return f"{size}; {plan.weights.places_in_words()}"
 
 
 def _kv_cache(job: Job) -> str:
     sizes, config = log_sizes(job), job.config
     place = "in host memory" if config.kv_offload or not job.on_gpu else "on the device"
-    return f"{amount(sizes.cache_bytes)} {place}, for {config.batch_size} x {job.length} tokens; hidden states {amount(sizes.hidden_bytes)}"
+    return (
+        f"{format_bytes(sizes.cache_bytes)} {place}, for {config.batch_size} x {job.length} tokens; "
+        f"hidden states {format_bytes(sizes.hidden_bytes)}"
+    )
 
 
 def _options(job: Job) -> str:

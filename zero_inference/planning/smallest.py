@@ -5,7 +5,7 @@ from __future__ import annotations
 from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED
 from zero_inference.planning.plan import Plan
-from zero_inference.utils.amounts import amount_or_more
+from zero_inference.utils.format import format_gib_rounded_up
 
 DEVICE = "free device memory"
 
@@ -16,7 +16,7 @@ def least_machine(plans: list[Plan]) -> str:
     plan = min(plans, key=_needed_beyond)
     gpus, config = plan.job.ranks.world_size, plan.job.config
     needs = " and ".join(
-        f"{amount_or_more(nbytes)} of {place}{f' on each of {gpus} GPUs' if place == DEVICE and gpus > 1 else ''}"
+        f"{format_gib_rounded_up(nbytes)} of {place}{f' on each of {gpus} GPUs' if place == DEVICE and gpus > 1 else ''}"
         for place, nbytes in _needed(plan).items()
     )
     least = f" --gpu-memory 0 --ring-depth {MIN_RING_DEPTH}" if config.ring_depth else ""

@@ -11,9 +11,8 @@ from zero_inference.planning.candidates import Candidate, command_of
 from zero_inference.planning.memory import HOST_MEMORY
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.ranking import pareto_front
-from zero_inference.utils.amounts import in_gib
-from zero_inference.utils.durations import LONG_S, seconds
-from zero_inference.utils.tables import PIPED_WIDTH, Column, significant, terminal_table, texts_of
+from zero_inference.utils.format import LONG_S, format_gib, format_seconds, significant
+from zero_inference.utils.tables import PIPED_WIDTH, Column, terminal_table, texts_of
 
 GAP = 2  # characters between columns, 1 where the table would not fit
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -197,8 +196,8 @@ def _texts(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
         "tokens_per_s": UNKNOWN if row["tokens_per_s"] is None else most + significant(row["tokens_per_s"]),
         "range": None if row["tokens_per_s_range"] is None else "-".join(map(significant, row["tokens_per_s_range"])),
         "measured": row["tried"] if measured is None else significant(measured),
-        "device": None if row["device_bytes"] is None else in_gib(row["device_bytes"]),
-        "host": in_gib(row["host_bytes"]),
+        "device": None if row["device_bytes"] is None else format_gib(row["device_bytes"]),
+        "host": format_gib(row["host_bytes"]),
         "cores": UNKNOWN if plan.weights.lacks_cores else f"{cores:.0%}" if cores else None,
         "bound_by": UNKNOWN if row["bound_by"] is None else BOUND_BY[row["bound_by"]],
     } | {name: _seconds(row[name], least) for name in ("step_s", "prefill_s", "total_s")}
@@ -206,4 +205,4 @@ def _texts(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
 
 def _seconds(value: float | None, bound: str) -> str:
     """The number alone, or a duration where that is easier to read."""
-    return UNKNOWN if value is None else bound + seconds(value).removesuffix(" s" if value < LONG_S else "")
+    return UNKNOWN if value is None else bound + format_seconds(value).removesuffix(" s" if value < LONG_S else "")

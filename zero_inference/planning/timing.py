@@ -22,7 +22,7 @@ from zero_inference.planning.ranges import (
 )
 from zero_inference.planning.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
-from zero_inference.utils.durations import seconds
+from zero_inference.utils.format import format_seconds
 
 if TYPE_CHECKING:
     from zero_inference.hardware.description import Description
@@ -98,7 +98,7 @@ class Times:
         least, most = ("at least ", "at most ") if self.at_least else ("", "")
         rate = rate_in_words(self.tokens_per_s(batch_size), self.tokens_per_s_range(batch_size))
         return (
-            f"{most}{rate} token/s (decode step {least}{seconds(self.step.seconds)}, "
+            f"{most}{rate} token/s (decode step {least}{format_seconds(self.step.seconds)}, "
             f"bound by {RATE_WORDS[self.step.bound_by]}), "
             f"first token {least}{seconds_in_words(self.prefill.seconds, self.prefill_range_s)}"
         )
@@ -225,7 +225,7 @@ def _together(
 ) -> PassTime | None:
     """What the parts take beside or behind each other. The device computes while blocks are copied, and waits for the cores."""
     launches, rate = description.launches, description.device_gb_per_s
-    copied = {name: seconds for name, seconds in copies.items() if seconds is not None}
+    copied = {name: format_seconds for name, format_seconds in copies.items() if format_seconds is not None}
     if rate is None or len(copied) < len(copies):
         return None
     flop_rate = description.matmul_tflops.get(plan.job.spec.dtype_name)

@@ -12,7 +12,7 @@ from zero_inference.planning.memory import shown
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.ranges import seconds_in_words
 from zero_inference.planning.timing import why_unknown
-from zero_inference.utils.tables import significant
+from zero_inference.utils.format import significant
 
 NOT_MEASURED = "there are no current measurements of this machine (zero-inference link --save makes them, once)"
 

@@ -15,8 +15,7 @@ from zero_inference.planning.smallest import least_machine
 from zero_inference.planning.table import configuration_in_words, kind_of_weights
 from zero_inference.planning.timing import unknown_in_words, unknown_rates, why_unknown
 from zero_inference.planning.verdict import NOT_MEASURED
-from zero_inference.utils.amounts import amount, compared
-from zero_inference.utils.tables import significant
+from zero_inference.utils.format import format_bytes, format_bytes_pair, significant
 
 FIRST = {"throughput": "Fastest", "latency": "Shortest decode step", "memory": "Least memory"}  # by goal
 
@@ -59,7 +58,7 @@ def speed(candidate: Candidate, goal: str) -> str:
         step_s = seconds_in_words(candidate.times.step.seconds, candidate.times.step_range_s)
         parts.insert(0, f"{least}{step_s} a step")
     if goal == "memory":
-        parts.insert(0, f"{amount(candidate.memory_bytes)} of device and host memory")
+        parts.insert(0, f"{format_bytes(candidate.memory_bytes)} of device and host memory")
     return f"{', '.join(parts)} predicted"
 
 
@@ -124,7 +123,7 @@ def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
         place = {"cpu": " in host memory", "disk": " on disk"}.get(config.offload, where)
         gpus = f", {plan.job.ranks.world_size} GPUs" if plan.job.ranks.world_size > 1 else ""
         name = f"{config.engine} {kind_of_weights(plan)}{'' if config.engine == 'stream' else place}{gpus}"
-        needed, there, unit = compared(short.with_reserve, short.available or 0)
+        needed, there, unit = format_bytes_pair(short.with_reserve, short.available or 0)
         line = f"{name}: {needed} {unit} of {short.place}, {there} {unit} free"
         if changes := changes_that_fit(plan.job):
             line += f"; fits with {changes[0]}"
@@ -147,7 +146,7 @@ def why_none(found: Found, model: str) -> str:
         for need in plan.needs
         if need.available is not None and need.place != PAGE_LOCKED
     }
-    there = ", ".join(f"{amount(nbytes)} of {place}" for place, nbytes in available.items())
+    there = ", ".join(f"{format_bytes(nbytes)} of {place}" for place, nbytes in available.items())
     return (
         f"none of {len(found.too_large)} ways to run {model} fits ({there}); the smallest machine that could run it has "
         f"{least_machine(found.too_large)}."

@@ -14,8 +14,8 @@ from zero_inference.errors import RunError, UsageError, is_out_of_memory
 from zero_inference.records.run_log import RunLog
 from zero_inference.utils import signals
 from zero_inference.utils.distributed import Ranks, stop_process_group
+from zero_inference.utils.format import printable
 from zero_inference.utils.signals import STOPPING
-from zero_inference.utils.text import printable
 from zero_inference.utils.watch import PeerWatch, lost_connection, stopped_by
 
 

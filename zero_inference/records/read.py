@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.utils import GB
+from zero_inference.utils.format import printable
 from zero_inference.utils.log import LOG_LINES
-from zero_inference.utils.text import printable
 
 LONGEST_LINE = 64 << 20  # bytes, of records and logs that are read; a record of 100,000 steps has 2 MB
 MOST_DEEP = 32  # levels of lists and objects in a record that is read; those written here have 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zero_inference.config.options import QUANT_BITS, QUANTIZING_ENGINES
 from zero_inference.records.limit import LinkUse
 from zero_inference.records.schema import Measured, Request
-from zero_inference.utils.tables import three_digits
+from zero_inference.utils.format import three_digits
 
 NEAR_THE_LIMIT = 0.9  # from here on the engine has little left to give, and only less work helps
 FAR_FROM_THE_LIMIT = 0.7

@@ -13,7 +13,8 @@ from zero_inference.report.prediction import time_over_predicted
 from zero_inference.report.run import Run
 from zero_inference.report.short import BOUND_NAMES
 from zero_inference.report.where import where
-from zero_inference.utils.tables import Column, decimals, one_line, three_digits
+from zero_inference.utils.format import decimals, one_line, three_digits
+from zero_inference.utils.tables import Column
 
 
 def _gib(value: float) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_inference.utils.tables import NOT_KNOWN, Column, one_line, terminal_table
+from zero_inference.utils.format import one_line
+from zero_inference.utils.tables import NOT_KNOWN, Column, terminal_table
 
 GAP = 2  # characters between two columns
 

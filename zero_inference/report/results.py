@@ -18,9 +18,7 @@ from zero_inference.records.schema import DecodeGraph, Request, Result
 from zero_inference.report.advice import advice, what_else_takes_time
 from zero_inference.report.run_table import line_width, run_in_words, sizes_in_words, times_table
 from zero_inference.utils import signals
-from zero_inference.utils.amounts import amount
-from zero_inference.utils.tables import three_digits
-from zero_inference.utils.text import printable
+from zero_inference.utils.format import format_bytes, printable, three_digits
 
 LEAST_SHARE = 0.001  # that is shown as a figure
 SHOWN_TEXTS = 3
@@ -115,7 +113,7 @@ def _explanations(request: Request, result: Result) -> Iterator[str]:
             yield line
     elif measured.device == "cpu" and moved.host_to_device_bytes_per_step and not moved.cores_bytes_per_step:
         how = "copies" if engine.stream is not None else "uses"  # others use weights where they are
-        yield f"decode {how} {amount(moved.host_to_device_bytes_per_step)} a step within host memory: there is no GPU"
+        yield f"decode {how} {format_bytes(moved.host_to_device_bytes_per_step)} a step within host memory: there is no GPU"
     if moved.cores_bytes_per_step:
         last = measured.loops[-1]  # what was moved is the last loop's
         planned = engine.stream.cores if engine.stream is not None else None
@@ -138,18 +136,18 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
         source = ", measured in the loops" if rates.link_from == "loops" else ""
         of = "the link's limit"
         what = (
-            f"{amount(moved.host_to_device_bytes_per_step or 0)} a step at {three_digits(rates.link_gb_per_s)} GB/s{spread} "
+            f"{format_bytes(moved.host_to_device_bytes_per_step or 0)} a step at {three_digits(rates.link_gb_per_s)} GB/s{spread} "
             f"({rates.link_kind}{source})"
         )
     elif limit.bound_by == "link_and_cores":
         of = "the limit"
         what = (
-            f"{amount(moved.host_to_device_bytes_per_step or 0)} a step over the link "
-            f"({three_digits(rates.link_beside_cores_gb_per_s or 0)} GB/s) and {amount(moved.cores_bytes_per_step or 0)} "
+            f"{format_bytes(moved.host_to_device_bytes_per_step or 0)} a step over the link "
+            f"({three_digits(rates.link_beside_cores_gb_per_s or 0)} GB/s) and {format_bytes(moved.cores_bytes_per_step or 0)} "
             f"on the host's cores ({three_digits(rates.cores_gb_per_s or 0)} GB/s)"
         )
     elif limit.bound_by == "disk":
-        read = amount(moved.disk_read_bytes_per_step or 0)
+        read = format_bytes(moved.disk_read_bytes_per_step or 0)
         of, what = "the disk's limit", f"{read} a step at {three_digits(rates.disk_gb_per_s)} GB/s"
     elif limit.bound_by == "device_memory":
         memory = "device memory" if on_gpu else "this machine's memory"
@@ -166,7 +164,7 @@ def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | N
     """One line: how much the host's cores read in a decode step of `step_s` and how fast, beside the rate that was planned with."""
     to_device, of_cores = moved.host_to_device_bytes_per_step or 0, moved.cores_bytes_per_step or 0
     copied = "copied to the device" if on_gpu else "fetched"
-    line = f"each step: {amount(to_device)} {copied}, {amount(of_cores)} read by the host's cores"
+    line = f"each step: {format_bytes(to_device)} {copied}, {format_bytes(of_cores)} read by the host's cores"
     if not moved.cores_busy_s_per_step:
         return line
     busy = moved.cores_busy_s_per_step / step_s
@@ -177,8 +175,8 @@ def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | N
 def experts_in_words(use: ExpertUse) -> str:
     """One line: how often a chosen expert was in device memory, and the bytes that this saved and cost."""
     return (
-        f"experts: {use.hit_rate:.1%} of those chosen were on the device; {amount(use.saved_bytes_per_step)} a step "
-        f"saved, {amount(use.fetched_bytes_per_step)} fetched"
+        f"experts: {use.hit_rate:.1%} of those chosen were on the device; {format_bytes(use.saved_bytes_per_step)} a step "
+        f"saved, {format_bytes(use.fetched_bytes_per_step)} fetched"
     )
 
 

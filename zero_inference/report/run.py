@@ -15,8 +15,7 @@ from zero_inference.records.limit import HOST_COPY
 from zero_inference.records.read import number_of, value_at
 from zero_inference.records.schema import STATUS_FAILED
 from zero_inference.report.short import model_in_short, weights_in_short
-from zero_inference.utils.tables import LONGEST_TEXT
-from zero_inference.utils.text import printable
+from zero_inference.utils.format import LONGEST_TEXT, printable
 
 LINK_PARTS = ("busy_s", "slot_wait_s", "host_late_s", "step_start_s")
 

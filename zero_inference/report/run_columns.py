@@ -14,9 +14,8 @@ from zero_inference.report.given import differing_options
 from zero_inference.report.layout import Shown
 from zero_inference.report.prediction import time_over_predicted
 from zero_inference.report.run import Run
-from zero_inference.report.short import seconds
 from zero_inference.report.where import where
-from zero_inference.utils.tables import three_digits
+from zero_inference.utils.format import format_short_time, three_digits
 
 LONGEST_FOLDER = 16  # characters; the end of it tells most
 # Headers of what runs have to agree in for their figures to be comparable.
@@ -55,7 +54,9 @@ def result_columns(runs: Sequence[Run]) -> list[Shown]:
 
     def step(run: Run) -> str | None:
         decode_s, steps = run.amount("decode_latency_s"), (run.whole("gen_len") or 0) - 1
-        return seconds(decode_s / steps) if decode_s and decode_s > 0 and steps > 0 and not run.failed else None
+        return (
+            format_short_time(decode_s / steps) if decode_s and decode_s > 0 and steps > 0 and not run.failed else None
+        )
 
     def of_limit(run: Run) -> str | None:
         return None if run.share_of_limit is None else f"{run.share_of_limit:.1%}"

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from zero_inference.records.schema import EngineFacts, Measured, Request
 from zero_inference.report.short import model_in_short, weights_in_short
-from zero_inference.utils.amounts import GIB, LEAST, amount
-from zero_inference.utils.tables import Column, one_line, terminal_table, texts_of, three_digits
+from zero_inference.utils.format import GIB, LEAST_OF_UNIT, format_bytes, one_line, three_digits
+from zero_inference.utils.tables import Column, terminal_table, texts_of
 
 WIDEST = 100  # columns, of what a run prints
 
@@ -103,6 +103,6 @@ def sizes_in_words(request: Request, measured: Measured, engine: EngineFacts) ->
         ("peak host", measured.peak_host_bytes, ""),
     ]
     known = [(name, size, more) for name, size, more in parts if size is not None]
-    if any(0 < size < LEAST * GIB for _, size, _ in known):
-        return ", ".join(f"{name} {amount(size)}{more}" for name, size, more in known)
+    if any(0 < size < LEAST_OF_UNIT * GIB for _, size, _ in known):
+        return ", ".join(f"{name} {format_bytes(size)}{more}" for name, size, more in known)
     return f"GiB: {', '.join(f'{name} {three_digits(size / GIB)}{more}' for name, size, more in known)}"

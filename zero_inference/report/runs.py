@@ -17,7 +17,7 @@ from zero_inference.records.read import parse_log, read_records, value_at, warn
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.report.columns import BY_NAME, COLUMNS
 from zero_inference.utils import tables
-from zero_inference.utils.tables import one_line
+from zero_inference.utils.format import one_line
 
 if TYPE_CHECKING:
     import pandas

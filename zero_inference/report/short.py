@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from zero_inference.utils.tables import three_digits
-
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 # What limits a decode step, by the record's word for it.
@@ -29,18 +27,3 @@ def weights_in_short(quant_bits: int | None, dtype: str | None, quantized: bool 
 def model_in_short(model: str) -> str:
     """The last part of a hub name or a path."""
     return model.rstrip("/").rpartition("/")[2] or model
-
-
-def number(value: float) -> str:
-    """Three significant digits or all before the point, with a space between thousands."""
-    if value >= 100:
-        return f"{value:,.0f}".replace(",", "\u202f")
-    return f"{value:.3g}"
-
-
-def seconds(value: float) -> str:
-    """A duration with its unit, three significant digits."""
-    for scale, unit in ((1, "s"), (1e-3, "ms")):
-        if value >= scale:
-            return f"{three_digits(value / scale)} {unit}"
-    return f"{three_digits(value / 1e-6)} µs"

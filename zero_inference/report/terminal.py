@@ -11,7 +11,8 @@ from typing import Any
 from zero_inference.report.layout import Shown, cut, hidden_in_words, shortened, table_lines
 from zero_inference.report.run import Run, in_order
 from zero_inference.report.run_columns import WORK, result_columns, setting_columns, with_sorted
-from zero_inference.utils.tables import PIPED_WIDTH, one_line
+from zero_inference.utils.format import one_line
+from zero_inference.utils.tables import PIPED_WIDTH
 
 MOST_FAILURES = 10  # that get a note below the table
 _ONE_RANK = ("ranks", "1")  # which is not worth saying

@@ -15,7 +15,7 @@ import weakref
 import torch
 
 from zero_inference.errors import RunError
-from zero_inference.utils.amounts import amount
+from zero_inference.utils.format import format_bytes
 
 HUGE_PAGE = 2 << 20
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device, not for the current one alone
@@ -67,7 +67,7 @@ def _fault_in(flat: torch.Tensor) -> None:
 def refused(nbytes: int, error: OSError) -> str:
     """What to say where the system gives no memory."""
     return (
-        f"{amount(nbytes)} of host memory was asked for and refused ({error.strerror}); "
+        f"{format_bytes(nbytes)} of host memory was asked for and refused ({error.strerror}); "
         "quantize the weights, use --disk-offload or a machine with more memory."
     )
 
@@ -81,9 +81,9 @@ def page_lock(tensor: torch.Tensor) -> None:
     status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, PORTABLE))
     if status != 0:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        shown = "none" if limit == resource.RLIM_INFINITY else amount(limit)
+        shown = "none" if limit == resource.RLIM_INFINITY else format_bytes(limit)
         raise RunError(
-            f"{amount(tensor.nbytes)} of host memory could not be page-locked "
+            f"{format_bytes(tensor.nbytes)} of host memory could not be page-locked "
             f"(CUDA error {status}, memlock limit {shown}); raise `ulimit -l` or use --pin-memory 0."
         )
 

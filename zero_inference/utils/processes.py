@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from zero_inference.utils.format import printable
 from zero_inference.utils.signals import held
-from zero_inference.utils.text import printable
 
 if TYPE_CHECKING:
     import psutil

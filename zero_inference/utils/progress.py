@@ -13,10 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from zero_inference.utils.amounts import UNITS
-from zero_inference.utils.durations import duration, to_go
+from zero_inference.utils.format import BINARY_UNITS, format_duration, format_time_left, printable
 from zero_inference.utils.invocation import first_rank
-from zero_inference.utils.text import printable
 
 if TYPE_CHECKING:  # rich is imported where a terminal is there to show it
     from rich.console import Console
@@ -214,10 +212,10 @@ class Task:
         """Such as "compare: run 3 of 8 (int4), 2 min 10 s so far, about 4 min to go"."""
         elapsed, left = self.progress.clock() - self._start, self.left_s()
         if self._words is None:
-            return f"{self.name} ..." + (f" ({duration(elapsed)} so far)" if elapsed >= QUIET_S else "")
-        so_far = f", {duration(elapsed)} so far" if elapsed >= 1 else ""
+            return f"{self.name} ..." + (f" ({format_duration(elapsed)} so far)" if elapsed >= QUIET_S else "")
+        so_far = f", {format_duration(elapsed)} so far" if elapsed >= 1 else ""
         detail = self.detail()
-        return f"{self.name}: {self._words}{so_far}{to_go(left)}" + (f" [{detail}]" if detail else "")
+        return f"{self.name}: {self._words}{so_far}{format_time_left(left)}" + (f" [{detail}]" if detail else "")
 
     def refresh(self) -> None:
         """Show it, if it is time to."""
@@ -251,12 +249,12 @@ class Moved:
         if not progress.enabled or now < self._next_shown:
             return
         total = max(self._total, done)
-        unit, size = next((found for found in UNITS if total >= found[1]), UNITS[-1])
+        unit, size = next((found for found in BINARY_UNITS if total >= found[1]), BINARY_UNITS[-1])
         digits = 1 if total >= 10 * size else 2
         words = f"{done / size:.{digits}f} of {total / size:.{digits}f} {unit}"
         if (moved := done - self._already) >= max(LEAST_SHARE * total, 1):
             rate = moved / max(now - self._start, 1e-9)
-            words += f" ({rate / 1e9:.2g} GB/s){to_go((total - done) / rate)}"
+            words += f" ({rate / 1e9:.2g} GB/s){format_time_left((total - done) / rate)}"
         self._next_shown = now + progress.every_s
         if progress.on_terminal:
             progress.show_bar(self._name, total, done, words)

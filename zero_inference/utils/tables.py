@@ -5,25 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_inference.utils.text import printable
+from zero_inference.utils.format import one_line, printable
 
 FORMATS = ("table", "md", "csv", "json")
 NOT_KNOWN = "-"
 PIPED_WIDTH = 100  # of a table where stdout is no terminal
-LONGEST_TEXT = 2000  # of a cell
-MOST_DECIMALS = 6  # of figures with three digits
-
-
-def one_line(value: Any) -> str:
-    """`value` as a cell that any terminal and page can hold."""
-    text = printable(" ".join(str(value).split()))
-    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
 
 @dataclass(frozen=True)
@@ -70,40 +61,6 @@ class Column:
 def texts_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[list[str]]:
     """What people read: a list of texts for each row."""
     return [[column.text(row) for column in columns] for row in rows]
-
-
-def decimals(count: int) -> Callable[[float], str]:
-    return lambda value: f"{value:.{count}f}"
-
-
-def significant(value: float) -> str:
-    """Three digits that count, and whole numbers from 1000 on."""
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def three_digits(value: float) -> str:
-    """Three significant digits, trailing zeros kept and without an exponent; whole numbers from 1000 on."""
-    if not value:
-        return "0"
-    digits = 1 + math.floor(math.log10(abs(value)))
-    if digits < 3 and round(abs(value), 3 - digits) >= 10**digits:  # 9.996 is 10.0
-        digits += 1
-    return f"{value:.{min(max(0, 3 - digits), MOST_DECIMALS)}f}"
-
-
-def gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.3f}"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
-def figures(value: float) -> str:
-    """Four significant digits, without an exponent."""
-    magnitude = 0 if value == 0 else len(str(int(abs(value)))) if abs(value) >= 1 else 1
-    small = next((extra for extra in range(8) if abs(value) * 10**extra >= 0.1), 8) if value else 0
-    return f"{value:.{max(0, 4 - magnitude) + (small if abs(value) < 1 else 0)}f}"
 
 
 def render(

@@ -57,8 +57,8 @@ from zero_inference.engines.offload_folder import OffloadWorkspace, check_offloa
 from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
-from zero_inference.utils.amounts import amount
 from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.format import format_bytes
 from zero_inference.utils.progress import SLOW_IMPORT_S, current
 
 connect = no_communicator
@@ -118,7 +118,7 @@ class DeepSpeedPlan(EnginePlan):
         if self.job.config.disk_offload and not self.footprint.disk:
             least = Places.of(self.ds_config, self.job.spec.dtype, self.job.ranks.world_size).least_disk_bytes
             lines.append(
-                f"warning: --disk-offload: no weight of a layer has {amount(least)} a rank, the least that DeepSpeed writes "
+                f"warning: --disk-offload: no weight of a layer has {format_bytes(least)} a rank, the least that DeepSpeed writes "
                 f"to disk: all stay {self.places_in_words()}"
             )
         return lines

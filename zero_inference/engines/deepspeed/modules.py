@@ -31,9 +31,9 @@ from zero_inference.utils.compilers import (
     torch_builds,
 )
 from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.format import first_line
 from zero_inference.utils.locks import held_lock
 from zero_inference.utils.progress import QUIET_S, current
-from zero_inference.utils.text import first_line
 
 FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which takes the compiler longer
 TOGETHER = {"pin_memory": "pin_memory", "async_io": "py_lib"}  # module: the folder whose sources can be compiled as one

@@ -19,8 +19,8 @@ from zero_inference.hardware.machine import Work
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kv_cache.diverted import why_not_attended
 from zero_inference.records.schema import CoresUse
+from zero_inference.utils.format import three_digits
 from zero_inference.utils.log import heads_of_key
-from zero_inference.utils.tables import three_digits
 
 WHY_NOT_ATTENDED = "why the cores cannot attend"  # of a model, known once
 NO_LINK = "no GPU, so no weights cross PCIe"

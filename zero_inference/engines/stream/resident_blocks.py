@@ -11,7 +11,7 @@ from zero_inference.engines.stream.expert_slots import spread
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import DoesNotFit
-from zero_inference.utils.amounts import amount
+from zero_inference.utils.format import format_bytes
 
 GIB = 1 << 30
 # The copies that wait in the ring have to last while the host ends one token and prepares the next; this is a choice on the
@@ -52,10 +52,10 @@ def decide_residency(
 
     plan = plan_for(gpu_memory_gib, depth)
     if not _fits(plan, left):
-        resident = [f"{amount(plan.kept_bytes)} of resident layers"] if plan.kept_bytes else []
-        ring = [f"{plan.depth} ring slots of {amount(plan.slot_bytes)} each"] if plan.depth else []
+        resident = [f"{format_bytes(plan.kept_bytes)} of resident layers"] if plan.kept_bytes else []
+        ring = [f"{plan.depth} ring slots of {format_bytes(plan.slot_bytes)} each"] if plan.depth else []
         raise DoesNotFit(
-            f"{' and '.join(resident + ring)} do not fit into the {amount(left)} of device memory left for them{others}"
+            f"{' and '.join(resident + ring)} do not fit into the {format_bytes(left)} of device memory left for them{others}"
             f"{_advice(plan_for, gpu_memory_gib, depth, plan, left)}."
         )
     return plan

@@ -5,17 +5,16 @@ from __future__ import annotations
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.residency import Residency
-from zero_inference.utils.amounts import amount
-from zero_inference.utils.tables import three_digits
+from zero_inference.utils.format import format_bytes, three_digits
 
 
 def places_in_words(found: Residency) -> str:
     """Where the weights are, of a model that has some in host memory, beside a GPU."""
     hosted = found.layers_of(found.in_host_memory)
-    embedding = f"{amount(found.embedding_bytes)} of input embedding"
+    embedding = f"{format_bytes(found.embedding_bytes)} of input embedding"
     if not hosted:
         return f"all layers on the device, {embedding} in host memory"
-    host = f"in host memory ({amount(found.host_bytes)}{f' and {embedding}' if found.embedding else ''})"
+    host = f"in host memory ({format_bytes(found.host_bytes)}{f' and {embedding}' if found.embedding else ''})"
     if set(found.expert_blocks).issuperset(found.in_host_memory):
         return f"the experts of {len(hosted)} of {found.layers} layers {host}, everything else on the device"
     if len(hosted) == found.layers:
@@ -27,8 +26,9 @@ def others_in_words(job: Job, outside_bytes: int, activations: int, reserve: int
     """Return what takes the device memory that layers do not get; `embeds`: the input embedding is on the device."""
     outside = "embedding and head" if embeds else "the output head"
     return (
-        f" by {outside} ({amount(outside_bytes)}), KV cache ({amount(job.cache_device_bytes)}), "
-        f"activations ({amount(activations)}) and a reserve ({amount(reserve)}), of {amount(job.free_device_bytes or 0)} free"
+        f" by {outside} ({format_bytes(outside_bytes)}), KV cache ({format_bytes(job.cache_device_bytes)}), "
+        f"activations ({format_bytes(activations)}) and a reserve ({format_bytes(reserve)}), "
+        f"of {format_bytes(job.free_device_bytes or 0)} free"
     )
 
 
@@ -39,7 +39,7 @@ def experts_in_words(found: Residency) -> list[str]:
         number = sum(found.blocks[block].experts.number for block in found.expert_blocks)
         lines.append(
             f"the device also keeps the {sum(slots.values())} most used of the {number} experts in host memory: "
-            f"{amount(found.expert_slot_bytes)}"
+            f"{format_bytes(found.expert_slot_bytes)}"
         )
     if found.quota:
         lines.append(
@@ -56,7 +56,7 @@ def cores_in_words(cores: CoresPlan, found: Residency) -> str:
     one = bool(cores.instructions) and threads == 1
     tasks = [f"multipl{'ies' if one else 'y'} {_products_in_words(found)}"] if found.computed else []
     if cores.attends:
-        tasks.append(f"attend{'s' * one} over {amount(cores.kv_bytes)} of keys and values")
+        tasks.append(f"attend{'s' * one} over {format_bytes(cores.kv_bytes)} of keys and values")
     for_ranks = f" for {cores.ranks} ranks" if cores.ranks > 1 else ""
     line = f"{who} {' and '.join(tasks)} in host memory{for_ranks}"
     if cores.kv_bytes and cores.ranks > 1:
@@ -75,8 +75,8 @@ def prompts_in_words(cores: CoresPlan) -> list[str]:
 def _products_in_words(found: Residency) -> str:
     """Of the cores; of experts, as many as tokens are expected to choose."""
     stored = sum(found.layouts[block].stored_bytes for block in found.computed)
-    chosen = f" (the experts that tokens choose, of {amount(stored)})" if stored > found.computed_bytes else ""
-    return f"{amount(found.computed_bytes)}{chosen}"
+    chosen = f" (the experts that tokens choose, of {format_bytes(stored)})" if stored > found.computed_bytes else ""
+    return f"{format_bytes(found.computed_bytes)}{chosen}"
 
 
 def rates_in_words(cores: CoresPlan) -> list[str]:

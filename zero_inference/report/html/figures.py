@@ -23,7 +23,7 @@ from zero_inference.report.html.roofline import roofline
 from zero_inference.report.html.svg import GRID, INK, MUTED, SERIES, STYLE, SURFACE
 from zero_inference.report.html.throughput import throughput
 from zero_inference.report.run import LINK_PARTS, Run
-from zero_inference.report.short import seconds
+from zero_inference.utils.format import format_short_time
 
 LINK_NAMES = dict(zip(LINK_PARTS, ("copying", "waiting for a slot", "host late", "start of a step")))
 
@@ -115,7 +115,9 @@ def phases(runs: list[Run]) -> list[Drawing]:
                 Row(
                     run.label,
                     run.rest,
-                    f"{seconds(prefill)} + {seconds(decode)}" if decode else seconds(prefill),
+                    f"{format_short_time(prefill)} + {format_short_time(decode)}"
+                    if decode
+                    else format_short_time(prefill),
                     (prefill, max(0.0, decode or 0)),
                 )
             )
@@ -187,7 +189,12 @@ def steps(runs: list[Run]) -> list[Drawing]:
         if run.step_s and not run.failed:
             middle = statistics.median(run.step_s)
             rows.append(
-                Row(run.label, run.rest, seconds(middle), sorted(100 * (step / middle - 1) for step in run.step_s))
+                Row(
+                    run.label,
+                    run.rest,
+                    format_short_time(middle),
+                    sorted(100 * (step / middle - 1) for step in run.step_s),
+                )
             )
     if not rows:
         return []

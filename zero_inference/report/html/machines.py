@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from zero_inference.records.limit import HOST_COPY
 from zero_inference.report.run import Run, clean
-from zero_inference.report.short import BOUND_NAMES, number
+from zero_inference.report.short import BOUND_NAMES
+from zero_inference.utils.format import format_number
 
 SAME_RATE = 1.5  # links that differ by more are of different machines: a generation of PCIe is a factor of 2
 
@@ -155,5 +156,5 @@ def _name(points: list[Point], found: dict[str, tuple[float, float]], several: b
     if ranks and ranks > 1:
         parts.append(f"{ranks} ranks")
     if several and (rate := found.get("link") or found.get(run.memory)):
-        parts.append(f"{'link' if 'link' in found else 'memory'} {number(rate[1] / 1e9)} GB/s")
+        parts.append(f"{'link' if 'link' in found else 'memory'} {format_number(rate[1] / 1e9)} GB/s")
     return clean(", ".join(parts))

@@ -20,8 +20,8 @@ from zero_inference.report.html.machines import Machine, Point, machines_of
 from zero_inference.report.html.places import Box, places_beside
 from zero_inference.report.html.svg import INK, embedded
 from zero_inference.report.run import Run
-from zero_inference.report.short import BOUND_NAMES, number
-from zero_inference.utils.amounts import GIB, amount
+from zero_inference.report.short import BOUND_NAMES
+from zero_inference.utils.format import GIB, format_bytes, format_number
 
 MACHINES_AT_ONCE, MOST_MACHINES = 2, 12
 LEFT, RIGHT, TOP, BOTTOM, PLOT_HEIGHT, LEGEND_LINE = 44, 20, 20, 38, 230, 13.5  # points
@@ -67,7 +67,9 @@ def _set_axes(axes, points: list[Point]) -> None:
     log_axis(axes.xaxis, *_span([point.bytes_per_token / GIB for point in points]), most_decades=5)
     log_axis(axes.yaxis, *_span([value for point in points for value in (point.tokens_per_s, point.limit) if value]))
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, position: number(value) if 1e-3 <= value < 99_999 else f"{value:.0e}")
+        axis.set_major_formatter(
+            lambda value, position: format_number(value) if 1e-3 <= value < 99_999 else f"{value:.0e}"
+        )
     axes.set_xlabel("GiB that a token needs")
     axes.set_title("decode throughput (token/s)", loc="left", x=-32 / (WIDTH - LEFT - RIGHT), color=INK)
     axes.grid(True)
@@ -166,7 +168,7 @@ def _rate_text(machine: Machine, bound: str) -> str:
     """The line's rate, and the lowest where runs differ in it, as cores read some kinds of weights faster than others."""
     if bound not in machine.rates:
         return ""
-    least, most = (number(rate / 1e9) for rate in machine.rates[bound])
+    least, most = (format_number(rate / 1e9) for rate in machine.rates[bound])
     alike = machine.rates[bound][1] < 1.05 * machine.rates[bound][0]
     return f": {most} GB/s" if alike else f": {least} to {most} GB/s"
 
@@ -189,8 +191,8 @@ def _what_x_is(machine: Machine) -> str:
 def _described(machine: Machine) -> str:
     lines = [f"{bound_name(bound)}{_rate_text(machine, bound)}" for bound in machine.rates]
     runs = [
-        f"{', '.join(filter(None, (point.run.label, point.run.rest)))}: {number(point.tokens_per_s)} token/s at "
-        f"{amount(point.bytes_per_token)} a token, {point.run.share_of_limit:.1%} of its limit by {bound_name(point.bound)}"
+        f"{', '.join(filter(None, (point.run.label, point.run.rest)))}: {format_number(point.tokens_per_s)} token/s at "
+        f"{format_bytes(point.bytes_per_token)} a token, {point.run.share_of_limit:.1%} of its limit by {bound_name(point.bound)}"
         for point in machine.points
     ]
     return "; ".join(lines) + ". " + "; ".join(runs)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from zero_inference.report.advice import FAR_FROM_THE_LIMIT
 from zero_inference.report.run import Run
-from zero_inference.report.short import number
-from zero_inference.utils.amounts import amount
-from zero_inference.utils.tables import three_digits
+from zero_inference.utils.format import format_bytes, format_number, three_digits
 
 LIMIT_WORDS = {
     "link": "the link's limit",
@@ -83,20 +81,20 @@ def _finding(runs: list[Run]) -> Finding | None:
     rival = next((run for run in others.values() if run.setting != best.setting), None)
     leaders = [best, *equal]
     named = [(run.number, _named(run)) for run in leaders[:LEADERS_NAMED]]
-    speeds = number(of(best)) + (f" to {number(of(leaders[-1]))}" if equal else "")
+    speeds = format_number(of(best)) + (f" to {format_number(of(leaders[-1]))}" if equal else "")
     speed, claim = f"{speeds} token/s in {phase}", "is fastest" if len(ranked) > 1 else "is the only run"
     if equal:
         claim = "are the fastest, too close for the spread of their loops to tell apart"
     elif rival is not None:
         times = of(best) / of(rival)
         speed += f", {times:.{2 if times < 1.1 else 1 if times < 100 else 0}f} times the next setting "
-        speed += f"({_named(rival)}: {number(of(rival))})"
+        speed += f"({_named(rival)}: {format_number(of(rival))})"
         if best.loop_spread(key) is None and rival.loop_spread(key) is None:
             speed += "; the spread of their loops was not recorded"
     low, high = _range(best, [run for run in ranked if _named(run) == _named(best)], of, key)
-    figure = number(of(best))
+    figure = format_number(of(best))
     if high > UNSTEADY * low:
-        figure = f"{number(low)} to {number(high)}"
+        figure = f"{format_number(low)} to {format_number(high)}"
         speed += f"; its runs or loops differ {high / low:.{0 if high >= 10 * low else 1}f}-fold, so other work was on the machine"
     share = "" if best.share_of_limit is None else f"{best.share_of_limit:.1%} of {_limit_in_short(best)}"
     return Finding(
@@ -167,7 +165,7 @@ def _what_took_the_rest(run: Run) -> str:
 def _limit_named(run: Run) -> str:
     def with_rate(name: str, key: str, unit: str, moved: str | None = None) -> str:
         rate, size = run.amount(key), run.amount(moved) if moved else None
-        of_step = f"{amount(size)} a step at " if size and size > 0 else ""
+        of_step = f"{format_bytes(size)} a step at " if size and size > 0 else ""
         return name + (f" ({of_step}{three_digits(rate)} {unit})" if rate else "")
 
     names = {

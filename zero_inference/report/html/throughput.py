@@ -23,7 +23,7 @@ from zero_inference.report.html.drawing import (
 from zero_inference.report.html.summary import UNSTEADY
 from zero_inference.report.html.svg import GRID, INK, MUTED, SERIES, SURFACE, embedded
 from zero_inference.report.run import Run
-from zero_inference.report.short import number
+from zero_inference.utils.format import format_number
 
 PANELS_AT_ONCE = 6
 FARTHEST_LIMIT = 3.0  # times the highest bar: the line of a limit beyond would leave the bars no width
@@ -81,7 +81,7 @@ def _bars(name: str, runs: list[Run], folded: bool) -> list[Drawing]:
     def finish(axes) -> None:
         axes.set_xlim(0, span)
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(lambda value, position: number(value) if value else "0")
+        axes.xaxis.set_major_formatter(lambda value, position: format_number(value) if value else "0")
 
     at = f" at batch {batches[0]}" if len(batches) == 1 else ""
     title = f"Throughput{at}: {runs[0].group_name if one_group else 'models and lengths with one run'}"
@@ -103,10 +103,10 @@ def _bar_rows(runs: list[Run], several_groups: bool, several_batches: bool) -> l
         rest = [run.short_model] * several_groups + [f"batch {run.whole('batch_size')}"] * several_batches
         rest += [f"prompt {run.whole('prompt_len')}", f"{run.whole('gen_len')} generated"] * several_groups
         slowest, fastest = (pick(run.decode_throughput for run in each) for pick in (min, max))
-        apart = f", {number(slowest)} to {number(fastest)}" if fastest > UNSTEADY * slowest else ""
+        apart = f", {format_number(slowest)} to {format_number(fastest)}" if fastest > UNSTEADY * slowest else ""
         several = f" ({len(each)} runs{apart})" if len(each) > 1 else ""
         data = (speed, statistics.median(limits) if limits else None)
-        rows.append(Row(run.setting, ", ".join(rest), f"{number(speed)} token/s{several}", data))
+        rows.append(Row(run.setting, ", ".join(rest), f"{format_number(speed)} token/s{several}", data))
     return sorted(rows, key=lambda row: -row.data[0])
 
 
@@ -144,7 +144,7 @@ def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded:
     best = max(runs, key=lambda run: run.decode_throughput)
     described = (
         f"{len(lines)} settings at batch {', '.join(map(str, panel.batches))}. "
-        f"Highest: {number(best.decode_throughput)} token/s by {best.setting} at batch {best.whole('batch_size')}."
+        f"Highest: {format_number(best.decode_throughput)} token/s by {best.setting} at batch {best.whole('batch_size')}."
     )
     return Drawing(title, caption.strip(), embedded(figure, name, title, described), folded)
 
@@ -175,7 +175,7 @@ def _finish_axes(axes, batches: list[int], speeds: list[float]) -> None:
         log_axis(axes.yaxis, min(speeds) / 1.3, max(speeds) * 1.3)
     else:
         axes.set_ylim(0, max(speeds) * 1.1)
-    axes.yaxis.set_major_formatter(lambda value, position: number(value) if value else "0")
+    axes.yaxis.set_major_formatter(lambda value, position: format_number(value) if value else "0")
     axes.set_title("decode throughput (token/s)", loc="left", x=-32 / (WIDTH - 58), color=INK)
     axes.set_xlabel("batch size (sequences)")
     axes.grid(True, axis="y")
@@ -211,5 +211,5 @@ def _batch_axis(axes, batches: list[int]) -> None:
     for batch in batches:
         if not ticks or math.log2(batch / ticks[-1]) >= apart:
             ticks.append(batch)
-    axes.set_xticks(ticks, [number(tick) for tick in ticks])
+    axes.set_xticks(ticks, [format_number(tick) for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_inference.utils.amounts import amount, amount_or_more, compared, in_gib
+from zero_inference.utils.format import format_bytes, format_bytes_pair, format_gib, format_gib_rounded_up
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -23,17 +23,17 @@ GIB, MIB = 1 << 30, 1 << 20
     ],
 )
 def test_an_amount_has_three_digits_and_its_unit(nbytes, text):
-    assert amount(nbytes) == text
+    assert format_bytes(nbytes) == text
 
 
 def test_two_amounts_share_a_unit_and_differ_where_they_do():
-    assert compared(20.44 * GIB, 23.5 * GIB) == ("20.4", "23.5", "GiB")
-    assert compared(0, 128 * GIB) == ("0", "128", "GiB")
-    assert compared(128.2 * GIB, 128 * GIB) == ("128.20", "128.00", "GiB")
-    assert compared(10 * MIB, 20 * MIB) == ("10", "20", "MiB")
-    assert compared(0, 0) == ("0", "0", "bytes")
+    assert format_bytes_pair(20.44 * GIB, 23.5 * GIB) == ("20.4", "23.5", "GiB")
+    assert format_bytes_pair(0, 128 * GIB) == ("0", "128", "GiB")
+    assert format_bytes_pair(128.2 * GIB, 128 * GIB) == ("128.20", "128.00", "GiB")
+    assert format_bytes_pair(10 * MIB, 20 * MIB) == ("10", "20", "MiB")
+    assert format_bytes_pair(0, 0) == ("0", "0", "bytes")
 
 
 def test_what_is_enough_is_rounded_up():
-    assert amount_or_more(6.21 * GIB) == "6.3 GiB" and amount_or_more(131.401 * GIB) == "131.5 GiB"
-    assert in_gib(7.25 * GIB) == "7.25"
+    assert format_gib_rounded_up(6.21 * GIB) == "6.3 GiB" and format_gib_rounded_up(131.401 * GIB) == "131.5 GiB"
+    assert format_gib(7.25 * GIB) == "7.25"
