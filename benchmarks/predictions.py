@@ -9,7 +9,7 @@ products, cores beside the link. With --cores-of-runs the cores have the GB/s th
 they multiply: a host that others use has other rates in a run than when it was measured. No record says what the host takes to launch
 operators; `LAUNCHES` are those of all. A figure is by how much more was measured than predicted.
 
---ranges: the table of `zero_inference.planning.ranges`, from the runs of HOSTS, each planned for its host as `link --save` found it; and of
+--ranges: the table of `zero_inference.planning.cost`, from the runs of HOSTS, each planned for its host as `link --save` found it; and of
 each host how many times are within the ranges that the other hosts' runs make.
 """
 
@@ -41,9 +41,8 @@ from zero_inference.hardware.description_file import read_description
 from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import ModelSpec, resolve_model
-from zero_inference.planning.loading import compared_s
+from zero_inference.planning.cost import Range, compared_s
 from zero_inference.planning.plan import Plan, make_plan
-from zero_inference.planning.ranges import Range
 from zero_inference.records.read import read_records
 from zero_inference.utils.distributed import detect_ranks
 

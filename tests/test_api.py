@@ -23,7 +23,7 @@ from zero_inference.cli import console_main
 from zero_inference.config.run_options import parse_options
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.prompts import random_ids
-from zero_inference.planning.candidates import command_of
+from zero_inference.planning.search import command_of
 
 CPU = {"dtype": "float32", "verbose": 0}
 WAYS = {

@@ -11,7 +11,7 @@ from conftest import ROOT, free_port, without_gpus
 from zero_inference.cli import console_main, console_parser
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import parse_options
-from zero_inference.planning.candidates import command_of
+from zero_inference.planning.search import command_of
 from zero_inference.utils.invocation import as_installed, behind_the_command, run_command
 
 

@@ -16,7 +16,7 @@ from zero_inference.models.meta_pass import tensors_in
 from zero_inference.models.sizes import kv_widths_of, model_sizes
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
-from zero_inference.planning.plan import describe_job
+from zero_inference.planning.plan import build_job
 from zero_inference.utils.distributed import detect_ranks
 
 BATCH, LENGTH = 3, 5
@@ -95,7 +95,7 @@ def spec_of(config) -> ModelSpec:
 def job_of(config, **options) -> Job:
     """What a run with `LENGTH` positions, 2 of them generated, would have to keep."""
     asked = RunConfig(model="small", batch_size=BATCH, prompt_len=LENGTH - 2, gen_len=2, **options)
-    return describe_job(asked, spec_of(config), detect_ranks())
+    return build_job(asked, spec_of(config), detect_ranks())
 
 
 def cached_layers(config) -> list[int]:

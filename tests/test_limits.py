@@ -13,8 +13,8 @@ from zero_inference.errors import RunError
 from zero_inference.hardware.copy import rate_of
 from zero_inference.measure import rates
 from zero_inference.measure.rates import AroundLoops, LinkRate, with_cores, with_link
-from zero_inference.planning import limits
-from zero_inference.planning.limits import LeastWork
+from zero_inference.planning import roofline
+from zero_inference.planning.roofline import StepWork
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import LinkUse, Rates, TracedLinkUse
 from zero_inference.records.loops import MovedPerStep
@@ -31,7 +31,7 @@ RATES = Rates(
     matmul_tflops=500.0,
     disk_gb_per_s=5.0,
 )
-WORK = LeastWork(device_bytes=2 * 10**9, flops=10**12)  # 1 ms and 2 ms a step
+WORK = StepWork(device_bytes=2 * 10**9, flops=10**12)  # 1 ms and 2 ms a step
 MOVED = MovedPerStep(10**9, 0, 0)  # 20 ms a step
 
 
@@ -45,7 +45,7 @@ class Three(Ranks):
 def limit_of(
     ahead_bytes: int = 0, steps: int = 4, decode_s: float = 0.1, rates: Rates = RATES, moved=MOVED, on_gpu: bool = True
 ):
-    return limits.decode_limits(rates, moved, ahead_bytes, WORK, on_gpu, steps, decode_s)
+    return roofline.decode_roofline(rates, moved, ahead_bytes, WORK, on_gpu, steps, decode_s)
 
 
 def test_a_rate_is_the_median_of_its_rounds_and_its_spread_leaves_the_outer_tenths_out():

@@ -46,7 +46,7 @@ from zero_inference.hardware.typical import TYPICAL, find_typical
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.outlook import least_step_s, limit_in_words
+from zero_inference.planning.explain import limit_in_words, step_bound
 from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.records.read import read_records
@@ -200,14 +200,14 @@ def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
     line = "gpus=1x24GiB,host=128GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s"
     all_of_it = planned(f"{options} --cpu-compute 1", machine_of(None, line)).weights
     assert all_of_it.fetched_bytes == 5120 * 2, "a row of the embedding"
-    assert least_step_s(all_of_it, assumed(line)) == ("cores", pytest.approx(all_of_it.cores_bytes / 60e9))
+    assert step_bound(all_of_it, assumed(line)) == ("cores", pytest.approx(all_of_it.cores_bytes / 60e9))
     by_deepspeed = "--model llama-2-13b --dummy --cpu-offload"
     no_link = planned(by_deepspeed, machine_of(None, "gpus=1x24GiB,host=128GiB,memory=1000GB/s")).weights
     assert limit_in_words(no_link) == "not known without the rate of the link"
     assert no_link.in_words() == [f"each decode step copies {no_link.fetched_bytes / 2**30:.3g} GiB over the link"]
     assert no_link.places_in_words() == "in host memory"
     mixture = planned("--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4", machine_of(None, line)).weights
-    assert 300 < 1 / least_step_s(mixture, assumed(line))[1] < 1000, "3.3 billion active weights in half a byte"
+    assert 300 < 1 / step_bound(mixture, assumed(line))[1] < 1000, "3.3 billion active weights in half a byte"
     chosen = planned(
         "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4 --gpu-memory 4", machine_of(None, line)
     )
@@ -522,7 +522,7 @@ def test_what_gpus_send_each_other(options, fetched_share):
     def step_s(peers) -> tuple[float, str, int]:
         machine = MACHINE.model_copy(update={"gpus": (H200,) * 4, "peers_gb_per_s": peers})
         plan = make_plan(Job(config, spec, ranks, skeleton, H200.free_bytes, None, DescribedMachine(machine)))
-        limit = least_step_s(plan.weights, machine)[1]
+        limit = step_bound(plan.weights, machine)[1]
         assert limit <= plan.times.step.seconds * 1.001, "the limit is a bound of what is predicted"
         weights = plan.weights.fetched_bytes + plan.weights.parted_bytes
         assert weights == pytest.approx(2 * 12.85e9, rel=0.03), (
@@ -547,14 +547,14 @@ def test_cores_take_their_part_as_the_file_says():
     assert len(plan.cores.cpus) == 15 and plan.cores.instructions == "amx"
     # 100 GB/s and 50 GB/s, less the meetings and what the device reads
     assert 1.5 < moved.cores_bytes_per_step / moved.host_to_device_bytes_per_step < 2.0
-    bound_by, step_s = least_step_s(plan, MACHINE)
+    bound_by, step_s = step_bound(plan, MACHINE)
     both = (moved.host_to_device_bytes_per_step + moved.cores_bytes_per_step) / 150e9
     assert bound_by in ("link", "link_and_cores") and step_s >= both
     alone = f"at most {1 / step_s:.3g} token/s ({step_s:.3g} s a step) by the rate of {RATE_WORDS[bound_by]} alone"
     assert limit_in_words(plan) == alone and limit_in_words(plan, 1.1 * step_s) == alone
     assert limit_in_words(plan, step_s) is None
     alone = planned(f"{options} --cpu-compute off", machine).weights
-    assert least_step_s(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
+    assert step_bound(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
     no_rates = DescribedMachine(MACHINE.model_copy(update={"cores": None}))
     assert "the rate of the host's cores is not known" in planned(options, no_rates).weights.cores_stay_out
     with pytest.raises(UsageError, match="test was measured with 15 threads"):

@@ -25,8 +25,8 @@ from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.hardware import machine
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.changes import refuse_hopeless
-from zero_inference.planning.plan import changed, describe_job, make_plan, plan_run
+from zero_inference.planning.changes import check_memory
+from zero_inference.planning.plan import build_job, make_plan, plan_run, plan_with
 from zero_inference.records.read import read_records
 from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group
 from zero_inference.utils.format import format_bytes
@@ -83,7 +83,7 @@ def test_a_plan_that_tries_many_changes_builds_its_model_once(built, capfd):
 
 def plan_for(folder, **options):
     config = RunConfig(model=str(folder), dtype="float32", batch_size=2, prompt_len=7, gen_len=3, **options).validate()
-    return make_plan(describe_job(config, resolve_model(config, "cpu"), detect_ranks()))
+    return make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks()))
 
 
 @pytest.mark.parametrize("bits", [16, 4])
@@ -136,7 +136,7 @@ def test_a_dry_run_shows_what_differs_from_the_defaults_and_all_of_it_as_json(ca
     )
     assert main([*asked.split(), "--json"]) == 0
     answer = json.loads(capfd.readouterr().out)
-    assert list(answer) == JSON_KEYS, "as documented in planning/plan_json.py"
+    assert list(answer) == JSON_KEYS, "as documented in planning/dry_run.py"
     assert set(answer["config"]) == {*FIELD_NAMES, "model_type", "world_size"}
     assert [need["place"] for need in answer["needs"]] == ["host memory"] and answer["changes_that_fit"] == []
     assert all(need["needed_bytes"] <= need["available_bytes"] for need in answer["needs"])
@@ -191,8 +191,8 @@ def test_on_a_terminal_a_dry_run_is_wrapped_beside_its_labels(capfd, monkeypatch
 
 def test_other_options_are_planned_on_the_same_model_and_machine(no_gpu):
     config = RunConfig(model="opt-66b", dummy=True, cpu_offload=True).validate()
-    job = describe_job(config, resolve_model(config, "cpu"), detect_ranks())
-    plan, smaller = make_plan(job), changed(job, quant_bits=4)
+    job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
+    plan, smaller = make_plan(job), plan_with(job, quant_bits=4)
     assert smaller.job.skeleton is job.skeleton
     assert 5 / 16 <= smaller.weights.footprint.host / plan.weights.footprint.host < 0.32
     assert plan.job.config == config, "the job itself stays as it was asked"
@@ -200,7 +200,7 @@ def test_other_options_are_planned_on_the_same_model_and_machine(no_gpu):
 
 def test_what_stays_on_the_device_is_decided_by_its_free_memory(no_gpu):
     config = RunConfig(model="opt-13b", dummy=True, engine="stream").validate()
-    job = describe_job(config, resolve_model(config, "cpu"), detect_ranks())
+    job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
     tight = make_plan(replace(job, free_device_bytes=12 << 30))
     assert tight.weights.residency.resident and tight.weights.residency.in_host_memory
     kept = tight.weights.footprint.device + tight.job.kv_device_bytes + 1.5 * tight.job.activation_bytes
@@ -294,7 +294,7 @@ def on_a_gpu(free_device_bytes: int, **options):
 def test_what_the_device_cannot_hold_for_certain_is_refused(engine, batch, said, large_host):
     asked = dict(model="opt-13b", prompt_len=2000, gen_len=32, cpu_offload=engine == "accelerate")
     with pytest.raises(UsageError) as refusal:
-        refuse_hopeless(on_a_gpu(int(18.7 * 2**30), engine=engine, batch_size=batch, **asked))
+        check_memory(on_a_gpu(int(18.7 * 2**30), engine=engine, batch_size=batch, **asked))
     message = str(refusal.value)
     assert said in message and " (18.7 GiB free); " in message and "use one of: " in message
 
@@ -302,17 +302,17 @@ def test_what_the_device_cannot_hold_for_certain_is_refused(engine, batch, said,
 def test_what_is_only_estimated_is_not_refused(large_host, tmp_path):
     """Gathered layers and activations are upper bounds, and transformers' own cache keeps only the window."""
     plan = on_a_gpu(2 << 30, model="opt-13b", engine="accelerate", cpu_offload=True, prompt_len=512)
-    refuse_hopeless(plan)
+    check_memory(plan)
     gathered = replace(plan.weights.footprint, device=3 << 30, gathered=3 << 30)
-    refuse_hopeless(replace(plan, weights=replace(plan.weights, footprint=gathered)))
+    check_memory(replace(plan, weights=replace(plan.weights, footprint=gathered)))
     with pytest.raises(UsageError, match="its weights and their buffers need 3 GiB of device memory"):
-        refuse_hopeless(replace(plan, weights=replace(plan.weights, footprint=replace(gathered, gathered=0))))
+        check_memory(replace(plan, weights=replace(plan.weights, footprint=replace(gathered, gathered=0))))
     windows = transformers.MistralConfig(num_hidden_layers=4, sliding_window=1000, max_position_embeddings=1 << 20)
     windows.save_pretrained(tmp_path)
     asked = dict(model=str(tmp_path), prompt_len=1 << 19, gen_len=32)
     plan = on_a_gpu(3 << 30, engine="accelerate", cpu_offload=True, **asked)
     assert plan.job.kv_device_bytes > 4 << 30 and not plan.fits
-    refuse_hopeless(plan)
+    check_memory(plan)
 
 
 def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch):
@@ -324,7 +324,7 @@ def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch):
             dummy=True, dtype="bfloat16", prompt_len=8, gen_len=2, cpu_offload=True, **options
         ).validate()
         try:
-            refuse_hopeless(make_plan(describe_job(config, resolve_model(config, "cpu"), detect_ranks())))
+            check_memory(make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks())))
         except UsageError as error:
             return str(error)
         return None
@@ -401,8 +401,8 @@ def test_advice_names_the_cores_where_experts_would_be_in_memory_twice(no_gpu, m
     assert without.needed + (40 << 20) < by_cores.needed
     monkeypatch.setattr(machine, "available_host_bytes", lambda: without.needed)
     with pytest.raises(UsageError, match="use (one of: )?--cpu-compute off"):
-        refuse_hopeless(planned("1"))
-    refuse_hopeless(planned("off"))
+        check_memory(planned("1"))
+    check_memory(planned("off"))
 
 
 def test_layers_without_keys_and_values_are_not_counted(no_gpu, tmp_path):
@@ -432,7 +432,7 @@ def test_attention_that_the_cores_do_not_know_stays_on_the_device(no_gpu, tmp_pa
 
 
 def describe_job_without_memory(config, ranks):
-    return replace(describe_job(config, resolve_model(config, "cpu"), detect_ranks()), ranks=ranks)
+    return replace(build_job(config, resolve_model(config, "cpu"), detect_ranks()), ranks=ranks)
 
 
 def test_every_engine_that_can_be_asked_for_is_there():
@@ -450,7 +450,7 @@ def test_advice_takes_back_what_only_the_stream_engine_has(checkpoints):
         model=str(checkpoints("llama")), engine="stream", gpu_memory=0, cpu_compute="0.5", cpu_threads=1
     ).validate()
     ranks = detect_ranks()
-    job = describe_job(config, resolve_model(config, "cpu"), ranks)
+    job = build_job(config, resolve_model(config, "cpu"), ranks)
     disk = next(change for change in changes._changes(job.config, job) if "--disk-offload" in change.options)
     assert disk.instead_of == ("--gpu-memory", "--cpu-compute", "--cpu-threads")
     assert replace(job.config, **disk.fields).validate().engine == "deepspeed"

@@ -10,7 +10,7 @@ from benchmarks.predictions import HOSTS, RESULTS, ranges_of, ratios, with_cores
 from zero_inference.config.run_options import parse_options
 from zero_inference.hardware.description_file import read_description
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.ranges import RANGES
+from zero_inference.planning.cost import RANGES
 from zero_inference.records.read import read_records
 
 HOST = "h200-kept/ninth_host"

@@ -12,7 +12,7 @@ import pytest
 from zero_inference.architectures import command as compare
 from zero_inference.cli import console_main, run_config
 from zero_inference.measure.remaining import Remaining
-from zero_inference.planning import verify
+from zero_inference.planning import search
 from zero_inference.utils import progress as progress_module
 from zero_inference.utils.child_runs import run_child, stage
 from zero_inference.utils.format import GIB, format_duration, format_time_left
@@ -254,16 +254,16 @@ def test_verified_plans_are_told_one_by_one(clock, capsys, monkeypatch):
         def command(self):
             return "--engine stream"
 
-    monkeypatch.setattr(verify, "replace", lambda each, **found: each)
-    monkeypatch.setattr(verify, "ranked", lambda found, goal: found)
+    monkeypatch.setattr(search, "replace", lambda each, **found: each)
+    monkeypatch.setattr(search, "ranked", lambda found, goal: found)
 
     def measured(*arguments):
         clock.now += 20
         return 1.5
 
-    monkeypatch.setattr(verify, "_measured_tokens_per_s", measured)
+    monkeypatch.setattr(search, "_measured_tokens_per_s", measured)
     with reporting(Progress(True, clock)) as progress:
-        verify.verified([Candidate(), Candidate(), Candidate()], 2, "throughput", progress.say)
+        search.verify([Candidate(), Candidate(), Candidate()], 2, "throughput", progress.say)
     assert lines(capsys) == [
         "run 1 of 2: 1.5 token/s, predicted 2: --engine stream",
         "plan --verify: run 2 of 2 (--engine stream), 20 s so far, about 20 s to go",

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from zero_inference.measure.steadiness import decode_evenness
-from zero_inference.planning.limits import LeastWork, decode_limits
+from zero_inference.planning.roofline import StepWork, decode_roofline
 from zero_inference.records.limit import LinkUse, Rates, TracedLinkUse
 from zero_inference.records.loops import Loop, MachineLoad, MovedPerStep
 from zero_inference.records.planned import Predicted
@@ -32,7 +32,7 @@ def measured(link_use) -> Measured:
         warmup_total_s=[], warmed_up=None, settling_s=[], loops=LOOPS, evenness=decode_evenness(LOOPS), prefill_latency_s=0.5,
         prefill_throughput=16.0, decode_latency_s=0.1, decode_throughput=40.0, total_latency_s=0.6,
         total_throughput=8.0, peak_gpu_bytes=2**30, peak_host_bytes=31 << 30, output_ids_sha256="ab", transfers=MOVED,
-        decode_weights_gb_per_s=64.0, limit=decode_limits(RATES, MOVED, 0, LeastWork(10**9, 10**9), True, 4, 0.1),
+        decode_weights_gb_per_s=64.0, limit=decode_roofline(RATES, MOVED, 0, StepWork(10**9, 10**9), True, 4, 0.1),
         link_use=link_use, device="cuda",
     )  # fmt: skip
 

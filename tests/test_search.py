@@ -26,14 +26,21 @@ from zero_inference.hardware.description_file import kept_path, read_description
 from zero_inference.hardware.kept import kept_description, why_outdated
 from zero_inference.hardware.limited import LimitedMachine
 from zero_inference.hardware.machine import DescribedMachine
-from zero_inference.planning import candidates, table, verify
-from zero_inference.planning.candidates import Candidate, Free, command_of, find_candidates, options_of
+from zero_inference.planning import explain, search
 from zero_inference.planning.choose import choose, faster_than, hint
-from zero_inference.planning.plan import changed, make_plan
-from zero_inference.planning.ranking import GOALS, pareto_front, ranked
-from zero_inference.planning.table import in_json, rows_of
-from zero_inference.planning.timing import PassTime, Times
-from zero_inference.planning.words import headline, why_none
+from zero_inference.planning.cost import PassTime, Times
+from zero_inference.planning.explain import headline, in_json, rows_of, why_none
+from zero_inference.planning.plan import make_plan, plan_with
+from zero_inference.planning.search import (
+    GOALS,
+    Candidate,
+    SearchSpace,
+    command_of,
+    find_candidates,
+    options_of,
+    pareto_front,
+    ranked,
+)
 from zero_inference.records.read import read_records
 from zero_inference.utils.child_runs import run_child
 from zero_inference.utils.distributed import detect_ranks
@@ -49,7 +56,7 @@ def found():
     """Of OPT-30B on an H200 of which 24 GiB may be used."""
     machine = LimitedMachine(DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=24 * GIB)
     job = job_of("--model opt-30b --dummy --prompt-len 128 --engine stream", machine)
-    return find_candidates(job, Free(batch_sizes=(1, 8, 32)))
+    return find_candidates(job, SearchSpace(batch_sizes=(1, 8, 32)))
 
 
 def test_everything_that_fits_is_there_and_what_does_not_is_told(found):
@@ -486,10 +493,10 @@ def test_a_trial_runs_in_as_many_processes_as_gpus(copied_runs, tmp_path, monkey
         "--model opt-125m --dummy --dtype bfloat16 --prompt-len 8 --gen-len 3 --batch-size 2", machine_of(None, None)
     )
     two = replace(job, ranks=replace(job.ranks, world_size=2, local_world_size=2))
-    plan = changed(two, engine="resident", cpu_offload=False)
-    monkeypatch.setattr("zero_inference.planning.verify.run_child", functools.partial(run_child, env=without_gpus()))
+    plan = plan_with(two, engine="resident", cpu_offload=False)
+    monkeypatch.setattr("zero_inference.planning.search.run_child", functools.partial(run_child, env=without_gpus()))
     times = Times(PassTime(1.0, "launches"), PassTime(1.0, "launches"))
-    rate = verify._measured_tokens_per_s(Candidate(plan, times), tmp_path, 1, print)
+    rate = search._measured_tokens_per_s(Candidate(plan, times), tmp_path, 1, print)
     (record,) = read_records(tmp_path / "1.jsonl")
     assert rate == record["decode_throughput"] > 0 and record["world_size"] == 2
 
@@ -725,7 +732,7 @@ def test_faster_options_are_named_with_their_factor():
     )
     unknown = plan("--model llama-2-13b --cpu-offload", link_gb_per_s=None)
     assert unknown.times is None and not faster_than(unknown)
-    said = why_none(candidates.Found([], [unknown], []), "llama-2-13b")
+    said = why_none(search.SearchResult([], [unknown], []), "llama-2-13b")
     assert said.startswith("1 configuration of llama-2-13b fits, but how fast it is is not known: the rate of ")
     assert said.endswith("; measure it with zero-inference link --save, or add it to --assume.")
 
@@ -849,7 +856,7 @@ def test_what_the_stream_engine_refuses_is_no_candidate():
         FAST.model_copy(update={"gpus": (H200.model_copy(update={"free_bytes": int(15.5 * GIB)}),)})
     )
     job = job_of("--model llama-3.1-8b --dummy --prompt-len 40000 --engine stream", machine)
-    found = find_candidates(job, Free(engines=("stream",), quant_bits=(16,), batch_sizes=(1, 2, 4)))
+    found = find_candidates(job, SearchSpace(engines=("stream",), quant_bits=(16,), batch_sizes=(1, 2, 4)))
     for each in found.candidates:
         assert make_plan(job_of(shlex.join(options_of(each.config)), machine)).fits
 
@@ -870,14 +877,14 @@ def test_options_are_written_as_they_are_read(options):
 
 
 def test_those_that_failed_come_last_and_are_not_on_the_front(found, monkeypatch):
-    monkeypatch.setattr(verify, "_measured_tokens_per_s", lambda each, *_: None if each.config.quant_bits == 4 else 1.0)
+    monkeypatch.setattr(search, "_measured_tokens_per_s", lambda each, *_: None if each.config.quant_bits == 4 else 1.0)
     best = ranked([each for each in found.candidates if each.config.batch_size == 1], "throughput")
-    tried = verify.verified(best, len(best), "throughput", lambda line: None)
+    tried = search.verify(best, len(best), "throughput", lambda line: None)
     failed = [each.failed for each in tried]
     assert any(failed) and failed == sorted(failed) and not any(each.failed for each in pareto_front(tried))
-    monkeypatch.setattr(verify, "_measured_tokens_per_s", lambda *_: None)
+    monkeypatch.setattr(search, "_measured_tokens_per_s", lambda *_: None)
     with pytest.raises(RunError, match="every run failed"):
-        verify.verified(best, 2, "throughput", lambda line: None)
+        search.verify(best, 2, "throughput", lambda line: None)
 
 
 def test_a_bound_without_its_overhead_comes_behind_those_that_have_it(capfd):
@@ -911,7 +918,7 @@ def test_keys_and_values_are_moved_where_that_promises_something(monkeypatch, ca
         rows = json.loads(capfd.readouterr().out)["configurations"]
         return [(row["keys_and_values"], row["tokens_per_s"]) for row in rows]
 
-    monkeypatch.setattr(candidates, "LEAST_GAIN", 0.0)
+    monkeypatch.setattr(search, "LEAST_GAIN", 0.0)
     both = dict(places(8))
     assert set(both) == {"host", "device"} and both["host"] < 1.05 * both["device"]
     monkeypatch.undo()
@@ -927,7 +934,7 @@ def test_a_command_for_a_part_of_the_device_does_the_same_on_all_of_it(model):
     job = job_of(
         f"--model {model} --dummy --prompt-len 128 --engine stream", LimitedMachine(whole, device_bytes=12 * GIB)
     )
-    found = find_candidates(job, Free(engines=("stream",), batch_sizes=(1, 8)))
+    found = find_candidates(job, SearchSpace(engines=("stream",), batch_sizes=(1, 8)))
     assert len(found.candidates) > 3
     for each in found.candidates:
         again = planned(shlex.join(options_of(each.config)), whole)
@@ -939,9 +946,9 @@ def test_a_command_for_a_part_of_the_device_does_the_same_on_all_of_it(model):
 @pytest.mark.parametrize("columns", [80, 100, 200])
 def test_the_table_fits_the_terminal_and_loses_nothing(columns, found, monkeypatch, capsys):
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((columns, 40)))
-    monkeypatch.setattr(table.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(explain.sys.stdout, "isatty", lambda: True, raising=False)
     best = ranked(found.candidates, "throughput")
-    text = re.sub(r"\x1b\[[0-9;]*m", "", table.table(rows_of(best, best), best, every_column=False))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", explain.table(rows_of(best, best), best, every_column=False))
     assert max(map(len, text.splitlines())) <= columns and "…" not in text
     for each in best:
         assert significant(each.tokens_per_s) in text and significant(each.times.step.seconds) in text
@@ -952,7 +959,7 @@ def test_the_table_fits_the_terminal_and_loses_nothing(columns, found, monkeypat
 def test_a_pipe_gets_100_columns_and_all_columns_only_where_they_are_asked_for(found):
     best = ranked(found.candidates, "throughput")
     rows = rows_of(best, best)
-    text, wide = table.table(rows, best, every_column=False), table.table(rows, best, every_column=True)
+    text, wide = explain.table(rows, best, every_column=False), explain.table(rows, best, every_column=True)
     assert max(map(len, text.splitlines())) <= 100 < max(map(len, wide.splitlines()))
     assert (
         "total" in wide and "cores" in wide and "total" not in text and len(wide.splitlines()) <= len(text.splitlines())

@@ -39,10 +39,10 @@ def test_a_plan_imports_what_it_needs():
 
 
 def test_a_plan_searches_without_the_collector(monkeypatch, capsys):
-    from zero_inference.planning import candidates
+    from zero_inference.planning import search
 
-    seen, find = [], candidates.find_candidates
-    monkeypatch.setattr(candidates, "find_candidates", lambda *args: seen.append(gc.isenabled()) or find(*args))
+    seen, find = [], search.find_candidates
+    monkeypatch.setattr(search, "find_candidates", lambda *args: seen.append(gc.isenabled()) or find(*args))
     assert console_main([*PLAN, "--engine", "resident"]) == 0
     assert seen == [False] and gc.isenabled()
     assert "resident" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import describe_job, make_plan
+from zero_inference.planning.plan import build_job, make_plan
 from zero_inference.utils.distributed import detect_ranks
 from zero_inference.utils.extension import load_extension
 from zero_inference.utils.format import format_bytes
@@ -91,7 +91,7 @@ def test_the_table_is_counted_where_it_is(family, untied, monkeypatch):
         monkeypatch.setattr(embedding, "device_reads_rows", lambda job, there=there: there)
         options = {"engine": "stream", "dtype": "float32", "gpu_memory": 0, "cpu_compute": "off"}
         config = RunConfig(model=str(folder), **options).validate()
-        plans.append(make_plan(describe_job(config, resolve_model(config, "cpu"), detect_ranks())).weights)
+        plans.append(make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks())).weights)
         loaded, _, _ = load(folder, cpu_compute="off")
         assert loaded.weight_bytes == plans[-1].weight_bytes
         loaded.close()

@@ -18,8 +18,8 @@ from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
+from zero_inference.planning.cost import decode_step
 from zero_inference.planning.plan import plan_run
-from zero_inference.planning.timing import decode_step
 from zero_inference.utils.distributed import detect_ranks, start_process_group
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}  # relative, of norms

@@ -20,18 +20,21 @@ from zero_inference.hardware.limited import LimitedMachine
 from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.hardware.rates import device_attention_s
 from zero_inference.measure.own_work import _loaded_alike
-from zero_inference.planning.copies_time import copies_of_step
-from zero_inference.planning.host_time import LAUNCH_SLOWNESS
-from zero_inference.planning.loading import COMPARED_GB_PER_S
-from zero_inference.planning.outlook import experts_in_words
-from zero_inference.planning.ranges import RANGES
-from zero_inference.planning.timing import MIXTURE_SLOWNESS, why_unknown
-from zero_inference.planning.weights_time import mean_reads
+from zero_inference.planning.cost import (
+    COMPARED_GB_PER_S,
+    LAUNCH_SLOWDOWN,
+    MOE_PREFILL_SLOWDOWN,
+    RANGES,
+    copies_of_step,
+    mean_reads,
+    why_unknown,
+)
+from zero_inference.planning.explain import experts_in_words
 from zero_inference.records.read import read_records
 
 GIB = 1 << 30
 LAUNCHES = Launches(operator_s=12e-6, step_s=1e-3, graph_operator_s=2e-6)
-OPERATOR_S = 12e-6 * LAUNCH_SLOWNESS  # in a run
+OPERATOR_S = 12e-6 * LAUNCH_SLOWDOWN  # in a run
 FAST = MACHINE.model_copy(
     update={"launches": LAUNCHES, "cores": None, "pageable_link_gb_per_s": 10.0, "disk_gb_per_s": 3.0}
 )
@@ -78,7 +81,7 @@ def test_a_resident_model_takes_what_its_memory_or_the_host_takes():
     late = FAST.model_copy(update={"launches": Launches(operator_s=1e-3, step_s=0.0)})
     times = times_of("--model opt-13b --engine resident", late)[1]
     assert (
-        times.step.seconds == pytest.approx(traced.launches * 1e-3 * LAUNCH_SLOWNESS)
+        times.step.seconds == pytest.approx(traced.launches * 1e-3 * LAUNCH_SLOWDOWN)
         and times.step.bound_by == "launches"
     )
 
@@ -545,7 +548,7 @@ def test_calls_of_modules_take_the_host_time():
     after = times_of("--model opt-13b --engine resident", FAST.model_copy(update={"launches": launches}))[1]
     traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
     assert traced.module_calls > 40 * 10
-    module_s = 100e-6 * LAUNCH_SLOWNESS
+    module_s = 100e-6 * LAUNCH_SLOWDOWN
     assert after.step.seconds == pytest.approx(traced.launches * OPERATOR_S + traced.module_calls * module_s + 1e-3)
     graph = "--model llama-2-13b --engine stream"
     assert times_of(graph)[1].step == times_of(graph, FAST.model_copy(update={"launches": launches}))[1].step
@@ -910,7 +913,7 @@ def test_a_prefill_restores_all_experts_however_few_tokens_each_gets():
         return times.prefill.seconds
 
     stored = 48 * 128 * 3 * 2048 * 768 * (4 + 2 * 16 / 32) / 8  # codes, and a scale and a minimum for each group of 32
-    assert seconds(20.0) - seconds(40.0) == pytest.approx(MIXTURE_SLOWNESS * stored / 40e9, rel=0.05)
+    assert seconds(20.0) - seconds(40.0) == pytest.approx(MOE_PREFILL_SLOWDOWN * stored / 40e9, rel=0.05)
 
 
 def test_without_a_rate_of_products_times_are_lower_bounds():

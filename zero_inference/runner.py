@@ -22,12 +22,11 @@ from zero_inference.models.preset_table import find_preset
 from zero_inference.models.prompts import end_ids, in_short, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model, resolve_shape
 from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
-from zero_inference.planning.changes import refuse_hopeless
-from zero_inference.planning.checks import check_launch, check_model
-from zero_inference.planning.choose import check_alone, choose, faster_than, hint
-from zero_inference.planning.plan import Plan, describe_job, make_plan, plan_run
+from zero_inference.planning.changes import check_memory
+from zero_inference.planning.choose import check_single_process, choose, faster_than, hint
+from zero_inference.planning.dry_run import print_plan
+from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan, plan_run
 from zero_inference.planning.request import log_path, request_of
-from zero_inference.planning.show import print_plan
 from zero_inference.quality import evaluate as quality
 from zero_inference.quality.of_run import score_run
 from zero_inference.records.failure import leave_process_group, leaving_a_record
@@ -90,7 +89,7 @@ def _run(
     publish: Callable[..., None],
 ) -> Finished | None:
     compiled_before_s = compile_s()  # by an earlier run in this process
-    check_alone(config, ranks)
+    check_single_process(config, ranks)
     check_launch(config, ranks, machine)
     asked = config
     config, spec, chosen = _resolved(config, ranks, machine, progress)
@@ -162,7 +161,7 @@ def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine,
     plan: Plan | DoesNotFit
     faster = []
     with contextlib.redirect_stdout(sys.stderr):  # libraries print there, and stdout is for the plan
-        job = describe_job(config, spec, ranks, machine=machine)
+        job = build_job(config, spec, ranks, machine=machine)
         try:
             plan = make_plan(job)
             plan.check()
@@ -191,13 +190,13 @@ def _measured(
         config.disk_offload and not plan.weights.footprint.disk
     ):  # all are below the least that the engine writes to disk
         files.move(log_path(config, ranks, "cpu"), replace(files.request, weights_place="cpu"))
-    refuse_hopeless(plan)
+    check_memory(plan)
     ids, tokenizer, note = prompt_ids(config, spec)
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
     refuse_other_inputs(spec, ranks, ids)
     plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
-    refuse_hopeless(plan)
+    check_memory(plan)
     if (kept := plan.job.machine.described()) is not None and (caveat := kept.caveat()):
         progress.say(f"warning: this machine's {caveat}")
     if line := hint(plan, files.request.chosen):

@@ -25,10 +25,9 @@ from zero_inference.measure.session import loaded_model
 from zero_inference.models.frozen import FrozenParameter, freeze, refusal
 from zero_inference.models.greedy import use_repeatable_attention
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
-from zero_inference.planning.changes import refuse_hopeless
-from zero_inference.planning.checks import check_launch, check_model
+from zero_inference.planning.changes import check_memory
 from zero_inference.planning.choose import choose, hint
-from zero_inference.planning.plan import Plan, describe_job, make_plan
+from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan
 from zero_inference.records.failure import explain
 from zero_inference.utils import garbage
 from zero_inference.utils.distributed import Ranks, detect_ranks, hold_process_group
@@ -127,14 +126,14 @@ def _planned(config: RunConfig, max_length: int | None, scoring: bool, progress:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
     plan = make_plan(_job(config, spec, ranks, scoring))
     plan.check()
-    refuse_hopeless(plan)
+    check_memory(plan)
     if chosen is not None and (line := hint(plan, replace(chosen, goal="latency"))):  # a batch is what the caller has
         progress.say(line)
     return plan
 
 
 def _job(config: RunConfig, spec: ModelSpec, ranks: Ranks, scoring: bool) -> Any:
-    job = describe_job(config, spec, ranks)
+    job = build_job(config, spec, ranks)
     if job.free_device_bytes is None or not scoring:
         return job
     vocabulary = spec.text_config.vocab_size

@@ -18,7 +18,7 @@ from zero_inference.api.process import left_as_found
 from zero_inference.config.options import DEFAULTS
 from zero_inference.config.parser import Parser
 from zero_inference.errors import UsageError
-from zero_inference.planning import arguments, command
+from zero_inference.planning import command
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.utils import GB, garbage
 from zero_inference.utils.format import LONG_S, format_duration, significant
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import pandas
 
     from zero_inference.engines.base import Job
-    from zero_inference.planning.candidates import Candidate, Found
     from zero_inference.planning.plan import Plan
+    from zero_inference.planning.search import Candidate, SearchResult
 
 SHOWN = 10
 SEVERAL = ("batch_size", "quant_bits", "engine", "num_gpus")  # keywords that take one value or a list
@@ -215,7 +215,7 @@ def plan(
     for name, value in zip(SEVERAL, (batch_size, quant_bits, engine, num_gpus)):
         words += several(name, value)
     parser = _Words(prog="zero-inference plan", add_help=False)
-    arguments.add_arguments(parser)
+    command.add_arguments(parser)
     args = parser.parse_args(words)
     with garbage.postponed(), left_as_found(verbose=1):
         job, found = command.search(args)
@@ -227,15 +227,14 @@ class _Words(Parser):
         raise UsageError(message)
 
 
-def _plans_of(args: argparse.Namespace, job: Job, found: Found) -> Plans:
+def _plans_of(args: argparse.Namespace, job: Job, found: SearchResult) -> Plans:
     from zero_inference.models.spec import why_checkpoint_is_refused
-    from zero_inference.planning.ranking import ranked
-    from zero_inference.planning.verify import verified
-    from zero_inference.planning.words import headline, notes, what_does_not_fit, why_none, why_not_predicted
+    from zero_inference.planning.explain import headline, notes, what_does_not_fit, why_none, why_not_predicted
+    from zero_inference.planning.search import ranked, verify
 
     best = ranked(found.candidates, args.goal)
     if args.verify and best:
-        best = verified(best, args.verify, args.goal, functools.partial(print, file=sys.stderr, flush=True))
+        best = verify(best, args.verify, args.goal, functools.partial(print, file=sys.stderr, flush=True))
     rows = [_row(each.plan, each, None) for each in best if not each.failed]
     rows += [_row(each, None, None) for each in found.unknown]
     rows += [_row(each, None, what_does_not_fit([each])[0]) for each in found.too_large]
@@ -252,8 +251,8 @@ def _plans_of(args: argparse.Namespace, job: Job, found: Found) -> Plans:
 
 
 def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> PlannedRun:
-    from zero_inference.planning.candidates import command_of
-    from zero_inference.planning.table import weights_in_words
+    from zero_inference.planning.explain import weights_in_words
+    from zero_inference.planning.search import command_of
 
     config, job, times = planned.job.config, planned.job, None if candidate is None else candidate.times
     measured = candidate is not None and candidate.measured_tokens_per_s is not None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zero_inference.measure import steadiness
 from zero_inference.measure.session import Session
-from zero_inference.planning import limits
-from zero_inference.planning.log_sizes import log_sizes
+from zero_inference.planning import roofline
+from zero_inference.planning.memory import log_sizes
 from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.loops import MovedPerStep
 from zero_inference.records.schema import Measured
@@ -21,9 +21,9 @@ def measured_of(session: Session, load_s: float, compile_s: float) -> Measured:
     prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
     moved = _over_ranks(measurement.loops[-1].moved, ranks)
     all_read = steps and not job.sizes.chooses_experts
-    work = limits.least_work(job, loaded.weight_bytes, moved.cores_bytes_per_step or 0)
+    work = roofline.step_work(job, loaded.weight_bytes, moved.cores_bytes_per_step or 0)
     ahead_bytes = ranks.total(around.ahead_bytes)
-    limit = limits.decode_limits(session.rates, moved, ahead_bytes, work, job.on_gpu, steps, decode_s)
+    limit = roofline.decode_roofline(session.rates, moved, ahead_bytes, work, job.on_gpu, steps, decode_s)
     peak_gpu_bytes, host_bytes, compile_s = ranks.maximum(
         [float(around.peak_gpu_bytes or 0), float(peak_host_bytes()), compile_s]
     )

@@ -24,8 +24,8 @@ from zero_inference.models.dummy import draw_tokens
 from zero_inference.models.files import few
 from zero_inference.models.routing import find_routers, use_routing_kernel
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
+from zero_inference.planning.cost import Range, seconds_in_words
 from zero_inference.planning.plan import Plan
-from zero_inference.planning.ranges import Range, seconds_in_words
 from zero_inference.records.limit import Rates, TracedLinkUse
 from zero_inference.records.schema import Result
 from zero_inference.utils.extension import load_extension

@@ -8,39 +8,43 @@ import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.models.spec import why_checkpoint_is_refused
-from zero_inference.planning.arguments import SHOWN
-from zero_inference.planning.candidates import Candidate, Found
 from zero_inference.planning.choose import what_is_faster
-from zero_inference.planning.picture import draw
-from zero_inference.planning.ranking import ranked
-from zero_inference.planning.table import in_json, rows_of, rows_without_times, table, without_times_in_json
-from zero_inference.planning.verify import verified
-from zero_inference.planning.words import (
+from zero_inference.planning.explain import (
     commands,
     gpus_in_words,
     headline,
+    in_json,
     notes,
     ranked_behind,
+    rows_of,
+    rows_without_times,
+    table,
     what_does_not_fit,
     why_none,
     why_not_predicted,
+    without_times_in_json,
 )
+from zero_inference.planning.search import Candidate, SearchResult, pareto_front, ranked, verify
+from zero_inference.utils.replace import replacing
 from zero_inference.utils.tables import PIPED_WIDTH
 
 COMMANDS = 3
 
 
-def answer(args: argparse.Namespace, job: Job, found: Found, say: Callable[[str], None]) -> None:
+def print_answer(
+    args: argparse.Namespace, job: Job, found: SearchResult, say: Callable[[str], None], shown_rows: int
+) -> None:
     """Prints it. Raises UsageError where nothing fits, or where nothing is predicted and that was to be drawn or tried."""
     if not found.candidates and (not found.unknown or args.verify or args.plot):
         raise UsageError(why_none(found, args.model))
     best = ranked(found.candidates, args.goal)
     if args.verify:
-        best = verified(best, args.verify, args.goal, say)
+        best = verify(best, args.verify, args.goal, say)
     if args.plot is not None:
         draw(best, args.plot, f"{args.model}, prompt {args.prompt_len}, {args.gen_len} new tokens: predicted")
         say(f"picture: {args.plot}")
@@ -48,7 +52,7 @@ def answer(args: argparse.Namespace, job: Job, found: Found, say: Callable[[str]
         print(_in_json(args, job, found, best))
         return
     width = shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
-    most = None if args.all else SHOWN
+    most = None if args.all else shown_rows
     shown, unknown = best[:most], [] if best and not args.all else found.unknown[:most]
     for line in (_first_line(args, found, best), _about(args, job)):
         print(textwrap.fill(line, width, break_on_hyphens=False, break_long_words=False))
@@ -63,7 +67,7 @@ def answer(args: argparse.Namespace, job: Job, found: Found, say: Callable[[str]
     print(f"For the details of one, add {' '.join(filter(None, ('--dry-run', _where(args))))}.", flush=True)
 
 
-def _first_line(args: argparse.Namespace, found: Found, best: Sequence[Candidate]) -> str:
+def _first_line(args: argparse.Namespace, found: SearchResult, best: Sequence[Candidate]) -> str:
     return headline(best, args.goal) if best else why_none(found, args.model)
 
 
@@ -79,7 +83,9 @@ def _about(args: argparse.Namespace, job: Job) -> str:
     return f"{line}{f'; {caveat}' if caveat else ''}."
 
 
-def _below(args: argparse.Namespace, found: Found, best: Sequence[Candidate], shown: int, unknown: int) -> list[str]:
+def _below(
+    args: argparse.Namespace, found: SearchResult, best: Sequence[Candidate], shown: int, unknown: int
+) -> list[str]:
     """Return the lines below a table of the `shown` best and of `unknown` configurations that are not predicted."""
     hidden = len(best) - shown if best else len(found.unknown) - unknown
     lines = [f"{hidden} more configuration{'s fit' if hidden > 1 else ' fits'}: --all shows them"] if hidden else []
@@ -106,7 +112,7 @@ def _where(args: argparse.Namespace) -> str:
     )
 
 
-def _in_json(args: argparse.Namespace, job: Job, found: Found, best: Sequence[Candidate]) -> str:
+def _in_json(args: argparse.Namespace, job: Job, found: SearchResult, best: Sequence[Candidate]) -> str:
     description = job.machine.described()
     names = ("model", "goal", "prompt_len", "gen_len", "max_gpu_memory", "max_host_memory")
     return json.dumps(
@@ -126,3 +132,42 @@ def _in_json(args: argparse.Namespace, job: Job, found: Found, best: Sequence[Ca
         },
         indent=1,
     )
+
+
+def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
+    """A picture of latency against throughput, PNG, PDF or SVG by the name. Raises OSError, or ValueError for another kind of file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    kinds: dict[str, list[Candidate]] = {}
+    for each in candidates:
+        gpus = f", {each.world_size} GPUs" if each.world_size > 1 else ""
+        kinds.setdefault(f"{each.config.engine}, {each.config.quant_bits} bits{gpus}", []).append(each)
+    for kind, some in kinds.items():
+        axes.scatter(
+            [1e3 * each.times.step.seconds for each in some],
+            [each.tokens_per_s for each in some],
+            label=kind,
+            s=28,
+        )
+    front = pareto_front(candidates)
+    steps = [1e3 * each.times.step.seconds for each in front]
+    axes.plot(steps, [each.tokens_per_s for each in front], color="black", linewidth=1, label="Pareto front")
+    for each, step in zip(front, steps):
+        axes.annotate(
+            f"batch {each.config.batch_size}",
+            (step, each.tokens_per_s),
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set(xscale="log", yscale="log", xlabel="ms a step (latency of a token)", ylabel="token/s", title=title)
+    axes.grid(True, which="both", alpha=0.2)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    with replacing(path) as part:
+        figure.savefig(part, format=path.suffix.lstrip(".").lower() or "png")
+    pyplot.close(figure)

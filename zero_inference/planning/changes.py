@@ -13,7 +13,7 @@ from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.planning.memory import memory_of
-from zero_inference.planning.plan import Plan, changed
+from zero_inference.planning.plan import Plan, plan_with
 
 MOST_PAIRS = 3
 SHORTER = "lower --batch-size or --prompt-len, or "
@@ -114,7 +114,7 @@ def _fitting(choices: Iterable[Sequence[Change]], job: Job) -> Iterator[str]:
 
 def _fits(job: Job, fields: dict[str, Any]) -> bool:
     try:
-        return changed(job, **fields).fits
+        return plan_with(job, **fields).fits
     except UsageError:
         return False
 
@@ -125,7 +125,7 @@ def more_memory(job: Job) -> str:
     return f"{more}, or a smaller model"
 
 
-def refuse_hopeless(plan: Plan) -> None:
+def check_memory(plan: Plan) -> None:
     """Raises UsageError where the weights, the tokens or both cannot lie where they have to.
 
     Only what is needed for certain counts: neither activations nor gathered weights, which `--dry-run` estimates.

@@ -13,11 +13,9 @@ from zero_inference.errors import UsageError
 from zero_inference.hardware.kept import measure_where_needed
 from zero_inference.hardware.machine import Machine
 from zero_inference.models.spec import ModelSpec
-from zero_inference.planning.candidates import BATCH_SIZES, Candidate, Free, command_of, find_candidates
-from zero_inference.planning.plan import Plan, changed, describe_job
-from zero_inference.planning.ranking import ranked
-from zero_inference.planning.verdict import Faster, faster_in_words
-from zero_inference.planning.words import in_short, speed, why_none
+from zero_inference.planning.explain import Faster, faster_in_words, in_short, speed, why_none
+from zero_inference.planning.plan import Plan, build_job, plan_with
+from zero_inference.planning.search import BATCH_SIZES, Candidate, SearchSpace, command_of, find_candidates, ranked
 from zero_inference.records.schema import Chosen
 from zero_inference.utils.distributed import Ranks
 
@@ -39,7 +37,7 @@ def choose(
     asked = _asked(config)
     if machine.is_here:
         measure_where_needed(say)
-    job = describe_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
+    job = build_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
     found = find_candidates(job, _free(config))
     if not found.candidates:
         raise UsageError(f"{asked}: {why_none(found, config.model)}")
@@ -54,7 +52,7 @@ def choose(
     return best.config, chosen
 
 
-def check_alone(config: RunConfig, ranks: Ranks) -> None:
+def check_single_process(config: RunConfig, ranks: Ranks) -> None:
     """Raises UsageError where several ranks were to find something: they would have to agree."""
     if config.auto and ranks.world_size > 1:
         raise UsageError(
@@ -124,7 +122,7 @@ def _fastest(plan: Plan, changes: Sequence[dict[str, Any]], own: float) -> Faste
     found = []
     for fields in changes:
         try:
-            other = changed(plan.job, **fields)
+            other = plan_with(plan.job, **fields)
         except UsageError:
             continue
         if other.fits and other.times is not None:
@@ -134,11 +132,11 @@ def _fastest(plan: Plan, changes: Sequence[dict[str, Any]], own: float) -> Faste
     return max(found, key=lambda each: each.tokens_per_s, default=None)
 
 
-def _free(config: RunConfig) -> Free:
+def _free(config: RunConfig) -> SearchSpace:
     """What may be tried: of an engine that was named, only the way in which it was asked for."""
     auto = config.auto
     own = {"cpu_offload": config.cpu_offload, "disk_offload": config.disk_offload}
-    free = Free(
+    free = SearchSpace(
         quant_bits=QUANT_BITS if "quant_bits" in auto else (config.quant_bits,),
         batch_sizes=BATCH_SIZES if "batch_size" in auto else (config.batch_size,),
         kv_offload=(config.kv_offload,),

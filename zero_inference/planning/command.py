@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from zero_inference.config import values
 from zero_inference.config.checks import batch_advice
-from zero_inference.config.options import MOST_GIB
+from zero_inference.config.options import ENGINES, GOALS, MOST_GIB, QUANT_BITS
+from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import model_argument
+from zero_inference.config.run_options import DTYPE, add_model, model_argument
 from zero_inference.errors import UsageError
 from zero_inference.hardware.choose import description_of
 from zero_inference.utils import garbage
@@ -19,7 +22,117 @@ from zero_inference.utils.progress import Progress, current, importing, reportin
 if TYPE_CHECKING:
     from zero_inference.engines.base import Job
     from zero_inference.hardware.machine import Machine
-    from zero_inference.planning.candidates import Found, Free
+    from zero_inference.planning.search import SearchResult, SearchSpace
+
+
+SHOWN = 10
+BITS = ",".join(map(str, QUANT_BITS))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `zero-inference plan`; what is left out is free, but for the lengths."""
+    parser.usage = "%(prog)s MODEL [options]"
+    model = parser.add_argument_group(
+        "model and work", examples("zero-inference plan facebook/opt-66b --batch-size 1 8")
+    )
+    add_model(model)
+    model.add_argument("--dummy", action="store_true", help="random weights of the model's shape, as for run_model.py")
+    model.add_argument(
+        "--dtype", type=values.dtype, metavar=DTYPE, default="auto", help="type to compute in (default: %(default)s)"
+    )
+    model.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
+    model.add_argument(
+        "--prompt-len", type=int, metavar="P", default=512, help="tokens of each prompt (default: %(default)s)"
+    )
+    model.add_argument("--gen-len", type=int, metavar="G", default=32, help="tokens to generate (default: %(default)s)")
+    model.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="B",
+        nargs="+",
+        help="sequences over all GPUs, one or several numbers (default: 1 to 64)",
+    )
+    _add_search_arguments(parser)
+    output = parser.add_argument_group(
+        "output", examples("zero-inference plan facebook/opt-66b --all --plot front.png")
+    )
+    output.add_argument("--all", action="store_true", help=f"show more than the best {SHOWN}")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    add_verbose(output)
+    output.add_argument("--plot", metavar="FILE", type=Path, help="draw latency against throughput (png, pdf or svg)")
+    _add_machine_arguments(
+        parser.add_argument_group(
+            "machine",
+            examples(
+                "zero-inference plan facebook/opt-66b --machine rtx4090 --max-gpu-memory 16GiB",
+                "zero-inference plan facebook/opt-66b --assume gpus=1x24GiB,host=128GiB,link=25GB/s,memory=1000GB/s",
+            ),
+        )
+    )
+
+
+def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    search = parser.add_argument_group(
+        "configurations", examples("zero-inference plan facebook/opt-66b --engine stream --quant-bits 4 --goal latency")
+    )
+    search.add_argument(
+        "--quant-bits",
+        type=values.bits,
+        metavar=f"{{{BITS}}}",
+        nargs="+",
+        help="bits of a stored weight, one or several (default: 16, 8 and 4)",
+    )
+    search.add_argument(
+        "--engine", choices=ENGINES, nargs="+", help="engines to consider, one or several (default: all)"
+    )
+    search.add_argument("--kv-offload", choices=("on", "off"), help="KV cache in host memory (default: both are tried)")
+    search.add_argument(
+        "--goal",
+        choices=GOALS,
+        default="throughput",
+        help="what to rank by: token/s of decoding, seconds of a decode step, or device and host memory (default: %(default)s)",
+    )
+    search.add_argument(
+        "--verify",
+        type=int,
+        metavar="N",
+        default=0,
+        help="run the N best for a few steps each, on this machine, and rank them by what was measured (default: 0)",
+    )
+
+
+def _add_machine_arguments(machine: argparse._ArgumentGroup) -> None:
+    machine.add_argument(
+        "--num-gpus",
+        type=int,
+        metavar="N",
+        nargs="+",
+        help="GPUs to use, one or several numbers that divide the batch (default: 1, 2, 4 and so on, and all)",
+    )
+    for place, what in (("gpu", "device memory"), ("host", "host memory")):
+        limit: dict[str, Any] = {"type": values.size, "metavar": values.SIZE}
+        note = f"; {values.SIZES}" if place == "gpu" else ""
+        machine.add_argument(
+            f"--max-{place}-memory", help=f"use no more {what} than this{note} (default: all that is free)", **limit
+        )
+        # what they were called before run_model.py had a --gpu-memory that means another thing
+        machine.add_argument(f"--{place}-memory", dest=f"max_{place}_memory", help=argparse.SUPPRESS, **limit)
+    machine.add_argument(
+        "--machine",
+        metavar="FILE_OR_NAME",
+        help="plan for another machine: a file that `zero-inference link --save FILE` wrote there, or a typical machine, with several "
+        "GPUs as in 2xrtx4090",
+    )
+    machine.add_argument(
+        "--machines",
+        action="store_true",
+        help="list the typical machines with the figures of their datasheets, and plan nothing",
+    )
+    machine.add_argument(
+        "--assume",
+        metavar="gpus=1x24GiB,host=128GiB,...",
+        help="plan for a machine described here, or for that of --machine with other figures, such as host=256GiB; see run_model.py --help",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -32,14 +145,14 @@ def main(args: argparse.Namespace) -> int:
     description_of(args.machine, args.assume)  # what cannot be meant is refused before torch is imported
     with garbage.postponed(), reporting(Progress(args.verbose > 0)):
         with importing("torch and transformers", args.verbose > 0):
-            from zero_inference.planning.answer import answer
+            from zero_inference.planning.answer import print_answer
         job, found = search(args)
         garbage.look_from_here()
-        answer(args, job, found, current().say)
+        print_answer(args, job, found, current().say, SHOWN)
     return 0
 
 
-def search(args: argparse.Namespace) -> tuple[Job, Found]:
+def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
     """What the options of `add_arguments` leave open, planned. Raises UsageError: they cannot be meant, or the model cannot be planned."""
     config = RunConfig(
         model=args.model,
@@ -57,12 +170,11 @@ def search(args: argparse.Namespace) -> tuple[Job, Found]:
     return _search(args, config)
 
 
-def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
+def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, SearchResult]:
     from zero_inference.hardware.choose import machine_of
     from zero_inference.models.spec import resolve_shape
-    from zero_inference.planning.candidates import find_candidates
-    from zero_inference.planning.checks import check_model
-    from zero_inference.planning.plan import describe_job
+    from zero_inference.planning.plan import build_job, check_model
+    from zero_inference.planning.search import find_candidates
     from zero_inference.utils.distributed import detect_ranks
 
     ranks = detect_ranks()
@@ -72,7 +184,7 @@ def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
     spec = resolve_shape(config, ranks.device.type)  # before this machine is measured, which takes a minute
     check_model(config, spec)
     machine = _machine(args)
-    job = describe_job(config, spec, ranks, machine=machine)
+    job = build_job(config, spec, ranks, machine=machine)
     return job, find_candidates(job, _free(args, _world_sizes(args, machine)))
 
 
@@ -159,10 +271,10 @@ def _world_sizes(args: argparse.Namespace, machine: Machine) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _free(args: argparse.Namespace, world_sizes: tuple[int, ...]) -> Free:
-    from zero_inference.planning.candidates import Free
+def _free(args: argparse.Namespace, world_sizes: tuple[int, ...]) -> SearchSpace:
+    from zero_inference.planning.search import SearchSpace
 
-    free = Free()
+    free = SearchSpace()
     return replace(
         free,
         engines=tuple(dict.fromkeys(args.engine or free.engines)),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_inference.engines.base import EnginePlan, Job
+from zero_inference.utils import cache_bytes, hidden_bytes, model_bytes
 from zero_inference.utils.format import format_bytes, format_bytes_pair
 
 DEVICE_MEMORY, HOST_MEMORY, PAGE_LOCKED, DISK = "device memory", "host memory", "page-locked memory", "disk"
@@ -94,3 +95,21 @@ def memory_of(job: Job, device: int, host: int, reserve: int = 0) -> list[Need]:
         Need(DEVICE_MEMORY, device, job.free_device_bytes, "of each GPU" if ranks_here > 1 else "", reserve),
         Need(HOST_MEMORY, host * ranks_here, job.machine.available_host_bytes()),
     ]
+
+
+@dataclass(frozen=True)
+class LogSizes:
+    """At 2 bytes an element, over all ranks; nothing is decided by them."""
+
+    model_bytes: int
+    cache_bytes: int
+    hidden_bytes: int
+
+
+def log_sizes(job: Job) -> LogSizes:
+    config, batch = job.spec.config, job.config.batch_size
+    return LogSizes(
+        model_bytes(config, parameters=job.sizes.parameters),
+        cache_bytes(config, batch, job.length),
+        hidden_bytes(config, batch, job.length),
+    )

@@ -9,6 +9,8 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zero_inference.config.checks import batch_advice
+from zero_inference.config.options import DEFAULTS
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
@@ -19,12 +21,47 @@ from zero_inference.hardware.machine import Machine, ThisMachine
 from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import ModelSpec
-from zero_inference.planning.loading import predicted_load_s
+from zero_inference.norms.choice import refuse_norm_kernels
+from zero_inference.planning.cost import RANGES, Range, Times, predict_load_s, predict_times
 from zero_inference.planning.memory import Need, memory_needs
-from zero_inference.planning.ranges import RANGES, Range
-from zero_inference.planning.timing import Times, predicted_times
 from zero_inference.records.schema import Predicted
 from zero_inference.utils.distributed import Ranks
+
+
+def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
+    """Raises UsageError: the batch does not divide over the ranks, or there is no GPU for what was asked."""
+    if config.batch_size % ranks.world_size:
+        advice = batch_advice(config.batch_size, ranks.world_size, f"{ranks.world_size} ranks")
+        raise UsageError(f"{advice} (deepspeed --num_gpus N, torchrun --nproc-per-node N).")
+    if not machine.is_here and ranks.device.type == "cuda" and ranks.local_world_size > machine.gpus():
+        raise UsageError(
+            f"{ranks.local_world_size} ranks were started for a machine with {machine.gpus()} GPU"
+            f"{'s' * (machine.gpus() > 1)}; start one rank per GPU."
+        )
+    if ranks.device.type == "cpu":
+        for flag, given in (("--pin-memory 1", config.pin_memory), ("--pin-kv-cache", config.pin_kv_cache)):
+            if given:
+                raise UsageError(f"{flag} page-locks memory for copies to a GPU, and there is no GPU here; drop it.")
+        if config.norm_kernels == "cuda":
+            raise UsageError("--norm-kernels cuda: there is no CUDA device here; use auto or off.")
+    elif ranks.local_rank >= machine.gpus():
+        raise UsageError(
+            f"local rank {ranks.local_rank} has no GPU: {machine.gpus()} are visible; start fewer processes."
+        )
+
+
+def check_model(config: RunConfig, spec: ModelSpec) -> None:
+    """Raises UsageError: too many positions, or norms that our kernels do not know."""
+    positions = spec.max_positions
+    if positions is not None and config.positions > positions:
+        raise UsageError(
+            f"--prompt-len {config.prompt_len} and --gen-len {config.gen_len} need {config.positions} positions; "
+            f"{spec.name} has {positions}: shorten one of them."
+        )
+    refuse_norm_kernels(config.norm_kernels, spec.config.model_type)
+    if config.dummy_routing != DEFAULTS["dummy_routing"] and spec.dummy_routing is None:
+        raise UsageError(f"--dummy-routing {config.dummy_routing}: {spec.name} has no experts; drop it.")
+
 
 THIS_MACHINE = ThisMachine()
 
@@ -72,13 +109,13 @@ class Plan:
     def times(self) -> Times | None:
         """Of prefill and decode; None where the machine's rates or the model's operators are not known. To be asked for before `load`."""
         description = self.job.machine.described()
-        return None if description is None else predicted_times(self.weights, description)
+        return None if description is None else predict_times(self.weights, description)
 
     @property
     def load_s(self) -> float | None:
         """Of loading the weights; None where it is not known."""
         description = self.job.machine.described()
-        return None if description is None else predicted_load_s(self.weights, description)
+        return None if description is None else predict_load_s(self.weights, description)
 
     @property
     def load_range_s(self) -> Range | None:
@@ -120,7 +157,7 @@ class Plan:
         return engine_module(self.job.config.engine).load(self.weights, progress)
 
 
-def describe_job(
+def build_job(
     config: RunConfig,
     spec: ModelSpec,
     ranks: Ranks,
@@ -190,14 +227,14 @@ def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Plan:
     """
     group = engine_module(config.engine).connect(ranks)
     try:
-        plan = make_plan(describe_job(config, spec, ranks, group, agreed=True))
+        plan = make_plan(build_job(config, spec, ranks, group, agreed=True))
     except DoesNotFit as error:
         raise DoesNotFit(f"{error} --dry-run shows which options would.") from error
     plan.check()
     return plan
 
 
-def changed(job: Job, **fields: Any) -> Plan:
+def plan_with(job: Job, **fields: Any) -> Plan:
     """The plan of the same model and machine with other options, to be compared and not to be loaded: no rank but this one makes it. Raises
     UsageError where they cannot work."""
     return make_plan(replace(job, config=replace(job.config, **fields).validate(), group=None))

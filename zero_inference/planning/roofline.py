@@ -12,14 +12,14 @@ from zero_inference.records.loops import MovedPerStep
 
 
 @dataclass(frozen=True)
-class LeastWork:
+class StepWork:
     """What one device cannot avoid in a decode step: bytes of its memory, and floating-point operations."""
 
     device_bytes: int
     flops: int
 
 
-def least_work(job: Job, weight_bytes: int, cores_bytes: float) -> LeastWork:
+def step_work(job: Job, weight_bytes: int, cores_bytes: float) -> StepWork:
     """Each active weight read once as stored, keys and values read once at their mean length; 2 operations a weight and sequence.
 
     Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing. Idle experts are
@@ -35,17 +35,17 @@ def least_work(job: Job, weight_bytes: int, cores_bytes: float) -> LeastWork:
     stored_share = min(1.0, weight_bytes / max(1, sizes.parameter_bytes))
     idle = sizes.idle_bytes - int((1 - stored_share) * sizes.idle_expert_bytes)
     bits = 8 * job.spec.dtype.itemsize if config.quant_bits == 16 else config.quant_bits
-    return LeastWork(
+    return StepWork(
         device_bytes=max(0, max(0, weight_bytes - idle) + kv - int(cores_bytes if job.on_gpu else 0)),
         flops=2 * max(0, active - int(cores_bytes * 8 / bits)) * job.rank_batch,
     )
 
 
-def decode_limits(
+def decode_roofline(
     rates: Rates,
     moved: MovedPerStep,
     ahead_bytes: int,
-    work: LeastWork,
+    work: StepWork,
     on_gpu: bool,
     steps: int,
     decode_s: float,
@@ -56,7 +56,7 @@ def decode_limits(
         moved: what crossed link and disk in a step, counted over all ranks.
         ahead_bytes: those of the decode's bytes that had crossed before its first step, over all ranks. The link does not owe them.
     """
-    floor_step = least_step(rates, moved, work, on_gpu)
+    floor_step = step_bounds(rates, moved, work, on_gpu)
     in_all = {name: step_s * steps for name, step_s in as_mapping(floor_step).items()}
     for name, gb_per_s in (("link", rates.link_gb_per_s), ("link_and_cores", _together_gb_per_s(rates))):
         if name in in_all and gb_per_s:
@@ -73,7 +73,7 @@ def decode_limits(
     )
 
 
-def least_step(rates: Rates, moved: MovedPerStep, work: LeastWork, on_gpu: bool) -> FloorStep:
+def step_bounds(rates: Rates, moved: MovedPerStep, work: StepWork, on_gpu: bool) -> FloorStep:
     """The least time of a step by each of the rates that apply."""
     return FloorStep(
         device_memory=_seconds(work.device_bytes, rates.device_copy_gb_per_s),

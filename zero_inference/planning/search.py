@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +15,22 @@ from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANT_BITS, 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import non_default_options, shell_words
 from zero_inference.engines.base import Job
-from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.errors import DoesNotFit, RunError, UsageError
 from zero_inference.hardware.limited import LimitedMachine
 from zero_inference.kv_cache.device import why_not_offloaded
-from zero_inference.planning.plan import Plan, changed
-from zero_inference.planning.timing import Times
+from zero_inference.planning.cost import Times
+from zero_inference.planning.plan import Plan, plan_with
+from zero_inference.records.read import read_records
+from zero_inference.records.schema import STATUS_OK
 from zero_inference.utils import GB
+from zero_inference.utils.child_runs import last_words, run_child
 from zero_inference.utils.invocation import run_command
+from zero_inference.utils.processes import isolated_ranks
+from zero_inference.utils.progress import current
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # By engine the ways to run it; those with weights on disk are for models that fit nowhere else.
-WAYS: dict[str, tuple[dict[str, Any], ...]] = {
+OFFLOADS: dict[str, tuple[dict[str, Any], ...]] = {
     "stream": ({"cpu_offload": True},),
     "resident": ({},),
     "deepspeed": ({"cpu_offload": True}, {}, {"disk_offload": True}),
@@ -35,7 +42,7 @@ LEAST = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH}  # of the stream engin
 
 
 @dataclass(frozen=True)
-class Free:
+class SearchSpace:
     """What is left to be found.
 
     Attributes:
@@ -44,11 +51,11 @@ class Free:
         world_sizes: ranks, each with a GPU of its own, in ascending order; None for those that the job has.
     """
 
-    engines: tuple[str, ...] = tuple(WAYS)
+    engines: tuple[str, ...] = tuple(OFFLOADS)
     quant_bits: tuple[int, ...] = QUANT_BITS
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     kv_offload: tuple[bool, ...] = (False, True)
-    ways: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=lambda: WAYS)
+    ways: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=lambda: OFFLOADS)
     world_sizes: tuple[int, ...] | None = None
 
 
@@ -112,7 +119,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """
     Attributes:
         candidates: those that fit, and whose times are known.
@@ -139,9 +146,9 @@ def options_of(config: RunConfig) -> list[str]:
     return shell_words(non_default_options(config))
 
 
-def find_candidates(job: Job, free: Free) -> Found:
+def find_candidates(job: Job, free: SearchSpace) -> SearchResult:
     """Plan what `free` leaves open of `job`, from the smallest batch up; a batch larger than one that does not fit is not tried."""
-    found = Found([], [], [])
+    found = SearchResult([], [], [])
     jobs = [job] if free.world_sizes is None else [_with_ranks(job, count) for count in free.world_sizes]
     for on_disk in (False, True):
         for fields in _ways(job, free, on_disk):
@@ -166,14 +173,14 @@ def _with_ranks(job: Job, count: int) -> Job:
     return replace(job, ranks=ranks, free_device_bytes=min(each for each in free if each is not None))
 
 
-def _ways(job: Job, free: Free, on_disk: bool) -> Iterator[dict[str, Any]]:
+def _ways(job: Job, free: SearchSpace, on_disk: bool) -> Iterator[dict[str, Any]]:
     """Everything but the batch."""
     for engine in free.engines:
         for bits in free.quant_bits if engine in QUANTIZING_ENGINES else (16,):
             if bits not in free.quant_bits:
                 continue
             for way in free.ways[engine]:
-                if engine == "deepspeed" and not way and not job.on_gpu and free.ways is WAYS:
+                if engine == "deepspeed" and not way and not job.on_gpu and free.ways is OFFLOADS:
                     continue  # it would be the same as in host memory
                 if bool(way.get("disk_offload")) == on_disk:
                     offload = {"cpu_offload": False, "disk_offload": False} | way
@@ -182,10 +189,10 @@ def _ways(job: Job, free: Free, on_disk: bool) -> Iterator[dict[str, Any]]:
                     yield {"engine": engine, "quant_bits": bits} | offload
 
 
-def _plan_batches(job: Job, free: Free, fields: dict[str, Any]) -> Found:
+def _plan_batches(job: Job, free: SearchSpace, fields: dict[str, Any]) -> SearchResult:
     """Of the batches that divide over the ranks. Keys and values in host memory are a candidate where their batch fits only so, or decodes
     faster by more than predictions are worth: what crosses the link, or meets the cores, can be late."""
-    found = Found([], [], [])
+    found = SearchResult([], [], [])
     on_device: dict[int, float] = {}  # token/s by batch
     batch_sizes = sorted(size for size in free.batch_sizes if size % job.ranks.world_size == 0)
     for kv_offload in free.kv_offload:
@@ -224,16 +231,16 @@ def _place_of_keys(job: Job, kv_offload: bool) -> dict[str, Any]:
 def _within_limits(job: Job, asked: dict[str, Any]) -> Plan:
     """The plan of `asked`. Where only a part of the device may be used, the stream engine's says how much of it weights take, and how many
     slots its ring has: its command is to do the same on the whole device."""
-    plan = changed(job, **asked)
+    plan = plan_with(job, **asked)
     limited = isinstance(job.machine, LimitedMachine) and job.machine.device_bytes is not None
     kept = plan.weights.gpu_memory_bytes
     if not limited or kept is None or job.config.gpu_memory is not None:
         return plan
     depth = job.config.ring_depth or plan.weights.ring_depth
     try:
-        return changed(job, **asked, gpu_memory=math.ceil(1e4 * kept / GB) / 1e4, ring_depth=depth)
+        return plan_with(job, **asked, gpu_memory=math.ceil(1e4 * kept / GB) / 1e4, ring_depth=depth)
     except DoesNotFit:  # single experts take all that is left
-        return changed(job, **asked, gpu_memory=math.floor(1e4 * kept / GB) / 1e4, ring_depth=depth)
+        return plan_with(job, **asked, gpu_memory=math.floor(1e4 * kept / GB) / 1e4, ring_depth=depth)
 
 
 def _least_plan(job: Job, asked: dict[str, Any]) -> tuple[Plan, bool]:
@@ -242,10 +249,10 @@ def _least_plan(job: Job, asked: dict[str, Any]) -> tuple[Plan, bool]:
     of whole layers, which the engine places first."""
     least = {} if job.config.ring_depth or job.config.gpu_memory is not None else LEAST
     try:
-        return changed(job, **asked, **least), False
+        return plan_with(job, **asked, **least), False
     except DoesNotFit:
         whole = LEAST | {"cpu_compute": "off", "cpu_threads": None}
-        found = changed(replace(job, free_device_bytes=1 << 60), **asked, **whole)
+        found = plan_with(replace(job, free_device_bytes=1 << 60), **asked, **whole)
         return Plan(found.job, replace(found.weights, job=replace(job, config=found.job.config))), True
 
 
@@ -255,3 +262,79 @@ def _worth_moving(job: Job, batch_size: int) -> bool:
         return False
     of_rank = replace(job, config=replace(job.config, batch_size=batch_size)).kv_bytes()
     return of_rank >= LEAST_KV_SHARE * job.free_device_bytes
+
+
+# By goal what is to be least. A bound that leaves out an engine's overhead shows nothing about its speed, so it comes behind those that do.
+GOALS: dict[str, Callable[[Candidate], tuple[float, ...]]] = {
+    "throughput": lambda each: (each.lacks_overhead, -each.best_tokens_per_s, each.best_step_s),
+    "latency": lambda each: (each.lacks_overhead, each.best_step_s, -each.best_tokens_per_s),
+    "memory": lambda each: (float(each.memory_bytes), -each.best_tokens_per_s),
+}
+
+
+def ranked(candidates: Sequence[Candidate], goal: str) -> list[Candidate]:
+    """The best first, those that failed last; of equals those with more bits, then those that need less memory."""
+    return sorted(
+        candidates, key=lambda each: (each.failed, *GOALS[goal](each), -each.config.quant_bits, each.memory_bytes)
+    )
+
+
+def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that no other one beats in both the time of a step and tokens a second, from the shortest step up. Bounds that leave out an
+    overhead are not compared with others."""
+    good = [each for each in candidates if not each.failed]
+    known = [each for each in good if not each.lacks_overhead] or good
+    front: list[Candidate] = []
+    for each in ranked(known, "latency"):
+        if not front or each.best_tokens_per_s > front[-1].best_tokens_per_s:
+            front.append(each)
+    return front
+
+
+MOST_TOKENS = 17  # of a trial: 16 steps
+
+
+def verify(best: Sequence[Candidate], count: int, goal: str, say: Callable[[str], None]) -> list[Candidate]:
+    """`best` with the first `count` of them run and ranked by their measured rates; those that failed come last.
+
+    Raises:
+        RunError: all of them failed.
+    """
+    tried, failed = [], []
+    chosen = best[:count]
+    with (
+        tempfile.TemporaryDirectory(prefix="zero-inference-plan-") as folder,
+        current().task("plan --verify", len(chosen), ticking=True) as task,
+    ):
+        for number, candidate in enumerate(chosen, 1):
+            task.at(f"run {number} of {len(chosen)} ({candidate.command()})", number - 1)
+            rate = _measured_tokens_per_s(candidate, Path(folder), number, say)
+            if rate is None:
+                failed.append(replace(candidate, failed=True))
+            else:
+                say(
+                    f"run {number} of {len(chosen)}: {rate:.3g} token/s, predicted {candidate.tokens_per_s:.3g}: "
+                    f"{candidate.command()}"
+                )
+                tried.append(replace(candidate, measured_tokens_per_s=rate))
+    if not tried:
+        raise RunError(f"--verify {count}: every run failed; the reasons are above.")
+    return ranked(tried, goal) + list(best[count:]) + failed
+
+
+def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say: Callable[[str], None]) -> float | None:
+    """None where the run failed, which `say` is told."""
+    config = replace(candidate.config, gen_len=min(candidate.config.gen_len, MOST_TOKENS), dry_run=False, verbose=1)
+    log, output = folder / f"{number}.log", folder / f"{number}.out"
+    options = [*options_of(config), "--loops", "1", "--log-file", str(log)]
+    records = log.with_suffix(".jsonl")
+    ended = run_child(
+        isolated_ranks("zero_inference", candidate.world_size, "run", *options),
+        output,
+        records=lambda: read_records(records) if records.exists() else [],
+        is_good=lambda record: record.get("status") == STATUS_OK,
+    )
+    rate = (ended.record or {}).get("decode_throughput")
+    if rate is None:
+        say(f"run {number} failed: {last_words(ended.said()) or f'exit code {ended.code}'}: {candidate.command()}")
+    return rate

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-class UseOfMachine:
+class CostTerms:
     """What holds of an engine that fetches what it needs and multiplies all on the device; others say where they differ.
 
     Attributes:

@@ -9,17 +9,27 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from zero_inference.config.options import DEFAULTS
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit
 from zero_inference.hardware.machine import DescribedMachine
-from zero_inference.planning.log_sizes import log_sizes
-from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need, shown
-from zero_inference.planning.outlook import experts_in_words, first_token_in_words, limit_in_words
+from zero_inference.planning.explain import (
+    Faster,
+    Verdict,
+    experts_in_words,
+    faster_in_words,
+    first_token_in_words,
+    limit_in_words,
+    rates_missing_for_bound,
+    step_bound,
+    verdict_of,
+)
+from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need, log_sizes, shown
 from zero_inference.planning.plan import Plan
-from zero_inference.planning.plan_json import plan_in_json
-from zero_inference.planning.verdict import Faster, Verdict, faster_in_words, verdict_of
+from zero_inference.records.key import as_mapping
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.invocation import run_command
 
@@ -161,3 +171,86 @@ def _text(verdict: Verdict, rows: Sequence[Row], colour: bool, width: int | None
         grid.add_row(Text(f"  {label}", "bold"), Text(text))
     console.print(grid)
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def plan_in_json(job: Job, plan: Plan | DoesNotFit, verdict: Verdict, faster: Sequence[Faster] = ()) -> dict[str, Any]:
+    """See above."""
+    found = plan if isinstance(plan, Plan) else None
+    return {
+        "fits": verdict.fits,
+        "verdict": verdict.said,
+        "config": resolved(job, found.weights.pinned if found else job.pin_weights),
+        "sizes": asdict(log_sizes(job)) | {"weight_bytes": found.weights.weight_bytes if found else None},
+        "needs": None if found is None else [_need(need) for need in found.needs],
+        "refused": None if found else str(plan),
+        "predicted": _predicted(found, verdict),
+        "limit": None if found is None else _limit(found),
+        "moved_per_step": None if found is None else as_mapping(found.weights.moved_per_step()),
+        "placement": [] if found is None else [found.weights.places_in_words(), *found.weights.in_words()],
+        "changes_that_fit": verdict.changes,
+        "faster": [asdict(each) for each in faster],
+        "machine": _machine(job),
+    }
+
+
+def resolved(job: Job, pinned: bool) -> dict[str, Any]:
+    """Every option as it is used."""
+    return job.config.as_dict() | {
+        "dtype": job.spec.dtype_name,
+        "model_type": job.spec.config.model_type,
+        "world_size": job.ranks.world_size,
+        "pin_memory": pinned,
+    }
+
+
+def _need(need: Need) -> dict[str, Any]:
+    return {
+        "place": need.place,
+        "which": need.which or None,
+        "needed_bytes": need.needed,
+        "reserve_bytes": need.reserve,
+        "available_bytes": need.available,
+        "fits": need.fits,
+    }
+
+
+def _predicted(plan: Plan | None, verdict: Verdict) -> dict[str, Any]:
+    times = plan.times if plan else None
+    return {
+        "prefill_s": times.prefill.seconds if times else None,
+        "decode_step_s": times.step.seconds if times else None,
+        "decode_throughput": times.tokens_per_s(plan.job.config.batch_size) if plan and times else None,
+        "bound_by": times.step.bound_by if times else None,
+        "load_s": plan.load_s if plan else None,
+        "prefill_range_s": times.prefill_range_s if times else None,
+        "decode_step_range_s": times.step_range_s if times else None,
+        "decode_throughput_range": times.tokens_per_s_range(plan.job.config.batch_size) if plan and times else None,
+        "load_range_s": plan.load_range_s if plan else None,
+        "bounds_because": list(times.bounds_because) if times else [],
+        "left_out": times.left_out() if times else [],
+        "unknown_because": verdict.unpredicted,
+    }
+
+
+def _limit(plan: Plan) -> dict[str, Any] | None:
+    machine = plan.job.machine
+    if not isinstance(machine, DescribedMachine) or rates_missing_for_bound(plan.weights, machine.description):
+        return None
+    if (found := step_bound(plan.weights, machine.description)) is None:
+        return None
+    bound_by, step_s = found
+    return {"decode_step_s": step_s, "decode_throughput": plan.job.config.batch_size / step_s, "bound_by": bound_by}
+
+
+def _machine(job: Job) -> dict[str, Any] | None:
+    found = job.machine.described()
+    if found is None:
+        return None
+    gpus = [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in found.gpus]
+    return {
+        "name": found.name,
+        "source": found.source,
+        "is_here": job.machine.is_here,
+        "gpus": gpus,
+        "host_memory_bytes": found.host_memory_bytes,
+    }
