@@ -16,10 +16,9 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from zero_inference.cpu.attention_tasks import AttentionTasks
-from zero_inference.cpu.cores import Cores
-from zero_inference.cpu.threads import choose_cpus
-from zero_inference.kv_cache.attended import blocks_for
+from zero_inference.cpu.attention import AttentionTasks
+from zero_inference.cpu.pool import CpuPool, choose_cpus
+from zero_inference.kv_cache.cpu_attention import blocks_for
 from zero_inference.utils.host_memory import host_empty
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -72,7 +71,7 @@ def layers(
 
 
 def gb_per_s(flat: torch.Tensor, asked: argparse.Namespace, batch: int, threads: int, major: bool) -> float:
-    cores = Cores(choose_cpus(threads), spin_us=SPIN_US)
+    cores = CpuPool(choose_cpus(threads), spin_us=SPIN_US)
     try:
         tasks, dtype = AttentionTasks(cores), DTYPES[asked.dtype]
         scale = asked.head_dim**-0.5

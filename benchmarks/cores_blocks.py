@@ -27,7 +27,7 @@ import numpy
 import torch
 
 from benchmarks.common.host_cores import FORMATS, GROUP, busy_link, fill, library_of, processor
-from zero_inference.cpu.cores import ARRIVED, DONE, FLAG_BYTES, SPIN_US, Cores, Stage, Task, Weight, flag_bytes
+from zero_inference.cpu.pool import ARRIVED, DONE, FLAG_BYTES, SPIN_US, CpuPool, Stage, Task, Weight, flag_bytes
 
 TIMED = (64, 2, 5)  # csrc/cpu/stage_times.h
 PARTS = ("input", "wait for it", "own rows", "shared rows", "wait for rows")
@@ -116,7 +116,7 @@ class Build:
 
     def __init__(self, flags: str, cpus: list[int]):
         self.flags = torch.zeros(flag_bytes(1), dtype=torch.uint8)
-        self.cores = Cores(cpus, SPIN_US, self.flags, library=library_of(flags))
+        self.cores = CpuPool(cpus, SPIN_US, self.flags, library=library_of(flags))
         self.number = 0
 
     def stage_us(self, calls: int) -> numpy.ndarray:

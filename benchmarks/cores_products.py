@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.common.host_cores import FORMATS, GROUP, Link, busy_link, fill, library_of, processor
 from benchmarks.common.shapes import shape_of
-from zero_inference.cpu.matrix import DTYPES, INSTRUCTIONS
+from zero_inference.cpu.library import DTYPES, INSTRUCTIONS
 
 
 @dataclass

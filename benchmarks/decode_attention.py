@@ -43,7 +43,7 @@ def main() -> int:
     from torch.nn.functional import scaled_dot_product_attention
 
     from zero_inference.hardware.compute import as_graph, median_s
-    from zero_inference.kv_cache import decode_attention  # noqa: F401  its schema
+    from zero_inference.kernels import decode_attention  # noqa: F401  its schema
     from zero_inference.utils.extension import load_extension, why_unavailable
 
     if not load_extension():

@@ -20,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from zero_inference.engines.stream.expert_cache import divide  # noqa: E402
+from zero_inference.engines.stream.expert_cache import dispatch  # noqa: E402
 from zero_inference.models.dummy import draw_tokens, embedding_std, fill_dummy  # noqa: E402
 from zero_inference.models.preset_table import find_preset  # noqa: E402
 from zero_inference.models.prompts import random_ids  # noqa: E402
@@ -88,7 +88,7 @@ def kept_hit_rate(choices: torch.Tensor, experts: int, slots: int, fetches: int)
     for turn, token in enumerate(choices):
         most = fetches if turn >= SKIPPED else token.numel()
         quota = torch.arange(experts + 1).clamp(max=most)
-        hits += int((divide(token[None], table, uses, experts, quota, most).slot >= 0).sum()) * (turn >= SKIPPED)
+        hits += int((dispatch(token[None], table, uses, experts, quota, most).slot >= 0).sum()) * (turn >= SKIPPED)
     return hits / choices[SKIPPED:].numel()
 
 

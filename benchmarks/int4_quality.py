@@ -144,7 +144,7 @@ def formats() -> Iterator[tuple[str, float, Callable | None]]:
     import gguf
     import torch
 
-    from zero_inference.cpu.quantize import quantize
+    from zero_inference.cpu.products import quantize
     from zero_inference.kernels.groups import GroupQuantization, dequantize_reference
 
     def groups(bits: int, size: int):

@@ -12,9 +12,8 @@ import torch
 from deepspeed.inference.quantization.utils import Quantizer
 
 from benchmarks.int4_quality import extremes_and_one_fit
-from zero_inference.cpu.library import best_instructions
-from zero_inference.cpu.matrix import INSTRUCTIONS
-from zero_inference.cpu.quantize import quantize
+from zero_inference.cpu.library import INSTRUCTIONS, best_instructions
+from zero_inference.cpu.products import quantize
 from zero_inference.kernels import groups
 from zero_inference.kernels.groups import GroupQuantization
 

@@ -234,12 +234,15 @@ def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> li
 
     import torch
 
-    from zero_inference.cpu.choice import WeightedRows
-    from zero_inference.cpu.crossing import StreamSide
-    from zero_inference.cpu.meeting_place import own_place
+    from zero_inference.cpu.experts import WeightedRows
+    from zero_inference.cpu.hand_off import StreamSide, allocate_local_buffers
 
     experts, timed = Experts(bits, dtype, group_size), []
-    k, side, place = EXPERTS_OF_TOKEN, StreamSide(torch.device("cuda")), own_place(1 << 20, 1 << 20, pinned=True)
+    k, side, place = (
+        EXPERTS_OF_TOKEN,
+        StreamSide(torch.device("cuda")),
+        allocate_local_buffers(1 << 20, 1 << 20, pinned=True),
+    )
     arrived, done, stop = (place.flags.data_ptr() + 64 * flag for flag in range(3))
     ctypes.c_uint32.from_address(done).value = 1 << 30  # the CPU is done with every call
     source, target = place.output.data_ptr(), place.input.data_ptr()

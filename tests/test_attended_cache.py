@@ -11,16 +11,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Mistral
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_inference.cpu.attention import attention_reference
-from zero_inference.cpu.cores import Cores
-from zero_inference.cpu.crossing import Crossing, HostCalls, StreamSide
-from zero_inference.cpu.meeting_place import own_place
+from zero_inference.cpu.hand_off import DirectCalls, HandOff, StreamSide, allocate_local_buffers
+from zero_inference.cpu.pool import CpuPool
 from zero_inference.errors import RunError, UsageError
-from zero_inference.kv_cache import diverted
-from zero_inference.kv_cache.attended import AttendedCache, blocks_for
+from zero_inference.kv_cache import attention_patch
+from zero_inference.kv_cache.attention_patch import patch_attention, why_cpu_cannot_attend, window_only_in_cache
+from zero_inference.kv_cache.cpu_attention import (
+    BlockingCpuAttention,
+    CpuAttentionCache,
+    PooledCpuAttention,
+    attention_hand_off_bytes,
+    blocks_for,
+    window_of,
+)
 from zero_inference.kv_cache.device import refuse_kv_offload
-from zero_inference.kv_cache.diverted import divert_attention, why_not_attended, window_is_of_cache
-from zero_inference.kv_cache.masks import window_of
-from zero_inference.kv_cache.meetings import CopyMeeting, CoresMeeting, crossing_bytes
 from zero_inference.models.greedy import greedy
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
@@ -84,9 +88,9 @@ def small_model(family: str):
     return model
 
 
-def make(model, length: int, **options) -> AttendedCache:
+def make(model, length: int, **options) -> CpuAttentionCache:
     transfers = Transfers()
-    return AttendedCache(model.config, length, False, False, transfers, CopyMeeting(transfers, **options))
+    return CpuAttentionCache(model.config, length, False, False, transfers, BlockingCpuAttention(transfers, **options))
 
 
 def prompts(batch: int, length: int) -> torch.Tensor:
@@ -106,7 +110,7 @@ def test_generated_ids_are_those_of_plain_transformers(family, batch, length):
     model, ids = small_model(family), prompts(batch, length)
     plain = generated(model, ids, 12, DynamicCache(config=model.config))
     assert len(plain[:, length:].unique()) > 1
-    divert_attention(model)
+    patch_attention(model)
     cache = make(model, length + 12)
     assert torch.equal(generated(model, ids, 12, cache), plain)
     cache.reset()
@@ -118,10 +122,10 @@ def test_generated_ids_are_those_of_plain_transformers(family, batch, length):
 def test_tokens_by_the_threads_that_multiply(family):
     model, ids = small_model(family), prompts(3, 70)
     plain = generated(model, ids, 12, DynamicCache(config=model.config))
-    divert_attention(model)
-    calls = HostCalls(Cores([-1, -1], spin_us=100), Transfers())
+    patch_attention(model)
+    calls = DirectCalls(CpuPool([-1, -1], spin_us=100), Transfers())
     try:
-        cache = AttendedCache(model.config, 82, False, False, calls.transfers, CoresMeeting(calls))
+        cache = CpuAttentionCache(model.config, 82, False, False, calls.transfers, PooledCpuAttention(calls))
         assert torch.equal(generated(model, ids, 12, cache), plain)
         seen = [min(length, 9) if family == "mistral" else length for length in range(71, 82)]  # positions of each pass
         kv_width = 32 if family == "mistral" else 64
@@ -136,8 +140,8 @@ def crossing():
     from zero_inference.utils.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
-    place = own_place(1 << 20, 1 << 20, pinned=True)
-    calls = Crossing(Cores([-1, -1], 1000, place.flags), StreamSide(torch.device("cuda")), place, Transfers())
+    place = allocate_local_buffers(1 << 20, 1 << 20, pinned=True)
+    calls = HandOff(CpuPool([-1, -1], 1000, place.flags), StreamSide(torch.device("cuda")), place, Transfers())
     yield calls
     calls.close()
 
@@ -147,11 +151,11 @@ def crossing():
 @pytest.mark.parametrize("family", ["opt", "bloom", "llama", "mistral", "gemma2", "gpt_oss", "mpt"])
 def test_logits_on_a_gpu_by_both_ways_to_the_cores(family, asynchronous, crossing):
     model, ids = small_model(family).cuda(), prompts(3, 120).cuda()
-    divert_attention(model)
+    patch_attention(model)
     transfers = Transfers()
     caches = [
-        AttendedCache(model.config, 120, True, asynchronous, meeting.transfers, meeting)
-        for meeting in (CopyMeeting(transfers, threads=2), CoresMeeting(crossing))
+        CpuAttentionCache(model.config, 120, True, asynchronous, meeting.transfers, meeting)
+        for meeting in (BlockingCpuAttention(transfers, threads=2), PooledCpuAttention(crossing))
     ]
     for turn in range(2):
         theirs = DynamicCache(config=model.config)
@@ -169,7 +173,7 @@ def test_logits_on_a_gpu_by_both_ways_to_the_cores(family, asynchronous, crossin
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "bloom", "mpt"])
 def test_logits_of_passes_of_any_length(family):
     model, ids = small_model(family), prompts(2, 90)
-    divert_attention(model)
+    patch_attention(model)
     ours, theirs = make(model, 90), DynamicCache(config=model.config)
     with torch.no_grad():
         for start, end in ((0, 60), (60, 61), (61, 70), (70, 71), (71, 90)):
@@ -180,7 +184,7 @@ def test_logits_of_passes_of_any_length(family):
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "bloom"])
 def test_padding_on_the_left_is_not_seen(family):
     model, ids = small_model(family), prompts(3, 20)
-    divert_attention(model)
+    patch_attention(model)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     mask[2, :15] = 0
@@ -194,18 +198,18 @@ def test_padding_on_the_left_is_not_seen(family):
 @pytest.mark.parametrize("family", [*FAMILIES, *OWN])
 def test_memory_for_a_crossing_is_what_a_pass_of_one_token_takes(family, monkeypatch):
     model, ids = small_model(family), prompts(3, 5)
-    divert_attention(model)
+    patch_attention(model)
     taken = set()
-    attend = CopyMeeting.attend
+    attend = BlockingCpuAttention.attend
 
     def watched(self, layer, query, window=0, mask=None):
         out = attend(self, layer, query, window, mask)
         taken.add((query.nbytes + sum(new.nbytes for new in layer.newest), out.nbytes))  # before they are let go
         return out
 
-    monkeypatch.setattr(CopyMeeting, "attend", watched)
+    monkeypatch.setattr(BlockingCpuAttention, "attend", watched)
     generated(model, ids, 3, make(model, 8))
-    assert taken == {crossing_bytes(model.config, 3, 4)}
+    assert taken == {attention_hand_off_bytes(model.config, 3, 4)}
 
 
 def test_a_window_on_the_host_is_recognised():
@@ -226,7 +230,7 @@ def test_blocks_hold_little_more_than_all_positions():
 
 def test_memory_is_exact_and_kept_over_a_reset():
     model, ids = small_model("llama"), prompts(2, 70)
-    divert_attention(model)
+    patch_attention(model)
     cache = make(model, 80)
     generated(model, ids, 3, cache)
     places = [layer.kept[0].data_ptr() for layer in cache.layers]
@@ -242,13 +246,13 @@ def falcon():
 
 
 def test_what_the_cores_cannot_attend_for_is_said_before():
-    assert "does not attend by transformers' attention functions" in why_not_attended(falcon())
+    assert "does not attend by transformers' attention functions" in why_cpu_cannot_attend(falcon())
     compressed = small_model("llama")
     compressed.config.kv_lora_rank = 32
-    assert "compressed" in why_not_attended(compressed)
+    assert "compressed" in why_cpu_cannot_attend(compressed)
     flexible = small_model("llama")
     flexible.config._attn_implementation = "flex_attention"
-    assert "flex_attention" in why_not_attended(flexible)
+    assert "flex_attention" in why_cpu_cannot_attend(flexible)
 
 
 def empty(config):
@@ -267,7 +271,7 @@ UNLIKE = {
 
 @pytest.mark.parametrize("family", UNLIKE)
 def test_attention_of_another_kind_is_found_by_a_trial(family):
-    assert "has an attention of its own" in why_not_attended(
+    assert "has an attention of its own" in why_cpu_cannot_attend(
         empty(AutoConfig.for_model(family, **SMALL | SIZES | UNLIKE[family]))
     )
 
@@ -295,7 +299,7 @@ def test_a_window_that_may_be_of_the_cache_alone_leaves_keys_in_it(family, chang
     model = empty(AutoConfig.for_model(family, **SMALL | SIZES | dict(sliding_window=9) | changes))
     if kind is not None:
         model.__class__ = kind
-    assert window_is_of_cache(model) is expected
+    assert window_only_in_cache(model) is expected
     if expected:
         with pytest.raises(
             UsageError, match="sliding window that may be in transformers' cache alone: drop --kv-offload"
@@ -312,12 +316,12 @@ def test_a_trial_finds_what_the_cores_are_not_told(monkeypatch):
     families = {"scale": "llama", "softcap": "gemma2", "sinks": "gpt_oss", "slopes": "bloom", "mask": "mistral"}
     for told, family in families.items():
         model = empty(small_model(family).config)
-        assert why_not_attended(model) is None
+        assert why_cpu_cannot_attend(model) is None
         with monkeypatch.context() as patched:
             wrong = {"scale": 0.9, "softcap": 0.0}.get(told)
             of_trial = partial(with_one_wrong, {told: wrong})
-            patched.setattr(diverted, "attention_reference", of_trial)
-            assert "computes something else" in why_not_attended(model), told
+            patched.setattr(attention_patch, "attention_reference", of_trial)
+            assert "computes something else" in why_cpu_cannot_attend(model), told
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
@@ -326,16 +330,16 @@ def test_the_cores_attend_for_layers_of_hybrids(family):
     mamba = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_d_ssm=64, mamba_chunk_size=8)
     kinds = dict(layer_types=["linear_attention", "full_attention"] * 2, num_experts=0)
     config = AutoConfig.for_model(family, **SMALL | SIZES | (mamba if family == "falcon_h1" else linear | kinds))
-    assert why_not_attended(empty(config)) is None
+    assert why_cpu_cannot_attend(empty(config)) is None
     torch.manual_seed(0)
     model, ids = AutoModelForCausalLM.from_config(config).eval(), prompts(2, 70)
-    divert_attention(model)
+    patch_attention(model)
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
     found = []
     ours = make(model, 76)
     for cache in (ours, ours, DynamicCache(config=model.config)):
-        if isinstance(cache, AttendedCache):
+        if isinstance(cache, CpuAttentionCache):
             cache.reset()
         with torch.no_grad():
             found.append(model.generate(ids, attention_mask=mask, generation_config=greedy(6), past_key_values=cache))
@@ -350,22 +354,22 @@ def test_attention_that_passes_the_functions_by_is_an_error():
 
 def test_keys_that_are_changed_behind_the_cache_are_an_error():
     model, ids = small_model("llama"), prompts(1, 5)
-    divert_attention(model)
+    patch_attention(model)
 
-    class Changed(AttendedCache):
+    class Changed(CpuAttentionCache):
         def update(self, *args, **options):
             keys, values = super().update(*args, **options)
             return keys * 2, values
 
     transfers = Transfers()
-    cache = Changed(model.config, 20, False, False, transfers, CopyMeeting(transfers))
+    cache = Changed(model.config, 20, False, False, transfers, BlockingCpuAttention(transfers))
     with pytest.raises(RunError, match="changed its keys"):
         generated(model, ids, 4, cache)
 
 
 def test_one_token_too_many_is_an_error():
     model = small_model("opt")
-    divert_attention(model)
+    patch_attention(model)
     cache = make(model, 4)
     with pytest.raises(RunError, match="has 4 positions, but 5 are needed"), torch.no_grad():
         model(prompts(1, 4), past_key_values=cache)

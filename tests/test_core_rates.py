@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero_inference.cpu.cores import SPIN_US, Cores
-from zero_inference.cpu.crossing import HostSide
+from zero_inference.cpu.hand_off import HostSide
 from zero_inference.cpu.library import load_library
+from zero_inference.cpu.pool import SPIN_US, CpuPool
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.hardware import attention, core_rates, cores, products
 from zero_inference.hardware.cores import BLOCK_BYTES, BesideLink, Besides
@@ -50,7 +50,7 @@ class PlayedLink:
 class PlayedBench(cores.Bench):
     def __init__(self, device, cpus, rows, columns):
         self.device, self.columns, self.link = device, columns, PlayedLink()
-        self.cores = Cores(cpus, SPIN_US)
+        self.cores = CpuPool(cpus, SPIN_US)
 
     def crossing_s(self, dtype, rows, rounds=3) -> float:
         return 1e-5 * rows
@@ -111,8 +111,10 @@ def test_meetings_are_measured_one_behind_the_other_in_the_same_place(monkeypatc
         def elapsed_time(self, end):
             return 13.0 * (1 + len(asked) // 2)  # ms, more in each round
 
-    own_place = cores.own_place
-    monkeypatch.setattr(cores, "own_place", lambda *sizes, pinned: own_place(*sizes, pinned=False))
+    allocate_local_buffers = cores.allocate_local_buffers
+    monkeypatch.setattr(
+        cores, "allocate_local_buffers", lambda *sizes, pinned: allocate_local_buffers(*sizes, pinned=False)
+    )
     monkeypatch.setattr(cores, "StreamSide", lambda device: HostSide())
     link = PlayedLink()
     link.device = torch.device("cpu")
@@ -181,7 +183,7 @@ def test_all_formats_lie_in_the_same_memory():
 )
 @pytest.mark.parametrize("short", [False, True])
 def test_calls_multiply_with_weights_of_the_size_that_was_asked_for(dtype, scheme, short):
-    team = Cores((-1, -1), SPIN_US)
+    team = CpuPool((-1, -1), SPIN_US)
     try:
         weights = Products(team, dtype, scheme, COLUMNS)
         calls = weights.calls(3, short=short)
@@ -195,7 +197,7 @@ def test_calls_multiply_with_weights_of_the_size_that_was_asked_for(dtype, schem
 
 
 def test_experts_are_read_by_a_call():
-    team = Cores((-1, -1), SPIN_US)
+    team = CpuPool((-1, -1), SPIN_US)
     try:
         weights = Products(team, torch.bfloat16, INT4, COLUMNS)
         calls = weights.expert_calls(3)
@@ -209,7 +211,7 @@ def test_experts_are_read_by_a_call():
 
 def test_the_time_of_a_call_besides_its_bytes():
     """A line through calls of two sizes begins above a call of no width, and one with experts lies above it."""
-    team = Cores((-1,), SPIN_US)
+    team = CpuPool((-1,), SPIN_US)
     try:
         bench = PlayedBench(torch.device("cpu"), (-1,), 1, COLUMNS)
         weights = Products(team, torch.bfloat16, None, COLUMNS)

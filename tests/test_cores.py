@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from zero_inference.cpu.cores import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, Cores, Stage, Weight, flag_bytes
-from zero_inference.cpu.crossing import HostCalls
-from zero_inference.cpu.matrix import Matrix
+from zero_inference.cpu.hand_off import DirectCalls
+from zero_inference.cpu.pool import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, CpuPool, Stage, Weight, flag_bytes
+from zero_inference.cpu.products import Matrix
 from zero_inference.hardware.meeting import narrow_feed_forward
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.feed_forward import ACTIVATIONS
@@ -21,7 +21,7 @@ HIDDEN, FFN = 96, 208
 
 @pytest.fixture
 def cores():
-    made = Cores([-1, -1, -1], spin_us=0)
+    made = CpuPool([-1, -1, -1], spin_us=0)
     yield made
     made.close()
 
@@ -42,7 +42,7 @@ def test_every_activation_has_a_number_and_is_the_function_of_its_name(cores):
     assert ACTIVATION_NUMBERS.keys() == ACTIVATIONS.keys()
     one = torch.eye(64)
     x = torch.linspace(-12, 12, 9 * 64).view(9, 64)
-    calls = HostCalls(cores, Transfers())
+    calls = DirectCalls(cores, Transfers())
     for name, function in ACTIVATIONS.items():
         task = cores.add_block([Stage([plain(one)], "activation", name), Stage([plain(one)])], torch.float32)
         (out,) = calls(task, x)
@@ -54,7 +54,7 @@ def test_the_block_that_a_meeting_is_measured_with(dtype, bound, cores):
     """As wide as the model outside, and narrow inside."""
     task, (first, last) = narrow_feed_forward(cores, dtype, HIDDEN)
     x = random(3, HIDDEN, dtype=dtype)
-    (out,) = HostCalls(cores, Transfers())(task, x)
+    (out,) = DirectCalls(cores, Transfers())(task, x)
     assert out.shape == x.shape and task.nbytes == 0
     assert error(out, (x.double() @ first.double().T).relu() @ last.double().T) < bound
 
@@ -69,7 +69,7 @@ def test_a_gated_block_with_biases(dtype, bound, cores):
     transfers = Transfers()
     for rows in (1, 2, 17, 40):
         x = torch.randn(rows, HIDDEN).to(dtype)
-        (out,) = HostCalls(cores, transfers)(task, x)
+        (out,) = DirectCalls(cores, transfers)(task, x)
         hidden = functional.silu(x.double() @ gate.double().T + of_gate.double()) * (x.double() @ up.double().T)
         assert error(out, hidden @ down.double().T + of_down.double()) < bound
     assert transfers.cores_bytes == 4 * (gate.nbytes + up.nbytes + down.nbytes)
@@ -89,7 +89,7 @@ def test_products_of_one_input_side_by_side_from_codes(bits, cores):
     task = cores.add_block([Stage(weights)], torch.float32)
     for rows in (1, 9):
         x = torch.randn(rows, HIDDEN)
-        for out, weight in zip(HostCalls(cores, Transfers())(task, x), restored):
+        for out, weight in zip(DirectCalls(cores, Transfers())(task, x), restored):
             assert out.is_contiguous()
             assert error(out, x.double() @ weight.double().T) < 1e-5
 
@@ -103,7 +103,7 @@ def test_a_half_of_the_rows_of_a_weight_is_where_it_lies(cores):
     x = torch.randn(3, HIDDEN)
     for first in (0, 32):
         task = cores.add_block([Stage([Weight(matrix.part(first, 32), None, 0)])], torch.float32)
-        (out,) = HostCalls(cores, Transfers())(task, x)
+        (out,) = DirectCalls(cores, Transfers())(task, x)
         assert error(out, x.double() @ whole[first : first + 32].double().T) < 1e-5
 
 
@@ -112,7 +112,7 @@ class Meeting:
 
     def __init__(self, spin_us: int = 20_000, ranks: int = 1):
         self.flags = torch.zeros(flag_bytes(ranks), dtype=torch.uint8)
-        self.cores = Cores([-1, -1], spin_us, self.flags, ranks=ranks)
+        self.cores = CpuPool([-1, -1], spin_us, self.flags, ranks=ranks)
         self.weight = random(48, HIDDEN)
         self.task = self.cores.add_block([Stage([plain(self.weight)])], torch.float32)
         self.cores.reserve(self.task, 4 // ranks)  # from now on threads know what they read first

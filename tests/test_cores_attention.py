@@ -7,11 +7,9 @@ import math
 import pytest
 import torch
 
-from zero_inference.cpu.attention import attention, attention_reference
-from zero_inference.cpu.attention_tasks import AttentionTasks
-from zero_inference.cpu.cores import Cores
-from zero_inference.cpu.library import best_instructions
-from zero_inference.cpu.matrix import INSTRUCTIONS
+from zero_inference.cpu.attention import AttentionTasks, attention, attention_reference
+from zero_inference.cpu.library import INSTRUCTIONS, best_instructions
+from zero_inference.cpu.pool import CpuPool
 
 SETS = INSTRUCTIONS[: INSTRUCTIONS.index(best_instructions()) + 1]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}  # of the largest output: roundings of it
@@ -154,7 +152,7 @@ def test_memory_that_is_not_aligned_and_other_layouts(dtype, instructions):
 @pytest.mark.parametrize("batch, heads, kv_heads", [(1, 4, 1), (3, 4, 4)])
 def test_tasks_of_the_cores_store_new_rows_and_attend(batch, heads, kv_heads, dtype):
     _, keys, values = drawn(batch, heads, kv_heads, 1, 700, 40, 24, dtype)
-    cores = Cores([-1] * 3, spin_us=100)
+    cores = CpuPool([-1] * 3, spin_us=100)
     try:
         tasks = AttentionTasks(cores)
         slopes, sinks = torch.rand((heads, 2)).unbind(1)  # not contiguous

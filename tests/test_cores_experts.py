@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from zero_inference.cpu import library
-from zero_inference.cpu.choice import Choice
-from zero_inference.cpu.cores import Cores
-from zero_inference.cpu.crossing import HostCalls
-from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, Between, Expert, add_experts
-from zero_inference.cpu.matrix import INSTRUCTIONS, Matrix
+from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, Expert, ExpertActivation, add_experts
+from zero_inference.cpu.hand_off import DirectCalls
+from zero_inference.cpu.library import INSTRUCTIONS
+from zero_inference.cpu.pool import CpuPool, Routing
+from zero_inference.cpu.products import Matrix
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.feed_forward import ACTIVATIONS
 from zero_inference.utils.transfers import Transfers
@@ -44,10 +44,10 @@ class Mixture:
     kept: list
     matrices: list[Matrix]
     biases: tuple[torch.Tensor, ...] = ()  # [experts, rows] of first and last
-    between: Between | None = None
+    between: ExpertActivation | None = None
 
     @classmethod
-    def biased(cls, dtype: torch.dtype, bits: int, between: Between) -> Mixture:
+    def biased(cls, dtype: torch.dtype, bits: int, between: ExpertActivation) -> Mixture:
         """With biases, and what lies between the products as in gpt-oss."""
         mixture = cls.random(dtype, bits)
         biases = tuple(torch.randn(EXPERTS, rows).to(dtype) for rows in (2 * INNER, HIDDEN))
@@ -88,7 +88,7 @@ class Mixture:
         ]
         return cls(*restored, experts, nbytes, kept, matrices)
 
-    def expected(self, x: torch.Tensor, choice: Choice, activation: str = "silu") -> torch.Tensor:
+    def expected(self, x: torch.Tensor, choice: Routing, activation: str = "silu") -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float64)
         for row, (numbers, weights) in enumerate(zip(choice.experts.tolist(), choice.weights.double().tolist())):
             for number, weight in zip(numbers, weights):
@@ -108,16 +108,16 @@ class Mixture:
         return out
 
 
-def a_choice(rows: int, k: int, dtype: torch.dtype = torch.float32) -> Choice:
+def a_choice(rows: int, k: int, dtype: torch.dtype = torch.float32) -> Routing:
     """Of different experts for a row; the last expert is nobody's."""
     numbers = torch.stack([torch.randperm(EXPERTS - 1)[:k] for _ in range(rows)])
-    return Choice(numbers, torch.rand(rows, k).to(dtype))
+    return Routing(numbers, torch.rand(rows, k).to(dtype))
 
 
 def check(mixture, dtype, x, choice, instructions="auto", threads=2, activation="silu") -> torch.Tensor:
     transfers = Transfers()
-    calls = HostCalls(Cores([-1] * threads, 0, instructions=instructions), transfers)
-    task = add_experts(calls.cores, mixture.experts, mixture.between or Between(activation), dtype)
+    calls = DirectCalls(CpuPool([-1] * threads, 0, instructions=instructions), transfers)
+    task = add_experts(calls.cores, mixture.experts, mixture.between or ExpertActivation(activation), dtype)
     calls.cores.reserve(task, len(x), choice.experts.shape[1])
     try:
         (out,) = calls(task, x, choice)
@@ -146,7 +146,9 @@ def test_any_rows_and_experts_agree_with_float64(dtype, bits, instructions):
 
 @pytest.mark.parametrize(("dtype", "bits"), FORMATS, ids=str)
 @pytest.mark.parametrize(
-    "between", [Between("gelu_sigmoid", True, 0.7, 1.0), Between("silu", False, 0.4), Between("silu")], ids=str
+    "between",
+    [ExpertActivation("gelu_sigmoid", True, 0.7, 1.0), ExpertActivation("silu", False, 0.4), ExpertActivation("silu")],
+    ids=str,
 )
 def test_biases_and_limits_and_rows_of_gate_and_up_in_turn(between, dtype, bits):
     mixture = Mixture.biased(dtype, bits, between)
@@ -159,11 +161,11 @@ def test_biases_and_limits_and_rows_of_gate_and_up_in_turn(between, dtype, bits)
 def test_all_rows_may_choose_one_expert_or_none(rows):
     mixture, x = Mixture.random(torch.bfloat16, 4), torch.randn(rows, HIDDEN).bfloat16()
     weights = torch.rand(rows, 2)
-    check(mixture, x.dtype, x, Choice(torch.full((rows, 2), 3), weights))  # and it twice
+    check(mixture, x.dtype, x, Routing(torch.full((rows, 2), 3), weights))  # and it twice
     beside = torch.tensor([EXPERTS, -1]).repeat(rows, 1)
-    assert check(mixture, x.dtype, x, Choice(beside, weights)).count_nonzero() == 0
+    assert check(mixture, x.dtype, x, Routing(beside, weights)).count_nonzero() == 0
     beside[:, 1] = torch.arange(rows) % EXPERTS
-    check(mixture, x.dtype, x, Choice(beside, weights))
+    check(mixture, x.dtype, x, Routing(beside, weights))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu_squared"])
@@ -177,8 +179,8 @@ def test_threads_change_nothing_and_calls_follow_each_other():
     mixture = Mixture.random(torch.float32, 8)
     cases = [(torch.randn(rows, HIDDEN), a_choice(rows, 3)) for rows in (7, 1, 9, 2)]
     alone = [check(mixture, torch.float32, *case, threads=1) for case in cases]
-    calls = HostCalls(Cores([-1] * 3, 0), Transfers())
-    task = add_experts(calls.cores, mixture.experts, Between("silu"), torch.float32)
+    calls = DirectCalls(CpuPool([-1] * 3, 0), Transfers())
+    task = add_experts(calls.cores, mixture.experts, ExpertActivation("silu"), torch.float32)
     for _ in range(3):
         for case, expected in zip(cases, alone):
             assert torch.equal(calls(task, *case)[0], expected)
@@ -187,19 +189,19 @@ def test_threads_change_nothing_and_calls_follow_each_other():
 
 
 def test_experts_that_do_not_fit_each_other_are_refused():
-    mixture, cores = Mixture.random(torch.float32, 0), Cores([-1], 0)
+    mixture, cores = Mixture.random(torch.float32, 0), CpuPool([-1], 0)
     one = mixture.experts[0]
     with pytest.raises(ValueError, match="of one form"):
-        add_experts(cores, [one, Expert(one.gate, None, one.down)], Between("silu"), torch.float32)
+        add_experts(cores, [one, Expert(one.gate, None, one.down)], ExpertActivation("silu"), torch.float32)
     with pytest.raises(ValueError, match="down's columns"):
-        add_experts(cores, [Expert(one.gate, one.up, one.gate)], Between("silu"), torch.float32)
+        add_experts(cores, [Expert(one.gate, one.up, one.gate)], ExpertActivation("silu"), torch.float32)
     cores.close()
 
 
 def test_what_is_computed_elsewhere_is_counted_and_not_read():
     mixture, use = Mixture.random(torch.bfloat16, 4), torch.zeros(COUNTS, dtype=torch.int64)
-    calls = HostCalls(Cores([-1] * 2, 0), Transfers())
-    task = add_experts(calls.cores, mixture.experts, Between("silu"), torch.bfloat16, use)
+    calls = DirectCalls(CpuPool([-1] * 2, 0), Transfers())
+    task = add_experts(calls.cores, mixture.experts, ExpertActivation("silu"), torch.bfloat16, use)
     calls.cores.reserve(task, 5, 3)
     expected, steps = torch.zeros_like(use), []
     for rows in (1, 5, 2):
@@ -208,9 +210,9 @@ def test_what_is_computed_elsewhere_is_counted_and_not_read():
         fetched = choice.experts % 3 == 1  # and fetches these
         numbers = torch.where(there, ~choice.experts, choice.experts)
         numbers = torch.where(fetched, ~(choice.experts + EXPERTS), numbers)
-        (out,) = calls(task, x, Choice(numbers, choice.weights), lambda: steps.append("between"))
+        (out,) = calls(task, x, Routing(numbers, choice.weights), lambda: steps.append("between"))
         weights = choice.weights.masked_fill(there | fetched, 0)
-        exact = mixture.expected(x, Choice(choice.experts, weights))
+        exact = mixture.expected(x, Routing(choice.experts, weights))
         assert float((out.double() - exact).norm()) <= ERROR[torch.bfloat16] * float(exact.norm()) + 1e-12
         expected[CHOICES] += 3 * rows
         expected[HITS] += int(there.sum())

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from zero_inference.cpu import library, products
-from zero_inference.cpu.matrix import INSTRUCTIONS, Matrix
+from zero_inference.cpu.library import INSTRUCTIONS
+from zero_inference.cpu.products import Matrix
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
 
 # Rows of x: around what vectors, tiles and pairs of tiles take at once.
@@ -41,7 +42,7 @@ def emulated_library(tmp_path_factory) -> ctypes.CDLL:
     sources = [file for file in library.sources() if file.stem in ("product_amx", "instructions")]
     parts = [*library.FLAGS, EMULATED_TILES, "-shared", *sources, *objects, "-o", folder / "emulated.so"]
     subprocess.run([*library.find_compiler(), *parts], check=True)
-    return library.declared(folder / "emulated.so")
+    return library.open_library(folder / "emulated.so")
 
 
 @pytest.fixture
@@ -388,14 +389,14 @@ def test_the_reading_loop_reads_every_byte_once(instructions, use):
     for size in (0, 1, 7, 8, 63, 300, 4999 - 3):
         words = bytes(data[3 : 3 + size].tolist()) + bytes(-size % 8)
         expected = sum(int.from_bytes(words[at : at + 8], "little") for at in range(0, len(words), 8)) % 2**64
-        found = library.needed_library().zero_inference_read_bytes_sum(data.data_ptr() + 3, size, which)
+        found = library.require_library().zero_inference_read_bytes_sum(data.data_ptr() + 3, size, which)
         assert found == expected
 
 
 @pytest.mark.parametrize("compiler", [name for name in ("g++", "clang++") if shutil.which(name)])
 def test_the_kernels_of_each_compiler_that_is_here(compiler, monkeypatch):
     monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setattr(library, "_library", library.declared(library.find_or_build(print)))
+    monkeypatch.setattr(library, "_library", library.open_library(library.find_or_build(print)))
     for dtype in DTYPES:
         weight = a_weight(37, 256, dtype)
         matrix, _parts, restored = quantized(weight, 4, 32)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from zero_inference.cpu.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
+from zero_inference.cpu.pool import choose_cpus, choose_rank_cpus, numa_node_of_gpu
 from zero_inference.errors import UsageError
 
 
@@ -57,7 +57,7 @@ def test_threads_for_all_ranks_leave_the_python_of_each_a_core_near_its_gpu(tmp_
 
 def test_ranks_that_measure_by_themselves_share_the_cores(tmp_path):
     allowed = machine(tmp_path, 8)
-    shares = [choose_own_cpus(None, rank, 2, str(tmp_path), allowed) for rank in range(2)]
+    shares = [choose_rank_cpus(None, rank, 2, str(tmp_path), allowed) for rank in range(2)]
     assert shares == [[1, 2, 3], [5, 6, 7]]
 
 
@@ -89,9 +89,9 @@ import pytest
 import torch
 
 from zero_inference.cpu.attention import attention
-from zero_inference.cpu.cores import Cores
+from zero_inference.cpu.pool import CpuPool
 from zero_inference.cpu.products import linear
-from zero_inference.cpu.quantize import quantize
+from zero_inference.cpu.products import quantize
 from zero_inference.errors import RunError
 from zero_inference.hardware.cores import read_gb_per_s
 from zero_inference.kernels.groups import GroupQuantization
@@ -111,7 +111,7 @@ found = linear(x, weight, threads=threads), attention(query, keys, values, threa
 assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(found, expected))
 assert all(torch.equal(*pair) for pair in zip(quantize(weight, scheme), codes))
 with pytest.raises(RunError, match="256 CPU threads could not be started"):
-    Cores([-1] * threads, spin_us=0)
+    CpuPool([-1] * threads, spin_us=0)
 with pytest.raises(RunError, match="256 CPU threads could not be started"):
     read_gb_per_s((-1,) * threads, memory=torch.zeros(1 << 16, dtype=torch.uint8))
 os._exit(0)

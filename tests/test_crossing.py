@@ -14,16 +14,20 @@ from test_cores import error, plain, random
 from test_cores_experts import HIDDEN, Mixture, a_choice
 from transformers import DynamicCache
 
-from zero_inference.cpu.choice import Choice, WeightedRows
-from zero_inference.cpu.cores import FLAG_BYTES, STOP, Cores, CoresOfFirstRank, Stage
-from zero_inference.cpu.crossing import Crossing, HostSide, StreamSide
-from zero_inference.cpu.experts import CHOICES, COUNTS, HITS, Between, Expert, add_experts
-from zero_inference.cpu.library import needed_library
-from zero_inference.cpu.meeting_place import Agreement, MeetingPlace, own_place
+from zero_inference.cpu.experts import CHOICES, COUNTS, HITS, Expert, ExpertActivation, WeightedRows, add_experts
+from zero_inference.cpu.hand_off import (
+    HandOff,
+    HandOffBuffers,
+    HostSide,
+    RankExchange,
+    StreamSide,
+    allocate_local_buffers,
+)
+from zero_inference.cpu.library import require_library
+from zero_inference.cpu.pool import FLAG_BYTES, STOP, CpuPool, CpuPoolProxy, Routing, Stage
 from zero_inference.errors import RunError
-from zero_inference.kv_cache.attended import AttendedCache
-from zero_inference.kv_cache.diverted import divert_attention
-from zero_inference.kv_cache.meetings import CoresMeeting
+from zero_inference.kv_cache.attention_patch import patch_attention
+from zero_inference.kv_cache.cpu_attention import CpuAttentionCache, PooledCpuAttention
 from zero_inference.utils.extension import load_extension, why_unavailable
 from zero_inference.utils.transfers import Transfers
 
@@ -68,11 +72,11 @@ def meet(request):
     """meet(input_bytes, output_bytes) -> a Crossing of two threads, and its counters."""
     made = []
 
-    def make(input_bytes: int, output_bytes: int) -> tuple[Crossing, Transfers]:
-        place, transfers = own_place(input_bytes, output_bytes, pinned=False), Transfers()
-        cores = Cores([-1, -1], 1000, place.flags)
+    def make(input_bytes: int, output_bytes: int) -> tuple[HandOff, Transfers]:
+        place, transfers = allocate_local_buffers(input_bytes, output_bytes, pinned=False), Transfers()
+        cores = CpuPool([-1, -1], 1000, place.flags)
         made.append(cores)
-        return Crossing(cores, request.param(), place, transfers), transfers
+        return HandOff(cores, request.param(), place, transfers), transfers
 
     yield make
     for cores in made:
@@ -82,12 +86,12 @@ def meet(request):
 def test_a_place_serves_one_crossing(meet):
     """Its flags would tell another that calls have been made which have not."""
     calls, _ = meet(1 << 12, 1 << 12)
-    place = MeetingPlace(calls.cores.flags, calls.cores.flags[:0], calls.input, calls.output)
+    place = HandOffBuffers(calls.cores.flags, calls.cores.flags[:0], calls.input, calls.output)
     task = calls.cores.add_block([Stage([plain(random(ROWS, COLUMNS))])], torch.float32)
-    Crossing(calls.cores, HostSide(), place, Transfers())
+    HandOff(calls.cores, HostSide(), place, Transfers())
     calls(task, random(1, COLUMNS))
     with pytest.raises(ValueError, match="has been used"):
-        Crossing(calls.cores, HostSide(), place, Transfers())
+        HandOff(calls.cores, HostSide(), place, Transfers())
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 19])
@@ -152,7 +156,7 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
     """As an expert block calls them: what was chosen is where it was said to be, and the sum is that of all experts."""
     mixture, use = Mixture.random(torch.float32, 8), torch.zeros(COUNTS, dtype=torch.int64)
     calls, _ = meet(1 << 14, 1 << 14)
-    task = add_experts(calls.cores, mixture.experts, Between("silu"), torch.float32, use)
+    task = add_experts(calls.cores, mixture.experts, ExpertActivation("silu"), torch.float32, use)
     calls.cores.reserve(task, 5, 3)
     hits = 0
     for rows in (1, 5):
@@ -161,10 +165,10 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
         hits += int(there.sum())
         numbers = torch.where(there, ~choice.experts, choice.experts)
         ones = torch.ones(rows, 1)
-        single = [Choice(choice.experts[:, [i]], ones * there[:, [i]]) for i in range(3)]
+        single = [Routing(choice.experts[:, [i]], ones * there[:, [i]]) for i in range(3)]
         of_device = torch.stack([mixture.expected(x, each) for each in single], 1).float().flatten(0, 1)
         (out,) = calls(
-            task, x, Choice(numbers, choice.weights), lambda: WeightedRows(choice.weights, of_device, 0 * of_device)
+            task, x, Routing(numbers, choice.weights), lambda: WeightedRows(choice.weights, of_device, 0 * of_device)
         )
         assert error(out, mixture.expected(x, choice)) < 1e-5
     assert use[CHOICES] == 3 * 6 and use[HITS] == hits
@@ -202,11 +206,11 @@ def test_calls_of_a_graph_are_asked_for_whenever_it_is_launched(meet, monkeypatc
 def test_attention_and_products_share_one_meeting(meet):
     """Over a cache in host memory the logits are those of transformers, with products of the same threads in between."""
     model, ids = small_model("llama"), prompts(3, 40)
-    divert_attention(model)
+    patch_attention(model)
     calls, transfers = meet(1 << 16, 1 << 16)
     weight, x = random(ROWS, COLUMNS), torch.randn(2, COLUMNS)
     task = calls.cores.add_block([Stage([plain(weight)])], torch.float32)
-    cache = AttendedCache(model.config, 40, False, False, transfers, CoresMeeting(calls))
+    cache = CpuAttentionCache(model.config, 40, False, False, transfers, PooledCpuAttention(calls))
     theirs = DynamicCache(config=model.config)
     with torch.no_grad():
         for start, end in ((0, 30), *((i, i + 1) for i in range(30, 36)), (36, 39)):
@@ -224,7 +228,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def of_gpu():
     """A place in page-locked memory and the stream of a GPU."""
     assert load_extension(), why_unavailable()
-    return own_place(1 << 20, 1 << 20, pinned=True), StreamSide(torch.device("cuda"))
+    return allocate_local_buffers(1 << 20, 1 << 20, pinned=True), StreamSide(torch.device("cuda"))
 
 
 @on_gpu
@@ -272,7 +276,7 @@ def test_a_kernel_adds_the_rows_of_the_device_to_what_the_cores_wrote(dtype, of_
             place.output.fill_(0xFF)  # not numbers
             side.pull(out, place.output.data_ptr(), done, stop, of_device)
             place.output[: from_cores.nbytes] = from_cores.flatten().view(torch.uint8)
-            needed_library().zero_inference_raise_flag(done, number)
+            require_library().zero_inference_raise_flag(done, number)
             side.wait()
             assert error(out.view(tokens, width), exact + from_cores.double().cuda()) < bound
             again = torch.empty_like(out)
@@ -289,12 +293,12 @@ class Host:
     """Ranks that are threads of this process, each with its own end of the crossing."""
 
     def __init__(self, input_bytes: int, output_bytes: int, first_number: int = 0):
-        self.place = own_place(input_bytes, output_bytes, False, RANKS)
-        self.cores = [Cores([-1, -1], 0, self.place.flags, ranks=RANKS)]
-        self.cores += [CoresOfFirstRank(RANKS) for _ in range(RANKS - 1)]
+        self.place = allocate_local_buffers(input_bytes, output_bytes, False, RANKS)
+        self.cores = [CpuPool([-1, -1], 0, self.place.flags, ranks=RANKS)]
+        self.cores += [CpuPoolProxy(RANKS) for _ in range(RANKS - 1)]
         self.transfers = [Transfers() for _ in range(RANKS)]
         self.calls = [
-            Crossing(cores, HostSide(), self.place, transfers, rank)
+            HandOff(cores, HostSide(), self.place, transfers, rank)
             for rank, (cores, transfers) in enumerate(zip(self.cores, self.transfers))
         ]
 
@@ -321,10 +325,10 @@ class Host:
             calls.close()
 
 
-def choice_of(rows: int, experts: int, seed: int) -> Choice:
+def choice_of(rows: int, experts: int, seed: int) -> Routing:
     random_of = torch.Generator().manual_seed(seed)
     chosen = torch.stack([torch.randperm(experts, generator=random_of)[:2] for _ in range(rows)])
-    return Choice(chosen, torch.rand(rows, 2, generator=random_of))
+    return Routing(chosen, torch.rand(rows, 2, generator=random_of))
 
 
 @pytest.mark.parametrize("first_number", [0, 2**32 - 3])
@@ -339,7 +343,7 @@ def test_ranks_make_one_call_of_their_rows_and_each_takes_its_own(first_number):
         single.append(cores.add_block([Stage([plain(weights[0])])], torch.float32))
         several.append(cores.add_block([Stage([plain(weight) for weight in weights])], torch.float32))
         experts = [Expert(plain(gate).matrix, None, plain(down).matrix) for gate, down in zip(gates, downs)]
-        mixture.append(add_experts(cores, experts, Between("relu"), torch.float32))
+        mixture.append(add_experts(cores, experts, ExpertActivation("relu"), torch.float32))
         cores.reserve(mixture[-1], 4, 2)
     for flag in {*range(2 + RANKS)} - {STOP}:
         word(host.place.flags.data_ptr() + flag * FLAG_BYTES).value = first_number
@@ -393,7 +397,7 @@ def test_a_rank_that_ends_lets_the_others_go():
 def test_what_all_ranks_have_done_is_there_though_one_has_ended():
     """A rank that is done leaves while the last to be told has not yet looked."""
     host = Host(64, 64)
-    agreements = [Agreement(rank, RANKS, host.place) for rank in range(RANKS)]
+    agreements = [RankExchange(rank, RANKS, host.place) for rank in range(RANKS)]
 
     def work(rank: int) -> None:
         for turn in range(200):
@@ -407,7 +411,7 @@ def test_what_all_ranks_have_done_is_there_though_one_has_ended():
 
 def test_a_rank_that_waits_takes_no_processor_time():
     host = Host(64, 64)
-    agreement = Agreement(0, RANKS, host.place)
+    agreement = RankExchange(0, RANKS, host.place)
     waiting = threading.Thread(target=lambda: pytest.raises(RunError, agreement.of_all, 1))
     waiting.start()
     time.sleep(0.1)

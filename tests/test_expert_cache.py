@@ -12,15 +12,15 @@ from test_stream import BATCH, GEN, PROMPT, generate, load
 from test_stream_cores import feeder_of
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 
-from zero_inference.engines.stream import cores as stream_cores
+from zero_inference.engines.stream import cpu_plan as stream_cores
 from zero_inference.engines.stream import expert_cache
 from zero_inference.engines.stream import plan as stream_plan
-from zero_inference.engines.stream.expert_cache import KEPT_USE, divide
+from zero_inference.engines.stream.expert_cache import KEPT_USE, dispatch
 from zero_inference.engines.stream.expert_slots import share_out
 from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.engines.stream.overlap import best_split, fetch_quota
 from zero_inference.engines.stream.residency import USE_VARIES, Residency
 from zero_inference.engines.stream.resident_blocks import decide_residency
-from zero_inference.engines.stream.split import best_split, link_quota
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.models.experts import FusedExperts
@@ -36,8 +36,8 @@ def kept(mixtures, monkeypatch):  # noqa: F811
     """kept(family, slots, bits) -> (loaded, spec, ranks) that keep so many experts of each layer, and all other blocks.
 
     As without a GPU, the plan fetches no missed experts, which would take memory from the slots, and divides no prompts."""
-    monkeypatch.setattr(stream_cores, "link_quota", lambda residency, rates: ())
-    monkeypatch.setattr(stream_plan, "with_short_prompts", lambda job, residency, plan, *others: (residency, plan))
+    monkeypatch.setattr(stream_cores, "fetch_quota", lambda residency, rates: ())
+    monkeypatch.setattr(stream_plan, "plan_short_prompts", lambda job, residency, plan, *others: (residency, plan))
     opened = []
 
     def open_one(family: str, slots: int, bits: int = 16, share: str = "1", **options):
@@ -122,7 +122,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 
 def divided(chosen, table: dict[int, int], uses: list[float], experts: int, quota, most: int, keeps: bool):
-    """`divide` as a plain loop; `table` has the slots of the experts that are in one."""
+    """`dispatch` as a plain loop; `table` has the slots of the experts that are in one."""
     wanted = {e for e in chosen.flatten().tolist() if e < experts}
     for e in range(experts):
         uses[e] = float(torch.tensor(uses[e]) * KEPT_USE + (e in wanted))  # in float32
@@ -158,7 +158,7 @@ def test_choices_are_divided_over_slots_link_and_cpu(slots, most, keeps, device)
         chosen = torch.stack([torch.randperm(41, generator=generator)[:6] for _ in range(tokens)])
         quota = quotas[turn % 3]
         rows, fetched, places = divided(chosen, expected, expected_uses, 40, quota, most, keeps)
-        found = divide(chosen.to(device), table, uses, 40, quota.to(device), most, keeps)
+        found = dispatch(chosen.to(device), table, uses, 40, quota.to(device), most, keeps)
         assert torch.stack([each.flatten() for each in found[:3]], 1).tolist() == [list(row) for row in rows]
         assert found.fetched.tolist() == fetched and found.fetched_into.tolist() == places
         assert uses.tolist() == [*expected_uses, 0, 0, 0]
@@ -217,7 +217,7 @@ def test_a_graph_that_is_replayed_evicts_and_fetches():
     quota = torch.arange(41, device="cuda")
 
     def step() -> None:
-        found = divide(chosen, table, uses, 40, quota, 3)
+        found = dispatch(chosen, table, uses, 40, quota, 3)
         torch.ops.zero_inference.expert_fetch(found.fetched, found.fetched_into, pieces, True)
 
     others = table.clone(), uses.clone()
@@ -226,7 +226,7 @@ def test_a_graph_that_is_replayed_evicts_and_fetches():
         step()
     for _ in range(50):
         chosen.copy_(torch.randperm(40)[:6])
-        divide(chosen, others[0], others[1], 40, quota, 3)
+        dispatch(chosen, others[0], others[1], 40, quota, 3)
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(table, others[0]) and torch.equal(uses, others[1])
@@ -238,10 +238,10 @@ def test_the_quota_ends_link_and_cpu_together():
     residency = residency_of(4 * 100)  # nothing is kept of the experts, and nothing else is fetched
     even = BesideLink(1, 50.0, 50.0, 45.0, 45.0, 45.0, 0.0, 1e9)
     assert (
-        link_quota(replace(residency, few_tokens=4), even) == ()
+        fetch_quota(replace(residency, few_tokens=4), even) == ()
     )  # experts of 200 bytes: fetching only adds its fixed time
     slow_cpu = BesideLink(1, 50.0, 50.0, 1e-3, 1e-3, 1e-3, 0.0, 1e9)
-    assert link_quota(replace(residency, few_tokens=4), slow_cpu) == tuple(range(9)), "all that is missed"
+    assert fetch_quota(replace(residency, few_tokens=4), slow_cpu) == tuple(range(9)), "all that is missed"
 
 
 def test_fetched_experts_take_no_more_memory_than_the_device_has():
@@ -258,7 +258,7 @@ def test_fetched_experts_take_no_more_memory_than_the_device_has():
         assert plan.with_quota(quota, 0).quota == (), "only what the ring can spare"
 
 
-def cache_of(loaded) -> expert_cache.ExpertCache:
+def cache_of(loaded) -> expert_cache.ExpertCaches:
     return feeder_of(loaded).experts
 
 
@@ -386,7 +386,7 @@ def test_a_pass_may_break_off_between_the_table_and_the_copy(mixtures, kept, fet
     fetching(1.0, 2)
     loaded, spec, ranks = kept("mixtral", 2)
     generate(loaded, spec, ranks, loops=1)
-    slots, products = list(cache_of(loaded).slots.values())[1], expert_cache.ExpertSlots.products
+    slots, products = list(cache_of(loaded).slots.values())[1], expert_cache.ExpertCache.products
 
     behind, recorded = [], DeviceStreams.recorded
 
@@ -396,7 +396,7 @@ def test_a_pass_may_break_off_between_the_table_and_the_copy(mixtures, kept, fet
             raise KeyboardInterrupt
         return products(self, x, division, weights)
 
-    monkeypatch.setattr(expert_cache.ExpertSlots, "products", broken)
+    monkeypatch.setattr(expert_cache.ExpertCache, "products", broken)
     with pytest.raises(KeyboardInterrupt):
         generate(loaded, spec, ranks)
     assert (slots.table == -1).all(), "it would name an expert that is not there"

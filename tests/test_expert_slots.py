@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero_inference.cpu.experts import COUNTS
-from zero_inference.engines.stream.expert_cache import KEPT_USE, ExpertSlots, Fetching
+from zero_inference.engines.stream.expert_cache import KEPT_USE, ExpertCache, FetchConfig
 from zero_inference.engines.stream.expert_slots import expert_bytes
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.streams import DeviceStreams
@@ -66,8 +66,8 @@ def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
         torch.zeros(COUNTS, dtype=torch.int64),
     )
     streams = DeviceStreams(torch.device("cpu"))
-    fetching = Fetching(torch.arange(NUMBER + 1).clamp(max=1), 1, streams, streams.stream())
-    slots = ExpertSlots(form, layout, SLOTS, buffer, scheme, *rows, fetching)
+    fetching = FetchConfig(torch.arange(NUMBER + 1).clamp(max=1), 1, streams, streams.stream())
+    slots = ExpertCache(form, layout, SLOTS, buffer, scheme, *rows, fetching)
     assert slots.expert_bytes == expert_bytes(layout, form) and slots.nbytes == SLOTS * slots.expert_bytes
     return slots, buffer, exact
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_inference import load
-from zero_inference.cpu.quantize import quantize
+from zero_inference.cpu.products import quantize
 from zero_inference.engines.deepspeed.quantization import QuantizedFunctionals, plan_quantization, quantize_parameter
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.engines.stream.head import find_head

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_inference.cpu.library import best_instructions
-from zero_inference.cpu.matrix import INSTRUCTIONS
-from zero_inference.cpu.quantize import quantize as quantize_on_cpu
+from zero_inference.cpu.library import INSTRUCTIONS, best_instructions
+from zero_inference.cpu.products import quantize as quantize_on_cpu
 from zero_inference.kernels import groups as quantization
 from zero_inference.kernels.groups import GroupQuantization, dequantize, dequantize_reference, quantize
 from zero_inference.utils.extension import load_extension, why_unavailable

@@ -12,10 +12,10 @@ from conftest import ROOT
 from benchmarks.predictions import options_of
 from zero_inference.cli import main
 from zero_inference.config.run_options import parse_options
-from zero_inference.cpu.cores import SPIN_US
-from zero_inference.cpu.cores import Cores as CoreThreads
+from zero_inference.cpu.pool import SPIN_US
+from zero_inference.cpu.pool import CpuPool as CoreThreads
 from zero_inference.engines.base import Job
-from zero_inference.engines.stream.cores import NO_LINK, SEVERAL_GPUS, why_cores_stay_out
+from zero_inference.engines.stream.cpu_plan import NO_LINK, SEVERAL_GPUS, why_no_cpu_compute
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware import saved
 from zero_inference.hardware.assume import CONTEXT_BYTES, assumed
@@ -565,13 +565,13 @@ def test_several_gpus_have_the_cpu_only_where_a_share_is_given():
     options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0 --batch-size 2"
     one = job_of(options, DescribedMachine(MACHINE))
     two = replace(one, ranks=replace(one.ranks, world_size=2, local_world_size=2))
-    assert why_cores_stay_out(one) is None and why_cores_stay_out(two) == SEVERAL_GPUS
+    assert why_no_cpu_compute(one) is None and why_no_cpu_compute(two) == SEVERAL_GPUS
     on_cpus = replace(two, ranks=replace(two.ranks, device=torch.device("cpu")))
-    assert why_cores_stay_out(on_cpus) == NO_LINK, "several ranks without a GPU"
+    assert why_no_cpu_compute(on_cpus) == NO_LINK, "several ranks without a GPU"
     plan = make_plan(two).weights
     assert not plan.residency.computed and any(SEVERAL_GPUS in line for line in plan.in_words())
     assert (
-        why_cores_stay_out(replace(two, config=parse_options([*shlex.split(options), "--cpu-compute", "0.3"]))) is None
+        why_no_cpu_compute(replace(two, config=parse_options([*shlex.split(options), "--cpu-compute", "0.3"]))) is None
     )
 
 

@@ -10,8 +10,8 @@ from zero_inference.hardware import compute, device_attention, in_graph
 from zero_inference.hardware.compute import ProductTime, product_times
 from zero_inference.hardware.in_graph import measure_graph_operator
 from zero_inference.hardware.launches import ROUNDS, Launching, two_costs
+from zero_inference.kernels import decode_attention
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.kv_cache import decode_attention
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import trace_pass, trace_without_weights
 from zero_inference.models.skeleton import build_skeleton

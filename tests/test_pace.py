@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.pace import BlockTimes, paced_s, paced_step_s, slots_in_steps
+from zero_inference.engines.stream.overlap import BlockTimes, overlapped_step_s, simulate_passes, slots_in_steps
 from zero_inference.engines.stream.residency import Residency
 
 MS = 1e-3
@@ -17,13 +17,13 @@ def blocks(*times: tuple[float | None, float]) -> list[BlockTimes]:
 
 def test_the_longer_of_both_where_blocks_are_alike():
     few = blocks(*[(2.0, 1.0)] * 10)
-    assert paced_step_s(few, 3, False) == pytest.approx(20.0), "the link is never idle"
-    assert paced_step_s(blocks(*[(1.0, 2.0)] * 10), 3, False) == pytest.approx(20.0), "blocks wait in the ring"
-    assert paced_step_s(blocks(*[(None, 2.0)] * 10), 3, False) == pytest.approx(20.0)
+    assert simulate_passes(few, 3, False) == pytest.approx(20.0), "the link is never idle"
+    assert simulate_passes(blocks(*[(1.0, 2.0)] * 10), 3, False) == pytest.approx(20.0), "blocks wait in the ring"
+    assert simulate_passes(blocks(*[(None, 2.0)] * 10), 3, False) == pytest.approx(20.0)
 
 
 def test_one_slot_lets_nothing_run_beside_anything():
-    assert paced_step_s(blocks(*[(2.0, 1.0)] * 4), 1, False) == pytest.approx(12.0)
+    assert simulate_passes(blocks(*[(2.0, 1.0)] * 4), 1, False) == pytest.approx(12.0)
 
 
 def test_a_large_block_comes_late_where_its_slot_is_free_too_late():
@@ -31,15 +31,15 @@ def test_a_large_block_comes_late_where_its_slot_is_free_too_late():
     the others, 3 s before it is needed; with ten there is time for all."""
     some = blocks(*[(0.5, 3.0)] * 9, (8.0, 3.0))
     link_s, work_s = 12.5, 30.0
-    assert paced_step_s(some, 2, False) == pytest.approx(work_s + 8.0 - 3.0) and link_s < work_s
-    assert paced_step_s(some, 10, False) == pytest.approx(work_s)
+    assert simulate_passes(some, 2, False) == pytest.approx(work_s + 8.0 - 3.0) and link_s < work_s
+    assert simulate_passes(some, 10, False) == pytest.approx(work_s)
 
 
 def test_blocks_with_places_wait_for_their_own_slot():
     """Of five blocks in two slots the first one's slot is that of the last one of the pass before."""
     some = blocks(*[(2.0, 1.0)] * 5)
-    assert paced_step_s(some, 2, False) == pytest.approx(10.0)
-    assert paced_step_s(some, 2, True) == pytest.approx(11.0), "block 5 of 5 is computed before block 1 is sent for"
+    assert simulate_passes(some, 2, False) == pytest.approx(10.0)
+    assert simulate_passes(some, 2, True) == pytest.approx(11.0), "block 5 of 5 is computed before block 1 is sent for"
 
 
 def placed(sizes: list[int], computed: set[int], depth: int) -> Residency:
@@ -51,13 +51,13 @@ def placed(sizes: list[int], computed: set[int], depth: int) -> Residency:
 def test_the_blocks_of_a_plan_take_their_parts_of_the_time():
     found = placed([100, 300] * 4, {1, 3, 5}, depth=8)
     of_cores = {1: 6 * MS, 3: 6 * MS, 5: 6 * MS}
-    assert paced_s(found, of_cores, 10 * MS, 26 * MS, False) == pytest.approx(26 * MS)
+    assert overlapped_step_s(found, of_cores, 10 * MS, 26 * MS, False) == pytest.approx(26 * MS)
     tight = placed([100, 300] * 4, {1, 3, 5}, depth=2)
-    late = paced_s(tight, of_cores, 20 * MS, 26 * MS, False)
+    late = overlapped_step_s(tight, of_cores, 20 * MS, 26 * MS, False)
     assert 26 * MS < late < 46 * MS, "7 of 8 parts wait for what takes the link 8.6 ms"
-    assert paced_s(found, {}, 0.0, 5.0, False) == 5.0 and paced_s(found, {}, 5.0, 0.0, True) == 5.0
+    assert overlapped_step_s(found, {}, 0.0, 5.0, False) == 5.0 and overlapped_step_s(found, {}, 5.0, 0.0, True) == 5.0
     nothing = placed([100] * 4, {0, 1, 2, 3}, depth=4)
-    assert paced_s(nothing, {}, 3.0, 4.0, False) == 4.0
+    assert overlapped_step_s(nothing, {}, 3.0, 4.0, False) == 4.0
 
 
 def test_slots_that_steps_go_round_in():

@@ -18,7 +18,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream import plan as stream_plan
-from zero_inference.engines.stream.cores import CoresPlan
+from zero_inference.engines.stream.cpu_plan import CpuPlan
 from zero_inference.engines.stream.plan import RESERVE_BYTES
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
@@ -350,12 +350,10 @@ def test_cores_stay_out_where_host_memory_does_not_hold_all_experts(no_gpu, monk
     """Without them those on the device are not in host memory too."""
 
     def chosen(job, residency, scheme, graphs, may_attend):
-        return residency.with_shares_computed(1.0, 1.0).with_budget_used(), CoresPlan(
-            (-1,), 1.0, 1, None, automatic=True
-        )
+        return residency.with_shares_computed(1.0, 1.0).with_budget_used(), CpuPlan((-1,), 1.0, 1, None, automatic=True)
 
-    monkeypatch.setattr(stream_plan, "why_cores_stay_out", lambda job: None)
-    monkeypatch.setattr(stream_plan, "place_on_cores", chosen)
+    monkeypatch.setattr(stream_plan, "why_no_cpu_compute", lambda job: None)
+    monkeypatch.setattr(stream_plan, "plan_cpu", chosen)
     job = a_mixture_on_a_gpu_of_16_gib()
     monkeypatch.setattr(machine, "available_host_bytes", lambda: 40 << 30)
     large = stream_plan.plan(job)

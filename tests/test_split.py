@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from zero_inference.engines.stream import balance
-from zero_inference.engines.stream.balance import LAST_PASS, MOST_LOOKS, Balance, Step, bytes_for_link
+from zero_inference.engines.stream import rebalance
 from zero_inference.engines.stream.blocks import Block
-from zero_inference.engines.stream.cores import CoresPlan
+from zero_inference.engines.stream.cpu_plan import CpuPlan
 from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.engines.stream.overlap import best_split
+from zero_inference.engines.stream.rebalance import LAST_PASS, MOST_LOOKS, MeasuredStep, Rebalancer, bytes_to_move
 from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.split import best_split
 from zero_inference.hardware.attention import Attended
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.hardware.cores_of_host import LinkRates, of_all_ranks
@@ -140,18 +140,21 @@ def test_keys_and_values_alone():
 @pytest.mark.parametrize(
     "step, moved",
     [
-        (Step(0.2, 0.14, 0.16, 0.0), 2 * GB),  # the link is 0.06 s ahead: 2 GB take it 0.04 s, and the cores 0.02
-        (Step(0.2, 0.14, 0.16, 0.03), GB),  # but they would be, too, if the device never waited for it
-        (Step(0.2, 0.2, 0.16, 0.03), -GB),
-        (Step(0.2, 0.2, 0.08, 0.03), -1.2 * GB),  # they are twice as fast as was measured
-        (Step(0.2, 0.197, 0.16, 0.001), 0),
-        (Step(0.2, 0.14, 0.06, 0.0), 0),  # Python is late
+        (
+            MeasuredStep(0.2, 0.14, 0.16, 0.0),
+            2 * GB,
+        ),  # the link is 0.06 s ahead: 2 GB take it 0.04 s, and the cores 0.02
+        (MeasuredStep(0.2, 0.14, 0.16, 0.03), GB),  # but they would be, too, if the device never waited for it
+        (MeasuredStep(0.2, 0.2, 0.16, 0.03), -GB),
+        (MeasuredStep(0.2, 0.2, 0.08, 0.03), -1.2 * GB),  # they are twice as fast as was measured
+        (MeasuredStep(0.2, 0.197, 0.16, 0.001), 0),
+        (MeasuredStep(0.2, 0.14, 0.06, 0.0), 0),  # Python is late
     ],
 )
 def test_who_is_done_first_gets_more_of_the_work(step, moved):
     placed = residency(GB // 10, GB // 5, 100).with_shares_computed(0, 16 / 30)
-    plan = CoresPlan((-1,), 16 / 30, 1, rates(), automatic=True)
-    found = bytes_for_link(plan, placed, step)
+    plan = CpuPlan((-1,), 16 / 30, 1, rates(), automatic=True)
+    found = bytes_to_move(plan, placed, step)
     assert found == pytest.approx(moved, rel=0.01)
     after = placed.with_work_moved(found, range(200))
     assert placed.nbytes_of(placed.computed) - after.nbytes_of(after.computed) == pytest.approx(moved, abs=GB // 10)
@@ -160,9 +163,9 @@ def test_who_is_done_first_gets_more_of_the_work(step, moved):
 def test_where_the_cores_attend_they_get_no_more_work():
     """Their keys and values are fewer in the first steps than later."""
     placed = fine(16 / 30)
-    plan = CoresPlan((-1,), 16 / 30, 1, rates(), attends=True, kv_bytes=GB, automatic=True)
-    assert bytes_for_link(plan, placed, Step(0.2, 0.2, 0.16, 0.03)) == 0
-    assert bytes_for_link(plan, placed, Step(0.2, 0.14, 0.16, 0.0)) > 0
+    plan = CpuPlan((-1,), 16 / 30, 1, rates(), attends=True, kv_bytes=GB, automatic=True)
+    assert bytes_to_move(plan, placed, MeasuredStep(0.2, 0.2, 0.16, 0.03)) == 0
+    assert bytes_to_move(plan, placed, MeasuredStep(0.2, 0.14, 0.16, 0.0)) > 0
 
 
 def test_what_is_less_than_a_feed_forward_moves_as_attention():
@@ -173,7 +176,7 @@ def test_what_is_less_than_a_feed_forward_moves_as_attention():
 
 def test_rates_of_the_cores_in_steps():
     placed = residency().with_shares_computed(0, 16 / 30)
-    plan = CoresPlan((-1,), 16 / 30, 1, rates(), kv_bytes=11 * GB)
+    plan = CpuPlan((-1,), 16 / 30, 1, rates(), kv_bytes=11 * GB)
     assert plan.in_steps_gb_per_s(placed, 0.2) == pytest.approx(80.0)
     assert replace(plan, attends=True).in_steps_gb_per_s(placed, 0.2) == pytest.approx(130.0), (
         "of that, 0.1 s attending"
@@ -187,7 +190,7 @@ def test_rates_of_the_cores_in_steps():
     assert plan.in_steps_gb_per_s(replace(placed, computed=frozenset()), 0.2) == 100.0, "not known"
 
 
-def watched(monkeypatch, plan: CoresPlan, uses, waited_s: float = 0.0, step_s=(0.2,)) -> Balance:
+def watched(monkeypatch, plan: CpuPlan, uses, waited_s: float = 0.0, step_s=(0.2,)) -> Rebalancer:
     """Of passes that take `step_s` of one look after the other, and the last one of all further ones, in which the cores always work;
     `uses` are what is known of the link, time after time."""
     said, looks = iter(uses), {"made": 0, "now": 0.0}
@@ -200,17 +203,17 @@ def watched(monkeypatch, plan: CoresPlan, uses, waited_s: float = 0.0, step_s=(0
         looks["made"] += 1
         return next(said)
 
-    monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=now))
+    monkeypatch.setattr(rebalance, "time", SimpleNamespace(perf_counter=now))
     timeline = SimpleNamespace(
-        link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - balance.FIRST_PASS), forward=7
+        link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - rebalance.FIRST_PASS), forward=7
     )
     team = SimpleNamespace(plan=plan, cores=SimpleNamespace(busy_s=lambda: looks["now"]))
-    return Balance(team, timeline)
+    return Rebalancer(team, timeline)
 
 
 FIFTY = LinkUse(4, 1.0, 0.0, 0.0, 0.0, 50 * GB, 0)  # GB/s while it is busy
 ALL = range(200)
-AUTOMATIC = CoresPlan((-1,), 0.8, 1, rates(cores=120.0), automatic=True)  # 24 GB in 0.2 s, as in `watched`
+AUTOMATIC = CpuPlan((-1,), 0.8, 1, rates(cores=120.0), automatic=True)  # 24 GB in 0.2 s, as in `watched`
 
 
 def fine(share: float) -> Residency:
@@ -231,7 +234,7 @@ def test_the_division_is_corrected_by_passes_that_follow_each_other(monkeypatch)
     assert moved == pytest.approx(0.08 * 50 * 120 / 170 * GB, abs=GB // 10)
 
 
-def corrected(looks: Balance, placed: Residency) -> list[Residency]:
+def corrected(looks: Rebalancer, placed: Residency) -> list[Residency]:
     """How blocks are placed from look to look, as long as there could be one."""
     found = [placed]
     for _ in range((MOST_LOOKS + 2) * LAST_PASS):
@@ -274,6 +277,6 @@ def test_a_division_that_is_right_stays(monkeypatch):
 def test_what_else_the_link_carries_is_no_time_to_spare(monkeypatch, attends, ranks, moves):
     """Keys and values of 5 GB, unless the cores attend; and the links of two ranks carry twice as much as one."""
     alone = rates(alone=55.0 * ranks)
-    plan = CoresPlan((-1,), 0.8, 1, alone, attends, 5 * GB, automatic=True, ranks=ranks)
+    plan = CpuPlan((-1,), 0.8, 1, alone, attends, 5 * GB, automatic=True, ranks=ranks)
     found = corrected(watched(monkeypatch, plan, [FIFTY] * 9), fine(0.8))
     assert (len(found) > 1) == moves

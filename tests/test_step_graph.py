@@ -15,12 +15,12 @@ from test_stream_cores import chosen_by_plan, feeder_of
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from zero_inference.engines.stream import core_team, engine, graphs, plan, step_graph
-from zero_inference.engines.stream.balance import LAST_PASS, MOST_LOOKS
+from zero_inference.engines.stream import cpu, engine, graphs, plan, step_graph
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
+from zero_inference.engines.stream.rebalance import LAST_PASS, MOST_LOOKS
 from zero_inference.errors import UsageError
-from zero_inference.kv_cache import decode_attention
-from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
+from zero_inference.kernels import decode_attention
+from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions
 from zero_inference.measure import first_passes
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.schema import DecodeGraph
@@ -238,7 +238,7 @@ def test_a_trial_right_behind_a_prefill(share, checkpoints, steps):
 @pytest.mark.parametrize(("gen_len", "warmup"), [(12, 1), (12, 0), (9, 1), (LAST_PASS + 1, 1), (4, 1), (LAST_PASS, 1)])
 def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkeypatch):
     """Behind a warm-up that is too short for it, the engine settles: graph, correction, graph, correction and graph."""
-    monkeypatch.setattr(core_team.CoreTeam, "__init__", chosen_by_plan(core_team.CoreTeam.__init__))
+    monkeypatch.setattr(cpu.CpuBackend, "__init__", chosen_by_plan(cpu.CpuBackend.__init__))
     folder = checkpoints("llama")
     placed = {"gpu_memory": 0, "cpu_compute": "0.4", "decode_graph": "on", "gen_len": gen_len}
     loaded, spec, ranks = load(folder, **placed)
@@ -410,7 +410,7 @@ def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, 
 def test_where_it_is_not_possible(checkpoints, tmp_path):
     config = AutoConfig.for_model(**{**FAMILIES["llama"], "model_type": "mistral", "sliding_window": PROMPT})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mistral")
-    assert attends_to_all(config, PROMPT) and not attends_to_all(config, PROMPT + 1)
+    assert sees_all_positions(config, PROMPT) and not sees_all_positions(config, PROMPT + 1)
     for folder, options, reason in (
         (checkpoints("llama"), {"gpu_memory": ALL, "kv_offload": True}, "keys and values are in host memory"),
         (checkpoints("llama"), {"gpu_memory": ALL, "trace": "trace.json"}, "--trace shows each layer"),

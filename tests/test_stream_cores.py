@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 import zero_inference
-from zero_inference.engines.stream import core_team
+from zero_inference.engines.stream import cpu
 from zero_inference.engines.stream.blocks import find_blocks, lay_out_blocks
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.errors import UsageError
@@ -143,7 +143,7 @@ def chosen_by_plan(own):
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_blocks_that_change_hands_while_tokens_are_generated(family, bits, graph, checkpoints, expected, monkeypatch):
     """As `balance` has it where a plan chose the share."""
-    monkeypatch.setattr(core_team.CoreTeam, "__init__", chosen_by_plan(core_team.CoreTeam.__init__))
+    monkeypatch.setattr(cpu.CpuBackend, "__init__", chosen_by_plan(cpu.CpuBackend.__init__))
     options = {"gen_len": 6 * GEN, "decode_graph": graph} | (
         {} if bits == 16 else {"quant_bits": 4, "quant_group_size": 32}
     )
@@ -173,7 +173,7 @@ def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cores(chec
         def forward(self, hidden_states, **others):
             return torch.zeros_like(hidden_states), None
 
-    monkeypatch.setattr(core_team.CoreTeam, "__init__", chosen_by_plan(core_team.CoreTeam.__init__))
+    monkeypatch.setattr(cpu.CpuBackend, "__init__", chosen_by_plan(cpu.CpuBackend.__init__))
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.4")
     feeder = feeder_of(loaded)
     assert 0 not in feeder.residency.computed and 0 in feeder.core_blocks

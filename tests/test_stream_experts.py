@@ -18,8 +18,8 @@ from zero_inference.engines.stream import codes, feeder, layout
 from zero_inference.engines.stream.blocks import find_blocks
 from zero_inference.engines.stream.codes import experts_in_groups
 from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.engines.stream.overlap import best_split
 from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.split import best_split
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.kernels import groups
 from zero_inference.models import experts

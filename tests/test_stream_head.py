@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from zero_inference.config.run_config import RunConfig
-from zero_inference.cpu.quantize import quantize
+from zero_inference.cpu.products import quantize
 from zero_inference.engines.stream.head import HeadWeight, QuantizedHead, find_head
 from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference

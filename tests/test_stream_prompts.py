@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 import zero_inference
 from benchmarks.predictions import without_short_prompts
-from zero_inference.engines.stream import cores as stream_cores
+from zero_inference.engines.stream import cpu_plan as stream_cores
 from zero_inference.engines.stream import plan as stream_plan
-from zero_inference.engines.stream.cores import MOST_PROMPT_ROWS
-from zero_inference.engines.stream.expert_cache import ExpertSlots
+from zero_inference.engines.stream.cpu_plan import MOST_PROMPT_ROWS
+from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.feeder import PassKind
 from zero_inference.hardware.description_file import read_description
 from zero_inference.hardware.machine import DescribedMachine
@@ -97,7 +97,7 @@ def test_experts_of_a_prompt_give_the_ids_of_transformers(family, bits, mixtures
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("many", [True, False])
 def test_a_prompt_divides_kept_experts_and_counts_each_choice(bits, many, mixtures, kept, fetching, short, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("zero_inference.engines.stream.expert_blocks.multiplies_many", lambda scheme: many)
+    monkeypatch.setattr("zero_inference.engines.stream.cpu.multiplies_many", lambda scheme: many)
     loaded, spec, ranks = load(mixtures("qwen3_moe")[0], cpu_compute="off", **FORMS[bits])
     expected = generate(loaded, spec, ranks).output_ids
     loaded.close()
@@ -124,7 +124,7 @@ def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, k
     loaded, spec, ranks = kept("qwen3_moe", 3, decode_graph="on")
     feeder, inside, waits = feeder_of(loaded), [False], []
     feeder.team.few_rows = 0  # as a plan for one sequence would have it of two
-    outside, own = feeder._outside_of_graphs, ExpertSlots.await_gathering
+    outside, own = feeder._outside_of_graphs, ExpertCache.await_gathering
 
     def outside_of_graphs(work):
         def noted():
@@ -136,7 +136,7 @@ def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, k
         return outside(noted)
 
     monkeypatch.setattr(feeder, "_outside_of_graphs", outside_of_graphs)
-    monkeypatch.setattr(ExpertSlots, "await_gathering", lambda self: waits.append(inside[0]) or own(self))
+    monkeypatch.setattr(ExpertCache, "await_gathering", lambda self: waits.append(inside[0]) or own(self))
     kinds = kinds_of(loaded)
     assert torch.equal(generate(loaded, spec, ranks, loops=2).output_ids, expected)
     assert kind is kinds[-1] and all(waits) and len(waits) >= len(kinds) * len(cache_of(loaded).slots)
@@ -287,6 +287,6 @@ def test_a_share_that_was_given_bounds_that_of_prompts():
 
 def test_hidden_states_that_need_much_page_locked_memory_keep_the_cores_out(monkeypatch):
     plan = planned(f"{QWEN} --prompt-len 128", machine_at(MACHINES[0]))
-    needed = stream_cores.crossed_bytes(plan.weights.residency, 128, 2)[0]
+    needed = stream_cores.hand_off_bytes(plan.weights.residency, 128, 2)[0]
     monkeypatch.setattr(stream_cores, "MOST_CROSSED_BYTES", needed - 1)
     assert planned(f"{QWEN} --prompt-len 128", machine_at(MACHINES[0])).weights.cores.prompt_rows == 0

@@ -12,8 +12,8 @@ from test_machine import MACHINE, planned
 
 from benchmarks.predictions import machine_of, plan_of, without_short_prompts
 from zero_inference.cpu.library import load_library
-from zero_inference.engines.stream import cores
-from zero_inference.engines.stream.split import LEAST_GAIN
+from zero_inference.engines.stream import cpu_plan
+from zero_inference.engines.stream.overlap import LEAST_GAIN
 from zero_inference.hardware.cores import BLOCK_BYTES
 from zero_inference.hardware.description import AttentionRate, DeviceAttention, DeviceRate, Launches, Loading, OwnWork
 from zero_inference.hardware.limited import LimitedMachine
@@ -767,8 +767,8 @@ def test_experts_are_placed_by_all_that_a_step_does(model, keys, sizes, monkeypa
     options = f"--model {model} --engine stream --quant-bits 4 --quant-group-size 64 --gpu-memory 0 {keys} {sizes}"
     options += " --dummy --dtype bfloat16 --gen-len 32"
     chosen = planned(options, machine).times.step.seconds
-    step_s = cores.step_s
-    monkeypatch.setattr(cores, "step_s", lambda *asked: -step_s(*asked))
+    step_s = cpu_plan.decode_step_s
+    monkeypatch.setattr(cpu_plan, "decode_step_s", lambda *asked: -step_s(*asked))
     other = planned(options, machine).times.step.seconds
     assert chosen <= 1.03 * other
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from zero_inference.cpu.library import declared, find_or_build
-from zero_inference.cpu.matrix import DTYPES, Matrix
+from zero_inference.cpu.library import DTYPES, find_or_build, open_library
+from zero_inference.cpu.products import Matrix
 
 GROUP = 32
 FORMATS = {"bf16": (torch.bfloat16, 0), "fp16": (torch.float16, 0), "fp32": (torch.float32, 0)}
@@ -24,7 +24,7 @@ LINK_BLOCK_BYTES = 256 << 20
 
 def library_of(flags: str) -> ctypes.CDLL:
     """The kernels compiled with `flags` behind the usual ones, once on a machine; they may use AMX from now on."""
-    library = declared(find_or_build(lambda line: print(line, file=sys.stderr), flags.split()))
+    library = open_library(find_or_build(lambda line: print(line, file=sys.stderr), flags.split()))
     library.zero_inference_best_instructions()  # asks the system for it
     return library
 

@@ -1,4 +1,4 @@
-// The C interface of `Cores`, for zero_inference/cpu/cores.py. A call that cannot take memory returns -1, all others 0 or
+// The C interface of `Cores`, for zero_inference/cpu/pool.py. A call that cannot take memory returns -1, all others 0 or
 // what they say.
 
 #include <cstring>

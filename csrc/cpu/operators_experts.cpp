@@ -1,4 +1,4 @@
-// The C interface of `Experts`, for zero_inference/cpu/cores.py; calls are those of operators_cores.cpp.
+// The C interface of `Experts`, for zero_inference/cpu/pool.py; calls are those of operators_cores.cpp.
 
 #include "cores.h"
 #include "experts.h"

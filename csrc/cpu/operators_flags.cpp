@@ -1,5 +1,5 @@
 // Flags in memory that processes share, for a model on the CPU and for what ranks tell each other
-// (zero_inference/cpu/crossing.py); kernels raise and await those of a GPU's stream (csrc/crossing).
+// (zero_inference/cpu/hand_off.py); kernels raise and await those of a GPU's stream (csrc/crossing).
 
 #include <algorithm>
 #include <atomic>

@@ -65,7 +65,7 @@ constexpr int kSumsPad = 4;
 // or both in turn. As in zero_inference/kernels/indexed.py.
 enum Form : int { kPlain, kActivated, kGateFirst, kUpFirst, kInterleaved, kForms };
 
-// f, as `ACTIVATION_NUMBERS` of zero_inference/cpu/cores.py.
+// f, as `ACTIVATION_NUMBERS` of zero_inference/cpu/pool.py.
 enum Activation : int { kRelu, kSilu, kGelu, kGeluTanh, kReluSquared, kGeluSigmoid, kIdentity, kActivations };
 
 // Where a value is not a number, the result is none either, as in PyTorch.

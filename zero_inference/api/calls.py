@@ -12,8 +12,8 @@ import torch
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import UsageError
-from zero_inference.kv_cache.choose import cache_maker
-from zero_inference.kv_cache.device import CallsCache, is_for_preallocated
+from zero_inference.kv_cache.choose import cache_factory
+from zero_inference.kv_cache.device import ReusableKVCache, supports_preallocated
 
 WITH_OWN_CACHE = ("greedy_search", "sample")  # modes of generation that only append to keys and values
 
@@ -35,7 +35,7 @@ class Calls:
     kept_rows: int = field(default=0)
 
     def __post_init__(self) -> None:
-        self.preallocated = self.loaded.preallocated_cache and is_for_preallocated(self.loaded.model)
+        self.preallocated = self.loaded.preallocated_cache and supports_preallocated(self.loaded.model)
 
     @property
     def max_length(self) -> int:
@@ -122,7 +122,7 @@ class Calls:
             self.kept.reset()
         elif self.preallocated:
             if self.kept is None:
-                self.kept = CallsCache(self.model_config, self.config.batch_size, self.max_length)
+                self.kept = ReusableKVCache(self.model_config, self.config.batch_size, self.max_length)
             self.kept.begin(rows)
         found = self.kept
         if handed_out:
@@ -157,7 +157,7 @@ class Calls:
 
     def _in_host_memory(self) -> Any:
         loaded = self.loaded
-        make = cache_maker(self.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
+        make = cache_factory(self.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
         assert make is not None, "kv_offload has a cache of this package"
         return make()
 

@@ -13,8 +13,8 @@ import os
 
 import torch
 
-from zero_inference.cpu.library import needed_library
-from zero_inference.cpu.matrix import DTYPES, INSTRUCTIONS
+from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, require_library
+from zero_inference.cpu.pool import Call, CpuPool
 from zero_inference.errors import RunError
 
 MASKS = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  # zero_inference::cpu::Mask
@@ -28,7 +28,7 @@ class _TokenRows(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "token")]
 
 
-class Description(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """`Attention` of csrc/cpu/attention.h, field by field."""
 
     _fields_ = (
@@ -42,7 +42,7 @@ class Description(ctypes.Structure):
     )
 
 
-def describe(
+def describe_layer(
     keys: torch.Tensor,
     values: torch.Tensor,
     heads: int,
@@ -51,13 +51,13 @@ def describe(
     slopes: torch.Tensor | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-) -> Description:
+) -> AttentionArguments:
     """What does not change from call to call: where keys and values lie, and what is done with the logits.
 
     The tensors have to outlive the description. Arguments as in `attention`.
     """
     _, batch, kv_heads, block_positions, key_dim = keys.shape
-    described = Description(
+    described = AttentionArguments(
         batch=batch,
         heads=heads,
         kv_heads=kv_heads,
@@ -202,7 +202,7 @@ def _cpu_decode_attention(
     query, keys, values = _with_rows(query), _with_rows(keys), _with_rows(values)
     slopes, sinks = (None if of_heads is None else of_heads.contiguous() for of_heads in (slopes, sinks))
     out = _empty_output(query, values)
-    described = describe(keys, values, query.shape[1], scale, window, slopes, softcap, sinks)
+    described = describe_layer(keys, values, query.shape[1], scale, window, slopes, softcap, sinks)
     described.tokens, described.positions = query.shape[2], positions
     described.queries, described.query_strides = query.data_ptr(), _TokenRows(*query.stride()[:3])
     described.out, described.out_strides = out.data_ptr(), _TokenRows(*out.stride()[:3])
@@ -211,7 +211,7 @@ def _cpu_decode_attention(
         strides = (stride if size > 1 else 0 for stride, size in zip(mask.stride()[:3], mask.shape[:3]))
         described.mask, described.mask_strides = mask.data_ptr(), _TokenRows(*strides)
         described.mask_kind = MASKS[mask.dtype]
-    library = needed_library()
+    library = require_library()
     if library.zero_inference_attention(ctypes.byref(described), ctypes.c_int32(instructions), ctypes.c_int64(threads)):
         raise RunError(f"attention on the cores: not enough host memory for the partial sums of {threads} threads")
     return out
@@ -258,3 +258,71 @@ def attention_reference(
         logits = torch.cat([logits, sinks.to(dtype)[:, None, None].expand(batch, heads, new, 1)], dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., :positions]
     return weights.nan_to_num(0.0) @ all_values if mask is not None else weights @ all_values
+
+
+class AttentionTasks:
+    """Attention of layers by the threads of `cores`, which also store the new keys and values. There are no masks."""
+
+    def __init__(self, cores: CpuPool):
+        self.cores = cores
+        add = cores.library.zero_inference_cores_add_attention
+        add.restype, add.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
+
+    def add(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        heads: int,
+        scale: float,
+        softcap: float = 0.0,
+        slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> int:
+        """The number of a new task, for keys and values as `attention` takes them; they are kept as long as the threads are there.
+
+        Raises:
+            RunError: no memory is left for what the threads need to attend to all positions for one token.
+        """
+        slopes, sinks = (None if of_heads is None else of_heads.contiguous() for of_heads in (slopes, sinks))
+        layer = describe_layer(keys, values, heads, scale, 0, slopes, softcap, sinks)
+        self.cores.kept += [tensor for tensor in (keys, values, slopes, sinks) if tensor is not None]
+        task = self.cores.library.zero_inference_cores_add_attention(
+            self.cores.handle, ctypes.byref(layer), INSTRUCTIONS.index(self.cores.instructions)
+        )
+        self._reserve(task, 1, keys.shape[0] * keys.shape[3])
+        return task
+
+    def _reserve(self, task: int, new: int, positions: int) -> None:
+        call = Call(task, new, None, None, (new, positions, 0, 0))
+        if self.cores.library.zero_inference_cores_reserve(self.cores.handle, ctypes.byref(call)):
+            raise _no_memory()
+
+    def run(self, task: int, packed: torch.Tensor, out: torch.Tensor, new: int, positions: int, window: int) -> None:
+        """At once.
+
+        Args:
+            packed: queries, new keys and new values, [batch, heads, new, dim] each, one behind the other.
+            out: [batch, new, heads, value_dim], contiguous.
+            new: tokens; positions: with them; window: as for `attention`.
+
+        Raises:
+            RunError: memory is missing.
+        """
+        call = Call(task, new, packed.data_ptr(), out.data_ptr(), (new, positions, window, 0))
+        if self.cores.library.zero_inference_cores_run(self.cores.handle, ctypes.byref(call)):
+            raise _no_memory()
+
+    def submit(self, task: int, source: int, target: int, new: int, positions: int, window: int, number: int) -> None:
+        """For the moment when the flag of the input has `number`; `source` and `target` are addresses in host memory.
+
+        Raises:
+            RunError: memory is missing.
+        """
+        if new > 1:  # for one there is memory
+            self._reserve(task, new, positions)
+        call = Call(task, new, source, target, (new, positions, window, 0))
+        self.cores.library.zero_inference_cores_submit(self.cores.handle, ctypes.byref(call), number)
+
+
+def _no_memory() -> RunError:
+    return RunError("no host memory is left for attention on the cores: use --cpu-compute off.")

@@ -6,11 +6,14 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from zero_inference.cpu.cores import ACTIVATION_NUMBERS, Cores, Task
-from zero_inference.cpu.matrix import DTYPES, INSTRUCTIONS, Matrix
+from zero_inference.cpu.library import DTYPES, INSTRUCTIONS
+from zero_inference.cpu.pool import ACTIVATION_NUMBERS, CpuPool, Task
+from zero_inference.cpu.products import Matrix
+from zero_inference.utils.extension import load_extension
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Expert:
 
 
 @dataclass(frozen=True)
-class Between:
+class ExpertActivation:
     """The input of an expert's last product: f(min(gate, limit)) x (clamp(up, -limit, limit) + up_offset).
 
     Attributes:
@@ -71,7 +74,11 @@ class _Between(ctypes.Structure):
 
 
 def add_experts(
-    cores: Cores, experts: Sequence[Expert], between: Between, dtype: torch.dtype, use: torch.Tensor | None = None
+    cores: CpuPool,
+    experts: Sequence[Expert],
+    between: ExpertActivation,
+    dtype: torch.dtype,
+    use: torch.Tensor | None = None,
 ) -> Task:
     """A task of csrc/cpu/experts.h, which is called with a `Choice`.
 
@@ -134,3 +141,37 @@ def _check(experts: Sequence[Expert], interleaved: bool) -> None:
 
 def _form(matrix: Matrix) -> tuple[int, ...]:
     return matrix.rows, matrix.columns, matrix.group, matrix.bits, matrix.dtype
+
+
+class WeightedRows(NamedTuple):
+    """The weighted sum of what a token's experts computed, before it is added up.
+
+    Attributes:
+        weights: [tokens, k]; contiguous.
+        rows: [tokens * k, width], zeros for an expert that is not among these; contiguous.
+        more: the same of other experts, or None.
+    """
+
+    weights: torch.Tensor
+    rows: torch.Tensor
+    more: torch.Tensor | None = None
+
+    @property
+    def has_kernel(self) -> bool:
+        """Return whether the kernel of csrc/crossing computes the sum."""
+        return self.rows.is_cuda and {self.rows.dtype, self.weights.dtype} <= DTYPES.keys() and load_extension()
+
+    def total(self) -> torch.Tensor:
+        """Return the sum of each token [tokens, width], added in float32 in the order of the choices."""
+        return torch.ops.zero_inference.weighted_rows(*self) if self.has_kernel else self._by_pytorch()
+
+    def added_to(self, out: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token and `out` [tokens, width], rounded once to out's dtype; with PyTorch alone."""
+        return self._by_pytorch().add_(out).to(out.dtype)
+
+    def _by_pytorch(self) -> torch.Tensor:
+        """In float32."""
+        tokens, k = self.weights.shape
+        weights = self.weights.float().unsqueeze(-1)
+        sums = [(rows.view(tokens, k, -1) * weights).sum(1) for rows in (self.rows, self.more) if rows is not None]
+        return sums[0] if len(sums) == 1 else sums[0].add_(sums[1])

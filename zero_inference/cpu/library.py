@@ -17,12 +17,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from zero_inference.cpu.matrix import INSTRUCTIONS, Matrix
+import torch
+
 from zero_inference.utils.cache_folder import extensions_folder, made_folder
 from zero_inference.utils.compilers import find_compiler, new_build, timed
 from zero_inference.utils.extension import COMPLETE, FOR_CORES, file_digest, in_one_line, is_complete, source_folder
 from zero_inference.utils.locks import held_lock
 from zero_inference.utils.processes import group
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # zero_inference::cpu::Dtype
+
+INSTRUCTIONS = ("portable", "avx2", "avx512", "amx")  # zero_inference::cpu::Instructions, ascending
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
 
@@ -41,7 +46,7 @@ def load_library(progress_message: Callable[[str], None] | None = None) -> ctype
     if not _tried:
         _tried = True
         try:
-            _library = declared(
+            _library = open_library(
                 find_or_build(progress_message or (lambda line: print(line, file=sys.stderr, flush=True)))
             )
             _reason = None
@@ -60,10 +65,10 @@ def best_instructions() -> str:
 
     Raises RuntimeError where there is no library.
     """
-    return INSTRUCTIONS[needed_library().zero_inference_best_instructions()]
+    return INSTRUCTIONS[require_library().zero_inference_best_instructions()]
 
 
-def needed_library() -> ctypes.CDLL:
+def require_library() -> ctypes.CDLL:
     """`load_library`, which raises RuntimeError where there is none."""
     library = load_library()
     if library is None:
@@ -143,19 +148,19 @@ def _run_all(commands: list[list[str]]) -> None:
             raise RuntimeError(f"the C++ compiler failed\n{text}")
 
 
-def declared(path: Path) -> ctypes.CDLL:
+def open_library(path: Path) -> ctypes.CDLL:
     """The library at `path`, with the types of its functions (csrc/cpu/operators_*.cpp).
 
     Raises OSError where it cannot be loaded.
     """
     library = ctypes.CDLL(str(path))
-    matrix, pointer, double = ctypes.POINTER(Matrix), ctypes.c_void_p, ctypes.c_double
+    pointer, double = ctypes.c_void_p, ctypes.c_double
     int32, int64 = ctypes.c_int32, ctypes.c_int64
     count = ctypes.POINTER(int64)
     for name, result, *arguments in (
         ("best_instructions", int32),
-        ("product", int32, matrix, int64, int32, pointer, int32, int64, int64, int64, pointer, int64, int32),
-        ("measure_products", double, matrix, int64, int64, int32, pointer, int32, int32, pointer, double, count),
+        ("product", int32, pointer, int64, int32, pointer, int32, int64, int64, int64, pointer, int64, int32),
+        ("measure_products", double, pointer, int64, int64, int32, pointer, int32, int32, pointer, double, count),
         ("measure_reads", double, pointer, int64, int32, int32, pointer, double, count),
         ("read_bytes_sum", ctypes.c_uint64, pointer, int64, int32),
         ("quantize", int32, pointer, int32, int64, int64, int32, int32, pointer, pointer, pointer, int32, int32),

@@ -23,9 +23,9 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.errors import UsageError
 from zero_inference.hardware.machine import Machine, ThisMachine
-from zero_inference.kv_cache.attended import Meeting
-from zero_inference.kv_cache.device import attends_to_all
-from zero_inference.kv_cache.diverted import window_is_of_cache
+from zero_inference.kv_cache.attention_patch import window_only_in_cache
+from zero_inference.kv_cache.cpu_attention import CpuAttention
+from zero_inference.kv_cache.device import sees_all_positions
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.alike import COMPARED_BYTES, compared_layers
 from zero_inference.models.sizes import ModelSizes, logits_bytes
@@ -152,13 +152,13 @@ class Job:
         return self.rank_batch * (at_any_length + (self.length if length is None else length) * of_position)
 
     @property
-    def window_is_of_cache(self) -> bool:
+    def window_only_in_cache(self) -> bool:
         """Return whether keys and values have to be in transformers' own cache: it drops those beyond a window, and masks know none."""
-        if attends_to_all(self.spec.config, self.length):
+        if sees_all_positions(self.spec.config, self.length):
             return False
         if not self.skeleton.is_empty:
             return self.skeleton.known.get(WINDOW_OF_CACHE, False)
-        return self.skeleton.once(WINDOW_OF_CACHE, lambda: window_is_of_cache(self.skeleton.model))
+        return self.skeleton.once(WINDOW_OF_CACHE, lambda: window_only_in_cache(self.skeleton.model))
 
     @property
     def kv_device_bytes(self) -> int:
@@ -372,7 +372,7 @@ class LoadedModel:
     preallocated_cache: bool = False
     page_locked: Sequence[torch.Tensor] = ()
     cores: CoresUse | None = None
-    meeting: Meeting | None = None
+    meeting: CpuAttention | None = None
     steps_to_settle: Callable[[], int] = lambda: 0
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
     writable: Sequence[torch.nn.Parameter] = ()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_inference.cpu.attention_tasks import AttentionTasks
-from zero_inference.cpu.cores import SPIN_US, Cores
+from zero_inference.cpu.attention import AttentionTasks
+from zero_inference.cpu.pool import SPIN_US, CpuPool
 from zero_inference.hardware.caches import block_bytes
 from zero_inference.hardware.copies import Copies, random_bytes, rate_alone, rates_together
 
@@ -34,7 +34,7 @@ class Attention:
         kept: uint8, where keys and values are to lie; None takes as much as the caches do not hold.
     """
 
-    def __init__(self, cores: Cores, dtype: torch.dtype, heads: int, kept: torch.Tensor | None = None):
+    def __init__(self, cores: CpuPool, dtype: torch.dtype, heads: int, kept: torch.Tensor | None = None):
         self.tasks = AttentionTasks(cores)
         shape = BLOCKS, SEQUENCES, KEY_HEADS, BLOCK_POSITIONS, HEAD_DIM
         self.nbytes = layer_bytes(dtype)
@@ -79,7 +79,7 @@ class AttentionBench:
 
     def __init__(self, device: torch.device, cpus: tuple[int, ...], dtype: torch.dtype = torch.bfloat16):
         self.device = device
-        self.cores = Cores(cpus, SPIN_US)
+        self.cores = CpuPool(cpus, SPIN_US)
         try:
             self.link, self.kept = Copies(device), _keys_and_values(dtype)
         except BaseException:

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_inference.cpu.cores import SPIN_US, TOO_MANY_THREADS, Cores
-from zero_inference.cpu.crossing import Crossing, StreamSide
-from zero_inference.cpu.library import best_instructions, needed_library
-from zero_inference.cpu.matrix import INSTRUCTIONS
-from zero_inference.cpu.meeting_place import own_place
-from zero_inference.cpu.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
+from zero_inference.cpu.hand_off import HandOff, StreamSide, allocate_local_buffers
+from zero_inference.cpu.library import INSTRUCTIONS, best_instructions, require_library
+from zero_inference.cpu.pool import SPIN_US, TOO_MANY_THREADS, CpuPool, choose_cpus, choose_rank_cpus, numa_node_of_gpu
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.attention import Attended
 from zero_inference.hardware.caches import block_bytes
@@ -138,11 +135,11 @@ class Bench:
 
     def __init__(self, device: torch.device, cpus: tuple[int, ...], rows: int, columns: int):
         self.device, self.columns = device, columns
-        place = own_place(*crossed_bytes(rows, columns, torch.float32), pinned=True)
-        self.cores = Cores(cpus, SPIN_US, place.flags)
+        place = allocate_local_buffers(*crossed_bytes(rows, columns, torch.float32), pinned=True)
+        self.cores = CpuPool(cpus, SPIN_US, place.flags)
         try:
             self.link = Copies(device)
-            self.crossing = Crossing(self.cores, StreamSide(device), place, Transfers())
+            self.crossing = HandOff(self.cores, StreamSide(device), place, Transfers())
         except BaseException:
             self.cores.close()
             raise
@@ -192,7 +189,7 @@ def cpus_of(ranks: Ranks) -> tuple[int, ...]:
     would, and the system keeps the two out of each other's way."""
     if ranks.device.type != "cuda":
         return (-1,) * torch.get_num_threads()
-    return tuple(choose_own_cpus(_numa_node_of(ranks.device), ranks.local_rank, ranks.local_world_size))
+    return tuple(choose_rank_cpus(_numa_node_of(ranks.device), ranks.local_rank, ranks.local_world_size))
 
 
 def cpus_of_host(ranks: Ranks, asked: int | None = None) -> tuple[int, ...]:
@@ -225,7 +222,7 @@ def products_gb_per_s(
 
     All weights lie in the same memory: to touch it for the first time takes longer than to measure.
     """
-    cores = Cores(cpus, SPIN_US)
+    cores = CpuPool(cpus, SPIN_US)
     try:
         by_scheme: dict[GroupQuantization | None, Products] = {}
         for scheme, _ in wanted:
@@ -250,7 +247,7 @@ def read_gb_per_s(cpus: tuple[int, ...], seconds: float = 0.3, memory: torch.Ten
     numbers = (ctypes.c_int32 * len(cpus))(*cpus)
     moved = ctypes.c_int64()
     instructions = INSTRUCTIONS.index(best_instructions())
-    spent = needed_library().zero_inference_measure_reads(
+    spent = require_library().zero_inference_measure_reads(
         memory.data_ptr(), memory.numel(), instructions, len(cpus), numbers, seconds, ctypes.byref(moved)
     )
     if spent < 0:

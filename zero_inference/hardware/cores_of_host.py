@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from zero_inference.cpu.cores import SPIN_US, Cores, CoresOfFirstRank
-from zero_inference.cpu.crossing import Crossing, StreamSide
-from zero_inference.cpu.meeting_place import meeting_place
+from zero_inference.cpu.hand_off import HandOff, StreamSide, allocate_buffers
+from zero_inference.cpu.pool import SPIN_US, CpuPool, CpuPoolProxy
 from zero_inference.errors import RunError
 from zero_inference.hardware.compute import device_copy_gb_per_s
 from zero_inference.hardware.copies import Copies, rate_alone, rates_together
@@ -71,8 +70,8 @@ def measure_beside_links(
         RunError: in all ranks, where one has no memory for it.
     """
     device, count = ranks.device, ranks.world_size
-    place = meeting_place(ranks, *crossed_bytes(rows, columns, dtype), pinned=True)
-    cores = Cores(cpus, SPIN_US, place.flags, ranks=count) if ranks.is_first else CoresOfFirstRank(count)
+    place = allocate_buffers(ranks, *crossed_bytes(rows, columns, dtype), pinned=True)
+    cores = CpuPool(cpus, SPIN_US, place.flags, ranks=count) if ranks.is_first else CpuPoolProxy(count)
     with contextlib.closing(cores):
         products, link, device_gb_per_s, problem = None, None, 0.0, None
         try:
@@ -88,7 +87,7 @@ def measure_beside_links(
         alone = rate_alone(calls, PRODUCTS_S) if calls is not None else 0.0
         mine, beside, read = _beside_each_other(ranks, cpus, link, calls, products)
         ranks.barrier()
-        crossing = Crossing(cores, StreamSide(device), place, Transfers(), ranks.rank)
+        crossing = HandOff(cores, StreamSide(device), place, Transfers(), ranks.rank)
         spent_s = crossing_s(crossing, link, dtype, rows, columns)
         torch.cuda.synchronize(device)
     del link, products, calls

@@ -12,7 +12,7 @@ import torch
 
 from zero_inference.hardware.compute import CLOCKS_S, as_graph, median_s
 from zero_inference.hardware.description import DeviceAttention
-from zero_inference.kv_cache.decode_attention import attend
+from zero_inference.kernels.decode_attention import attend
 from zero_inference.models.greedy import use_repeatable_attention
 
 HEAD_DIM, DTYPE = 128, torch.bfloat16

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from zero_inference.config.options import GROUP_SIZES
-from zero_inference.cpu.quantize import quantize
+from zero_inference.cpu.products import quantize
 from zero_inference.hardware.compute import median_s
 from zero_inference.hardware.description import Loading
 from zero_inference.kernels.groups import GroupQuantization

@@ -6,9 +6,9 @@ import statistics
 
 import torch
 
-from zero_inference.cpu.cores import Cores, Stage, Task, Weight
-from zero_inference.cpu.crossing import Crossing
-from zero_inference.cpu.matrix import Matrix
+from zero_inference.cpu.hand_off import HandOff
+from zero_inference.cpu.pool import CpuPool, Stage, Task, Weight
+from zero_inference.cpu.products import Matrix
 from zero_inference.hardware.copies import Copies
 
 MEETINGS, MEETING_WIDTH = 200, 16  # of a feed-forward so narrow that it costs little but the meeting
@@ -22,7 +22,7 @@ def crossed_bytes(rows: int, columns: int, dtype: torch.dtype) -> tuple[int, int
 
 
 def crossing_s(
-    crossing: Crossing, link: Copies, dtype: torch.dtype, rows: int, columns: int, rounds: int = MEETING_ROUNDS
+    crossing: HandOff, link: Copies, dtype: torch.dtype, rows: int, columns: int, rounds: int = MEETING_ROUNDS
 ) -> float:
     """Seconds of a meeting with `rows` rows of each rank, as `BesideLink` says; all ranks call it together.
 
@@ -49,7 +49,7 @@ def crossing_s(
     return statistics.median(times)
 
 
-def narrow_feed_forward(cores: Cores, dtype: torch.dtype, columns: int) -> tuple[Task, tuple[torch.Tensor, ...]]:
+def narrow_feed_forward(cores: CpuPool, dtype: torch.dtype, columns: int) -> tuple[Task, tuple[torch.Tensor, ...]]:
     """From `columns` to as many, and its weights, which are to be kept."""
     weights = torch.randn(MEETING_WIDTH, columns).to(dtype), torch.randn(columns, MEETING_WIDTH).to(dtype)
     first, last = (Weight(Matrix.plain(weight), None, 0) for weight in weights)

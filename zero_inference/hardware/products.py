@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from zero_inference.cpu.choice import Choice
-from zero_inference.cpu.cores import Cores, Stage, Task, Weight
-from zero_inference.cpu.experts import Between, Expert, add_experts
-from zero_inference.cpu.matrix import Matrix
+from zero_inference.cpu.experts import Expert, ExpertActivation, add_experts
+from zero_inference.cpu.pool import CpuPool, Routing, Stage, Task, Weight
+from zero_inference.cpu.products import Matrix
 from zero_inference.hardware.caches import block_bytes
 from zero_inference.hardware.copies import RANDOM_BYTES, random_bytes
 from zero_inference.kernels.groups import GroupQuantization
@@ -32,7 +31,7 @@ class Products:
 
     def __init__(
         self,
-        cores: Cores,
+        cores: CpuPool,
         dtype: torch.dtype,
         scheme: GroupQuantization | None,
         columns: int,
@@ -63,7 +62,7 @@ class Products:
         if not self.expert_tasks:
             self.expert_tasks = self._experts()
         numbers = torch.arange(0, EXPERTS, EXPERTS // CHOSEN).repeat(rows, 1)
-        choice = Choice(numbers, torch.full(numbers.shape, 1 / CHOSEN))
+        choice = Routing(numbers, torch.full(numbers.shape, 1 / CHOSEN))
         nbytes = CHOSEN * 3 * EXPERT_WIDTH * self.stored_bytes_of(EXPERT_COLUMNS)
         return Calls(self.cores, self.expert_tasks, self.kept, self.dtype, rows, choice, nbytes)
 
@@ -86,7 +85,8 @@ class Products:
         experts = [Expert(*(weight.matrix for weight in each)) for each in every]
         whole = range(0, len(experts) - EXPERTS + 1, EXPERTS)
         return [
-            add_experts(self.cores, experts[first : first + EXPERTS], Between("silu"), self.dtype) for first in whole
+            add_experts(self.cores, experts[first : first + EXPERTS], ExpertActivation("silu"), self.dtype)
+            for first in whole
         ]
 
     def _feed_forwards(self, width: int, columns: int) -> Iterator[tuple[Weight, Weight, Weight]]:
@@ -124,12 +124,12 @@ class Calls:
 
     def __init__(
         self,
-        cores: Cores,
+        cores: CpuPool,
         tasks: list[Task],
         kept: object,
         dtype: torch.dtype,
         rows: int,
-        choice: Choice | None = None,
+        choice: Routing | None = None,
         nbytes: int | None = None,
     ):
         self.cores, self.tasks, self.kept, self.choice, self.next = cores, tasks, kept, choice, 0

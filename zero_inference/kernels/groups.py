@@ -83,7 +83,7 @@ def quantize(
 
     A weight that is not contiguous is copied first. With the compiled extension a CUDA device does it in one kernel
     (csrc/quantization/quantize.cu), which adds in another order: of tries that are as good as each other, it may keep another one.
-    On a CPU, `zero_inference.cpu.quantize` is several times as fast.
+    On a CPU, `zero_inference.cpu.products` is several times as fast.
 
     Args:
         weight: float16, bfloat16 or float32, at least 2-D, its last dimension a multiple of the group size.

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_inference.config.run_config import RunConfig
-from zero_inference.kv_cache.attended import AttendedCache, Meeting
-from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, is_for_preallocated
+from zero_inference.kv_cache.cpu_attention import CpuAttention, CpuAttentionCache
+from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, supports_preallocated
 from zero_inference.kv_cache.host import HostKVCache
 from zero_inference.models.sizes import cache_class
 from zero_inference.utils.transfers import Transfers
 
 
-def cache_maker(
-    config: RunConfig, model: Any, preallocated: bool, transfers: Transfers, meeting: Meeting | None = None
+def cache_factory(
+    config: RunConfig, model: Any, preallocated: bool, transfers: Transfers, meeting: CpuAttention | None = None
 ) -> Callable[[], PreallocatedCache] | None:
     """What gives each loop its cache, emptied and in the same memory; None leaves the cache to transformers.
 
@@ -28,10 +28,10 @@ def cache_maker(
     on_host = model_config, length, config.pin_kv_cache, config.async_kv_offload, transfers
     cache: PreallocatedCache
     if config.kv_offload and meeting is not None:
-        cache = AttendedCache(*on_host, meeting, cache_class(model))
+        cache = CpuAttentionCache(*on_host, meeting, cache_class(model))
     elif config.kv_offload:
         cache = HostKVCache(*on_host, cache_class(model))
-    elif preallocated and is_for_preallocated(model):
+    elif preallocated and supports_preallocated(model):
         cache = DeviceKVCache(model_config, length)
     else:
         return None

@@ -29,7 +29,7 @@ def other_layer_types(config) -> set[str]:
     return set(getattr(text, "layer_types", None) or ["full_attention"]) - KEY_VALUE_LAYERS
 
 
-def is_for_preallocated(model: torch.nn.Module) -> bool:
+def supports_preallocated(model: torch.nn.Module) -> bool:
     """Return whether `model` takes a cache, in which each layer keeps keys and values and nothing else."""
     return _takes_cache(model) and not other_layer_types(model.config)
 
@@ -49,14 +49,14 @@ def why_not_offloaded(model: torch.nn.Module) -> str | None:
     return _why_not_kept(own)
 
 
-def refuse_kv_offload(model: torch.nn.Module, window_is_of_cache: bool = False) -> None:
+def refuse_kv_offload(model: torch.nn.Module, window_only_in_cache: bool = False) -> None:
     """Raises UsageError where keys and values of `model` cannot be kept in host memory.
 
     Args:
-        window_is_of_cache: as `kv_cache.diverted` finds it.
+        window_only_in_cache: as `kv_cache.diverted` finds it.
     """
     reason = why_not_offloaded(model) or (
-        window_is_of_cache and "has a sliding window that may be in transformers' cache alone"
+        window_only_in_cache and "has a sliding window that may be in transformers' cache alone"
     )
     if reason:
         raise _refusal(model.config, reason)
@@ -69,15 +69,15 @@ def _refusal(config: Any, reason: str) -> UsageError:
 
 def _why_not_kept(own: Cache) -> str | None:
     """Return why a cache of this package cannot hold the keys and values of `own`, one of transformers; None where it can."""
-    kinds = {type(layer).__name__ for layer in own.layers if keeps_keys(layer) and not _is_replaceable(layer)}
+    kinds = {type(layer).__name__ for layer in own.layers if has_keys(layer) and not _is_replaceable(layer)}
     if kinds:
         return f"keeps them in a form of its own ({', '.join(sorted(kinds))})"
-    if own.layers and not any(map(keeps_keys, own.layers)):
+    if own.layers and not any(map(has_keys, own.layers)):
         return "has no layers that keep keys and values"
     return None
 
 
-def attends_to_all(config, length: int) -> bool:
+def sees_all_positions(config, length: int) -> bool:
     """Whether each of `length` positions attends to all before it, in every layer of `config`'s decoder."""
     text = config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
@@ -85,7 +85,7 @@ def attends_to_all(config, length: int) -> bool:
     return kinds <= {"full_attention", "attention"} or (kinds <= KEY_VALUE_LAYERS and bool(window) and window >= length)
 
 
-def keeps_keys(layer: Any) -> bool:
+def has_keys(layer: Any) -> bool:
     """Return whether `layer`, one of a cache of transformers, has keys and values."""
     return isinstance(layer, CacheLayerMixin)
 
@@ -212,7 +212,7 @@ class PreallocatedCache(Cache):
         """A layer without keys and values."""
 
     def _layer(self, own: Any) -> Any:
-        if not keeps_keys(own):
+        if not has_keys(own):
             return own
         plain = type(own) in (DynamicLayer, DynamicSlidingWindowLayer)
         return self.new_layer() if plain else with_state_of(own, self.new_layer(), STATE_OF_LAYER)
@@ -285,7 +285,7 @@ class DeviceKVCache(PreallocatedCache):
         return [kept[:, :, position].clone() for layer in self.layers for kept in layer.kept or ()]
 
 
-class CallsCache(DeviceKVCache):
+class ReusableKVCache(DeviceKVCache):
     """One for many generations, of different numbers of sequences: as much memory as `rows` sequences of `max_length` positions take, which
     more sequences share. `begin` says how many come next.
 
@@ -305,7 +305,7 @@ class CallsCache(DeviceKVCache):
         fits = rows <= self.planned_rows
         self.max_length = self.planned_length if fits else self.planned_rows * self.planned_length // rows
         for layer in self.layers:
-            if keeps_keys(layer):  # others use the keys of another layer
+            if has_keys(layer):  # others use the keys of another layer
                 layer.begin(self.max_length)
 
 

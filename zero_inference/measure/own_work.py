@@ -25,7 +25,7 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.description import OwnWork
 from zero_inference.hardware.engines import say_ready
 from zero_inference.kernels.products import FUSED_ROWS
-from zero_inference.kv_cache.choose import cache_maker
+from zero_inference.kv_cache.choose import cache_factory
 from zero_inference.measure import generation
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.spec import resolve_model
@@ -176,7 +176,9 @@ class _Thin:
     def loops(self, warmup: int) -> list[Loop]:
         job, loaded, kind = self.plan.job, self.loaded, self.loaded.device.type
         ids = torch.zeros(1, job.config.prompt_len, dtype=torch.int64)
-        make_cache = cache_maker(job.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
+        make_cache = cache_factory(
+            job.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting
+        )
         return generation.measure(loaded, ids, TOKENS[kind], LOOPS[kind], warmup, job.ranks, make_cache).loops
 
 

@@ -14,7 +14,7 @@ import torch
 
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.kernels.rotary import rotary_kernel
-from zero_inference.kv_cache.choose import cache_maker
+from zero_inference.kv_cache.choose import cache_factory
 from zero_inference.measure import generation
 from zero_inference.measure.first_passes import PlainLayers
 from zero_inference.measure.profiling import trace_generation
@@ -149,7 +149,7 @@ def measure_run(
     return_free_memory()  # that measuring took
     around = AroundLoops(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
-    make_cache = cache_maker(config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
+    make_cache = cache_factory(config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
     fed = None
     if job.spec.dummy_routing == "text":
         fed = draw_tokens(own, config.gen_len, job.spec.text_config.vocab_size, config.seed)

@@ -14,7 +14,7 @@ from zero_inference.config.options import DEFAULTS
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
-from zero_inference.engines.stream.split import LEAST_GAIN
+from zero_inference.engines.stream.overlap import LEAST_GAIN
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.copy import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.hardware.machine import Machine, ThisMachine
@@ -198,7 +198,7 @@ def make_plan(job: Job) -> Plan:
     `plan`; where keys and values cannot be in host memory; and for a model that adds positions or takes no text."""
     _refuse_unplannable(job)
     if job.config.kv_offload:
-        refuse_kv_offload(job.skeleton.model, job.window_is_of_cache)
+        refuse_kv_offload(job.skeleton.model, job.window_only_in_cache)
     found = _with_cores_in_prompts(Plan(job, engine_module(job.config.engine).plan(job)))
     other = None if job.machine.described() is None else found.weights.alternative()
     if other is None or found.times is None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero_inference.cpu.quantize import quantize
+from zero_inference.cpu.products import quantize
 from zero_inference.engines.group_size import LEAST_COLUMNS, group_size_refusal
 from zero_inference.errors import UsageError
 from zero_inference.hardware.compute import median_s

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_inference.cpu.choice import WeightedRows
-from zero_inference.cpu.cores import ACTIVATION_NUMBERS
-from zero_inference.cpu.matrix import DTYPES
+from zero_inference.cpu.experts import WeightedRows
+from zero_inference.cpu.library import DTYPES
+from zero_inference.cpu.pool import ACTIVATION_NUMBERS
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.same_input import SameInput
 from zero_inference.engines.stream.views import Packed

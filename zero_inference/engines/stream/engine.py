@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zero_inference.engines.base import LoadedModel, Progress
-from zero_inference.engines.stream.core_team import CoreTeam
+from zero_inference.engines.stream.cpu import CpuBackend
 from zero_inference.engines.stream.embedding import HostEmbedding
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.graphs import cuda_graphs, repeated_call
@@ -23,7 +23,7 @@ from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.step_graph import StepGraph
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.kv_cache.diverted import divert_attention
+from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
 from zero_inference.records.schema import DecodeGraph
@@ -56,7 +56,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     if job.on_gpu:
         torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the remainders stay unusable
     transfers = Transfers()
-    team = CoreTeam(plan.cores, job, residency, store, scheme, transfers) if plan.cores is not None else None
+    team = CpuBackend(plan.cores, job, residency, store, scheme, transfers) if plan.cores is not None else None
     feeder = BlockFeeder(model, residency, store, scheme, ranks, transfers, job.group, team)
     head = None
     if plan.head is not None:
@@ -64,7 +64,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
 
     meeting = None
     if team is not None and team.plan.attends:
-        divert_attention(model)
+        patch_attention(model)
         meeting = team.meeting()
 
     facts = _facts(plan, model)
@@ -111,7 +111,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
 
 
 def _step_graph(
-    plan: StreamPlan, feeder: BlockFeeder, team: CoreTeam | None, facts: dict[str, Any]
+    plan: StreamPlan, feeder: BlockFeeder, team: CpuBackend | None, facts: dict[str, Any]
 ) -> StepGraph | None:
     job, calls = plan.job, None if team is None else team.calls
     if plan.no_graph is not None:

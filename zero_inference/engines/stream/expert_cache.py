@@ -1,6 +1,6 @@
 """Experts of a mixture that the device multiplies, while the CPU multiplies others from host memory, which has all of them.
 
-Each block has slots in device memory (`ExpertSlots`). They hold the first experts until a pass of many tokens, which needs all experts of
+Each block has slots in device memory (`ExpertCache`). They hold the first experts until a pass of many tokens, which needs all experts of
 a block on the device: those in slots are copied from there, the others cross the link (`ExpertSlots.gather`). Then slots are filled with
 the experts used most. In a pass of few tokens the device fetches some of the missed experts over the link, and these evict the least used
 ones; the use count of an expert halves every `HALF_LIFE_PASSES`. All of it is decided on the device, in the order of the model's stream, so
@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_inference.cpu.choice import WeightedRows
-from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD
+from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, WeightedRows
 from zero_inference.engines.stream.codes import combination_of
 from zero_inference.engines.stream.expert_slots import expert_memory
 from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout, Piece
@@ -154,7 +153,7 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.shape[1] * rows.element_size() % 8 else rows.view(torch.int64)
 
 
-class Division(NamedTuple):
+class Dispatch(NamedTuple):
     """Who multiplies what tokens chose; the first three [tokens, k].
 
     Attributes:
@@ -172,7 +171,7 @@ class Division(NamedTuple):
     fetched_into: torch.Tensor
 
 
-def divide(
+def dispatch(
     chosen: torch.Tensor,
     table: torch.Tensor,
     uses: torch.Tensor,
@@ -180,7 +179,7 @@ def divide(
     quota: torch.Tensor,
     most: int,
     keeps: bool = True,
-) -> Division:
+) -> Dispatch:
     """Divide what tokens chose over device memory, link and CPU, and count it in `uses`.
 
     The most used missed experts are fetched. Each evicts the least used expert that no token chose, and `table` is updated; if
@@ -196,7 +195,7 @@ def divide(
         keeps: otherwise the table stays empty, and experts are fetched into slots 0, 1 ... for this pass.
     """
     if chosen.is_cuda and load_extension():
-        found = Division(
+        found = Dispatch(
             *(torch.empty_like(chosen, memory_format=torch.contiguous_format) for _ in range(3)),
             *(chosen.new_empty(most) for _ in range(2)),
         )
@@ -228,15 +227,15 @@ def divide(
     table.scatter_(0, torch.where(fetches, fetched, experts), places)
     fetched_slot = torch.where(slot < 0, table[number], -1)
     for_cpu = torch.where(slot >= 0, ~chosen, torch.where(fetched_slot >= 0, ~(chosen + experts), chosen))
-    return Division(for_cpu, slot, fetched_slot, torch.where(fetches, fetched, -1), places)
+    return Dispatch(for_cpu, slot, fetched_slot, torch.where(fetches, fetched, -1), places)
 
 
 @dataclass(frozen=True)
-class Fetching:
+class FetchConfig:
     """Settings of fetching, the same for all blocks.
 
     Attributes:
-        quota: as of `divide`.
+        quota: as of `dispatch`.
         most: the largest of it.
         streams, stream: where they are fetched, beside what the model's stream does.
     """
@@ -247,11 +246,11 @@ class Fetching:
     stream: Any
 
 
-class ExpertSlots:
+class ExpertCache:
     """The experts of one block that the device multiplies in a pass of few tokens.
 
     Attributes:
-        table, uses: as of `divide`, on the device.
+        table, uses: as of `dispatch`, on the device.
         keeps: whether the slots are this block's own.
         use: what the CPU counts, see `cores.experts.add_experts`.
 
@@ -271,7 +270,7 @@ class ExpertSlots:
         table: torch.Tensor,
         uses: torch.Tensor,
         use: torch.Tensor,
-        fetching: Fetching,
+        fetching: FetchConfig,
         shared: torch.Tensor | None = None,
     ):
         self.experts, self.scheme, self.combination = experts, scheme, combination_of(experts)
@@ -348,10 +347,10 @@ class ExpertSlots:
         each = self.uses.new_full((1,), (1 - kept) / (1 - KEPT_USE) / max(1, tokens))
         self.uses.mul_(kept).scatter_add_(0, flat, each.expand_as(flat))
 
-    def divide(self, chosen: torch.Tensor) -> Division:
-        """Divide what the tokens of a pass of few chose, see `divide`; `products` or `forget` has to follow."""
+    def divide(self, chosen: torch.Tensor) -> Dispatch:
+        """Divide what the tokens of a pass of few chose, see `dispatch`; `products` or `forget` has to follow."""
         quota = self.fetching.quota
-        return divide(chosen, self.table, self.uses, self.experts.number, quota, self.most, self.keeps)
+        return dispatch(chosen, self.table, self.uses, self.experts.number, quota, self.most, self.keeps)
 
     def forget(self) -> None:
         """Empty the slots until the next pass of many tokens: this pass failed, and the table names experts that were not fetched. The
@@ -368,7 +367,7 @@ class ExpertSlots:
         self.table.scatter_(0, experts, self.numbers)
         self.held = experts.numel()
 
-    def products(self, x: torch.Tensor, division: Division, weights: torch.Tensor) -> WeightedRows:
+    def products(self, x: torch.Tensor, division: Dispatch, weights: torch.Tensor) -> WeightedRows:
         """Return what the experts in slots and fetched ones compute of x [tokens, hidden], and their `weights` [tokens, k].
 
         Those in slots are multiplied while others are fetched.
@@ -396,7 +395,7 @@ class ExpertSlots:
             current.wait_event(arrived[1])
         return self.last.times(hidden, slot, self.scheme, tokens=len(x))
 
-    def _fetch(self, division: Division) -> list[Any]:
+    def _fetch(self, division: Dispatch) -> list[Any]:
         """Fetch experts and return the events that follow their first and their last weights, so that the first product is computed while
         the last weights come. Earlier products with these slots are done; this pass has none."""
         streams, stream = self.fetching.streams, self.fetching.stream
@@ -416,7 +415,7 @@ class ExpertSlots:
         return arrived
 
 
-class ExpertCache:
+class ExpertCaches:
     """The slots of all blocks whose experts the CPU multiplies, where the device keeps or fetches some.
 
     Attributes:
@@ -442,10 +441,10 @@ class ExpertCache:
         self.use = torch.zeros(len(forms), COUNTS, dtype=torch.int64)
         self.sizes = [residency.expert_bytes(index) for index in indices]
         quota = torch.tensor([*residency.quota, *[0] * columns][:columns], device=device)
-        fetching = Fetching(quota, most, streams, streams.stream())
+        fetching = FetchConfig(quota, most, streams, streams.stream())
         shared = torch.zeros(residency.staging_bytes, dtype=torch.uint8, device=device)
         self.slots = {
-            index: ExpertSlots(
+            index: ExpertCache(
                 form,
                 residency.layouts[index],
                 counts.get(index, most),

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_inference.engines.stream.balance import Balance
 from zero_inference.engines.stream.blocks import names_of
 from zero_inference.engines.stream.codes import BlockCodes, experts_in_groups, modules_from_codes
-from zero_inference.engines.stream.core_blocks import CoreBlock
-from zero_inference.engines.stream.core_team import CoreTeam
-from zero_inference.engines.stream.expert_blocks import ExpertBlock
+from zero_inference.engines.stream.cpu import CpuBackend, CpuBlock, CpuExpertBlock
 from zero_inference.engines.stream.forwards import chosen_of, replace_forward, tokens_of
 from zero_inference.engines.stream.layout import StoredParameter
+from zero_inference.engines.stream.rebalance import Rebalancer
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.ring import Between, BlockRing
 from zero_inference.engines.stream.store import BlockStore
@@ -65,7 +63,7 @@ class BlockFeeder:
         ranks: Ranks,
         transfers: Transfers,
         group: Any = None,
-        team: CoreTeam | None = None,
+        team: CpuBackend | None = None,
     ):
         streams = DeviceStreams(ranks.device)
         self.store, self.scheme, self.residency, self.transfers = store, scheme, residency, transfers
@@ -100,10 +98,10 @@ class BlockFeeder:
         self.codes: dict[int, BlockCodes] = {}  # by block
         self.known: set[int] = set()  # blocks that the device has computed once with plain weights
         self.packed: dict[int, dict[str, Packed]] = {}  # by block: its quantized weights where they lie in this pass
-        self.balance = Balance(team if self.ring is not None else None, self.timeline)
+        self.balance = Rebalancer(team if self.ring is not None else None, self.timeline)
         self.between: Between | None = None  # while a pass is recorded: does what the host does between two graphs
         self.changed: Callable[[Residency], None] = lambda residency: None  # told what is fetched from now on
-        self.core_blocks: dict[int, CoreBlock | ExpertBlock] = {}  # that the cores multiply, or could
+        self.core_blocks: dict[int, CpuBlock | CpuExpertBlock] = {}  # that the cores multiply, or could
         self.hooks: list[Any] = []
         self.replaced: list[nn.Module] = []  # modules whose forward is not their class's
         self.modules: list[nn.Module] = []  # by block
@@ -135,7 +133,7 @@ class BlockFeeder:
         self.packed.clear()
         self.store.close()
 
-    def _install(self, model: nn.Module, team: CoreTeam | None) -> None:
+    def _install(self, model: nn.Module, team: CpuBackend | None) -> None:
         prefix, layers = decoder_layers(model)
         decoder = model.get_submodule(prefix.rpartition(".")[0])
         self.hooks.append(decoder.register_forward_pre_hook(self._pass_begins, with_kwargs=True))
@@ -234,7 +232,7 @@ class BlockFeeder:
         for index, core_block in self.core_blocks.items():
             if modules.isdisjoint(self.modules[index].modules()):
                 continue
-            if isinstance(core_block, ExpertBlock):
+            if isinstance(core_block, CpuExpertBlock):
                 core_block.suits = False
             elif core_block.task is not None:
                 core_block.call_linears()
@@ -243,16 +241,16 @@ class BlockFeeder:
     def _divert(self, index: int, module: nn.Module) -> None:
         """Let the cores compute in passes in which the block is theirs: all of it, or each of its linear modules."""
         core_block = self.core_blocks[index]
-        if isinstance(core_block, CoreBlock) and core_block.task is None:
+        if isinstance(core_block, CpuBlock) and core_block.task is None:
             return self._divert_linears(index, core_block)
         self.replaced.append(module)
 
         def whole() -> bool:
-            return self._by_cores(index) and (isinstance(core_block, ExpertBlock) or core_block.task is not None)
+            return self._by_cores(index) and (isinstance(core_block, CpuExpertBlock) or core_block.task is not None)
 
         replace_forward(module, core_block.feed_forward, whole)
 
-    def _divert_linears(self, index: int, core_block: CoreBlock) -> None:
+    def _divert_linears(self, index: int, core_block: CpuBlock) -> None:
         for name, linear in self.linears[index].items():
             self.replaced.append(linear)
             replace_forward(
@@ -382,7 +380,7 @@ class BlockFeeder:
         self.known.add(index)
         self.codes[index].learned()
         core_block = self.core_blocks.get(index)
-        if isinstance(core_block, CoreBlock):
+        if isinstance(core_block, CpuBlock):
             core_block.learned()
 
     def _does_without(self, index: int, weight: str) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from zero_inference.cpu import products as cores
 from zero_inference.cpu.library import load_library
-from zero_inference.cpu.quantize import quantize
+from zero_inference.cpu.products import quantize
 from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.kernels.products import FUSED_ROWS, can_fuse, linear_groups
 from zero_inference.models.operators import trace_reads

@@ -12,29 +12,28 @@ from typing import Any
 import torch
 
 from zero_inference.config.options import GROUP_SIZES, MIN_RING_DEPTH
-from zero_inference.cpu.quantize import quantize
+from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import EnginePlan, Footprint, Job
 from zero_inference.engines.stream import words
-from zero_inference.engines.stream.balance import Step, bytes_for_link
 from zero_inference.engines.stream.blocks import check_groups, lay_out_blocks
-from zero_inference.engines.stream.cores import (
-    CoresPlan,
-    cores_s_of,
-    place_on_cores,
+from zero_inference.engines.stream.cpu_plan import (
+    CpuPlan,
+    cpu_block_s,
+    decode_step_s,
+    plan_cpu,
+    plan_short_prompts,
     spare_slots,
-    step_s,
-    why_cores_stay_out,
-    why_not_attending,
-    with_short_prompts,
+    why_no_cpu_attention,
+    why_no_cpu_compute,
 )
 from zero_inference.engines.stream.embedding import EmbeddingTable, table_for_host
 from zero_inference.engines.stream.expert_cache import multiplies_many
 from zero_inference.engines.stream.head import BITS, HeadWeight, find_head
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.pace import paced_s, prefill_bytes
+from zero_inference.engines.stream.overlap import FETCH_RATE, overlapped_step_s, prefill_bytes
+from zero_inference.engines.stream.rebalance import MeasuredStep, bytes_to_move
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
-from zero_inference.engines.stream.split import FETCH_RATE
 from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.cores import BesideLink
@@ -68,7 +67,7 @@ class StreamPlan(EnginePlan):
 
     residency: Residency
     scheme: GroupQuantization | None
-    cores: CoresPlan | None = None
+    cores: CpuPlan | None = None
     cores_stay_out: str | None = None
     no_graph: str | None = None
     no_attention: str | None = None
@@ -135,7 +134,7 @@ class StreamPlan(EnginePlan):
 
     def prefill_cores_s(self) -> float:
         """See `EnginePlan`."""
-        return 0.0 if self._in_prompt is None else sum(cores_s_of(*self._in_prompt).values())
+        return 0.0 if self._in_prompt is None else sum(cpu_block_s(*self._in_prompt).values())
 
     @property
     def expects_choices(self) -> bool:
@@ -289,22 +288,22 @@ class StreamPlan(EnginePlan):
         if cores is None or cores.rates is None or cores.attends or not cores.automatic or not found.fetched:
             return link_s, others_s
         link, multiplied = cores.rates.link_gb_per_s * 1e9, cores.rates.cores_gb_per_s * 1e9
-        step = Step(
+        step = MeasuredStep(
             whole=max(link_s, others_s),
             link=link_s,
             cores=found.computed_bytes / multiplied,
             waited=max(0.0, link_s - others_s),
         )
-        moved = found.with_work_moved(bytes_for_link(cores, found, step), found.computable)
+        moved = found.with_work_moved(bytes_to_move(cores, found, step), found.computable)
         nbytes = found.nbytes_of(found.computed) - found.nbytes_of(moved.computed)
         return link_s + nbytes / link, others_s - nbytes / multiplied
 
     def paced_s(self, link_s: float, others_s: float) -> float:
         """See `EnginePlan`."""
         of_cores = (
-            {} if self.cores is None or self.cores.rates is None else cores_s_of(self.residency, self.cores.rates)
+            {} if self.cores is None or self.cores.rates is None else cpu_block_s(self.residency, self.cores.rates)
         )
-        return paced_s(self.residency, of_cores, link_s, others_s, self.graphs)
+        return overlapped_step_s(self.residency, of_cores, link_s, others_s, self.graphs)
 
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
@@ -354,10 +353,10 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     if config.quantized:
         scheme = GroupQuantization(config.quant_bits, config.group_size, job.spec.dtype)
         job.skeleton.once(("groups", scheme), lambda: check_groups(model, scheme))
-    no_graph, out = why_no_graph(job), why_cores_stay_out(job)
+    no_graph, out = why_no_graph(job), why_no_cpu_compute(job)
     reason = out
     residency: Residency | None = None
-    cores: CoresPlan | None = None
+    cores: CpuPlan | None = None
     if reason is None:
         residency, cores, reason = _with_cores(job, scheme, job.on_gpu and not no_graph, may_attend)
     if residency is None:
@@ -369,7 +368,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     attends = cores is not None and cores.attends
     no_attention = None
     if config.kv_offload and not attends:
-        no_attention = out or why_not_attending(job) or reason or SLOWER_ATTENTION
+        no_attention = out or why_no_cpu_attention(job) or reason or SLOWER_ATTENTION
     return StreamPlan(
         job,
         footprint,
@@ -388,13 +387,13 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         cores_bytes=0 if cores is None else residency.computed_bytes + (cores.kv_bytes if attends else 0),
         carries_kv=not attends,
         preallocated_cache="past_key_values" in inspect.signature(type(model).forward).parameters
-        and not job.window_is_of_cache,
+        and not job.window_only_in_cache,
     )
 
 
 def _with_cores(
     job: Job, scheme: GroupQuantization | None, graphs: bool, may_attend: bool
-) -> tuple[Residency | None, CoresPlan | None, str | None]:
+) -> tuple[Residency | None, CpuPlan | None, str | None]:
     """Layers divided into blocks, and what the cores do with them; or why they stay out, if there is something for them at all.
 
     Raises:
@@ -408,7 +407,7 @@ def _with_cores(
                 "--gpu-memory, or drop --cpu-compute."
             )
         return None, None, None
-    placed, cores = place_on_cores(job, divided, scheme, graphs, may_attend)
+    placed, cores = plan_cpu(job, divided, scheme, graphs, may_attend)
     if isinstance(cores, str):
         return None, None, cores
     placed, cores = with_ring_for_cores(job, placed, cores, scheme, graphs, may_attend)
@@ -416,17 +415,17 @@ def _with_cores(
     needed = placed.host_bytes + placed.embedding_bytes + job.kv_host_bytes
     if cores.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
         return None, None, "host memory has no space for the experts that the device keeps as well"
-    return *with_short_prompts(job, placed, cores, scheme, graphs), None
+    return *plan_short_prompts(job, placed, cores, scheme, graphs), None
 
 
 def with_ring_for_cores(
     job: Job,
     found: Residency,
-    cores: CoresPlan,
+    cores: CpuPlan,
     scheme: GroupQuantization | None,
     graphs: bool,
     may_attend: bool,
-) -> tuple[Residency, CoresPlan]:
+) -> tuple[Residency, CpuPlan]:
     """Return `found` and `cores`, or those of the ring of fewer slots whose decode step is shortest: where the CPU multiplies most of what
     is in host memory, the link is not what a step waits for, and memory of slots is worth more as resident layers."""
     config = job.config
@@ -439,12 +438,10 @@ def with_ring_for_cores(
         or cores.rates is None
     ):
         return found, cores
-    best, best_s = (found, cores), step_s(found, cores, graphs)
+    best, best_s = (found, cores), decode_step_s(found, cores, graphs)
     for depth in (each for each in RING_DEPTHS_WITH_CORES if each < found.depth):
-        placed, plan = place_on_cores(
-            job, _residency(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend
-        )
-        if not isinstance(plan, str) and (found_s := step_s(placed, plan, graphs)) < SHORTER * best_s:
+        placed, plan = plan_cpu(job, _residency(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend)
+        if not isinstance(plan, str) and (found_s := decode_step_s(placed, plan, graphs)) < SHORTER * best_s:
             best, best_s = (placed, plan), found_s
     return best
 

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from zero_inference.cpu.crossing import Crossing, HostCalls, RecordedCalls
+from zero_inference.cpu.hand_off import CapturedCalls, DirectCalls, HandOff
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step, visible_positions
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.graphs import Record, Recording
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.errors import RunError, UsageError
-from zero_inference.kv_cache.decode_attention import using_decode_attention
-from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
+from zero_inference.kernels.decode_attention import using_decode_attention
+from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions
 from zero_inference.records.schema import DecodeGraph
 
 # One behind the other, computed as usual right before: libraries take their memory, and blocks are placed and used as in the step to come.
@@ -66,7 +66,7 @@ def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
         KEYS_IN_HOST: config.kv_offload,
         TRACED: config.trace is not None,
         "its attention is not PyTorch's": attention != "sdpa",
-        "its layers do not all attend to all positions": not attends_to_all(job.spec.config, job.length),
+        "its layers do not all attend to all positions": not sees_all_positions(job.spec.config, job.length),
         "it dequantizes experts in groups, whose sizes the host reads": in_groups,
         "there is no GPU": not job.on_gpu and config.decode_graph == "auto",
     }
@@ -95,7 +95,7 @@ class StepGraph:
         dtype: torch.dtype,
         record: Record,
         feeder: BlockFeeder,
-        calls: HostCalls | Crossing | None,
+        calls: DirectCalls | HandOff | None,
         always: bool,
         report: Callable[[DecodeGraph], None],
     ):
@@ -108,7 +108,7 @@ class StepGraph:
         self.given_up = False
         self.inputs: StepInputs | None = None
         self.recording: Recording | None = None
-        self.recorded_calls: RecordedCalls | None = None
+        self.recorded_calls: CapturedCalls | None = None
         self.tried = False
 
         @functools.wraps(self.own)  # generate looks at its arguments

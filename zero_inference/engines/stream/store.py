@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import torch
 
-from zero_inference.cpu.quantize import quantize
+from zero_inference.cpu.products import quantize
 from zero_inference.engines.stream.layout import BlockLayout, Piece
 from zero_inference.errors import RunError
 from zero_inference.kernels.groups import GroupQuantization

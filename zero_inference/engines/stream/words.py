@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zero_inference.engines.base import Job
-from zero_inference.engines.stream.cores import CoresPlan
+from zero_inference.engines.stream.cpu_plan import CpuPlan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.utils.format import format_bytes, three_digits
 
@@ -49,7 +49,7 @@ def experts_in_words(found: Residency) -> list[str]:
     return lines
 
 
-def cores_in_words(cores: CoresPlan, found: Residency) -> str:
+def cores_in_words(cores: CpuPlan, found: Residency) -> str:
     """What the host's cores do in a decode step."""
     threads = len(cores.cpus)
     who = f"{threads} thread{'s' * (threads > 1)} ({cores.instructions})" if cores.instructions else "the host's cores"
@@ -64,7 +64,7 @@ def cores_in_words(cores: CoresPlan, found: Residency) -> str:
     return line
 
 
-def prompts_in_words(cores: CoresPlan) -> list[str]:
+def prompts_in_words(cores: CpuPlan) -> list[str]:
     """Return a line about the prompts in which the CPU multiplies a share, if there are any."""
     if not cores.prompt_rows:
         return []
@@ -79,7 +79,7 @@ def _products_in_words(found: Residency) -> str:
     return f"{format_bytes(found.computed_bytes)}{chosen}"
 
 
-def rates_in_words(cores: CoresPlan) -> list[str]:
+def rates_in_words(cores: CpuPlan) -> list[str]:
     """A line about the rates that the plan is made with, where they are known."""
     if cores.rates is None:
         return []

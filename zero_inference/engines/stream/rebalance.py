@@ -6,8 +6,8 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from zero_inference.engines.stream.core_team import CoreTeam
-from zero_inference.engines.stream.cores import CoresPlan
+from zero_inference.engines.stream.cpu import CpuBackend
+from zero_inference.engines.stream.cpu_plan import CpuPlan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.timeline import Timeline
 
@@ -19,14 +19,14 @@ LEAST_AHEAD = 0.03  # of a step, that link or cores are ahead of the other: less
 LEAST_BUSY_SHARE = 0.7
 
 
-class Balance:
+class Rebalancer:
     """Looks at passes `FIRST_PASS` to `LAST_PASS` that follow each other, corrects the division, and looks again.
 
     Args:
         team: None where there is nothing to divide.
     """
 
-    def __init__(self, team: CoreTeam | None, timeline: Timeline):
+    def __init__(self, team: CpuBackend | None, timeline: Timeline):
         self.team, self.timeline = team, timeline
         self.passes, self.looks = 0, 0
         self.done = team is None or not team.plan.automatic  # a share that was asked for stays
@@ -64,8 +64,8 @@ class Balance:
         self.done = changed is residency or self.looks == MOST_LOOKS
         return changed
 
-    def _look(self, plan: CoresPlan, residency: Residency, step_s: float, busy_s: float) -> int | None:
-        """Return `bytes_for_link` of the passes that were looked at; None where nothing crossed the link in them."""
+    def _look(self, plan: CpuPlan, residency: Residency, step_s: float, busy_s: float) -> int | None:
+        """Return `bytes_to_move` of the passes that were looked at; None where nothing crossed the link in them."""
         if not residency.fetched:
             return 0  # the plan had its reasons
         use = self.timeline.link_use(self.first)  # waits for the device
@@ -73,11 +73,11 @@ class Balance:
             return None
         waited_s = self.timeline.waited_for_link_s(self.first) / (LAST_PASS - FIRST_PASS)
         link_s = link_s_of_step(plan, residency, use.gb_per_s_while_busy)
-        return bytes_for_link(plan, residency, Step(step_s, link_s, busy_s, waited_s))
+        return bytes_to_move(plan, residency, MeasuredStep(step_s, link_s, busy_s, waited_s))
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A decode step as it was measured, in seconds.
 
     Attributes:
@@ -93,7 +93,7 @@ class Step:
     waited: float
 
 
-def link_s_of_step(plan: CoresPlan, residency: Residency, gb_per_s: float) -> float:
+def link_s_of_step(plan: CpuPlan, residency: Residency, gb_per_s: float) -> float:
     """Seconds of the link in a decode step: for the weights at the rate of a rank's own copies of them, `gb_per_s`, or for weights and the
     keys and values that cross it at the rate of a link alone. These are copied beside each other, which lowers the former rate."""
     weights = residency.nbytes_of(residency.fetched)
@@ -103,7 +103,7 @@ def link_s_of_step(plan: CoresPlan, residency: Residency, gb_per_s: float) -> fl
     return max(weights_s, (weights + plan.carried_bytes) / (plan.rates.link_alone_gb_per_s * 1e9))
 
 
-def bytes_for_link(plan: CoresPlan, residency: Residency, step: Step) -> int:
+def bytes_to_move(plan: CpuPlan, residency: Residency, step: MeasuredStep) -> int:
     """Bytes of the cores' work that the link takes over, so that both end a step together; negative where the cores take over the link's.
 
     The plan does not know how long the device computes for itself, in which the cores cannot work. A step takes that, the cores' work

@@ -1,6 +1,6 @@
-"""Attention of a transformers model, sent to the cores where keys come from an `AttendedCache`.
+"""Attention of a transformers model, sent to the cores where keys come from an `CpuAttentionCache`.
 
-Most families call one of transformers' attention functions, found by the name that the configuration has; `divert_attention` puts
+Most families call one of transformers' attention functions, found by the name that the configuration has; `patch_attention` puts
 itself before that function. BLOOM and MPT compute attention with ALiBi in their own code: their modules get another `forward`, which
 differs in passes that the cores attend. All other calls are as they were, also of other models.
 """
@@ -21,8 +21,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_inference.cpu.attention import attention_reference
-from zero_inference.kv_cache.attended import AttendedCache, AttendedLayer, Logits, NotAttended
-from zero_inference.kv_cache.device import DeviceKVCache, is_for_preallocated
+from zero_inference.kv_cache.cpu_attention import (
+    CpuAttentionCache,
+    CpuAttentionLayer,
+    LogitOptions,
+    UnsupportedAttention,
+)
+from zero_inference.kv_cache.device import DeviceKVCache, supports_preallocated
 from zero_inference.models.alike import copy_with_few_layers, kinds_of_layers
 from zero_inference.models.meta_pass import tensors_in
 from zero_inference.models.sizes import cache_class, new_cache
@@ -36,7 +41,7 @@ TRIAL_WINDOW = 3  # positions that a token sees
 SMALL_ELEMENTS = 1 << 16  # of a parameter that a trial has numbers for
 
 
-def why_not_attended(model: PreTrainedModel) -> str | None:
+def why_cpu_cannot_attend(model: PreTrainedModel) -> str | None:
     """Return why the cores cannot attend for `model`, which has no weights yet, in words that follow its name; None where they can.
 
     A trial decides: decode steps with our attention have to compute what the model's own does. They do not if it has another softmax,
@@ -56,7 +61,7 @@ def why_not_attended(model: PreTrainedModel) -> str | None:
             return f"attends by {text._attn_implementation}, not by {' or '.join(FUNCTIONS)}"
     try:
         same = _attends_alike(model)
-    except NotAttended as error:
+    except UnsupportedAttention as error:
         return f"has an attention of its own ({error.why})"
     except Exception as error:  # whatever the model's own code raises
         return f"cannot be tried with attention by the cores ({first_line(error)})"
@@ -73,12 +78,12 @@ def _attends_alike(model: PreTrainedModel) -> bool:
     return _same_steps(*(_steps_of_trial(*_small_copy(model), attended) for attended in (False, True)))
 
 
-def window_is_of_cache(model: PreTrainedModel) -> bool:
+def window_only_in_cache(model: PreTrainedModel) -> bool:
     """Return whether nothing but transformers' cache, which drops keys, keeps a token of `model` from seeing beyond its sliding window: its
     masks do not, so that a cache with all positions gives other tokens. The model has no weights yet; a trial decides. True also where it
     shows nothing (an error, values that are not finite): transformers' own cache is right for any model."""
     sliding = any(getattr(layer, "is_sliding", False) for layer in new_cache(model.config, cache_class(model)).layers)
-    if not (sliding and is_for_preallocated(model)):
+    if not (sliding and supports_preallocated(model)):
         return False
     tried = []
     try:
@@ -115,7 +120,7 @@ def _steps_of_trial(
     kind, length = cache_class(copied), TRIAL_PROMPT + TRIAL_STEPS
     cache = DeviceKVCache(copied.config, length) if preallocated else new_cache(copied.config, kind)
     if attended:
-        cache = AttendedCache(copied.config, length, False, False, Transfers(), _InPython(), kind)
+        cache = CpuAttentionCache(copied.config, length, False, False, Transfers(), _InPython(), kind)
     one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(copied).forward).parameters else {}
     ids = 1 + torch.arange(2 * length).reshape(2, length) % (copied.config.get_text_config(decoder=True).vocab_size - 1)
     mask = torch.ones_like(ids)
@@ -207,7 +212,7 @@ class _InPython:
     """A `Meeting` that attends as `attention` does, in plain PyTorch."""
 
     def attend(
-        self, layer: AttendedLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
+        self, layer: CpuAttentionLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         layer.keep(*layer.newest)
         how = vars(layer.logits) | dict(positions=layer.length, window=window, mask=mask)
@@ -216,10 +221,10 @@ class _InPython:
 
 @contextmanager
 def _diverted(model: PreTrainedModel) -> Iterator[None]:
-    """Within it `model` attends as `divert_attention` has it."""
+    """Within it `model` attends as `patch_attention` has it."""
     name = model.config.get_text_config(decoder=True)._attn_implementation
     before = ALL_ATTENTION_FUNCTIONS.get(name)
-    divert_attention(model)
+    patch_attention(model)
     try:
         yield
     finally:
@@ -229,9 +234,9 @@ def _diverted(model: PreTrainedModel) -> Iterator[None]:
                 ALL_ATTENTION_FUNCTIONS[name] = before
 
 
-def divert_attention(model: PreTrainedModel) -> None:
-    """Have `model` attend on the cores wherever an `AttendedCache` holds its keys and values; safe to call twice. To be called where
-    `why_not_attended` found no reason before the weights were there."""
+def patch_attention(model: PreTrainedModel) -> None:
+    """Have `model` attend on the cores wherever an `CpuAttentionCache` holds its keys and values; safe to call twice. To be called where
+    `why_cpu_cannot_attend` found no reason before the weights were there."""
     own = _own_forwards(model)
     for module in own:
         if not isinstance(module.forward, _OwnForward):
@@ -262,16 +267,16 @@ class _Diverted:
         *args: Any,
         **options: Any,
     ):
-        layer = AttendedLayer.of(key)
+        layer = CpuAttentionLayer.of(key)
         if layer is None:
             before = self.before or sys.modules[type(module).__module__].eager_attention_forward
             return before(module, query, key, value, *args, **options)
         mask = args[0] if args else options.get("attention_mask")
         if options.get("position_bias") is not None:
-            raise NotAttended(f"{type(module).__name__} adds a bias that the cores do not know")
+            raise UnsupportedAttention(f"{type(module).__name__} adds a bias that the cores do not know")
         if layer.logits is None:
             scale, sinks = options.get("scaling"), options.get("s_aux")
-            layer.logits = Logits(
+            layer.logits = LogitOptions(
                 scale=query.shape[3] ** -0.5 if scale is None else float(scale),
                 softcap=options.get("softcap") or 0.0,
                 sinks=None if sinks is None else sinks.detach().float().cpu().contiguous(),
@@ -281,7 +286,7 @@ class _Diverted:
 
 def _attend_own(
     module: torch.nn.Module,
-    cache: AttendedCache,
+    cache: CpuAttentionCache,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     scale: float,
     slopes: Callable[[], torch.Tensor],
@@ -295,14 +300,14 @@ def _attend_own(
         mask: as `Masks.on_host` takes it.
     """
     query, key, value = states
-    layer = AttendedLayer.of(cache.update(key, value, module.layer_idx)[0])
+    layer = CpuAttentionLayer.of(cache.update(key, value, module.layer_idx)[0])
     if layer.logits is None:
-        layer.logits = Logits(scale=scale, slopes=slopes().float().cpu().contiguous())
+        layer.logits = LogitOptions(scale=scale, slopes=slopes().float().cpu().contiguous())
     return layer.attend(query, mask).flatten(2)
 
 
 def _is_decode(cache: Any, module: torch.nn.Module) -> bool:
-    return isinstance(cache, AttendedCache) and cache.get_seq_length(module.layer_idx) > 0
+    return isinstance(cache, CpuAttentionCache) and cache.get_seq_length(module.layer_idx) > 0
 
 
 def _bloom_forward(

@@ -1,11 +1,4 @@
-"""How a model calls the host's cores (cores.py).
-
-`HostCalls` makes a call at once, for a model of one rank that computes on the CPU. `Crossing` makes it in the order of a GPU's stream: a
-kernel writes the inputs into page-locked memory and raises a flag, threads that watch it multiply, and another kernel waits for theirs,
-reads the output, and adds what the device has computed of the same sum. Python only asks for all of it, and waits for nothing. The ranks
-of a host meet its cores in the same way, on a CPU too: each brings its rows and takes its part of the output. Calls that belong to a CUDA
-graph are kept when it is recorded, and asked for again whenever it is launched.
-"""
+"""The host memory in which the streams of one rank, or of all ranks of a host, meet the cores; and what those ranks tell each other."""
 
 from __future__ import annotations
 
@@ -17,17 +10,105 @@ from typing import Protocol
 
 import torch
 
-from zero_inference.cpu.choice import Choice, WeightedRows
-from zero_inference.cpu.cores import ARRIVED, DONE, FLAG_BYTES, STOP, Cores, Task
-from zero_inference.cpu.library import needed_library
-from zero_inference.cpu.meeting_place import MeetingPlace, await_flag
+from zero_inference.cpu.experts import WeightedRows
+from zero_inference.cpu.library import require_library
+from zero_inference.cpu.pool import ARRIVED, DONE, FLAG_BYTES, STOP, CpuPool, Routing, Task, flag_bytes
+from zero_inference.errors import RunError
+from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.shared_memory import SharedMemory
 from zero_inference.utils.transfers import Transfers
+
+PATIENCE_US = 100_000  # in which Python handles no signal
+
+
+@dataclass(frozen=True)
+class HandOffBuffers:
+    """
+    Attributes:
+        flags: uint8 [`flag_bytes(ranks)`], zeros.
+        words: uint8 [ranks x 2 x 64], zeros; of an `RankExchange`.
+        input, output: uint8, what calls bring and take: those of all ranks together.
+    """
+
+    flags: torch.Tensor
+    words: torch.Tensor
+    input: torch.Tensor
+    output: torch.Tensor
+
+
+def allocate_buffers(ranks: Ranks, input_bytes: int, output_bytes: int, pinned: bool) -> HandOffBuffers:
+    """The place for calls that bring and take as many bytes of each rank at most; made by all ranks together.
+
+    Args:
+        pinned: page-lock it.
+
+    Raises:
+        RunError: the memory is not there, or may not be page-locked.
+    """
+    if ranks.world_size == 1:
+        return allocate_local_buffers(input_bytes, output_bytes, pinned)
+    sizes = _sizes(ranks.world_size, input_bytes, output_bytes)
+    memory = SharedMemory(sum(sizes), ranks)
+    memory.settle(pinned)
+    return HandOffBuffers(*memory.bytes.split(sizes))
+
+
+def allocate_local_buffers(input_bytes: int, output_bytes: int, pinned: bool, ranks: int = 1) -> HandOffBuffers:
+    """The same in memory of this process alone, for as many `ranks` as it plays."""
+    sizes = _sizes(ranks, input_bytes, output_bytes)
+    return HandOffBuffers(*(host_empty((nbytes,), torch.uint8, pinned).zero_() for nbytes in sizes))
+
+
+def _sizes(ranks: int, input_bytes: int, output_bytes: int) -> list[int]:
+    """Of the parts, each from a cache line on."""
+    lines = (-(-nbytes // FLAG_BYTES) for nbytes in (2 * FLAG_BYTES, input_bytes, output_bytes))
+    return [flag_bytes(ranks), *(ranks * count * FLAG_BYTES for count in lines)]
+
+
+class RankExchange:
+    """Numbers that the ranks of a host tell each other: all of them as often, and in the same order.
+
+    A rank has two lines for its numbers, in turns: it writes to one again when all ranks have come to the other, and have read it by then.
+    """
+
+    def __init__(self, rank: int, ranks: int, place: HandOffBuffers):
+        self.rank, self.ranks, self.words = rank, ranks, place.words
+        self.stop = place.flags.data_ptr() + STOP * FLAG_BYTES
+        self.turn = 0
+
+    def of_all(self, value: int) -> list[int]:
+        """The `value` (64 bits) of each rank, when all have come here. Raises RunError where a rank has ended."""
+        self.turn += 1
+        number = self.turn & 0xFFFFFFFF
+        mine = self._line(self.rank)
+        ctypes.c_int64.from_address(mine + 8).value = value
+        require_library().zero_inference_raise_flag(mine, number)
+        values = []
+        for rank in range(self.ranks):
+            line = self._line(rank)
+            await_flag(line, number, self.stop)
+            values.append(ctypes.c_int64.from_address(line + 8).value)
+        return values
+
+    def _line(self, rank: int) -> int:
+        return self.words.data_ptr() + (2 * rank + self.turn % 2) * FLAG_BYTES
+
+
+def await_flag(flag: int, number: int, stop: int) -> None:
+    """Return when the flag at the address `flag` has come to `number`. Raises RunError where the one at `stop` is raised before."""
+    library = require_library()
+    while not (state := library.zero_inference_await_flag(flag, stop, number, PATIENCE_US)):
+        pass  # a signal's handler may have raised an exception here
+    if state < 0:
+        raise RunError("another rank ended while this one waited for it; its output says why")
+
 
 Meanwhile = Callable[[], WeightedRows | None]  # asks the device for work, and returns what to add to the output
 
 
 @dataclass
-class RecordedCalls:
+class CapturedCalls:
     """Calls of a graph.
 
     Attributes:
@@ -41,32 +122,32 @@ class RecordedCalls:
     cores_bytes: int = 0
 
 
-class HostCalls:
+class DirectCalls:
     """Calls of `cores` for a model on the CPU."""
 
-    def __init__(self, cores: Cores, transfers: Transfers):
+    def __init__(self, cores: CpuPool, transfers: Transfers):
         self.cores, self.transfers = cores, transfers
         transfers.cores_counts, transfers.cores_busy_s = cores.chosen_bytes, cores.busy_s
 
     def __call__(
-        self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Meanwhile = lambda: None
+        self, task: Task, x: torch.Tensor, choice: Routing | None = None, meanwhile: Meanwhile = lambda: None
     ) -> list[torch.Tensor]:
         """Return the task's outputs [rows, width] for `x` [rows, columns]. What `meanwhile` returns is added to the
         output, of which there is one then."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0] * sum(task.widths))
-        self.cores.run(task, x, out, choice and Choice(*(tensor.contiguous() for tensor in choice)))
+        self.cores.run(task, x, out, choice and Routing(*(tensor.contiguous() for tensor in choice)))
         self.transfers.cores_bytes += task.nbytes
         of_device = meanwhile()
         parts = _split(out, x.shape[0], task.widths)
         return parts if of_device is None else [of_device.added_to(part) for part in parts]
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[RecordedCalls]:
+    def recording(self) -> Iterator[CapturedCalls]:
         """Of no effect: a step that is repeated on the CPU makes its calls itself."""
-        yield RecordedCalls()
+        yield CapturedCalls()
 
-    def ask_again(self, calls: RecordedCalls) -> None:
+    def ask_again(self, calls: CapturedCalls) -> None:
         """See `recording`."""
 
     def close(self) -> None:
@@ -121,7 +202,7 @@ class HostSide:
         for tensor, target in zip(tensors, targets):
             ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
         self.number = (self.number + 1) & 0xFFFFFFFF
-        needed_library().zero_inference_raise_flag(flag, self.number)
+        require_library().zero_inference_raise_flag(flag, self.number)
 
     def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
         await_flag(flag, self.number, stop)
@@ -136,7 +217,7 @@ class HostSide:
         """Nothing to wait for."""
 
 
-class Crossing:
+class HandOff:
     """Calls of `cores` in the order of the current stream of a device.
 
     With several ranks all make the same calls, with as many rows, and one call of the cores is made for all of them: an input
@@ -152,13 +233,13 @@ class Crossing:
         ValueError: another has used the place.
     """
 
-    def __init__(self, cores: Cores, side: DeviceSide, place: MeetingPlace, transfers: Transfers, rank: int = 0):
+    def __init__(self, cores: CpuPool, side: DeviceSide, place: HandOffBuffers, transfers: Transfers, rank: int = 0):
         self.cores, self.side, self.transfers, self.rank = cores, side, transfers, rank
         if place.flags[FLAG_BYTES * (ARRIVED + rank) :][:FLAG_BYTES].any():
             raise ValueError("this place has been used: cores and device would not wait for each other")
         self.input, self.output = place.input, place.output
         self.number = 0  # of the latest call; the device counts them as well
-        self.recorded: RecordedCalls | None = None
+        self.recorded: CapturedCalls | None = None
         self.chose = False  # whether a call had a choice
         transfers.cores_counts = self._chosen_bytes
         transfers.cores_busy_s = cores.busy_s if rank == 0 else None
@@ -166,7 +247,7 @@ class Crossing:
         self.arrived, self.done, self.stop = (flags + flag * FLAG_BYTES for flag in (ARRIVED + rank, DONE, STOP))
 
     def __call__(
-        self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Meanwhile = lambda: None
+        self, task: Task, x: torch.Tensor, choice: Routing | None = None, meanwhile: Meanwhile = lambda: None
     ) -> list[torch.Tensor]:
         """The outputs [rows, width] for `x` [rows, columns], one for each of the task's; on the device, when its stream comes there.
 
@@ -226,15 +307,15 @@ class Crossing:
             source += self.cores.ranks * out.nbytes
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[RecordedCalls]:
+    def recording(self) -> Iterator[CapturedCalls]:
         """Within it a CUDA graph is recorded: calls are kept, for `ask_again`."""
-        self.recorded = RecordedCalls()
+        self.recorded = CapturedCalls()
         try:
             yield self.recorded
         finally:
             self.recorded = None
 
-    def ask_again(self, calls: RecordedCalls) -> None:
+    def ask_again(self, calls: CapturedCalls) -> None:
         """Ask the cores for the calls of a graph that is launched next."""
         for submit in calls.submits:
             self._ask(submit)
@@ -246,7 +327,7 @@ class Crossing:
         self.number += 1
         submit(self.number & 0xFFFFFFFF)
 
-    def _count(self) -> Transfers | RecordedCalls:
+    def _count(self) -> Transfers | CapturedCalls:
         """What is raised by a call now."""
         return self.transfers if self.recorded is None else self.recorded
 
@@ -283,7 +364,7 @@ class Crossing:
     def close(self) -> None:
         """Wait for the calls under way, and end the threads. With several ranks, one that waits for this one is told not to."""
         if self.cores.ranks > 1:
-            needed_library().zero_inference_raise_flag(self.stop, 1)
+            require_library().zero_inference_raise_flag(self.stop, 1)
         self.side.end()
         self.transfers.settle()
         self.cores.close()

@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from zero_inference.cpu.pool import FLAG_BYTES
 from zero_inference.engines.base import Job
-from zero_inference.engines.stream.expert_blocks import choice_bytes
 from zero_inference.engines.stream.expert_cache import multiplies_many
-from zero_inference.engines.stream.pace import paced_s
+from zero_inference.engines.stream.overlap import FETCH_RATE, best_split, fetch_quota, overlapped_step_s, prompt_split
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH
-from zero_inference.engines.stream.split import FETCH_RATE, best_split, link_quota, prompt_split
 from zero_inference.errors import UsageError
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.hardware.machine import Work
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.kv_cache.diverted import why_not_attended
+from zero_inference.kv_cache.attention_patch import why_cpu_cannot_attend
+from zero_inference.models.experts import FusedExperts
 from zero_inference.records.schema import CoresUse
 from zero_inference.utils.format import three_digits
 from zero_inference.utils.log import heads_of_key
@@ -35,7 +35,7 @@ MOST_CROSSED_BYTES = 64 << 20  # of the page-locked memory for them, each way
 
 
 @dataclass(frozen=True)
-class CoresPlan:
+class CpuPlan:
     """
     Attributes:
         cpus: a thread of the host's first rank on each; -1 for one that is not bound to a core.
@@ -83,7 +83,7 @@ class CoresPlan:
         if self.rates is None:
             return 0.0
         meetings_s = residency.layers * self.rates.crossing_s if self.attends else 0.0
-        return sum(cores_s_of(residency, self.rates).values()) + self.attention_s(self.rates) + meetings_s
+        return sum(cpu_block_s(residency, self.rates).values()) + self.attention_s(self.rates) + meetings_s
 
     def facts(self, computed_bytes: int) -> CoresUse:
         """For the record."""
@@ -126,7 +126,7 @@ class CoresPlan:
         return (computed_bytes + attended) / (products_s + self.attention_s(rates)) / 1e9
 
 
-def why_cores_stay_out(job: Job) -> str | None:
+def why_no_cpu_compute(job: Job) -> str | None:
     """Why the cores take no part in this run, whatever they could do, in a few words; None where they may.
 
     Raises:
@@ -156,13 +156,13 @@ def why_cores_stay_out(job: Job) -> str | None:
     return f"their code could not be compiled: {missing}" if missing else None
 
 
-def why_not_attending(job: Job) -> str | None:
+def why_no_cpu_attention(job: Job) -> str | None:
     """Return why the cores cannot attend over keys and values in host memory, in a few words; None where they can."""
     if job.ranks.world_size > 1:
         return "each rank has its own"
     if not job.skeleton.is_empty and WHY_NOT_ATTENDED not in job.skeleton.known:
         return "it was not tried before the weights were loaded"
-    reason = job.skeleton.once(WHY_NOT_ATTENDED, lambda: why_not_attended(job.skeleton.model))
+    reason = job.skeleton.once(WHY_NOT_ATTENDED, lambda: why_cpu_cannot_attend(job.skeleton.model))
     return reason and f"{job.spec.text_config.model_type} {reason}"
 
 
@@ -172,9 +172,9 @@ def multiplies_codes(job: Job) -> bool:
     return not job.on_gpu and job.config.quantized and job.config.cpu_share is None and job.ranks.world_size == 1
 
 
-def place_on_cores(
+def plan_cpu(
     job: Job, residency: Residency, scheme: GroupQuantization | None, graphs: bool, may_attend: bool = True
-) -> tuple[Residency, CoresPlan | str]:
+) -> tuple[Residency, CpuPlan | str]:
     """The blocks of `residency` with those that the cores multiply, and how they do; or why they had better not.
 
     Args:
@@ -187,7 +187,7 @@ def place_on_cores(
     config, ranks = job.config, job.ranks.world_size
     cpus = job.machine.cpus(job.ranks, config.cpu_threads)
     share = 1.0 if multiplies_codes(job) else config.cpu_share
-    can_attend = may_attend and config.kv_offload and not multiplies_codes(job) and why_not_attending(job) is None
+    can_attend = may_attend and config.kv_offload and not multiplies_codes(job) and why_no_cpu_attention(job) is None
     if not residency.computable and not can_attend:
         if config.cpu_share is None:
             return residency, "host memory has no weights that they can multiply"
@@ -199,7 +199,7 @@ def place_on_cores(
     rates = found if isinstance(found, BesideLink) else None
     residency = replace(residency, few_tokens=ranks * job.rank_batch)
     kv_bytes = ranks * job.mean_kv_bytes if config.kv_offload else 0
-    plan = CoresPlan(
+    plan = CpuPlan(
         cpus,
         0.0,
         job.rank_batch,
@@ -215,7 +215,7 @@ def place_on_cores(
     def fetching(placed: Residency) -> Residency:
         if not job.pin_weights or rates is None:
             return placed
-        return placed.with_quota(link_quota(placed.with_budget_used(), rates), spare_slots(job, placed.depth))
+        return placed.with_quota(fetch_quota(placed.with_budget_used(), rates), spare_slots(job, placed.depth))
 
     if share is not None:
         residency = residency.with_share_computed(share)
@@ -241,21 +241,21 @@ def place_on_cores(
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
     placed = [residency.with_shares_computed(share, best.of_others) for share in experts]
     placed = [fetching(each).with_budget_used() for each in placed]
-    residency = min(placed, key=lambda each: step_s(each, plan, graphs))
+    residency = min(placed, key=lambda each: decode_step_s(each, plan, graphs))
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
     return residency, replace(plan, share=share)
 
 
-def with_short_prompts(
-    job: Job, residency: Residency, plan: CoresPlan, scheme: GroupQuantization | None, graphs: bool
-) -> tuple[Residency, CoresPlan]:
+def plan_short_prompts(
+    job: Job, residency: Residency, plan: CpuPlan, scheme: GroupQuantization | None, graphs: bool
+) -> tuple[Residency, CpuPlan]:
     """Return both with the blocks that the CPU multiplies in prompts of up to the planned length; unchanged where there are none.
 
     Codes are measured with scales in bfloat16. With others they are far slower, in float16 because AMX takes 8 rows at a time: 128 tokens
     of Llama-2-13B took 0.31 s with a sixth of the weights on the CPU (docs/performance.md).
 
     Args:
-        graphs: as of `place_on_cores`.
+        graphs: as of `plan_cpu`.
     """
     if not job.on_gpu or job.ranks.world_size > 1 or plan.rates is None or plan.attends:
         return residency, plan
@@ -265,7 +265,7 @@ def with_short_prompts(
         return residency, plan
     experts = residency.blocks[blocks[0]].experts
     rows = UNEVEN_ROWS * tokens * experts.chosen / (experts.number * experts.share_read(tokens)) if experts else tokens
-    if rows > MOST_PROMPT_ROWS or crossed_bytes(residency, tokens, job.spec.dtype.itemsize)[0] > MOST_CROSSED_BYTES:
+    if rows > MOST_PROMPT_ROWS or hand_off_bytes(residency, tokens, job.spec.dtype.itemsize)[0] > MOST_CROSSED_BYTES:
         return residency, plan
     measured = max(1, round(min(rows, MEASURED_ROWS)))
     width = job.spec.text_config.hidden_size
@@ -296,7 +296,7 @@ def spare_slots(job: Job, depth: int) -> int | None:
     return 0 if job.config.ring_depth is not None else max(0, depth - USUAL_DEPTH)
 
 
-def cores_s_of(residency: Residency, rates: BesideLink) -> dict[int, float]:
+def cpu_block_s(residency: Residency, rates: BesideLink) -> dict[int, float]:
     """Seconds in which the device waits for the cores' products of each block."""
     return {
         block: sum(
@@ -306,17 +306,19 @@ def cores_s_of(residency: Residency, rates: BesideLink) -> dict[int, float]:
     }
 
 
-def step_s(residency: Residency, plan: CoresPlan, graphs: bool) -> float:
+def decode_step_s(residency: Residency, plan: CpuPlan, graphs: bool) -> float:
     """Return the seconds of a decode step whose link and cores wait for each other; of the device, what it reads of its own blocks.
     `plan.rates` are known."""
     rates = plan.rates
     assert rates is not None
     others_s = plan.waited_s(residency) + residency.nbytes_of(residency.resident) / (rates.device_gb_per_s * 1e9)
     sent = residency.nbytes_of(residency.fetched) + residency.staged_bytes + plan.carried_bytes
-    return paced_s(residency, cores_s_of(residency, rates), sent / (rates.link_gb_per_s * 1e9), others_s, graphs)
+    return overlapped_step_s(
+        residency, cpu_block_s(residency, rates), sent / (rates.link_gb_per_s * 1e9), others_s, graphs
+    )
 
 
-def crossed_bytes(residency: Residency, rows: int, element_bytes: int) -> tuple[int, int]:
+def hand_off_bytes(residency: Residency, rows: int, element_bytes: int) -> tuple[int, int]:
     """Return the most bytes that a call for a block's products with `rows` rows brings to the CPU, and takes back."""
     width = _widest(residency) * rows * element_bytes
     chosen = (choice_bytes(block.experts, rows) for block in residency.blocks or () if block.experts)
@@ -335,7 +337,7 @@ def _widest(residency: Residency) -> int:
 
 
 def _kv_slowness(job: Job, rates: BesideLink | None) -> float:
-    """See `CoresPlan`; 1 where the rate of other memory is not known."""
+    """See `CpuPlan`; 1 where the rate of other memory is not known."""
     described = None if job.config.pin_kv_cache else job.machine.described()
     if rates is None or described is None or not described.pageable_link_gb_per_s:
         return 1.0
@@ -355,3 +357,8 @@ def _rates(job: Job, scheme: GroupQuantization | None, cpus: tuple[int, ...], ca
     heads = heads_of_key(config) if can_attend else 0
     work = Work(job.spec.dtype, scheme, job.rank_batch, config.hidden_size, heads)
     return job.machine.beside_link(job.ranks, cpus, work)
+
+
+def choice_bytes(experts: FusedExperts, rows: int) -> int:
+    """What a choice of `rows` rows takes behind their hidden states, each part from a cache line on."""
+    return rows * experts.chosen * (torch.int64.itemsize + torch.float32.itemsize) + 3 * FLAG_BYTES
