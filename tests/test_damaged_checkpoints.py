@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
+from zero_inference.measure.result import output_ids_sha256
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
-from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.read import read_records
 
 PROMPT, TOKENS = 8, 3

@@ -19,7 +19,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import accelerate
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.prompts import read_prompts
-from zero_inference.records.run_log import RunLog, refuse_shared_files
+from zero_inference.records.write import RunLog, refuse_shared_files
 
 SHORT = ["--prompt-len", "8", "--gen-len", "4", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from test_html_report import EVIL, FAILED, committed_records, limit, page_of, rich_record
 
-from zero_inference.records.limit import HOST_COPY
+from zero_inference.records.hardware import HOST_COPY
 from zero_inference.report.html.labels import make_runs
 from zero_inference.report.html.places import MARK_RADIUS, TEXT_HEIGHT, Box, places_beside
 from zero_inference.report.html.roofline import roofline

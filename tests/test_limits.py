@@ -15,9 +15,9 @@ from zero_inference.measure import rates
 from zero_inference.measure.rates import AroundLoops, LinkRate, with_cores, with_link
 from zero_inference.planning import roofline
 from zero_inference.planning.roofline import StepWork
-from zero_inference.records.key import as_mapping
-from zero_inference.records.limit import LinkUse, Rates, TracedLinkUse
-from zero_inference.records.loops import MovedPerStep
+from zero_inference.records.field import as_mapping
+from zero_inference.records.hardware import LinkUse, Rates, TracedLinkUse
+from zero_inference.records.schema import MovedPerStep
 from zero_inference.report.results import idle_in_words, limit_in_words
 from zero_inference.utils.distributed import Ranks
 

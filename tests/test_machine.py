@@ -48,7 +48,7 @@ from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.explain import limit_in_words, step_bound
 from zero_inference.planning.plan import Plan, make_plan
-from zero_inference.records.limit import RATE_WORDS
+from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.records.read import read_records
 from zero_inference.utils.distributed import Ranks, detect_ranks
 

@@ -16,13 +16,13 @@ from zero_inference.engines.deepspeed.quantization import plan_quantization
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.errors import RunError
+from zero_inference.measure.result import output_ids_sha256
 from zero_inference.models.greedy import drop_own_settings, greedy, use_repeatable_attention
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.skeleton import build_skeleton, empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
-from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN, EXPERTS = 2, 9, 8, 8

@@ -17,10 +17,10 @@ from zero_inference.config.options import LONGEST_PROMPT
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import parse_options
 from zero_inference.errors import UsageError
+from zero_inference.measure.result import output_ids_sha256
 from zero_inference.models import prompts
 from zero_inference.models.prompts import TEXT, end_ids, in_short, prompt_ids, prompt_parts, with_prompt_length
 from zero_inference.models.spec import load_tokenizer, resolve_model
-from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.read import read_records
 from zero_inference.report.results import print_texts
 

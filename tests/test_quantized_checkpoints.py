@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError
+from zero_inference.measure.result import output_ids_sha256
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.quantized import BlockScales, plain_tensors
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
-from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.read import read_records
 from zero_inference.utils.distributed import detect_ranks
 

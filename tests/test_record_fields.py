@@ -16,7 +16,7 @@ from zero_inference.cli import console_main, main
 from zero_inference.config.options import QUALITY_TASKS
 from zero_inference.quality.tasks import pass_scores
 from zero_inference.records.fields import described, undeclared_in
-from zero_inference.records.machine import Environment
+from zero_inference.records.hardware import Environment
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import Request, Result, StreamPlacement
 from zero_inference.records.scores import ProgramScores, Tasks, scores_of

@@ -12,8 +12,8 @@ import pytest
 
 import zero_inference
 from zero_inference import utils
+from zero_inference.measure.result import output_ids_sha256
 from zero_inference.records import fields, schema
-from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.read import parse_log, read_records
 from zero_inference.records.write import append_record
 

@@ -9,15 +9,12 @@ import pytest
 
 from zero_inference.measure.steadiness import decode_evenness
 from zero_inference.planning.roofline import StepWork, decode_roofline
-from zero_inference.records.limit import LinkUse, Rates, TracedLinkUse
-from zero_inference.records.loops import Loop, MachineLoad, MovedPerStep
-from zero_inference.records.planned import Predicted
-from zero_inference.records.run_log import RunLog
-from zero_inference.records.schema import Measured, Quality, Request, Result
+from zero_inference.records.hardware import LinkUse, Rates, TracedLinkUse
+from zero_inference.records.schema import Loop, MachineLoad, Measured, MovedPerStep, Predicted, Quality, Request, Result
 from zero_inference.records.scores import scores_of
+from zero_inference.records.write import RunLog
 from zero_inference.report.advice import advice
-from zero_inference.report.results import cores_in_words, print_results
-from zero_inference.report.run_table import times_table
+from zero_inference.report.results import cores_in_words, print_results, times_table
 
 RATES = Rates(50.0, 0.02, "host to device, pinned", 2000.0, 500.0, None)
 MOVED = MovedPerStep(10**9, 0, 0)

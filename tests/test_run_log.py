@@ -16,7 +16,7 @@ import transformers
 from conftest import ROOT, small_disk
 
 from zero_inference.cli import main
-from zero_inference.records import run_log
+from zero_inference.records import write
 from zero_inference.records.read import parse_log, read_records
 from zero_inference.records.write import append_record
 from zero_inference.utils import append, write_benchmark_log
@@ -69,13 +69,13 @@ def test_a_full_disk_after_the_loops_costs_no_result(run, tmp_path, full, kept):
 
 @pytest.mark.parametrize("while_doing", ["write_benchmark_log", "append_record"])
 def test_a_signal_while_the_files_are_written_waits_for_them(run, tmp_path, monkeypatch, while_doing):
-    written = getattr(run_log, while_doing)
+    written = getattr(write, while_doing)
 
     def interrupted(*args):
         signal.raise_signal(signal.SIGTERM)
         return written(*args)
 
-    monkeypatch.setattr(run_log, while_doing, interrupted)
+    monkeypatch.setattr(write, while_doing, interrupted)
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 128 + signal.SIGTERM

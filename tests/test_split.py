@@ -18,7 +18,7 @@ from zero_inference.hardware.attention import Attended
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.hardware.cores_of_host import LinkRates, of_all_ranks
 from zero_inference.models.feed_forward import FeedForward
-from zero_inference.records.limit import LinkUse
+from zero_inference.records.hardware import LinkUse
 
 GB = 10**9
 FORWARD = FeedForward(("up_proj",), "down_proj", "relu", False)

@@ -10,8 +10,8 @@ import pytest
 
 from zero_inference.cli import main
 from zero_inference.measure.steadiness import decode_evenness, in_words, load_warning, warning_of
-from zero_inference.records.key import as_mapping
-from zero_inference.records.loops import Loop, MachineLoad
+from zero_inference.records.field import as_mapping
+from zero_inference.records.schema import Loop, MachineLoad
 from zero_inference.utils.format import three_digits
 
 

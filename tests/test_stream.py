@@ -25,10 +25,10 @@ from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.measure import generation
 from zero_inference.measure.profiling import TRACED_TOKENS, link_use_in
 from zero_inference.measure.rates import LinkRate
+from zero_inference.measure.result import output_ids_sha256
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
-from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.utils.distributed import detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN = 2, 9, 8

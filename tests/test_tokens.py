@@ -11,8 +11,8 @@ import torch
 from conftest import FAMILIES, VOCAB, build_model, plain_ids
 
 from zero_inference.cli import main
+from zero_inference.measure.result import output_ids_sha256
 from zero_inference.models.prompts import random_ids
-from zero_inference.records.fingerprint import output_ids_sha256
 
 BATCH, PROMPT, GEN = 3, 13, 9
 WAYS = {

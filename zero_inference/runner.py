@@ -29,9 +29,9 @@ from zero_inference.planning.plan import Plan, build_job, check_launch, check_mo
 from zero_inference.planning.request import log_path, request_of
 from zero_inference.quality import evaluate as quality
 from zero_inference.quality.of_run import score_run
-from zero_inference.records.failure import leave_process_group, leaving_a_record
-from zero_inference.records.run_log import RunLog, refuse_shared_files
-from zero_inference.records.schema import Chosen, Quality, Result
+from zero_inference.records.failure import leave_process_group, record_failures
+from zero_inference.records.schema import AutoChoice, Quality, Result
+from zero_inference.records.write import RunLog, refuse_shared_files
 from zero_inference.report.results import publish
 from zero_inference.utils import garbage
 from zero_inference.utils.compilers import compile_s
@@ -110,7 +110,7 @@ def _run(
         config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
     )
     files.check()
-    with leaving_a_record(config, ranks, files, release=close_all) as watch:
+    with record_failures(config, ranks, files, release=close_all) as watch:
         output_ids, tokenizer, prompts = _measured(config, spec, ranks, files, progress, questions, compiled_before_s)
         progress.clear()
         ranks.barrier()
@@ -128,7 +128,7 @@ def _run(
 
 def _resolved(
     config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress
-) -> tuple[RunConfig, ModelSpec, Chosen | None]:
+) -> tuple[RunConfig, ModelSpec, AutoChoice | None]:
     """What is run: the model, and what the plan finds of what was left open."""
     spec = _spec(config, ranks, progress)
     config = with_prompt_length(config, spec)

@@ -28,7 +28,7 @@ from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
 from zero_inference.planning.changes import check_memory
 from zero_inference.planning.choose import choose, hint
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan
-from zero_inference.records.failure import explain
+from zero_inference.records.failure import explain_failure
 from zero_inference.utils import garbage
 from zero_inference.utils.distributed import Ranks, detect_ranks, hold_process_group
 from zero_inference.utils.format import format_bytes
@@ -101,7 +101,7 @@ def load_model(config: RunConfig, max_length: int | None, scoring: bool) -> Any:
             releases.close()
             free_memory()
             if isinstance(error, Exception) and not isinstance(error, (UsageError, RunError)):
-                raise RunError(explain(error, plan.job.config, plan.job.ranks)) from error
+                raise RunError(explain_failure(error, plan.job.config, plan.job.ranks)) from error
             raise
 
 

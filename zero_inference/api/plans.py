@@ -19,7 +19,7 @@ from zero_inference.config.options import DEFAULTS
 from zero_inference.config.parser import Parser
 from zero_inference.errors import UsageError
 from zero_inference.planning import command
-from zero_inference.records.limit import RATE_WORDS
+from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils import GB, garbage
 from zero_inference.utils.format import LONG_S, format_duration, significant
 

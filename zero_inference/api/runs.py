@@ -16,7 +16,7 @@ from zero_inference.config.options import FIELD_NAMES
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import parse_options
 from zero_inference.errors import RunError, UsageError
-from zero_inference.records.limit import RATE_WORDS
+from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils import GB, garbage, signals
 from zero_inference.utils.format import format_bytes
 

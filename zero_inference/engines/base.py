@@ -31,9 +31,8 @@ from zero_inference.models.alike import COMPARED_BYTES, compared_layers
 from zero_inference.models.sizes import ModelSizes, logits_bytes
 from zero_inference.models.skeleton import Skeleton
 from zero_inference.models.spec import ModelSpec
-from zero_inference.records.limit import LinkUse
-from zero_inference.records.loops import MovedPerStep
-from zero_inference.records.schema import CoresUse
+from zero_inference.records.hardware import LinkUse
+from zero_inference.records.schema import CpuBackendUse, MovedPerStep
 from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.transfers import Transfers
@@ -371,7 +370,7 @@ class LoadedModel:
     timeline: Timeline | None = None
     preallocated_cache: bool = False
     page_locked: Sequence[torch.Tensor] = ()
-    cores: CoresUse | None = None
+    cores: CpuBackendUse | None = None
     meeting: CpuAttention | None = None
     steps_to_settle: Callable[[], int] = lambda: 0
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None

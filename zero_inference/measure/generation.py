@@ -20,7 +20,7 @@ from zero_inference.measure.first_passes import FirstLogits
 from zero_inference.measure.remaining import Remaining
 from zero_inference.measure.steadiness import relative_range
 from zero_inference.models.greedy import greedy, use_repeatable_attention
-from zero_inference.records.loops import ExpertUse, Loop, MovedPerStep
+from zero_inference.records.schema import ExpertUse, Loop, MovedPerStep
 from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.garbage import short_collections
 from zero_inference.utils.transfers import ExpertCounts

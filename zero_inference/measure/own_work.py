@@ -30,7 +30,7 @@ from zero_inference.measure import generation
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import Plan, plan_run
-from zero_inference.records.loops import Loop
+from zero_inference.records.schema import Loop
 from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.utils.environment import resident_host_bytes
 from zero_inference.utils.progress import Progress

@@ -21,7 +21,7 @@ from zero_inference.engines.base import LoadedModel
 from zero_inference.measure.generation import FedTokens
 from zero_inference.models.greedy import greedy
 from zero_inference.models.layers import decoder_layers
-from zero_inference.records.limit import TracedLinkUse
+from zero_inference.records.hardware import TracedLinkUse
 from zero_inference.utils.replace import replacing
 
 TRACED_TOKENS = 4

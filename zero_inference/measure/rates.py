@@ -17,9 +17,8 @@ from zero_inference.hardware.copy import Rate, blocks_of, host_to_device_rounds,
 from zero_inference.hardware.disk import disk_read_gb_per_s
 from zero_inference.models.checkpoint import return_free_memory
 from zero_inference.models.spec import ModelSpec
-from zero_inference.records.limit import HOST_COPY, LinkUse, Rates
-from zero_inference.records.loops import MovedPerStep
-from zero_inference.records.schema import CoresUse
+from zero_inference.records.hardware import HOST_COPY, LinkUse, Rates
+from zero_inference.records.schema import CpuBackendUse, MovedPerStep
 from zero_inference.utils.distributed import Ranks
 
 LEAST_BUSY = 0.98  # of the time, for a link that is hardly ever idle
@@ -119,7 +118,12 @@ class AroundLoops:
 
 
 def measure_rates(
-    config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRate, weight_bytes: int, cores: CoresUse | None = None
+    config: RunConfig,
+    spec: ModelSpec,
+    ranks: Ranks,
+    link: LinkRate,
+    weight_bytes: int,
+    cores: CpuBackendUse | None = None,
 ) -> Rates:
     """About a second on a GPU, a quarter without one, and more for a disk. What the cores give was measured for the plan.
 

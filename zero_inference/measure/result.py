@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 from zero_inference.measure import steadiness
 from zero_inference.measure.session import Session
 from zero_inference.planning import roofline
 from zero_inference.planning.memory import log_sizes
-from zero_inference.records.fingerprint import output_ids_sha256
-from zero_inference.records.loops import MovedPerStep
-from zero_inference.records.schema import Measured
+from zero_inference.records.schema import Measured, MovedPerStep
 from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.environment import peak_host_bytes
 
@@ -70,3 +71,19 @@ def _over_ranks(mine: MovedPerStep, ranks: Ranks) -> MovedPerStep:
         total(mine.cores_bytes_per_step),
         mine.cores_busy_s_per_step,
     )
+
+
+def output_ids_sha256(ids: Any) -> str:
+    """SHA-256, in hex, of generated ids [B, G] as int64 little-endian, row by row.
+
+    `ids` is a torch tensor of any device, a numpy array or nested lists. Raises ValueError if it has not
+    two dimensions or is not of integers.
+    """
+    import numpy as np
+
+    if hasattr(ids, "detach"):
+        ids = ids.detach().cpu().numpy()
+    array = np.asarray(ids)
+    if array.ndim != 2 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"ids must be integers [B, G], got {array.dtype} of shape {list(array.shape)}")
+    return hashlib.sha256(np.ascontiguousarray(array, dtype="<i8").tobytes()).hexdigest()

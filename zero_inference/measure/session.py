@@ -26,7 +26,7 @@ from zero_inference.models.routing import find_routers, use_routing_kernel
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.planning.cost import Range, seconds_in_words
 from zero_inference.planning.plan import Plan
-from zero_inference.records.limit import Rates, TracedLinkUse
+from zero_inference.records.hardware import Rates, TracedLinkUse
 from zero_inference.records.schema import Result
 from zero_inference.utils.extension import load_extension
 from zero_inference.utils.format import format_bytes, three_digits

@@ -6,7 +6,7 @@ import os
 import statistics
 from collections.abc import Sequence
 
-from zero_inference.records.loops import Evenness, Loop, MachineLoad, StepPlace
+from zero_inference.records.schema import DecodeSpread, Loop, MachineLoad, SlowestStep
 from zero_inference.utils.environment import usable_cores
 
 UNEVEN_LOOPS = 0.10
@@ -21,21 +21,21 @@ def relative_range(times_s: Sequence[float]) -> float:
     return (max(times_s) - min(times_s)) / statistics.median(times_s)
 
 
-def decode_evenness(loops: Sequence[Loop]) -> Evenness:
+def decode_evenness(loops: Sequence[Loop]) -> DecodeSpread:
     """How much decode times differ, over all loops and all their steps."""
     decode = [loop.decode_s for loop in loops if loop.step_s]
     compared = len(decode) > 1
     slowest = _slowest_step(loops)
-    return Evenness(
+    return DecodeSpread(
         decode_latency_min_s=min(decode) if compared else None,
         decode_latency_max_s=max(decode) if compared else None,
         decode_spread=relative_range(decode) if compared else None,
         slowest_step_over_median=slowest[0] if slowest else None,
-        slowest_step_at=StepPlace(*slowest[1:]) if slowest else None,
+        slowest_step_at=SlowestStep(*slowest[1:]) if slowest else None,
     )
 
 
-def in_words(evenness: Evenness) -> str | None:
+def in_words(evenness: DecodeSpread) -> str | None:
     """One line for the results about a decode step that stands out, or None."""
     at = evenness.slowest_step_at
     if at is None or (evenness.slowest_step_over_median or 0) <= SLOW_STEP:
@@ -46,7 +46,7 @@ def in_words(evenness: Evenness) -> str | None:
     )
 
 
-def warning_of(evenness: Evenness) -> str | None:
+def warning_of(evenness: DecodeSpread) -> str | None:
     """The warning for loops that differ by more than `UNEVEN_LOOPS`, or None."""
     spread = evenness.decode_spread
     if spread is None or spread <= UNEVEN_LOOPS:

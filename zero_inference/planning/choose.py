@@ -16,7 +16,7 @@ from zero_inference.models.spec import ModelSpec
 from zero_inference.planning.explain import Faster, faster_in_words, in_short, speed, why_none
 from zero_inference.planning.plan import Plan, build_job, plan_with
 from zero_inference.planning.search import BATCH_SIZES, Candidate, SearchSpace, command_of, find_candidates, ranked
-from zero_inference.records.schema import Chosen
+from zero_inference.records.schema import AutoChoice
 from zero_inference.utils.distributed import Ranks
 
 DEFAULT_GOAL = "throughput"
@@ -26,7 +26,7 @@ WORTH_A_LINE = 1.5  # times as fast; other options that gain less are not printe
 
 def choose(
     config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine, say: Callable[[str], None]
-) -> tuple[RunConfig, Chosen | None]:
+) -> tuple[RunConfig, AutoChoice | None]:
     """`config` with what it left open, and what was chosen over what; as it is where nothing was.
 
     Raises:
@@ -43,7 +43,7 @@ def choose(
         raise UsageError(f"{asked}: {why_none(found, config.model)}")
     best, others = _best(found.candidates, config)
     say(f"chosen: {_in_words(best)}; zero-inference plan shows the alternatives")
-    chosen = Chosen(
+    chosen = AutoChoice(
         options=list(config.auto),
         goal=config.goal,
         decode_throughput=best.tokens_per_s,
@@ -94,7 +94,7 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
     return [*found, batch] if batch is not None and batch.times >= WORTH_A_LINE else found
 
 
-def hint(plan: Plan, chosen: Chosen | None) -> str | None:
+def hint(plan: Plan, chosen: AutoChoice | None) -> str | None:
     """Return a line about what is predicted to be clearly faster than `plan`, for a run that chose its options or fetches weights; None
     without one. A larger batch is part of it only for who left a choice open."""
     fetches = plan.job.on_gpu and plan.weights.footprint.host + plan.weights.footprint.disk > 0

@@ -20,7 +20,7 @@ from zero_inference.hardware.rates import (
 from zero_inference.kernels.indexed import pairs_together
 from zero_inference.models.alike import COMPARED_BYTES, compared_layers
 from zero_inference.models.operators import Operator, Pass
-from zero_inference.records.limit import RATE_WORDS
+from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils.format import format_seconds, significant
 
 if TYPE_CHECKING:

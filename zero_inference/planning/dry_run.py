@@ -29,7 +29,7 @@ from zero_inference.planning.explain import (
 )
 from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need, log_sizes, shown
 from zero_inference.planning.plan import Plan
-from zero_inference.records.key import as_mapping
+from zero_inference.records.field import as_mapping
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.invocation import run_command
 

@@ -25,8 +25,8 @@ from zero_inference.planning.memory import DEVICE_MEMORY, HOST_MEMORY, PAGE_LOCK
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.roofline import step_bounds, step_work
 from zero_inference.planning.search import Candidate, SearchResult, command_of, pareto_front, ranked
-from zero_inference.records.key import as_mapping
-from zero_inference.records.limit import RATE_WORDS, Rates
+from zero_inference.records.field import as_mapping
+from zero_inference.records.hardware import RATE_WORDS, Rates
 from zero_inference.utils.format import (
     LONG_S,
     format_bytes,

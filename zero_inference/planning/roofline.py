@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_inference.engines.base import Job
-from zero_inference.records.key import as_mapping
-from zero_inference.records.limit import FloorStep, Limit, Rates
-from zero_inference.records.loops import MovedPerStep
+from zero_inference.records.field import as_mapping
+from zero_inference.records.hardware import Limit, Rates, StepBounds
+from zero_inference.records.schema import MovedPerStep
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ def decode_roofline(
     )
 
 
-def step_bounds(rates: Rates, moved: MovedPerStep, work: StepWork, on_gpu: bool) -> FloorStep:
+def step_bounds(rates: Rates, moved: MovedPerStep, work: StepWork, on_gpu: bool) -> StepBounds:
     """The least time of a step by each of the rates that apply."""
-    return FloorStep(
+    return StepBounds(
         device_memory=_seconds(work.device_bytes, rates.device_copy_gb_per_s),
         matmul=work.flops / (rates.matmul_tflops * 1e12) if rates.matmul_tflops else None,
         link=_seconds(moved.host_to_device_bytes_per_step or None, rates.link_gb_per_s) if on_gpu else None,

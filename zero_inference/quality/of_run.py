@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.quality import evaluate as quality
-from zero_inference.records.run_log import RunLog
 from zero_inference.records.schema import Quality
 from zero_inference.records.scores import scores_of
+from zero_inference.records.write import RunLog
 from zero_inference.utils.progress import Progress
 
 

@@ -11,7 +11,7 @@ import torch
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError, UsageError, is_out_of_memory
-from zero_inference.records.run_log import RunLog
+from zero_inference.records.write import RunLog
 from zero_inference.utils import signals
 from zero_inference.utils.distributed import Ranks, stop_process_group
 from zero_inference.utils.format import printable
@@ -20,9 +20,7 @@ from zero_inference.utils.watch import PeerWatch, lost_connection, stopped_by
 
 
 @contextlib.contextmanager
-def leaving_a_record(
-    config: RunConfig, ranks: Ranks, files: RunLog, release: Callable[[], None]
-) -> Iterator[PeerWatch]:
+def record_failures(config: RunConfig, ranks: Ranks, files: RunLog, release: Callable[[], None]) -> Iterator[PeerWatch]:
     """Inside it a failure, a stop signal or the end of another rank becomes a record of status 'failed'.
 
     Args:
@@ -58,7 +56,7 @@ def leaving_a_record(
         if ranks.world_size > 1:
             signals.ignore_stop()  # the launcher sends one while this is being said
         with signals.held():
-            reason = watch.report(explain(error, config, ranks))
+            reason = watch.report(explain_failure(error, config, ranks))
             watch.stop(failed=True)
         leave_process_group(ranks)
         if isinstance(error, KeyboardInterrupt):
@@ -75,7 +73,7 @@ def leave_process_group(ranks: Ranks) -> None:
         stop_process_group()
 
 
-def explain(error: BaseException, config: RunConfig, ranks: Ranks) -> str:
+def explain_failure(error: BaseException, config: RunConfig, ranks: Ranks) -> str:
     """What went wrong, in one or two lines."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, KeyboardInterrupt):

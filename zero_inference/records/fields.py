@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_inference.records.key import Key, keys_of
+from zero_inference.records.field import Key, keys_of
 from zero_inference.records.schema import Record
 
 KEYS = keys_of(Record)

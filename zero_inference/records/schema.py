@@ -12,12 +12,150 @@ from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
 from zero_inference.config.options import ENGINES
-from zero_inference.records.key import dataclasses_in, inline, key
-from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
-from zero_inference.records.loops import Evenness, ExpertUse, Loop, MachineLoad, MovedPerStep
-from zero_inference.records.machine import Environment
-from zero_inference.records.planned import Chosen, Predicted
+from zero_inference.records.field import dataclasses_in, inline, key
+from zero_inference.records.hardware import Environment, Limit, LinkUse, TracedLinkUse
 from zero_inference.records.scores import Tasks, TaskScores
+
+
+@dataclass(frozen=True, slots=True)
+class MovedPerStep:
+    """Bytes moved per decode step, counted, and how long the cores worked; null where there was no decode step."""
+
+    host_to_device_bytes_per_step: float | None = key(
+        "byte", "weights, KV cache, and results of the host's cores", required="when measured"
+    )
+    device_to_host_bytes_per_step: float | None = key("byte", "KV cache, and inputs for the host's cores")
+    disk_read_bytes_per_step: float | None = key("byte", "weights read from disk", required="when measured")
+    cores_bytes_per_step: float | None = key(
+        "byte", "weights and KV cache that the host's cores read in host memory", default=None
+    )
+    cores_busy_s_per_step: float | None = key(
+        "s", "time the host's cores were computing; the rest of the step they waited for the device", default=None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertUse:
+    """Of the experts that tokens chose in the decode steps, what came of those that device memory keeps; counted."""
+
+    hit_rate: float = key("share", "share of the choices (one token, one expert) whose expert was in device memory")
+    saved_bytes_per_step: float = key(
+        "byte", "bytes of experts that the host's cores did not have to read because of that"
+    )
+    fetched_bytes_per_step: float = key(
+        "byte",
+        "bytes of experts that the device read over the link, while the CPU multiplied others; also counted in `transfers`",
+        default=0.0,
+    )
+    loaded_bytes_per_step: float | None = key(
+        "byte",
+        "bytes of experts copied to the device to be kept there, apart from fetched ones; also counted in `transfers`",
+        only_with="records from before fetched experts stayed on the device",
+        default=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """One `generate` call; times are the maximum over ranks.
+
+    Attributes:
+        moved: of this rank, the average of the steps; not in the record, which has the sum over all ranks.
+        experts: those of device memory; None where it keeps none. Not in the record, which has the last loop's.
+    """
+
+    prefill_s: float = key("s", "time to first token, including its selection", required="when measured")
+    decode_s: float = key("s", "time from the first token to the last", required="when measured")
+    total_s: float = key("s", "prefill plus decode", required="when measured")
+    step_s: list[float] = key("s", "time of each decode step", required="when measured")
+    moved: MovedPerStep = MovedPerStep(None, None, None)
+    experts: ExpertUse | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLoad:
+    """How busy the machine was before the run loaded anything."""
+
+    load_average_before: float = key(
+        "processes", "load average of the machine in the minute before loading: processes running or waiting to run"
+    )
+    usable_cores: float = key("cores", "cores this process may use, by CPU affinity and cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class SlowestStep:
+    """One decode step; `loop` and `step` are counted from 1."""
+
+    loop: int = key("", "loop, counted from 1")
+    step: int = key("", "decode step, counted from 1")
+    step_s: float = key("s", "time of the step")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpread:
+    """How far the decode times of a run differ."""
+
+    decode_latency_min_s: float | None = key("s", "decode latency of the fastest loop; null with one loop or G = 1")
+    decode_latency_max_s: float | None = key("s", "decode latency of the slowest loop; null with one loop or G = 1")
+    decode_spread: float | None = key(
+        "share", "(slowest - fastest) / median of the loops' decode latencies; null with one loop or G = 1"
+    )
+    slowest_step_over_median: float | None = key(
+        "ratio",
+        "time of the slowest decode step / median step of its loop, over all loops; "
+        "null with fewer than 3 steps in a loop",
+    )
+    slowest_step_at: SlowestStep | None = key("", "which step `slowest_step_over_median` is about")
+
+
+_AUTO = "--engine, --quant-bits or --batch-size auto"
+
+
+@dataclass(frozen=True, slots=True)
+class AutoChoice:
+    """What the plan found of what was left open."""
+
+    options: list[str] = key("", "options that were given as auto", only_with=_AUTO)
+    goal: str | None = key(
+        "", "--goal, what the choice was made by; null: as many bits as fit, then the highest token/s", only_with=_AUTO
+    )
+    decode_throughput: float = key("token/s", "predicted decode throughput", only_with=_AUTO)
+    over: list[str] = key(
+        "", "the next best configurations that fit: command and predicted decode throughput", only_with=_AUTO
+    )
+
+
+_RANGE = (
+    "[low, high], within which 9 of 10 runs of this kind were; null where {} is or is a lower bound, and without a GPU"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What the plan said before anything was loaded, under the names of what was measured."""
+
+    load_s: float | None = key(
+        "s",
+        "time to load; null if the machine, or the disk with the checkpoint, was not measured before",
+    )
+    load_range_s: list[float] | None = key("s", _RANGE.format("`load_s`"), default=None)
+    prefill_s: float | None = key("s", "prefill latency; null if the machine was not measured before")
+    prefill_range_s: list[float] | None = key("s", _RANGE.format("`prefill_s`"), default=None)
+    decode_s: float | None = key("s", "decode latency; null if the machine was not measured before")
+    decode_range_s: list[float] | None = key("s", _RANGE.format("`decode_s`"), default=None)
+    bound_by: str | None = key("", "what takes most of a decode step")
+    weight_bytes: int = key("byte", "weights as the engine stores them")
+    peak_gpu_bytes: int | None = key("byte", "peak device memory; null without a GPU")
+    peak_host_bytes: int | None = key(
+        "byte", "peak host memory of a process; null if the machine was not measured before"
+    )
+    host_to_device_bytes_per_step: int = key("byte", "weights and KV cache copied to the devices in a decode step")
+    device_to_host_bytes_per_step: int = key("byte", "KV cache copied from the devices in a decode step")
+    disk_read_bytes_per_step: int = key("byte", "weights read from disk in a decode step")
+    cores_bytes_per_step: int = key(
+        "byte", "weights and KV cache read by the host's cores in a decode step; of experts, the expected number"
+    )
+
 
 SCHEMA_VERSION = 1
 STATUS_OK = "ok"
@@ -74,7 +212,7 @@ class Request:
         "--disk-offload where no weight is large enough for the disk. "
         "The log's file name has the same word",
     )
-    chosen: Chosen | None = key("", "what the plan chose for options given as auto; null if none", default=None)
+    chosen: AutoChoice | None = key("", "what the plan chose for options given as auto; null if none", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +246,7 @@ class Measured:
         "total latency of each generation after the warm-up in which the engine still adjusted how it runs decode steps",
     )
     loops: list[Loop] = key("", "every measured loop", required="when measured")
-    evenness: Evenness = inline()
+    evenness: DecodeSpread = inline()
     prefill_latency_s: float = key(
         "s", "time to first token, including its selection; median over loops", required="when measured"
     )
@@ -127,7 +265,7 @@ class Measured:
     peak_host_bytes: int = key("byte", "peak resident memory of the process", required="when measured")
     output_ids_sha256: str = key(
         "",
-        "SHA-256 of the token ids that the last loop generated, see fingerprint.output_ids_sha256",
+        "SHA-256 of the token ids that the last loop generated, see measure.result.output_ids_sha256",
         required="when measured",
     )
     transfers: MovedPerStep = key(
@@ -159,7 +297,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class CoresUse:
+class CpuBackendUse:
     """How the host's cores take part, and the rates by which that was decided; those are null where the share was given."""
 
     threads: int = key("threads", "threads that multiply; with a GPU one per physical core")
@@ -249,7 +387,9 @@ class StreamPlacement:
         default=None,
     )
     expert_slot_bytes: int | None = key("byte", "stored size of all those experts", only_with=_EXPERTS, default=None)
-    cores: CoresUse | None = key("", "the host's cores; null if they do not multiply", only_with=_CORES, default=None)
+    cores: CpuBackendUse | None = key(
+        "", "the host's cores; null if they do not multiply", only_with=_CORES, default=None
+    )
     no_attention_because: str | None = key(
         "",
         "why the cores do not attend over the KV cache in host memory; null if they do, or if it is on the device",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from zero_inference.records.key import key
+from zero_inference.records.field import key
 
 _BATCH_SIZE = ("sequences", "sequences in one forward pass of a rank")
 _TRUNCATED = ("sequences", "sequences longer than the model's context, whose beginning was cut off")

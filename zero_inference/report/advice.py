@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zero_inference.config.options import QUANT_BITS, QUANTIZING_ENGINES
-from zero_inference.records.limit import LinkUse
+from zero_inference.records.hardware import LinkUse
 from zero_inference.records.schema import Measured, Request
 from zero_inference.utils.format import three_digits
 

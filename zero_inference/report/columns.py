@@ -8,11 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from zero_inference.report.given import given_number
 from zero_inference.report.prediction import time_over_predicted
-from zero_inference.report.run import Run
-from zero_inference.report.short import BOUND_NAMES
-from zero_inference.report.where import where
+from zero_inference.report.run import BOUND_NAMES, Run, given_number, where
 from zero_inference.utils.format import decimals, one_line, three_digits
 from zero_inference.utils.tables import Column
 

@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 from zero_inference.config.parser import examples
 from zero_inference.errors import UsageError
+from zero_inference.records.fields import described
 from zero_inference.records.read import warn
 from zero_inference.records.schema import STATUS_FAILED
 from zero_inference.report.columns import COLUMNS, SAID_IN_WORDS
-from zero_inference.report.fields import print_fields
-from zero_inference.report.folders import load_tree, short_folders
 from zero_inference.report.prediction import print_predictions
-from zero_inference.report.run import in_order
+from zero_inference.report.run import in_order, model_in_short, short_folders
 from zero_inference.report.runs import (
     SUFFIXES,
     columns_of,
     differing_columns,
+    load_tree,
     print_frame,
     rows_of,
     runs_frame,
     sort_runs,
 )
-from zero_inference.report.short import model_in_short
 from zero_inference.report.terminal import print_short
 from zero_inference.utils.invocation import run_command
 from zero_inference.utils.replace import check_output_file
-from zero_inference.utils.tables import FORMATS, texts_of
+from zero_inference.utils.tables import FORMATS, Column, print_rows, texts_of
 
 if TYPE_CHECKING:
     import pandas
+
 
 FIRST = ("model", "decode_throughput", "fraction_of_limit", "bound_by")  # on the page, as a phone shows no more
 
@@ -189,3 +189,27 @@ def main(args: argparse.Namespace) -> int:
         return 0
     _print_runs(args, records)
     return 0
+
+
+FIELD_COLUMNS = (
+    Column("key", "key", dtype="string"),
+    Column("unit", "unit", dtype="string"),
+    Column("meaning", "meaning", dtype="string"),
+)
+
+
+def field_rows() -> list[dict[str, str]]:
+    """In the order in which the keys are declared; the options that a key needs stand after its meaning."""
+    return [
+        {
+            "key": one.key,
+            "unit": one.unit,
+            "meaning": "; ".join(filter(None, (one.meaning, one.only_with and f"only with {one.only_with}"))),
+        }
+        for one in described()
+    ]
+
+
+def print_fields(format: str) -> None:
+    """On stdout, in a format of `runtime.tables`."""
+    print_rows(field_rows(), FIELD_COLUMNS, format)

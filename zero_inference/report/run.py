@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
-from zero_inference.config.options import PAGE_LOCKING_ENGINES
+from zero_inference.config.options import DEFAULTS, FIELD_NAMES, PAGE_LOCKING_ENGINES, PATHS, STREAM_OPTIONS
 from zero_inference.measure.steadiness import relative_range
-from zero_inference.records.limit import HOST_COPY
+from zero_inference.records.hardware import HOST_COPY
 from zero_inference.records.read import number_of, value_at
 from zero_inference.records.schema import STATUS_FAILED
-from zero_inference.report.short import model_in_short, weights_in_short
 from zero_inference.utils.format import LONGEST_TEXT, printable
 
 LINK_PARTS = ("busy_s", "slot_wait_s", "host_late_s", "step_start_s")
@@ -265,3 +266,157 @@ def in_order(records: Sequence[Mapping[str, Any]]) -> list[int]:
         return run.short_model.lower(), run.short_model, *work, run.failed, *(-each for each in speed), number
 
     return sorted(range(len(records)), key=key)
+
+
+SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+# What limits a decode step, by the record's word for it.
+BOUND_NAMES = {
+    "link": "link",
+    "link_and_cores": "link and cores",
+    "disk": "disk",
+    "device_memory": "device memory",
+    "host_memory": "host memory",  # of a run on a CPU, whose record calls it device memory too
+    "matmul": "matrix products",
+}
+
+
+def weights_in_short(quant_bits: int | None, dtype: str | None, quantized: bool = False) -> str | None:
+    """What a weight is stored as: int4, int8, fp16, ...; None where nothing says so."""
+    if quant_bits is not None and quant_bits < 16:
+        return f"int{quant_bits}"
+    if quant_bits is None and quantized:
+        return "quantized"
+    return SHORT_DTYPES.get(dtype, dtype) if dtype else "16 bit" if quant_bits == 16 else None
+
+
+def model_in_short(model: str) -> str:
+    """The last part of a hub name or a path."""
+    return model.rstrip("/").rpartition("/")[2] or model
+
+
+def short_folders(folders: Sequence[str | None]) -> list[str | None]:
+    """The folders without the path that they have in common; None for those that are not known."""
+    known = sorted({folder for folder in folders if folder})
+    if len(known) < 2:
+        return list(folders)
+    try:
+        common = os.path.commonpath(known)
+    except ValueError:  # absolute and relative ones
+        return list(folders)
+    return [folder and os.path.relpath(folder, common or ".") for folder in folders]
+
+
+LEAST_SHARE = 0.005  # less is 0%
+
+
+def where(run: Run) -> str | None:
+    """`66% host` (the rest is on the device), `host`, `device` or `disk`; None for a run that says nothing of it.
+
+    Page-locked memory and a KV cache on the device are usual and not said: `host pageable`, `device, KV host`. `33% cached`: of the
+    weights, experts that are in host memory and also on the device.
+    """
+    if run.record.get("cpu_offload") is None and run.record.get("disk_offload") is None:
+        return None
+    parts = [_weights(run)]
+    cached, stored = run.amount("stream.expert_slot_bytes"), run.amount("weight_bytes")
+    if cached and stored and cached / stored >= LEAST_SHARE:
+        parts.append(f"{cached / stored:.0%} cached")
+    if run.record.get("kv_offload"):
+        parts.append("KV host")
+    return ", ".join(parts)
+
+
+def _weights(run: Run) -> str:
+    without_gpu = run.text("device") == "cpu"
+    if without_gpu and run.place != "disk":
+        return "host"
+    if run.place in ("device", "disk"):
+        return run.place
+    share = _share_in_host_memory(run)
+    words = "host" if share > 0.99 else f"{share:.0%} host"
+    return f"{words} pageable" if run.pageable else words
+
+
+def _share_in_host_memory(run: Run) -> float:
+    """Of the stored weights where all are read in a step, else of the layers; all where the record does not say."""
+    resident, streamed = run.amount("stream.resident_layers"), run.amount("stream.streamed_layers")
+    if resident is None or streamed is None or not resident + streamed > 0:
+        return 1.0
+    read = (run.amount("stream.fetched_bytes") or 0) + (run.amount("stream.computed_bytes") or 0)
+    stored = run.amount("weight_bytes")
+    if read > 0 and stored and run.amount("decode_weights_gbps"):
+        return min(1.0, read / stored)
+    return streamed / (resident + streamed)
+
+
+# Fields that a table shows in other columns, that say where something lies, or how long was measured.
+_TOLD_ELSEWHERE = {
+    *("model", "engine", "batch_size", "prompt_len", "gen_len", "quant_bits", "cpu_offload", "disk_offload", "kv_offload"),
+    *("pin_memory", "offload_dir", "trace", "log_file", "log_dir", "machine", "assume", "auto", "goal"),
+    *("loops", "warmup", "warmup_spread", "verbose", "dry_run", "dtype"),
+}  # fmt: skip
+# Those that can make a run faster or slower, so that others with the same value are repetitions.
+OF_SPEED = tuple(
+    name.replace("_", "-")
+    for name in (*STREAM_OPTIONS, "norm_kernels", "quant_group_size", "ds_config", "async_kv_offload", "use_gds")
+)
+TOLD = tuple(name for name in FIELD_NAMES if name not in _TOLD_ELSEWHERE and "quality" not in name)
+
+
+def given_options(record: Mapping[str, Any]) -> dict[str, str]:
+    """The options by field name; a flag without a value is `yes`. Of `argv` the last one counts."""
+    listed = record.get("options")
+    if isinstance(listed, dict):
+        return {
+            str(name).replace("-", "_"): _as_typed(value)
+            for name, value in listed.items()
+            if value not in (None, False)
+        }
+    argv = record.get("argv")
+    words = [word for word in argv if isinstance(word, str)] if isinstance(argv, list) else []
+    found: dict[str, str] = {}
+    name = None
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = value or "yes"
+        elif name is not None:
+            found[name] = word if found[name] == "yes" else f"{found[name]} {word}"
+    return found
+
+
+def _as_typed(value: Any) -> str:
+    if value is True:
+        return "yes"
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def told_options(record: Mapping[str, Any]) -> dict[str, str]:
+    """What tells this run from one with the default options, beside model, engine, lengths and places: name as typed, and value."""
+    told = {}
+    for name, value in given_options(record).items():
+        if name in TOLD and value != str(DEFAULTS[name]):
+            told[name.replace("_", "-")] = PurePath(value).name if name in PATHS else value
+    return told
+
+
+def given_number(record: Mapping[str, Any], name: str) -> float | None:
+    """The value of an option that is a number; None where it was not given or is none."""
+    value = given_options(record).get(name)
+    return None if value is None else number_of(value)
+
+
+def differing_options(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
+    """The options in which runs differ, as typed but without the dashes: for each record its value, None where it was not given."""
+    told = [told_options(record) for record in records]
+    names = dict.fromkeys(name for each in told for name in each)
+    given = {name: [_in_brief(each.get(name)) for each in told] for name in names}
+    return {name: values for name, values in given.items() if len(set(values)) > 1}
+
+
+def _in_brief(value: str | None) -> str | None:
+    """A number in three digits; anything else as it is."""
+    number = None if value is None else number_of(value)
+    return value if number is None else f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"

@@ -9,12 +9,9 @@ from typing import Any
 
 from zero_inference.records.read import value_at
 from zero_inference.report.columns import BY_NAME
-from zero_inference.report.folders import short_folders
-from zero_inference.report.given import differing_options
 from zero_inference.report.layout import Shown
 from zero_inference.report.prediction import time_over_predicted
-from zero_inference.report.run import Run
-from zero_inference.report.where import where
+from zero_inference.report.run import Run, differing_options, short_folders, where
 from zero_inference.utils.format import format_short_time, three_digits
 
 LONGEST_FOLDER = 16  # characters; the end of it tells most

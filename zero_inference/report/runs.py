@@ -6,9 +6,11 @@ which is all that older tools wrote.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +20,11 @@ from zero_inference.records.schema import STATUS_OK
 from zero_inference.report.columns import BY_NAME, COLUMNS
 from zero_inference.utils import tables
 from zero_inference.utils.format import one_line
+from zero_inference.utils.log import LOG_LINES
 
 if TYPE_CHECKING:
     import pandas
+
 
 SUFFIXES = (".jsonl", ".log")
 
@@ -165,3 +169,44 @@ def render(frame: pandas.DataFrame, format: str, *, colour: bool = False, width:
 def print_frame(frame: pandas.DataFrame, format: str, folded: bool = True) -> None:
     """`render` on stdout, as `tables.print_rows`; a table that is not `folded` is as wide as its columns."""
     tables.print_rows(rows_of(frame), columns_of(frame), format, folded=folded)
+
+
+_LOOKED_AT = 1 << 20  # bytes, of a file that may be something else
+
+
+def load_tree(roots: Sequence[Path]) -> list[dict[str, Any]]:
+    """The runs in `roots` and in all folders below them, each with its `folder`; a folder that is reached twice counts once.
+
+    Raises NotADirectoryError where a root is no folder.
+    """
+    records: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    for root in roots:
+        for folder in _folders_below(root):
+            if (real := os.path.realpath(folder)) not in seen:
+                seen.add(real)
+                files = None if folder == root else _ours
+                records += [record | {"folder": str(folder)} for record in load_records(folder, files)]
+    return records
+
+
+def _folders_below(root: Path) -> Iterator[Path]:
+    """`root` and its subfolders in the order of their names, without hidden ones and without following links."""
+    if not root.is_dir():
+        raise NotADirectoryError(f"no folder {root}")
+    for folder, below, files in os.walk(root):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        if Path(folder) == root or any(name.endswith(SUFFIXES) for name in files):
+            yield Path(folder)
+
+
+def _ours(path: Path) -> bool:
+    """Whether a file in a subfolder looks like a run's: other programs write .jsonl and .log too."""
+    try:
+        with path.open("rb") as file:
+            if path.suffix == ".log":
+                return LOG_LINES[0][0][0].encode() + b": " in file.read(_LOOKED_AT)
+            first = json.loads(file.readline(64 * _LOOKED_AT))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and "status" in first

@@ -18,7 +18,7 @@ from zero_inference.hardware.machine import Work
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kv_cache.attention_patch import why_cpu_cannot_attend
 from zero_inference.models.experts import FusedExperts
-from zero_inference.records.schema import CoresUse
+from zero_inference.records.schema import CpuBackendUse
 from zero_inference.utils.format import three_digits
 from zero_inference.utils.log import heads_of_key
 
@@ -85,11 +85,11 @@ class CpuPlan:
         meetings_s = residency.layers * self.rates.crossing_s if self.attends else 0.0
         return sum(cpu_block_s(residency, self.rates).values()) + self.attention_s(self.rates) + meetings_s
 
-    def facts(self, computed_bytes: int) -> CoresUse:
+    def facts(self, computed_bytes: int) -> CpuBackendUse:
         """For the record."""
         of_both = ("link_alone_gb_per_s", "link_gb_per_s", "cores_gb_per_s", "cores_alone_gb_per_s")
         names = (*of_both, "read_gb_per_s", "crossing_s", "device_gb_per_s")
-        return CoresUse(
+        return CpuBackendUse(
             threads=len(self.cpus),
             instructions=self.instructions,
             share=self.share,

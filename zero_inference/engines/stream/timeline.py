@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.records.limit import LinkUse
+from zero_inference.records.hardware import LinkUse
 
 KEPT = 8192  # copies and layers; older ones are forgotten, so that a long generation does not grow
 

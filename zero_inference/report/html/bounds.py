@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from zero_inference.report.html.drawing import MARKERS, ROOM, fitting
 from zero_inference.report.html.svg import SERIES
-from zero_inference.report.short import BOUND_NAMES
+from zero_inference.report.run import BOUND_NAMES
 
 
 def bounds_among(found: Iterable[str]) -> list[str]:

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from zero_inference.report.given import OF_SPEED, differing_options
-from zero_inference.report.run import Run, clean
+from zero_inference.report.run import OF_SPEED, Run, clean, differing_options
 
 # What tells runs apart beside their setting, in words.
 _WORK: dict[str, Callable[[Any], str]] = {

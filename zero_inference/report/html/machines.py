@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero_inference.records.limit import HOST_COPY
-from zero_inference.report.run import Run, clean
-from zero_inference.report.short import BOUND_NAMES
+from zero_inference.records.hardware import HOST_COPY
+from zero_inference.report.run import BOUND_NAMES, Run, clean
 from zero_inference.utils.format import format_number
 
 SAME_RATE = 1.5  # links that differ by more are of different machines: a generation of PCIe is a factor of 2

@@ -19,8 +19,7 @@ from zero_inference.report.html.drawing import (
 from zero_inference.report.html.machines import Machine, Point, machines_of
 from zero_inference.report.html.places import Box, places_beside
 from zero_inference.report.html.svg import INK, embedded
-from zero_inference.report.run import Run
-from zero_inference.report.short import BOUND_NAMES
+from zero_inference.report.run import BOUND_NAMES, Run
 from zero_inference.utils.format import GIB, format_bytes, format_number
 
 MACHINES_AT_ONCE, MOST_MACHINES = 2, 12
