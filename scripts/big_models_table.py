@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The table "What to expect" of README.md and docs/big-models.md, made from committed results.
+"""The tables of measured big models in README.md (a few rows) and docs/big-models.md, made from committed results.
 
-    python scripts/big_models_table.py [FOLDER]            prints it
-    python scripts/big_models_table.py [FOLDER] --write    puts it into both, between its two marks
+    python scripts/big_models_table.py [FOLDER]            prints that of docs/big-models.md
+    python scripts/big_models_table.py [FOLDER] --write    puts both into their pages, between two marks
 
 A row is a record of benchmarks/results: what was predicted of the run before loading, and what was then measured (in bold). It stands under
 the smallest of some usual sizes of GPU memory that the run stays in. Memory is the peak of the run. With FOLDER, such as
@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.docs_table import RESULTS, DocsTable, last_record  # noqa: E402
+from scripts.docs_table import RESULTS, DocsTable, last_record, rounded  # noqa: E402
 from zero_inference.records.schema import STATUS_OK  # noqa: E402
 from zero_inference.utils.format import significant  # noqa: E402
 from zero_inference.utils.tables import Column  # noqa: E402
@@ -66,17 +66,33 @@ COLUMNS = (
 )
 
 
-PAGES = DocsTable(
-    COLUMNS,
-    [ROOT / "README.md", ROOT / "docs" / "big-models.md"],
-    "<!-- big models: scripts/big_models_table.py",
-    "<!-- end of big models -->",
-)
+# Cases of one sequence that README shows; docs/big-models.md has all.
+IN_README = {
+    "llama-2-13b-8gib-bs1",
+    "qwen3-30b-a3b-gpu2",
+    "mixtral-8x7b-24gib-bs1",
+    "llama-3.1-70b-24gib-bs1",
+    "gpt-oss-120b-24gib-bs1",
+}
+MARKS = "<!-- big models: scripts/big_models_table.py", "<!-- end of big models -->"
+README_TABLE = DocsTable(COLUMNS[:4] + COLUMNS[5:7], [ROOT / "README.md"], *MARKS)
+DOCS_TABLE = DocsTable(COLUMNS, [ROOT / "docs" / "big-models.md"], *MARKS)
 
 
 def table(folder: Path | None = None) -> str:
-    """Markdown, without a line break at its end."""
-    return PAGES.text([row_of(*each) for each in records(folder)])
+    """Return the table of docs/big-models.md as Markdown, without a line break at its end."""
+    return DOCS_TABLE.text([row_of(*each) for each in records(folder)])
+
+
+def readme_table(folder: Path | None = None) -> str:
+    """Return the rows of `IN_README`, which `folder` must hold."""
+    rows = [
+        row_of(model, "", gib, last_record(ROOT / folder / f"{case}.jsonl"))
+        for model, of_model in ROWS.items()
+        for gib, case, _, _ in of_model
+        if case in IN_README
+    ]
+    return README_TABLE.text([row for index, row in enumerate(rows) if row not in rows[:index]])
 
 
 def records(folder: Path | None = None) -> list[tuple[str, str, int, dict[str, Any]]]:
@@ -123,12 +139,8 @@ def close_predictions(decode: float, first_token: float, folder: Path | None = N
     return decoded, sum(abs(measured / predicted - 1) <= first_token for _, (predicted, measured) in pairs)
 
 
-def rounded(number: float) -> str:
-    """Three digits, without an exponent."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-
-
 if __name__ == "__main__":
-    sys.exit(
-        PAGES.main(sys.argv[1:], __doc__.split("\n")[0], table, "results of `scripts/measure_gpu.py FOLDER readme`")
-    )
+    words = __doc__.split("\n")[0], "results of `scripts/measure_gpu.py FOLDER readme`"
+    DOCS_TABLE.main(sys.argv[1:], words[0], table, words[1])
+    if "--write" in sys.argv:
+        README_TABLE.main(sys.argv[1:], words[0], readme_table, words[1])

@@ -61,5 +61,10 @@ class DocsTable:
         return 0
 
 
+def rounded(number: float) -> str:
+    """Return three significant digits, without an exponent."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def last_record(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text().splitlines()[-1])

@@ -737,11 +737,11 @@ def test_faster_options_are_named_with_their_factor():
     assert said.endswith("; measure it with zero-inference link --save, or add it to --assume.")
 
 
-def test_readme_shows_what_a_plan_prints(capfd):
+def test_docs_show_what_a_plan_prints(capfd):
     """Some of its lines, as they are."""
     asked, shown = re.search(
         r"^zero-inference (plan [^\n]*--machine[^\n]*)\n```\n\n```text\n(.*?)```",
-        (ROOT / "README.md").read_text(),
+        (ROOT / "docs" / "big-models.md").read_text(),
         re.M | re.S,
     ).groups()
     assert console_main(["zero-inference", *shlex.split(asked)]) == 0
@@ -775,7 +775,7 @@ def test_what_auto_did_not_choose_is_printed_with_the_option_to_type(capfd):
         f"stream engine, bf16, batch 1 (at most {significant(answer['predicted']['decode_throughput'])} token/s predicted): {said}"
         in out
     )
-    quick = [*asked, "--quant-bits", "auto", "--goal", "throughput"]  # README's row for who wants the fastest
+    quick = [*asked, "--quant-bits", "auto", "--goal", "throughput"]  # README's row for the fastest
     assert main(quick) == 0
     assert "chosen: --engine stream --quant-bits 4" in capfd.readouterr().err
 
