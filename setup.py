@@ -24,7 +24,7 @@ try:
 except ImportError:
     sys.exit("torch is not installed")
 sys.path.insert(0, sys.argv[1])
-from zero_inference.utils import extension
+from zero_inference.kernels import extension
 try:
     print("zero-inference: CUDA kernels compiled for", extension.prebuild(Path(sys.argv[2])))
 except Exception as error:

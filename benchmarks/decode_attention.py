@@ -44,7 +44,7 @@ def main() -> int:
 
     from zero_inference.hardware.compute import as_graph, median_s
     from zero_inference.kernels import decode_attention  # noqa: F401  its schema
-    from zero_inference.utils.extension import load_extension, why_unavailable
+    from zero_inference.kernels.extension import load_extension, why_unavailable
 
     if not load_extension():
         print(f"no kernel: {why_unavailable()}", file=sys.stderr)

@@ -29,7 +29,7 @@ def main() -> int:
     args = parser.parse_args()
     import torch
 
-    from zero_inference.utils.extension import load_extension, why_unavailable
+    from zero_inference.kernels.extension import load_extension, why_unavailable
 
     if not load_extension():
         print(f"no dequantize kernel: {why_unavailable()}", file=sys.stderr)

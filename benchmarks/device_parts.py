@@ -85,9 +85,9 @@ def _fused(device, tokens: list[int]) -> None:
     import torch
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+    from zero_inference.kernels.extension import load_extension, why_unavailable
     from zero_inference.kernels.rotary import Form, rotate
     from zero_inference.models.routing import choose_experts_reference
-    from zero_inference.utils.extension import load_extension, why_unavailable
 
     if device.type == "cuda" and not load_extension():
         sys.exit(f"no kernels: {why_unavailable()}")

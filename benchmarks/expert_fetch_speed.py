@@ -19,7 +19,7 @@ EXPERT_BYTES, EXPERTS, BLOCK, REPETITIONS = 2654208, 512, 128, 60
 
 
 def main() -> None:
-    from zero_inference.utils.extension import load_extension, why_unavailable
+    from zero_inference.kernels.extension import load_extension, why_unavailable
 
     if not load_extension():
         raise SystemExit(f"the CUDA kernels are not there: {why_unavailable()}")

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def main() -> int:
     from benchmarks.common.engine_run import loaded_by_options
-    from zero_inference.measure import generation
+    from zero_inference.measure import loops
     from zero_inference.models.prompts import random_ids
-    from zero_inference.utils.distributed import stop_process_group
+    from zero_inference.utils.ranks import stop_process_group
 
     config, spec, ranks, loaded = loaded_by_options(__doc__.split("\n")[0])
     feeder = loaded.close.__self__
@@ -39,7 +39,7 @@ def main() -> int:
         for name, changes in reversed(ways(feeder)) if turn % 2 else ways(feeder):
             kept = {attribute: getattr(feeder.compute, attribute) for attribute in changes}
             vars(feeder.compute).update(changes)
-            (loop,) = generation.measure(loaded, ids, config.gen_len, 1, 0, ranks).loops
+            (loop,) = loops.measure_loops(loaded, ids, config.gen_len, 1, 0, ranks).loops
             vars(feeder.compute).update(kept)
             measured.append((name, sorted(step_bytes / step_s / 1e9 for step_s in loop.step_s[1:])))
         link = (before + link_gb_per_s(ranks, loaded)) / 2

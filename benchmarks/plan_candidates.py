@@ -35,9 +35,8 @@ from zero_inference.config.options import ENGINES, QUANT_BITS  # noqa: E402
 from zero_inference.errors import UsageError  # noqa: E402
 from zero_inference.records.read import read_records  # noqa: E402
 from zero_inference.records.schema import STATUS_OK  # noqa: E402
-from zero_inference.utils.child_runs import ANY_ERROR, last_words, run_child  # noqa: E402
-from zero_inference.utils.processes import isolated_module, isolated_ranks  # noqa: E402
-from zero_inference.utils.replace import replacing  # noqa: E402
+from zero_inference.utils.files import write_atomically  # noqa: E402
+from zero_inference.utils.processes import ANY_ERROR, isolated_module, isolated_ranks, last_error_line, run_child  # noqa: E402  # noqa: E402
 from zero_inference.utils.tables import render  # noqa: E402
 
 TIMES_AS_LONG, AT_LEAST_S = 2.5, 90  # when a trial is ended
@@ -164,7 +163,7 @@ def run_one(trials: Trials, candidate: Candidate, results: Path, left_s: float) 
     rate, failed = (ended.record or {}).get("decode_throughput"), None
     if rate is None:
         why = f"ended as it took longer than {limit_s:.0f} s" if ended.code is None else f"exit code {ended.code}"
-        failed = why if ended.code is None else last_words(ended.said(), ANY_ERROR) or why
+        failed = why if ended.code is None else last_error_line(ended.said(), ANY_ERROR) or why
     return {"tokens": tokens, "measured_tokens_per_s": rate, "failed": failed, "log": f"trials/{name}.jsonl"}
 
 
@@ -183,7 +182,7 @@ def save(trials: Trials, results: Path) -> str:
     found = json.dumps({"candidates": rows, "trials": trials.results}, indent=1)
     tables = f"{render(trials.verdicts(), COLUMNS, 'md')}\n{render(rows, ALL_COLUMNS, 'md')}"
     for name, text in (("candidates.json", f"{found}\n"), ("table.md", tables)):
-        with replacing(results / name) as part:
+        with write_atomically(results / name) as part:
             part.write_text(text)
     return tables
 

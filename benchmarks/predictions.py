@@ -44,7 +44,7 @@ from zero_inference.models.spec import ModelSpec, resolve_model
 from zero_inference.planning.cost import Range, compared_s
 from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.records.read import read_records
-from zero_inference.utils.distributed import detect_ranks
+from zero_inference.utils.ranks import detect_ranks
 
 RESULTS = Path(__file__).parent / "results"
 OF_FILES = ("--log-file", "--log-dir", "--offload-dir", "--trace", "--local_rank", "--local-rank")

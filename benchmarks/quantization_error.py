@@ -18,7 +18,7 @@ def main() -> None:
     from zero_inference.models.prompts import read_prompts, text_ids
     from zero_inference.models.spec import load_tokenizer, resolve_model
     from zero_inference.planning.plan import plan_run
-    from zero_inference.utils.distributed import detect_ranks, start_process_group
+    from zero_inference.utils.ranks import detect_ranks, start_process_group
 
     name = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
     ranks = detect_ranks()

@@ -57,7 +57,7 @@ def main() -> int:
     import torch
 
     from zero_inference.kernels import products  # noqa: F401  its schema
-    from zero_inference.utils.extension import load_extension, why_unavailable
+    from zero_inference.kernels.extension import load_extension, why_unavailable
 
     if not load_extension():
         print(f"no fused product: {why_unavailable()}", file=sys.stderr)

@@ -105,7 +105,7 @@ def why_not_here() -> str | None:
         import triton.testing  # noqa: F401
     except ImportError:
         return "triton is not installed, whose do_bench takes the times; pip install triton."
-    from zero_inference.utils.extension import load_extension, why_unavailable
+    from zero_inference.kernels.extension import load_extension, why_unavailable
 
     return None if load_extension() else f"the CUDA kernels are not there: {why_unavailable()}"
 

@@ -37,9 +37,12 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from zero_inference.utils.child_runs import ANY_ERROR, last_words  # noqa: E402
-from zero_inference.utils.processes import group  # noqa: E402
-from zero_inference.utils.signals import exit_on_stop  # noqa: E402
+from zero_inference.utils.processes import (  # noqa: E402
+    ANY_ERROR,
+    exit_on_stop,
+    last_error_line,
+    process_group,
+)
 
 RUN = ["--dummy", "--gen-len", "17", "--loops", "3", "--warmup", "1"]  # options of a case overrule them
 TIMES_AS_LONG, AT_LEAST_S = 2.5, 90  # when a case is ended
@@ -117,7 +120,7 @@ def run_case(name: str, lines: list[str], limit_s: float, args: argparse.Namespa
     step += f", at most {peak_mib} MiB of device memory in use" if peak_mib else ""
     with (args.results / "steps.txt").open("a") as steps:
         steps.write(f"{step}\n")
-    said = last_words(part.read_text(errors="replace"), ANY_ERROR) if code else None
+    said = last_error_line(part.read_text(errors="replace"), ANY_ERROR) if code else None
     print(f"{step}{f': {said}' if said else ''}", file=sys.stderr, flush=True)
     if not code:
         part.replace(part.with_suffix(".txt"))
@@ -155,9 +158,9 @@ def run_together(commands: list[list[str]], said: Path, env: Mapping[str, str], 
     with tempfile.TemporaryFile("w+") as used:
         with said.open("w") as out, contextlib.ExitStack() as stack:
             if shutil.which(MEMORY[0]):
-                stack.enter_context(group(MEMORY, stdout=used, stderr=subprocess.DEVNULL))
+                stack.enter_context(process_group(MEMORY, stdout=used, stderr=subprocess.DEVNULL))
             options = dict(stdout=out, stderr=subprocess.STDOUT, env=env, cwd=ROOT)
-            leaders = [stack.enter_context(group(command, **options)) for command in commands]
+            leaders = [stack.enter_context(process_group(command, **options)) for command in commands]
             try:
                 codes = [leader.wait(max(0, ends - time.monotonic())) for leader in leaders]
             except subprocess.TimeoutExpired:

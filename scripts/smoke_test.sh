@@ -26,7 +26,7 @@ from zero_inference.hardware.cards import TABLE
 from zero_inference.models.preset_table import PRESET_FOLDER
 from zero_inference.norms import rms_norm
 from zero_inference.report.html.page import FOLDER
-from zero_inference.utils.extension import package_folder, source_folder, sources
+from zero_inference.kernels.extension import package_folder, source_folder, sources
 
 x = torch.arange(1.0, 8.0).repeat(2, 1)
 right = x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()

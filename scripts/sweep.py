@@ -30,9 +30,14 @@ from sweep_cases import AXES, Case, expand, options_of  # noqa: E402
 from zero_inference.records.read import read_records, value_at  # noqa: E402
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK  # noqa: E402
 from zero_inference.report.terminal import print_short  # noqa: E402
-from zero_inference.utils.child_runs import ANY_ERROR, Ended, last_words, run_child  # noqa: E402
 from zero_inference.utils.format import printable  # noqa: E402
-from zero_inference.utils.signals import exit_on_stop  # noqa: E402
+from zero_inference.utils.processes import (  # noqa: E402
+    ANY_ERROR,
+    ChildRun,
+    exit_on_stop,
+    last_error_line,
+    run_child,
+)
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -101,11 +106,11 @@ def _matching(case: Case, log_dir: Path) -> list[dict[str, Any]]:
         return [record for record in _records(log_dir) if case.is_request_of(record)]
 
 
-def why_ended(ended: Ended, limit_s: float | None) -> str:
+def why_ended(ended: ChildRun, limit_s: float | None) -> str:
     """What a run that left no record said last: its own error rather than the launcher's remarks after it."""
     if ended.code is None:
         return f"ended as it took longer than --time-limit {limit_s:g}"
-    words = last_words(ended.said(), ANY_ERROR)
+    words = last_error_line(ended.said(), ANY_ERROR)
     return f"exit code {ended.code}, no output" if words is None else f"{words} (exit code {ended.code})"
 
 

@@ -160,7 +160,7 @@ def no_process_group_left():
     """What one file starts in this process, the next one does not find: which files share it differs from time to time."""
     yield
     if "torch.distributed" in sys.modules:
-        from zero_inference.utils.distributed import stop_process_group
+        from zero_inference.utils.ranks import stop_process_group
 
         stop_process_group()
 

@@ -35,9 +35,9 @@ from zero_inference.architectures.comparison import frame_of, quality_rows, sche
 from zero_inference.cli import console_main, run_config, run_parser
 from zero_inference.config.parser import option_rows
 from zero_inference.errors import UsageError
-from zero_inference.measure import generation
+from zero_inference.measure import loops
 from zero_inference.utils import GB
-from zero_inference.utils.child_runs import Ended
+from zero_inference.utils.processes import ChildRun
 
 
 @functools.cache
@@ -325,8 +325,8 @@ def test_architectures_in_one_process():
 
 
 def test_warm_up_ends_when_loops_are_alike():
-    assert generation.settled([9.0, 1.0, 1.04, 1.02], 0.05) and not generation.settled([1.0, 1.0], 0.05)
-    assert not generation.settled([1.0, 1.06, 1.0], 0.05)
+    assert loops.is_steady([9.0, 1.0, 1.04, 1.02], 0.05) and not loops.is_steady([1.0, 1.0], 0.05)
+    assert not loops.is_steady([1.0, 1.06, 1.0], 0.05)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_the_runs_without_scores_are_valid_too(tmp_path):
 def test_the_last_words_of_a_run(tmp_path):
     def why(said: str, code: int) -> str:
         (tmp_path / "out").write_text(said)
-        return why_ended(Ended(code, tmp_path / "out"))
+        return why_ended(ChildRun(code, tmp_path / "out"))
 
     assert why("loading\nerror: does not fit\n[rank0] launcher's remark\n", 2) == "does not fit"
     assert (

@@ -137,7 +137,7 @@ def test_tokens_by_the_threads_that_multiply(family):
 @pytest.fixture
 def crossing():
     """Calls in the order of the GPU's stream, of two threads."""
-    from zero_inference.utils.extension import load_extension, why_unavailable
+    from zero_inference.kernels.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
     place = allocate_local_buffers(1 << 20, 1 << 20, pinned=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_inference.utils.cache_folder import extensions_folder, models_folder
+from zero_inference.utils.files import extensions_folder, models_folder
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from zero_inference.records.read import read_records
-from zero_inference.utils.child_runs import ANY_ERROR, OWN_ERROR, last_words, run_child
+from zero_inference.utils.processes import ANY_ERROR, OWN_ERROR, last_error_line, run_child
 
 
 def run(tmp_path, *new, code=0, old=(), **named):
@@ -74,4 +74,4 @@ def test_an_output_that_cannot_be_written_is_said_before_anything_runs(tmp_path)
     ],
 )
 def test_last_words_are_the_runs_own_rather_than_its_launchers(said, own, any_error):
-    assert (last_words(said, OWN_ERROR), last_words(said, ANY_ERROR)) == (own, any_error)
+    assert (last_error_line(said, OWN_ERROR), last_error_line(said, ANY_ERROR)) == (own, any_error)

@@ -16,7 +16,7 @@ from conftest import ROOT, start_python
 from forks import LIBRARIES
 
 from zero_inference.cpu import library, products
-from zero_inference.utils import extension
+from zero_inference.kernels import extension
 
 
 def test_no_function_of_one_instruction_set_can_be_linked_into_another():
@@ -131,9 +131,9 @@ def test_why_there_is_no_library_is_said(no_cache, monkeypatch):
 def test_the_cuda_library_is_without_these_sources(tmp_path):
     folder = extension.source_folder()
     assert library.sources() and not set(library.sources()) & set(extension.sources())
-    assert all(path.is_relative_to(folder / extension.FOR_CORES) for path in library.sources())
+    assert all(path.is_relative_to(folder / extension.CPU_SOURCES) for path in library.sources())
     (tmp_path / "one.cu").write_text("// kernel\n")
     before = extension.library_name("9.0", tmp_path)
-    (tmp_path / extension.FOR_CORES).mkdir()
-    (tmp_path / extension.FOR_CORES / "product.cpp").write_text("// product\n")
+    (tmp_path / extension.CPU_SOURCES).mkdir()
+    (tmp_path / extension.CPU_SOURCES / "product.cpp").write_text("// product\n")
     assert extension.library_name("9.0", tmp_path) == before

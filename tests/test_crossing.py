@@ -26,9 +26,9 @@ from zero_inference.cpu.hand_off import (
 from zero_inference.cpu.library import require_library
 from zero_inference.cpu.pool import FLAG_BYTES, STOP, CpuPool, CpuPoolProxy, Routing, Stage
 from zero_inference.errors import RunError
+from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.kv_cache.cpu_attention import CpuAttentionCache, PooledCpuAttention
-from zero_inference.utils.extension import load_extension, why_unavailable
 from zero_inference.utils.transfers import Transfers
 
 COLUMNS, ROWS = 64, 48

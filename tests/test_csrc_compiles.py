@@ -20,8 +20,8 @@ from conftest import ROOT, start_python
 from forks import LIBRARIES, wait_for_all
 from torch.utils import cpp_extension
 
-from zero_inference.utils import extension
-from zero_inference.utils.cache_folder import OURS
+from zero_inference.kernels import extension
+from zero_inference.utils.files import EXTENSIONS
 
 CUDA_FILES = [path for path in extension.sources() if path.suffix == ".cu"]
 OLDEST_STANDARD = "c++17"  # what torch 2.11, the oldest that pyproject.toml allows, compiles extensions with
@@ -135,7 +135,7 @@ torch.cuda.get_device_capability = lambda index=0: (9, 0)
 torch.version.cuda = "13.0"
 cpp_extension.CUDA_HOME = sys.argv[1] or None
 {more}
-from zero_inference.utils import extension
+from zero_inference.kernels import extension
 said = []
 answers = [extension.load_extension(said.append) for _ in range(int(sys.argv[2]))]
 shared = [library for library in torch.ops.loaded_libraries if "zero_inference" in library]
@@ -213,7 +213,7 @@ def test_without_nvcc_one_warning_says_why(load):
     assert "slower PyTorch code" in done.said[0] and "nvcc" in done.said[0] and "nvcc" in done.reason
     assert "warning" not in done.error
     unheard = load(
-        "sys.argv[2] = 0; from zero_inference.utils.extension import load_extension; load_extension()", False
+        "sys.argv[2] = 0; from zero_inference.kernels.extension import load_extension; load_extension()", False
     )
     assert done.said[0] in unheard.error.splitlines(), "whoever does not ask for the line has it on stderr"
 
@@ -231,7 +231,7 @@ def test_a_failed_build_is_told_in_one_line_and_tried_again_by_the_next_process(
 def test_a_finished_build_is_loaded_and_made_again_only_where_it_is_damaged(load, tmp_path):
     calls = tmp_path / "calls"
     first = load()
-    (library,) = (tmp_path / OURS).rglob("*.so")
+    (library,) = (tmp_path / EXTENSIONS).rglob("*.so")
     compiled = calls.read_text().splitlines()
     assert first.answers == [True] and first.reason is None and len(first.said) == 1
     assert len(compiled) == len(CUDA_FILES) and all("compute_90" in line for line in compiled)
@@ -262,8 +262,8 @@ def test_what_torch_has_started_to_compile_ends_with_the_process(number, load, t
         assert compilers and not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
     load(stop=stop, NVCC_STOPS=str(pids))
-    assert not list((tmp_path / OURS).glob("zero_inference_*/")) and load().answers == [True]
-    assert not list((tmp_path / OURS).glob(".building-*"))
+    assert not list((tmp_path / EXTENSIONS).glob("zero_inference_*/")) and load().answers == [True]
+    assert not list((tmp_path / EXTENSIONS).glob(".building-*"))
 
 
 def a_device_of_capability_9(monkeypatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero_inference.kernels import decode_attention
-from zero_inference.utils.extension import load_extension, why_unavailable
+from zero_inference.kernels.extension import load_extension, why_unavailable
 
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 1e-5}  # of norms, relative
 MASKS = ("boolean", "added", "of each head", "of each query", "one for all")

@@ -9,7 +9,7 @@ from zero_inference.engines.deepspeed.gathered import Moment, fetched_bytes, mom
 from zero_inference.engines.deepspeed.quantization import stored_numel
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
-from zero_inference.utils.distributed import detect_ranks, start_process_group
+from zero_inference.utils.ranks import detect_ranks, start_process_group
 
 LIVE = "_PartitionedParameterCoordinator__n_available_params"
 

@@ -11,7 +11,7 @@ import pytest
 from zero_inference.engines.deepspeed import modules
 from zero_inference.engines.deepspeed.modules import LIGHT_HEADER, TOGETHER, _load_joined, join_sources
 from zero_inference.errors import UsageError
-from zero_inference.utils.cache_folder import OURS
+from zero_inference.utils.files import EXTENSIONS
 
 NAME, PLACE = "async_io", TOGETHER["async_io"]
 
@@ -100,7 +100,7 @@ class Compiled(Builder):
 def test_a_module_is_compiled_in_a_folder_of_its_own_that_takes_its_place_when_it_is_complete(
     ours, monkeypatch, tmp_path
 ):
-    extensions = tmp_path / OURS if ours else tmp_path
+    extensions = tmp_path / EXTENSIONS if ours else tmp_path
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
     extensions.mkdir(parents=True, exist_ok=True)
     kept, folders = extensions / "quantizer", []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_inference.config.checks import batch_advice
-from zero_inference.utils.divisors import nearest_divisor, nearest_multiples
+from zero_inference.utils.suggestions import nearest_divisor, nearest_multiples
 
 
 def test_nearest_multiples_are_the_ones_next_to_what_was_asked():

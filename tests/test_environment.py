@@ -12,7 +12,7 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from zero_inference.utils import cgroups, environment
+from zero_inference.utils import environment
 
 GIB = 1 << 30
 
@@ -76,7 +76,7 @@ def test_cgroup_v2_takes_the_tightest_level_and_counts_page_cache_as_free(tmp_pa
         f"{group}/memory.max": f"{64 * GIB}\n",
         f"{group}/memory.current": f"{6 * GIB}\n",
     })  # fmt: skip
-    assert cgroups.memory(root) == (8 * GIB, 4 * GIB)
+    assert environment.cgroup_memory(root) == (8 * GIB, 4 * GIB)
 
 
 def test_cgroup_v1_in_a_container_is_found_at_the_top(tmp_path):
@@ -86,7 +86,7 @@ def test_cgroup_v1_in_a_container_is_found_at_the_top(tmp_path):
         f"{group}/memory.usage_in_bytes": f"{2 * GIB}\n",
         f"{group}/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n",
     })  # fmt: skip
-    assert cgroups.memory(root) == (3 * GIB, 2 * GIB)
+    assert environment.cgroup_memory(root) == (3 * GIB, 2 * GIB)
 
 
 def test_cgroup_cores_of_either_version(tmp_path):
@@ -94,13 +94,13 @@ def test_cgroup_cores_of_either_version(tmp_path):
         "sys/fs/cgroup/slice/job/cpu.max": "max 100000\n", "sys/fs/cgroup/slice/cpu.max": "150000 100000\n",
         "sys/fs/cgroup/cpu.max": "800000 100000\n",
     })  # fmt: skip
-    assert cgroups.cores(second) == 1.5
+    assert environment.cgroup_cores(second) == 1.5
     first = cgroup_root(tmp_path / "1", "4:cpu,cpuacct:/docker/abc\n0::/\n", {
         "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
     })  # fmt: skip
-    assert cgroups.cores(first) == 2.0
+    assert environment.cgroup_cores(first) == 2.0
     (tmp_path / "1/sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("-1\n")
-    assert cgroups.cores(first) is None
+    assert environment.cgroup_cores(first) is None
     assert 0 < environment.usable_cores() <= len(os.sched_getaffinity(0))
 
 
@@ -110,7 +110,7 @@ def test_no_cgroup_limit_is_none(tmp_path, limit):
         "sys/fs/cgroup/memory/memory.limit_in_bytes": limit,
         "sys/fs/cgroup/memory.max": limit,
     })  # fmt: skip
-    assert cgroups.memory(root) == (None, None)
+    assert environment.cgroup_memory(root) == (None, None)
 
 
 @pytest.mark.parametrize("left, expected", [(None, 7 * GIB), (3 * GIB, 3 * GIB), (9 * GIB, 7 * GIB), (0, 0)])
@@ -182,7 +182,7 @@ def burnt_s(process) -> float:
 
 
 def test_other_programs_are_those_that_this_process_did_not_start(tmp_path):
-    others, pid = environment.OtherPrograms(), tmp_path / "pid"
+    others, pid = environment.CpuContention(), tmp_path / "pid"
     burn = shlex.join([sys.executable, "-c", BURN.format(seconds=600)])
     start = time.monotonic()
     subprocess.run(["sh", "-c", f"{burn} & echo $! > {pid}"], check=True)  # the shell ends: it is nobody's child
@@ -216,4 +216,4 @@ def test_what_others_use_beyond_the_own_quota_does_not_count(usable, share, monk
     clock, used = iter([100.0, 110.0]), iter([7.0, 37.0])  # three cores of four
     monkeypatch.setattr(environment.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(environment, "_others_cpu_s", lambda: next(used))
-    assert environment.OtherPrograms().share() == share
+    assert environment.CpuContention().share() == share

@@ -202,7 +202,7 @@ def test_a_long_pass_fetches_what_is_in_no_slot(family, bits, slots, kept, fetch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_graph_that_is_replayed_evicts_and_fetches():
     """As calls without a graph do; what it fetched is in the slots that its table names."""
-    from zero_inference.utils.extension import load_extension, why_unavailable
+    from zero_inference.kernels.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
     host = torch.randint(0, 256, (40, 4096), dtype=torch.uint8).pin_memory()

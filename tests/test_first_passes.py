@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from zero_inference import load
 from zero_inference.cli import main
 from zero_inference.errors import RunError
-from zero_inference.measure.first_passes import FirstLogits, PlainLayers
+from zero_inference.measure.correctness import LogitsCheck, ReferenceLayers
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import read_records
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.host_memory import host_copy
+from zero_inference.utils.ranks import Ranks
 
 PROMPT = 8
 SHAPE = ["--batch-size", 2, "--prompt-len", PROMPT, "--gen-len", 3, "--loops", 1, "--dtype", "float32"]
@@ -97,7 +97,7 @@ def test_an_overflow_of_float16_is_called_one(damaged):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(damaged(DOWN, 60000), dtype=torch.float16)
-    logits, ids = FirstLogits(model), random_ids(0, 1, PROMPT, VOCAB)
+    logits, ids = LogitsCheck(model), random_ids(0, 1, PROMPT, VOCAB)
     ranks = Ranks(0, 1, 0, 1, torch.device("cpu"))
     logits.require_finite(torch.float16, ranks, lambda tokens: model(ids))  # nothing was looked at yet
     model(ids)
@@ -181,7 +181,7 @@ def test_a_run_whose_layers_compute_something_else_fails(made, tmp_path, capfd, 
 )
 def test_each_kind_of_layer_is_compared_as_it_is_stored(family, options, made, monkeypatch):
     """A dense layer and one of experts; quantized ones with the weights that their codes stand for. One other weight is found."""
-    seen, own = [], PlainLayers._differs
+    seen, own = [], ReferenceLayers._differs
 
     def differs(plain, position, placed, *call):
         found = own(plain, position, placed, *call)
@@ -191,7 +191,7 @@ def test_each_kind_of_layer_is_compared_as_it_is_stored(family, options, made, m
         seen.append((position, found, own(plain, position, placed, *call), dict(plain.left_out)))
         return found
 
-    monkeypatch.setattr(PlainLayers, "_differs", differs)
+    monkeypatch.setattr(ReferenceLayers, "_differs", differs)
     settings = {"dtype": "float32", "max_length": 16, "verbose": 0} | options
     load(made(family), **settings).unload()
     kinds = [0, 1] if family == "dense first" else [0]
@@ -200,7 +200,7 @@ def test_each_kind_of_layer_is_compared_as_it_is_stored(family, options, made, m
 
 def test_a_layer_without_room_is_not_compared_and_a_line_says_so(made, tmp_path, capfd, monkeypatch):
     # between the bytes of the dense layer and of the others
-    monkeypatch.setattr("zero_inference.measure.first_passes.COMPARED_BYTES", 200_000)
+    monkeypatch.setattr("zero_inference.measure.correctness.COMPARED_BYTES", 200_000)
     command = ["run_model.py", "--model", made("dense first"), *SHAPE, "--engine", "resident", "--log-dir", tmp_path]
     assert main([str(word) for word in command]) == 0
     said = [line for line in capfd.readouterr().err.splitlines() if "not compared" in line]

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from zero_inference import load
 from zero_inference.kernels import rotary
+from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.rotary import Form, forms_of, rotary_kernel, rotate
 from zero_inference.measure import session
 from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.routing import Routing, choose_experts_reference, find_routers, use_routing_kernel
-from zero_inference.utils.extension import load_extension, why_unavailable
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a CUDA device only")
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]

@@ -18,21 +18,21 @@ def as_before():
 
 
 def test_collections_are_put_off_and_come_back_whatever_happens():
-    with pytest.raises(ValueError), garbage.postponed():
+    with pytest.raises(ValueError), garbage.postpone_collections():
         assert not gc.isenabled()
         raise ValueError
     assert gc.isenabled()
-    with garbage.postponed():
-        garbage.look_from_here()
+    with garbage.postpone_collections():
+        garbage.resume_collections()
         assert gc.isenabled() and gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
     gc.disable()
-    with garbage.postponed():
-        garbage.look_from_here()
+    with garbage.postpone_collections():
+        garbage.resume_collections()
         assert not gc.isenabled()
     assert not gc.isenabled(), "who had switched it off keeps it so"
     gc.enable()
-    garbage.look_from_here()
+    garbage.resume_collections()
     assert gc.get_freeze_count() == 0, "there is nothing to end"
 
 

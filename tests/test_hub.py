@@ -330,12 +330,12 @@ def test_a_hub_that_does_not_answer_is_given_up_and_the_cache_has_to_do(
 
     from zero_inference.errors import UsageError
     from zero_inference.models.hub import open_snapshot
-    from zero_inference.utils.progress import Progress, reporting
+    from zero_inference.utils.progress import Progress, use_progress
 
     in_process(silent_hub)
     monkeypatch.setattr("zero_inference.utils.progress.TICK_S", 0.01)
     monkeypatch.setattr("zero_inference.models.hub.MENTIONED_S", 0.05)
-    with reporting(Progress(True)), pytest.raises(UsageError) as refused:
+    with use_progress(Progress(True)), pytest.raises(UsageError) as refused:
         open_snapshot("some/llama", "some/llama")
     assert capsys.readouterr().err == "looking up some/llama on the hub ...\n"
     with pytest.raises(UsageError, match=r"or give a local folder \(did you mean opt-125m, .*\)\.$"):
@@ -372,7 +372,7 @@ def test_a_long_fetch_says_how_far_it_is(hub, in_process, monkeypatch):
     now, said, told = [0.0], [], threading.Event()
     progress = progress_module.Progress(True, lambda: now[0])
     monkeypatch.setattr(progress, "say", lambda line: (said.append(line), "fetching weights: " in line and told.set()))
-    with progress_module.reporting(progress):
+    with progress_module.use_progress(progress):
         snapshot = models_hub.open_snapshot("some/llama", "some/llama")
         size = (hub.root / "some" / "llama" / "consolidated.safetensors").stat().st_size
         with hub_progress.showing_fetched("some/llama", snapshot.folder, ["*.safetensors"]):

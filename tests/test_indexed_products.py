@@ -11,6 +11,7 @@ from test_quantized_products import BOUNDS, on_gpu
 
 from zero_inference.engines.stream.codes import _times, combination_of, experts_forward
 from zero_inference.kernels import indexed
+from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference
 from zero_inference.kernels.indexed import (
     linear_groups_indexed,
@@ -19,7 +20,6 @@ from zero_inference.kernels.indexed import (
 )
 from zero_inference.kernels.products import can_fuse
 from zero_inference.models.experts import FusedExperts
-from zero_inference.utils.extension import load_extension, why_unavailable
 
 
 class Case:

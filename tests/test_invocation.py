@@ -12,7 +12,7 @@ from zero_inference.cli import console_main, console_parser
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import parse_options
 from zero_inference.planning.search import command_of
-from zero_inference.utils.invocation import as_installed, behind_the_command, run_command
+from zero_inference.utils.processes import as_installed_command, move_rank_option, run_command
 
 
 @pytest.mark.parametrize("ranks, in_clone, installed", [
@@ -22,7 +22,7 @@ from zero_inference.utils.invocation import as_installed, behind_the_command, ru
 def test_a_command_is_typed_as_it_works_in_the_current_folder(ranks, in_clone, installed, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert run_command(["--prompt", "a b"], ranks) == f"{in_clone} --prompt 'a b'"
-    assert as_installed(run_command(["--dummy"], ranks)) == f"{installed} --dummy"
+    assert as_installed_command(run_command(["--dummy"], ranks)) == f"{installed} --dummy"
     monkeypatch.chdir(tmp_path)
     assert run_command(["--prompt", "a b"], ranks) == f"{installed} --prompt 'a b'"
 
@@ -49,14 +49,14 @@ def test_the_examples_of_the_installed_command_name_no_script(capsys):
 
 def test_the_launcher_may_write_the_rank_first():
     given = ["zero-inference", "--local_rank=1", "run", "--dummy"]
-    assert behind_the_command(given) == ["zero-inference", "run", "--local_rank=1", "--dummy"]
-    assert console_parser().parse_args(behind_the_command(given)[1:]).local_rank == 1
-    assert behind_the_command(["zero-inference", "plan"]) == ["zero-inference", "plan"]
+    assert move_rank_option(given) == ["zero-inference", "run", "--local_rank=1", "--dummy"]
+    assert console_parser().parse_args(move_rank_option(given)[1:]).local_rank == 1
+    assert move_rank_option(["zero-inference", "plan"]) == ["zero-inference", "plan"]
 
 
 def test_the_launcher_starts_the_installed_package(tmp_path):
     """Through deepspeed's own launcher, in a folder without run_model.py."""
-    command = as_installed(run_command(["--model", "opt-125m", "--dummy", "--cpu-offload", "--dry-run"], 1))
+    command = as_installed_command(run_command(["--model", "opt-125m", "--dummy", "--cpu-offload", "--dry-run"], 1))
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner"]  # which is what `deepspeed` runs
     words = [*launcher, "--master_port", free_port(), *shlex.split(command)[1:]]
     environment = without_gpus() | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}

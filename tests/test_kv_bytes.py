@@ -17,7 +17,7 @@ from zero_inference.models.sizes import kv_widths_of, model_sizes
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.planning.plan import build_job
-from zero_inference.utils.distributed import detect_ranks
+from zero_inference.utils.ranks import detect_ranks
 
 BATCH, LENGTH = 3, 5
 SMALL = dict(

@@ -12,14 +12,14 @@ import torch
 from zero_inference.errors import RunError
 from zero_inference.hardware.copy import rate_of
 from zero_inference.measure import rates
-from zero_inference.measure.rates import AroundLoops, LinkRate, with_cores, with_link
+from zero_inference.measure.rates import LinkRate, LoopMonitor, update_cpu_rate, update_link_rate
 from zero_inference.planning import roofline
 from zero_inference.planning.roofline import StepWork
 from zero_inference.records.field import as_mapping
 from zero_inference.records.hardware import LinkUse, Rates, TracedLinkUse
 from zero_inference.records.schema import MovedPerStep
 from zero_inference.report.results import idle_in_words, limit_in_words
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 
 CPU = torch.device("cpu")
 ONE = Ranks(0, 1, 0, 1, CPU)
@@ -66,7 +66,7 @@ def test_the_links_rate_is_that_of_the_rounds_of_all_measurements():
     pooled = link.of_all()
     assert pooled == pytest.approx(rate_of(link.rounds), abs=2e-6)
     assert pooled.gb_per_s == pytest.approx(statistics.median(link.rounds), abs=2e-6)
-    assert with_link(RATES, link) == replace(
+    assert update_link_rate(RATES, link) == replace(
         RATES, link_gb_per_s=pooled.gb_per_s, link_spread=pooled.spread_gb_per_s / pooled.gb_per_s
     )
 
@@ -74,9 +74,9 @@ def test_the_links_rate_is_that_of_the_rounds_of_all_measurements():
 def test_a_link_is_as_fast_as_the_loops_own_copies():
     link = LinkRate(Three(0, 1, 0, 1, CPU))
     link.rounds = [40.0, 40.0, 49.0, 50.0]  # somebody else used the host between the loops
-    rounds = with_link(RATES, link)
+    rounds = update_link_rate(RATES, link)
     assert rounds.link_gb_per_s == pytest.approx(3 * 44.5) and rounds.link_from == "rounds"
-    faster = with_link(RATES, link, reached_gb_per_s=55.2)
+    faster = update_link_rate(RATES, link, reached_gb_per_s=55.2)
     assert (
         faster.link_gb_per_s == pytest.approx(3 * 55.2)
         and faster.link_spread == pytest.approx(9.7 / 55.2)
@@ -85,7 +85,7 @@ def test_a_link_is_as_fast_as_the_loops_own_copies():
     assert "at 166 GB/s (host to device, pinned, measured in the loops)" in limit_in_words(
         limit_of(rates=faster), MOVED, on_gpu=True
     )
-    assert with_link(RATES, link, reached_gb_per_s=44.0) == with_link(RATES, link)
+    assert update_link_rate(RATES, link, reached_gb_per_s=44.0) == update_link_rate(RATES, link)
 
 
 def test_links_that_were_idle_do_not_say_what_all_can_do_at_once():
@@ -95,8 +95,8 @@ def test_links_that_were_idle_do_not_say_what_all_can_do_at_once():
 
     link = LinkRate(OneIdle(0, 1, 0, 1, CPU))
     link.rounds = [40.0, 40.0]
-    assert with_link(RATES, link, reached_gb_per_s=55.2).link_gb_per_s == pytest.approx(120.0)
-    often_idle = AroundLoops(LinkRate(ONE), Uses(LinkUse(4, 2.0, 0.0, 0.1, 0.0, 110 * 10**9, 5)))
+    assert update_link_rate(RATES, link, reached_gb_per_s=55.2).link_gb_per_s == pytest.approx(120.0)
+    often_idle = LoopMonitor(LinkRate(ONE), Uses(LinkUse(4, 2.0, 0.0, 0.1, 0.0, 110 * 10**9, 5)))
     often_idle()
     often_idle()
     assert (often_idle.reached_gb_per_s, often_idle.ahead_bytes) == (0.0, 5)
@@ -106,14 +106,16 @@ def test_link_and_cores_are_as_fast_as_they_were_in_the_loops():
     """So that no step is faster than its limit: here 3 GB over the link and 4 read by the cores."""
     moved = MovedPerStep(3 * 10**9, 0, 0, 4 * 10**9, 0.05)
     planned = replace(RATES, link_beside_cores_gb_per_s=48.0, cores_gb_per_s=60.0)
-    found = with_cores(planned, ONE, moved, 53.0)
+    found = update_cpu_rate(planned, ONE, moved, 53.0)
     assert (found.link_beside_cores_gb_per_s, found.cores_gb_per_s) == (53.0, 80.0)
     limit = limit_of(rates=found, moved=moved, decode_s=4 * 0.06)
     assert limit.bound_by == "link" and limit.floor_step_s.link_and_cores == pytest.approx(7 / 133)
-    of_three = with_cores(planned, Three(0, 1, 0, 1, CPU), moved, 53.0)
+    of_three = update_cpu_rate(planned, Three(0, 1, 0, 1, CPU), moved, 53.0)
     assert (of_three.link_beside_cores_gb_per_s, of_three.cores_gb_per_s) == (159.0, 240.0)
-    slower = with_cores(planned, ONE, replace(moved, cores_busy_s_per_step=0.09), 0.0)
-    assert slower == planned and with_cores(RATES, ONE, moved, 53.0) == RATES, "cores that take no part have no rate"
+    slower = update_cpu_rate(planned, ONE, replace(moved, cores_busy_s_per_step=0.09), 0.0)
+    assert slower == planned and update_cpu_rate(RATES, ONE, moved, 53.0) == RATES, (
+        "cores that take no part have no rate"
+    )
 
 
 class Uses:
@@ -131,13 +133,13 @@ def test_what_the_link_did_is_the_median_of_the_measured_loops():
         LinkUse(4, 2.0, 0.0, 0.0, 0.0, copied, ahead)
         for copied, ahead in ((110 * 10**9, 5), (100 * 10**9, 7), (112 * 10**9, 1000))
     ]
-    around = AroundLoops(LinkRate(ONE), Uses(*loops))
+    around = LoopMonitor(LinkRate(ONE), Uses(*loops))
     assert (around.reached_gb_per_s, around.ahead_bytes) == (0.0, 0), "nothing was measured yet"
     for _ in range(4):  # before each of three loops and behind the last
         around()
     assert around.uses == loops and (around.reached_gb_per_s, around.ahead_bytes) == (55.0, 7)
     assert around.last_use == loops[-1] and as_mapping(loops[-1])["gbps_while_busy"] == 56.0
-    short = AroundLoops(LinkRate(ONE), Uses(None, None))
+    short = LoopMonitor(LinkRate(ONE), Uses(None, None))
     for _ in range(3):
         short()
     assert (short.reached_gb_per_s, short.ahead_bytes, short.last_use, short.peak_gpu_bytes) == (0.0, 0, None, None)

@@ -26,7 +26,7 @@ from zero_inference.hardware import command, compute, copy, cores, rooflines, sy
 from zero_inference.hardware.description_file import read_description
 from zero_inference.hardware.system import GpuLink, Host, warnings_for
 from zero_inference.measure import own_work
-from zero_inference.utils.distributed import Ranks, stop_process_group
+from zero_inference.utils.ranks import Ranks, stop_process_group
 from zero_inference.utils.watch import store_key
 
 GIB = 2**30
@@ -246,7 +246,7 @@ def test_all_is_wrong_at_once():
 def test_the_report_of_two_gpus(monkeypatch, capsys):
     """The words around the numbers; the GPUs' own calls are stand-ins here."""
     ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
-    monkeypatch.setattr("zero_inference.utils.distributed.detect_ranks", lambda local_rank: ranks)
+    monkeypatch.setattr("zero_inference.utils.ranks.detect_ranks", lambda local_rank: ranks)
     for name, value in (("device_count", 2), ("set_device", None), ("empty_cache", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 

@@ -13,8 +13,8 @@ import torch
 from zero_inference.cli import console_main
 from zero_inference.hardware import engines, saved
 from zero_inference.hardware.engines import EnginesProcess
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.processes import isolated_module
+from zero_inference.utils.ranks import Ranks
 
 
 def asked(monkeypatch, code: str, **options) -> tuple[dict, list[str]]:

@@ -13,19 +13,19 @@ from conftest import need_smollm2
 
 from zero_inference.errors import UsageError
 from zero_inference.models import smollm2
-from zero_inference.utils.locks import held_lock
+from zero_inference.utils.files import hold_lock
 
 
 def test_a_lock_is_free_again_and_one_that_is_kept_is_given_up(tmp_path):
     path = tmp_path / "lock"
     for _ in range(2):
-        with held_lock(path), pytest.raises(TimeoutError, match="has kept it locked for 0 s"), held_lock(path, 0.1):
+        with hold_lock(path), pytest.raises(TimeoutError, match="has kept it locked for 0 s"), hold_lock(path, 0.1):
             pass
 
 
 def test_a_pipe_of_its_name_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "lock")
-    with held_lock(tmp_path / "lock"), pytest.raises(TimeoutError), held_lock(tmp_path / "lock", 0.1):
+    with hold_lock(tmp_path / "lock"), pytest.raises(TimeoutError), hold_lock(tmp_path / "lock", 0.1):
         pass
 
 

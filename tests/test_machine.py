@@ -50,7 +50,7 @@ from zero_inference.planning.explain import limit_in_words, step_bound
 from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.records.read import read_records
-from zero_inference.utils.distributed import Ranks, detect_ranks
+from zero_inference.utils.ranks import Ranks, detect_ranks
 
 GIB = 1 << 30
 H200 = Gpu(name="NVIDIA H200", memory_bytes=140 * GIB, free_bytes=139 * GIB)

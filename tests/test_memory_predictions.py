@@ -12,13 +12,13 @@ from test_machine import MACHINE
 from zero_inference.cli import console_main, main
 from zero_inference.hardware.description import Launches, OwnWork
 from zero_inference.hardware.description_file import write_description
-from zero_inference.utils.environment import describe_environment, versions_of
+from zero_inference.utils.environment import describe_environment, rate_versions
 
 MEASURE = """
 import json, sys
 from zero_inference.hardware.engines import EnginesProcess
 from zero_inference.hardware.saved import measure_basics
-from zero_inference.utils.distributed import detect_ranks
+from zero_inference.utils.ranks import detect_ranks
 engines = EnginesProcess()
 found = measure_basics(detect_ranks(), engines, lambda line: None)
 engines.close()
@@ -69,7 +69,7 @@ def measured_here(fork_server, tmp_path_factory):
     found = {
         "gpus": (),
         "cores": None,
-        "versions": versions_of(describe_environment()),
+        "versions": rate_versions(describe_environment()),
         "launches": Launches(**launches),
         "process_bytes": process_bytes,
         "measuring_bytes": measuring_bytes,

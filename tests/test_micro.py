@@ -22,10 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero_inference.cli import console_main
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware import cards
-from zero_inference.micro import arguments, blocks, command, elementwise, flops, layer, matmul, timing
-from zero_inference.micro.flops import BlockShape
-from zero_inference.micro.norms import norm_patch
-from zero_inference.utils.progress import Progress, reporting
+from zero_inference.micro import blocks, command, elementwise, layer, matmul, timing
+from zero_inference.micro.blocks import BlockShape
+from zero_inference.micro.layer import make_norm_patch
+from zero_inference.utils.progress import Progress, use_progress
 from zero_inference.utils.tables import Column, RowPrinter, render
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_formulas_are_what_the_counter_counts(name):
             assert counted(lambda part=part: block.parts[part](x)) == getattr(block.shape, formula)(batch, seq), part
             assert block.parts[part](x).shape[:2] == (batch, seq)
     step = layer.forward_and_backward(block, x)
-    assert counted(step) == flops.FORWARD_AND_BACKWARD * block.shape.forward(batch, seq)
+    assert counted(step) == blocks.FORWARD_AND_BACKWARD * block.shape.forward(batch, seq)
     assert all(parameter.grad is not None for parameter in block.module.parameters())
 
 
@@ -142,7 +142,7 @@ def test_a_call_is_timed_behind_what_only_the_first_of_a_gpu_takes(device, call_
 
 
 def test_matmul_formula_and_causal_share():
-    assert counted(lambda: torch.randn(17, 17) @ torch.randn(17, 17)) == flops.matmul(17)
+    assert counted(lambda: torch.randn(17, 17) @ torch.randn(17, 17)) == blocks.matmul_operations(17)
     causal, full = (BlockShape(8, 8, 8, 32, causal=causal) for causal in (True, False))
     pairs = sum(query for query in range(5))  # of 5 tokens each leaves out those behind it
     assert (
@@ -322,13 +322,13 @@ def test_the_default_of_layer_ends_within_three_minutes_on_a_gpu(monkeypatch):
     monkeypatch.setattr(timing.Timer, "blocked_autorange", counting)
     names = ["bert", "gpt2", "t5", "opt", "llama"]
     assert [blocks.block_config(name).model_type for name in blocks.DEFAULT_BLOCKS] == names
-    seqs, batches = (3, 5)[: len(arguments.LAYER_SEQS["cuda"])], (1, 2)[: len(arguments.LAYER_BATCHES["cuda"])]
-    assert (len(seqs), len(batches)) == (len(arguments.LAYER_SEQS["cuda"]), len(arguments.LAYER_BATCHES["cuda"]))
-    rates, patch = timing.MachineRates(CPU), norm_patch("cuda", CPU, torch.float32, names, by_the_reference)
+    seqs, batches = (3, 5)[: len(command.LAYER_SEQS["cuda"])], (1, 2)[: len(command.LAYER_BATCHES["cuda"])]
+    assert (len(seqs), len(batches)) == (len(command.LAYER_SEQS["cuda"]), len(command.LAYER_BATCHES["cuda"]))
+    rates, patch = timing.MachineRates(CPU), make_norm_patch("cuda", CPU, torch.float32, names, by_the_reference)
     rows = list(layer.measure(rates, names, seqs, batches, "fp32", 1e-3, math.inf, patch, small_block))
     assert len(rows) == 28 and all(row["forward_s"] > 0 and row["forward_backward_s"] > 0 for row in rows)
     assert {row["block"] for row in rows if row["norms"] == "cuda"} == {"opt", "llama"}
-    assert len(asked) == 136 and set(asked) == {1e-3} and len(asked) * (arguments.LAYER_MIN_RUN_TIME_S + 1) < 180
+    assert len(asked) == 136 and set(asked) == {1e-3} and len(asked) * (command.LAYER_MIN_RUN_TIME_S + 1) < 180
 
 
 @pytest.mark.parametrize("format", ["table", "md", "csv", "json"])
@@ -453,13 +453,13 @@ def test_a_layer_and_what_other_norms_change(monkeypatch):
 
 @pytest.fixture
 def told():
-    with reporting(Progress(True)):
+    with use_progress(Progress(True)):
         yield
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_norm_kernels_patch_a_block_alone(name, capsys, told):
-    patch = norm_patch("cuda", CPU, torch.float32, ["bert", name], by_the_reference)
+    patch = make_norm_patch("cuda", CPU, torch.float32, ["bert", name], by_the_reference)
     plain, patched = small_block(name), small_block(name)
     x = torch.randn(2, 7, plain.shape.hidden)
     assert patch(patched) == 2 and "2 norms" in capsys.readouterr().err
@@ -481,11 +481,11 @@ def test_norm_kernels_patch_a_block_alone(name, capsys, told):
 
 def test_norm_kernels_that_can_patch_nothing_are_an_error():
     with pytest.raises(UsageError, match="--norm-kernels cuda: the family bert is not in the table"):
-        norm_patch("cuda", CPU, torch.float32, ["bert", "t5"], by_the_reference)
+        make_norm_patch("cuda", CPU, torch.float32, ["bert", "t5"], by_the_reference)
     block = small_block("llama")
     block.module.input_layernorm = torch.nn.RMSNorm(48)
     with pytest.raises(RunError, match="--norm-kernels cuda: llama with a .*RMSNorm is not in the table"):
-        norm_patch("cuda", CPU, torch.float32, ["llama"], by_the_reference)(block)
+        make_norm_patch("cuda", CPU, torch.float32, ["llama"], by_the_reference)(block)
 
 
 def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch, capsys):

@@ -23,7 +23,7 @@ from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.skeleton import build_skeleton, empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
-from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group
+from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN, EXPERTS = 2, 9, 8, 8
 COMMON = dict(

@@ -17,7 +17,7 @@ DIMS = (1, 7, 255, 512, 1280, 2048, 4096, 5120, 8191, 13824, 65536)
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    from zero_inference.utils.extension import load_extension, why_unavailable
+    from zero_inference.kernels.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
 

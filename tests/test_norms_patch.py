@@ -20,7 +20,7 @@ from zero_inference.models.spec import resolve_model
 from zero_inference.norms import choice, patch_norms, unpatch_norms
 from zero_inference.norms.patch import why_not_patched
 from zero_inference.planning.plan import plan_run
-from zero_inference.utils.distributed import detect_ranks, start_process_group, stop_process_group
+from zero_inference.utils.ranks import detect_ranks, start_process_group, stop_process_group
 
 SMALL = dict(
     hidden_size=64,

@@ -28,8 +28,8 @@ from zero_inference.models.spec import resolve_model
 from zero_inference.planning.changes import check_memory
 from zero_inference.planning.plan import build_job, make_plan, plan_run, plan_with
 from zero_inference.records.read import read_records
-from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group
 from zero_inference.utils.format import format_bytes
+from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group
 
 JSON_KEYS = [
     "fits", "verdict", "config", "sizes", "needs", "refused", "predicted", "limit", "moved_per_step", "placement", "changes_that_fit",

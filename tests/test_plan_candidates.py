@@ -12,7 +12,7 @@ from benchmarks import candidate_trials, plan_candidates
 from benchmarks.candidate_trials import Candidate, Trials
 from zero_inference.hardware.description_file import write_description
 from zero_inference.records.read import read_records
-from zero_inference.utils.environment import describe_environment, versions_of
+from zero_inference.utils.environment import describe_environment, rate_versions
 
 # Stands for `zero-inference run`: a record of the rate that --model says; `fails` and `hangs` do what they say.
 PROGRAM = """
@@ -200,7 +200,12 @@ def test_what_cannot_be_done_is_refused(tmp_path, capfd):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")
 def test_a_small_model_is_planned_and_every_candidate_runs(tmp_path, checkpoints, copied_runs, monkeypatch):
-    here = {"gpus": (), "versions": versions_of(describe_environment()), "link_gb_per_s": 10.0, "device_gb_per_s": 20.0}
+    here = {
+        "gpus": (),
+        "versions": rate_versions(describe_environment()),
+        "link_gb_per_s": 10.0,
+        "device_gb_per_s": 20.0,
+    }
     write_description(FAST.model_copy(update=here), tmp_path / "machine.json")
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(tmp_path / "machine.json"))
     sizes = "--batch-size 2 --prompt-len 8 --gen-len 6 --engine resident accelerate".split()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from zero_inference.utils.processes import group
+from zero_inference.utils.processes import process_group
 
 RUN = (
     "import sys; sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nfrom zero_inference.utils.processes import run_with_group\n"
@@ -72,7 +72,7 @@ def test_compilers_end_also_where_nobody_reads_what_ninja_prints(tmp_path):
     (tmp_path / "build.ninja").write_text(NINJA)
     ninja = shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     reading, writing = os.pipe()
-    with group([ninja, "-C", str(tmp_path), "-j", "2"], stdout=writing, stderr=writing) as leader:
+    with process_group([ninja, "-C", str(tmp_path), "-j", "2"], stdout=writing, stderr=writing) as leader:
         os.close(writing)
         deadline = time.monotonic() + 60
         while not (tmp_path / "compiling").exists():

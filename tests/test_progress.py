@@ -11,12 +11,12 @@ import pytest
 
 from zero_inference.architectures import command as compare
 from zero_inference.cli import console_main, run_config
-from zero_inference.measure.remaining import Remaining
+from zero_inference.measure.loops import Remaining
 from zero_inference.planning import search
 from zero_inference.utils import progress as progress_module
-from zero_inference.utils.child_runs import run_child, stage
 from zero_inference.utils.format import GIB, format_duration, format_time_left
-from zero_inference.utils.progress import Moved, Progress, current, is_reporting, reporting
+from zero_inference.utils.processes import last_progress, run_child
+from zero_inference.utils.progress import ByteProgress, Progress, current_progress, is_reporting, use_progress
 
 
 class Clock:
@@ -106,7 +106,7 @@ def test_of_tasks_inside_each_other_the_inner_one_is_shown_on_a_terminal(clock, 
 
 def test_bytes_are_told_with_their_rate(clock, capsys):
     progress = Progress(True, clock)
-    moved = Moved(progress, "fetching weights", 100 * GIB, already=20 * GIB)
+    moved = ByteProgress(progress, "fetching weights", 100 * GIB, already=20 * GIB)
     moved.at(30 * GIB)
     clock.now += 100
     moved.at(40 * GIB)
@@ -138,11 +138,11 @@ def test_something_slow_is_mentioned_from_a_thread_while_it_goes_on(capsys, monk
 
 
 def test_a_library_call_is_quiet_and_a_command_is_not(capsys):
-    current().say("nobody asked")
+    current_progress().say("nobody asked")
     assert not is_reporting()
-    with reporting(Progress(True)) as progress:
-        assert current() is progress and is_reporting()
-        current().say("asked")
+    with use_progress(Progress(True)) as progress:
+        assert current_progress() is progress and is_reporting()
+        current_progress().say("asked")
     assert lines(capsys) == ["asked"] and not is_reporting()
 
 
@@ -262,7 +262,7 @@ def test_verified_plans_are_told_one_by_one(clock, capsys, monkeypatch):
         return 1.5
 
     monkeypatch.setattr(search, "_measured_tokens_per_s", measured)
-    with reporting(Progress(True, clock)) as progress:
+    with use_progress(Progress(True, clock)) as progress:
         search.verify([Candidate(), Candidate(), Candidate()], 2, "throughput", progress.say)
     assert lines(capsys) == [
         "run 1 of 2: 1.5 token/s, predicted 2: --engine stream",
@@ -284,7 +284,7 @@ def test_a_waiting_command_shows_the_stage_of_its_child(tmp_path, capsys, monkey
     monkeypatch.setattr(progress_module, "QUIET_S", 0.05)
     monkeypatch.setattr(progress_module, "TICK_S", 0.02)
     code = "import time; print('loaded 1 GiB\\n[rank0]: perplexity 7 of 8, about 30 s to go\\nwarning: no\\n', flush=True); time.sleep(1.0)"
-    with reporting(Progress(True)) as shown, shown.task("compare", ticking=True) as task:
+    with use_progress(Progress(True)) as shown, shown.task("compare", ticking=True) as task:
         task.at("run 1 of 12 (16bit)")
         ended = run_child([sys.executable, "-c", code], tmp_path / "1.out")
         before = capsys.readouterr().err
@@ -294,4 +294,4 @@ def test_a_waiting_command_shows_the_stage_of_its_child(tmp_path, capsys, monkey
         r"^compare: run 1 of 12 \(16bit\).* \[perplexity 7 of 8, about 30 s to go\]$", before, re.MULTILINE
     )
     assert "perplexity" not in capsys.readouterr().err, "it has ended"
-    assert stage(tmp_path / "nothing") is None
+    assert last_progress(tmp_path / "nothing") is None

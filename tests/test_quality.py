@@ -14,7 +14,7 @@ from test_sandbox import REFUSED
 from zero_inference.architectures import QualityBenchmark
 from zero_inference.cli import main
 from zero_inference.errors import RunError, UsageError
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 
 BATCH = 4
 WINDOW, STRIDE = 48, 20

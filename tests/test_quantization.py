@@ -16,7 +16,7 @@ from zero_inference.engines.deepspeed.config import quantization_settings
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
-from zero_inference.utils.distributed import detect_ranks, start_process_group
+from zero_inference.utils.ranks import detect_ranks, start_process_group
 
 BOUND = {8: 0.02, 4: 0.15}
 # Rounding to 4 bits costs each random matrix 5.5% at groups of 8, 6.5% at 16 and 7.9% at 32, and the errors of embedding,

@@ -21,7 +21,7 @@ from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
 from zero_inference.records.read import read_records
-from zero_inference.utils.distributed import detect_ranks
+from zero_inference.utils.ranks import detect_ranks
 
 BATCH, PROMPT, GEN, BLOCK = 2, 8, 6, 128
 SHAPE = [

@@ -11,10 +11,10 @@ from conftest import ROOT
 from torch.nn import functional
 
 from zero_inference.kernels import products
+from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
 from zero_inference.kernels.indexed import pairs_together
 from zero_inference.kernels.products import FUSED_ROWS, linear_groups, linear_groups_reference
-from zero_inference.utils.extension import load_extension, why_unavailable
 
 BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 4e-3, torch.float32: 1e-5}  # relative, of norms
 GROUPS = products.FUSED_GROUP_SIZES

@@ -12,7 +12,7 @@ from test_report import make_record
 from zero_inference.cli import console_main
 from zero_inference.records.write import append_record
 from zero_inference.utils import write_benchmark_log
-from zero_inference.utils.replace import check_replaceable, replacing
+from zero_inference.utils.files import check_replaceable, write_atomically
 
 
 def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path):
@@ -20,11 +20,11 @@ def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path):
     path.write_text("old")
     path.chmod(0o640)
     link.symlink_to(path)
-    with pytest.raises(KeyboardInterrupt), replacing(link) as file:
+    with pytest.raises(KeyboardInterrupt), write_atomically(link) as file:
         file.write_text("half")
         raise KeyboardInterrupt
     assert path.read_text() == "old"
-    with replacing(link) as file:
+    with write_atomically(link) as file:
         file.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new" and link.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o640
@@ -34,7 +34,7 @@ def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path):
 def test_a_full_disk_costs_nothing_that_was_there(tmp_path):
     with small_disk(tmp_path / "disk", "64k") as disk:
         (disk / "items").write_text("old")
-        with pytest.raises(OSError, match="No space"), replacing(disk / "items") as file:
+        with pytest.raises(OSError, match="No space"), write_atomically(disk / "items") as file:
             file.write_bytes(bytes(1 << 17))
         assert [file.read_text() for file in disk.iterdir()] == ["old"]
 

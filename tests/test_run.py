@@ -22,7 +22,7 @@ from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.dummy import draw_tokens, fill_dummy
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import parse_log, read_records
-from zero_inference.utils import cgroups
+from zero_inference.utils import environment
 from zero_inference.utils.format import three_digits
 
 OPTIONS = ["--prompt-len", "12", "--gen-len", "5", "--dtype", "float32"]
@@ -413,7 +413,7 @@ def stand_on_a_machine(monkeypatch, host_bytes: int, disk_bytes: int | None = No
     """What the system says is free: host memory, under no cgroup's limit, and, where it is given, disk."""
     memory = psutil.virtual_memory()._replace(available=host_bytes)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr(cgroups, "memory", lambda root="/": (None, None))
+    monkeypatch.setattr(environment, "cgroup_memory", lambda root="/": (None, None))
     if disk_bytes is not None:
         disk = shutil.disk_usage("/")._replace(free=disk_bytes)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)

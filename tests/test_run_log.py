@@ -19,9 +19,8 @@ from zero_inference.cli import main
 from zero_inference.records import write
 from zero_inference.records.read import parse_log, read_records
 from zero_inference.records.write import append_record
-from zero_inference.utils import append, write_benchmark_log
-from zero_inference.utils.append import append_bytes, check_appendable
-from zero_inference.utils.replace import check_replaceable
+from zero_inference.utils import files, write_benchmark_log
+from zero_inference.utils.files import append_bytes, check_appendable, check_replaceable
 
 SHORT = [
     "--engine",
@@ -147,7 +146,7 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_loaded(run,
 
 
 def test_a_lock_that_is_never_released_is_not_waited_for(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(append, "LOCK_S", 0.3)
+    monkeypatch.setattr(files, "LOCK_S", 0.3)
     for name in ("run.log", "run.jsonl"):
         with (tmp_path / name).open("wb") as held:
             fcntl.flock(held, fcntl.LOCK_EX)

@@ -42,10 +42,10 @@ from zero_inference.planning.search import (
     ranked,
 )
 from zero_inference.records.read import read_records
-from zero_inference.utils.child_runs import run_child
-from zero_inference.utils.distributed import detect_ranks
-from zero_inference.utils.environment import describe_environment, versions_of
+from zero_inference.utils.environment import describe_environment, rate_versions
 from zero_inference.utils.format import format_seconds, significant
+from zero_inference.utils.processes import run_child
+from zero_inference.utils.ranks import detect_ranks
 
 GIB = 1 << 30
 LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
@@ -529,7 +529,7 @@ def kept_here(monkeypatch, tmp_path):
     monkeypatch.setattr(kept, "describe_environment", lambda: describe_environment() | {"gpus": []})
     environment = describe_environment()
     path = tmp_path / "machine.json"
-    versions = versions_of(environment)
+    versions = rate_versions(environment)
     here = FAST.model_copy(update={"gpus": (), "versions": versions, "link_gb_per_s": 10.0, "device_gb_per_s": 20.0})
     write_description(here, path)
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(path))

@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from zero_inference.cli import main
-from zero_inference.measure.steadiness import decode_evenness, in_words, load_warning, warning_of
+from zero_inference.measure.steadiness import decode_evenness, describe_slow_step, load_warning, spread_warning
 from zero_inference.records.field import as_mapping
 from zero_inference.records.schema import Loop, MachineLoad
 from zero_inference.utils.format import three_digits
@@ -30,9 +30,9 @@ def loops_of(*step_s: list[float]) -> list[Loop]:
 def test_loops_that_differ_are_told_and_warned_of():
     evenness = decode_evenness(loops_of([0.1] * 10, [0.1] * 10, [0.125] * 10))
     assert evenness.decode_spread == pytest.approx(0.25) and evenness.slowest_step_over_median == pytest.approx(1.0)
-    assert in_words(evenness) is None  # the table has the range
-    assert "25%" in warning_of(evenness)
-    assert warning_of(decode_evenness(loops_of([0.1] * 10, [0.109] * 10))) is None
+    assert describe_slow_step(evenness) is None  # the table has the range
+    assert "25%" in spread_warning(evenness)
+    assert spread_warning(decode_evenness(loops_of([0.1] * 10, [0.109] * 10))) is None
 
 
 def test_a_step_that_stands_out_is_told_with_its_place_even_if_the_loops_agree():
@@ -41,7 +41,7 @@ def test_a_step_that_stands_out_is_told_with_its_place_even_if_the_loops_agree()
     evenness = decode_evenness(loops_of(stalled, stalled))
     assert evenness.decode_spread == 0 and evenness.slowest_step_over_median == pytest.approx(1.7 / 0.06)
     assert evenness.slowest_step_at.step == 7 and evenness.slowest_step_at.step_s == 1.7
-    said = in_words(evenness)
+    said = describe_slow_step(evenness)
     assert "decode step 7 of loop" in said and "1.700 s, 28.3 times the median step" in said
 
 
@@ -57,7 +57,7 @@ def test_a_step_that_stands_out_is_told_with_its_place_even_if_the_loops_agree()
 )
 def test_nothing_is_said_that_cannot_be_known(loops, words):
     evenness = decode_evenness(loops_of(*loops))
-    said = in_words(evenness)
+    said = describe_slow_step(evenness)
     assert (said is None) if words is None else said.startswith(words)
     assert (evenness.decode_spread is not None) == (len(loops) > 1 and bool(loops[0]))
     assert (evenness.slowest_step_over_median is None) == (len(loops[0]) < 3)

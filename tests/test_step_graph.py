@@ -21,7 +21,7 @@ from zero_inference.engines.stream.rebalance import LAST_PASS, MOST_LOOKS
 from zero_inference.errors import UsageError
 from zero_inference.kernels import decode_attention
 from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions
-from zero_inference.measure import first_passes
+from zero_inference.measure import correctness
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.report.results import graph_in_words
@@ -307,9 +307,9 @@ def test_where_logits_are_not_finite_is_not_seen_in_a_graph(checkpoints):
     """Which calls no module."""
     loaded, _, ranks = load(checkpoints("llama"), gpu_memory=ALL)
     ids = random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device)
-    seen = first_passes._begins(loaded.model, ranks, lambda: loaded.model(ids))
+    seen = correctness._begins(loaded.model, ranks, lambda: loaded.model(ids))
     assert seen.startswith("it begins after the decoder layers")
-    unseen = first_passes._begins(loaded.model, ranks, lambda: None)
+    unseen = correctness._begins(loaded.model, ranks, lambda: None)
     assert unseen.endswith("use --decode-graph off to see where it begins")
     loaded.close()
 

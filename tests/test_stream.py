@@ -22,14 +22,14 @@ from zero_inference.engines.stream.timeline import BlockSpan, Copy, Timeline
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware import copy
 from zero_inference.kv_cache.device import DeviceKVCache
-from zero_inference.measure import generation
-from zero_inference.measure.profiling import TRACED_TOKENS, link_use_in
+from zero_inference.measure.loops import measure_loops
 from zero_inference.measure.rates import LinkRate
 from zero_inference.measure.result import output_ids_sha256
+from zero_inference.measure.trace import TRACED_TOKENS, link_use_in
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
-from zero_inference.utils.distributed import detect_ranks, start_process_group
+from zero_inference.utils.ranks import detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN = 2, 9, 8
 LONGER = {
@@ -108,9 +108,7 @@ def generate(loaded, spec, ranks, gen_len=GEN, loops=2, warmup=0, **others):
         cache.reset()
         return cache
 
-    return generation.measure(
-        loaded, random_ids(0, BATCH, PROMPT, VOCAB), gen_len, loops, warmup, ranks, make, **others
-    )
+    return measure_loops(loaded, random_ids(0, BATCH, PROMPT, VOCAB), gen_len, loops, warmup, ranks, make, **others)
 
 
 @pytest.mark.parametrize("name", LONGER)

@@ -17,13 +17,13 @@ from zero_inference.engines.stream.embedding import HostEmbedding, find_table
 from zero_inference.errors import UsageError
 from zero_inference.hardware.limited import LimitedMachine
 from zero_inference.hardware.machine import DescribedMachine
+from zero_inference.kernels.extension import load_extension
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import build_job, make_plan
-from zero_inference.utils.distributed import detect_ranks
-from zero_inference.utils.extension import load_extension
 from zero_inference.utils.format import format_bytes
+from zero_inference.utils.ranks import detect_ranks
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

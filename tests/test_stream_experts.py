@@ -26,7 +26,7 @@ from zero_inference.models import experts
 from zero_inference.models.experts import read_experts
 from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.prompts import random_ids
-from zero_inference.utils.distributed import detect_ranks
+from zero_inference.utils.ranks import detect_ranks
 
 SHARES = ("0.3", "0.7", "1")
 SMALL = dict(

@@ -28,7 +28,7 @@ from test_stream_cores import feeder_of
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.measure import generation
 from zero_inference.models.prompts import random_ids
-from zero_inference.utils.distributed import detect_ranks, start_process_group, stop_process_group
+from zero_inference.utils.ranks import detect_ranks, start_process_group, stop_process_group
 
 cases, results = json.loads(sys.argv[1]), []
 ranks = detect_ranks()
@@ -177,11 +177,11 @@ def test_codes_give_the_ids_of_the_dequantized_weights(bits, checkpoints, two_ra
 def ids_of_one_rank(folder: Path, **options) -> torch.Tensor:
     """Of the same engine without the cores."""
     from zero_inference.kv_cache.device import DeviceKVCache
-    from zero_inference.measure import generation
+    from zero_inference.measure import loops
 
     loaded, spec, ranks = load(folder, batch_size=BATCH, cpu_compute="off", **options)
     ids = random_ids(0, BATCH, PROMPT, VOCAB)
-    found = generation.measure(loaded, ids, GEN, 1, 0, ranks, lambda: DeviceKVCache(spec.config, PROMPT + GEN))
+    found = loops.measure_loops(loaded, ids, GEN, 1, 0, ranks, lambda: DeviceKVCache(spec.config, PROMPT + GEN))
     loaded.close()
     return found.output_ids
 

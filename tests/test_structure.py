@@ -18,10 +18,10 @@ PACKAGE = "zero_inference"
 # Lowest first: each may import the entries before it, and itself. Imports inside functions and for types alone count too.
 LAYERS = {
     "errors": "The errors that end a run.",
-    "utils": "Sizes and the log of a run; ranks, processes, signals, files, host memory, tables.",
+    "utils": "Files, processes, ranks, environment, progress, tables, the log of a run.",
     "config": "The options of a run: declared once, read from the shell, YAML and Python, checked.",
     "records": "The log and the record of a run, written and read.",
-    "kernels": "Quantized weights and their products; fused kernels for parts of a model.",
+    "kernels": "Building of compiled libraries; quantized weights and their products; fused kernels.",
     "cpu": "The CPU backend: thread pool, products, experts, attention, hand-off with a CUDA stream.",
     "norms": "Norm kernels, their reference and their patching into models.",
     "models": "From a model's name to its config, empty model, weights and prompts.",

@@ -179,7 +179,7 @@ def test_an_append_that_does_not_fit_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "run.log"
     done = run_python(
         "import resource, sys\n"
-        "from zero_inference.utils.append import append_bytes\n"
+        "from zero_inference.utils.files import append_bytes\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         f"append_bytes({str(path)!r}, b'a' * 59 + b'\\n')\n"
         f"append_bytes({str(path)!r}, b'b' * 59 + b'\\n')\n"

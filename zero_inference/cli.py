@@ -17,9 +17,8 @@ from zero_inference.config.run_options import add_run_arguments, config_from_arg
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils import garbage
 from zero_inference.utils.format import printable
-from zero_inference.utils.invocation import as_installed, behind_the_command, first_rank
-from zero_inference.utils.processes import launcher_watch
-from zero_inference.utils.progress import Progress, importing
+from zero_inference.utils.processes import as_installed_command, launcher_watch, move_rank_option
+from zero_inference.utils.progress import Progress, first_rank, importing
 
 FIRST_RANK_SPEAKS_S = 10.0
 DEFAULT_VERBOSE = DEFAULTS["verbose"]
@@ -42,7 +41,7 @@ def run_command(args: argparse.Namespace, argv: list[str]) -> int:
         Progress(config.verbose > 0 and first_rank()).say(f"no model was named, so this is the default, {config.model}")
     if config.verbose < 2:  # where a rank is gone, torch's store warns with a page of C++ frames at each question
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with garbage.postponed():
+    with garbage.postpone_collections():
         with importing("torch and transformers", config.verbose > 0):
             from zero_inference.runner import run
 
@@ -98,7 +97,7 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
     def add_run(command: Parser) -> None:
         add_run_arguments(command)
         for group in command._action_groups:
-            group.description = group.description and as_installed(group.description)
+            group.description = group.description and as_installed_command(group.description)
         command.epilog = examples("zero-inference run facebook/opt-13b --dummy --engine stream --dry-run")
 
     def measure_link(args: argparse.Namespace) -> int:
@@ -121,7 +120,7 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
 
 def console_main(argv: list[str] | None = None) -> int:
     """Entry point of the `zero-inference` command."""
-    argv = behind_the_command(sys.argv if argv is None else argv)
+    argv = move_rank_option(sys.argv if argv is None else argv)
     from zero_inference.architectures.command import split
 
     own, after = split(argv[1:])

@@ -15,6 +15,7 @@ from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.hardware.choose import machine_of
 from zero_inference.hardware.machine import Machine
+from zero_inference.kernels.build import compile_s
 from zero_inference.measure import steadiness
 from zero_inference.measure.result import measured_of
 from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
@@ -34,11 +35,10 @@ from zero_inference.records.schema import AutoChoice, Quality, Result
 from zero_inference.records.write import RunLog, refuse_shared_files
 from zero_inference.report.results import publish
 from zero_inference.utils import garbage
-from zero_inference.utils.compilers import compile_s
-from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.utils.environment import describe_environment
-from zero_inference.utils.invocation import run_command
-from zero_inference.utils.progress import Progress, reporting
+from zero_inference.utils.processes import run_command
+from zero_inference.utils.progress import Progress, use_progress
+from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group, stop_process_group
 
 Questions = dict[str, list[dict]]
 
@@ -76,7 +76,7 @@ def run(
     _quiet_libraries(config.verbose)
     machine = machine_of(config.machine, config.assume)
     ranks = machine.ranks_there(detect_ranks(local_rank))
-    with reporting(Progress(enabled=ranks.is_first and config.verbose > 0)) as progress:
+    with use_progress(Progress(enabled=ranks.is_first and config.verbose > 0)) as progress:
         return _run(config, argv, ranks, machine, progress, publish)
 
 
@@ -203,7 +203,7 @@ def _measured(
         progress.say(line)
     if note:
         progress.say(note)
-    garbage.look_from_here()
+    garbage.resume_collections()
     files.result.machine = steadiness.machine_load()  # before there is any of our own
     if warning := steadiness.load_warning(files.result.machine):
         progress.say(warning)
@@ -220,7 +220,7 @@ def _measured(
 
 def _note_results(session: Session, files: RunLog, progress: Progress) -> None:
     assert files.result.measured is not None
-    if warning := steadiness.warning_of(files.result.measured.evenness):
+    if warning := steadiness.spread_warning(files.result.measured.evenness):
         progress.say(warning)
     trace = session.plan.job.config.trace
     if trace:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from zero_inference.config.run_config import RunConfig
     from zero_inference.engines.base import LoadedModel
     from zero_inference.models.spec import ModelSpec
-    from zero_inference.utils.distributed import Ranks
+    from zero_inference.utils.ranks import Ranks
 
 
 def loaded_by_options(description: str) -> tuple[RunConfig, ModelSpec, Ranks, LoadedModel]:
@@ -25,7 +25,7 @@ def loaded_by_options(description: str) -> tuple[RunConfig, ModelSpec, Ranks, Lo
 
     from zero_inference.models.spec import resolve_model
     from zero_inference.planning.plan import plan_run
-    from zero_inference.utils.distributed import detect_ranks, start_process_group
+    from zero_inference.utils.ranks import detect_ranks, start_process_group
 
     ranks = detect_ranks(args.local_rank)
     spec = resolve_model(config, ranks.device.type)

@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_inference.config.options import DEFAULTS
 from zero_inference.config.values import OTHER_OPTIONS
-from zero_inference.utils.near import closest
+from zero_inference.utils.suggestions import closest
 
 
 def check_names(function: str, given: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:

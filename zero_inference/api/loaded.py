@@ -30,9 +30,9 @@ from zero_inference.planning.choose import choose, hint
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan
 from zero_inference.records.failure import explain_failure
 from zero_inference.utils import garbage
-from zero_inference.utils.distributed import Ranks, detect_ranks, hold_process_group
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.progress import Progress
+from zero_inference.utils.ranks import Ranks, detect_ranks, hold_process_group
 
 MAX_LENGTH = 2048  # tokens of a sequence where none is asked for
 UNLOADED = "this model was unloaded; load it again with zero_inference.load()."
@@ -90,7 +90,7 @@ def load_model(config: RunConfig, max_length: int | None, scoring: bool) -> Any:
     releases, progress = ExitStack(), Progress(enabled=config.verbose > 0)
     with left_as_found(config.verbose), contextlib.closing(progress):
         plan = _planned(config, max_length, scoring, progress)
-        garbage.look_from_here()
+        garbage.resume_collections()
         try:
             if plan.job.config.engine == "deepspeed":
                 releases.callback(hold_process_group(plan.job.ranks))

@@ -95,7 +95,7 @@ def load(
     """
     check_names("load", placement, PLACEMENT, ELSEWHERE)
     config = parse_options(options_from({"model": model, "engine": engine, "batch_size": batch_size, **placement}))
-    with garbage.postponed():
+    with garbage.postpone_collections():
         from zero_inference.api.loaded import load_model
 
         return load_model(config, max_length, scoring)

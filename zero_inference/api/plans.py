@@ -217,7 +217,7 @@ def plan(
     parser = _Words(prog="zero-inference plan", add_help=False)
     command.add_arguments(parser)
     args = parser.parse_args(words)
-    with garbage.postponed(), left_as_found(verbose=1):
+    with garbage.postpone_collections(), left_as_found(verbose=1):
         job, found = command.search(args)
         return _plans_of(args, job, found)
 

@@ -21,14 +21,14 @@ def left_as_found(verbose: int) -> Iterator[None]:
     """
     from transformers.utils import logging as transformers_logging
 
-    from zero_inference.utils import signals
-    from zero_inference.utils.distributed import process_group_kept
+    from zero_inference.utils import processes
+    from zero_inference.utils.ranks import keep_process_group
 
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     if verbose < 2:
         transformers_logging.set_verbosity_error()
     try:
-        with signals.restored(), process_group_kept():
+        with processes.restore_signals(), keep_process_group():
             yield
     finally:
         transformers_logging.set_verbosity(level)

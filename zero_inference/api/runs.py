@@ -17,7 +17,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import parse_options
 from zero_inference.errors import RunError, UsageError
 from zero_inference.records.hardware import RATE_WORDS
-from zero_inference.utils import GB, garbage, signals
+from zero_inference.utils import GB, garbage, processes
 from zero_inference.utils.format import format_bytes
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _with_prompts(options: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _measured(config: RunConfig, argv: list[str], log: bool) -> RunResult:
-    with garbage.postponed():
+    with garbage.postpone_collections():
         from zero_inference.runner import run as run_once
 
         with left_as_found(config.verbose), _memory_freed():
@@ -211,7 +211,7 @@ def _memory_freed() -> Iterator[None]:
 
 def _write(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
     before()
-    with signals.held():
+    with processes.defer_signals():
         files.write()
     if files.unwritten:
         raise RunError("; ".join(files.unwritten) + ".")

@@ -18,9 +18,8 @@ from zero_inference.config.run_options import expand_config_files
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
-from zero_inference.utils.child_runs import OWN_ERROR, Ended, last_words, run_child
 from zero_inference.utils.format import file_stem
-from zero_inference.utils.processes import isolated_ranks
+from zero_inference.utils.processes import OWN_ERROR, ChildRun, isolated_ranks, last_error_line, run_child
 
 # What `compare` says itself, to every run.
 TAKEN = {"log-file", "log-dir", "dry-run", "json", "save-config", "warmup", "warmup-spread", "verbose", "local-rank"}
@@ -189,9 +188,9 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
     return ended.record or {"status": STATUS_FAILED, "error": why_ended(ended)}
 
 
-def why_ended(ended: Ended) -> str:
+def why_ended(ended: ChildRun) -> str:
     """What a run that left no record said last."""
-    words = last_words(ended.said())
+    words = last_error_line(ended.said())
     if words is None:
         return f"exit code {ended.code}, and it said nothing"
     return words.removeprefix("error: ") if OWN_ERROR.match(words) else f"{words} (exit code {ended.code})"

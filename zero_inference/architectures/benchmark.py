@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_inference.architectures.statistics import percentile
-from zero_inference.measure.generation import settled
+from zero_inference.measure.loops import is_steady
 from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import max_positions
@@ -138,9 +138,9 @@ class ArchitectureBenchmark:
     def _result(self, name: str, run: Callable[[], None], tokens: int, num_runs: int) -> BenchmarkResult:
         with torch.inference_mode():
             warmup_s: list[float] = []
-            while len(warmup_s) < WARMUP_TRIES and not settled(warmup_s, WARMUP_SPREAD):
+            while len(warmup_s) < WARMUP_TRIES and not is_steady(warmup_s, WARMUP_SPREAD):
                 warmup_s.append(self._seconds(run))
-            if not settled(warmup_s, WARMUP_SPREAD):
+            if not is_steady(warmup_s, WARMUP_SPREAD):
                 warnings.warn(
                     f"{name}: {WARMUP_TRIES} warm-up runs, and the last ones still differ by more than "
                     f"{WARMUP_SPREAD:.0%}",

@@ -22,8 +22,8 @@ from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.format import format_duration
-from zero_inference.utils.progress import Progress, reporting
-from zero_inference.utils.signals import exit_on_stop
+from zero_inference.utils.processes import exit_on_stop
+from zero_inference.utils.progress import Progress, use_progress
 from zero_inference.utils.tables import FORMATS
 
 WARMUP_SPREAD = 0.05
@@ -115,7 +115,7 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     )  # one round gives no verdict that an unsettled run could spoil
     args.warmup_tries = args.warmup_tries or (WARMUP_TRIES if settles else 1)
     extra = ["--warmup", str(args.warmup_tries), *(["--warmup-spread", str(WARMUP_SPREAD)] if settles else [])]
-    with reporting(Progress(args.verbose > 0)) as progress:
+    with use_progress(Progress(args.verbose > 0)) as progress:
         _check_all(arms, args, extra, folder, progress)
         runs = _run_all(arms, args, extra, folder, progress)
 

@@ -12,7 +12,7 @@ from zero_inference.errors import UsageError
 from zero_inference.quality.data import check_items, load_items, rows_of
 from zero_inference.quality.evaluate import QualitySettings, evaluate
 from zero_inference.quality.sandbox import check_isolation
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 
 
 class QualityBenchmark:

@@ -36,9 +36,8 @@ from zero_inference.config.options import (
 )
 from zero_inference.config.values import not_among
 from zero_inference.errors import UsageError
-from zero_inference.utils.divisors import nearest_multiples
-from zero_inference.utils.near import did_you_mean
-from zero_inference.utils.replace import check_output_file
+from zero_inference.utils.files import check_output_file
+from zero_inference.utils.suggestions import did_you_mean, nearest_multiples
 
 
 def check_paths(choices: Options) -> None:

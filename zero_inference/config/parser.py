@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from zero_inference.config.values import OTHER_COMMANDS, not_among, other_option
 from zero_inference.utils.format import printable
-from zero_inference.utils.near import did_you_mean
+from zero_inference.utils.suggestions import did_you_mean
 
 # What argparse says, and what we say instead.
 _IN_PLAIN_WORDS = (

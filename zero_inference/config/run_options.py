@@ -30,9 +30,9 @@ from zero_inference.config.parser import MODEL_GIVEN, Parser, examples, plain
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.values import default, other_option
 from zero_inference.errors import RunError, UsageError
+from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import first_line
-from zero_inference.utils.near import did_you_mean
-from zero_inference.utils.replace import replacing
+from zero_inference.utils.suggestions import did_you_mean
 
 DTYPE = f"{{{','.join(DTYPES)}}}"
 
@@ -424,7 +424,7 @@ def save_options(path: str, options: Mapping[str, Any], command: str) -> None:
 
     text = yaml.safe_dump(dict(options), sort_keys=False, allow_unicode=True) if options else "{}\n"
     try:
-        with replacing(path) as part:
+        with write_atomically(path) as part:
             part.write_text(f"# {command}\n{text}", encoding="utf-8")
     except OSError as error:
         raise RunError(f"--save-config {path}: {error.strerror or error}.") from error

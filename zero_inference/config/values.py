@@ -9,7 +9,7 @@ from typing import Any
 from zero_inference.config.options import AUTO, DEFAULTS, DTYPES, QUANT_BITS
 from zero_inference.errors import UsageError
 from zero_inference.utils.format import parse_gib
-from zero_inference.utils.near import did_you_mean
+from zero_inference.utils.suggestions import did_you_mean
 
 _DTYPES = {
     **{name: name for name in DTYPES},

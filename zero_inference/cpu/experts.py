@@ -13,7 +13,7 @@ import torch
 from zero_inference.cpu.library import DTYPES, INSTRUCTIONS
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS, CpuPool, Task
 from zero_inference.cpu.products import Matrix
-from zero_inference.utils.extension import load_extension
+from zero_inference.kernels.extension import load_extension
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from zero_inference.cpu.experts import WeightedRows
 from zero_inference.cpu.library import require_library
 from zero_inference.cpu.pool import ARRIVED, DONE, FLAG_BYTES, STOP, CpuPool, Routing, Task, flag_bytes
 from zero_inference.errors import RunError
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.shared_memory import SharedMemory
 from zero_inference.utils.transfers import Transfers
 

@@ -19,11 +19,17 @@ from typing import Any
 
 import torch
 
-from zero_inference.utils.cache_folder import extensions_folder, made_folder
-from zero_inference.utils.compilers import find_compiler, new_build, timed
-from zero_inference.utils.extension import COMPLETE, FOR_CORES, file_digest, in_one_line, is_complete, source_folder
-from zero_inference.utils.locks import held_lock
-from zero_inference.utils.processes import group
+from zero_inference.kernels.build import find_compiler, new_build, time_compiling
+from zero_inference.kernels.extension import (
+    COMPLETE,
+    CPU_SOURCES,
+    compiler_error_line,
+    file_digest,
+    is_complete,
+    source_folder,
+)
+from zero_inference.utils.files import extensions_folder, hold_lock, make_folder
+from zero_inference.utils.processes import process_group
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # zero_inference::cpu::Dtype
 
@@ -51,7 +57,7 @@ def load_library(progress_message: Callable[[str], None] | None = None) -> ctype
             )
             _reason = None
         except Exception as error:  # no compiler, a full disk, a library of another system: callers have other ways
-            _reason = in_one_line(error)
+            _reason = compiler_error_line(error)
     return _library
 
 
@@ -87,11 +93,11 @@ def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -
     """
     compiler = find_compiler()
     name = library_name(*compiler, compiler_version(compiler), *extra_flags)
-    folder = made_folder(extensions_folder()) / name
+    folder = make_folder(extensions_folder()) / name
     library = folder / f"{name}.so"
     if is_complete(library):
         return library
-    with timed(), held_lock(folder.with_suffix(".lock")):
+    with time_compiling(), hold_lock(folder.with_suffix(".lock")):
         if not is_complete(library):
             say("compiling the kernels for the host's cores (once per machine, some seconds) ...")
             with new_build(folder) as building:
@@ -102,13 +108,13 @@ def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -
 
 def sources() -> list[Path]:
     """All files to compile."""
-    return sorted((source_folder() / FOR_CORES).glob("*.cpp"))
+    return sorted((source_folder() / CPU_SOURCES).glob("*.cpp"))
 
 
 def library_name(*parts: str) -> str:
     """Named after the sources, the machine's type, the flags and `parts`, so that a change makes a new one beside the old."""
     digest = hashlib.sha256()
-    for file in sorted((source_folder() / FOR_CORES).iterdir()):
+    for file in sorted((source_folder() / CPU_SOURCES).iterdir()):
         if file.is_file():
             digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     for part in (platform.machine(), *FLAGS, *parts):
@@ -127,7 +133,7 @@ def build(compiler: Sequence[str], folder: Path, library: Path, extra_flags: Seq
     Raises RuntimeError with the compiler's line that names the error.
     """
     if not sources():
-        raise RuntimeError(f"no sources in {source_folder() / FOR_CORES}")
+        raise RuntimeError(f"no sources in {source_folder() / CPU_SOURCES}")
     flags = [*FLAGS, *extra_flags]
     objects = [folder / f"{source.stem}.o" for source in sources()]
     commands = [
@@ -141,7 +147,7 @@ def _run_all(commands: list[list[str]]) -> None:
     """Run `commands` side by side, which end with this process; all are waited for before the first failure is raised."""
     with ExitStack() as groups:
         files: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        running = [groups.enter_context(group(line, **files)) for line in commands]
+        running = [groups.enter_context(process_group(line, **files)) for line in commands]
         said = [(process.stdout.read(), process.wait()) for process in running if process.stdout is not None]
     for text, code in said:
         if code:

@@ -14,7 +14,7 @@ import torch
 from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, best_instructions, require_library
 from zero_inference.cpu.products import Matrix
 from zero_inference.errors import RunError, UsageError
-from zero_inference.utils import cgroups
+from zero_inference.utils import environment
 
 CPUS = Path("sys/devices/system/cpu")
 
@@ -69,7 +69,7 @@ def _cores_near(numa_nodes: set[int | None], root: str, allowed: set[int] | None
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     near = {cpu for cpu in allowed if None in numa_nodes or _node_of(cpu, Path(root)) in numa_nodes}
     cores = _one_of_each_core(near or allowed, Path(root))
-    granted = cgroups.cores(root)
+    granted = environment.cgroup_cores(root)
     return cores if granted is None else cores[: max(1, int(granted))]
 
 

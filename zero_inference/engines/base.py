@@ -33,8 +33,8 @@ from zero_inference.models.skeleton import Skeleton
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.hardware import LinkUse
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.format import format_bytes
+from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zero_inference.errors import UsageError
-from zero_inference.utils.divisors import nearest_divisor
+from zero_inference.utils.suggestions import nearest_divisor
 
 LEAST_COLUMNS = (
     32  # a matrix with fewer keeps its dtype: it is no large projection (a low rank, the kernel of a convolution)

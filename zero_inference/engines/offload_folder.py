@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.format import format_bytes, format_bytes_pair
-from zero_inference.utils.signals import held
+from zero_inference.utils.processes import defer_signals
 
 PREFIX = "zero-inference-"
 OURS = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")  # as tempfile.mkdtemp names it
@@ -36,7 +36,7 @@ class OffloadWorkspace:
 
     def __init__(self, folder: Path):
         _remove_remains(folder)
-        with held():
+        with defer_signals():
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
             try:
                 self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -49,7 +49,7 @@ class OffloadWorkspace:
 
     def close(self) -> None:
         """Remove it and what is in it. A second call does nothing; signals wait until it is done."""
-        with held():
+        with defer_signals():
             if self in _open:
                 _open.discard(self)
                 _remove(self.path)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from zero_inference.errors import UsageError
 from zero_inference.hardware.description import LEAST_RATE, MOST, CoreRates, Cores, Description, Gpu, Products, Source
 from zero_inference.utils.format import UNIT_BYTES, UNITS, parse_number_and_unit
-from zero_inference.utils.near import did_you_mean
+from zero_inference.utils.suggestions import did_you_mean
 
 # Of a GPU, left to CUDA itself: an estimate, where a measured machine has what was found.
 CONTEXT_BYTES = 512 << 20

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_inference.config.parser import add_verbose, examples
-from zero_inference.utils.progress import Progress, current, importing, reporting
+from zero_inference.utils.progress import Progress, current_progress, importing, use_progress
 
 if TYPE_CHECKING:
     from zero_inference.hardware.description import Description
@@ -53,16 +53,16 @@ def main(args: argparse.Namespace) -> int:
     """Measures and prints; 0. Raises UsageError for a folder or a GPU that is not there."""
     from zero_inference.errors import UsageError
     from zero_inference.hardware.engines import EnginesProcess
-    from zero_inference.utils.replace import check_output_file
+    from zero_inference.utils.files import check_output_file
 
     if args.disk is not None and not args.disk.is_dir():
         raise UsageError(f"--disk {args.disk}: there is no such folder.")
     if args.save == HERE:
         from zero_inference.hardware.description_file import kept_path
-        from zero_inference.utils.cache_folder import made_folder
+        from zero_inference.utils.files import make_folder
 
         args.save = kept_path()
-        made_folder(args.save.parent)
+        make_folder(args.save.parent)
     if args.save is not None:
         check_output_file("--save", str(args.save))
         if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -70,9 +70,9 @@ def main(args: argparse.Namespace) -> int:
     quiet = args.verbose == 0 or os.environ.get("RANK", "0") != "0"
     with contextlib.ExitStack() as stack:
         engines = None
-        stack.enter_context(reporting(Progress(not quiet)))
+        stack.enter_context(use_progress(Progress(not quiet)))
         if args.save is not None:
-            current().say(
+            current_progress().say(
                 "measuring this machine: about a minute, and up to two more the first time, to compile kernels"
             )
             # it loads libraries while this process does
@@ -88,7 +88,7 @@ def _measure(args: argparse.Namespace, engines: EnginesProcess | None) -> int:
         from zero_inference.hardware.report import as_json, make_report, print_report
         from zero_inference.hardware.saved import measure_this_machine
     from zero_inference.errors import RunError, UsageError
-    from zero_inference.utils.distributed import detect_ranks, start_process_group, stop_process_group
+    from zero_inference.utils.ranks import detect_ranks, start_process_group, stop_process_group
     from zero_inference.utils.watch import PeerWatch, lost_connection
 
     ranks = detect_ranks(args.local_rank)
@@ -108,7 +108,7 @@ def _measure(args: argparse.Namespace, engines: EnginesProcess | None) -> int:
         report, description = (
             (make_report(ranks, args.disk), None)
             if engines is None
-            else measure_this_machine(ranks, engines, args.disk, current().say)
+            else measure_this_machine(ranks, engines, args.disk, current_progress().say)
         )
         failed = False
     except RuntimeError as error:
@@ -138,6 +138,6 @@ def _save(description: Description, path: Path) -> None:
         write_description(description, path)
     except OSError as error:
         raise RunError(f"--save {path}: {error.strerror}; the rates above were not saved.") from error
-    current().say(f"machine: {path}")
+    current_progress().say(f"machine: {path}")
     if caveat := description.caveat():
-        current().say(f"warning: {caveat}")
+        current_progress().say(f"warning: {caveat}")

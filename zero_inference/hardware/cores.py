@@ -24,7 +24,7 @@ from zero_inference.hardware.copies import Copies, random_bytes, rate_alone, rat
 from zero_inference.hardware.meeting import MEETING_ROUNDS, crossed_bytes, crossing_s, narrow_feed_forward
 from zero_inference.hardware.products import BLOCK_BYTES, CHOSEN, Calls, Products
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
 ROUNDS = 5

@@ -28,7 +28,7 @@ from zero_inference.hardware.cores import (
 from zero_inference.hardware.meeting import crossed_bytes, crossing_s
 from zero_inference.hardware.products import Calls, Products
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
 LONGER = 2  # as many rounds as the first rank takes, so that the other links are still busy in its last one

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from zero_inference.errors import UsageError
 from zero_inference.hardware.description import MEASURED_WITH, SCHEMA_VERSION, Description
-from zero_inference.utils.cache_folder import machine_path
-from zero_inference.utils.replace import replacing
+from zero_inference.utils.files import machine_path, write_atomically
 
 
 def read_description(path: Path) -> Description:
@@ -71,7 +70,7 @@ def _newer_version(path: Path, changed: int) -> str | None:
 
 def write_description(description: Description, path: Path) -> None:
     """Replace the file at once, so that nobody finds half of it. Raises OSError."""
-    with replacing(path) as part:
+    with write_atomically(path) as part:
         part.write_text(description.model_dump_json(by_alias=True, indent=1) + "\n", encoding="utf-8")
 
 

@@ -10,12 +10,12 @@ from zero_inference.hardware.compute import as_graph, median_s
 from zero_inference.hardware.device_attention import HEAD_DIM, attention_s
 from zero_inference.hardware.small_models import POSITIONS, small_llama
 from zero_inference.kernels.decode_attention import using_decode_attention
+from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.models.greedy import use_repeatable_attention
 from zero_inference.models.operators import trace_without_weights
 from zero_inference.norms.patch import patch_norms
-from zero_inference.utils.extension import load_extension
 
 LAYERS = 1, 16  # of two models: what they differ by are operators
 WIDTH = 4096  # whose kernels take as long as those of models

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_inference.errors import UsageError
-from zero_inference.utils.cache_folder import machine_path, made_folder
-from zero_inference.utils.environment import OtherPrograms, describe_environment, versions_of
+from zero_inference.utils.environment import CpuContention, describe_environment, rate_versions
+from zero_inference.utils.files import machine_path, make_folder
 
 if TYPE_CHECKING:
     from zero_inference.hardware.description import Description
@@ -61,7 +61,7 @@ def why_outdated(description: Description) -> str | None:
     if description.measured_with < MEASURED_WITH:
         return "this version measures more of it"
     now = describe_environment()
-    for name, version in versions_of(now).items():
+    for name, version in rate_versions(now).items():
         if description.versions.get(name) != version:
             return f"{name.replace('_', ' ')} was {description.versions.get(name)} and is {version}"
     gpus = [gpu["name"] for gpu in now["gpus"]]
@@ -80,7 +80,7 @@ def measure_where_needed(say: Callable[[str], None]) -> None:
 
 
 def _share_of_others() -> float:
-    others = OtherPrograms()
+    others = CpuContention()
     time.sleep(LOOK_S)
     return others.share()
 
@@ -94,7 +94,7 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
     from zero_inference.hardware.description_file import kept_path, read_description, write_description
     from zero_inference.hardware.engines import EnginesProcess
     from zero_inference.hardware.saved import measure_this_machine
-    from zero_inference.utils.distributed import detect_ranks
+    from zero_inference.utils.ranks import detect_ranks
 
     path = kept_path()
     again = ""
@@ -107,7 +107,7 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
                 f"{path}: this machine's rates are kept here, but the file describes no machine; remove it, or let ZERO_INFERENCE_MACHINE "
                 "name another file."
             ) from error
-    made_folder(path.parent)
+    make_folder(path.parent)
     say(f"measuring this machine{again}; the results are kept until a version, the CPU or a GPU changes ...")
     with contextlib.closing(EnginesProcess()) as engines:
         report, description = measure_this_machine(detect_ranks(), engines, None, say)

@@ -14,12 +14,12 @@ from zero_inference.hardware.description import Launches
 from zero_inference.hardware.device_attention import measure_device_attention
 from zero_inference.hardware.in_graph import measure_graph_operator
 from zero_inference.hardware.small_models import seconds_of, small_llama, small_opt
+from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.models.greedy import greedy, use_repeatable_attention
 from zero_inference.models.operators import trace_without_weights
 from zero_inference.norms.patch import patch_norms
-from zero_inference.utils.extension import load_extension
-from zero_inference.utils.garbage import short_collections
+from zero_inference.utils.garbage import freeze_existing_objects
 
 LAYERS = 1, 16  # of two models of a kind: what these differ by are operators and modules
 TOKENS = 16
@@ -42,7 +42,7 @@ class Launching:
         self.attention = measure_device_attention(device) if device.type == "cuda" else ()
         self.graph_operator_s = measure_graph_operator(device) if device.type == "cuda" else None
 
-    @short_collections()
+    @freeze_existing_objects()
     def visit(self) -> None:
         """A second or two."""
         for _ in range(ROUNDS):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.hardware.machine import Machine, Work
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 
 if TYPE_CHECKING:
     from zero_inference.hardware.description import Description

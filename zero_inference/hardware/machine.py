@@ -17,11 +17,11 @@ from zero_inference.hardware.cores import BesideLink, cpus_of_host, measure_besi
 from zero_inference.hardware.cores_of_host import measure_beside_links
 from zero_inference.hardware.kept import kept_description
 from zero_inference.hardware.rates import attended_gb_per_s, beside_link, format_of
+from zero_inference.kernels import extension
+from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.utils import extension
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.environment import available_host_bytes
-from zero_inference.utils.extension import load_extension
+from zero_inference.utils.ranks import Ranks
 
 if TYPE_CHECKING:
     from zero_inference.hardware.description import Description

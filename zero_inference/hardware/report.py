@@ -20,8 +20,8 @@ from zero_inference.hardware.copy import while_copying
 from zero_inference.hardware.description import Cores
 from zero_inference.hardware.rooflines import measure_rooflines
 from zero_inference.hardware.system import GpuLink
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.format import format_bytes, three_digits
+from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows
 
 

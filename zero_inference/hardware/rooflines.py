@@ -18,11 +18,11 @@ from zero_inference.errors import RunError
 from zero_inference.hardware import compute, copy, cores
 from zero_inference.hardware.description import CoreRates, Cores, Products
 from zero_inference.hardware.disk import disk_read_gb_per_s
+from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.utils.distributed import Ranks
-from zero_inference.utils.extension import load_extension
 from zero_inference.utils.format import first_line
-from zero_inference.utils.progress import current
+from zero_inference.utils.progress import current_progress
+from zero_inference.utils.ranks import Ranks
 
 PRODUCT_ROWS = (1, 8, 32)
 MULTIPLIED: tuple[tuple[Products, GroupQuantization | None], ...] = (
@@ -73,7 +73,7 @@ def measure_rooflines(ranks: Ranks, disk: Path | None, known: Cores | None = Non
     """
     results, failures = [], []
     wanted = rooflines(ranks, disk, known)
-    with current().task("link", len(wanted), ticking=True) as task:
+    with current_progress().task("link", len(wanted), ticking=True) as task:
         for number, roofline in enumerate(wanted):
             task.at(f"rate {number + 1} of {len(wanted)} ({roofline.what})", number)
             value, failure = _measured(roofline, ranks)

@@ -36,19 +36,19 @@ from zero_inference.hardware.launches import Launching
 from zero_inference.hardware.loading import measure_loading
 from zero_inference.hardware.report import make_report
 from zero_inference.hardware.rooflines import Result
+from zero_inference.kernels import extension
+from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_ROWS
-from zero_inference.utils import extension
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.environment import (
-    OtherPrograms,
+    CpuContention,
     available_host_bytes,
     describe_environment,
+    rate_versions,
     resident_host_bytes,
-    versions_of,
 )
-from zero_inference.utils.extension import load_extension
 from zero_inference.utils.format import first_line
-from zero_inference.utils.progress import Task, current
+from zero_inference.utils.progress import Task, current_progress
+from zero_inference.utils.ranks import Ranks
 
 DEVICE_ROWS = (*ROWS, 128)
 # With one token more than codes are multiplied as they are, these are restored first; from some hundred on operations bind.
@@ -77,8 +77,8 @@ def measure_this_machine(
         disk: a folder whose disk is measured.
         say: told what could not be measured.
     """
-    on_gpu, others = ranks.device.type == "cuda", OtherPrograms()
-    with current().task("measuring this machine", 7 if on_gpu else 5, ticking=True) as task:
+    on_gpu, others = ranks.device.type == "cuda", CpuContention()
+    with current_progress().task("measuring this machine", 7 if on_gpu else 5, ticking=True) as task:
         step = Steps(task)
         basics = measure_basics(ranks, engines, say, step)
         cores = measure_cores(ranks, say, step)
@@ -128,7 +128,7 @@ def _description(
     disk: Path | None,
     say: Callable[[str], None],
     step: Callable[[str], None],
-    others: OtherPrograms,
+    others: CpuContention,
 ) -> Description:
     """What was found, with products on the device and loading, which are measured here."""
     on_gpu = ranks.device.type == "cuda"
@@ -140,7 +140,7 @@ def _description(
         measured_with=MEASURED_WITH,
         name=f"{platform.node()}, {environment['cpu_model']}",
         measured_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        versions=versions_of(environment),
+        versions=rate_versions(environment),
         gpus=_gpus() if on_gpu else (),
         host_memory_bytes=available_host_bytes(),
         disk_free_bytes=None if disk is None else shutil.disk_usage(disk).free,

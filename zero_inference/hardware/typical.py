@@ -11,7 +11,7 @@ from zero_inference.hardware.cards import Card, card_of
 from zero_inference.hardware.description import Description, Gpu
 from zero_inference.hardware.system import link_gb_per_s
 from zero_inference.utils.format import decimals
-from zero_inference.utils.near import closest
+from zero_inference.utils.suggestions import closest
 from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows
 
 LANES = 16

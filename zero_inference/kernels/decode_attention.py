@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_inference.utils.extension import load_extension, operators_of
+from zero_inference.kernels.extension import load_extension, operators_of
 
 # options of attention functions that neither the kernel nor a product of rows has
 CHANGES_RESULT = ("position_bias", "softcap", "s_aux", "cache")

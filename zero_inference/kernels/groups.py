@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero_inference.utils.extension import load_extension
+from zero_inference.kernels.extension import load_extension
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Shares of a group's range that tries clip at either end, each pair of them; a step of 4 bits is 0.067 of the range.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from zero_inference.kernels.extension import load_extension, operators_of
 from zero_inference.kernels.groups import dequantize, dequantize_reference
-from zero_inference.utils.extension import load_extension, operators_of
 
 # Tokens up to which the fused operator is taken: all that it can do in one call. With 32 tokens it took 114 us for int4 weights of
 # 28672 x 8192, where dequantizing first took 288 (h200-cores/quantized_products_bf16.tsv).

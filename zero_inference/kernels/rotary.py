@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_inference.utils.extension import operators_of
+from zero_inference.kernels.extension import operators_of
 
 NAME = "apply_rotary_pos_emb"
 MOST_TOKENS = 4096  # of all sequences in a pass; of more the products take the time

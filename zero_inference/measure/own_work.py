@@ -26,14 +26,14 @@ from zero_inference.hardware.description import OwnWork
 from zero_inference.hardware.engines import say_ready
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kv_cache.choose import cache_factory
-from zero_inference.measure import generation
+from zero_inference.measure import loops
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import Plan, plan_run
 from zero_inference.records.schema import Loop
-from zero_inference.utils.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.utils.environment import resident_host_bytes
 from zero_inference.utils.progress import Progress
+from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group, stop_process_group
 
 # Of engines of the same name; the smaller one first, for both are in this process then.
 LIBRARIES = ("accelerate", "deepspeed")
@@ -179,7 +179,7 @@ class _Thin:
         make_cache = cache_factory(
             job.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting
         )
-        return generation.measure(loaded, ids, TOKENS[kind], LOOPS[kind], warmup, job.ranks, make_cache).loops
+        return loops.measure_loops(loaded, ids, TOKENS[kind], LOOPS[kind], warmup, job.ranks, make_cache).loops
 
 
 @dataclass

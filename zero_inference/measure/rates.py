@@ -19,7 +19,7 @@ from zero_inference.models.checkpoint import return_free_memory
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.hardware import HOST_COPY, LinkUse, Rates
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 
 LEAST_BUSY = 0.98  # of the time, for a link that is hardly ever idle
 
@@ -59,7 +59,7 @@ class LinkRate:
         return Rate(*(self.ranks.total(int(value * 1e6)) / 1e6 for value in rate_of(self.rounds)))
 
 
-class AroundLoops:
+class LoopMonitor:
     """Called before each measured loop and behind the last: the link is measured there, in the minutes in which the loops run, the
     rate of the loop's own copies is read, and the peak of device memory, which that measurement must not raise.
 
@@ -153,7 +153,7 @@ def measure_rates(
     )
 
 
-def with_link(rates: Rates, link: LinkRate, reached_gb_per_s: float = 0.0) -> Rates:
+def update_link_rate(rates: Rates, link: LinkRate, reached_gb_per_s: float = 0.0) -> Rates:
     """`rates` with the link's rate of all rounds so far. All ranks call it together.
 
     Args:
@@ -167,7 +167,7 @@ def with_link(rates: Rates, link: LinkRate, reached_gb_per_s: float = 0.0) -> Ra
     return replace(rates, link_gb_per_s=faster, link_from=came_from, link_spread=rate.spread_gb_per_s / faster)
 
 
-def with_cores(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per_s: float) -> Rates:
+def update_cpu_rate(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per_s: float) -> Rates:
     """`rates` with what link and cores gave beside each other in the loops, where that is more than was measured for the plan: the cores
     read ahead while they wait, and a host whose memory others use is not the same for minutes. All ranks call it together.
 

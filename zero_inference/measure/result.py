@@ -10,8 +10,8 @@ from zero_inference.measure.session import Session
 from zero_inference.planning import roofline
 from zero_inference.planning.memory import log_sizes
 from zero_inference.records.schema import Measured, MovedPerStep
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.environment import peak_host_bytes
+from zero_inference.utils.ranks import Ranks
 
 
 def measured_of(session: Session, load_s: float, compile_s: float) -> Measured:

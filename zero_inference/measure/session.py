@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from zero_inference.engines.base import Job, LoadedModel
+from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.kv_cache.choose import cache_factory
-from zero_inference.measure import generation
-from zero_inference.measure.first_passes import PlainLayers
-from zero_inference.measure.profiling import trace_generation
-from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, with_cores, with_link
+from zero_inference.measure import loops
+from zero_inference.measure.correctness import ReferenceLayers
+from zero_inference.measure.rates import LinkRate, LoopMonitor, measure_rates, update_cpu_rate, update_link_rate
+from zero_inference.measure.trace import trace_generation
 from zero_inference.models.checkpoint import return_free_memory
 from zero_inference.models.dummy import draw_tokens
 from zero_inference.models.files import few
@@ -28,10 +29,9 @@ from zero_inference.planning.cost import Range, seconds_in_words
 from zero_inference.planning.plan import Plan
 from zero_inference.records.hardware import Rates, TracedLinkUse
 from zero_inference.records.schema import Result
-from zero_inference.utils.extension import load_extension
+from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import format_bytes, three_digits
 from zero_inference.utils.progress import Progress
-from zero_inference.utils.replace import replacing
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def loaded_model(
     job.ranks.barrier()  # that a rank compiled kernels, or tried them, is not loading for the others either
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
-        plain = PlainLayers(plan.weights) if compared else None
+        plain = ReferenceLayers(plan.weights) if compared else None
         with contextlib.nullcontext() if plain is None else plain.filled():
             loaded = plan.load(progress.loading(job.sizes.parameter_bytes))
     try:
@@ -105,7 +105,7 @@ def _planned(plan: Plan) -> str:
     return f"; planned: {seconds_in_words(said.load_s, Range(*said.load_range_s))}"
 
 
-def _compare(plain: PlainLayers, plan: Plan, loaded: LoadedModel, progress: Progress) -> None:
+def _compare(plain: ReferenceLayers, plan: Plan, loaded: LoadedModel, progress: Progress) -> None:
     job = plan.job
     plain.compare(loaded, job.config.engine, job.spec.text_config.vocab_size, job.ranks)
     for reason in dict.fromkeys(plain.left_out.values()):
@@ -129,9 +129,9 @@ class Session:
     ids: torch.Tensor
     make_cache: Callable[[], Any] | None
     fed: torch.Tensor | None
-    measurement: generation.Measurement
+    measurement: loops.Measurement
     rates: Rates
-    around: AroundLoops
+    around: LoopMonitor
 
 
 def measure_run(
@@ -147,14 +147,14 @@ def measure_run(
     rates = measure_rates(config, job.spec, ranks, link, loaded.weight_bytes, loaded.cores)
     compare()
     return_free_memory()  # that measuring took
-    around = AroundLoops(link, loaded.timeline)
+    around = LoopMonitor(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
     make_cache = cache_factory(config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
     fed = None
     if job.spec.dummy_routing == "text":
         fed = draw_tokens(own, config.gen_len, job.spec.text_config.vocab_size, config.seed)
     with progress.task("generating") as task:
-        measurement = generation.measure(
+        measurement = loops.measure_loops(
             loaded,
             own,
             config.gen_len,
@@ -172,9 +172,9 @@ def measure_run(
             f"warning: not settled: after {config.warmup} warm-up loops the last ones still differ by more than "
             f"{config.warmup_spread:.0%}"
         )
-    rates = with_link(rates, link, around.reached_gb_per_s)
+    rates = update_link_rate(rates, link, around.reached_gb_per_s)
     if job.on_gpu:
-        rates = with_cores(rates, ranks, measurement.loops[-1].moved, around.while_busy_gb_per_s)
+        rates = update_cpu_rate(rates, ranks, measurement.loops[-1].moved, around.while_busy_gb_per_s)
     return Session(plan, loaded, own, make_cache, fed, measurement, rates, around)
 
 
@@ -188,6 +188,6 @@ def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
     if loaded.timeline is None:
         return trace_generation(loaded, session.ids, job.config.gen_len, session.make_cache, session.fed, written)
     if written is not None:
-        with replacing(written) as part:
+        with write_atomically(written) as part:
             loaded.timeline.write_chrome_trace(part)
     return None

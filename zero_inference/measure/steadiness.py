@@ -16,7 +16,7 @@ SLOW_STEP = 3.0
 FEWEST_STEPS = 3  # the median of two steps lies between them
 
 
-def relative_range(times_s: Sequence[float]) -> float:
+def relative_spread(times_s: Sequence[float]) -> float:
     """(largest - smallest) / median."""
     return (max(times_s) - min(times_s)) / statistics.median(times_s)
 
@@ -29,13 +29,13 @@ def decode_evenness(loops: Sequence[Loop]) -> DecodeSpread:
     return DecodeSpread(
         decode_latency_min_s=min(decode) if compared else None,
         decode_latency_max_s=max(decode) if compared else None,
-        decode_spread=relative_range(decode) if compared else None,
+        decode_spread=relative_spread(decode) if compared else None,
         slowest_step_over_median=slowest[0] if slowest else None,
         slowest_step_at=SlowestStep(*slowest[1:]) if slowest else None,
     )
 
 
-def in_words(evenness: DecodeSpread) -> str | None:
+def describe_slow_step(evenness: DecodeSpread) -> str | None:
     """One line for the results about a decode step that stands out, or None."""
     at = evenness.slowest_step_at
     if at is None or (evenness.slowest_step_over_median or 0) <= SLOW_STEP:
@@ -46,7 +46,7 @@ def in_words(evenness: DecodeSpread) -> str | None:
     )
 
 
-def warning_of(evenness: DecodeSpread) -> str | None:
+def spread_warning(evenness: DecodeSpread) -> str | None:
     """The warning for loops that differ by more than `UNEVEN_LOOPS`, or None."""
     spread = evenness.decode_spread
     if spread is None or spread <= UNEVEN_LOOPS:

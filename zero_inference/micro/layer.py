@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zero_inference.micro.blocks import Block, build_block
-from zero_inference.micro.flops import FORWARD_AND_BACKWARD
+from zero_inference.micro.blocks import FORWARD_AND_BACKWARD, Block, build_block
 from zero_inference.micro.timing import (
     DTYPES,
     MachineRates,
@@ -21,7 +20,14 @@ from zero_inference.micro.timing import (
     too_long,
 )
 from zero_inference.utils.format import decimals, format_percent, four_digits
+from zero_inference.utils.progress import current_progress
 from zero_inference.utils.tables import Column
+
+if TYPE_CHECKING:
+    import torch
+
+    from zero_inference.micro.blocks import Block
+
 
 PatchNorms = Callable[[Block], int]
 
@@ -202,3 +208,60 @@ def draw(axes, rows: Sequence[dict[str, Any]], rates: MachineRates) -> None:
     axes.set(xscale="log", xlabel="tokens (batch x seq)", ylabel="forward TFLOP/s", title="one block")
     if rows:
         axes.axhline(rates.best_tflops(rows[0]["dtype"]), color="grey", linestyle=":", label="best rate measured")
+
+
+TRIED_COLUMNS = 4096  # hidden size of the norm kernels' trial
+
+
+def make_norm_patch(
+    asked: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    families: Sequence[str],
+    prepare: Callable[..., str | None] | None = None,
+) -> Callable[[Block], int] | None:
+    """What puts our norm kernels into a block and says on stderr how many norms it replaced, or why none; None to try nowhere.
+
+    With `auto` the kernels are compiled and tried when the first block needs them, after its row without them.
+
+    Args:
+        asked: --norm-kernels.
+        families: transformers' model_type of each block.
+        prepare: `norms.choice.prepare_norm_kernels` where not given; another where no kernel can run, and the operators' reference
+            is to be measured.
+
+    Raises:
+        UsageError: `cuda` was asked for, and no block's norms have kernels, or the kernels are not there or fail on this device.
+    """
+    from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels, refuse_norm_kernels
+    from zero_inference.norms.patch import why_not_family
+
+    if asked == "off" or (asked == "auto" and device.type != "cuda"):
+        return None
+
+    @functools.cache
+    def why_not(family: str) -> str | None:
+        if reason := why_not_family(family):
+            return reason
+        return (prepare or prepare_norm_kernels)(asked, family, device, dtype, TRIED_COLUMNS, current_progress().say)
+
+    if asked == "cuda":
+        known = [family for family in families if why_not_family(family) is None]
+        refuse_norm_kernels(asked, (known or families)[0])
+        why_not(known[0])
+
+    def patch(block: Block) -> int:
+        reason = why_not(block.family)
+        facts = apply_norm_kernels("auto" if reason else asked, reason, block.module, lambda line: None, block.family)
+        count = facts["norm_modules_patched"]
+        current_progress().say(
+            f"{block.name}: "
+            + (
+                f"{count} norms use this package's kernels"
+                if count
+                else f"norms use transformers' implementation: {facts['norm_kernels_unused_because']}"
+            )
+        )
+        return count
+
+    return patch

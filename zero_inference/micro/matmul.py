@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.micro import flops
+from zero_inference.micro import blocks
 from zero_inference.micro.timing import (
     DTYPES,
     MachineRates,
@@ -58,7 +58,7 @@ def measure(
                     raise
                 yield row | {"error": "out of memory"}
                 continue
-            tflops, datasheet = flops.matmul(n) / spent / 1e12, rates.datasheet_tflops(kind)
+            tflops, datasheet = blocks.matmul_operations(n) / spent / 1e12, rates.datasheet_tflops(kind)
             best = rates.best_tflops(kind, seen=tflops)
             yield row | {
                 "time_s": spent,
@@ -82,7 +82,7 @@ def predicted_product_s(device: torch.device, n: int, kind: str) -> float:
     while sizes[0] > FIRST_SIZE:
         sizes.insert(0, max(FIRST_SIZE, sizes[0] // 2))
     with precision(kind):
-        return predicted_s(lambda size: once_s(device, _product(device, size, kind)), flops.matmul, sizes)
+        return predicted_s(lambda size: once_s(device, _product(device, size, kind)), blocks.matmul_operations, sizes)
 
 
 def _product(device: torch.device, n: int, kind: str) -> Callable[[], object]:

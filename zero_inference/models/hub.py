@@ -17,7 +17,7 @@ from zero_inference.models.files import WEIGHT_FILES, checkpoint_files, has_toke
 from zero_inference.models.hub_progress import showing_fetched
 from zero_inference.models.preset_table import find_preset, near_names
 from zero_inference.utils.format import first_line
-from zero_inference.utils.progress import current
+from zero_inference.utils.progress import current_progress
 
 # Of the top folder only: `original/` and `onnx/` hold other formats. Classes name their vocabulary as they like, hence the patterns.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -52,7 +52,10 @@ class Snapshot:
         """The folder, with the tokenizer's files where the repository has any."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        with self._explained("its tokenizer"), current().slow(f"fetching the tokenizer of {self.name}", MENTIONED_S):
+        with (
+            self._explained("its tokenizer"),
+            current_progress().slow(f"fetching the tokenizer of {self.name}", MENTIONED_S),
+        ):
             try:
                 _need_listing(self.name, self.folder.name)
                 self._fetch(TOKENIZER_FILES, NO_TOKENIZER_FILES)
@@ -111,7 +114,7 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
     from huggingface_hub import snapshot_download
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    with current().slow(f"looking up {name} on the hub", MENTIONED_S):
+    with current_progress().slow(f"looking up {name} on the hub", MENTIONED_S):
         unreachable = _why_unreachable(name)
         with _explained(asked, name, "its config.json", unreachable):
             folder = Path(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zero_inference.utils.format import format_bytes
-from zero_inference.utils.progress import TICK_S, Moved, Progress, current, is_reporting
+from zero_inference.utils.progress import TICK_S, ByteProgress, Progress, current_progress, is_reporting
 
 PARTIAL = ".incomplete"  # how a file's name ends while it is fetched
 
@@ -22,7 +22,7 @@ def showing_fetched(name: str, folder: Path, patterns: list[str]) -> Iterator[No
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    progress = current()
+    progress = current_progress()
     drawn = is_reporting() and not are_progress_bars_disabled()
     if drawn:
         disable_progress_bars()  # it would draw bars of its own into the live line
@@ -48,7 +48,7 @@ def showing_fetched(name: str, folder: Path, patterns: list[str]) -> Iterator[No
 
 def _watch(progress: Progress, name: str, blobs: Path, total: int, there: int, ended: threading.Event) -> None:
     there = min(total, there + _bytes(blobs, f"*{PARTIAL}"))
-    moved, before = Moved(progress, "fetching weights", total, there), _bytes(blobs)
+    moved, before = ByteProgress(progress, "fetching weights", total, there), _bytes(blobs)
     if ended.wait(TICK_S):
         return
     progress.say(f"fetching the weights of {name}, {format_bytes(total - there)} ...")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zero_inference.kernels.extension import operators_of
 from zero_inference.models.experts import chosen_of
-from zero_inference.utils.extension import operators_of
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

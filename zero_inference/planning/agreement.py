@@ -15,8 +15,8 @@ from zero_inference.engines.deepspeed.config import read_ds_config
 from zero_inference.errors import UsageError
 from zero_inference.models.files import checkpoint_files
 from zero_inference.models.spec import ModelSpec
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.environment import package_versions
+from zero_inference.utils.ranks import Ranks
 
 # Names of files, which each node may have elsewhere; what is in them is compared where it matters. `verbose` is of one rank alone.
 OF_A_RANK = (*PATHS, "verbose")

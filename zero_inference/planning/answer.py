@@ -30,7 +30,7 @@ from zero_inference.planning.explain import (
     without_times_in_json,
 )
 from zero_inference.planning.search import Candidate, SearchResult, pareto_front, ranked, verify
-from zero_inference.utils.replace import replacing
+from zero_inference.utils.files import write_atomically
 from zero_inference.utils.tables import PIPED_WIDTH
 
 COMMANDS = 3
@@ -168,6 +168,6 @@ def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=8)
     figure.tight_layout()
-    with replacing(path) as part:
+    with write_atomically(path) as part:
         figure.savefig(part, format=path.suffix.lstrip(".").lower() or "png")
     pyplot.close(figure)

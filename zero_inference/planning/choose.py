@@ -17,7 +17,7 @@ from zero_inference.planning.explain import Faster, faster_in_words, in_short, s
 from zero_inference.planning.plan import Plan, build_job, plan_with
 from zero_inference.planning.search import BATCH_SIZES, Candidate, SearchSpace, command_of, find_candidates, ranked
 from zero_inference.records.schema import AutoChoice
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 
 DEFAULT_GOAL = "throughput"
 MOST_OTHERS = 5

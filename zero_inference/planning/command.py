@@ -17,7 +17,7 @@ from zero_inference.errors import UsageError
 from zero_inference.hardware.choose import description_of
 from zero_inference.utils import garbage
 from zero_inference.utils.format import format_bytes
-from zero_inference.utils.progress import Progress, current, importing, reporting
+from zero_inference.utils.progress import Progress, current_progress, importing, use_progress
 
 if TYPE_CHECKING:
     from zero_inference.engines.base import Job
@@ -143,12 +143,12 @@ def main(args: argparse.Namespace) -> int:
     if args.model is None:
         raise UsageError("name a model first: zero-inference plan MODEL, a hub name, a local folder or a preset.")
     description_of(args.machine, args.assume)  # what cannot be meant is refused before torch is imported
-    with garbage.postponed(), reporting(Progress(args.verbose > 0)):
+    with garbage.postpone_collections(), use_progress(Progress(args.verbose > 0)):
         with importing("torch and transformers", args.verbose > 0):
             from zero_inference.planning.answer import print_answer
         job, found = search(args)
-        garbage.look_from_here()
-        print_answer(args, job, found, current().say, SHOWN)
+        garbage.resume_collections()
+        print_answer(args, job, found, current_progress().say, SHOWN)
     return 0
 
 
@@ -175,7 +175,7 @@ def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, SearchRes
     from zero_inference.models.spec import resolve_shape
     from zero_inference.planning.plan import build_job, check_model
     from zero_inference.planning.search import find_candidates
-    from zero_inference.utils.distributed import detect_ranks
+    from zero_inference.utils.ranks import detect_ranks
 
     ranks = detect_ranks()
     if ranks.world_size > 1:
@@ -214,7 +214,7 @@ def _check(args: argparse.Namespace) -> None:
         if not 1 <= size < 2**31:
             raise UsageError(f"--batch-size {size}: must be at least 1.")
     if args.plot is not None:
-        from zero_inference.utils.replace import check_output_file
+        from zero_inference.utils.files import check_output_file
 
         if args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
             raise UsageError(f"--plot {args.plot}: the name must end in .png, .pdf or .svg.")
@@ -228,7 +228,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 
     machine = machine_of(args.machine, args.assume)
     if machine.is_here:
-        measure_where_needed(current().say)
+        measure_where_needed(current_progress().say)
     if args.max_gpu_memory is not None and not machine.gpus():
         raise UsageError(
             f"--max-gpu-memory {args.max_gpu_memory:g}: the machine has no GPU; use --max-host-memory, or drop it."

@@ -31,7 +31,7 @@ from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need, log_s
 from zero_inference.planning.plan import Plan
 from zero_inference.records.field import as_mapping
 from zero_inference.utils.format import format_bytes
-from zero_inference.utils.invocation import run_command
+from zero_inference.utils.processes import run_command
 
 NOT_SHOWN = ("dry_run", "json", "machine", "assume")  # of what is not a default: the machine has a line of its own
 Row = tuple[str, str]  # a label and what stands beside it

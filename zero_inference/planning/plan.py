@@ -25,7 +25,7 @@ from zero_inference.norms.choice import refuse_norm_kernels
 from zero_inference.planning.cost import RANGES, Range, Times, predict_load_s, predict_times
 from zero_inference.planning.memory import Need, memory_needs
 from zero_inference.records.schema import Predicted
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 
 
 def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:

@@ -11,7 +11,7 @@ from zero_inference.config.run_options import non_default_options
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.schema import Request
 from zero_inference.utils import get_filename
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 
 AS_GIVEN = (
     "engine",

@@ -23,10 +23,8 @@ from zero_inference.planning.plan import Plan, plan_with
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.utils import GB
-from zero_inference.utils.child_runs import last_words, run_child
-from zero_inference.utils.invocation import run_command
-from zero_inference.utils.processes import isolated_ranks
-from zero_inference.utils.progress import current
+from zero_inference.utils.processes import isolated_ranks, last_error_line, run_child, run_command
+from zero_inference.utils.progress import current_progress
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # By engine the ways to run it; those with weights on disk are for models that fit nowhere else.
@@ -304,7 +302,7 @@ def verify(best: Sequence[Candidate], count: int, goal: str, say: Callable[[str]
     chosen = best[:count]
     with (
         tempfile.TemporaryDirectory(prefix="zero-inference-plan-") as folder,
-        current().task("plan --verify", len(chosen), ticking=True) as task,
+        current_progress().task("plan --verify", len(chosen), ticking=True) as task,
     ):
         for number, candidate in enumerate(chosen, 1):
             task.at(f"run {number} of {len(chosen)} ({candidate.command()})", number - 1)
@@ -336,5 +334,5 @@ def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say:
     )
     rate = (ended.record or {}).get("decode_throughput")
     if rate is None:
-        say(f"run {number} failed: {last_words(ended.said()) or f'exit code {ended.code}'}: {candidate.command()}")
+        say(f"run {number} failed: {last_error_line(ended.said()) or f'exit code {ended.code}'}: {candidate.command()}")
     return rate

@@ -17,9 +17,9 @@ from zero_inference.quality.data import data_file, load_items
 from zero_inference.quality.sandbox import check_isolation
 from zero_inference.quality.settings import QualitySettings
 from zero_inference.quality.tasks import TASKS
-from zero_inference.utils.distributed import Ranks
-from zero_inference.utils.progress import Progress, current
-from zero_inference.utils.replace import replacing
+from zero_inference.utils.files import write_atomically
+from zero_inference.utils.progress import Progress, current_progress
+from zero_inference.utils.ranks import Ranks
 
 
 @dataclass
@@ -91,7 +91,7 @@ def evaluate(
     """
     from zero_inference.quality.harness import LoadedLM
 
-    progress = progress or current()
+    progress = progress or current_progress()
     lm = LoadedLM(model, tokenizer, device, settings.batch_size)
     done = Evaluation()
     for task, items in tasks.items():
@@ -111,7 +111,7 @@ def evaluate(
 
 def write_items(path: str | Path, items: list[dict]) -> None:
     """One JSON object a line: task, item (its position in the data, from 0) and what decided."""
-    with replacing(path) as file:
+    with write_atomically(path) as file:
         file.write_text("".join(json.dumps(item) + "\n" for item in items))
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 
 
 @contextmanager

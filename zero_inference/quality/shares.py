@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 
 
 def share_of(items: list, ranks: Ranks) -> list:

@@ -19,7 +19,7 @@ from zero_inference.quality.pass_at_k import pass_at_k
 from zero_inference.quality.sandbox import IsolationError, Limits, Outcome, run_program
 from zero_inference.quality.settings import QualitySettings
 from zero_inference.quality.shares import joined, share_of
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
 

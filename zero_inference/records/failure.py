@@ -12,10 +12,10 @@ import torch
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError, UsageError, is_out_of_memory
 from zero_inference.records.write import RunLog
-from zero_inference.utils import signals
-from zero_inference.utils.distributed import Ranks, stop_process_group
+from zero_inference.utils import processes
 from zero_inference.utils.format import printable
-from zero_inference.utils.signals import STOPPING
+from zero_inference.utils.processes import STOPPING
+from zero_inference.utils.ranks import Ranks, stop_process_group
 from zero_inference.utils.watch import PeerWatch, lost_connection, stopped_by
 
 
@@ -45,7 +45,7 @@ def record_failures(config: RunConfig, ranks: Ranks, files: RunLog, release: Cal
 
     watch = PeerWatch(ranks, last_words)
     watch.start()
-    signals.exit_on_stop()  # so that a stopped run leaves its record, and no files
+    processes.exit_on_stop()  # so that a stopped run leaves its record, and no files
     try:
         yield watch
     except UsageError:
@@ -54,8 +54,8 @@ def record_failures(config: RunConfig, ranks: Ranks, files: RunLog, release: Cal
         raise
     except BaseException as error:
         if ranks.world_size > 1:
-            signals.ignore_stop()  # the launcher sends one while this is being said
-        with signals.held():
+            processes.ignore_stop()  # the launcher sends one while this is being said
+        with processes.defer_signals():
             reason = watch.report(explain_failure(error, config, ranks))
             watch.stop(failed=True)
         leave_process_group(ranks)

@@ -17,7 +17,7 @@ from zero_inference.records.field import as_mapping
 from zero_inference.records.fields import REQUIRED, missing_in, undeclared_in
 from zero_inference.records.schema import SCHEMA_VERSION, STATUS_FAILED, STATUS_OK, Record, Request, Result
 from zero_inference.utils import write_benchmark_log
-from zero_inference.utils.append import append_bytes, check_appendable
+from zero_inference.utils.files import append_bytes, check_appendable
 from zero_inference.utils.log import LOG_LINES
 
 

@@ -27,8 +27,8 @@ from zero_inference.report.runs import (
     sort_runs,
 )
 from zero_inference.report.terminal import print_short
-from zero_inference.utils.invocation import run_command
-from zero_inference.utils.replace import check_output_file
+from zero_inference.utils.files import check_output_file
+from zero_inference.utils.processes import run_command
 from zero_inference.utils.tables import FORMATS, Column, print_rows, texts_of
 
 if TYPE_CHECKING:

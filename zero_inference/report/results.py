@@ -17,7 +17,7 @@ from zero_inference.records.schema import DecodeGraph, EngineFacts, ExpertUse, M
 from zero_inference.records.write import RunLog
 from zero_inference.report.advice import advice, what_else_takes_time
 from zero_inference.report.run import model_in_short, weights_in_short
-from zero_inference.utils import signals
+from zero_inference.utils import processes
 from zero_inference.utils.format import GIB, LEAST_OF_UNIT, format_bytes, one_line, printable, three_digits
 from zero_inference.utils.tables import Column, terminal_table, texts_of
 
@@ -53,7 +53,7 @@ def publish(
         print_results(files.request, files.result)
     except BaseException as error:  # a reader that is gone, or a signal: the files come first
         unprinted = error
-    with signals.held():
+    with processes.defer_signals():
         files.write()
     if files.unwritten:
         raise RunError("; ".join(files.unwritten) + ("." if unprinted else "; the results are on stdout only."))
@@ -125,7 +125,7 @@ def _explanations(request: Request, result: Result) -> Iterator[str]:
     graph = engine.stream.decode_graph if engine.stream is not None else None
     if graph is not None and graph.tried:
         yield graph_in_words(graph, on_gpu)
-    if line := steadiness.in_words(measured.evenness):
+    if line := steadiness.describe_slow_step(measured.evenness):
         yield line
 
 

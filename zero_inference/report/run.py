@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from zero_inference.config.options import DEFAULTS, FIELD_NAMES, PAGE_LOCKING_ENGINES, PATHS, STREAM_OPTIONS
-from zero_inference.measure.steadiness import relative_range
+from zero_inference.measure.steadiness import relative_spread
 from zero_inference.records.hardware import HOST_COPY
 from zero_inference.records.read import number_of, value_at
 from zero_inference.records.schema import STATUS_FAILED
@@ -192,7 +192,7 @@ class Run:
         """The longest of the loops' times `key` (decode_s, total_s) less the shortest, as a share of their median; None below two
         loops. The throughput, which is that of the median, is as uncertain."""
         times = [each for loop in self._loops if (each := value_at(loop, key, "Float64")) is not None and each > 0]
-        return relative_range(times) if len(times) > 1 else None
+        return relative_spread(times) if len(times) > 1 else None
 
     def loop_rates(self, key: str, rate: float) -> tuple[float, float]:
         """The throughputs of the slowest and the fastest loop by their times `key`, of a run whose median loop has `rate`."""

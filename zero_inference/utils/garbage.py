@@ -14,8 +14,8 @@ _postponed = False
 
 
 @contextlib.contextmanager
-def postponed() -> Iterator[None]:
-    """No collection until `look_from_here` or the end, which leaves the collector as it was before.
+def postpone_collections() -> Iterator[None]:
+    """No collection until `resume_collections` or the end, which leaves the collector as it was before.
 
     For the time in which libraries are imported: that makes many objects and hardly any garbage (docs/performance.md, "Start of a run").
     """
@@ -34,8 +34,8 @@ def postponed() -> Iterator[None]:
             gc.enable()
 
 
-def look_from_here() -> None:
-    """End `postponed`: collect again, but look at nothing that exists already. Does nothing outside of it."""
+def resume_collections() -> None:
+    """End `postpone_collections`: collect again, but look at nothing that exists already. Does nothing outside of it."""
     global _postponed
     if _postponed:
         _postponed = False
@@ -44,7 +44,7 @@ def look_from_here() -> None:
 
 
 @contextlib.contextmanager
-def short_collections() -> Iterator[None]:
+def freeze_existing_objects() -> Iterator[None]:
     """Keep what exists already out of the collections: nothing is launched during one, and a full one outlasts a ring of layers. Where
     some of it was kept out before, all of it is from now on."""
     kept_out = gc.get_freeze_count() > 0

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_inference.utils.append import append_bytes
+from zero_inference.utils.files import append_bytes
 
 KB = 1 << 10
 MB = 1 << 20

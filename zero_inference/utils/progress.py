@@ -1,12 +1,13 @@
 """Progress on stderr: one live line or bar on a terminal, a plain line at most every ten seconds elsewhere, nothing at --verbose 0.
 
-A command that takes long makes a `Progress` the process's own with `reporting`; what it calls finds it by `current`, which says
+A command that takes long makes a `Progress` the process's own with `use_progress`; what it calls finds it by `current_progress`, which says
 nothing where no command did. So a library call stays quiet.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from zero_inference.utils.format import BINARY_UNITS, format_duration, format_time_left, printable
-from zero_inference.utils.invocation import first_rank
 
 if TYPE_CHECKING:  # rich is imported where a terminal is there to show it
     from rich.console import Console
@@ -89,7 +89,7 @@ class Progress:
 
     def loading(self, total_bytes: int) -> Callable[[int], None]:
         """A callback that takes the bytes of each parameter and shows how loading goes."""
-        moved, loaded = Moved(self, "loading weights", total_bytes), 0
+        moved, loaded = ByteProgress(self, "loading weights", total_bytes), 0
 
         def advance(nbytes: int) -> None:
             nonlocal loaded
@@ -231,7 +231,7 @@ class Task:
             self.progress.say(self.line())
 
 
-class Moved:
+class ByteProgress:
     """Bytes that are loaded or fetched: a bar on a terminal, lines elsewhere.
 
     Args:
@@ -266,7 +266,7 @@ _NONE = Progress(enabled=False)
 _current: list[Progress] = []
 
 
-def current() -> Progress:
+def current_progress() -> Progress:
     """The progress of the command that runs; a silent one where none does."""
     return _current[-1] if _current else _NONE
 
@@ -277,8 +277,8 @@ def is_reporting() -> bool:
 
 
 @contextlib.contextmanager
-def reporting(progress: Progress) -> Iterator[Progress]:
-    """Make `progress` the `current` one; its live line is gone at the end."""
+def use_progress(progress: Progress) -> Iterator[Progress]:
+    """Make `progress` the `current_progress` one; its live line is gone at the end."""
     _current.append(progress)
     try:
         yield progress
@@ -297,3 +297,8 @@ def _tick(task: Task, ended: threading.Event) -> None:
         with task.progress._lock:
             if not ended.is_set():  # or it would show a line that was just taken away
                 task.refresh()
+
+
+def first_rank() -> bool:
+    """Whether this is the process that speaks, before anything is known about the others."""
+    return os.environ.get("RANK", "0") == "0"

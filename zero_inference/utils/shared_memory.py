@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from zero_inference.errors import RunError
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.host_memory import HUGE_PAGE, page_lock, page_unlock, refused
+from zero_inference.utils.ranks import Ranks
 
 MADV_COLLAPSE = 25  # Linux 6.1
 MAP_FIXED = 0x10

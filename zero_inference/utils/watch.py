@@ -20,9 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_inference.utils.distributed import Ranks
-from zero_inference.utils.processes import end_now, launcher_watch
-from zero_inference.utils.signals import STOPPING
+from zero_inference.utils.processes import STOPPING, end_now, launcher_watch
+from zero_inference.utils.ranks import Ranks
 
 BEAT_S = 1.0
 SILENT_S = 15.0

@@ -57,9 +57,9 @@ from zero_inference.engines.offload_folder import OffloadWorkspace, check_offloa
 from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.format import format_bytes
-from zero_inference.utils.progress import SLOW_IMPORT_S, current
+from zero_inference.utils.progress import SLOW_IMPORT_S, current_progress
+from zero_inference.utils.ranks import Ranks
 
 connect = no_communicator
 
@@ -134,7 +134,7 @@ class DeepSpeedPlan(EnginePlan):
         """See `EnginePlan`."""
         _prepare_environment(self.job.config.verbose, self.job.ranks)
         with stderr_of_process():
-            build_modules(*self.modules, say=current().say)
+            build_modules(*self.modules, say=current_progress().say)
 
     def measure_restored_gb_per_s(self, dtype: torch.dtype) -> float | None:
         """See `EnginePlan`."""
@@ -320,7 +320,7 @@ def _prepare_environment(verbose: int, ranks: Ranks | None) -> None:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
-    with current().slow("importing DeepSpeed", SLOW_IMPORT_S):
+    with current_progress().slow("importing DeepSpeed", SLOW_IMPORT_S):
         from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR if verbose < 2 else logging.INFO)

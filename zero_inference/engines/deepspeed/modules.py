@@ -20,20 +20,19 @@ from typing import Any
 import torch
 
 from zero_inference.errors import UsageError
-from zero_inference.utils.cache_folder import OURS, made_folder, user_cache
-from zero_inference.utils.compilers import (
+from zero_inference.kernels.build import (
     BUILDING,
     check_ninja,
     check_nvcc,
     find_compiler,
     new_build,
-    timed,
-    torch_builds,
+    time_compiling,
+    torch_build_environment,
 )
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.files import EXTENSIONS, hold_lock, make_folder, user_cache
 from zero_inference.utils.format import first_line
-from zero_inference.utils.locks import held_lock
-from zero_inference.utils.progress import QUIET_S, current
+from zero_inference.utils.progress import QUIET_S, current_progress
+from zero_inference.utils.ranks import Ranks
 
 FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which takes the compiler longer
 TOGETHER = {"pin_memory": "pin_memory", "async_io": "py_lib"}  # module: the folder whose sources can be compiled as one
@@ -57,7 +56,7 @@ def use_private_folder(device_type: str) -> None:
     built_with = hashlib.sha256(" ".join(how).encode()).hexdigest()[:8]
     pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{built_with}"
     os.environ.setdefault(
-        "TORCH_EXTENSIONS_DIR", str(user_cache() / OURS / (f"{pair}-cuda" if device_type == "cuda" else pair))
+        "TORCH_EXTENSIONS_DIR", str(user_cache() / EXTENSIONS / (f"{pair}-cuda" if device_type == "cuda" else pair))
     )
 
 
@@ -99,7 +98,7 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Calla
         dequantize_on_gpu: the float16 dequantization kernel.
         say: told what takes a minute, where it does; None is not told.
     """
-    folder = made_folder(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+    folder = make_folder(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
     for builder in needed_modules(disk, use_gds, dequantize_on_gpu):
         if builder.name in _loaded or not builder.is_compatible(verbose=False):
             continue
@@ -107,9 +106,9 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Calla
         compiles = not _is_kept(builder)
         if say is not None and compiles:
             say(f"compiling DeepSpeed's {builder.name} module (once per machine, may take minutes) ...")
-        waiting = current().slow(f"compiling or loading DeepSpeed's {builder.name} module", QUIET_S)
-        with waiting, redirect_stdout(sys.stderr), timed() if compiles else nullcontext():
-            with held_lock(folder / f"{builder.name}.lock"):
+        waiting = current_progress().slow(f"compiling or loading DeepSpeed's {builder.name} module", QUIET_S)
+        with waiting, redirect_stdout(sys.stderr), time_compiling() if compiles else nullcontext():
+            with hold_lock(folder / f"{builder.name}.lock"):
                 _load(builder, kept)
         _loaded.add(builder.name)
 
@@ -136,7 +135,7 @@ def check_compilers(disk: bool, use_gds: bool, dequantize_on_gpu: bool) -> None:
     Args:
         as of `build_modules`.
     """
-    made_folder(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+    make_folder(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
     for builder in needed_modules(disk, use_gds, dequantize_on_gpu):
         try:
             if not _is_kept(builder):
@@ -158,17 +157,17 @@ def _is_kept(builder) -> bool:
 
 def _load(builder, kept: Path) -> None:
     """Load its module from the folder `kept`, or compile it; hold its lock."""
-    ours = OURS in str(kept)
+    ours = EXTENSIONS in str(kept)
     if ours:
         (kept / "lock").unlink(missing_ok=True)
         _add_flags(builder)  # not in a folder that others share: a change of flags compiles everything again
     with ExitStack() as within:
         if not list(kept.glob("*.so")) and (ours or not kept.exists()):  # else others may be compiling there
             place = within.enter_context(new_build(kept)).parent
-            within.enter_context(torch_builds(place, TORCH_EXTENSIONS_DIR=str(place)))
+            within.enter_context(torch_build_environment(place, TORCH_EXTENSIONS_DIR=str(place)))
         else:
             place = Path(within.enter_context(TemporaryDirectory(prefix=f"{BUILDING}{kept.name}-", dir=kept.parent)))
-            within.enter_context(torch_builds(place))
+            within.enter_context(torch_build_environment(place))
         if ours:
             _load_joined(builder, kept.with_name(f"{kept.name}{SOURCES}"))
         else:

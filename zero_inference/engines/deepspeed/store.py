@@ -10,9 +10,9 @@ import torch
 from zero_inference.engines.deepspeed.config import Places
 from zero_inference.engines.deepspeed.quantization import QuantizationPlan, quantize_parameter
 from zero_inference.engines.offload_folder import reserve
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.host_memory import host_empty
-from zero_inference.utils.signals import held
+from zero_inference.utils.processes import defer_signals
+from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
 
@@ -135,7 +135,7 @@ def _hold_signals_while_counting(swapper) -> None:
     def whole(method):
         @functools.wraps(method)
         def call(*args, **kwargs):
-            with held():
+            with defer_signals():
                 return method(*args, **kwargs)
 
         return call

@@ -18,6 +18,7 @@ from zero_inference.cpu.pool import ACTIVATION_NUMBERS
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.same_input import SameInput
 from zero_inference.engines.stream.views import Packed
+from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kernels.indexed import (
     ACTIVATED,
@@ -29,7 +30,6 @@ from zero_inference.kernels.indexed import (
 )
 from zero_inference.kernels.products import ALIGNMENT, FUSED_ROWS, can_fuse, linear_groups, no_bias
 from zero_inference.models.experts import FusedExperts
-from zero_inference.utils.extension import load_extension
 
 # x, slot, combination and tokens of `linear_groups_indexed` -> [pairs, rows]
 Times = Callable[[torch.Tensor, torch.Tensor, Combination | None, int], torch.Tensor]

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from zero_inference.engines.base import Job
+from zero_inference.kernels.extension import load_extension
 from zero_inference.models.operators import trace_reads
 from zero_inference.models.skeleton import unique_parameter_names
-from zero_inference.utils.extension import load_extension
 from zero_inference.utils.host_memory import host_empty
 
 

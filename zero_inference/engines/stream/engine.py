@@ -27,12 +27,12 @@ from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
 from zero_inference.records.schema import DecodeGraph
-from zero_inference.utils.distributed import new_group
+from zero_inference.utils.ranks import new_process_group
 from zero_inference.utils.transfers import Transfers
 
 TOO_SHORT = "no generation was long enough to try a graph"
 
-connect = new_group  # for the all-gathers, on which no other code issues collectives
+connect = new_process_group  # for the all-gathers, on which no other code issues collectives
 __all__ = ["check", "connect", "load", "plan"]  # as engines/base.py says
 
 

@@ -22,11 +22,11 @@ from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout, Piece
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import DeviceStreams
+from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kernels.indexed import Combination, linear_groups_indexed, linear_indexed
 from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES
 from zero_inference.models.experts import FusedExperts
-from zero_inference.utils.extension import load_extension
 from zero_inference.utils.transfers import ExpertCounts, Transfers
 
 # Decode passes in which the use count of an expert halves: between LRU, which hits more where recent tokens repeat, and counting all uses,

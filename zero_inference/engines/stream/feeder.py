@@ -27,7 +27,7 @@ from zero_inference.engines.stream.views import BlockViews, Packed
 from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.models.frozen import set_data
 from zero_inference.models.layers import decoder_layers
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
 

@@ -37,10 +37,10 @@ from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_re
 from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.cores import BesideLink
+from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
 from zero_inference.models.layers import decoder_layers
-from zero_inference.utils.extension import load_extension
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
 # Of the activations, an estimate of what the allocator holds in free blocks that are too small for what is asked for next: it keeps

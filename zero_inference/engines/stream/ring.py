@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.engines.stream.timeline import Timeline
-from zero_inference.utils.distributed import Ranks
+from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13

@@ -14,8 +14,8 @@ from zero_inference.cpu.products import quantize
 from zero_inference.engines.stream.layout import BlockLayout, Piece
 from zero_inference.errors import RunError
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.shared_memory import SharedMemory
 
 PAGE = 4096

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zero_inference.utils.extension import operators_of
+from zero_inference.kernels.extension import operators_of
 
 LIBRARY = operators_of(__name__)
 OPS = torch.ops.zero_inference
@@ -57,7 +57,7 @@ def _without_kernel(name: str, run):
         x = next(argument for argument in args if isinstance(argument, Tensor))
         reason = "x is not on a CUDA device"
         if x.is_cuda:
-            from zero_inference.utils.extension import load_extension, why_unavailable
+            from zero_inference.kernels.extension import load_extension, why_unavailable
 
             if load_extension() and torch._C._dispatch_has_kernel_for_dispatch_key(f"zero_inference::{name}", "CUDA"):
                 return getattr(OPS, name)(*args)

@@ -13,7 +13,7 @@ from zero_inference.errors import UsageError
 from zero_inference.report.html import figures, summary
 from zero_inference.report.html.labels import make_runs
 from zero_inference.report.run import Run, clean
-from zero_inference.utils.replace import replacing
+from zero_inference.utils.files import write_atomically
 
 FINDINGS_AT_ONCE = 6
 SHORT_TEXT = 32  # is not broken in the table
@@ -40,7 +40,7 @@ def write_page(path: Path, source: str, records: list[dict[str, Any]], table: Ta
     """
     page = render_page(source, records, table)
     try:
-        with replacing(path) as file:
+        with write_atomically(path) as file:
             file.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UsageError(

@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import StoppingCriteriaList
 
 from zero_inference.engines.base import LoadedModel
-from zero_inference.measure.generation import FedTokens
+from zero_inference.measure.loops import ForcedTokens
 from zero_inference.models.greedy import greedy
 from zero_inference.models.layers import decoder_layers
 from zero_inference.records.hardware import TracedLinkUse
-from zero_inference.utils.replace import replacing
+from zero_inference.utils.files import write_atomically
 
 TRACED_TOKENS = 4
 
@@ -47,7 +47,7 @@ def trace_generation(
     tokens = min(gen_len, TRACED_TOKENS)
     inputs = ids.to(loaded.device)
     extra = {"past_key_values": make_cache()} if make_cache else {}
-    feeding = [FedTokens(fed.to(loaded.device), ids.shape[1])] if fed is not None else []
+    feeding = [ForcedTokens(fed.to(loaded.device), ids.shape[1])] if fed is not None else []
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if loaded.device.type == "cuda" else [])
     with ExitStack() as hooks, profile(activities=activities) as profiler:
         _mark_layers(loaded.model, hooks)
@@ -62,7 +62,7 @@ def trace_generation(
             torch.cuda.synchronize(loaded.device)
     if path is None:
         return None
-    with replacing(path) as part:
+    with write_atomically(path) as part:
         profiler.export_chrome_trace(str(part))
         try:
             return link_use_in(json.loads(part.read_text())["traceEvents"])

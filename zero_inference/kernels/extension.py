@@ -19,15 +19,14 @@ from pathlib import Path
 
 import torch
 
-from zero_inference.utils.cache_folder import extensions_folder, made_folder
-from zero_inference.utils.compilers import check_nvcc, new_build, timed, torch_builds
-from zero_inference.utils.locks import held_lock
-from zero_inference.utils.progress import QUIET_S, current
+from zero_inference.kernels.build import check_nvcc, new_build, time_compiling, torch_build_environment
+from zero_inference.utils.files import extensions_folder, hold_lock, make_folder
+from zero_inference.utils.progress import QUIET_S, current_progress
 
 SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
 PREBUILT = "prebuilt"  # folder in an installed package
 COMPLETE = "complete"  # file beside a finished library, with its digest
-FOR_CORES = "cpu"  # folder of csrc with sources of a library of its own (zero_inference/cpu/library.py)
+CPU_SOURCES = "cpu"  # folder of csrc with sources of a library of its own (zero_inference/cpu/library.py)
 WITHOUT_DEVICES = ("8.0", "9.0", "10.0")  # what is compiled for where no device says: A100, H100 and H200, B200
 DEFINES = [
     "-DUSE_CUDA",
@@ -86,7 +85,7 @@ def sources() -> list[Path]:
 
 def _files(folder: Path) -> list[Path]:
     """Whatever this library depends on in `folder`, csrc."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and (folder / FOR_CORES) not in path.parents)
+    return sorted(path for path in folder.rglob("*") if path.is_file() and (folder / CPU_SOURCES) not in path.parents)
 
 
 def _load(say: Callable[[str], None]) -> str | None:
@@ -102,22 +101,22 @@ def _load(say: Callable[[str], None]) -> str | None:
             return None
         architectures = choose_architectures()
         name = library_name(architectures)
-        folder = made_folder(extensions_folder()) / name
+        folder = make_folder(extensions_folder()) / name
         library = folder / f"{name}.so"
         if not is_complete(library):
-            with timed(), held_lock(folder.with_suffix(".lock")):
+            with time_compiling(), hold_lock(folder.with_suffix(".lock")):
                 if not is_complete(
                     library
                 ):  # also a file that lost its end, which would end the process when it is loaded
                     _check_compiler()
                     say("compiling the CUDA kernels (once per machine, about a minute) ...")
-                    with current().slow("compiling the CUDA kernels", QUIET_S), new_build(folder) as building:
+                    with current_progress().slow("compiling the CUDA kernels", QUIET_S), new_build(folder) as building:
                         _build(name, building, architectures)
                         (building / COMPLETE).write_bytes(file_digest(building / library.name))
                     return None
         torch.ops.load_library(str(library))
     except Exception as error:  # a missing compiler, a full disk, a version that does not fit: each costs only speed
-        reason = in_one_line(error)
+        reason = compiler_error_line(error)
         say(f"warning: the CUDA kernels could not be compiled, slower PyTorch code is used: {reason}")
         return reason
     return None
@@ -179,7 +178,7 @@ def _build(name: str, folder: Path, architectures: str) -> None:
     """Compile, link and load; raises whatever went wrong."""
     from torch.utils import cpp_extension
 
-    with torch_builds(folder.parent, TORCH_CUDA_ARCH_LIST=architectures):
+    with torch_build_environment(folder.parent, TORCH_CUDA_ARCH_LIST=architectures):
         cpp_extension.load(
             name,
             [str(file) for file in sources()],
@@ -242,7 +241,7 @@ def trial_mark(*parts: str) -> Path:
     return extensions_folder() / "trials" / re.sub(r"[^\w.-]+", "_", "-".join((library_name("trial"), *parts)))
 
 
-def in_one_line(error: Exception) -> str:
+def compiler_error_line(error: Exception) -> str:
     """The line of a compiler's or linker's output that names the error, else the first line there is."""
     text = f"{error}\n{error.__cause__ or ''}"
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]

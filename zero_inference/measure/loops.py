@@ -16,13 +16,12 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from zero_inference.engines.base import LoadedModel
-from zero_inference.measure.first_passes import FirstLogits
-from zero_inference.measure.remaining import Remaining
-from zero_inference.measure.steadiness import relative_range
+from zero_inference.measure.correctness import LogitsCheck
+from zero_inference.measure.steadiness import relative_spread
 from zero_inference.models.greedy import greedy, use_repeatable_attention
 from zero_inference.records.schema import ExpertUse, Loop, MovedPerStep
-from zero_inference.utils.distributed import Ranks
-from zero_inference.utils.garbage import short_collections
+from zero_inference.utils.garbage import freeze_existing_objects
+from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import ExpertCounts
 
 SETTLED_LOOPS = 3
@@ -55,8 +54,8 @@ class Measurement:
         return statistics.median(getattr(loop, name) for loop in self.loops)
 
 
-@short_collections()
-def measure(
+@freeze_existing_objects()
+def measure_loops(
     loaded: LoadedModel,
     ids: torch.Tensor,
     gen_len: int,
@@ -80,13 +79,13 @@ def measure(
             returned; None feeds the selected ones.
         around_loops: called before each measured loop and behind the last one.
         progress: told after each token what is under way, and the seconds to go, where they are known.
-        warmup_spread: ends the warm-up as soon as its latest loops are `settled` to this share; `warmup` is then the most.
+        warmup_spread: ends the warm-up as soon as its latest loops are `is_steady` to this share; `warmup` is then the most.
 
     Raises:
         RunError: logits of the first loop are not finite; told behind it.
     """
     use_repeatable_attention()
-    measurement, logits, remaining = Measurement(), FirstLogits(loaded.model), Remaining(warmup + loops, gen_len)
+    measurement, logits, remaining = Measurement(), LogitsCheck(loaded.model), Remaining(warmup + loops, gen_len)
 
     def one(label: str, ends_early: Callable[[], bool] | None = None) -> tuple[Loop, torch.Tensor]:
         def tell(step: int) -> None:
@@ -105,7 +104,7 @@ def measure(
     for number in range(warmup):
         measurement.warmup_s.append(one(f"warm-up {number + 1} of {warmup}")[0].total_s)
         if warmup_spread is not None:  # the times are those of all ranks, so all end together
-            measurement.warmed_up = settled(measurement.warmup_s, warmup_spread)
+            measurement.warmed_up = is_steady(measurement.warmup_s, warmup_spread)
             if measurement.warmed_up:
                 remaining.skip(warmup - number - 1)
                 break
@@ -123,10 +122,10 @@ def measure(
     return measurement
 
 
-def settled(times_s: list[float], share: float) -> bool:
+def is_steady(times_s: list[float], share: float) -> bool:
     """Whether the latest `SETTLED_LOOPS` times lie within `share` of their median."""
     latest = times_s[-SETTLED_LOOPS:]
-    return len(latest) == SETTLED_LOOPS and relative_range(latest) <= share
+    return len(latest) == SETTLED_LOOPS and relative_spread(latest) <= share
 
 
 def _one_loop(
@@ -141,7 +140,7 @@ def _one_loop(
 ) -> tuple[Loop, torch.Tensor]:
     clock = _StepClock(loaded, ids.shape[0], progress, ends_early or (lambda: False))
     inputs = ids.to(loaded.device)
-    feeding = [FedTokens(fed.to(loaded.device), ids.shape[1])] if fed is not None else []
+    feeding = [ForcedTokens(fed.to(loaded.device), ids.shape[1])] if fed is not None else []
     extra = {"past_key_values": make_cache()} if make_cache else {}
     ranks.barrier()
     clock.start()
@@ -167,7 +166,7 @@ def _one_loop(
     return loop, feeding[0].selected[:, : len(steps) + 1] if feeding else output[:, ids.shape[1] :]
 
 
-class FedTokens(StoppingCriteria):
+class ForcedTokens(StoppingCriteria):
     """Feeds given tokens instead of those that `generate` selects: called after each selection, it replaces it and keeps it.
 
     Attributes:
@@ -249,3 +248,46 @@ class _StepClock(StoppingCriteria):
         choices, hits, *nbytes = (last - first for first, last in zip(self.experts[0], self.experts[-1]))
         steps = len(self.experts) - 1
         return ExpertUse(hits / choices, *(each / steps for each in nbytes)) if choices else None
+
+
+class Remaining:
+    """Seconds to go, while generations of as many tokens each follow each other.
+
+    Args:
+        generations: how many there will be; one that is not in the count can be begun with `extra`.
+        gen_len: tokens of each.
+        clock: seconds, as time.monotonic.
+    """
+
+    def __init__(self, generations: int, gen_len: int, clock: Callable[[], float] = time.monotonic):
+        self._to_come, self._gen_len, self._clock = generations, gen_len, clock
+        self._latest_s: float | None = None  # of a whole generation: later ones are not cold
+        self._start = self._first = 0.0
+        self._token = 0
+
+    def begin(self, extra: bool = False) -> None:
+        """A generation starts."""
+        self._to_come -= not extra
+        self._start, self._token = self._clock(), 0
+
+    def token(self, number: int) -> float | None:
+        """Token `number` of it, from 1, is there: seconds to the end of all, None where they cannot be told yet."""
+        now, self._token = self._clock(), number
+        if number == 1:
+            self._first = now
+        whole_s = self._latest_s
+        if whole_s is None:
+            if number < min(3, self._gen_len):  # the second step is often one more cold one
+                return None
+            step_s = (now - self._first) / max(1, number - 1)
+            whole_s = self._first - self._start + step_s * (self._gen_len - 1)
+        return max(0.0, whole_s - (now - self._start)) + whole_s * max(0, self._to_come)
+
+    def end(self) -> None:
+        """The generation is over; one that ended early tells nothing."""
+        if self._token == self._gen_len:
+            self._latest_s = self._clock() - self._start
+
+    def skip(self, generations: int) -> None:
+        """So many of those to come will not be."""
+        self._to_come -= generations

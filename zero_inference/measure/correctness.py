@@ -17,9 +17,9 @@ from zero_inference.models.alike import COMPARED_BYTES, compared_layers
 from zero_inference.models.checkpoint import seen_by
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.prompts import random_ids
-from zero_inference.utils.distributed import Ranks
 from zero_inference.utils.format import first_line
 from zero_inference.utils.host_memory import host_copy
+from zero_inference.utils.ranks import Ranks
 
 COMPARED_TOKENS = 4
 # Each with other tokens: of a single token that differs, its experts may have been chosen by a rounding.
@@ -30,7 +30,7 @@ MOST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01
 ROUNDINGS = 8  # of the layer's output, whose input may be much larger than what the layer adds
 
 
-class PlainLayers:
+class ReferenceLayers:
     """The first decoder layer of each kind as transformers runs it on a CPU, with the weights that an engine is given; on the first rank.
     Made before the engine loads.
 
@@ -171,7 +171,7 @@ def _first_tensor(values: Any) -> torch.Tensor:
     return values if torch.is_tensor(values) else next(value for value in values if torch.is_tensor(value))
 
 
-class FirstLogits:
+class LogitsCheck:
     """Looks at the raw logits of each forward of the first generation of `model`, all of real tokens; `require_finite` says later
     what it saw. A prefill alone would not do: an expert may be chosen by a later token first.
 

@@ -25,7 +25,9 @@ NINJA = """#!/bin/sh
 case "$({ninja} -n "$@" 2>&1)" in *"no work to do"*) exec {ninja} "$@" ;; esac
 exec {in_group} {ninja} "$@"
 """
-_IN_GROUP = "from zero_inference.utils.processes import run_for; run_for(int(sys.argv[1]), sys.argv[2:])"
+_IN_GROUP = (
+    "from zero_inference.utils.processes import run_with_parent; run_with_parent(int(sys.argv[1]), sys.argv[2:])"
+)
 BUILDING = ".building-"  # begins the name of a folder that is being compiled in
 _compiled_s = 0.0
 
@@ -36,7 +38,7 @@ def compile_s() -> float:
 
 
 @contextlib.contextmanager
-def timed() -> Iterator[None]:
+def time_compiling() -> Iterator[None]:
     """Count the block as compiling."""
     global _compiled_s
     start = time.perf_counter()
@@ -67,7 +69,7 @@ def new_build(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def torch_builds(place: Path, **changes: str) -> Iterator[None]:
+def torch_build_environment(place: Path, **changes: str) -> Iterator[None]:
     """Within it torch's extension builds end with this process, and use this environment's ninja: another version does not trust the log
     of the first and compiles everything again.
 

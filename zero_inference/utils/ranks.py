@@ -160,7 +160,7 @@ def start_process_group(ranks: Ranks) -> None:
         dist.init_process_group(**where, timeout=TIMEOUT)
 
 
-def new_group(ranks: Ranks) -> dist.ProcessGroup | None:
+def new_process_group(ranks: Ranks) -> dist.ProcessGroup | None:
     """A process group of all ranks with its own communicator, whose order of calls is nobody else's; None for one rank.
 
     Both communicators are there when it returns, with the device memory that NCCL takes for them.
@@ -185,7 +185,7 @@ def stop_process_group() -> None:
 
 
 @contextlib.contextmanager
-def process_group_kept() -> Iterator[None]:
+def keep_process_group() -> Iterator[None]:
     """Within it a process group that is there already is not stopped: it is the caller's."""
     global _users
     kept = int(dist.is_initialized())
