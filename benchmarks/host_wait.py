@@ -24,9 +24,9 @@ def main() -> int:
     from zero_inference.utils.ranks import stop_process_group
 
     config, spec, ranks, loaded = loaded_by_options(__doc__.split("\n")[0])
-    feeder = loaded.close.__self__
+    prefetcher = loaded.close.__self__
     ids = random_ids(config.seed, config.batch_size // ranks.world_size, config.prompt_len, spec.text_config.vocab_size)
-    step_bytes = ranks.world_size * sum(feeder.store.share_bytes(layer) for layer in feeder.ring.order)
+    step_bytes = ranks.world_size * sum(prefetcher.store.share_bytes(layer) for layer in prefetcher.ring.order)
 
     def say(line: str) -> None:
         if ranks.is_first:
@@ -36,11 +36,11 @@ def main() -> int:
     for turn in range(config.loops):
         measured = []
         before = link_gb_per_s(ranks, loaded)
-        for name, changes in reversed(ways(feeder)) if turn % 2 else ways(feeder):
-            kept = {attribute: getattr(feeder.compute, attribute) for attribute in changes}
-            vars(feeder.compute).update(changes)
+        for name, changes in reversed(ways(prefetcher)) if turn % 2 else ways(prefetcher):
+            kept = {attribute: getattr(prefetcher.compute, attribute) for attribute in changes}
+            vars(prefetcher.compute).update(changes)
             (loop,) = loops.measure_loops(loaded, ids, config.gen_len, 1, 0, ranks).loops
-            vars(feeder.compute).update(kept)
+            vars(prefetcher.compute).update(kept)
             measured.append((name, sorted(step_bytes / step_s / 1e9 for step_s in loop.step_s[1:])))
         link = (before + link_gb_per_s(ranks, loaded)) / 2
         say(f"link {link:.1f} GB/s")
@@ -62,12 +62,12 @@ def link_gb_per_s(ranks, loaded) -> float:
     return link.of_all().gb_per_s
 
 
-def ways(feeder) -> list[tuple[str, dict]]:
+def ways(prefetcher) -> list[tuple[str, dict]]:
     """(name, attributes of the engine's ComputeStream that make it so)."""
     own, callers, waits = (
-        feeder.compute.stream,
-        feeder.timeline.streams.current(),
-        feeder.timeline.streams.sleeping_event(),
+        prefetcher.compute.stream,
+        prefetcher.timeline.streams.current(),
+        prefetcher.timeline.streams.blocking_event(),
     )
     return [
         ("own stream, the host waits", {"stream": own, "done": waits}),

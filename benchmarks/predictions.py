@@ -205,7 +205,7 @@ def ratios() -> Iterator[Ratio]:
             if (record["engine"] != "deepspeed" or since_compared) and host not in SLOW_COPIES:
                 copied_s = 0.0 if since_compared else compared_s(plan.weights)  # which it takes today
                 yield Ratio(host, "load", (record["load_s"] + copied_s) / said.load_s)
-            placed = plan.weights.residency if isinstance(plan.weights, StreamPlan) else None
+            placed = plan.weights.placement if isinstance(plan.weights, StreamPlan) else None
             before = placed is not None and "prompt_rows" not in ((record.get("stream") or {}).get("cores") or {})
             if not (before and placed.gathered_bytes):
                 yield Ratio(host, times.prefill.kind, record["prefill_latency_s"] / times.prefill.seconds)

@@ -199,7 +199,7 @@ class Experts:
     def __init__(self, bits: int, dtype, group_size: int):
         import torch
 
-        from zero_inference.engines.stream.codes import combination_of
+        from zero_inference.engines.stream.products import combination_of
         from zero_inference.models.experts import FusedExperts
 
         self.bits, self.group_size = bits, group_size

@@ -12,7 +12,7 @@ import torch
 from zero_inference.cpu.hand_off import HostSide
 from zero_inference.cpu.library import load_library
 from zero_inference.cpu.pool import SPIN_US, CpuPool
-from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.placement import Placement
 from zero_inference.hardware import attention, core_rates, cores, products
 from zero_inference.hardware.cores import BLOCK_BYTES, BesideLink, Besides
 from zero_inference.hardware.products import Products
@@ -241,6 +241,6 @@ def test_a_short_call_costs_what_a_long_one_has_in_its_rate():
     assert rates.meeting_s(0) == pytest.approx(1e-4) and rates.meeting_s(BLOCK_BYTES) == 6e-5
     assert rates.meeting_s(BLOCK_BYTES // 2) == pytest.approx(8e-5) and rates.meeting_s(4 * BLOCK_BYTES) == 6e-5
     assert statistics.fmean(map(rates.meeting_s, (0, BLOCK_BYTES))) == pytest.approx(8e-5)
-    assert Residency([], [], [], 0, 0).calls == {}
+    assert Placement([], [], [], 0, 0).calls == {}
     with_experts = replace(rates, expert_s=1e-5)
     assert with_experts.meeting_s(BLOCK_BYTES, 8) == pytest.approx(6e-5 + 8e-5)

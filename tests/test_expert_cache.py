@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, VOCAB
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cores import feeder_of
+from test_stream_cores import prefetcher_of
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 
 from zero_inference.engines.stream import cpu_plan as stream_cores
@@ -19,8 +19,7 @@ from zero_inference.engines.stream.expert_cache import KEPT_USE, dispatch
 from zero_inference.engines.stream.expert_slots import share_out
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split, fetch_quota
-from zero_inference.engines.stream.residency import USE_VARIES, Residency
-from zero_inference.engines.stream.resident_blocks import decide_residency
+from zero_inference.engines.stream.placement import USE_VARIES, Placement, plan_placement
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.models.experts import FusedExperts
@@ -36,18 +35,18 @@ def kept(mixtures, monkeypatch):  # noqa: F811
     """kept(family, slots, bits) -> (loaded, spec, ranks) that keep so many experts of each layer, and all other blocks.
 
     As without a GPU, the plan fetches no missed experts, which would take memory from the slots, and divides no prompts."""
-    monkeypatch.setattr(stream_cores, "fetch_quota", lambda residency, rates: ())
-    monkeypatch.setattr(stream_plan, "plan_short_prompts", lambda job, residency, plan, *others: (residency, plan))
+    monkeypatch.setattr(stream_cores, "fetch_quota", lambda placement, rates: ())
+    monkeypatch.setattr(stream_plan, "plan_short_prompts", lambda job, placement, plan, *others: (placement, plan))
     opened = []
 
     def open_one(family: str, slots: int, bits: int = 16, share: str = "1", **options):
         folder, _ = mixtures(family)
         loaded, spec, ranks = load(folder, cpu_compute=share, **FORMS[bits])
-        residency = feeder_of(loaded).residency
+        placement = prefetcher_of(loaded).placement
         loaded.close()
-        experts = residency.expert_blocks
-        others = set(range(len(residency.layouts))) - set(experts)
-        budget = residency.nbytes_of(others) + slots * sum(residency.expert_bytes(block) for block in experts)
+        experts = placement.expert_blocks
+        others = set(range(len(placement.layouts))) - set(experts)
+        budget = placement.nbytes_of(others) + slots * sum(placement.expert_bytes(block) for block in experts)
         found = load(folder, cpu_compute=share, gpu_memory=(budget + 0.5) / 2**30, **FORMS[bits], **options)
         opened.append(found[0])
         return found
@@ -64,12 +63,12 @@ def fetching(monkeypatch):
 
     def set_share(share: float, most: int) -> None:
         def placed(job, *arguments):
-            residency, *others = with_cores(job, *arguments)
-            if residency is not None and residency.expert_blocks:
-                form = residency.blocks[residency.expert_blocks[0]].experts
+            placement, *others = with_cores(job, *arguments)
+            if placement is not None and placement.expert_blocks:
+                form = placement.blocks[placement.expert_blocks[0]].experts
                 quota = tuple(min(int(share * missed), most) for missed in range(form.number + 1))
-                residency = replace(residency, quota=quota if any(quota) else ())
-            return residency, *others
+                placement = replace(placement, quota=quota if any(quota) else ())
+            return placement, *others
 
         monkeypatch.setattr(stream_plan, "_with_cores", placed)
 
@@ -101,10 +100,10 @@ def test_fetched_and_read_bytes_are_those_of_the_choices(kept, fetching):
     loaded, spec, ranks = kept("qwen3_moe", 2, 4, decode_graph="off")  # a graph calls no hooks
     cache, expected = cache_of(loaded), [0, 0]
     for index, slots in cache.slots.items():
-        block, size = feeder_of(loaded).residency.blocks[index], feeder_of(loaded).residency.expert_bytes(index)
+        block, size = prefetcher_of(loaded).placement.blocks[index], prefetcher_of(loaded).placement.expert_bytes(index)
 
         def note(module, args, slots=slots, size=size):
-            if feeder_of(loaded).few:
+            if prefetcher_of(loaded).is_decode:
                 chosen = set(args[1].flatten().tolist())
                 missed = len([number for number in chosen if slots.table[number] < 0])
                 idle = len([number for number in range(8) if slots.table[number] >= 0 and number not in chosen])
@@ -176,15 +175,15 @@ def test_a_long_pass_fetches_what_is_in_no_slot(family, bits, slots, kept, fetch
     """Before the first pass and after steps that evicted experts, the block comes whole, and experts in slots not over the link."""
     fetching(1.0, slots)
     loaded, spec, ranks = kept(family, slots, bits)
-    feeder, cache = feeder_of(loaded), cache_of(loaded)
+    prefetcher, cache = prefetcher_of(loaded), cache_of(loaded)
     crosses = {
-        index: feeder.layouts[index].stored_bytes - slots * each.expert_bytes for index, each in cache.slots.items()
+        index: prefetcher.layouts[index].stored_bytes - slots * each.expert_bytes for index, each in cache.slots.items()
     }
-    assert feeder.ring.gathered.keys() == crosses.keys()
+    assert prefetcher.ring.gathered.keys() == crosses.keys()
     tables = []
     for turn in range(3):
         for index, each in cache.slots.items():
-            layout, host = feeder.layouts[index], feeder.store.buffers[index]
+            layout, host = prefetcher.layouts[index], prefetcher.store.buffers[index]
             block = torch.full((layout.nbytes,), 255, dtype=torch.uint8, device=loaded.device)
             assert each.gather(block) == crosses[index]
             for piece in (piece for stored in layout.parameters for piece in stored.pieces):
@@ -195,7 +194,7 @@ def test_a_long_pass_fetches_what_is_in_no_slot(family, bits, slots, kept, fetch
     moved = loaded.transfers.host_to_device_bytes
     tokens = random_ids(0, BATCH, PROMPT, VOCAB)
     loaded.model(tokens.to(loaded.device), use_cache=False)
-    rows = tokens.numel() * feeder.residency.row_bytes
+    rows = tokens.numel() * prefetcher.placement.row_bytes
     assert loaded.transfers.host_to_device_bytes - moved == sum(crosses.values()) + rows
 
 
@@ -235,13 +234,13 @@ def test_a_graph_that_is_replayed_evicts_and_fetches():
 
 
 def test_the_quota_ends_link_and_cpu_together():
-    residency = residency_of(4 * 100)  # nothing is kept of the experts, and nothing else is fetched
+    placement = residency_of(4 * 100)  # nothing is kept of the experts, and nothing else is fetched
     even = BesideLink(1, 50.0, 50.0, 45.0, 45.0, 45.0, 0.0, 1e9)
     assert (
-        fetch_quota(replace(residency, few_tokens=4), even) == ()
+        fetch_quota(replace(placement, few_tokens=4), even) == ()
     )  # experts of 200 bytes: fetching only adds its fixed time
     slow_cpu = BesideLink(1, 50.0, 50.0, 1e-3, 1e-3, 1e-3, 0.0, 1e9)
-    assert fetch_quota(replace(residency, few_tokens=4), slow_cpu) == tuple(range(9)), "all that is missed"
+    assert fetch_quota(replace(placement, few_tokens=4), slow_cpu) == tuple(range(9)), "all that is missed"
 
 
 def test_fetched_experts_take_no_more_memory_than_the_device_has():
@@ -251,7 +250,7 @@ def test_fetched_experts_take_no_more_memory_than_the_device_has():
     budget, quota = (700 + 0.5) / 2**30, tuple(range(9))
     for free, most in ((None, 8), (1 << 30, 8), (100 + 700 + 2 * 1600 + 1000, 5), (100 + 700 + 2 * 1600, 0)):
         layouts[0].workspace_bytes = 100
-        plan = decide_residency(layouts, 0, free, budget, 2, 1, blocks).with_shares_computed(1.0, 1.0)
+        plan = plan_placement(layouts, 0, free, budget, 2, 1, blocks).with_cpu_shares(1.0, 1.0)
         staged = plan.with_quota(quota, None).with_budget_used()
         assert max(staged.quota, default=0) == most, free
         assert free is None or staged.device_bytes <= free
@@ -259,7 +258,7 @@ def test_fetched_experts_take_no_more_memory_than_the_device_has():
 
 
 def cache_of(loaded) -> expert_cache.ExpertCaches:
-    return feeder_of(loaded).experts
+    return prefetcher_of(loaded).experts
 
 
 class Watched:
@@ -267,13 +266,13 @@ class Watched:
     hooks."""
 
     def __init__(self, loaded):
-        self.feeder, self.cache = feeder_of(loaded), cache_of(loaded)
+        self.prefetcher, self.cache = prefetcher_of(loaded), cache_of(loaded)
         self.long: dict[int, Counter] = {}  # by block, of the last long pass
         self.before: dict[int, list[int]] = {}  # by block, the table in the last short pass
         self.choices = self.hits = self.hit_bytes = self.missed_bytes = self.changes = 0
         layers = loaded.model.model.layers
         for index in self.cache.slots:
-            block = self.feeder.residency.blocks[index]
+            block = self.prefetcher.placement.blocks[index]
             block.of(layers[block.layer]).register_forward_pre_hook(self._note(index))
 
     def _note(self, index: int):
@@ -281,7 +280,7 @@ class Watched:
 
         def note(module, args) -> None:
             chosen = args[1].flatten().tolist()
-            if not self.feeder.few:
+            if not self.prefetcher.is_decode:
                 self.long[index] = Counter(chosen)
                 self.before.pop(index, None)
                 return
@@ -332,9 +331,11 @@ def test_a_decode_step_that_is_repeated_as_a_graph_finds_what_has_changed(family
 def test_with_all_experts_kept_the_cores_read_none(mixtures, kept):  # noqa: F811
     """Of three layers' experts one's are the cores', with room for all of these; then another's stay on the device as a whole."""
     loaded, spec, ranks = kept("qwen3_moe", 7, share="0.3")
-    residency = feeder_of(loaded).residency
-    assert list(residency.expert_slots.values()) == [8] and len(residency.fetched) == 1
-    assert len(residency.resident) == len(residency.layouts) - 2 and residency.resident_bytes <= residency.kept_bytes
+    placement = prefetcher_of(loaded).placement
+    assert list(placement.expert_slots.values()) == [8] and len(placement.streamed) == 1
+    assert (
+        len(placement.resident) == len(placement.layouts) - 2 and placement.resident_bytes <= placement.reserved_bytes
+    )
     found = generate(loaded, spec, ranks)
     assert torch.equal(found.output_ids, mixtures("qwen3_moe")[1])
     assert found.loops[-1].experts.hit_rate == 1 and found.loops[-1].moved.cores_bytes_per_step == 0
@@ -356,7 +357,7 @@ def test_what_is_counted_is_what_tokens_chose(family, bits, kept, fetching):
     found = generate(loaded, spec, ranks, loops=1).loops[0]
     counts = transfers.expert_counts()
     layers = len(watched.cache.slots)
-    k = feeder_of(loaded).residency.blocks[next(iter(watched.cache.slots))].experts.chosen
+    k = prefetcher_of(loaded).placement.blocks[next(iter(watched.cache.slots))].experts.chosen
     assert counts.choices == watched.choices == layers * BATCH * k * (GEN - 1)
     assert counts.hits == watched.hits and 0 < counts.hits < counts.choices
     assert counts.saved_bytes == watched.hit_bytes
@@ -366,7 +367,7 @@ def test_what_is_counted_is_what_tokens_chose(family, bits, kept, fetching):
     assert counts.fetched_bytes + read == watched.missed_bytes, "all other blocks stay on the device"
     # and on a GPU the cores' results cross the link, in the dtype of the model
     results = layers * BATCH * loaded.model.config.hidden_size * 4 if loaded.device.type == "cuda" else 0
-    results += BATCH * feeder_of(loaded).residency.row_bytes
+    results += BATCH * prefetcher_of(loaded).placement.row_bytes
     assert found.experts.fetched_bytes_per_step == counts.fetched_bytes / (GEN - 1) > 0
     assert round(found.moved.host_to_device_bytes_per_step * (GEN - 1)) == counts.fetched_bytes + results * (GEN - 1)
 
@@ -388,11 +389,11 @@ def test_a_pass_may_break_off_between_the_table_and_the_copy(mixtures, kept, fet
     generate(loaded, spec, ranks, loops=1)
     slots, products = list(cache_of(loaded).slots.values())[1], expert_cache.ExpertCache.products
 
-    behind, recorded = [], DeviceStreams.recorded
+    behind, recorded = [], DeviceStreams.record_event
 
     def broken(self, x, division, weights):
         if self is slots and (division.fetched >= 0).any():
-            monkeypatch.setattr(DeviceStreams, "recorded", lambda *of: behind.append(of[1]) or recorded(*of))
+            monkeypatch.setattr(DeviceStreams, "record_event", lambda *of: behind.append(of[1]) or recorded(*of))
             raise KeyboardInterrupt
         return products(self, x, division, weights)
 
@@ -424,17 +425,17 @@ def test_a_prompt_may_break_off_while_slots_are_filled(mixtures, kept, monkeypat
 def test_device_memory_is_taken_as_planned(kept):
     for bits in FORMS:
         loaded, _, _ = kept("qwen2_moe", 2, bits)
-        residency, cache = feeder_of(loaded).residency, cache_of(loaded)
-        assert sum(slots.nbytes for slots in cache.slots.values()) == residency.expert_slot_bytes > 0
-        resident = sum(feeder_of(loaded).store.buffers[index].nbytes for index in residency.resident)
-        assert resident + residency.expert_slot_bytes == residency.resident_bytes <= residency.kept_bytes
-        assert loaded.facts["stream"]["resident_bytes"] == residency.resident_bytes
+        placement, cache = prefetcher_of(loaded).placement, cache_of(loaded)
+        assert sum(slots.nbytes for slots in cache.slots.values()) == placement.expert_slot_bytes > 0
+        resident = sum(prefetcher_of(loaded).store.buffers[index].nbytes for index in placement.resident)
+        assert resident + placement.expert_slot_bytes == placement.resident_bytes <= placement.reserved_bytes
+        assert loaded.facts["stream"]["resident_bytes"] == placement.resident_bytes
         assert loaded.facts["stream"]["expert_slots"] == 2
         layers = [loaded.facts["stream"][f"{kind}_layers"] for kind in ("resident", "streamed")]
         assert layers == [2, 2], "of four, every other one has experts, which wait in host memory"
         layer = next(iter(cache.slots))
-        assert cache.slots[layer].expert_bytes * residency.blocks[layer].experts.number == sum(
-            piece.nbytes for stored in residency.layouts[layer].parameters for piece in stored.pieces
+        assert cache.slots[layer].expert_bytes * placement.blocks[layer].experts.number == sum(
+            piece.nbytes for stored in placement.layouts[layer].parameters for piece in stored.pieces
         )
 
 
@@ -454,11 +455,11 @@ def test_slots_are_shared_out_evenly():
 
 def a_mixture(layers: int = 4, number: int = 8, chosen: int = 2) -> tuple[list[BlockLayout], list]:
     from zero_inference.engines.stream.blocks import Block
-    from zero_inference.engines.stream.layout import Piece, StoredParameter
+    from zero_inference.engines.stream.layout import StoredParameter, TensorSpan
 
     experts = FusedExperts("first", "last", "silu", number, True, chosen=chosen)
     pieces = [
-        StoredParameter(name, Piece(0, (number, 25, 1), torch.float32)) for name in ("first", "last")
+        StoredParameter(name, TensorSpan(0, (number, 25, 1), torch.float32)) for name in ("first", "last")
     ]  # 200 bytes an expert
     layouts, blocks = [], []
     for layer in range(layers):
@@ -470,10 +471,10 @@ def a_mixture(layers: int = 4, number: int = 8, chosen: int = 2) -> tuple[list[B
     return layouts, blocks
 
 
-def residency_of(budget: int, ranks: int = 1) -> Residency:
+def residency_of(budget: int, ranks: int = 1) -> Placement:
     layouts, blocks = a_mixture()
-    plan = decide_residency(layouts, 0, None, (budget + 0.5) / 2**30, 2, ranks, blocks)
-    return plan.with_shares_computed(1.0, 1.0).with_budget_used()
+    plan = plan_placement(layouts, 0, None, (budget + 0.5) / 2**30, 2, ranks, blocks)
+    return plan.with_cpu_shares(1.0, 1.0).with_budget_used()
 
 
 def test_blocks_that_every_token_uses_come_first():
@@ -481,7 +482,7 @@ def test_blocks_that_every_token_uses_come_first():
     assert [few.blocks[index].module for index in few.resident] == ["attention"] * 2 and few.expert_slots == {}
     some = residency_of(4 * 100 + 13 * 200)
     assert some.resident == [0, 2, 4, 6] and sorted(some.expert_slots.values()) == [3, 3, 3, 4]
-    assert some.resident_bytes == 4 * 100 + 13 * 200 and some.kept_bytes == some.resident_bytes
+    assert some.resident_bytes == 4 * 100 + 13 * 200 and some.reserved_bytes == some.resident_bytes
     exponent = 1 + USE_VARIES * 3**0.5  # the device keeps the ones that are used most
     assert some.computed_bytes == round(sum(1600 * 2 / 8 * (1 - kept / 8) ** exponent for kept in (3, 3, 4, 3)))
     everything = residency_of(4 * 1700)
@@ -493,8 +494,8 @@ def test_blocks_that_every_token_uses_come_first():
 def test_each_block_keeps_as_many_experts_as_it_may_fetch_or_none():
     """Of four blocks' experts, 200 bytes each, the device keeps 13; blocks that keep none share the memory of what they fetch."""
     layouts, blocks = a_mixture()
-    plan = decide_residency(layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2, 1, blocks)
-    plan = plan.with_shares_computed(1.0, 1.0)
+    plan = plan_placement(layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2, 1, blocks)
+    plan = plan.with_cpu_shares(1.0, 1.0)
     for most, slots, staging in ((0, [3, 3, 4, 3], 0), (3, [3, 3, 4, 3], 0), (4, [4], 1024), (8, [], 2048)):
         quota = tuple(min(most, missed) for missed in range(9)) if most else ()
         found = plan.with_quota(quota, None)
@@ -505,10 +506,10 @@ def test_each_block_keeps_as_many_experts_as_it_may_fetch_or_none():
 def test_experts_are_fetched_only_where_that_promises_enough():
     """A token reads 869 of 6400 bytes of experts; cores four times as fast as the link gain 4% by leaving some."""
     layouts, blocks = a_mixture()
-    plan = decide_residency(layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2, 1, blocks)
+    plan = plan_placement(layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2, 1, blocks)
     for cores, share in ((100.0, 128 / (128 + 8.69)), (200.0, 1.0)):
         rates = BesideLink(1, 50.0, 50.0, cores, cores, cores, 0.0, 1e9)
-        split = best_split(plan.with_shares_computed(1.0, 0.0), rates, 0, False)
+        split = best_split(plan.with_cpu_shares(1.0, 0.0), rates, 0, False)
         assert split.of_experts == pytest.approx(share, rel=1e-4) and split.of_others == 0
 
 
@@ -525,11 +526,11 @@ def test_as_many_choices_hit_as_text_gave():
             stays = bool(use.get("fetched_bytes_per_step")) and "prompt_rows" in record["stream"]["cores"]
             layouts, blocks = a_mixture(8, number, chosen)
             budget = 8 * 100 + round(8 * kept) * 200
-            plan = decide_residency(layouts, 0, None, (budget + 0.5) / 2**30, 2, 1, blocks)
-            plan = plan.with_shares_computed(1.0, 1.0)
+            plan = plan_placement(layouts, 0, None, (budget + 0.5) / 2**30, 2, 1, blocks)
+            plan = plan.with_cpu_shares(1.0, 1.0)
             plan = plan.with_quota((0,) + chosen * (1,), None) if stays else plan.with_budget_used()
             assert sum(plan.expert_slots.values()) == round(8 * kept)
-            missed_bytes = plan.computed_bytes + plan.staged_bytes
+            missed_bytes = plan.computed_bytes + plan.fetched_expert_bytes
             found[stays].append((1 - missed_bytes / (8 * 200 * chosen), use["hit_rate"]))
     for stays, least in ((False, 10), (True, 3)):
         assert len(found[stays]) >= least
@@ -541,10 +542,10 @@ def test_as_many_choices_hit_as_text_gave():
 def test_no_more_choices_hit_than_there_are_slots(quota):
     """64 sequences choose all 8 experts of a layer, of which 4 are kept."""
     layouts, blocks = a_mixture(8, 8, 2)
-    plan = decide_residency(layouts, 0, None, (8 * 100 + 8 * 4 * 200 + 0.5) / 2**30, 2, 1, blocks)
-    plan = replace(plan.with_shares_computed(1.0, 1.0), few_tokens=64).with_quota(quota, None)
+    plan = plan_placement(layouts, 0, None, (8 * 100 + 8 * 4 * 200 + 0.5) / 2**30, 2, 1, blocks)
+    plan = replace(plan.with_cpu_shares(1.0, 1.0), few_tokens=64).with_quota(quota, None)
     assert set(plan.expert_slots.values()) == {4}
-    assert plan.computed_bytes + plan.staged_bytes == pytest.approx(8 * 4 * 200, rel=1e-3)
+    assert plan.computed_bytes + plan.fetched_expert_bytes == pytest.approx(8 * 4 * 200, rel=1e-3)
 
 
 def test_record_and_output_say_what_was_kept(mixtures, run_model):  # noqa: F811

@@ -24,7 +24,7 @@ from zero_inference import load
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.deepspeed.quantization import QuantizedFunctionals, plan_quantization, quantize_parameter
 from zero_inference.engines.stream.blocks import lay_out_blocks
-from zero_inference.engines.stream.head import find_head
+from zero_inference.engines.stream.vocabulary import find_head
 from zero_inference.errors import UsageError
 from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.models.layers import decoder_layers

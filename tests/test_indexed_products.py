@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_quantized_products import BOUNDS, on_gpu
 
-from zero_inference.engines.stream.codes import _times, combination_of, experts_forward
+from zero_inference.engines.stream.products import _times, combination_of, experts_forward
 from zero_inference.kernels import indexed
 from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference

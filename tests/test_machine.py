@@ -287,7 +287,7 @@ def test_rates_of_attention_are_those_of_its_heads():
     asked = "--model llama-2-13b --dummy --dtype bfloat16 --engine stream --quant-bits 4 --prompt-len 512 --gen-len 8"
     options = f"{asked} --kv-offload --batch-size 8"
     plans = [planned(options, DescribedMachine(each)).weights for each in (attending, MACHINE)]
-    assert [each.residency.host_bytes for each in plans] == [0, 0] and all(each.cores.attends for each in plans)
+    assert [each.placement.host_bytes for each in plans] == [0, 0] and all(each.cores.attends for each in plans)
     assert [each.cores.rates.attention_gb_per_s(True) for each in plans] == [pytest.approx(100.0), 120.0]
     extra_s = plans[0].cores.kv_bytes / 1e9 * (1 / 100 - 1 / 120)
     assert plans[0].cores_s() - plans[1].cores_s() == pytest.approx(extra_s)
@@ -332,7 +332,7 @@ def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
         machine = machine_of(None, f"gpus=1x{gib}GiB,{rates}")
         plan = planned(f"--model {model} --dummy --engine stream --quant-bits 4 --batch-size 8", machine)
         assert plan.weights.least_free_device_bytes <= plan.job.free_device_bytes
-        fetch.append(max(plan.weights.residency.quota, default=0))
+        fetch.append(max(plan.weights.placement.quota, default=0))
     assert fetch[0] < 2 and 0 < fetch[1] < fetch[2] == 16
 
 
@@ -341,9 +341,9 @@ def test_experts_are_fetched_for_a_given_share_only_where_they_stay():
     rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=20GB/s,memory=1000GB/s,matmul=100TFLOP/s"
     options = "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4 --cpu-compute 1"
     for gpu_memory, stay in (("--gpu-memory 0", False), ("", True)):
-        residency = planned(f"{options} {gpu_memory}", machine_of(None, f"gpus=1x8GiB,{rates}")).weights.residency
-        assert bool(residency.expert_slots) == bool(residency.quota) == stay
-        assert min(residency.expert_slots.values(), default=0) >= max(residency.quota, default=0)
+        placement = planned(f"{options} {gpu_memory}", machine_of(None, f"gpus=1x8GiB,{rates}")).weights.placement
+        assert bool(placement.expert_slots) == bool(placement.quota) == stay
+        assert min(placement.expert_slots.values(), default=0) >= max(placement.quota, default=0)
 
 
 def test_a_device_fetches_no_more_experts_than_it_misses():
@@ -569,7 +569,7 @@ def test_several_gpus_have_the_cpu_only_where_a_share_is_given():
     on_cpus = replace(two, ranks=replace(two.ranks, device=torch.device("cpu")))
     assert why_no_cpu_compute(on_cpus) == NO_LINK, "several ranks without a GPU"
     plan = make_plan(two).weights
-    assert not plan.residency.computed and any(SEVERAL_GPUS in line for line in plan.in_words())
+    assert not plan.placement.cpu_computed and any(SEVERAL_GPUS in line for line in plan.in_words())
     assert (
         why_no_cpu_compute(replace(two, config=parse_options([*shlex.split(options), "--cpu-compute", "0.3"]))) is None
     )
@@ -687,9 +687,9 @@ def test_the_plan_says_what_an_h200_counted(name, skeletons):
     near = 0.03 if record["engine"] == "deepspeed" else 0.06
     moved = 0  # or made smaller since then
     if record["engine"] == "stream":
-        moved = record["stream"]["workspace_bytes"] - plan.weights.residency.workspace_bytes
+        moved = record["stream"]["workspace_bytes"] - plan.weights.placement.workspace_bytes
         if not record["stream"].get("embedding_on_host"):
-            moved += plan.weights.residency.embedding_bytes
+            moved += plan.weights.placement.embedding_bytes
     assert plan.weights.device_peak_bytes + moved - slot == pytest.approx(record["peak_gpu_bytes"], rel=near)
 
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed.quantization import plan_quantization
-from zero_inference.engines.stream.layout import lay_out
-from zero_inference.engines.stream.store import BlockStore
+from zero_inference.engines.stream.layout import BlockStore, lay_out
 from zero_inference.errors import RunError
 from zero_inference.measure.result import output_ids_sha256
 from zero_inference.models.greedy import drop_own_settings, greedy, use_repeatable_attention

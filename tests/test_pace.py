@@ -6,7 +6,7 @@ import pytest
 
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import BlockTimes, overlapped_step_s, simulate_passes, slots_in_steps
-from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.placement import Placement
 
 MS = 1e-3
 
@@ -42,10 +42,10 @@ def test_blocks_with_places_wait_for_their_own_slot():
     assert simulate_passes(some, 2, True) == pytest.approx(11.0), "block 5 of 5 is computed before block 1 is sent for"
 
 
-def placed(sizes: list[int], computed: set[int], depth: int) -> Residency:
+def placed(sizes: list[int], computed: set[int], depth: int) -> Placement:
     layouts = [BlockLayout(nbytes=size, stored_bytes=size) for size in sizes]
     host = list(range(len(sizes)))
-    return Residency(layouts, [], host, depth, 0, computed=frozenset(computed))
+    return Placement(layouts, [], host, depth, 0, cpu_computed=frozenset(computed))
 
 
 def test_the_blocks_of_a_plan_take_their_parts_of_the_time():

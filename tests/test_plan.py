@@ -19,8 +19,8 @@ from zero_inference.engines import engine_module
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.cpu_plan import CpuPlan
+from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.plan import RESERVE_BYTES
-from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.hardware import machine
 from zero_inference.kernels.groups import GroupQuantization
@@ -96,11 +96,11 @@ def test_what_the_stream_engine_stores_and_moves_is_what_was_planned(family, bit
         == 0
     )
     record = read_records(tmp_path / "a.jsonl")[-1]
-    assert record["weight_bytes"] == weights.residency.stored_bytes
+    assert record["weight_bytes"] == weights.placement.stored_bytes
     assert record["transfers"]["host_to_device_bytes_per_step"] == weights.footprint.host
     assert (
         record["stream"]["streamed_layers"]
-        == len(weights.residency.in_host_memory)
+        == len(weights.placement.in_host_memory)
         == FAMILIES[family].get("n_layer", 3)
     )
 
@@ -202,7 +202,7 @@ def test_what_stays_on_the_device_is_decided_by_its_free_memory(no_gpu):
     config = RunConfig(model="opt-13b", dummy=True, engine="stream").validate()
     job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
     tight = make_plan(replace(job, free_device_bytes=12 << 30))
-    assert tight.weights.residency.resident and tight.weights.residency.in_host_memory
+    assert tight.weights.placement.resident and tight.weights.placement.in_host_memory
     kept = tight.weights.footprint.device + tight.job.kv_device_bytes + 1.5 * tight.job.activation_bytes
     assert 11 << 30 < kept + RESERVE_BYTES <= 12 << 30, "half of the activations is left for the allocator"
     why = r"do not fit into the 0 bytes of device memory left for them by embedding and head .* KV cache .* of 2 GiB free\.$"
@@ -223,7 +223,7 @@ def test_the_plan_follows_the_memory_that_is_free_when_the_weights_are_there(no_
     job = replace(describe_job_without_memory(config, ranks), free_device_bytes=40 << 30)
     before, now = make_plan(job), make_plan(job).with_memory_of_now()
     assert now.job.free_device_bytes == 12 << 30 and now.job.skeleton is before.job.skeleton
-    assert len(now.weights.residency.resident) < len(before.weights.residency.resident)
+    assert len(now.weights.placement.resident) < len(before.weights.placement.resident)
 
 
 @pytest.mark.parametrize(
@@ -349,38 +349,38 @@ def a_mixture_on_a_gpu_of_16_gib(**options) -> Job:
 def test_cores_stay_out_where_host_memory_does_not_hold_all_experts(no_gpu, monkeypatch):
     """Without them those on the device are not in host memory too."""
 
-    def chosen(job, residency, scheme, graphs, may_attend):
-        return residency.with_shares_computed(1.0, 1.0).with_budget_used(), CpuPlan((-1,), 1.0, 1, None, automatic=True)
+    def chosen(job, placement, scheme, graphs, may_attend):
+        return placement.with_cpu_shares(1.0, 1.0).with_budget_used(), CpuPlan((-1,), 1.0, 1, None, automatic=True)
 
     monkeypatch.setattr(stream_plan, "why_no_cpu_compute", lambda job: None)
     monkeypatch.setattr(stream_plan, "plan_cpu", chosen)
     job = a_mixture_on_a_gpu_of_16_gib()
     monkeypatch.setattr(machine, "available_host_bytes", lambda: 40 << 30)
     large = stream_plan.plan(job)
-    assert large.cores is not None and large.residency.expert_slots
-    monkeypatch.setattr(machine, "available_host_bytes", lambda: large.residency.host_bytes - 1)
+    assert large.cores is not None and large.placement.expert_slots
+    monkeypatch.setattr(machine, "available_host_bytes", lambda: large.placement.host_bytes - 1)
     small = stream_plan.plan(job)
     assert small.cores is None and small.cores_stay_out.startswith("host memory has no space for the experts")
-    assert small.residency.host_bytes < large.residency.host_bytes
+    assert small.placement.host_bytes < large.placement.host_bytes
 
 
 def test_a_ring_that_no_decode_step_needs_leaves_its_memory_to_experts(no_gpu):
     """For a mixture all of whose blocks in host memory are the cores'."""
 
-    def planned(**options) -> tuple[Residency, Residency, int]:
+    def planned(**options) -> tuple[Placement, Placement, int]:
         job = a_mixture_on_a_gpu_of_16_gib(**options)
         scheme = GroupQuantization(4, job.config.group_size, job.spec.dtype)
         before = replace(stream_plan._residency(job, scheme, divided=True), few_tokens=1)
-        before = before.with_shares_computed(1.0, 1.0).with_budget_used()
+        before = before.with_cpu_shares(1.0, 1.0).with_budget_used()
         return before, stream_plan.without_spare_slots(job, before, scheme), job.free_device_bytes
 
     before, after, free = planned()
-    assert before.depth > after.depth == 3 and not after.fetched and after.few_tokens == 1
-    kept = (before.depth - after.depth) * before.slot_bytes // before.expert_bytes(before.expert_blocks[0])
+    assert before.ring_depth > after.ring_depth == 3 and not after.streamed and after.few_tokens == 1
+    kept = (before.ring_depth - after.ring_depth) * before.slot_bytes // before.expert_bytes(before.expert_blocks[0])
     assert sum(after.expert_slots.values()) - sum(before.expert_slots.values()) == pytest.approx(kept, abs=1)
     assert before.device_bytes * 0.99 < after.device_bytes < free
     before, after, _ = planned(gpu_memory=4)
-    assert after.depth == 3 and after.expert_slots == before.expert_slots
+    assert after.ring_depth == 3 and after.expert_slots == before.expert_slots
     for options in ({"ring_depth": 7}, {"gpu_memory": 4, "ring_depth": 3}):
         before, after, _ = planned(**options)
         assert after is before, options

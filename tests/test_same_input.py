@@ -6,10 +6,9 @@ import pytest
 import torch
 from test_stream import BATCH, generate, load
 
-from zero_inference.engines.stream import codes
-from zero_inference.engines.stream.codes import _in_a_row
+from zero_inference.engines.stream import products as stream_products
 from zero_inference.engines.stream.layout import lay_out
-from zero_inference.engines.stream.same_input import SameInput
+from zero_inference.engines.stream.products import SharedInput, _in_a_row
 from zero_inference.kernels.groups import GroupQuantization
 
 
@@ -17,17 +16,17 @@ from zero_inference.kernels.groups import GroupQuantization
 def products(monkeypatch):
     """Of short passes, by how many modules; on a CPU by the operator's way without a kernel."""
     made: list[int] = []
-    own = codes.Linears._packed
+    own = stream_products.Linears._packed
 
     def packed(self, names):
         found = own(self, names)
         made.append(len(names) if found is not None else 0)
         return found
 
-    monkeypatch.setattr(codes.Linears, "_packed", packed)
+    monkeypatch.setattr(stream_products.Linears, "_packed", packed)
     if not torch.cuda.is_available():
-        monkeypatch.setattr(codes, "load_extension", lambda: True)
-        monkeypatch.setattr(codes, "_can_fuse", lambda *args: True)
+        monkeypatch.setattr(stream_products, "load_extension", lambda: True)
+        monkeypatch.setattr(stream_products, "_can_fuse", lambda *args: True)
     return made
 
 
@@ -42,7 +41,7 @@ def test_ids_are_those_of_products_one_by_one(family, of_layer, gpu_memory, chec
     found = generate(loaded, spec, ranks, loops=1).output_ids
     loaded.close()
     assert set(products) == of_layer
-    monkeypatch.setattr(SameInput, "saw", lambda self, name, x, alike: None)  # then nothing is known to go together
+    monkeypatch.setattr(SharedInput, "saw", lambda self, name, x, alike: None)  # then nothing is known to go together
     products.clear()
     loaded, spec, ranks = load(checkpoints(family), **placed)
     one_by_one = generate(loaded, spec, ranks, loops=1).output_ids
@@ -82,7 +81,7 @@ def test_which_go_together_is_what_was_called_with_one_tensor():
         asked.append(names)
         return [x + len(name) for name in names]
 
-    same = SameInput()
+    same = SharedInput()
     x, y = torch.zeros(BATCH), torch.ones(BATCH)
     for name, tensor in (("a", x), ("bb", x), ("odd", x), ("other size", x), ("ccc", y), ("d", x)):
         same.saw(name, tensor, lambda one, other: one != "other size")

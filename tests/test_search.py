@@ -939,7 +939,7 @@ def test_a_command_for_a_part_of_the_device_does_the_same_on_all_of_it(model):
     for each in found.candidates:
         again = planned(shlex.join(options_of(each.config)), whole)
         assert again.weights.device_peak_bytes == each.plan.weights.device_peak_bytes <= 12 * GIB
-        assert again.weights.residency.depth == each.plan.weights.residency.depth
+        assert again.weights.placement.ring_depth == each.plan.weights.placement.ring_depth
         assert again.times == each.times
 
 

@@ -12,8 +12,8 @@ from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split
+from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.rebalance import LAST_PASS, MOST_LOOKS, MeasuredStep, Rebalancer, bytes_to_move
-from zero_inference.engines.stream.residency import Residency
 from zero_inference.hardware.attention import Attended
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.hardware.cores_of_host import LinkRates, of_all_ranks
@@ -24,7 +24,7 @@ GB = 10**9
 FORWARD = FeedForward(("up_proj",), "down_proj", "relu", False)
 
 
-def residency(attention: int = GB, mlp: int = 2 * GB, layers: int = 10, computable: bool = True) -> Residency:
+def placement(attention: int = GB, mlp: int = 2 * GB, layers: int = 10, computable: bool = True) -> Placement:
     """`layers` layers of two blocks, a feed-forward behind attention, all in host memory."""
     linears = ("q_proj", "o_proj") if computable else ()
     blocks = []
@@ -34,7 +34,7 @@ def residency(attention: int = GB, mlp: int = 2 * GB, layers: int = 10, computab
             Block(layer, "mlp", (), linears, FORWARD if computable else None),
         ]
     layouts = [BlockLayout([], size, size) for _ in range(layers) for size in (attention, mlp)]
-    return Residency(layouts, [], list(range(2 * layers)), 3, 0, blocks)
+    return Placement(layouts, [], list(range(2 * layers)), 3, 0, blocks)
 
 
 def rates(link=50.0, cores=100.0, read=110.0, alone=55.0, crossing_s=0.0, device=4000.0) -> BesideLink:
@@ -42,23 +42,23 @@ def rates(link=50.0, cores=100.0, read=110.0, alone=55.0, crossing_s=0.0, device
 
 
 def test_link_and_cores_end_together():
-    split = best_split(residency(), rates(), 0, False)
+    split = best_split(placement(), rates(), 0, False)
     assert split.of_others == pytest.approx(100 / 150) and not split.attends
     assert split.step_s == pytest.approx(30 / 150)
-    placed = residency().with_shares_computed(0, split.of_others)
-    assert placed.nbytes_of(placed.computed) == pytest.approx(20 * GB, abs=GB)
+    placed = placement().with_cpu_shares(0, split.of_others)
+    assert placed.nbytes_of(placed.cpu_computed) == pytest.approx(20 * GB, abs=GB)
 
 
 def test_what_the_device_needs_for_itself_is_time_that_the_cores_lose():
     """C = (U - h B_link) B_cores / (B_cores + B_link), as docs/design.md says."""
-    split = best_split(residency(), rates(crossing_s=1e-3), 0, False)
+    split = best_split(placement(), rates(crossing_s=1e-3), 0, False)
     assert split.of_others * 30 == pytest.approx((30 - 10e-3 * 50) * 100 / 150), "ten feed-forwards, a meeting for each"
-    more = best_split(residency(mlp=GB // 2), rates(crossing_s=1e-3), 0, False)
+    more = best_split(placement(mlp=GB // 2), rates(crossing_s=1e-3), 0, False)
     assert more.of_others * 15 == pytest.approx((15 - 20e-3 * 50) * 100 / 150, rel=0.01), "and two for each attention"
 
 
 def test_what_the_device_reads_itself_is_time_that_the_cores_lose():
-    half = replace(residency(), resident=list(range(10)), in_host_memory=list(range(10, 20)))
+    half = replace(placement(), resident=list(range(10)), in_host_memory=list(range(10, 20)))
     split = best_split(half, rates(device=1000.0), 0, False)
     assert split.of_others * 15 == pytest.approx((15 - 15 / 1000 * 50) * 100 / 150), "15 GB take the device 15 ms"
     assert split.step_s == pytest.approx((1 - split.of_others) * 15 / 50)
@@ -71,22 +71,24 @@ def test_feed_forwards_come_first(share, attention, forward):
     def numbers(blocks):
         return sum(block % 2 == 0 for block in blocks), sum(block % 2 for block in blocks)
 
-    placed = residency().with_shares_computed(0, share)
+    placed = placement().with_cpu_shares(0, share)
     assert (
-        numbers(placed.computed) == (attention, forward)
+        numbers(placed.cpu_computed) == (attention, forward)
         and sum(map(len, placed.calls.values())) == 2 * attention + forward
     )
     candidates = range(20)
-    fewer = placed.with_work_moved(3 * GB, candidates)
-    assert numbers(placed.computed - fewer.computed) == (min(3, attention), 0 if attention else 2), "and go last"
-    more = placed.with_work_moved(-3 * GB, candidates)
-    assert placed.computed <= more.computed
+    fewer = placed.rebalanced(3 * GB, candidates)
+    assert numbers(placed.cpu_computed - fewer.cpu_computed) == (min(3, attention), 0 if attention else 2), (
+        "and go last"
+    )
+    more = placed.rebalanced(-3 * GB, candidates)
+    assert placed.cpu_computed <= more.cpu_computed
     left = 10 - forward
-    assert numbers(more.computed - placed.computed) == (
+    assert numbers(more.cpu_computed - placed.cpu_computed) == (
         min(10 - attention, 3 - 2 * min(1, left)) if left < 2 else 0,
         min(2, left),
     )
-    assert placed.with_work_moved(-3 * GB, ()) is placed and placed.with_work_moved(0, candidates) is placed
+    assert placed.rebalanced(-3 * GB, ()) is placed and placed.rebalanced(0, candidates) is placed
 
 
 @pytest.mark.parametrize(
@@ -94,22 +96,22 @@ def test_feed_forwards_come_first(share, attention, forward):
 )
 def test_cores_that_hardly_help_stay_out(slow):
     """Few of them, memory that link and cores take from each other, or meetings that cost more than they bring."""
-    split = best_split(residency(), slow, 0, False)
+    split = best_split(placement(), slow, 0, False)
     assert split.of_others == split.of_experts == 0 and not split.attends
     assert split.step_s == pytest.approx(30 / 55)
 
 
 def test_nothing_that_they_could_multiply():
-    assert best_split(residency(computable=False), rates(), 0, False).of_others == 0
+    assert best_split(placement(computable=False), rates(), 0, False).of_others == 0
 
 
 def test_keys_and_values_are_attended_where_that_is_faster():
-    split = best_split(residency(), rates(), 30 * GB, True)
+    split = best_split(placement(), rates(), 30 * GB, True)
     assert split.attends  # 30 GB of each: the link has one of them to carry, and the cores the other
     assert split.step_s == pytest.approx(max(30 / 50 * (1 - split.of_others), 30 / 110 + 30 * split.of_others / 100))
-    carried = best_split(residency(), rates(), 30 * GB, False)
+    carried = best_split(placement(), rates(), 30 * GB, False)
     assert not carried.attends and carried.step_s > split.step_s
-    slow = best_split(residency(), rates(cores=100.0, read=20.0), 30 * GB, True)
+    slow = best_split(placement(), rates(cores=100.0, read=20.0), 30 * GB, True)
     assert not slow.attends and slow.of_others > 0
 
 
@@ -119,20 +121,20 @@ def test_links_of_several_ranks_are_as_many_times_the_slowest():
     assert (
         replace(found, link_alone_gb_per_s=rates().link_alone_gb_per_s, link_gb_per_s=rates().link_gb_per_s) == rates()
     )
-    fewer = best_split(residency(), found, 0, False)
-    assert 0 < fewer.of_others < best_split(residency(), rates(), 0, False).of_others, "there is more of the link"
+    fewer = best_split(placement(), found, 0, False)
+    assert 0 < fewer.of_others < best_split(placement(), rates(), 0, False).of_others, "there is more of the link"
 
 
 def test_keys_and_values_alone():
     """All weights on the device: the cores attend, or the link carries."""
-    nothing = Residency([BlockLayout([], GB, GB)], [0], [], 0, 0, [Block(0, "", ())])
+    nothing = Placement([BlockLayout([], GB, GB)], [0], [], 0, 0, [Block(0, "", ())])
     assert best_split(nothing, rates(), 10 * GB, True).attends
     assert not best_split(nothing, rates(read=20.0), 10 * GB, True).attends
     slower = replace(rates(), attended=Attended(beside_link_gb_per_s=20.0, alone_gb_per_s=100.0))
     alone = best_split(nothing, slower, 10 * GB, True)
     assert alone.attends and alone.step_s == pytest.approx(0.1 + 1 / 4000), "nothing else crosses the link"
-    assert best_split(residency(), rates(), 10 * GB, True).attends
-    assert not best_split(residency(), slower, 10 * GB, True).attends, (
+    assert best_split(placement(), rates(), 10 * GB, True).attends
+    assert not best_split(placement(), slower, 10 * GB, True).attends, (
         "beside weights, attention takes five times as long"
     )
 
@@ -152,12 +154,14 @@ def test_keys_and_values_alone():
     ],
 )
 def test_who_is_done_first_gets_more_of_the_work(step, moved):
-    placed = residency(GB // 10, GB // 5, 100).with_shares_computed(0, 16 / 30)
+    placed = placement(GB // 10, GB // 5, 100).with_cpu_shares(0, 16 / 30)
     plan = CpuPlan((-1,), 16 / 30, 1, rates(), automatic=True)
     found = bytes_to_move(plan, placed, step)
     assert found == pytest.approx(moved, rel=0.01)
-    after = placed.with_work_moved(found, range(200))
-    assert placed.nbytes_of(placed.computed) - after.nbytes_of(after.computed) == pytest.approx(moved, abs=GB // 10)
+    after = placed.rebalanced(found, range(200))
+    assert placed.nbytes_of(placed.cpu_computed) - after.nbytes_of(after.cpu_computed) == pytest.approx(
+        moved, abs=GB // 10
+    )
 
 
 def test_where_the_cores_attend_they_get_no_more_work():
@@ -169,13 +173,13 @@ def test_where_the_cores_attend_they_get_no_more_work():
 
 
 def test_what_is_less_than_a_feed_forward_moves_as_attention():
-    placed = residency(attention=GB // 4).with_shares_computed(0, 0.5)
-    moved = placed.with_work_moved(-0.6 * GB, range(20)).computed - placed.computed
+    placed = placement(attention=GB // 4).with_cpu_shares(0, 0.5)
+    moved = placed.rebalanced(-0.6 * GB, range(20)).cpu_computed - placed.cpu_computed
     assert moved and all(block % 2 == 0 for block in moved)
 
 
 def test_rates_of_the_cores_in_steps():
-    placed = residency().with_shares_computed(0, 16 / 30)
+    placed = placement().with_cpu_shares(0, 16 / 30)
     plan = CpuPlan((-1,), 16 / 30, 1, rates(), kv_bytes=11 * GB)
     assert plan.in_steps_gb_per_s(placed, 0.2) == pytest.approx(80.0)
     assert replace(plan, attends=True).in_steps_gb_per_s(placed, 0.2) == pytest.approx(130.0), (
@@ -187,7 +191,7 @@ def test_rates_of_the_cores_in_steps():
     assert attending.of_step_gb_per_s(0) == pytest.approx(55.0)
     assert attending.of_step_gb_per_s(10 * GB) == pytest.approx(21 / 0.3)
     assert attending.facts(0).attention_gb_per_s == 55.0 and plan.facts(GB).attention_gb_per_s is None
-    assert plan.in_steps_gb_per_s(replace(placed, computed=frozenset()), 0.2) == 100.0, "not known"
+    assert plan.in_steps_gb_per_s(replace(placed, cpu_computed=frozenset()), 0.2) == 100.0, "not known"
 
 
 def watched(monkeypatch, plan: CpuPlan, uses, waited_s: float = 0.0, step_s=(0.2,)) -> Rebalancer:
@@ -205,7 +209,7 @@ def watched(monkeypatch, plan: CpuPlan, uses, waited_s: float = 0.0, step_s=(0.2
 
     monkeypatch.setattr(rebalance, "time", SimpleNamespace(perf_counter=now))
     timeline = SimpleNamespace(
-        link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - rebalance.FIRST_PASS), forward=7
+        link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - rebalance.FIRST_PASS), pass_index=7
     )
     team = SimpleNamespace(plan=plan, cores=SimpleNamespace(busy_s=lambda: looks["now"]))
     return Rebalancer(team, timeline)
@@ -216,8 +220,8 @@ ALL = range(200)
 AUTOMATIC = CpuPlan((-1,), 0.8, 1, rates(cores=120.0), automatic=True)  # 24 GB in 0.2 s, as in `watched`
 
 
-def fine(share: float) -> Residency:
-    return residency(GB // 10, GB // 5, 100).with_shares_computed(0, share)
+def fine(share: float) -> Placement:
+    return placement(GB // 10, GB // 5, 100).with_cpu_shares(0, share)
 
 
 def test_the_division_is_corrected_by_passes_that_follow_each_other(monkeypatch):
@@ -230,11 +234,11 @@ def test_the_division_is_corrected_by_passes_that_follow_each_other(monkeypatch)
         assert looks.of(placed, few, ALL) is placed
     assert looks.steps_to_settle() == LAST_PASS
     corrected = looks.of(placed, True, ALL)
-    moved = placed.nbytes_of(placed.computed) - corrected.nbytes_of(corrected.computed)
+    moved = placed.nbytes_of(placed.cpu_computed) - corrected.nbytes_of(corrected.cpu_computed)
     assert moved == pytest.approx(0.08 * 50 * 120 / 170 * GB, abs=GB // 10)
 
 
-def corrected(looks: Rebalancer, placed: Residency) -> list[Residency]:
+def corrected(looks: Rebalancer, placed: Placement) -> list[Placement]:
     """How blocks are placed from look to look, as long as there could be one."""
     found = [placed]
     for _ in range((MOST_LOOKS + 2) * LAST_PASS):
@@ -248,19 +252,19 @@ def test_the_division_is_looked_at_again(monkeypatch):
     looks = watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, step_s=(0.2, 0.195, 0.19))
     found = corrected(looks, fine(0.8))
     assert len(found) == 1 + MOST_LOOKS and looks.steps_to_settle() == 0
-    computed = [each.nbytes_of(each.computed) for each in found]
+    computed = [each.nbytes_of(each.cpu_computed) for each in found]
     assert computed == sorted(computed, reverse=True)
 
 
 def test_work_goes_to_the_cores_where_the_device_waits_for_the_link(monkeypatch):
     placed = fine(0.66)
     found = corrected(watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, waited_s=0.05, step_s=(0.21, 0.2, 0.195)), placed)
-    assert found[0].computed < found[1].computed
+    assert found[0].cpu_computed < found[1].cpu_computed
 
 
 def test_where_nothing_is_fetched_nothing_is_looked_at(monkeypatch):
     placed = fine(1.0)
-    assert not placed.fetched and corrected(watched(monkeypatch, AUTOMATIC, []), placed) == [placed]
+    assert not placed.streamed and corrected(watched(monkeypatch, AUTOMATIC, []), placed) == [placed]
 
 
 def test_a_share_that_was_asked_for_stays(monkeypatch):

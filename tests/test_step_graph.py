@@ -11,12 +11,12 @@ import pytest
 import torch
 from conftest import FAMILIES, ROOT, VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cores import chosen_by_plan, feeder_of
+from test_stream_cores import chosen_by_plan, prefetcher_of
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from zero_inference.engines.stream import cpu, engine, graphs, plan, step_graph
-from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
+from zero_inference.engines.stream import cpu, cuda_graph, engine, plan
+from zero_inference.engines.stream.cuda_graph import StepInputs, is_decode_step
 from zero_inference.engines.stream.rebalance import LAST_PASS, MOST_LOOKS
 from zero_inference.errors import UsageError
 from zero_inference.kernels import decode_attention
@@ -50,20 +50,20 @@ def steps(monkeypatch):
     counted = {"recorded": 0, "repeated": 0}
 
     def counting(own):
-        def record(step, feeder):
+        def record(step, prefetcher):
             counted["recorded"] += 1
-            found = own(step, feeder)
+            found = own(step, prefetcher)
 
             def again():
                 counted["repeated"] += 1
                 found.repeat()
 
-            return graphs.Recording(found.output, again, found.graphs)
+            return cuda_graph.CapturedStep(found.output, again, found.graphs)
 
         return record
 
-    for name in ("cuda_graphs", "repeated_call"):
-        monkeypatch.setattr(engine, name, counting(getattr(graphs, name)))
+    for name in ("capture_cuda_graphs", "capture_calls"):
+        monkeypatch.setattr(engine, name, counting(getattr(cuda_graph, name)))
     return counted
 
 
@@ -86,7 +86,7 @@ def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, check
     assert torch.equal(found.output_ids, expected)
     assert used.unused_because is None and used.difference < 1e-5
     # two generations of one prefill and LONG - 1 steps; of the first three are as usual, and the trial repeats its step twice
-    assert steps == {"recorded": 1, "repeated": 2 * (LONG - 1) - step_graph.USUAL_STEPS - 2 + 2}
+    assert steps == {"recorded": 1, "repeated": 2 * (LONG - 1) - cuda_graph.EAGER_STEPS - 2 + 2}
     assert "forward" not in vars(loaded.model)
 
 
@@ -187,19 +187,19 @@ def test_with_what_is_fetched(family, placed, checkpoints, steps):
     expected = generate(usual, spec, ranks, gen_len)
     usual.close()
     loaded, spec, ranks = load(folder, gpu_memory=0, decode_graph="on", gen_len=gen_len, **placed)
-    feeder, slots = feeder_of(loaded), {}
-    own = feeder.ring.acquire
+    prefetcher, slots = prefetcher_of(loaded), {}
+    own = prefetcher.ring.acquire
 
     def acquire(block):
         slot = own(block)
         if steps["repeated"] > 0:
-            slots.setdefault((block, feeder.tokens == BATCH), set()).add(slot)
+            slots.setdefault((block, prefetcher.tokens == BATCH), set()).add(slot)
         return slot
 
-    feeder.ring.acquire = acquire
+    prefetcher.ring.acquire = acquire
     found = generate(loaded, spec, ranks, gen_len, loops=3)
     used = loaded.facts["stream"]["decode_graph"]
-    fetched = feeder.residency.fetched
+    fetched = prefetcher.placement.streamed
     loaded.close()
     assert torch.equal(found.output_ids, expected.output_ids)
     if "quant_bits" not in placed:
@@ -213,7 +213,7 @@ def test_with_what_is_fetched(family, placed, checkpoints, steps):
 
 def test_a_step_behind_a_prefill_is_not_recorded(checkpoints, steps):
     """It would be recorded with blocks used as in the prefill: fetched, and not the cores'."""
-    folder, gen_len = checkpoints("llama"), step_graph.USUAL_STEPS + 1
+    folder, gen_len = checkpoints("llama"), cuda_graph.EAGER_STEPS + 1
     loaded, spec, ranks = load(folder, gpu_memory=0, cpu_compute="1", decode_graph="on", gen_len=gen_len)
     found = generate(loaded, spec, ranks, gen_len, loops=3)
     assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
@@ -225,7 +225,7 @@ def test_a_step_behind_a_prefill_is_not_recorded(checkpoints, steps):
 @pytest.mark.parametrize("share", ["0.5", "1"])
 def test_a_trial_right_behind_a_prefill(share, checkpoints, steps):
     """The last step of a generation is recorded, and tried in the next one, where the pass before was a prefill."""
-    folder, gen_len = checkpoints("llama"), step_graph.USUAL_STEPS + 2
+    folder, gen_len = checkpoints("llama"), cuda_graph.EAGER_STEPS + 2
     placed = {"gpu_memory": 0, "cpu_compute": share, "ring_depth": 3, "decode_graph": "on", "gen_len": gen_len}
     loaded, spec, ranks = load(folder, **placed)
     found = generate(loaded, spec, ranks, gen_len, loops=4)
@@ -243,12 +243,14 @@ def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkey
     placed = {"gpu_memory": 0, "cpu_compute": "0.4", "decode_graph": "on", "gen_len": gen_len}
     loaded, spec, ranks = load(folder, **placed)
     found_ahead = iter([-(10**9), 10**9])  # bytes: all for the cores, and then all for the link
-    feeder, timed, tried = feeder_of(loaded), [], []
-    monkeypatch.setattr(type(feeder.balance), "_look", lambda *_: next(found_ahead))
-    own = step_graph.StepGraph._trial
-    monkeypatch.setattr(step_graph.StepGraph, "_trial", lambda self, call: tried.append(len(timed)) or own(self, call))
+    prefetcher, timed, tried = prefetcher_of(loaded), [], []
+    monkeypatch.setattr(type(prefetcher.balance), "_look", lambda *_: next(found_ahead))
+    own = cuda_graph.StepGraph._trial
+    monkeypatch.setattr(cuda_graph.StepGraph, "_trial", lambda self, call: tried.append(len(timed)) or own(self, call))
     assert loaded.steps_to_settle() == 0, "nothing is known of decode steps yet"
-    found = generate(loaded, spec, ranks, gen_len, warmup=warmup, around_loops=lambda: timed.append(feeder.residency))
+    found = generate(
+        loaded, spec, ranks, gen_len, warmup=warmup, around_loops=lambda: timed.append(prefetcher.placement)
+    )
     left = loaded.steps_to_settle()
     loaded.close()
     assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
@@ -281,7 +283,7 @@ def test_without_memory_for_a_trial_the_run_goes_on(checkpoints, monkeypatch):
     def exhausted(call, dtype):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setattr(step_graph, "visible_positions", exhausted)
+    monkeypatch.setattr(cuda_graph, "visible_positions", exhausted)
     used = used_with_right_ids(checkpoints("llama"))
     assert used.tried and used.unused_because == "it could not be tried (CUDA out of memory.)"
 
@@ -361,11 +363,11 @@ def test_another_cache_or_batch_is_recorded_anew(checkpoints, steps):
 
 
 def test_a_step_that_cannot_be_recorded(checkpoints, monkeypatch):
-    def refuses(step, feeder):
+    def refuses(step, prefetcher):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(engine, "repeated_call", refuses)
-    monkeypatch.setattr(engine, "cuda_graphs", refuses)
+    monkeypatch.setattr(engine, "capture_calls", refuses)
+    monkeypatch.setattr(engine, "capture_cuda_graphs", refuses)
     folder = checkpoints("llama")
     loaded, spec, ranks = recorded(folder)
     found = generate(loaded, spec, ranks, LONG)
@@ -393,7 +395,7 @@ def test_a_model_that_waits_for_the_device(checkpoints):
 
 @pytest.mark.parametrize("frozen", ["place", "positions", "mask", "ids"])
 def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, monkeypatch):
-    fill, found_out = StepInputs.fill, max(step_graph.MOST_DIFFERENCE.values())
+    fill, found_out = StepInputs.fill, max(cuda_graph.MAX_DIFFERENCE.values())
 
     def fill_some(self, call):
         before = getattr(self, frozen).clone()
@@ -430,7 +432,7 @@ def test_one_that_is_slower_is_used_only_if_asked_for(checkpoints, monkeypatch):
     def timed(work, streams):
         return next(times), work()
 
-    monkeypatch.setattr(step_graph, "_timed", timed)
+    monkeypatch.setattr(cuda_graph, "_timed", timed)
     monkeypatch.setattr(plan, "why_no_graph", lambda job: None)
     loaded, spec, ranks = load(checkpoints("llama"), gpu_memory=ALL, decode_graph="auto", gen_len=LONG)
     generate(loaded, spec, ranks, LONG)

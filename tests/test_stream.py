@@ -16,9 +16,9 @@ from forks import PROGRAM, wait_for_all
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.resident_blocks import decide_residency
+from zero_inference.engines.stream.placement import plan_placement
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
-from zero_inference.engines.stream.timeline import BlockSpan, Copy, Timeline
+from zero_inference.engines.stream.trace import BlockSpan, Copy, Timeline
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware import copy
 from zero_inference.kv_cache.device import DeviceKVCache
@@ -192,7 +192,7 @@ class _NamedStreams(DeviceStreams):
     def current(self):
         return _NamedStream(self.at, self.order)
 
-    def sleeping_event(self):
+    def blocking_event(self):
         return _OrderedEvent(self.order)
 
     def make_current(self, stream):
@@ -524,21 +524,23 @@ def layouts_of(*sizes, workspace=0):
 
 def test_resident_layers_are_spread_evenly_and_the_device_is_not_overfilled():
     gib = 1 << 30
-    plan = decide_residency(layouts_of(*[gib] * 8), 0, None, 4, 2)
-    assert plan.resident == [1, 3, 5, 7] and plan.in_host_memory == [0, 2, 4, 6] and plan.depth == 2
-    everything = decide_residency(layouts_of(*[gib] * 8), gib, 9 * gib, None, None)
-    assert everything.in_host_memory == [] and everything.depth == 0 and everything.device_bytes == 9 * gib
-    tight = decide_residency(layouts_of(*[gib] * 8), 0, 5 * gib, None, None)
-    assert tight.resident_bytes + tight.depth * tight.slot_bytes <= 5 * gib and tight.depth >= 2
+    plan = plan_placement(layouts_of(*[gib] * 8), 0, None, 4, 2)
+    assert plan.resident == [1, 3, 5, 7] and plan.in_host_memory == [0, 2, 4, 6] and plan.ring_depth == 2
+    everything = plan_placement(layouts_of(*[gib] * 8), gib, 9 * gib, None, None)
+    assert everything.in_host_memory == [] and everything.ring_depth == 0 and everything.device_bytes == 9 * gib
+    tight = plan_placement(layouts_of(*[gib] * 8), 0, 5 * gib, None, None)
+    assert tight.resident_bytes + tight.ring_depth * tight.slot_bytes <= 5 * gib and tight.ring_depth >= 2
     eight = layouts_of(*[gib] * 8)
     with pytest.raises(DoesNotFit, match="^2 ring slots of 1 GiB each do not fit into the .* left for them.$"):
-        decide_residency(eight, 0, int(1.5 * gib), None, None)
+        plan_placement(eight, 0, int(1.5 * gib), None, None)
     with pytest.raises(DoesNotFit, match="--gpu-memory 4.9 or less"):
-        decide_residency(eight, 0, 6 * gib, 6, None)
+        plan_placement(eight, 0, 6 * gib, 6, None)
     with pytest.raises(DoesNotFit, match="--ring-depth 4 or less"):
-        decide_residency(eight, 0, 6 * gib, 2, 5)
-    squeezed = decide_residency(eight, 0, 6 * gib, 3, None)
-    assert len(squeezed.resident) == 3 and squeezed.depth == 3, "an automatic ring gives way to what was asked to stay"
+        plan_placement(eight, 0, 6 * gib, 2, 5)
+    squeezed = plan_placement(eight, 0, 6 * gib, 3, None)
+    assert len(squeezed.resident) == 3 and squeezed.ring_depth == 3, (
+        "an automatic ring gives way to what was asked to stay"
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -551,21 +553,21 @@ def test_plans_fit_and_their_advice_works(seed):
         free, depth = draw.randint(1 << 28, 40 << 30), draw.choice([None, None, 2, 3, 9])
         wanted = draw.choice([None, 0, draw.randint(0, 300) / 10])
         try:
-            plan = decide_residency(layouts, 0, free, wanted, depth)
+            plan = plan_placement(layouts, 0, free, wanted, depth)
         except DoesNotFit as error:
             advice = dict(re.findall(r"--(gpu-memory|ring-depth) ([0-9.]*[0-9])", str(error).partition("; use ")[2]))
             if not advice:
                 assert 2 * max(layout.nbytes for layout in layouts) + layouts[0].workspace_bytes > free
                 continue
             gib = float(advice["gpu-memory"]) if "gpu-memory" in advice else wanted
-            plan = decide_residency(layouts, 0, free, gib, int(advice.get("ring-depth", depth or 0)) or None)
+            plan = plan_placement(layouts, 0, free, gib, int(advice.get("ring-depth", depth or 0)) or None)
         assert plan.device_bytes <= free and len(plan.resident) + len(plan.in_host_memory) == len(layouts)
 
 
 def test_the_ring_covers_as_much_time_over_several_links():
     layouts = layouts_of(*[630 << 20] * 40)
     for ranks in (1, 2, 4):
-        ahead = decide_residency(layouts, 0, None, 0, None, ranks).depth - 1
+        ahead = plan_placement(layouts, 0, None, 0, None, ranks).ring_depth - 1
         assert 0.05 <= ahead * (630 << 20) / ranks / 55e9 < 0.065
 
 
@@ -581,13 +583,13 @@ class Moment:
 
 def test_idle_time_goes_to_who_caused_it():
     timeline = Timeline(DeviceStreams(torch.device("cpu")))
-    timeline.forward = 1
+    timeline.pass_index = 1
 
     def copy(start, end, free=None, begun=None, pass_start=None, first=False):
         """Its slot was free at `free`, and before that used by a block that `begun`, in a pass that began at `pass_start`."""
         freed_by = None if begun is None else BlockSpan(0, Moment(begun), Moment(pass_start))
         timeline.copies.append(
-            Copy(0, 10, free and Moment(free), freed_by, Moment(start), Moment(end), timeline.forward, first)
+            Copy(0, 10, free and Moment(free), freed_by, Moment(start), Moment(end), timeline.pass_index, first)
         )
 
     def use(first=1):
@@ -603,7 +605,7 @@ def test_idle_time_goes_to_who_caused_it():
     # the cores multiply the first blocks of a step, from 105 to 125, then the device one that freed a slot
     copy(130, 140, free=130, begun=125, pass_start=105)
     assert use() == pytest.approx([0.030, 0.015, 0.045, 0.040, 40])
-    timeline.forward = 2  # and from there on alone
+    timeline.pass_index = 2  # and from there on alone
     copy(150, 160)
     assert timeline.link_use(2) is None
     copy(160, 180)
@@ -613,7 +615,7 @@ def test_idle_time_goes_to_who_caused_it():
 def test_a_pass_begins_with_its_first_block_wherever_that_is_computed():
     timeline = Timeline(DeviceStreams(torch.device("cpu")))
     for blocks in ((0, 1, 2), (1, 2)):
-        timeline.forward_begins(0)
+        timeline.begin_pass(0)
         for block in blocks:
             timeline.block_begins(block)
             timeline.block_ends()
@@ -626,7 +628,7 @@ def test_how_long_the_device_waited_for_the_link():
     timeline = Timeline(DeviceStreams(torch.device("cpu")))
     for forward, reached, start in ((1, 0, 50), (2, 60, 70), (2, None, 90), (3, 100, 103)):
         at = None if reached is None else Moment(reached)
-        timeline.spans.append(BlockSpan(0, Moment(start), Moment(0), reached=at, forward=forward))
+        timeline.spans.append(BlockSpan(0, Moment(start), Moment(0), reached=at, pass_index=forward))
     assert timeline.waited_for_link_s(2) == pytest.approx(0.013)
     assert timeline.waited_for_link_s(4) == 0
 
@@ -635,27 +637,27 @@ def test_what_crossed_before_the_first_decode_step_counts_by_its_share_of_time()
     timeline = Timeline(DeviceStreams(torch.device("cpu")))
 
     def fetched(nbytes, start, end):
-        timeline.fetched(0, nbytes, None, None, Moment(start), Moment(end))
+        timeline.record_copy(0, nbytes, None, None, Moment(start), Moment(end))
 
-    timeline.forward_begins(0)
+    timeline.begin_pass(0)
     fetched(1, 0, 10)  # the prefill's own
     fetched(100, 10, 20)
     fetched(200, 20, 40)  # the last layer of the prefill ended after a quarter of it
     fetched(400, 40, 50)
     timeline.spans.append(BlockSpan(2, Moment(5), Moment(5), Moment(25)))
-    timeline.forward_begins(3)
+    timeline.begin_pass(3)
     assert timeline.link_use() is None, "no copy of a decode step yet"
     timeline.spans.append(BlockSpan(0, Moment(25), Moment(25), Moment(60)))
     for start in (50, 60, 70):
         fetched(800, start, start + 10)
     assert timeline.link_use().ahead_bytes == 100 + 200 // 4
-    timeline.forward_begins(3)  # later steps were ahead of nothing but each other
+    timeline.begin_pass(3)  # later steps were ahead of nothing but each other
     fetched(800, 80, 90)
     assert timeline.link_use().ahead_bytes == 150
     timeline.restart()
-    timeline.forward_begins(3)
+    timeline.begin_pass(3)
     timeline.spans.append(BlockSpan(2, Moment(0), Moment(0), Moment(1)))
-    timeline.forward_begins(0)  # nothing was asked for ahead
+    timeline.begin_pass(0)  # nothing was asked for ahead
     for start in (1, 11):
         fetched(800, start, start + 10)
     assert timeline.link_use().ahead_bytes == 0

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMod
 import zero_inference
 from zero_inference.engines.stream import cpu
 from zero_inference.engines.stream.blocks import find_blocks, lay_out_blocks
-from zero_inference.engines.stream.feeder import BlockFeeder
+from zero_inference.engines.stream.prefetch import Prefetcher
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.models.prompts import random_ids
@@ -106,7 +106,7 @@ def test_passes_in_any_order_fetch_what_they_need_and_no_more(depth, checkpoints
     folder = checkpoints("llama")
     loaded, _, ranks = load(folder, cpu_compute="0.5", ring_depth=depth)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    of_long, of_token = feeder_of(loaded).residency.host_bytes, feeder_of(loaded).residency.row_bytes
+    of_long, of_token = prefetcher_of(loaded).placement.host_bytes, prefetcher_of(loaded).placement.row_bytes
     of_short = loaded.facts["stream"]["fetched_bytes"]
     few = torch.randint(0, VOCAB, (BATCH, 1), device=ranks.device)
     many = torch.randint(0, VOCAB, (BATCH, 12), device=ranks.device)
@@ -124,10 +124,10 @@ def test_passes_in_any_order_fetch_what_they_need_and_no_more(depth, checkpoints
     loaded.close()
 
 
-def feeder_of(loaded) -> BlockFeeder:
+def prefetcher_of(loaded) -> Prefetcher:
     """What the engine installed in the model."""
     cells = [cell.cell_contents for cell in loaded.close.__closure__]
-    return next(each for each in cells if isinstance(each, BlockFeeder))
+    return next(each for each in cells if isinstance(each, Prefetcher))
 
 
 def chosen_by_plan(own):
@@ -153,19 +153,19 @@ def test_blocks_that_change_hands_while_tokens_are_generated(family, bits, graph
     if bits == 16:
         assert torch.equal(ids[:, :GEN], expected(family))
     loaded, spec, ranks = load(checkpoints(family), cpu_compute="0.4", **options)
-    feeder, placed = feeder_of(loaded), []
+    prefetcher, placed = prefetcher_of(loaded), []
     ahead = iter([0] * 12 + [-(10**9)] + [0] * 12 + [10**9] + [0] * 10**6)  # all to the cores, and then all to the link
 
-    def moved(residency, few, candidates):
-        after = residency.with_work_moved(next(ahead), candidates) if few else residency
-        placed.append(len(after.computed))
+    def moved(placement, few, candidates):
+        after = placement.rebalanced(next(ahead), candidates) if few else placement
+        placed.append(len(after.cpu_computed))
         return after
 
-    monkeypatch.setattr(feeder.balance, "of", moved)
+    monkeypatch.setattr(prefetcher.balance, "of", moved)
     found = generate(loaded, spec, ranks, 6 * GEN)
     loaded.close()
     assert torch.equal(found.output_ids, ids)
-    assert len(set(placed)) == 3 and max(placed) == len(feeder.residency.computable) and placed[-1] == 0
+    assert len(set(placed)) == 3 and max(placed) == len(prefetcher.placement.computable) and placed[-1] == 0
 
 
 def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cores(checkpoints, monkeypatch):
@@ -175,11 +175,11 @@ def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cores(chec
 
     monkeypatch.setattr(cpu.CpuBackend, "__init__", chosen_by_plan(cpu.CpuBackend.__init__))
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.4")
-    feeder = feeder_of(loaded)
-    assert 0 not in feeder.residency.computed and 0 in feeder.core_blocks
+    prefetcher = prefetcher_of(loaded)
+    assert 0 not in prefetcher.placement.cpu_computed and 0 in prefetcher.core_blocks
     loaded.model.model.layers[0].self_attn = Skipped()
     assert generate(loaded, spec, ranks).loops[-1].moved.cores_busy_s_per_step > 0
-    assert 0 not in feeder.known and feeder.known >= feeder.residency.computed
+    assert 0 not in prefetcher.known and prefetcher.known >= prefetcher.placement.cpu_computed
     loaded.close()
 
 
@@ -239,11 +239,11 @@ def test_blocks_are_found_and_what_belongs_to_none_stays_on_the_device(checkpoin
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.77, 1.0])
 def test_a_share_is_met_as_nearly_as_blocks_allow_and_spread_evenly(share, checkpoints):
     loaded, _, _ = load(checkpoints("llama"), cpu_compute="1")
-    residency = feeder_of(loaded).residency.with_share_computed(share)
-    sizes = [layout.nbytes for layout in residency.layouts]
-    computed = sum(sizes[block] for block in residency.computed)
+    placement = prefetcher_of(loaded).placement.with_cpu_share(share)
+    sizes = [layout.nbytes for layout in placement.layouts]
+    computed = sum(sizes[block] for block in placement.cpu_computed)
     assert abs(computed - share * sum(sizes)) <= max(sizes) / 2
-    assert sorted({*residency.computed, *residency.fetched}) == residency.in_host_memory
+    assert sorted({*placement.cpu_computed, *placement.streamed}) == placement.in_host_memory
     loaded.close()
 
 
@@ -466,8 +466,8 @@ def test_what_is_read_outside_of_its_layer_is_in_no_block():
 def test_weights_that_are_not_fetched_cannot_be_used(share, bits, checkpoints):
     codes = {} if bits == 16 else {"quant_bits": 4, "quant_group_size": 32}
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute=share, **codes)
-    feeder, (before, layer, _) = feeder_of(loaded), loaded.model.model.layers
-    blocks = [parameter for parameters in feeder.parameters for parameter in parameters]
+    prefetcher, (before, layer, _) = prefetcher_of(loaded), loaded.model.model.layers
+    blocks = [parameter for parameters in prefetcher.parameters for parameter in parameters]
     blocks += [p for name, p in loaded.model.named_parameters() if name.endswith("_proj.weight")]
     during = []
     before.mlp.register_forward_hook(lambda *_: during.append(layer.mlp.down_proj.weight.numel()))
@@ -482,7 +482,7 @@ def test_weights_that_are_not_fetched_cannot_be_used(share, bits, checkpoints):
 
 def test_the_ring_is_whole_again_after_a_pass_that_broke_off(checkpoints):
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="off", ring_depth=2)
-    ring = feeder_of(loaded).ring
+    ring = prefetcher_of(loaded).ring
     generate(loaded, spec, ranks, loops=1)
     before = [fetch.block for fetch in ring.pending]
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import zero_inference
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.stream import embedding
-from zero_inference.engines.stream.embedding import HostEmbedding, find_table
+from zero_inference.engines.stream import vocabulary
+from zero_inference.engines.stream.vocabulary import HostEmbedding, find_table
 from zero_inference.errors import UsageError
 from zero_inference.hardware.limited import LimitedMachine
 from zero_inference.hardware.machine import DescribedMachine
@@ -31,7 +31,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 @pytest.fixture
 def on_host(monkeypatch):
     """Plans of a device without a GPU, too, leave the embedding in host memory."""
-    monkeypatch.setattr(embedding, "device_reads_rows", lambda job: True)
+    monkeypatch.setattr(vocabulary, "device_reads_rows", lambda job: True)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_tokens_are_those_of_transformers_and_rows_are_counted(family, options, 
 def test_the_table_is_counted_where_it_is(family, untied, monkeypatch):
     folder, plans = untied(family), []
     for there in (False, True):
-        monkeypatch.setattr(embedding, "device_reads_rows", lambda job, there=there: there)
+        monkeypatch.setattr(vocabulary, "device_reads_rows", lambda job, there=there: there)
         options = {"engine": "stream", "dtype": "float32", "gpu_memory": 0, "cpu_compute": "off"}
         config = RunConfig(model=str(folder), **options).validate()
         plans.append(make_plan(build_job(config, resolve_model(config, "cpu"), detect_ranks())).weights)
@@ -106,11 +106,11 @@ def test_memory_of_the_table_holds_layers(monkeypatch):
     machine = LimitedMachine(DescribedMachine(FAST), device_bytes=8 << 30)
     options = "--model llama-3.1-8b --engine stream --quant-bits 8 --dummy --prompt-len 128 --gen-len 32"
     found = planned(options, machine)
-    monkeypatch.setattr(embedding, "device_reads_rows", lambda job: False)
+    monkeypatch.setattr(vocabulary, "device_reads_rows", lambda job: False)
     before = planned(options, machine)
-    of_layer, table = before.weights.residency.slot_bytes, 128256 * 4096 * 2
+    of_layer, table = before.weights.placement.slot_bytes, 128256 * 4096 * 2
     kept, host = (
-        getattr(found.weights.residency, name) - getattr(before.weights.residency, name)
+        getattr(found.weights.placement, name) - getattr(before.weights.placement, name)
         for name in ("resident_bytes", "host_bytes")
     )
     assert abs(kept - table) < of_layer and host == -kept, "whole layers"
@@ -125,7 +125,7 @@ def test_layers_that_fit_beside_no_table_are_all_on_the_device():
     whole = planned(options, DescribedMachine(FAST)).weights
     machine = LimitedMachine(DescribedMachine(FAST), device_bytes=whole.least_free_device_bytes - 1)
     found = planned(options, machine).weights
-    assert not found.residency.in_host_memory and found.footprint.host == 128256 * 4096 * 2
+    assert not found.placement.in_host_memory and found.footprint.host == 128256 * 4096 * 2
     assert (
         found.places_in_words()
         == f"all layers on the device, {format_bytes(found.footprint.host)} of input embedding in host memory"

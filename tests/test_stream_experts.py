@@ -10,16 +10,16 @@ import torch
 from conftest import FAMILIES, VOCAB, build_model, plain_ids
 from test_families import with_stream_weights
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cores import feeder_of
+from test_stream_cores import prefetcher_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zero_inference.engines.stream import codes, feeder, layout
+from zero_inference.engines.stream import layout, prefetch, products
 from zero_inference.engines.stream.blocks import find_blocks
-from zero_inference.engines.stream.codes import experts_in_groups
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split
-from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.placement import Placement
+from zero_inference.engines.stream.products import experts_in_groups
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.kernels import groups
 from zero_inference.models import experts
@@ -115,7 +115,7 @@ def test_any_share_gives_the_ids_of_transformers(family, mixtures):
 def by_dequantizing(folder, **options):
     """The ids with weights that are dequantized in every pass."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codes, "FUSED_ROWS", 0)
+        patch.setattr(products, "FUSED_ROWS", 0)
         loaded, spec, ranks = load(folder, cpu_compute="off", **options)
     found = generate(loaded, spec, ranks).output_ids
     loaded.close()
@@ -149,7 +149,7 @@ def test_experts_on_the_device_are_not_dequantized_in_short_passes(family, bits,
         restored.append(args[-1].shape)
         return groups.dequantize(*args)
 
-    monkeypatch.setattr(feeder, "dequantize", dequantize)
+    monkeypatch.setattr(prefetch, "dequantize", dequantize)
     loaded, spec, ranks = load(folder, cpu_compute="off", **options)
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
     loaded.close()
@@ -173,7 +173,7 @@ def test_codes_give_the_ids_of_the_dequantized_weights(family, mixtures):
 @pytest.mark.parametrize("experts_at_once", [1, 3])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_at_once, mixtures, monkeypatch):
-    monkeypatch.setattr(codes, "FUSED_ROWS", 0)
+    monkeypatch.setattr(products, "FUSED_ROWS", 0)
     folder, _ = mixtures(family)
     ids, logits = random_ids(3, BATCH, PROMPT, VOCAB), []
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -184,11 +184,11 @@ def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_a
     for at_once in (experts.number, experts_at_once):
         monkeypatch.setattr(layout, "GROUP_BYTES", at_once * one + one // 2)
         loaded, spec, ranks = load(folder, cpu_compute="off", ring_depth=2, quant_bits=4, quant_group_size=32)
-        feeder = feeder_of(loaded)
-        quantized = [stored for each in feeder.layouts for stored in each.parameters if stored.packed]
+        prefetcher = prefetcher_of(loaded)
+        quantized = [stored for each in prefetcher.layouts for stored in each.parameters if stored.packed]
         assert {each.group for each in quantized} == {0, at_once}
         others = [each.plain.nbytes for each in quantized if not each.group]
-        assert feeder.workspace.numel() == max(at_once * one, *others)
+        assert prefetcher.workspace.numel() == max(at_once * one, *others)
         with torch.inference_mode():
             logits.append(loaded.model(ids.to(loaded.device)).logits)
             output = generate(loaded, spec, ranks).output_ids
@@ -207,7 +207,7 @@ def test_a_short_pass_dequantizes_no_experts_that_are_in_groups(share, mixtures,
         restored.append(args[-1].shape)
         return groups.dequantize(*args)
 
-    monkeypatch.setattr(feeder, "dequantize", dequantize)
+    monkeypatch.setattr(prefetch, "dequantize", dequantize)
     monkeypatch.setattr(layout, "GROUP_BYTES", 1)
     folder, _ = mixtures("mixtral")
     loaded, spec, ranks = load(folder, cpu_compute=share, decode_graph="on", quant_bits=4, quant_group_size=32)
@@ -246,16 +246,20 @@ def test_products_of_all_positions_are_not_left_to_the_cores(mixtures):
     folder, expected = mixtures("deepseek_v3")
     loaded, spec, ranks = load(folder, cpu_compute="1")
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
-    feeder = feeder_of(loaded)
+    prefetcher = prefetcher_of(loaded)
     restores = [name for name, _ in loaded.model.named_modules() if name.endswith("kv_b_proj")]
     assert restores, "the test is about this module"
     seen: list[int] = []
     module = loaded.model.get_submodule(restores[0])
     module.register_forward_pre_hook(lambda module, args: seen.append(args[0].numel() // args[0].shape[-1]))
     generate(loaded, spec, ranks, loops=1)
-    attention = {i for i, block in enumerate(feeder.residency.blocks) if block.module == "self_attn"}
+    attention = {i for i, block in enumerate(prefetcher.placement.blocks) if block.module == "self_attn"}
     compressed = max(seen[1:]) > BATCH  # not so in all versions of transformers
-    assert attention.isdisjoint(feeder.residency.computed) if compressed else attention <= feeder.residency.computed
+    assert (
+        attention.isdisjoint(prefetcher.placement.cpu_computed)
+        if compressed
+        else attention <= prefetcher.placement.cpu_computed
+    )
     loaded.close()
 
 
@@ -271,7 +275,7 @@ def test_a_pass_reads_the_chosen_experts_and_nothing_of_the_others(family, bits,
         module = loaded.model.get_submodule(name)
         module.register_forward_pre_hook(lambda _, args: chosen.append(set(args[1].flatten().tolist())))
     found = generate(loaded, spec, ranks, loops=1)
-    rows = BATCH * feeder_of(loaded).residency.row_bytes  # of the embedding
+    rows = BATCH * prefetcher_of(loaded).placement.row_bytes  # of the embedding
     loaded.close()
     others = results = 0
     for name, p in model.get_submodule("model.layers").named_parameters():
@@ -348,7 +352,7 @@ def test_of_alike_layers_one_is_tried(share, mixtures, monkeypatch):
     tried, own = [], experts._tried
     monkeypatch.setattr(experts, "_tried", lambda *args: tried.append(args[0]) or own(*args))
     loaded, _, _ = load(mixtures("qwen3_moe")[0], cpu_compute=share, quant_bits=4, quant_group_size=32)
-    served = [each for block in feeder_of(loaded).codes.values() for each in block.found]
+    served = [each for block in prefetcher_of(loaded).codes.values() for each in block.found]
     loaded.close()
     assert len(tried) == 1 and len({id(each.module) for each in served}) == SMALL["num_hidden_layers"]
 
@@ -384,17 +388,17 @@ def test_experts_are_the_cores_first_and_then_what_the_link_would_be_late_with()
     rates = BesideLink(1, 50.0, 50.0, 100.0, 120.0, 100.0, 0.0, 4000.0)
     experts = replace(read_experts(Clamped(None, False)), number=8, chosen=1)
 
-    def residency(of_others: int) -> Residency:
+    def placement(of_others: int) -> Placement:
         model = a_model("mixtral", num_hidden_layers=1, num_experts_per_tok=1)
         attention, mixture = find_blocks(model, set(), divided=True)
         blocks = [attention, replace(mixture, experts=experts)]
         layouts = [BlockLayout([], size, size) for size in (of_others, 2 * 10**9)]
-        return Residency(layouts, [], [0, 1], 2, 0, blocks)
+        return Placement(layouts, [], [0, 1], 2, 0, blocks)
 
-    assert residency(10**9).read_bytes(1) == pytest.approx(2 * 10**9 / 8)
+    assert placement(10**9).read_bytes(1) == pytest.approx(2 * 10**9 / 8)
     # the cores read 0.25 GB of experts in 2.5 ms, the link the 1 GB of the others in 20: of those the cores take so much that both end
-    split = best_split(residency(10**9), rates, 0, False)
+    split = best_split(placement(10**9), rates, 0, False)
     assert split.of_experts == 1 and split.of_others == pytest.approx((20 - 2.5) / (20 + 10))
     # 0.05 GB take the link 1 ms: it also sends some of the experts, all of which it would send in 40
-    split = best_split(residency(5 * 10**7), rates, 0, False)
+    split = best_split(placement(5 * 10**7), rates, 0, False)
     assert split.of_experts == pytest.approx((1 + 40) / (40 + 2.5)) and split.of_others == 0

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.cpu.products import quantize
-from zero_inference.engines.stream.head import HeadWeight, QuantizedHead, find_head
+from zero_inference.engines.stream.vocabulary import HeadWeight, QuantizedHead, find_head
 from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference
 from zero_inference.models.prompts import random_ids
@@ -57,7 +57,7 @@ def test_few_and_many_rows_equal_a_product_with_the_whole_head(bias, dtype):
 
 
 def test_the_rows_are_quantized_as_all_at_once(monkeypatch):
-    monkeypatch.setattr("zero_inference.engines.stream.head.QUANTIZED_BYTES", 7 * 64 * 4)
+    monkeypatch.setattr("zero_inference.engines.stream.vocabulary.HEAD_CHUNK_BYTES", 7 * 64 * 4)
     values, scheme = torch.randn(100, 64), GroupQuantization(8, 32, torch.float32)
     parts = HeadWeight("lm_head.weight", (100, 64), scheme).packed(values, torch.device("cpu"))
     out = torch.empty_like(values)

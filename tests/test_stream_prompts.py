@@ -10,7 +10,7 @@ from conftest import ROOT, VOCAB, plain_ids
 from test_expert_cache import FORMS, cache_of, fetching, kept  # noqa: F401  (fixtures)
 from test_machine import planned
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cores import feeder_of
+from test_stream_cores import prefetcher_of
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +20,7 @@ from zero_inference.engines.stream import cpu_plan as stream_cores
 from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.cpu_plan import MOST_PROMPT_ROWS
 from zero_inference.engines.stream.expert_cache import ExpertCache
-from zero_inference.engines.stream.feeder import PassKind
+from zero_inference.engines.stream.prefetch import PassKind
 from zero_inference.hardware.description_file import read_description
 from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.models.prompts import random_ids
@@ -33,8 +33,8 @@ def short(monkeypatch):
     """short(share, rows): plans have the cores multiply this share in prompts of up to `rows` tokens, as a machine with a GPU may."""
 
     def set_share(share: float, rows: int) -> None:
-        def placed(job, residency, plan, scheme, graphs):
-            return residency.with_prompt_computed(share), replace(plan, prompt_rows=rows, prompt_share=share)
+        def placed(job, placement, plan, scheme, graphs):
+            return placement.with_prompt_share(share), replace(plan, prompt_rows=rows, prompt_share=share)
 
         monkeypatch.setattr(stream_plan, "with_short_prompts", placed)
 
@@ -43,14 +43,14 @@ def short(monkeypatch):
 
 def kinds_of(loaded) -> list[PassKind]:
     """The kinds of all passes from now on."""
-    feeder, found = feeder_of(loaded), []
-    begin = feeder.begin_pass
+    prefetcher, found = prefetcher_of(loaded), []
+    begin = prefetcher.begin_pass
 
     def noted(tokens: int) -> None:
         begin(tokens)
-        found.append(feeder.kind)
+        found.append(prefetcher.kind)
 
-    feeder.begin_pass = noted
+    prefetcher.begin_pass = noted
     return found
 
 
@@ -69,11 +69,11 @@ def test_any_share_of_a_prompt_gives_the_ids_of_transformers(family, bits, check
         found = generate(loaded, spec, ranks, loops=3)
         loaded.close()
         assert torch.equal(found.output_ids, expected), (of_prompt, rows)
-        prompt = PassKind.PROMPT if rows >= TOKENS else PassKind.MANY
-        steps = [PassKind.FEW] * (GEN - 1)
+        prompt = PassKind.SHORT_PROMPT if rows >= TOKENS else PassKind.LONG
+        steps = [PassKind.DECODE] * (GEN - 1)
         graph = loaded.facts["stream"]["decode_graph"]
-        tried = [PassKind.FEW] * (graph.difference is not None)  # the step on trial is also computed with a mask
-        assert kinds == [PassKind.MANY, *steps, *tried, *2 * [prompt, *steps]]
+        tried = [PassKind.DECODE] * (graph.difference is not None)  # the step on trial is also computed with a mask
+        assert kinds == [PassKind.LONG, *steps, *tried, *2 * [prompt, *steps]]
 
 
 @pytest.mark.parametrize("bits", [16, 4])
@@ -87,10 +87,10 @@ def test_experts_of_a_prompt_give_the_ids_of_transformers(family, bits, mixtures
     for share, of_steps in ((0.4, "1"), (1.0, "0.5")):
         short(share, TOKENS)
         loaded, spec, ranks = load(folder, cpu_compute=of_steps, **FORMS[bits])
-        residency, kinds = feeder_of(loaded).residency, kinds_of(loaded)
-        assert set() < residency.prompt_computed <= set(residency.expert_blocks)
+        placement, kinds = prefetcher_of(loaded).placement, kinds_of(loaded)
+        assert set() < placement.prompt_cpu_computed <= set(placement.expert_blocks)
         assert torch.equal(generate(loaded, spec, ranks, loops=3).output_ids, expected), share
-        assert kinds.count(PassKind.PROMPT) == 2
+        assert kinds.count(PassKind.SHORT_PROMPT) == 2
         loaded.close()
 
 
@@ -114,17 +114,17 @@ def test_a_prompt_divides_kept_experts_and_counts_each_choice(bits, many, mixtur
     )
 
 
-@pytest.mark.parametrize("kind", [PassKind.PROMPT, PassKind.MANY])
+@pytest.mark.parametrize("kind", [PassKind.SHORT_PROMPT, PassKind.LONG])
 def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, kept, fetching, short, monkeypatch):  # noqa: F811
     """A graph cannot hold a wait for what was asked before it was recorded."""
     folder, expected = mixtures("qwen3_moe")
     fetching(0.5, 2)
-    if kind is PassKind.PROMPT:
+    if kind is PassKind.SHORT_PROMPT:
         short(1.0, TOKENS)
     loaded, spec, ranks = kept("qwen3_moe", 3, decode_graph="on")
-    feeder, inside, waits = feeder_of(loaded), [False], []
-    feeder.team.few_rows = 0  # as a plan for one sequence would have it of two
-    outside, own = feeder._outside_of_graphs, ExpertCache.await_gathering
+    prefetcher, inside, waits = prefetcher_of(loaded), [False], []
+    prefetcher.team.few_rows = 0  # as a plan for one sequence would have it of two
+    outside, own = prefetcher._outside_of_graphs, ExpertCache.await_gathering
 
     def outside_of_graphs(work):
         def noted():
@@ -135,7 +135,7 @@ def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, k
 
         return outside(noted)
 
-    monkeypatch.setattr(feeder, "_outside_of_graphs", outside_of_graphs)
+    monkeypatch.setattr(prefetcher, "_outside_of_graphs", outside_of_graphs)
     monkeypatch.setattr(ExpertCache, "await_gathering", lambda self: waits.append(inside[0]) or own(self))
     kinds = kinds_of(loaded)
     assert torch.equal(generate(loaded, spec, ranks, loops=2).output_ids, expected)
@@ -148,14 +148,14 @@ def test_passes_of_all_kinds_in_any_order_fetch_what_they_need_and_no_more(depth
     short(0.4, 12)
     folder = checkpoints("llama")
     loaded, _, ranks = load(folder, cpu_compute="0.7", ring_depth=depth)
-    feeder, residency = feeder_of(loaded), feeder_of(loaded).residency
+    prefetcher, placement = prefetcher_of(loaded), prefetcher_of(loaded).placement
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     lengths = {"f": 1, "p": 6, "m": 7}
-    assert residency.prompt_computed and residency.prompt_computed != residency.computed
+    assert placement.prompt_cpu_computed and placement.prompt_cpu_computed != placement.cpu_computed
     needed = {
-        "f": residency.nbytes_of(residency.fetched),
-        "p": residency.host_bytes - residency.nbytes_of(residency.prompt_computed),
-        "m": residency.host_bytes,
+        "f": placement.nbytes_of(placement.streamed),
+        "p": placement.host_bytes - placement.nbytes_of(placement.prompt_cpu_computed),
+        "m": placement.host_bytes,
     }
     with torch.no_grad():
         loaded.model(torch.zeros(BATCH, 7, dtype=torch.int64, device=ranks.device), use_cache=False)
@@ -165,8 +165,8 @@ def test_passes_of_all_kinds_in_any_order_fetch_what_they_need_and_no_more(depth
                 before = loaded.transfers.host_to_device_bytes
                 ids = torch.randint(0, VOCAB, (BATCH, lengths[kind]), device=ranks.device)
                 found = loaded.model(ids, use_cache=False).logits.cpu()
-                assert feeder.kind is {"f": PassKind.FEW, "p": PassKind.PROMPT, "m": PassKind.MANY}[kind]
-                moved.append(loaded.transfers.host_to_device_bytes - before - ids.numel() * residency.row_bytes)
+                assert prefetcher.kind is {"f": PassKind.DECODE, "p": PassKind.SHORT_PROMPT, "m": PassKind.LONG}[kind]
+                moved.append(loaded.transfers.host_to_device_bytes - before - ids.numel() * placement.row_bytes)
                 torch.testing.assert_close(found, plain(ids.cpu()).logits, atol=1e-4, rtol=1e-4)
             if len(set(order)) == 1 and ranks.device.type == "cpu":  # behind two of a kind the third is known
                 assert set(moved[3:]) == {needed[order[0]]}
@@ -177,22 +177,22 @@ def test_the_ring_follows_a_prompt_with_what_came_behind_the_last_one(checkpoint
     """Generations of one kind fetch no block that is not used: behind a prompt come those of a step."""
     short(0.4, TOKENS)
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.7", ring_depth=2)
-    feeder, called = feeder_of(loaded), []
-    follow = feeder.ring.follow
-    feeder.ring.follow = lambda order, then: called.append((list(order), list(then))) or follow(order, then)
+    prefetcher, called = prefetcher_of(loaded), []
+    follow = prefetcher.ring.follow
+    prefetcher.ring.follow = lambda order, then: called.append((list(order), list(then))) or follow(order, then)
     generate(loaded, spec, ranks, loops=1)
-    residency = feeder.residency
-    assert called[0] == (residency.in_host_memory, residency.fetched)
+    placement = prefetcher.placement
+    assert called[0] == (placement.in_host_memory, placement.streamed)
     called.clear()  # on a GPU a graph was tried, too
     generate(loaded, spec, ranks, loops=1)
-    of_prompt = [block for block in residency.in_host_memory if block not in residency.prompt_computed]
-    assert called[0] == (of_prompt, residency.fetched) and called[-1] == (residency.fetched, residency.fetched)
+    of_prompt = [block for block in placement.in_host_memory if block not in placement.prompt_cpu_computed]
+    assert called[0] == (of_prompt, placement.streamed) and called[-1] == (placement.streamed, placement.streamed)
     before = loaded.transfers.host_to_device_bytes
     generate(loaded, spec, ranks, loops=1)
-    moved = loaded.transfers.host_to_device_bytes - before - (TOKENS + BATCH * (GEN - 1)) * residency.row_bytes
-    ahead = residency.nbytes_of(set(residency.fetched[:2]).intersection(of_prompt[:2]))
+    moved = loaded.transfers.host_to_device_bytes - before - (TOKENS + BATCH * (GEN - 1)) * placement.row_bytes
+    ahead = placement.nbytes_of(set(placement.streamed[:2]).intersection(of_prompt[:2]))
     if ranks.device.type == "cpu":
-        needed = residency.nbytes_of(of_prompt) + GEN * residency.nbytes_of(residency.fetched)
+        needed = placement.nbytes_of(of_prompt) + GEN * placement.nbytes_of(placement.streamed)
         assert moved <= needed - ahead, "one step's first blocks stay for the next generation"
     loaded.close()
 
@@ -204,7 +204,7 @@ def test_a_model_of_the_api_takes_prompts_of_all_lengths(graph, checkpoints, sho
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     options = {"engine": "stream", "dtype": "float32", "gpu_memory": 0, "cpu_compute": "0.5", "decode_graph": graph}
     with zero_inference.load(folder, batch_size=1, **options) as model:
-        feeder = feeder_of(model._held.loaded)
+        prefetcher = prefetcher_of(model._held.loaded)
         kinds = kinds_of(model._held.loaded)
         for length in (5, 3, 12, 8, 1, 9, 7, 2):
             ids = random_ids(length, 1, length, VOCAB)
@@ -212,8 +212,10 @@ def test_a_model_of_the_api_takes_prompts_of_all_lengths(graph, checkpoints, sho
             expected = plain.generate(ids, **chosen)
             found = model.generate(ids.to(model.device), **chosen | {"attention_mask": torch.ones_like(ids)})
             assert torch.equal(found.cpu(), expected), length
-        assert {PassKind.PROMPT, PassKind.MANY, PassKind.FEW} == set(kinds) and kinds.count(PassKind.PROMPT) == 5
-        assert feeder.after[PassKind.PROMPT] is feeder.after[PassKind.MANY] is PassKind.FEW
+        assert {PassKind.SHORT_PROMPT, PassKind.LONG, PassKind.DECODE} == set(kinds) and kinds.count(
+            PassKind.SHORT_PROMPT
+        ) == 5
+        assert prefetcher.after[PassKind.SHORT_PROMPT] is prefetcher.after[PassKind.LONG] is PassKind.DECODE
 
 
 MACHINES = ("h100-big-models", "h100-predicted")
@@ -231,7 +233,9 @@ def test_link_and_cores_end_a_prompt_of_a_mixture_together(name):
         plan = planned(f"{QWEN} --prompt-len {tokens}", machine_at(name))
         weights, cores = plan.weights, plan.weights.cores
         shares[tokens] = cores.prompt_share
-        assert cores.prompt_rows == tokens and weights.residency.prompt_computed < set(weights.residency.expert_blocks)
+        assert cores.prompt_rows == tokens and weights.placement.prompt_cpu_computed < set(
+            weights.placement.expert_blocks
+        )
         assert f"prompts of up to {tokens} tokens: the CPU multiplies {cores.prompt_share:.0%} of the" in str(
             weights.in_words()
         )
@@ -245,13 +249,13 @@ def test_link_and_cores_end_a_prompt_of_a_mixture_together(name):
 def test_a_dense_model_shares_prompts_of_a_few_tokens_and_no_long_ones():
     options = "--model llama-3.1-70b --dummy --engine stream --quant-bits 4 --gpu-memory 17.4 --gen-len 8"
     few = planned(f"{options} --prompt-len 16", machine_at("h100-predicted"))
-    found = few.weights.residency
+    found = few.weights.placement
     assert 0.2 < few.weights.cores.prompt_share < 0.6
-    assert all(found.blocks[block].feed_forward for block in found.prompt_computed)
+    assert all(found.blocks[block].feed_forward for block in found.prompt_cpu_computed)
     assert few.times.prefill.seconds < without_short_prompts(few).times.prefill.seconds / 1.2
     for tokens in (MOST_PROMPT_ROWS + 1, 512):
         long = planned(f"{options} --prompt-len {tokens}", machine_at("h100-predicted"))
-        assert long.weights.cores.prompt_rows == 0 and not long.weights.residency.prompt_computed
+        assert long.weights.cores.prompt_rows == 0 and not long.weights.placement.prompt_cpu_computed
         assert "prompts of up to" not in str(long.weights.in_words())
 
 
@@ -269,10 +273,10 @@ def test_weights_that_are_not_page_locked_come_whole():
         planned(f"{options} --prompt-len 4096 --pin-memory {pinned}", machine_at(MACHINES[0])).weights
         for pinned in (1, 0)
     )
-    assert locked.residency.gathered_bytes > 0 == plain.residency.gathered_bytes
-    assert plain.residency.expert_slots
-    assert plain.prefill_fetched_bytes >= plain.residency.host_bytes - plain.residency.nbytes_of(
-        plain.residency.fetched
+    assert locked.placement.gathered_bytes > 0 == plain.placement.gathered_bytes
+    assert plain.placement.expert_slots
+    assert plain.prefill_fetched_bytes >= plain.placement.host_bytes - plain.placement.nbytes_of(
+        plain.placement.streamed
     )
 
 
@@ -282,11 +286,11 @@ def test_a_share_that_was_given_bounds_that_of_prompts():
     )
     assert 0.3 < asked.weights.cores.prompt_share <= 0.42 < auto.weights.cores.prompt_share
     off = planned(f"{QWEN} --prompt-len 128 --cpu-compute off", machine_at(MACHINES[0]))
-    assert off.weights.cores is None and not off.weights.residency.prompt_computed
+    assert off.weights.cores is None and not off.weights.placement.prompt_cpu_computed
 
 
 def test_hidden_states_that_need_much_page_locked_memory_keep_the_cores_out(monkeypatch):
     plan = planned(f"{QWEN} --prompt-len 128", machine_at(MACHINES[0]))
-    needed = stream_cores.hand_off_bytes(plan.weights.residency, 128, 2)[0]
+    needed = stream_cores.hand_off_bytes(plan.weights.placement, 128, 2)[0]
     monkeypatch.setattr(stream_cores, "MOST_CROSSED_BYTES", needed - 1)
     assert planned(f"{QWEN} --prompt-len 128", machine_at(MACHINES[0])).weights.cores.prompt_rows == 0

@@ -24,7 +24,7 @@ import json, os, re, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
 from test_stream import load
-from test_stream_cores import feeder_of
+from test_stream_cores import prefetcher_of
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.measure import generation
 from zero_inference.models.prompts import random_ids
@@ -52,20 +52,20 @@ for options in cases:
     own = random_ids(0, {BATCH}, {PROMPT}, {VOCAB})[2 * ranks.rank : 2 * ranks.rank + 2]
     cache = DeviceKVCache(spec.config, {PROMPT + GEN})
     found = generation.measure(loaded, own, {GEN}, 2, 0, ranks, lambda: cache.reset() or cache)
-    feeder = feeder_of(loaded)
+    prefetcher = prefetcher_of(loaded)
     ranks.barrier()
     results.append(dict(
         ids=found.output_ids.tolist(),
         cores_bytes=found.loops[-1].moved.cores_bytes_per_step,
         to_device=found.loops[-1].moved.host_to_device_bytes_per_step,
         stream={{name: loaded.facts["stream"][name] for name in ("computed_bytes", "fetched_bytes")}},
-        shared=sum(feeder.layouts[block].nbytes for block in feeder.residency.computed),
-        host_bytes=feeder.residency.host_bytes,
-        private=sum(buffer.numel() for block, buffer in feeder.store.buffers.items() if block not in feeder.store.shared),
+        shared=sum(prefetcher.layouts[block].nbytes for block in prefetcher.placement.cpu_computed),
+        host_bytes=prefetcher.placement.host_bytes,
+        private=sum(buffer.numel() for block, buffer in prefetcher.store.buffers.items() if block not in prefetcher.store.shared),
         mapped=mapped(),
     ))
     ranks.barrier()
-    del feeder, cache
+    del prefetcher, cache
     loaded.close()
     del loaded
     results[-1]["left"] = [os.readlink(f"/proc/self/fd/{{fd}}") for fd in os.listdir("/proc/self/fd") if fd != "3"

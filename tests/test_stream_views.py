@@ -8,10 +8,9 @@ import pytest
 import torch
 from conftest import VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cores import feeder_of
+from test_stream_cores import prefetcher_of
 
-from zero_inference.engines.stream.layout import Piece, lay_out
-from zero_inference.engines.stream.views import BlockViews
+from zero_inference.engines.stream.layout import BlockViews, TensorSpan, lay_out
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.models.prompts import random_ids
 
@@ -19,11 +18,11 @@ DEPTH = 7
 
 
 @pytest.fixture
-def viewed(monkeypatch) -> list[Piece]:
+def viewed(monkeypatch) -> list[TensorSpan]:
     """Every piece that a view was made of."""
-    made: list[Piece] = []
-    own = Piece.of
-    monkeypatch.setattr(Piece, "of", lambda piece, buffer: made.append(piece) or own(piece, buffer))
+    made: list[TensorSpan] = []
+    own = TensorSpan.of
+    monkeypatch.setattr(TensorSpan, "of", lambda piece, buffer: made.append(piece) or own(piece, buffer))
     return made
 
 
@@ -32,13 +31,13 @@ def viewed(monkeypatch) -> list[Piece]:
 def test_views_are_of_one_place_a_block_and_of_others_when_it_comes_there(family, bits, checkpoints, viewed):
     options = {} if bits == 16 else {"quant_bits": 4, "quant_group_size": 32}
     loaded, spec, ranks = load(checkpoints(family), ring_depth=DEPTH, cpu_compute="off", **options)
-    feeder = feeder_of(loaded)
-    assert 0 < len(viewed) <= sum(len(_views_of(layout)) for layout in feeder.layouts)
+    prefetcher = prefetcher_of(loaded)
+    assert 0 < len(viewed) <= sum(len(_views_of(layout)) for layout in prefetcher.layouts)
     with torch.inference_mode():
         found = generate(loaded, spec, ranks, loops=3).output_ids
-    layouts = {id(layout): layout for layout in feeder.layouts}.values()
+    layouts = {id(layout): layout for layout in prefetcher.layouts}.values()
     assert len(viewed) <= DEPTH * sum(len(_views_of(layout)) for layout in layouts), "once a layout and slot"
-    assert not any(view.is_inference() for views in feeder.views.found_plain.values() for view in views)
+    assert not any(view.is_inference() for views in prefetcher.views.found_plain.values() for view in views)
     before = len(viewed)
     again = generate(loaded, spec, ranks, loops=1).output_ids
     loaded.close()
@@ -47,7 +46,7 @@ def test_views_are_of_one_place_a_block_and_of_others_when_it_comes_there(family
         assert torch.equal(found, plain_ids(checkpoints(family), random_ids(0, BATCH, PROMPT, VOCAB), GEN))
 
 
-def _views_of(layout) -> list[Piece]:
+def _views_of(layout) -> list[TensorSpan]:
     return [piece for each in layout.parameters for piece in (each.plain, *(each.packed or ()))]
 
 
@@ -55,9 +54,8 @@ def test_a_slot_stands_for_those_that_are_aligned_alike():
     scheme = GroupQuantization(4, 32)
     layout = lay_out([("weight", torch.empty(64, 64, device="meta"))], scheme, ranks=1)
     slots = [torch.zeros(layout.nbytes + 8, dtype=torch.uint8)[shift:][: layout.nbytes] for shift in (0, 0, 8, 0, 8)]
-    ring = SimpleNamespace(slots=slots, buffer_in=lambda block, slot: slots[slot])
     store = SimpleNamespace(buffers={2: torch.zeros(layout.nbytes, dtype=torch.uint8)}, resident={2})
-    views = BlockViews([layout] * 3, store, ring, torch.empty(layout.workspace_bytes, dtype=torch.uint8))
+    views = BlockViews([layout] * 3, store, slots, torch.empty(layout.workspace_bytes, dtype=torch.uint8))
     assert list(views.places(0)) == [0, 2] and list(views.places(2)) == [None]
     codes, *_, values = views.packed(1, 2)["weight"]
     assert codes.data_ptr() - slots[2].data_ptr() == layout["weight"].packed[0].offset

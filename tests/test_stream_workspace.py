@@ -6,13 +6,13 @@ import pytest
 import torch
 from test_machine import planned
 from test_stream import generate, load
-from test_stream_cores import feeder_of
+from test_stream_cores import prefetcher_of
 from test_stream_experts import a_model, ids_of_restored_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from zero_inference.engines.stream import codes, layout
+from zero_inference.engines.stream import layout, products
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.hardware.choose import machine_of
 from zero_inference.kernels.groups import GroupQuantization
@@ -23,7 +23,7 @@ INT4 = {"quant_bits": 4, "quant_group_size": 32}
 @pytest.fixture
 def always_plain(monkeypatch):
     """No pass is short enough for codes."""
-    monkeypatch.setattr(codes, "FUSED_ROWS", 0)
+    monkeypatch.setattr(products, "FUSED_ROWS", 0)
 
 
 def layouts_of(model: nn.Module, divided: bool) -> list[layout.BlockLayout]:
@@ -34,8 +34,8 @@ def layouts_of(model: nn.Module, divided: bool) -> list[layout.BlockLayout]:
 def test_it_holds_the_largest_matrix(share, gpu_memory, checkpoints, always_plain):
     folder = checkpoints("llama")
     loaded, spec, ranks = load(folder, cpu_compute=share, gpu_memory=gpu_memory, **INT4)
-    feeder = feeder_of(loaded)
-    assert feeder.workspace.numel() == feeder.residency.workspace_bytes == 64 * 192 * 4
+    prefetcher = prefetcher_of(loaded)
+    assert prefetcher.workspace.numel() == prefetcher.placement.workspace_bytes == 64 * 192 * 4
     assert loaded.facts["stream"]["workspace_bytes"] == 64 * 192 * 4
     plain: list[dict[str, int]] = []
     for layer in loaded.model.model.layers:
@@ -78,12 +78,12 @@ def test_what_the_model_may_read_itself_is_plain_as_long_as_its_block(
     expected = ids_of_restored_weights(folder)
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", mlp)
     loaded, spec, ranks = load(folder, cpu_compute=share, **INT4)
-    feeder = feeder_of(loaded)
+    prefetcher = prefetcher_of(loaded)
     whole = {
-        s.name.split(".")[-2] for each in feeder.layouts for s in each.parameters if s.packed and not s.module_only
+        s.name.split(".")[-2] for each in prefetcher.layouts for s in each.parameters if s.packed and not s.module_only
     }
     assert whole == {own}
-    assert feeder.workspace.numel() == 2 * 64 * 192 * 4, "that one, and the largest of the others"
+    assert prefetcher.workspace.numel() == 2 * 64 * 192 * 4, "that one, and the largest of the others"
     seen: list[bool] = []
     loaded.model.model.layers[1].self_attn.register_forward_hook(
         lambda *_: seen.append(loaded.model.model.layers[1].get_submodule(f"mlp.{own}").weight.numel() > 0)
@@ -115,7 +115,7 @@ def test_a_weight_beside_child_modules_is_not_where_theirs_come(
     model.save_pretrained(tmp_path)
     expected = ids_of_restored_weights(tmp_path)
     loaded, spec, ranks = load(tmp_path, cpu_compute=share, **INT4)
-    assert feeder_of(loaded).workspace.numel() == (64 + 192) * 64 * 4
+    assert prefetcher_of(loaded).workspace.numel() == (64 + 192) * 64 * 4
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
     loaded.close()
 
@@ -138,7 +138,7 @@ def test_a_module_that_is_not_known_has_all_its_weights_plain_in_its_calls():
 
 def test_slots_are_held_until_their_block_ends(checkpoints, always_plain):
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="off", ring_depth=2, **INT4)
-    ring, held = feeder_of(loaded).ring, []
+    ring, held = prefetcher_of(loaded).ring, []
     for layer in loaded.model.model.layers:
         layer.mlp.down_proj.register_forward_hook(lambda *_: held.append(ring.held is not None))
     generate(loaded, spec, ranks, loops=1)

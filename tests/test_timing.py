@@ -53,9 +53,9 @@ def planned_times(options: str, machine):
 def test_streamed_weights_take_what_the_link_takes():
     plan, times = times_of("--model opt-13b --engine stream --gpu-memory 0")
     assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 55e9) and times.step.bound_by == "link"
-    residency = plan.weights.residency
-    assert (len(residency.layouts), residency.depth) == (40, 6)
-    ring = 5 * residency.slot_bytes  # that 40 blocks go through in turn, each into the same one in every step
+    placement = plan.weights.placement
+    assert (len(placement.layouts), placement.ring_depth) == (40, 6)
+    ring = 5 * placement.slot_bytes  # that 40 blocks go through in turn, each into the same one in every step
     assert times.prefill.seconds == pytest.approx((plan.weights.fetched_bytes - ring) / 55e9), (
         "the ring is full when it begins"
     )
@@ -681,16 +681,16 @@ def test_the_cores_work_beside_the_link():
     weights = plan.weights
     alone = times_of("--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0 --cpu-compute off", machine)[1]
     assert times.step.seconds < 0.6 * alone.step.seconds
-    waits_s = weights.residency.computed_bytes / 100e9 + sum(map(len, weights.residency.calls.values())) * 1e-4
+    waits_s = weights.placement.computed_bytes / 100e9 + sum(map(len, weights.placement.calls.values())) * 1e-4
     assert weights.cores_s() == pytest.approx(waits_s) and times.step.seconds > waits_s
     assert times.step.seconds >= (weights.fetched_bytes + weights.cores_bytes) / 150e9, (
         "never faster than both together"
     )
     alone = without_short_prompts(plan)
     assert times.prefill.seconds < alone.times.prefill.seconds / LEAST_GAIN, "128 tokens are few enough for the cores"
-    found = alone.weights.residency
-    first = set(found.in_host_memory[: found.depth]).intersection(found.fetched)
-    assert 0 < len(first) < found.depth, "of what the ring holds for a decode step, the prefill needs these soon"
+    found = alone.weights.placement
+    first = set(found.in_host_memory[: found.ring_depth]).intersection(found.streamed)
+    assert 0 < len(first) < found.ring_depth, "of what the ring holds for a decode step, the prefill needs these soon"
     rows = 128 * 5120 * 2  # of the input embedding, in host memory
     fetched_s = (found.host_bytes - found.nbytes_of(first) + rows) / 55e9
     assert alone.times.prefill.seconds == pytest.approx(fetched_s)
@@ -703,7 +703,7 @@ def test_link_and_cores_end_a_step_together_where_they_may_exchange_blocks():
     options = "--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0"
     weights = times_of(options, machine)[0].weights
     link, cores = weights.cores.rates.link_gb_per_s, weights.cores.rates.cores_gb_per_s
-    fetched, computed = (each / 1e9 for each in (weights.fetched_bytes, weights.residency.computed_bytes))
+    fetched, computed = (each / 1e9 for each in (weights.fetched_bytes, weights.placement.computed_bytes))
     assert weights.leveled(0.0500, 0.0512) == (0.0500, 0.0512), "a run does not change that"
     for link_s, others_s in ((0.05, 0.06), (0.06, 0.05)):
         after = weights.leveled(link_s, others_s)
@@ -723,7 +723,7 @@ def test_link_and_cores_end_a_step_together_where_they_may_exchange_blocks():
     machine = machine.model_copy(update={"cores": slow, "link_gb_per_s": 3.0})
     some = "--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 6.9"
     weights = times_of(some, machine)[0].weights
-    assert not weights.residency.fetched and weights.residency.computed
+    assert not weights.placement.streamed and weights.placement.cpu_computed
     assert weights.leveled(0.0, 0.06) == (0.0, 0.06), "the cores have it all, which is not undone"
     attending = times_of(f"{options} --kv-offload --batch-size 64", machine)[0].weights
     assert attending.cores.attends and attending.leveled(0.05, 0.06) == (0.05, 0.06)
@@ -734,12 +734,12 @@ def test_blocks_that_come_late_count():
     machine = FAST.model_copy(update={"cores": MACHINE.cores})
     options = "--model mixtral-8x7b --engine stream --quant-bits 4 --gpu-memory 0"
     some = times_of(f"{options} --cpu-compute 0.95", machine)[0].weights
-    experts = set(some.residency.expert_blocks)
-    assert 0 < len(experts - some.residency.computed) < 5 and some.residency.depth == 8
+    experts = set(some.placement.expert_blocks)
+    assert 0 < len(experts - some.placement.cpu_computed) < 5 and some.placement.ring_depth == 8
     link_s = some.fetched_bytes / (some.cores.rates.link_gb_per_s * 1e9)
     assert link_s < some.cores_s() < some.paced_s(link_s, some.cores_s()) < link_s + some.cores_s()
     plan, times = times_of(options, machine)
-    assert experts <= plan.weights.residency.computed, "the cores read a fourth of that, and are not late"
+    assert experts <= plan.weights.placement.cpu_computed, "the cores read a fourth of that, and are not late"
     assert times.step.seconds < times_of(f"{options} --cpu-compute 0.95", machine)[1].step.seconds
 
 
@@ -748,12 +748,12 @@ def test_memory_of_ring_slots_holds_layers_where_the_cpu_multiplies_most_of_the_
     machine = LimitedMachine(DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=8 * GIB)
     options = f"--model llama-2-13b --engine stream --quant-bits 4 {SIZES}"
     chosen, deep = planned(options, machine), planned(f"{options} --ring-depth 24", machine)
-    assert chosen.weights.residency.depth < 12 and chosen.weights.device_peak_bytes <= 8 * GIB
-    assert chosen.weights.residency.host_bytes < 0.7 * deep.weights.residency.host_bytes
+    assert chosen.weights.placement.ring_depth < 12 and chosen.weights.device_peak_bytes <= 8 * GIB
+    assert chosen.weights.placement.host_bytes < 0.7 * deep.weights.placement.host_bytes
     assert chosen.times.step.seconds < 0.7 * deep.times.step.seconds
     alone = planned(f"{options} --cpu-compute off", machine)
-    assert alone.weights.residency.depth > 12, "of the link alone a step waits whenever it is late"
-    for depth in (chosen.weights.residency.depth + 1, 2 * chosen.weights.residency.depth):
+    assert alone.weights.placement.ring_depth > 12, "of the link alone a step waits whenever it is late"
+    for depth in (chosen.weights.placement.ring_depth + 1, 2 * chosen.weights.placement.ring_depth):
         other = planned(f"{options} --ring-depth {depth}", machine)
         assert chosen.times.step.seconds < 1.05 * other.times.step.seconds
 
@@ -774,7 +774,7 @@ def test_experts_are_placed_by_all_that_a_step_does(model, keys, sizes, monkeypa
 
 
 def without_fetched_experts(weights):
-    return replace(weights, residency=replace(weights.residency, quota=()))
+    return replace(weights, placement=replace(weights.placement, quota=()))
 
 
 def test_short_calls_of_the_cores_cost_more():
@@ -784,14 +784,14 @@ def test_short_calls_of_the_cores_cost_more():
     options = "--model qwen3-30b-a3b --engine stream --quant-bits 4 --gpu-memory 0"
     before, after = (times_of(options, machine)[0].weights for machine in machines)
     before, after = without_fetched_experts(before), without_fetched_experts(after)
-    assert before.residency.computed == after.residency.computed
-    calls = [each.nbytes for some in after.residency.calls.values() for each in some]
+    assert before.placement.cpu_computed == after.placement.cpu_computed
+    calls = [each.nbytes for some in after.placement.calls.values() for each in some]
     extra_s = sum(1e-4 * (1 - nbytes / BLOCK_BYTES) for nbytes in calls)
     assert after.cores_s() - before.cores_s() == pytest.approx(extra_s) and extra_s > 0.8e-4 * len(calls)
     for_each = tuple(each.model_copy(update={"expert_s": 1e-5}) for each in MACHINE.cores.products)
     cores = MACHINE.cores.model_copy(update={"products": for_each})
     reading = without_fetched_experts(times_of(options, FAST.model_copy(update={"cores": cores}))[0].weights)
-    assert before.residency.computed == reading.residency.computed
+    assert before.placement.cpu_computed == reading.placement.cpu_computed
     assert reading.cores_s() - before.cores_s() == pytest.approx(48 * 8 * 1e-5), "8 experts of 128, in 48 layers"
 
 
@@ -879,7 +879,7 @@ def test_steps_with_the_cores_are_predicted_to_10_percent(skeletons):
         step_s = record["decode_latency_s"] / (record["gen_len"] - 1)
         errors.append(step_s / plan.times.step.seconds - 1)
         assert abs(errors[-1]) < 0.1, name
-        moved = 0 if record["stream"].get("embedding_on_host") else plan.weights.residency.embedding_bytes  # since then
+        moved = 0 if record["stream"].get("embedding_on_host") else plan.weights.placement.embedding_bytes  # since then
         assert plan.predicted.peak_host_bytes - moved == pytest.approx(record["peak_host_bytes"], rel=0.05)
     assert (
         abs(statistics.median(errors)) < 0.06

@@ -25,7 +25,7 @@ COMPARED_TOKENS = 4
 # Each with other tokens: of a single token that differs, its experts may have been chosen by a rounding.
 COMPARED_TRIES = 3
 COMPARED_SHARE = 0.25  # of the host memory that the run leaves free, at most
-# As a share of what a layer adds to its input; the limits of CUDA graphs (engines/stream/step_graph.py). Garbage differs by 1 and more.
+# As a share of what a layer adds to its input; the limits of CUDA graphs (engines/stream/cuda_graph.py). Garbage differs by 1 and more.
 MOST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
 ROUNDINGS = 8  # of the layer's output, whose input may be much larger than what the layer adds
 

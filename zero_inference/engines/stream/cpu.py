@@ -18,10 +18,9 @@ from zero_inference.engines.base import Job
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan, hand_off_bytes
 from zero_inference.engines.stream.expert_cache import ExpertCache, ExpertCaches, multiplies_many
-from zero_inference.engines.stream.layout import BlockLayout, StoredParameter
-from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.same_input import SameInput
-from zero_inference.engines.stream.store import BlockStore
+from zero_inference.engines.stream.layout import BlockLayout, BlockStore, StoredParameter
+from zero_inference.engines.stream.placement import Placement
+from zero_inference.engines.stream.products import SharedInput
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kv_cache.cpu_attention import PooledCpuAttention, attention_hand_off_bytes
 from zero_inference.models.experts import FusedExperts
@@ -67,7 +66,7 @@ class CpuBlock:
             name: _weight(module.get_submodule(name), name, layout, buffer, workers.scheme) for name in block.linears
         }
         self.tasks: dict[tuple[str, ...], Task] = {}
-        self.same_input = SameInput()
+        self.same_input = SharedInput()
         self.task = self._feed_forward_task(block)
         self.suits = True  # until it is given more rows than the pass has tokens: compressed keys and values of all positions, say
 
@@ -271,23 +270,25 @@ class CpuBackend:
         self,
         plan: CpuPlan,
         job: Job,
-        residency: Residency,
+        placement: Placement,
         store: BlockStore,
         scheme: GroupQuantization | None,
         transfers: Transfers,
     ):
-        self.plan, self.residency, self.store, self.scheme = plan, residency, store, scheme
+        self.plan, self.placement, self.store, self.scheme = plan, placement, store, scheme
         self.dtype, self.few_rows = job.spec.dtype, plan.few_rows
         self.most_rows = max(plan.few_rows, plan.prompt_rows)
-        self.computable = residency.computed | residency.prompt_computed  # blocks that may be theirs at any time
+        self.computable = (
+            placement.cpu_computed | placement.prompt_cpu_computed
+        )  # blocks that may be theirs at any time
         if plan.automatic:
-            self.computable = self.computable.union(set(residency.computable) - set(residency.expert_blocks))
+            self.computable = self.computable.union(set(placement.computable) - set(placement.expert_blocks))
         self.python_cpus: set[int] | None = None  # where this thread could run before
         self.agreement: RankExchange | None = None
         ranks, count = job.ranks, job.ranks.world_size
         self.experts: ExpertCaches | None = None  # with one rank
-        if residency.expert_slots or residency.quota:
-            self.experts = ExpertCaches(residency, store, scheme, ranks.device, transfers)
+        if placement.expert_slots or placement.quota:
+            self.experts = ExpertCaches(placement, store, scheme, ranks.device, transfers)
         if count == 1 and not job.on_gpu:
             self.cores = CpuPool(plan.cpus, spin_us=0)
             self.calls: DirectCalls | HandOff = DirectCalls(self.cores, transfers)
@@ -306,7 +307,7 @@ class CpuBackend:
 
     def block(self, index: int, module: nn.Module) -> CpuBlock | CpuExpertBlock:
         """Block `index`, whose module in the model is `module`, with its task."""
-        block, layout = self.residency.blocks[index], self.residency.layouts[index]
+        block, layout = self.placement.blocks[index], self.placement.layouts[index]
         workers = CpuBlockContext(self.cores, self.calls, self.scheme, self.few_rows, self.most_rows)
         if block.experts is not None:
             on_device = None if self.experts is None else self.experts.slots.get(index)
@@ -334,7 +335,7 @@ class CpuBackend:
 
     def _crossed_bytes(self, job: Job) -> tuple[int, int]:
         """What a call of a rank brings and takes at most."""
-        brought, taken = hand_off_bytes(self.residency, self.most_rows, self.dtype.itemsize)
+        brought, taken = hand_off_bytes(self.placement, self.most_rows, self.dtype.itemsize)
         attended = (0, 0)
         if self.plan.attends:
             attended = attention_hand_off_bytes(job.spec.config, self.few_rows, self.dtype.itemsize)

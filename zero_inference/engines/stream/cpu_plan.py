@@ -10,8 +10,7 @@ from zero_inference.cpu.pool import FLAG_BYTES
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.expert_cache import multiplies_many
 from zero_inference.engines.stream.overlap import FETCH_RATE, best_split, fetch_quota, overlapped_step_s, prompt_split
-from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH
+from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement
 from zero_inference.errors import UsageError
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.hardware.machine import Work
@@ -78,12 +77,12 @@ class CpuPlan:
         """Seconds of a decode step's attention by the cores."""
         return self.kv_bytes / (rates.attention_gb_per_s(self.link_rests) * 1e9) if self.attends else 0.0
 
-    def waited_s(self, residency: Residency) -> float:
+    def waited_s(self, placement: Placement) -> float:
         """Seconds of a decode step in which the device waits for them: their work and the meetings for it; 0 without rates."""
         if self.rates is None:
             return 0.0
-        meetings_s = residency.layers * self.rates.crossing_s if self.attends else 0.0
-        return sum(cpu_block_s(residency, self.rates).values()) + self.attention_s(self.rates) + meetings_s
+        meetings_s = placement.layers * self.rates.crossing_s if self.attends else 0.0
+        return sum(cpu_block_s(placement, self.rates).values()) + self.attention_s(self.rates) + meetings_s
 
     def facts(self, computed_bytes: int) -> CpuBackendUse:
         """For the record."""
@@ -102,7 +101,7 @@ class CpuPlan:
             **{name: None if self.rates is None else getattr(self.rates, name) for name in names},
         )
 
-    def in_steps_gb_per_s(self, residency: Residency, busy_s: float) -> float:
+    def in_steps_gb_per_s(self, placement: Placement, busy_s: float) -> float:
         """GB/s of products as seen in steps that kept the cores busy for `busy_s` each; the plan's rate where experts leave open
         what was read.
 
@@ -111,9 +110,9 @@ class CpuPlan:
         """
         if self.rates is None:
             raise ValueError("no rates were measured")
-        expected_s = residency.computed_bytes / (self.rates.cores_gb_per_s * 1e9)
+        expected_s = placement.computed_bytes / (self.rates.cores_gb_per_s * 1e9)
         expected_s += self.attention_s(self.rates)
-        if residency.expert_blocks or not busy_s or not expected_s:
+        if placement.expert_blocks or not busy_s or not expected_s:
             return self.rates.cores_gb_per_s
         return self.rates.cores_gb_per_s * expected_s / busy_s
 
@@ -173,9 +172,9 @@ def multiplies_codes(job: Job) -> bool:
 
 
 def plan_cpu(
-    job: Job, residency: Residency, scheme: GroupQuantization | None, graphs: bool, may_attend: bool = True
-) -> tuple[Residency, CpuPlan | str]:
-    """The blocks of `residency` with those that the cores multiply, and how they do; or why they had better not.
+    job: Job, placement: Placement, scheme: GroupQuantization | None, graphs: bool, may_attend: bool = True
+) -> tuple[Placement, CpuPlan | str]:
+    """The blocks of `placement` with those that the cores multiply, and how they do; or why they had better not.
 
     Args:
         graphs: decode steps are CUDA graphs, whose blocks come into the same slots in every step.
@@ -188,16 +187,16 @@ def plan_cpu(
     cpus = job.machine.cpus(job.ranks, config.cpu_threads)
     share = 1.0 if multiplies_codes(job) else config.cpu_share
     can_attend = may_attend and config.kv_offload and not multiplies_codes(job) and why_no_cpu_attention(job) is None
-    if not residency.computable and not can_attend:
+    if not placement.computable and not can_attend:
         if config.cpu_share is None:
-            return residency, "host memory has no weights that they can multiply"
+            return placement, "host memory has no weights that they can multiply"
         raise UsageError(
             f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the cores can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."
         )
     found = _rates(job, scheme, cpus, can_attend)
     rates = found if isinstance(found, BesideLink) else None
-    residency = replace(residency, few_tokens=ranks * job.rank_batch)
+    placement = replace(placement, few_tokens=ranks * job.rank_batch)
     kv_bytes = ranks * job.mean_kv_bytes if config.kv_offload else 0
     plan = CpuPlan(
         cpus,
@@ -209,46 +208,46 @@ def plan_cpu(
         _kv_slowness(job, rates),
         ranks=ranks,
         instructions=job.machine.instructions(),
-        link_rests=not residency.host_bytes,
+        link_rests=not placement.host_bytes,
     )
 
-    def fetching(placed: Residency) -> Residency:
+    def fetching(placed: Placement) -> Placement:
         if not job.pin_weights or rates is None:
             return placed
-        return placed.with_quota(fetch_quota(placed.with_budget_used(), rates), spare_slots(job, placed.depth))
+        return placed.with_quota(fetch_quota(placed.with_budget_used(), rates), spare_slots(job, placed.ring_depth))
 
     if share is not None:
-        residency = residency.with_share_computed(share)
-        if not residency.computed and not can_attend:
+        placement = placement.with_cpu_share(share)
+        if not placement.cpu_computed and not can_attend:
             raise UsageError(
                 f"--cpu-compute {config.cpu_compute}: this share of {job.spec.name} is less than half a block, and blocks are not divided; "
                 "use a larger share, or --cpu-compute off."
             )
-        if residency.with_budget_used().expert_slots:  # whose experts change by being fetched
-            residency = fetching(residency)
-        return residency.with_budget_used(), replace(plan, share=share)
+        if placement.with_budget_used().expert_slots:  # whose experts change by being fetched
+            placement = fetching(placement)
+        return placement.with_budget_used(), replace(plan, share=share)
     if isinstance(found, str):
-        return residency, found
+        return placement, found
     carried = kv_bytes * plan.kv_slowness
-    best = best_split(residency.with_shares_computed(1.0, 0.0), found, kv_bytes, can_attend, carried)
+    best = best_split(placement.with_cpu_shares(1.0, 0.0), found, kv_bytes, can_attend, carried)
     if not (best.of_experts or best.of_others or best.attends):
         rates_of_both = (
             f"{three_digits(found.cores_gb_per_s)} GB/s beside a link at {three_digits(found.link_gb_per_s)} GB/s"
         )
-        return residency, f"they would hardly help ({rates_of_both})"
+        return placement, f"they would hardly help ({rates_of_both})"
     plan = replace(plan, attends=best.attends, automatic=True)
     # blocks of experts are so large that they may come late, though the link has time for them
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
-    placed = [residency.with_shares_computed(share, best.of_others) for share in experts]
+    placed = [placement.with_cpu_shares(share, best.of_others) for share in experts]
     placed = [fetching(each).with_budget_used() for each in placed]
-    residency = min(placed, key=lambda each: decode_step_s(each, plan, graphs))
-    share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
-    return residency, replace(plan, share=share)
+    placement = min(placed, key=lambda each: decode_step_s(each, plan, graphs))
+    share = placement.nbytes_of(placement.cpu_computed) / max(1, placement.host_bytes)
+    return placement, replace(plan, share=share)
 
 
 def plan_short_prompts(
-    job: Job, residency: Residency, plan: CpuPlan, scheme: GroupQuantization | None, graphs: bool
-) -> tuple[Residency, CpuPlan]:
+    job: Job, placement: Placement, plan: CpuPlan, scheme: GroupQuantization | None, graphs: bool
+) -> tuple[Placement, CpuPlan]:
     """Return both with the blocks that the CPU multiplies in prompts of up to the planned length; unchanged where there are none.
 
     Codes are measured with scales in bfloat16. With others they are far slower, in float16 because AMX takes 8 rows at a time: 128 tokens
@@ -258,79 +257,79 @@ def plan_short_prompts(
         graphs: as of `plan_cpu`.
     """
     if not job.on_gpu or job.ranks.world_size > 1 or plan.rates is None or plan.attends:
-        return residency, plan
-    tokens, blocks = job.rank_batch * job.config.prompt_len, residency.for_prompts
+        return placement, plan
+    tokens, blocks = job.rank_batch * job.config.prompt_len, placement.prompt_candidates
     not_measured = scheme is not None and job.spec.dtype != torch.bfloat16
     if not blocks or tokens <= plan.few_rows or not_measured:
-        return residency, plan
-    experts = residency.blocks[blocks[0]].experts
+        return placement, plan
+    experts = placement.blocks[blocks[0]].experts
     rows = UNEVEN_ROWS * tokens * experts.chosen / (experts.number * experts.share_read(tokens)) if experts else tokens
-    if rows > MOST_PROMPT_ROWS or hand_off_bytes(residency, tokens, job.spec.dtype.itemsize)[0] > MOST_CROSSED_BYTES:
-        return residency, plan
+    if rows > MOST_PROMPT_ROWS or hand_off_bytes(placement, tokens, job.spec.dtype.itemsize)[0] > MOST_CROSSED_BYTES:
+        return placement, plan
     measured = max(1, round(min(rows, MEASURED_ROWS)))
     width = job.spec.text_config.hidden_size
     rates = job.machine.beside_link(job.ranks, plan.cpus, Work(job.spec.dtype, scheme, measured, width))
     if isinstance(rates, str):
-        return residency, plan
+        return placement, plan
     slower, hidden_bytes = max(1.0, rows / measured), tokens * width * job.spec.dtype.itemsize
     rates = replace(
         rates,
-        link_gb_per_s=rates.link_gb_per_s * (FETCH_RATE if residency.gathered else 1.0),
+        link_gb_per_s=rates.link_gb_per_s * (FETCH_RATE if placement.gathered else 1.0),
         cores_gb_per_s=rates.cores_gb_per_s / slower,
         expert_s=rates.expert_s * slower,
         crossing_s=plan.rates.crossing_s + 2 * hidden_bytes / (CROSSED_GB_PER_S * 1e9),
     )
     asked = 1.0 if job.config.cpu_share is None else job.config.cpu_share
-    most = min(1.0, asked * residency.host_bytes / residency.nbytes_of(blocks))
-    found = prompt_split(residency, rates, tokens, multiplies_many(scheme), most, graphs)
-    if not found.prompt_computed:
-        return residency, plan
-    share = found.nbytes_of(found.prompt_computed) / found.host_bytes
+    most = min(1.0, asked * placement.host_bytes / placement.nbytes_of(blocks))
+    found = prompt_split(placement, rates, tokens, multiplies_many(scheme), most, graphs)
+    if not found.prompt_cpu_computed:
+        return placement, plan
+    share = found.nbytes_of(found.prompt_cpu_computed) / found.host_bytes
     return found, replace(plan, prompt_rows=tokens, prompt_share=share, prompt_rates=rates)
 
 
 def spare_slots(job: Job, depth: int) -> int | None:
-    """Return how many slots of a ring of `depth` may be given up, as `Residency.with_quota` takes it."""
+    """Return how many slots of a ring of `depth` may be given up, as `Placement.with_quota` takes it."""
     if job.config.gpu_memory is not None:  # the budget of what stays; the device may have more
         return None
-    return 0 if job.config.ring_depth is not None else max(0, depth - USUAL_DEPTH)
+    return 0 if job.config.ring_depth is not None else max(0, depth - DEFAULT_RING_DEPTH)
 
 
-def cpu_block_s(residency: Residency, rates: BesideLink) -> dict[int, float]:
+def cpu_block_s(placement: Placement, rates: BesideLink) -> dict[int, float]:
     """Seconds in which the device waits for the cores' products of each block."""
     return {
         block: sum(
             each.nbytes / (rates.cores_gb_per_s * 1e9) + rates.meeting_s(each.nbytes, each.experts) for each in calls
         )
-        for block, calls in residency.calls.items()
+        for block, calls in placement.calls.items()
     }
 
 
-def decode_step_s(residency: Residency, plan: CpuPlan, graphs: bool) -> float:
+def decode_step_s(placement: Placement, plan: CpuPlan, graphs: bool) -> float:
     """Return the seconds of a decode step whose link and cores wait for each other; of the device, what it reads of its own blocks.
     `plan.rates` are known."""
     rates = plan.rates
     assert rates is not None
-    others_s = plan.waited_s(residency) + residency.nbytes_of(residency.resident) / (rates.device_gb_per_s * 1e9)
-    sent = residency.nbytes_of(residency.fetched) + residency.staged_bytes + plan.carried_bytes
+    others_s = plan.waited_s(placement) + placement.nbytes_of(placement.resident) / (rates.device_gb_per_s * 1e9)
+    sent = placement.nbytes_of(placement.streamed) + placement.fetched_expert_bytes + plan.carried_bytes
     return overlapped_step_s(
-        residency, cpu_block_s(residency, rates), sent / (rates.link_gb_per_s * 1e9), others_s, graphs
+        placement, cpu_block_s(placement, rates), sent / (rates.link_gb_per_s * 1e9), others_s, graphs
     )
 
 
-def hand_off_bytes(residency: Residency, rows: int, element_bytes: int) -> tuple[int, int]:
+def hand_off_bytes(placement: Placement, rows: int, element_bytes: int) -> tuple[int, int]:
     """Return the most bytes that a call for a block's products with `rows` rows brings to the CPU, and takes back."""
-    width = _widest(residency) * rows * element_bytes
-    chosen = (choice_bytes(block.experts, rows) for block in residency.blocks or () if block.experts)
+    width = _widest(placement) * rows * element_bytes
+    chosen = (choice_bytes(block.experts, rows) for block in placement.blocks or () if block.experts)
     return width + max(chosen, default=0), width
 
 
-def _widest(residency: Residency) -> int:
+def _widest(placement: Placement) -> int:
     """Elements of the widest input row, or of all output rows of a block together."""
     widths = [0]
-    for index in residency.in_host_memory:
+    for index in placement.in_host_memory:
         shapes = [
-            stored.plain.shape[-2:] for stored in residency.layouts[index].parameters if len(stored.plain.shape) >= 2
+            stored.plain.shape[-2:] for stored in placement.layouts[index].parameters if len(stored.plain.shape) >= 2
         ]
         widths += [sum(shape[0] for shape in shapes), *(shape[1] for shape in shapes)]
     return max(widths)

@@ -14,14 +14,12 @@ from torch import nn
 
 from zero_inference.engines.base import LoadedModel, Progress
 from zero_inference.engines.stream.cpu import CpuBackend
-from zero_inference.engines.stream.embedding import HostEmbedding
-from zero_inference.engines.stream.feeder import BlockFeeder
-from zero_inference.engines.stream.graphs import cuda_graphs, repeated_call
-from zero_inference.engines.stream.head import HeadWeight, QuantizedHead
+from zero_inference.engines.stream.cuda_graph import StepGraph, capture_calls, capture_cuda_graphs
+from zero_inference.engines.stream.layout import BlockStore
+from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.plan import StreamPlan, plan
-from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.step_graph import StepGraph
-from zero_inference.engines.stream.store import BlockStore
+from zero_inference.engines.stream.prefetch import Prefetcher
+from zero_inference.engines.stream.vocabulary import HeadWeight, HostEmbedding, QuantizedHead
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.models.checkpoint import load_weights
@@ -42,25 +40,25 @@ def check(plan: StreamPlan) -> None:
 
 def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedModel:
     """Fill the block store, place the rest on the device, and hook the ring and the cores into the model."""
-    job, residency, scheme = plan.job, plan.residency, plan.scheme
+    job, placement, scheme = plan.job, plan.placement, plan.scheme
     model, ranks = job.skeleton.model, job.ranks
-    store = BlockStore(residency.layouts, set(residency.resident), ranks, plan.pinned, residency.computed)
+    store = BlockStore(placement.layouts, set(placement.resident), ranks, plan.pinned, placement.cpu_computed)
     prefix, layers = decoder_layers(model)
-    placed = _Placement(model, prefix, residency, store, scheme, ranks.device, plan.head)
+    placed = _WeightLoader(model, prefix, placement, store, scheme, ranks.device, plan.head)
     load_weights(model, job.spec, job.config.seed, ranks.device, placed.adopt, progress)
     store.complete()
     # more than was planned where a checkpoint unties what config.json ties
-    residency.outside_bytes = sum(p.nbytes for name, p in model.named_parameters() if name not in placed.where)
-    residency.outside_bytes += plan.head_bytes[1]
+    placement.outside_bytes = sum(p.nbytes for name, p in model.named_parameters() if name not in placed.where)
+    placement.outside_bytes += plan.head_bytes[1]
     model.to(ranks.device)  # buffers
     if job.on_gpu:
         torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the remainders stay unusable
     transfers = Transfers()
-    team = CpuBackend(plan.cores, job, residency, store, scheme, transfers) if plan.cores is not None else None
-    feeder = BlockFeeder(model, residency, store, scheme, ranks, transfers, job.group, team)
+    team = CpuBackend(plan.cores, job, placement, store, scheme, transfers) if plan.cores is not None else None
+    prefetcher = Prefetcher(model, placement, store, scheme, ranks, transfers, job.group, team)
     head = None
     if plan.head is not None:
-        head = QuantizedHead(model.get_submodule(plan.head.module), plan.head, placed.packed_head, feeder.workspace)
+        head = QuantizedHead(model.get_submodule(plan.head.module), plan.head, placed.packed_head, prefetcher.workspace)
 
     meeting = None
     if team is not None and team.plan.attends:
@@ -68,15 +66,15 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         meeting = team.meeting()
 
     facts = _facts(plan, model)
-    feeder.changed = lambda residency: facts["stream"].update(_divided(residency))
-    graph = _step_graph(plan, feeder, team, facts)
+    prefetcher.changed = lambda placement: facts["stream"].update(_divided(placement))
+    graph = _step_graph(plan, prefetcher, team, facts)
 
     def steps_to_settle() -> int:  # the division is looked at behind the trial of a graph
         of_graph = 0 if graph is None else graph.steps_to_settle()
-        return of_graph or feeder.balance.steps_to_settle()
+        return of_graph or prefetcher.balance.steps_to_settle()
 
     def modules_changed(modules: set[nn.Module]) -> None:
-        feeder.modules_changed(modules)
+        prefetcher.modules_changed(modules)
         if graph is not None:
             graph.modules_changed()
 
@@ -87,7 +85,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
             head.close()
         if team is not None:
             team.close()  # before what it reads goes
-        feeder.close()
+        prefetcher.close()
         if placed.embedding is not None:
             placed.embedding.close()
 
@@ -95,15 +93,15 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         model=model,
         device=ranks.device,
         dtype=job.spec.dtype,
-        weight_bytes=residency.stored_bytes,
+        weight_bytes=placement.stored_bytes,
         transfers=transfers,
         facts=facts,
         close=close,
-        timeline=feeder.timeline,
+        timeline=prefetcher.timeline,
         preallocated_cache=plan.preallocated_cache,
-        cores=None if plan.cores is None else plan.cores.facts(residency.computed_bytes),
+        cores=None if plan.cores is None else plan.cores.facts(placement.computed_bytes),
         meeting=meeting,
-        page_locked=[store.buffers[block] for block in residency.in_host_memory] if plan.pinned else (),
+        page_locked=[store.buffers[block] for block in placement.in_host_memory] if plan.pinned else (),
         steps_to_settle=steps_to_settle,
         modules_changed=modules_changed,
         writable=[p for name, p in layers.named_parameters(prefix) if name not in placed.where],
@@ -111,7 +109,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
 
 
 def _step_graph(
-    plan: StreamPlan, feeder: BlockFeeder, team: CpuBackend | None, facts: dict[str, Any]
+    plan: StreamPlan, prefetcher: Prefetcher, team: CpuBackend | None, facts: dict[str, Any]
 ) -> StepGraph | None:
     job, calls = plan.job, None if team is None else team.calls
     if plan.no_graph is not None:
@@ -120,61 +118,61 @@ def _step_graph(
     def report(graph: DecodeGraph) -> None:
         facts["stream"]["decode_graph"] = graph
 
-    record = cuda_graphs if job.on_gpu else repeated_call
+    record = capture_cuda_graphs if job.on_gpu else capture_calls
     always = job.config.decode_graph == "on"
-    return StepGraph(job.skeleton.model, job.spec.dtype, record, feeder, calls, always, report)
+    return StepGraph(job.skeleton.model, job.spec.dtype, record, prefetcher, calls, always, report)
 
 
-def _divided(residency: Residency) -> dict[str, int]:
+def _divided(placement: Placement) -> dict[str, int]:
     """What goes each way in a decode step."""
     return {
-        "fetched_bytes": residency.nbytes_of(residency.fetched) + round(residency.staged_bytes),
-        "computed_bytes": residency.computed_bytes,
+        "fetched_bytes": placement.nbytes_of(placement.streamed) + round(placement.fetched_expert_bytes),
+        "computed_bytes": placement.computed_bytes,
     }
 
 
-def _kept_experts(residency: Residency) -> dict[str, Any]:
+def _kept_experts(placement: Placement) -> dict[str, Any]:
     """What device memory keeps of the experts that the cores multiply."""
-    slots = residency.expert_slots
-    mean = sum(slots.values()) / len(residency.computed.intersection(residency.expert_blocks)) if slots else None
-    return {"expert_slots": mean, "expert_slot_bytes": residency.expert_slot_bytes or None}
+    slots = placement.expert_slots
+    mean = sum(slots.values()) / len(placement.cpu_computed.intersection(placement.expert_blocks)) if slots else None
+    return {"expert_slots": mean, "expert_slot_bytes": placement.expert_slot_bytes or None}
 
 
 def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
     """What the record says of where the weights are."""
-    residency = plan.residency
-    streamed = residency.layers_of(residency.in_host_memory)
+    placement = plan.placement
+    streamed = placement.layers_of(placement.in_host_memory)
     facts: dict[str, Any] = {
         "stream": {
-            "resident_layers": residency.layers - len(streamed),
+            "resident_layers": placement.layers - len(streamed),
             "streamed_layers": len(streamed),
-            "ring_depth": residency.depth,
-            "slot_bytes": residency.slot_bytes,
-            "resident_bytes": residency.resident_bytes,
-            "embedding_on_host": residency.embedding is not None,
-            "workspace_bytes": residency.workspace_bytes,
-            **_divided(residency),
-            **_kept_experts(residency),
-            "cores": None if plan.cores is None else plan.cores.facts(residency.computed_bytes),
+            "ring_depth": placement.ring_depth,
+            "slot_bytes": placement.slot_bytes,
+            "resident_bytes": placement.resident_bytes,
+            "embedding_on_host": placement.embedding is not None,
+            "workspace_bytes": placement.workspace_bytes,
+            **_divided(placement),
+            **_kept_experts(placement),
+            "cores": None if plan.cores is None else plan.cores.facts(placement.computed_bytes),
             "no_attention_because": plan.no_attention,
             "head_bits": None if plan.head is None else plan.head.scheme.bits,
             "decode_graph": None if plan.job.config.decode_graph == "off" else DecodeGraph(plan.no_graph or TOO_SHORT),
         }
     }
     if plan.scheme is not None:
-        quantized, skipped, total = _quantized_share(model, residency, plan.head)
+        quantized, skipped, total = _quantized_share(model, placement, plan.head)
         facts |= {"quantized_fraction": quantized / total, "not_quantized": skipped}
     return facts
 
 
-class _Placement:
+class _WeightLoader:
     """Takes each parameter over as it is read: into the store, the embedding's host memory, the head's codes, or onto the device."""
 
     def __init__(
         self,
         model: nn.Module,
         prefix: str,
-        residency: Residency,
+        placement: Placement,
         store: BlockStore,
         scheme: GroupQuantization | None,
         device: torch.device,
@@ -182,11 +180,11 @@ class _Placement:
     ):
         self.store, self.scheme, self.device, self.head = store, scheme, device, head
         self.packed_head: tuple[torch.Tensor, ...] = ()
-        self.model, self.table = model, residency.embedding
+        self.model, self.table = model, placement.embedding
         self.embedding: HostEmbedding | None = None
         self.where = {
             block.full_name(prefix, stored.name): (index, stored.name)
-            for index, (block, layout) in enumerate(zip(residency.blocks, residency.layouts))
+            for index, (block, layout) in enumerate(zip(placement.blocks, placement.layouts))
             for stored in layout.parameters
         }
 
@@ -204,21 +202,21 @@ class _Placement:
             self.store.put(block, own_name, parameter.data, self.scheme)
         parameter.data = torch.empty(
             0, dtype=parameter.dtype, device=self.device
-        )  # until the feeder points it at a slot
+        )  # until the prefetcher points it at a slot
 
 
-def _quantized_share(model: nn.Module, residency: Residency, head: HeadWeight | None) -> tuple[int, list[str], int]:
+def _quantized_share(model: nn.Module, placement: Placement, head: HeadWeight | None) -> tuple[int, list[str], int]:
     """Elements that are quantized, names of matrices that are not, and all elements."""
     prefix, _ = decoder_layers(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if residency.embedding is not None:
-        embedding = model.get_submodule(residency.embedding.module)
-        shapes[residency.embedding.weight] = embedding.num_embeddings, embedding.embedding_dim
+    if placement.embedding is not None:
+        embedding = model.get_submodule(placement.embedding.module)
+        shapes[placement.embedding.weight] = embedding.num_embeddings, embedding.embedding_dim
     packed = set()
     if head is not None:
         shapes[head.name] = head.shape
         packed.add(head.name)
-    for block, layout in zip(residency.blocks, residency.layouts):
+    for block, layout in zip(placement.blocks, placement.layouts):
         for stored in layout.parameters:
             name = block.full_name(prefix, stored.name)
             shapes[name] = stored.plain.shape  # the parameter is empty until its block is called

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, WeightedRows
-from zero_inference.engines.stream.codes import combination_of
 from zero_inference.engines.stream.expert_slots import expert_memory
-from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout, Piece
-from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.store import BlockStore
+from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout, BlockStore, TensorSpan
+from zero_inference.engines.stream.placement import Placement
+from zero_inference.engines.stream.products import combination_of
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization
@@ -72,7 +71,7 @@ class _Weights:
         self.waiting = [self._by_expert(piece, buffer) for piece in self.pieces]
         self.kept = _in_one(slots, self.waiting, device, memory)
 
-    def _by_expert(self, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
+    def _by_expert(self, piece: TensorSpan, buffer: torch.Tensor) -> torch.Tensor:
         return piece.of(buffer).view(self.number, -1)
 
     def copies(self) -> torch.Tensor:
@@ -129,8 +128,8 @@ def _in_one(
     PyTorch rounds up each, to 2 MiB."""
     pieces, end = [], 0
     for each in like:
-        pieces.append(Piece(end, (slots, each.shape[1]), each.dtype))
-        end += -(-pieces[-1].nbytes // ALIGNMENT) * ALIGNMENT
+        pieces.append(TensorSpan(end, (slots, each.shape[1]), each.dtype))
+        end += -(-pieces[-1].nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
     if memory is None:
         memory = torch.zeros(end, dtype=torch.uint8, device=device)
     return [piece.of(memory) for piece in pieces]
@@ -142,7 +141,7 @@ def _ranges_besides(layout: BlockLayout, experts: FusedExperts) -> list[tuple[in
     others = [stored for stored in layout.parameters if stored.name not in experts.parameters]
     for piece in sorted((piece for stored in others for piece in stored.pieces), key=lambda piece: piece.offset):
         begin, end = piece.offset, piece.offset + piece.nbytes
-        if ranges and begin - ranges[-1][1] < ALIGNMENT:
+        if ranges and begin - ranges[-1][1] < BUFFER_ALIGNMENT:
             begin = ranges.pop()[0]
         ranges.append((begin, end))
     return ranges
@@ -318,7 +317,7 @@ class ExpertCache:
         else:
             for weights in (self.first, self.last):
                 weights.put(self.table[:number].tolist(), buffer)
-        self.gathering = self.fetching.streams.recorded(self.fetching.streams.current())
+        self.gathering = self.fetching.streams.record_event(self.fetching.streams.current())
         return sum(end - begin for begin, end in self.others) + (number - self.held) * self.expert_bytes
 
     def take(self, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
@@ -358,7 +357,7 @@ class ExpertCache:
         if self.table.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # nothing of it was done
         streams = self.fetching.streams
-        streams.current().wait_event(streams.recorded(self.fetching.stream))
+        streams.current().wait_event(streams.record_event(self.fetching.stream))
         self.table.fill_(-1)
         self.held = 0
 
@@ -399,7 +398,7 @@ class ExpertCache:
         """Fetch experts and return the events that follow their first and their last weights, so that the first product is computed while
         the last weights come. Earlier products with these slots are done; this pass has none."""
         streams, stream = self.fetching.streams, self.fetching.stream
-        stream.wait_event(streams.recorded(streams.current()))
+        stream.wait_event(streams.record_event(streams.current()))
         arrived = []
         for weights, pieces in zip((self.first, self.last), self.copies):
             with streams.on(stream):
@@ -411,7 +410,7 @@ class ExpertCache:
                     for expert, place in zip(division.fetched.tolist(), division.fetched_into.tolist()):
                         if expert >= 0:
                             weights.load(expert, place)
-            arrived.append(streams.recorded(stream))
+            arrived.append(streams.record_event(stream))
         return arrived
 
 
@@ -424,29 +423,29 @@ class ExpertCaches:
 
     def __init__(
         self,
-        residency: Residency,
+        placement: Placement,
         store: BlockStore,
         scheme: GroupQuantization | None,
         device: torch.device,
         transfers: Transfers,
     ):
-        self.transfers, self.gathered_blocks, streams = transfers, residency.gathered, DeviceStreams(device)
-        counts, most = residency.expert_slots, max(residency.quota, default=0)
-        indices = sorted(residency.computed.intersection(residency.expert_blocks) if most else counts)
-        forms = [residency.blocks[index].experts for index in indices]
+        self.transfers, self.gathered_blocks, streams = transfers, placement.gathered, DeviceStreams(device)
+        counts, most = placement.expert_slots, max(placement.quota, default=0)
+        indices = sorted(placement.cpu_computed.intersection(placement.expert_blocks) if most else counts)
+        forms = [placement.blocks[index].experts for index in indices]
         # [blocks, columns]: a column for each expert, and one more for pairs without an expert
         columns = 1 + max(form.number for form in forms)
         tables = torch.full((len(forms), columns), -1, dtype=torch.int64, device=device)
         uses = torch.zeros(len(forms), columns, dtype=torch.float32, device=device)
         self.use = torch.zeros(len(forms), COUNTS, dtype=torch.int64)
-        self.sizes = [residency.expert_bytes(index) for index in indices]
-        quota = torch.tensor([*residency.quota, *[0] * columns][:columns], device=device)
+        self.sizes = [placement.expert_bytes(index) for index in indices]
+        quota = torch.tensor([*placement.quota, *[0] * columns][:columns], device=device)
         fetching = FetchConfig(quota, most, streams, streams.stream())
-        shared = torch.zeros(residency.staging_bytes, dtype=torch.uint8, device=device)
+        shared = torch.zeros(placement.staging_bytes, dtype=torch.uint8, device=device)
         self.slots = {
             index: ExpertCache(
                 form,
-                residency.layouts[index],
+                placement.layouts[index],
                 counts.get(index, most),
                 store.buffers[index],
                 scheme,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout
+from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout
 from zero_inference.models.experts import FusedExperts
 
 
@@ -21,7 +21,7 @@ def expert_memory(layout: BlockLayout, experts: FusedExperts, count: int) -> tup
         sizes = [
             count * (piece.nbytes // experts.number) for name in filter(None, names) for piece in layout[name].pieces
         ]
-        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+        return sum(-(-size // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT for size in sizes)
 
     return nbytes(experts.first, experts.first_bias), nbytes(experts.last, experts.last_bias)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.ring import slots_in_turn
+from zero_inference.engines.stream.placement import Placement
+from zero_inference.engines.stream.ring import slots_in_use
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.kernels.products import FUSED_ROWS
 
@@ -31,7 +31,7 @@ class BlockTimes:
 
 
 def overlapped_step_s(
-    found: Residency, of_cores: Mapping[int, float], link_s: float, others_s: float, keeps_places: bool
+    found: Placement, of_cores: Mapping[int, float], link_s: float, others_s: float, keeps_places: bool
 ) -> float:
     """Seconds of a decode step that takes the link, and device and cores, as long as this.
 
@@ -39,7 +39,7 @@ def overlapped_step_s(
         of_cores: seconds of the cores in each block that they multiply; the rest of `others_s` is spread evenly over all blocks.
         keeps_places: as of `simulate_passes`.
     """
-    fetched = set(found.fetched)
+    fetched = set(found.streamed)
     if not fetched or not link_s or not others_s:
         return max(link_s, others_s)
     number, of_byte = len(found.layouts), link_s / found.nbytes_of(fetched)
@@ -53,16 +53,16 @@ def overlapped_step_s(
     return simulate_passes(blocks, slots_in_steps(found, keeps_places), keeps_places)
 
 
-def slots_in_steps(found: Residency, keeps_places: bool) -> int:
+def slots_in_steps(found: Placement, keeps_places: bool) -> int:
     """Of the ring, that decode steps go round in."""
-    return slots_in_turn(len(found.fetched), found.depth) if keeps_places and found.fetched else found.depth
+    return slots_in_use(len(found.streamed), found.ring_depth) if keeps_places and found.streamed else found.ring_depth
 
 
-def prefill_bytes(found: Residency, keeps_places: bool) -> int:
+def prefill_bytes(found: Placement, keeps_places: bool) -> int:
     """Return the bytes of blocks that cross the link in a prefill. When it begins, the ring is full of what a decode step fetches first: it
     follows another generation. What the prefill does not need soon is dropped then. Experts that the device keeps do not come again."""
-    order = [block for block in found.in_host_memory if block not in found.prompt_computed]
-    ahead = set(found.fetched[: slots_in_steps(found, keeps_places)]).intersection(order[: found.depth])
+    order = [block for block in found.in_host_memory if block not in found.prompt_cpu_computed]
+    ahead = set(found.streamed[: slots_in_steps(found, keeps_places)]).intersection(order[: found.ring_depth])
     return found.nbytes_of(order) - found.gathered_bytes - found.nbytes_of(ahead)
 
 
@@ -122,7 +122,7 @@ class Split:
 
 
 def best_split(
-    residency: Residency, rates: BesideLink, kv_bytes: int, can_attend: bool, carried_bytes: float | None = None
+    placement: Placement, rates: BesideLink, kv_bytes: int, can_attend: bool, carried_bytes: float | None = None
 ) -> Split:
     """The division in which link and cores end a step at the same time; nothing for the cores where they would hardly help.
 
@@ -133,37 +133,37 @@ def best_split(
             have.
     """
     carried = kv_bytes if carried_bytes is None else carried_bytes
-    sent = residency.host_bytes - residency.expert_budget + carried  # without cores whole layers stay in that memory
+    sent = placement.host_bytes - placement.expert_budget + carried  # without cores whole layers stay in that memory
     alone = Split(0.0, 0.0, False, sent / (rates.link_alone_gb_per_s * 1e9))
     found = []
     for attends in (False, True)[: 1 + can_attend]:
-        meetings_s = _meetings_s(residency.with_shares_computed(1.0, 1.0), rates)
+        meetings_s = _meetings_s(placement.with_cpu_shares(1.0, 1.0), rates)
         for _ in range(2):  # fewer blocks meet more seldom, which leaves the cores more time
-            split, meetings_s = _balanced(residency, rates, kv_bytes, carried, attends, meetings_s)
+            split, meetings_s = _balanced(placement, rates, kv_bytes, carried, attends, meetings_s)
             found.append(split)
     best = min(found, key=lambda split: split.step_s)
     return best if alone.step_s >= LEAST_GAIN * best.step_s else alone
 
 
-def fetch_quota(residency: Residency, rates: BesideLink) -> tuple[int, ...]:
+def fetch_quota(placement: Placement, rates: BesideLink) -> tuple[int, ...]:
     """Return how many of a layer's missed experts the device fetches so that link and CPU end together, by the number of missed ones.
 
-    The link also copies what `residency` fetches ahead, an equal part of it in each layer. Empty where fetching gains nothing.
+    The link also copies what `placement` fetches ahead, an equal part of it in each layer. Empty where fetching gains nothing.
     """
-    blocks = residency.computed.intersection(residency.expert_blocks)
+    blocks = placement.cpu_computed.intersection(placement.expert_blocks)
     if not blocks:
         return ()
-    size = sum(map(residency.expert_bytes, blocks)) / len(blocks)
-    forms = [residency.blocks[block].experts for block in blocks]
+    size = sum(map(placement.expert_bytes, blocks)) / len(blocks)
+    forms = [placement.blocks[block].experts for block in blocks]
     link, cores = FETCH_RATE * rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
-    ahead_s = residency.nbytes_of(residency.fetched) / residency.layers / (rates.link_gb_per_s * 1e9)
+    ahead_s = placement.nbytes_of(placement.streamed) / placement.layers / (rates.link_gb_per_s * 1e9)
 
     def seconds(missed: int, fetched: int) -> float:
         left = missed - fetched
         cpu_s = rates.meeting_s(left * size, left) + left * size / cores
         return max(cpu_s, ahead_s + fetched * size / link + STAGED_PRODUCTS_S) if fetched else cpu_s
 
-    most = max(min(form.number, residency.few_tokens * form.chosen) for form in forms)
+    most = max(min(form.number, placement.few_tokens * form.chosen) for form in forms)
     quota = tuple(
         min(range(min(missed, MOST_STAGED) + 1), key=lambda fetched: seconds(missed, fetched))
         for missed in range(most + 1)
@@ -172,39 +172,39 @@ def fetch_quota(residency: Residency, rates: BesideLink) -> tuple[int, ...]:
 
 
 def prompt_split(
-    residency: Residency, rates: BesideLink, tokens: int, keeps: bool, most: float, graphs: bool
-) -> Residency:
-    """Return `residency` with the blocks that the cores multiply in short prompts, so that link and cores end together; unchanged
+    placement: Placement, rates: BesideLink, tokens: int, keeps: bool, most: float, graphs: bool
+) -> Placement:
+    """Return `placement` with the blocks that the cores multiply in short prompts, so that link and cores end together; unchanged
     where that is predicted to gain less than `LEAST_GAIN`.
 
     Args:
         rates: with as many rows as a weight has in such a prompt.
-        tokens, keeps: as of `Residency.in_prompts`.
-        most: of the bytes of `Residency.for_prompts`, that the cores may multiply.
+        tokens, keeps: as of `Placement.for_short_prompt`.
+        most: of the bytes of `Placement.prompt_candidates`, that the cores may multiply.
         graphs: decode steps are CUDA graphs, as of `prefill_bytes`.
     """
-    slowness = MIXTURE_SLOWNESS if residency.expert_blocks else 1.0
+    slowness = MIXTURE_SLOWNESS if placement.expert_blocks else 1.0
     times_plain = 0 if tokens <= FUSED_ROWS else 2  # the device writes and reads what it dequantizes
 
-    def times(found: Residency) -> tuple[float, float]:
+    def times(found: Placement) -> tuple[float, float]:
         """Return the seconds of the link, and of device and cores."""
-        now = found.in_prompts(tokens, keeps)
-        by_device = [layout for block, layout in enumerate(found.layouts) if block not in found.prompt_computed]
+        now = found.for_short_prompt(tokens, keeps)
+        by_device = [layout for block, layout in enumerate(found.layouts) if block not in found.prompt_cpu_computed]
         device_bytes = sum(each.stored_bytes + times_plain * each.dequantized_bytes for each in by_device)
         device_s = slowness * device_bytes / (rates.device_gb_per_s * 1e9)
         cores_s = now.computed_bytes / (rates.cores_gb_per_s * 1e9) + _meetings_s(now, rates)
         return prefill_bytes(found, graphs) / (rates.link_gb_per_s * 1e9), device_s + cores_s
 
-    alone_s, device_s = times(residency)
-    least_s, most_s = times(residency.with_prompt_computed(1.0))
+    alone_s, device_s = times(placement)
+    least_s, most_s = times(placement.with_prompt_share(1.0))
     share = _share(alone_s - device_s, alone_s - least_s + most_s - device_s, most)
-    found = residency.with_prompt_computed(share)
+    found = placement.with_prompt_share(share)
     without_s = max(alone_s * rates.link_gb_per_s / rates.link_alone_gb_per_s, device_s)
-    return found if without_s >= LEAST_GAIN * max(times(found)) else residency
+    return found if without_s >= LEAST_GAIN * max(times(found)) else placement
 
 
 def _balanced(
-    residency: Residency, rates: BesideLink, kv_bytes: int, carried: float, attends: bool, meetings_s: float
+    placement: Placement, rates: BesideLink, kv_bytes: int, carried: float, attends: bool, meetings_s: float
 ) -> tuple[Split, float]:
     """T = max(S / B_link, R / B_cores + D / B_device + h), with S the bytes that are sent, R those that the cores read, D those of blocks
     that stay on the device, which reads them while the cores wait (what it reads of fetched ones is little), and h the time of their
@@ -216,35 +216,35 @@ def _balanced(
         the division, with the step that it takes with the meetings that it has; and the seconds of these.
     """
     link, cores = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
-    experts = residency.expert_blocks
-    of_experts, read_of_experts = residency.nbytes_of(experts), sum(map(residency.read_bytes, experts))
-    of_others = residency.host_bytes - of_experts
-    most_of_others = (residency.nbytes_of(residency.computable) - of_experts) / of_others if of_others else 0.0
-    sent_s = (residency.host_bytes + (0 if attends else carried)) / link  # if the cores multiply nothing
-    resident = sum(map(residency.read_bytes, residency.resident))
+    experts = placement.expert_blocks
+    of_experts, read_of_experts = placement.nbytes_of(experts), sum(map(placement.read_bytes, experts))
+    of_others = placement.host_bytes - of_experts
+    most_of_others = (placement.nbytes_of(placement.computable) - of_experts) / of_others if of_others else 0.0
+    sent_s = (placement.host_bytes + (0 if attends else carried)) / link  # if the cores multiply nothing
+    resident = sum(map(placement.read_bytes, placement.resident))
     cores_s = meetings_s + resident / (rates.device_gb_per_s * 1e9)
     if attends:
         cores_s += (
-            kv_bytes / (rates.attention_gb_per_s(link_rests=not residency.host_bytes) * 1e9)
-            + residency.layers * rates.crossing_s
+            kv_bytes / (rates.attention_gb_per_s(link_rests=not placement.host_bytes) * 1e9)
+            + placement.layers * rates.crossing_s
         )
     first = second = 0.0
     if experts:
         first = _share(sent_s - cores_s, of_experts / link + read_of_experts / cores, 1.0)
         all_s, some_s = (cores_s + share * read_of_experts / cores for share in (1.0, first))
-        if residency.expert_slots and all_s < LEAST_GAIN * some_s:
+        if placement.expert_slots and all_s < LEAST_GAIN * some_s:
             first = 1.0
         sent_s, cores_s = sent_s - first * of_experts / link, cores_s + first * read_of_experts / cores
     if of_others and first == (1.0 if experts else 0.0):
         second = _share(sent_s - cores_s, of_others / link + of_others / cores, most_of_others)
         sent_s, cores_s = sent_s - second * of_others / link, cores_s + second * of_others / cores
-    needed_s = _meetings_s(residency.with_shares_computed(first, second), rates)
+    needed_s = _meetings_s(placement.with_cpu_shares(first, second), rates)
     cores_s += needed_s - meetings_s
     return Split(first, second, attends, max(sent_s, cores_s)), needed_s
 
 
-def _meetings_s(residency: Residency, rates: BesideLink) -> float:
-    return sum(rates.meeting_s(each.nbytes, each.experts) for calls in residency.calls.values() for each in calls)
+def _meetings_s(placement: Placement, rates: BesideLink) -> float:
+    return sum(rates.meeting_s(each.nbytes, each.experts) for calls in placement.calls.values() for each in calls)
 
 
 def _share(ahead_s: float, all_s: float, most: float) -> float:

@@ -14,7 +14,6 @@ import torch
 from zero_inference.config.options import GROUP_SIZES, MIN_RING_DEPTH
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import EnginePlan, Footprint, Job
-from zero_inference.engines.stream import words
 from zero_inference.engines.stream.blocks import check_groups, lay_out_blocks
 from zero_inference.engines.stream.cpu_plan import (
     CpuPlan,
@@ -26,21 +25,20 @@ from zero_inference.engines.stream.cpu_plan import (
     why_no_cpu_attention,
     why_no_cpu_compute,
 )
-from zero_inference.engines.stream.embedding import EmbeddingTable, table_for_host
+from zero_inference.engines.stream.cuda_graph import why_no_graph
 from zero_inference.engines.stream.expert_cache import multiplies_many
-from zero_inference.engines.stream.head import BITS, HeadWeight, find_head
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import FETCH_RATE, overlapped_step_s, prefill_bytes
+from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, plan_placement
 from zero_inference.engines.stream.rebalance import MeasuredStep, bytes_to_move
-from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
-from zero_inference.engines.stream.step_graph import why_no_graph
+from zero_inference.engines.stream.vocabulary import HEAD_BITS, EmbeddingTable, HeadWeight, find_head, table_for_host
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
 from zero_inference.models.layers import decoder_layers
+from zero_inference.utils.format import format_bytes, three_digits
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
 # Of the activations, an estimate of what the allocator holds in free blocks that are too small for what is asked for next: it keeps
@@ -65,7 +63,7 @@ class StreamPlan(EnginePlan):
         head: the output head where it is quantized; None where it keeps its dtype.
     """
 
-    residency: Residency
+    placement: Placement
     scheme: GroupQuantization | None
     cores: CpuPlan | None = None
     cores_stay_out: str | None = None
@@ -104,7 +102,7 @@ class StreamPlan(EnginePlan):
         found = {} if self.head is None else {self.head.name: (self.head.scheme, False)}
         return found | {
             block.full_name(prefix, stored.name): (self.scheme, stored.transposed)
-            for block, layout in zip(self.residency.blocks, self.residency.layouts)
+            for block, layout in zip(self.placement.blocks, self.placement.layouts)
             for stored in layout.parameters
             if stored.packed is not None
         }
@@ -112,15 +110,15 @@ class StreamPlan(EnginePlan):
     def beside_link(self) -> tuple[float, float] | None:
         """See `EnginePlan`."""
         rates = None if self.cores is None else self.cores.rates
-        of_cores = None if self.cores is None else self.cores.of_step_gb_per_s(self.residency.computed_bytes)
+        of_cores = None if self.cores is None else self.cores.of_step_gb_per_s(self.placement.computed_bytes)
         return None if rates is None or of_cores is None else (rates.link_gb_per_s, of_cores)
 
     @functools.cached_property
-    def _in_prompt(self) -> tuple[Residency, BesideLink] | None:
+    def _in_prompt(self) -> tuple[Placement, BesideLink] | None:
         """Return the placement in a short prompt, and its rates; None where the CPU multiplies none of it."""
         if self.cores is None or self.cores.prompt_rates is None:
             return None
-        placed = self.residency.in_prompts(self.cores.prompt_rows, multiplies_many(self.scheme))
+        placed = self.placement.for_short_prompt(self.cores.prompt_rows, multiplies_many(self.scheme))
         return placed, self.cores.prompt_rates
 
     @property
@@ -130,7 +128,7 @@ class StreamPlan(EnginePlan):
             return self._in_prompt[1].link_gb_per_s
         described = self.job.machine.described()
         link = None if described is None else described.link_gb_per_s
-        return FETCH_RATE * link if link is not None and self.residency.gathered else None
+        return FETCH_RATE * link if link is not None and self.placement.gathered else None
 
     def prefill_cores_s(self) -> float:
         """See `EnginePlan`."""
@@ -139,18 +137,18 @@ class StreamPlan(EnginePlan):
     @property
     def expects_choices(self) -> bool:
         """See `EnginePlan`."""
-        return any(block in self.residency.computed for block in self.residency.expert_blocks)
+        return any(block in self.placement.cpu_computed for block in self.placement.expert_blocks)
 
     @property
     def chosen_bytes(self) -> int:
         """See `EnginePlan`."""
-        return round(self.residency.staged_bytes)
+        return round(self.placement.fetched_expert_bytes)
 
     @property
     def lacks_cores(self) -> bool:
         """See `EnginePlan`."""
         job = self.job
-        if self.cores is not None or job.config.cpu_share is not None or not (job.on_gpu and self.residency.host_bytes):
+        if self.cores is not None or job.config.cpu_share is not None or not (job.on_gpu and self.placement.host_bytes):
             return False
         elsewhere = None if job.machine.is_here else job.machine.described()
         several = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
@@ -174,7 +172,7 @@ class StreamPlan(EnginePlan):
         if self.cores is None or not self.cores.prompt_rows:
             return None
         cores = replace(self.cores, prompt_rows=0, prompt_share=0.0, prompt_rates=None)
-        return replace(self, residency=replace(self.residency, prompt_computed=frozenset()), cores=cores)
+        return replace(self, placement=replace(self.placement, prompt_cpu_computed=frozenset()), cores=cores)
 
     @property
     def why_whole_layers(self) -> str:
@@ -192,28 +190,28 @@ class StreamPlan(EnginePlan):
         """See `EnginePlan`."""
         if self.cores is None or self.cores.rates is None:
             return 0.0
-        return self.residency.computed_bytes / (self.cores.rates.cores_alone_gb_per_s * 1e9)
+        return self.placement.computed_bytes / (self.cores.rates.cores_alone_gb_per_s * 1e9)
 
     @property
     def gpu_memory_bytes(self) -> int | None:
         """See `EnginePlan`."""
-        return self.residency.kept_bytes
+        return self.placement.reserved_bytes
 
     @property
     def ring_depth(self) -> int | None:
         """See `EnginePlan`."""
-        return self.residency.depth if self.residency.depth >= MIN_RING_DEPTH else None
+        return self.placement.ring_depth if self.placement.ring_depth >= MIN_RING_DEPTH else None
 
     @property
     def prefill_fetched_bytes(self) -> int:
         """See `EnginePlan`."""
         tokens = self.job.rank_batch * self.job.config.prompt_len
-        return prefill_bytes(self.residency, self.graphs) + tokens * self.residency.row_bytes
+        return prefill_bytes(self.placement, self.graphs) + tokens * self.placement.row_bytes
 
     @property
     def copies_own_memory(self) -> bool:
         """See `EnginePlan`."""
-        return self.pinned and self.residency.host_bytes > 0
+        return self.pinned and self.placement.host_bytes > 0
 
     @property
     def dequantizes_on_cpu(self) -> bool:
@@ -223,12 +221,12 @@ class StreamPlan(EnginePlan):
     @property
     def pieces(self) -> int:
         """See `EnginePlan`: blocks."""
-        return len(self.residency.in_host_memory)
+        return len(self.placement.in_host_memory)
 
     @property
     def restored_blocks(self) -> int:
         """See `EnginePlan`."""
-        return 0 if self.scheme is None else len(self.residency.resident)
+        return 0 if self.scheme is None else len(self.placement.resident)
 
     @property
     def attending_layers(self) -> int:
@@ -259,33 +257,33 @@ class StreamPlan(EnginePlan):
     def share_on_cores(self) -> tuple[float, float]:
         """See `EnginePlan`. What the device keeps of experts it multiplies itself; without a GPU the CPU is the device, and how fast it
         multiplies codes is measured as such."""
-        return self._share_on_cores(self.residency)
+        return self._share_on_cores(self.placement)
 
     def prefill_share_on_cores(self) -> tuple[float, float]:
         """See `EnginePlan`."""
         return (0.0, 0.0) if self._in_prompt is None else self._share_on_cores(self._in_prompt[0])
 
-    def _share_on_cores(self, found: Residency) -> tuple[float, float]:
+    def _share_on_cores(self, found: Placement) -> tuple[float, float]:
         if not self.job.on_gpu:
             return 0.0, 0.0
         experts = set(found.expert_blocks)
         every = [index for index, block in enumerate(found.blocks or ()) if block.experts is not None]
         others = found.nbytes_of(set(range(len(found.layouts))) - set(every))
-        kept = found.expert_slot_bytes if found.computed & experts else 0
+        kept = found.expert_slot_bytes if found.cpu_computed & experts else 0
         return (
-            found.nbytes_of(found.computed - experts) / max(1, others),
-            max(0, found.nbytes_of(found.computed & experts) - kept) / max(1, found.nbytes_of(every)),
+            found.nbytes_of(found.cpu_computed - experts) / max(1, others),
+            max(0, found.nbytes_of(found.cpu_computed & experts) - kept) / max(1, found.nbytes_of(every)),
         )
 
     def cores_s(self) -> float:
         """See `EnginePlan`."""
-        return 0.0 if self.cores is None else self.cores.waited_s(self.residency)
+        return 0.0 if self.cores is None else self.cores.waited_s(self.placement)
 
     def leveled(self, link_s: float, others_s: float) -> tuple[float, float]:
         """See `EnginePlan`; what `Balance` does behind the first steps. Where the cores attend, their work grows from token to token, and
         in the steps that it looks at they do not yet have more of it than the link."""
-        cores, found = self.cores, self.residency
-        if cores is None or cores.rates is None or cores.attends or not cores.automatic or not found.fetched:
+        cores, found = self.cores, self.placement
+        if cores is None or cores.rates is None or cores.attends or not cores.automatic or not found.streamed:
             return link_s, others_s
         link, multiplied = cores.rates.link_gb_per_s * 1e9, cores.rates.cores_gb_per_s * 1e9
         step = MeasuredStep(
@@ -294,20 +292,20 @@ class StreamPlan(EnginePlan):
             cores=found.computed_bytes / multiplied,
             waited=max(0.0, link_s - others_s),
         )
-        moved = found.with_work_moved(bytes_to_move(cores, found, step), found.computable)
-        nbytes = found.nbytes_of(found.computed) - found.nbytes_of(moved.computed)
+        moved = found.rebalanced(bytes_to_move(cores, found, step), found.computable)
+        nbytes = found.nbytes_of(found.cpu_computed) - found.nbytes_of(moved.cpu_computed)
         return link_s + nbytes / link, others_s - nbytes / multiplied
 
     def paced_s(self, link_s: float, others_s: float) -> float:
         """See `EnginePlan`."""
         of_cores = (
-            {} if self.cores is None or self.cores.rates is None else cpu_block_s(self.residency, self.cores.rates)
+            {} if self.cores is None or self.cores.rates is None else cpu_block_s(self.placement, self.cores.rates)
         )
-        return overlapped_step_s(self.residency, of_cores, link_s, others_s, self.graphs)
+        return overlapped_step_s(self.placement, of_cores, link_s, others_s, self.graphs)
 
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
-        found = self.residency
+        found = self.placement
         who = "the host's cores are not used" if self.job.on_gpu else "PyTorch computes all layers"
         unused = f"{who}: {self.cores_stay_out}"
         crosses = []
@@ -327,15 +325,15 @@ class StreamPlan(EnginePlan):
                 *crosses,
                 *self.dequantized_in_words(),
             ]
-        copied = f"{line}; " if self.job.on_gpu or found.fetched else "in each decode step "
-        lines = [f"{copied}{words.cores_in_words(self.cores, found)}", *words.rates_in_words(self.cores)]
-        return lines + words.prompts_in_words(self.cores) + crosses + words.experts_in_words(found)
+        copied = f"{line}; " if self.job.on_gpu or found.streamed else "in each decode step "
+        lines = [f"{copied}{cores_in_words(self.cores, found)}", *rates_in_words(self.cores)]
+        return lines + prompts_in_words(self.cores) + crosses + experts_in_words(found)
 
     def places_in_words(self) -> str:
         """See `EnginePlan`."""
-        found = self.residency
+        found = self.placement
         all_in_one = not (found.in_host_memory or found.embedding) or not self.job.on_gpu
-        return super().places_in_words() if all_in_one else words.places_in_words(found)
+        return super().places_in_words() if all_in_one else places_in_words(found)
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
@@ -355,16 +353,16 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         job.skeleton.once(("groups", scheme), lambda: check_groups(model, scheme))
     no_graph, out = why_no_graph(job), why_no_cpu_compute(job)
     reason = out
-    residency: Residency | None = None
+    placement: Placement | None = None
     cores: CpuPlan | None = None
     if reason is None:
-        residency, cores, reason = _with_cores(job, scheme, job.on_gpu and not no_graph, may_attend)
-    if residency is None:
-        residency = _residency(job, scheme, divided=False)
-    if _reads_group_sizes(job, residency):
+        placement, cores, reason = _with_cores(job, scheme, job.on_gpu and not no_graph, may_attend)
+    if placement is None:
+        placement = _residency(job, scheme, divided=False)
+    if _reads_group_sizes(job, placement):
         no_graph = no_graph or why_no_graph(job, in_groups=True)
-    host, pinned = residency.host_bytes // job.ranks.world_size + residency.embedding_bytes, job.pin_weights
-    footprint = Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
+    host, pinned = placement.host_bytes // job.ranks.world_size + placement.embedding_bytes, job.pin_weights
+    footprint = Footprint(device=placement.device_bytes, host=host, pinned=host if pinned else 0)
     attends = cores is not None and cores.attends
     no_attention = None
     if config.kv_offload and not attends:
@@ -373,18 +371,18 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         job,
         footprint,
         pinned,
-        residency,
+        placement,
         scheme,
         cores,
         reason,
         no_graph,
         no_attention,
-        _head(job, scheme, residency.layouts),
-        weight_bytes=residency.stored_bytes,
-        fetched_bytes=residency.nbytes_of(residency.fetched)
-        + round(residency.staged_bytes)
-        + job.rank_batch * residency.row_bytes,
-        cores_bytes=0 if cores is None else residency.computed_bytes + (cores.kv_bytes if attends else 0),
+        _head(job, scheme, placement.layouts),
+        weight_bytes=placement.stored_bytes,
+        fetched_bytes=placement.nbytes_of(placement.streamed)
+        + round(placement.fetched_expert_bytes)
+        + job.rank_batch * placement.row_bytes,
+        cores_bytes=0 if cores is None else placement.computed_bytes + (cores.kv_bytes if attends else 0),
         carries_kv=not attends,
         preallocated_cache="past_key_values" in inspect.signature(type(model).forward).parameters
         and not job.window_only_in_cache,
@@ -393,7 +391,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
 
 def _with_cores(
     job: Job, scheme: GroupQuantization | None, graphs: bool, may_attend: bool
-) -> tuple[Residency | None, CpuPlan | None, str | None]:
+) -> tuple[Placement | None, CpuPlan | None, str | None]:
     """Layers divided into blocks, and what the cores do with them; or why they stay out, if there is something for them at all.
 
     Raises:
@@ -420,12 +418,12 @@ def _with_cores(
 
 def with_ring_for_cores(
     job: Job,
-    found: Residency,
+    found: Placement,
     cores: CpuPlan,
     scheme: GroupQuantization | None,
     graphs: bool,
     may_attend: bool,
-) -> tuple[Residency, CpuPlan]:
+) -> tuple[Placement, CpuPlan]:
     """Return `found` and `cores`, or those of the ring of fewer slots whose decode step is shortest: where the CPU multiplies most of what
     is in host memory, the link is not what a step waits for, and memory of slots is worth more as resident layers."""
     config = job.config
@@ -439,23 +437,23 @@ def with_ring_for_cores(
     ):
         return found, cores
     best, best_s = (found, cores), decode_step_s(found, cores, graphs)
-    for depth in (each for each in RING_DEPTHS_WITH_CORES if each < found.depth):
+    for depth in (each for each in RING_DEPTHS_WITH_CORES if each < found.ring_depth):
         placed, plan = plan_cpu(job, _residency(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend)
         if not isinstance(plan, str) and (found_s := decode_step_s(placed, plan, graphs)) < SHORTER * best_s:
             best, best_s = (placed, plan), found_s
     return best
 
 
-def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | None) -> Residency:
+def without_spare_slots(job: Job, found: Placement, scheme: GroupQuantization | None) -> Placement:
     """`found`, planned anew with a ring of the usual depth where decode steps fetch nothing: more slots would only cover what the host does
     between these. Their memory holds experts instead, or stays free."""
-    if found.fetched or job.config.ring_depth is not None or found.depth <= USUAL_DEPTH:
+    if found.streamed or job.config.ring_depth is not None or found.ring_depth <= DEFAULT_RING_DEPTH:
         return found
-    placed = replace(_residency(job, scheme, divided=True, depth=USUAL_DEPTH), few_tokens=found.few_tokens)
+    placed = replace(_residency(job, scheme, divided=True, depth=DEFAULT_RING_DEPTH), few_tokens=found.few_tokens)
     placed = (
-        placed.with_shares_computed(1.0, 1.0).with_quota(found.quota, spare_slots(job, placed.depth)).with_budget_used()
+        placed.with_cpu_shares(1.0, 1.0).with_quota(found.quota, spare_slots(job, placed.ring_depth)).with_budget_used()
     )
-    return found if placed.fetched else placed
+    return found if placed.streamed else placed
 
 
 def _laid_out(job: Job, scheme: GroupQuantization | None, divided: bool) -> Any:
@@ -473,7 +471,7 @@ def _head(job: Job, scheme: GroupQuantization | None, layouts: Sequence[BlockLay
     if scheme is None:
         return None
     asked = job.config.quant_group_size
-    sizes = GROUP_SIZES[BITS] if asked is None else asked, GROUP_SIZES[BITS]
+    sizes = GROUP_SIZES[HEAD_BITS] if asked is None else asked, GROUP_SIZES[HEAD_BITS]
     found = job.skeleton.once(
         ("head", job.spec.dtype, sizes), lambda: find_head(job.skeleton.model, job.spec.dtype, sizes)
     )
@@ -481,26 +479,26 @@ def _head(job: Job, scheme: GroupQuantization | None, layouts: Sequence[BlockLay
     return found if fits else None
 
 
-def _reads_group_sizes(job: Job, residency: Residency) -> bool:
+def _reads_group_sizes(job: Job, placement: Placement) -> bool:
     """Return whether the host reads in a decode step how many rows each group of experts has: they are dequantized in several."""
-    layouts = (layout for block, layout in enumerate(residency.layouts) if block not in residency.computed)
+    layouts = (layout for block, layout in enumerate(placement.layouts) if block not in placement.cpu_computed)
     stored = (each for layout in layouts for each in layout.parameters)
     return job.on_gpu and job.rank_batch > FUSED_ROWS and any(0 < each.group < each.plain.shape[0] for each in stored)
 
 
-def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Residency:
+def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Placement:
     config, ranks = job.config, job.ranks.world_size
     blocks, layouts, all_outside = _laid_out(job, scheme, divided)
     slots = depth or config.ring_depth
 
-    def decided(on_host: EmbeddingTable | None) -> Residency:
+    def decided(on_host: EmbeddingTable | None) -> Placement:
         outside = all_outside - (0 if on_host is None else on_host.nbytes)
         budget, others = None, ""
         if job.free_device_bytes is not None:
             activations = int((1 + UNUSABLE_SHARE) * job.activation_bytes)
             budget = job.free_device_bytes - outside - job.cache_device_bytes - activations - RESERVE_BYTES
-            others = words.others_in_words(job, outside, activations, RESERVE_BYTES, on_host is None)
-        found = decide_residency(layouts, outside, budget, config.gpu_memory, slots, ranks, blocks, others)
+            others = others_in_words(job, outside, activations, RESERVE_BYTES, on_host is None)
+        found = plan_placement(layouts, outside, budget, config.gpu_memory, slots, ranks, blocks, others)
         return replace(found, embedding=on_host, gathers=job.pin_weights or not job.on_gpu)
 
     embedding = table_for_host(job)
@@ -511,3 +509,89 @@ def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth:
         if not found.in_host_memory:
             return found
     return decided(embedding)
+
+
+def places_in_words(found: Placement) -> str:
+    """Where the weights are, of a model that has some in host memory, beside a GPU."""
+    hosted = found.layers_of(found.in_host_memory)
+    embedding = f"{format_bytes(found.embedding_bytes)} of input embedding"
+    if not hosted:
+        return f"all layers on the device, {embedding} in host memory"
+    host = f"in host memory ({format_bytes(found.host_bytes)}{f' and {embedding}' if found.embedding else ''})"
+    if set(found.expert_blocks).issuperset(found.in_host_memory):
+        return f"the experts of {len(hosted)} of {found.layers} layers {host}, everything else on the device"
+    if len(hosted) == found.layers:
+        return f"all {found.layers} layers {host}"
+    return f"{found.layers - len(hosted)} of {found.layers} layers on the device, {len(hosted)} {host}"
+
+
+def others_in_words(job: Job, outside_bytes: int, activations: int, reserve: int, embeds: bool) -> str:
+    """Return what takes the device memory that layers do not get; `embeds`: the input embedding is on the device."""
+    outside = "embedding and head" if embeds else "the output head"
+    return (
+        f" by {outside} ({format_bytes(outside_bytes)}), KV cache ({format_bytes(job.cache_device_bytes)}), "
+        f"activations ({format_bytes(activations)}) and a reserve ({format_bytes(reserve)}), "
+        f"of {format_bytes(job.free_device_bytes or 0)} free"
+    )
+
+
+def experts_in_words(found: Placement) -> list[str]:
+    """Return lines about the experts in host memory that the device keeps, and fetches."""
+    lines = []
+    if slots := found.expert_slots:
+        number = sum(found.blocks[block].experts.number for block in found.expert_blocks)
+        lines.append(
+            f"the device also keeps the {sum(slots.values())} most used of the {number} experts in host memory: "
+            f"{format_bytes(found.expert_slot_bytes)}"
+        )
+    if found.quota:
+        lines.append(
+            f"of {len(found.quota) - 1} chosen experts that the device does not keep, it fetches {found.quota[-1]} itself, and "
+            "the CPU multiplies the others"
+        )
+    return lines
+
+
+def cores_in_words(cores: CpuPlan, found: Placement) -> str:
+    """What the host's cores do in a decode step."""
+    threads = len(cores.cpus)
+    who = f"{threads} thread{'s' * (threads > 1)} ({cores.instructions})" if cores.instructions else "the host's cores"
+    one = bool(cores.instructions) and threads == 1
+    tasks = [f"multipl{'ies' if one else 'y'} {_products_in_words(found)}"] if found.cpu_computed else []
+    if cores.attends:
+        tasks.append(f"attend{'s' * one} over {format_bytes(cores.kv_bytes)} of keys and values")
+    for_ranks = f" for {cores.ranks} ranks" if cores.ranks > 1 else ""
+    line = f"{who} {' and '.join(tasks)} in host memory{for_ranks}"
+    if cores.kv_bytes and cores.ranks > 1:
+        line += "; keys and values cross the link, because each rank has its own"
+    return line
+
+
+def prompts_in_words(cores: CpuPlan) -> list[str]:
+    """Return a line about the prompts in which the CPU multiplies a share, if there are any."""
+    if not cores.prompt_rows:
+        return []
+    share = f"{cores.prompt_share:.0%} of the weights in host memory"
+    return [f"prompts of up to {cores.prompt_rows} tokens: the CPU multiplies {share}, the rest crosses the link"]
+
+
+def _products_in_words(found: Placement) -> str:
+    """Of the cores; of experts, as many as tokens are expected to choose."""
+    stored = sum(found.layouts[block].stored_bytes for block in found.cpu_computed)
+    chosen = f" (the experts that tokens choose, of {format_bytes(stored)})" if stored > found.computed_bytes else ""
+    return f"{format_bytes(found.computed_bytes)}{chosen}"
+
+
+def rates_in_words(cores: CpuPlan) -> list[str]:
+    """A line about the rates that the plan is made with, where they are known."""
+    if cores.rates is None:
+        return []
+    rates, tokens = cores.rates, cores.few_rows * cores.ranks
+    link, link_alone, found, alone = map(
+        three_digits,
+        (rates.link_gb_per_s, rates.link_alone_gb_per_s, rates.cores_gb_per_s, rates.cores_alone_gb_per_s),
+    )
+    return [
+        f"working side by side: link{'s' * (cores.ranks > 1)} {link} GB/s (alone {link_alone}), "
+        f"cores {found} GB/s (alone {alone}) with {tokens} token{'s' * (tokens > 1)} a pass"
+    ]

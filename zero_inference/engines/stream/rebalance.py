@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from zero_inference.engines.stream.cpu import CpuBackend
 from zero_inference.engines.stream.cpu_plan import CpuPlan
-from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.timeline import Timeline
+from zero_inference.engines.stream.placement import Placement
+from zero_inference.engines.stream.trace import Timeline
 
 # Of few tokens one behind the other, counted from 1: the first one follows a prefill, a trial or another division.
 FIRST_PASS, LAST_PASS = 2, 7
@@ -42,38 +42,38 @@ class Rebalancer:
         """Decode steps behind a prefill until it has looked once more; 0 where it will not, and before the first of few tokens."""
         return 0 if self.done or not self.has_few else LAST_PASS
 
-    def of(self, residency: Residency, few: bool, candidates: Collection[int]) -> Residency:
+    def of(self, placement: Placement, few: bool, candidates: Collection[int]) -> Placement:
         """The placement for the pass that begins, which is of few tokens or not; `candidates` are blocks that may go to the cores."""
         self.has_few |= few
         if self.done or not few or self.team is None:
             self.passes = 0
-            return residency
+            return placement
         self.passes += 1
         now = time.perf_counter(), self.team.cores.busy_s()
         if self.passes == FIRST_PASS:
-            self.start, self.first = now, self.timeline.forward
+            self.start, self.first = now, self.timeline.pass_index
         if self.passes != LAST_PASS:
-            return residency
+            return placement
         step_s, busy_s = ((after - before) / (LAST_PASS - FIRST_PASS) for after, before in zip(now, self.start))
-        found = self._look(self.team.plan, residency, step_s, busy_s)
+        found = self._look(self.team.plan, placement, step_s, busy_s)
         if found is None:
-            return residency
-        changed = residency.with_work_moved(found, candidates) if found else residency
+            return placement
+        changed = placement.rebalanced(found, candidates) if found else placement
         self.passes = 0
         self.looks += 1
-        self.done = changed is residency or self.looks == MOST_LOOKS
+        self.done = changed is placement or self.looks == MOST_LOOKS
         return changed
 
-    def _look(self, plan: CpuPlan, residency: Residency, step_s: float, busy_s: float) -> int | None:
+    def _look(self, plan: CpuPlan, placement: Placement, step_s: float, busy_s: float) -> int | None:
         """Return `bytes_to_move` of the passes that were looked at; None where nothing crossed the link in them."""
-        if not residency.fetched:
+        if not placement.streamed:
             return 0  # the plan had its reasons
         use = self.timeline.link_use(self.first)  # waits for the device
         if use is None or not use.gb_per_s_while_busy:
             return None
         waited_s = self.timeline.waited_for_link_s(self.first) / (LAST_PASS - FIRST_PASS)
-        link_s = link_s_of_step(plan, residency, use.gb_per_s_while_busy)
-        return bytes_to_move(plan, residency, MeasuredStep(step_s, link_s, busy_s, waited_s))
+        link_s = link_s_of_step(plan, placement, use.gb_per_s_while_busy)
+        return bytes_to_move(plan, placement, MeasuredStep(step_s, link_s, busy_s, waited_s))
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,17 @@ class MeasuredStep:
     waited: float
 
 
-def link_s_of_step(plan: CpuPlan, residency: Residency, gb_per_s: float) -> float:
+def link_s_of_step(plan: CpuPlan, placement: Placement, gb_per_s: float) -> float:
     """Seconds of the link in a decode step: for the weights at the rate of a rank's own copies of them, `gb_per_s`, or for weights and the
     keys and values that cross it at the rate of a link alone. These are copied beside each other, which lowers the former rate."""
-    weights = residency.nbytes_of(residency.fetched)
+    weights = placement.nbytes_of(placement.streamed)
     weights_s = weights / (plan.ranks * gb_per_s * 1e9)
     if plan.attends or plan.rates is None:
         return weights_s
     return max(weights_s, (weights + plan.carried_bytes) / (plan.rates.link_alone_gb_per_s * 1e9))
 
 
-def bytes_to_move(plan: CpuPlan, residency: Residency, step: MeasuredStep) -> int:
+def bytes_to_move(plan: CpuPlan, placement: Placement, step: MeasuredStep) -> int:
     """Bytes of the cores' work that the link takes over, so that both end a step together; negative where the cores take over the link's.
 
     The plan does not know how long the device computes for itself, in which the cores cannot work. A step takes that, the cores' work
@@ -119,5 +119,5 @@ def bytes_to_move(plan: CpuPlan, residency: Residency, step: MeasuredStep) -> in
         return 0
     if ahead_s < 0 and plan.attends:
         return 0
-    link, cores = rates.link_gb_per_s * 1e9, plan.in_steps_gb_per_s(residency, step.cores) * 1e9
+    link, cores = rates.link_gb_per_s * 1e9, plan.in_steps_gb_per_s(placement, step.cores) * 1e9
     return int(ahead_s * link * cores / (link + cores))

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_inference.engines.stream.store import BlockStore
+from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.engines.stream.timeline import Timeline
+from zero_inference.engines.stream.trace import Timeline
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
-Between = Callable[[Callable[[], Any]], Any]  # does what it is given, which is the ring's, between two parts of a pass
+BetweenGraphs = Callable[
+    [Callable[[], Any]], Any
+]  # does what it is given, which is the ring's, between two parts of a pass
 
 
 @dataclass
@@ -36,7 +38,7 @@ class _Fetch:
     full: Any
 
 
-class BlockRing:
+class RingBuffer:
     """Fetches blocks in the order that it is told, over and over, into `depth` slots.
 
     Over several ranks each copies its share of a block over its own link, into its own place in the slot, and an
@@ -86,13 +88,13 @@ class BlockRing:
         self.streams.synchronize()
         self._send_for_all()
 
-    def keep_places(self) -> None:
+    def fix_slots(self) -> None:
         """From now on each block of the pass under way, or just ended, comes into the same slot, whenever its order is followed."""
         self.placed = self.following
-        slots = slots_in_turn(len(self.placed), len(self.slots))
+        slots = slots_in_use(len(self.placed), len(self.slots))
         self.places = {block: index % slots for index, block in enumerate(self.placed)}
 
-    def follow_again(self) -> None:
+    def follow_fixed_order(self) -> None:
         """A pass begins whose blocks have places."""
         self.follow(self.placed, self.placed)
 
@@ -132,7 +134,7 @@ class BlockRing:
 
     def release(self) -> None:
         """Give the slot of the last `acquire` back behind what the computation was asked so far, and send for one more block."""
-        self.free[self.held.slot] = self.streams.recorded(self.streams.current())
+        self.free[self.held.slot] = self.streams.record_event(self.streams.current())
         self.freed_by[self.held.slot] = self.timeline.latest_block()
         self.empty.append(self.held.slot)
         self.held = None
@@ -183,7 +185,7 @@ class BlockRing:
                 self.empty.append(fetch.slot)
         self.pending = kept
         if self.held is not None:
-            self.free[self.held.slot] = self.streams.recorded(self.streams.current())
+            self.free[self.held.slot] = self.streams.record_event(self.streams.current())
             self.empty.append(self.held.slot)
             self.held = None
 
@@ -230,31 +232,31 @@ class BlockRing:
             self.copy_stream.wait_event(self.free[slot])
         put = self.gathered.get(block)
         if put is not None:
-            self.copy_stream.wait_event(self.streams.recorded(self.streams.current()))
-        start, crossed = self.streams.recorded(self.copy_stream), share.numel()
+            self.copy_stream.wait_event(self.streams.record_event(self.streams.current()))
+        start, crossed = self.streams.record_event(self.copy_stream), share.numel()
         with self.streams.on(self.copy_stream):
             mine = buffer[self.ranks.rank * share.numel() :][: share.numel()]
             if put is None:
                 mine.copy_(share, non_blocking=True)
             else:
                 crossed = put(buffer)
-        copied = full = self.streams.recorded(self.copy_stream)
+        copied = full = self.streams.record_event(self.copy_stream)
         self.transfers.host_to_device_bytes += crossed
         gather = None
         if self.ranks.world_size > 1:
             self.gather_stream.wait_event(copied)
-            begun = self.streams.recorded(self.gather_stream)
+            begun = self.streams.record_event(self.gather_stream)
             with self.streams.on(self.gather_stream):
                 # NCCL gathers in place; gloo wants its input apart
                 _all_gather(buffer, mine if buffer.is_cuda else mine.clone(), group=self.group)
-            full = self.streams.recorded(self.gather_stream)
+            full = self.streams.record_event(self.gather_stream)
             gather = begun, full
-        self.timeline.fetched(block, crossed, self.free[slot], self.freed_by[slot], start, copied, gather)
+        self.timeline.record_copy(block, crossed, self.free[slot], self.freed_by[slot], start, copied, gather)
         self.pending.append(_Fetch(block, slot, full))
         return True
 
 
-def slots_in_turn(blocks: int, slots: int) -> int:
+def slots_in_use(blocks: int, slots: int) -> int:
     """How many of `slots` the blocks of a pass go round in, so that each comes into the same one in every pass. The first ones of
     a pass have to wait for those in the last, unfinished round of the pass before: the fewer these are, the later they are computed."""
     least = max(2, slots // 2)

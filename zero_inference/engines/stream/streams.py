@@ -64,11 +64,11 @@ class DeviceStreams:
     def event(self):
         return torch.cuda.Event(enable_timing=True) if self.on_gpu else HostEvent()
 
-    def sleeping_event(self):
+    def blocking_event(self):
         """An event without a time, whose `synchronize` leaves the core to others."""
         return torch.cuda.Event(blocking=True) if self.on_gpu else HostEvent()
 
-    def recorded(self, stream):
+    def record_event(self, stream):
         """A new event behind everything that `stream` was given so far."""
         event = self.event()
         event.record(stream)
@@ -102,7 +102,7 @@ class ComputeStream:
 
     def __init__(self, module: nn.Module, streams: DeviceStreams, host_waits: bool):
         self.streams, self.stream = streams, streams.stream()
-        self.done = streams.sleeping_event() if host_waits else None
+        self.done = streams.blocking_event() if host_waits else None
         self.callers: Any = None  # while a call is under way
         self.depth = 0  # of calls and of `entered`, which a step that is repeated as a graph is within its call
         self.hooks = [

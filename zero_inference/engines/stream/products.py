@@ -15,9 +15,7 @@ from torch import nn
 from zero_inference.cpu.experts import WeightedRows
 from zero_inference.cpu.library import DTYPES
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS
-from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.same_input import SameInput
-from zero_inference.engines.stream.views import Packed
+from zero_inference.engines.stream.layout import BlockLayout, Packed
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kernels.indexed import (
@@ -36,7 +34,7 @@ Times = Callable[[torch.Tensor, torch.Tensor, Combination | None, int], torch.Te
 
 
 @dataclass(frozen=True)
-class FromCodes:
+class CodesModule:
     """A module that can do without its plain weights.
 
     Attributes:
@@ -69,14 +67,14 @@ def modules_from_codes(
         packed_now: the parts of a weight where it lies when the module is called.
         mixtures: modules of experts by name.
     """
-    found: list[FromCodes] = []
+    found: list[CodesModule] = []
     linears = Linears(block, scheme, packed_now)
     for name, module in block.named_modules():
         if type(module) is nn.Linear:
             weight = weight_of(name)
             if load_extension() and _can_fuse(layout, [weight], places, scheme):
                 forward, saw = partial(linears.product, name), partial(linears.saw, name)
-                found.append(FromCodes(module, (weight,), FUSED_ROWS, forward, saw))
+                found.append(CodesModule(module, (weight,), FUSED_ROWS, forward, saw))
         elif name in mixtures:
             experts = mixtures[name]
             weights = experts.weights_in(name)
@@ -92,7 +90,7 @@ def modules_from_codes(
                 partial(_times, stored.plain.shape, scheme, partial(packed_now, stored.name), bias)
                 for stored, bias in zip((first, last), biases)
             ]
-            found.append(FromCodes(module, weights, most, experts_forward(experts, times[0], times[1])))
+            found.append(CodesModule(module, weights, most, experts_forward(experts, times[0], times[1])))
     return BlockCodes(found, linears.same_input)
 
 
@@ -108,12 +106,12 @@ class BlockCodes:
         found: its modules that can; `same_input` is that of the linear ones.
     """
 
-    def __init__(self, found: Sequence[FromCodes] = (), same_input: SameInput | None = None):
+    def __init__(self, found: Sequence[CodesModule] = (), same_input: SharedInput | None = None):
         self.found, self.same_input = found, same_input
         self.most_tokens = {weight: each.most_tokens for each in found for weight in each.weights}
         self.called: set[str] = set()
 
-    def saw(self, found: FromCodes, *args: Any) -> None:
+    def saw(self, found: CodesModule, *args: Any) -> None:
         """A module computed a call with `args` itself."""
         self.called.update(found.weights)
         found.saw(*args)
@@ -143,7 +141,7 @@ class Linears:
     def __init__(self, block: nn.Module, scheme: GroupQuantization, packed_now: Callable[[str], Packed]):
         self.linears = {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
         self.scheme, self.packed_now = scheme, packed_now
-        self.same_input = SameInput()
+        self.same_input = SharedInput()
         self.orders: dict[tuple[str, ...], tuple[str, ...]] = {}  # of names, in memory
         self.joined: dict[tuple[tuple[str, ...], int], tuple[torch.Tensor, ...] | None] = {}  # by names and place
 
@@ -313,3 +311,50 @@ def _can_fuse(
             if not can_fuse(x, codes, scales, minima, scheme.bits, scheme.group_size):
                 return False
     return True
+
+
+Products = Callable[[tuple[str, ...], torch.Tensor], Sequence[torch.Tensor]]
+
+
+class SharedInput:
+    """Which modules of a block are called so is seen where they compute for themselves; from then on the first one's call computes all.
+
+    Attributes:
+        together: by name of a module, those that are computed with it, in order.
+    """
+
+    def __init__(self) -> None:
+        self.together: dict[str, tuple[str, ...]] = {}
+        self.input: torch.Tensor | None = None  # of the products that were made or seen last
+        self.group: list[str] = []
+        self.ready: dict[str, torch.Tensor] = {}
+
+    def saw(self, name: str, x: torch.Tensor, alike: Callable[[str, str], bool]) -> None:
+        """Module `name` was called with `x`, and computed by itself.
+
+        Args:
+            alike: whether the products of two modules can be made together.
+        """
+        if name in self.together:
+            return
+        if x is self.input and alike(name, self.group[0]):
+            self.group.append(name)
+        else:
+            self.input, self.group = x, [name]
+        for each in self.group:
+            self.together[each] = tuple(self.group)
+
+    def product(self, name: str, x: torch.Tensor, products: Products) -> torch.Tensor:
+        """Of module `name` with x; those of the others with the same input are made with it.
+
+        Args:
+            products: of the named modules with x [..., columns]: [..., rows] each.
+        """
+        if x is not self.input or name not in self.ready:
+            names = self.together.get(name, (name,))
+            self.input, self.ready = x, dict(zip(names, products(names, x)))
+        return self.ready.pop(name)
+
+    def ends(self) -> None:
+        """The block was called to its end: its input may go."""
+        self.input, self.group, self.ready = None, [], {}

@@ -1,6 +1,7 @@
-"""The output head in 8 bits on the device, in runs whose layers are quantized.
+"""The input embedding in page-locked host memory, of which a pass reads the rows of its tokens.
 
-In 16 bits that of Llama-3.1-70B takes 1.96 GiB, as much as four of its layers in 4 bits, and each decode step reads all of it.
+Its table is as large as the output head, and a decode step reads a row a token: 16 KiB of 1.96 GiB in Llama-3.1-70B. Device memory
+holds layers instead.
 """
 
 from __future__ import annotations
@@ -10,19 +11,104 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from zero_inference.cpu import products as cores
 from zero_inference.cpu.library import load_library
 from zero_inference.cpu.products import quantize
+from zero_inference.engines.base import Job
+from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.kernels.products import FUSED_ROWS, can_fuse, linear_groups
 from zero_inference.models.operators import trace_reads
 from zero_inference.models.skeleton import unique_parameter_names
+from zero_inference.utils.host_memory import host_empty
 
-BITS = 8
-EVEN_ROWS = 256  # so that the parts of a head begin where kernels read vectors
-QUANTIZED_BYTES = 64 << 20  # of a head in 16 bits, at a time
+
+class EmbeddingTable(NamedTuple):
+    """The weight of a model's input embedding.
+
+    Attributes:
+        module: name of the embedding.
+        nbytes: of the table.
+        row_bytes: of a token.
+    """
+
+    module: str
+    nbytes: int
+    row_bytes: int
+
+    @property
+    def weight(self) -> str:
+        """Name of the parameter."""
+        return f"{self.module}.weight"
+
+
+def table_for_host(job: Job) -> EmbeddingTable | None:
+    """Return the table of the job's model if it may be in host memory; None where it has to be on the device."""
+    if not device_reads_rows(job):
+        return None
+    return job.skeleton.once("embedding table", lambda: find_table(job.skeleton.model))
+
+
+def device_reads_rows(job: Job) -> bool:
+    """Return whether the device reads single rows of page-locked host memory."""
+    alone = job.on_gpu and job.pin_weights and job.ranks.world_size == 1
+    return alone and (not job.machine.is_here or load_extension())
+
+
+def find_table(model: Any) -> EmbeddingTable | None:
+    """Return the table of the input embedding of `model`, which is a skeleton; None if it is not one that only `nn.Embedding.forward`
+    reads: tied to the head, scaled by a forward of its own, or read by other code."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # a checkpoint's own code may not say which it is
+        return None
+    plain = isinstance(embedding, nn.Embedding) and type(embedding).forward is nn.Embedding.forward
+    if not plain or "forward" in vars(embedding) or embedding.max_norm is not None:
+        return None
+    weight, reads = embedding.weight, trace_reads(model)
+    names = unique_parameter_names(model).get(id(weight), [])
+    if reads is None or len(names) != 1 or weight.dtype.itemsize not in (2, 4):
+        return None
+    module = names[0].rpartition(".")[0]
+    if module not in reads.inside.get(names[0], ()):
+        return None
+    row_bytes = embedding.embedding_dim * weight.dtype.itemsize
+    return EmbeddingTable(module, embedding.num_embeddings * row_bytes, row_bytes)
+
+
+class HostEmbedding:
+    """Computes the embedding `module` from its weight in host memory until it is closed.
+
+    Args:
+        values: of the weight.
+        pinned: page-lock them, as a GPU needs it.
+    """
+
+    def __init__(self, module: nn.Module, values: torch.Tensor, pinned: bool):
+        self.module, self.table = module, host_empty(values.shape, values.dtype, pinned)
+        self.table.copy_(values)
+        module.forward = self.rows
+
+    def rows(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the ids `input`, [..., columns]; on a GPU an id beyond the table is a device-side assert, as in PyTorch."""
+        if not input.is_cuda:
+            return F.embedding(input, self.table)
+        out = torch.empty(*input.shape, self.table.shape[1], dtype=self.table.dtype, device=input.device)
+        torch.ops.zero_inference.embedding_rows(input.to(torch.int64).contiguous(), self.table, out)
+        return out
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.module.__dict__.pop("forward", None)
+        self.table = self.table.new_empty(0, 0)
+
+
+HEAD_BITS = 8
+HEAD_ROWS_MULTIPLE = 256  # so that the parts of a head begin where kernels read vectors
+HEAD_CHUNK_BYTES = 64 << 20  # of a head in 16 bits, at a time
 
 
 class HeadWeight(NamedTuple):
@@ -60,7 +146,7 @@ class HeadWeight(NamedTuple):
 
     def packed(self, values: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return codes, scales and minima of `values` on `device`, which takes a few rows at a time."""
-        numel, step = values.numel(), max(1, QUANTIZED_BYTES // self.row_bytes)
+        numel, step = values.numel(), max(1, HEAD_CHUNK_BYTES // self.row_bytes)
         codes = torch.empty(self.scheme.packed_bytes(numel), dtype=torch.uint8, device=device)
         scales, minima = (
             torch.empty(numel // self.scheme.group_size, dtype=self.scheme.dtype, device=device) for _ in range(2)
@@ -84,7 +170,7 @@ def find_head(model: Any, dtype: torch.dtype, group_sizes: Sequence[int]) -> Hea
     names = unique_parameter_names(model).get(id(head.weight), [])
     if len(names) != 1 or names[0].rpartition(".")[0] not in reads.inside.get(names[0], ()):
         return None
-    schemes = (GroupQuantization(BITS, size, dtype) for size in group_sizes)
+    schemes = (GroupQuantization(HEAD_BITS, size, dtype) for size in group_sizes)
     scheme = next((scheme for scheme in schemes if scheme.can_quantize(head.weight)), None)
     return None if scheme is None else HeadWeight(names[0], tuple(head.weight.shape), scheme)
 
@@ -102,7 +188,7 @@ class QuantizedHead:
     ):
         self.module, self.weight, self.packed = module, weight, packed
         count = workspace.numel() // weight.row_bytes
-        count = min(weight.shape[0], count // EVEN_ROWS * EVEN_ROWS or count)
+        count = min(weight.shape[0], count // HEAD_ROWS_MULTIPLE * HEAD_ROWS_MULTIPLE or count)
         with torch.inference_mode(False):  # a view of inference mode could not be used outside it
             self.rows = workspace[: count * weight.row_bytes].view(weight.scheme.dtype).view(count, -1)
         module.forward = self.logits
@@ -113,16 +199,16 @@ class QuantizedHead:
         codes, scales, minima = self.packed
         x = input.reshape(-1, columns)
         if len(x) <= FUSED_ROWS:
-            if can_fuse(x, codes, scales, minima, BITS, size, bias):
-                return linear_groups(input, codes, scales, minima, BITS, size, count, bias)
+            if can_fuse(x, codes, scales, minima, HEAD_BITS, size, bias):
+                return linear_groups(input, codes, scales, minima, HEAD_BITS, size, count, bias)
             if not x.is_cuda and load_library() is not None:
-                return cores.linear_groups(input, codes, scales, minima, BITS, size, count, bias)
+                return cores.linear_groups(input, codes, scales, minima, HEAD_BITS, size, count, bias)
         out = x.new_empty(len(x), count)
         for first in range(0, count, len(self.rows)):
             rows = self.rows[: count - first]
             last = first + len(rows)
             codes, scales, minima = (part.view(count, -1)[first:last].flatten() for part in self.packed)
-            dequantize(codes, scales, minima, BITS, size, rows)
+            dequantize(codes, scales, minima, HEAD_BITS, size, rows)
             if bias is None:
                 torch.mm(x, rows.mT, out=out[:, first:last])
             else:

@@ -13,17 +13,14 @@ import torch
 from torch import nn
 
 from zero_inference.engines.stream.blocks import names_of
-from zero_inference.engines.stream.codes import BlockCodes, experts_in_groups, modules_from_codes
 from zero_inference.engines.stream.cpu import CpuBackend, CpuBlock, CpuExpertBlock
-from zero_inference.engines.stream.forwards import chosen_of, replace_forward, tokens_of
-from zero_inference.engines.stream.layout import StoredParameter
+from zero_inference.engines.stream.layout import BlockStore, BlockViews, Packed, StoredParameter
+from zero_inference.engines.stream.placement import Placement
+from zero_inference.engines.stream.products import BlockCodes, experts_in_groups, modules_from_codes
 from zero_inference.engines.stream.rebalance import Rebalancer
-from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.ring import Between, BlockRing
-from zero_inference.engines.stream.store import BlockStore
+from zero_inference.engines.stream.ring import BetweenGraphs, RingBuffer
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
-from zero_inference.engines.stream.timeline import Timeline
-from zero_inference.engines.stream.views import BlockViews, Packed
+from zero_inference.engines.stream.trace import Timeline
 from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.models.frozen import set_data
 from zero_inference.models.layers import decoder_layers
@@ -34,12 +31,12 @@ from zero_inference.utils.transfers import Transfers
 class PassKind(Enum):
     """The kind of a pass, by its number of tokens, which decides what blocks the CPU multiplies."""
 
-    FEW = auto()  # a decode step: `Residency.computed`
-    PROMPT = auto()  # a short prompt: `Residency.prompt_computed`
-    MANY = auto()  # none
+    DECODE = auto()  # a decode step: `Placement.cpu_computed`
+    SHORT_PROMPT = auto()  # a short prompt: `Placement.prompt_cpu_computed`
+    LONG = auto()  # none
 
 
-class BlockFeeder:
+class Prefetcher:
     """Points the parameters of each block at its bytes before it computes, and frees its slot behind it.
 
     Outside of its block's call a parameter that comes with it is empty: code that reads it then fails, where a slot or the workspace
@@ -57,7 +54,7 @@ class BlockFeeder:
     def __init__(
         self,
         model: nn.Module,
-        residency: Residency,
+        placement: Placement,
         store: BlockStore,
         scheme: GroupQuantization | None,
         ranks: Ranks,
@@ -66,19 +63,19 @@ class BlockFeeder:
         team: CpuBackend | None = None,
     ):
         streams = DeviceStreams(ranks.device)
-        self.store, self.scheme, self.residency, self.transfers = store, scheme, residency, transfers
-        self.layouts = residency.layouts
-        self.timeline = Timeline(streams, names_of(residency.blocks))
-        self.workspace = torch.empty(residency.workspace_bytes, dtype=torch.uint8, device=ranks.device)
+        self.store, self.scheme, self.placement, self.transfers = store, scheme, placement, transfers
+        self.layouts = placement.layouts
+        self.timeline = Timeline(streams, names_of(placement.blocks))
+        self.workspace = torch.empty(placement.workspace_bytes, dtype=torch.uint8, device=ranks.device)
         self.team = team
         self.experts = None if team is None else team.experts
         self.gathered = {} if self.experts is None else self.experts.gathered()
         self.ring = None
-        if residency.in_host_memory:
-            self.ring = BlockRing(
+        if placement.in_host_memory:
+            self.ring = RingBuffer(
                 store,
-                residency.in_host_memory,
-                residency.depth,
+                placement.in_host_memory,
+                placement.ring_depth,
                 ranks,
                 streams,
                 transfers,
@@ -87,9 +84,9 @@ class BlockFeeder:
                 self.gathered,
             )
         self.kind: PassKind | None = None  # of this pass; None before the first one
-        self.computed: frozenset[int] = frozenset()  # blocks that the cores multiply in it
-        self.after = dict.fromkeys(PassKind, PassKind.FEW)  # by kind of pass: the kind that followed it last
-        self.views = BlockViews(self.layouts, store, self.ring, self.workspace)
+        self.cpu_computed: frozenset[int] = frozenset()  # blocks that the cores multiply in it
+        self.after = dict.fromkeys(PassKind, PassKind.DECODE)  # by kind of pass: the kind that followed it last
+        self.views = BlockViews(self.layouts, store, [] if self.ring is None else self.ring.slots, self.workspace)
         self.no_values: dict[torch.dtype, torch.Tensor] = {}  # by dtype, without elements, on the device
         # by block, in the order of its layout, without those that are dequantized for each call of their module
         self.parameters: list[list[nn.Parameter]] = []
@@ -99,8 +96,10 @@ class BlockFeeder:
         self.known: set[int] = set()  # blocks that the device has computed once with plain weights
         self.packed: dict[int, dict[str, Packed]] = {}  # by block: its quantized weights where they lie in this pass
         self.balance = Rebalancer(team if self.ring is not None else None, self.timeline)
-        self.between: Between | None = None  # while a pass is recorded: does what the host does between two graphs
-        self.changed: Callable[[Residency], None] = lambda residency: None  # told what is fetched from now on
+        self.between: BetweenGraphs | None = (
+            None  # while a pass is recorded: does what the host does between two graphs
+        )
+        self.changed: Callable[[Placement], None] = lambda placement: None  # told what is fetched from now on
         self.core_blocks: dict[int, CpuBlock | CpuExpertBlock] = {}  # that the cores multiply, or could
         self.hooks: list[Any] = []
         self.replaced: list[nn.Module] = []  # modules whose forward is not their class's
@@ -137,7 +136,7 @@ class BlockFeeder:
         prefix, layers = decoder_layers(model)
         decoder = model.get_submodule(prefix.rpartition(".")[0])
         self.hooks.append(decoder.register_forward_pre_hook(self._pass_begins, with_kwargs=True))
-        for index, block in enumerate(self.residency.blocks):
+        for index, block in enumerate(self.placement.blocks):
             module = block.of(layers[block.layer])
             self.modules.append(module)
             own = dict(module.named_parameters())
@@ -158,7 +157,7 @@ class BlockFeeder:
 
     def _dequantize_in_calls(self, index: int, module: nn.Module) -> None:
         """Let each module that alone reads its weights dequantize them when it is called, and leave them empty afterwards."""
-        mixtures = dict(self.residency.blocks[index].mixtures)
+        mixtures = dict(self.placement.blocks[index].mixtures)
         modules: dict[str, list[StoredParameter]] = {}
         for stored in self.layouts[index].parameters:
             if stored.module_only:
@@ -199,7 +198,7 @@ class BlockFeeder:
         if not self.scheme or not layout.workspace_bytes:
             return
         places = [self.views.packed(index, slot) for slot in self.views.places(index)]
-        packed_now, mixtures = partial(self._packed_now, index), dict(self.residency.blocks[index].mixtures)
+        packed_now, mixtures = partial(self._packed_now, index), dict(self.placement.blocks[index].mixtures)
         self.codes[index] = modules_from_codes(module, layout, places, self.scheme, packed_now, mixtures)
         for found in self.codes[index].found:
             self.replaced.append(found.module)
@@ -267,53 +266,56 @@ class BlockFeeder:
 
     def begin_pass(self, tokens: int) -> None:
         """A pass of so many tokens begins: by a call of the model, or by a graph of one."""
-        self.timeline.forward_begins(len(self.ring.pending) if self.ring is not None else 0)
+        self.timeline.begin_pass(len(self.ring.pending) if self.ring is not None else 0)
         self.tokens = tokens
         if tokens != sys.maxsize:
-            self.transfers.host_to_device_bytes += tokens * self.residency.row_bytes
-        few = self.team is not None and self.team.all_few(tokens) and self._computed_in(PassKind.FEW) <= self.known
+            self.transfers.host_to_device_bytes += tokens * self.placement.row_bytes
+        few = self.team is not None and self.team.all_few(tokens) and self._computed_in(PassKind.DECODE) <= self.known
         self._place_anew(few)
         before, self.kind = self.kind, self._kind_of(tokens, few)
-        self.computed = self._computed_in(self.kind)
-        if before in (PassKind.PROMPT, PassKind.MANY):
+        self.cpu_computed = self._computed_in(self.kind)
+        if before in (PassKind.SHORT_PROMPT, PassKind.LONG):
             self.after[before] = self.kind
         if self.ring is not None:
             self.ring.follow(self._fetched_in(self.kind), self._fetched_in(self.after[self.kind]))
 
     @property
-    def few(self) -> bool:
+    def is_decode(self) -> bool:
         """Return whether this pass is of few tokens."""
-        return self.kind is PassKind.FEW
+        return self.kind is PassKind.DECODE
 
     def _kind_of(self, tokens: int, few: bool) -> PassKind:
         if few and self.core_blocks:
-            return PassKind.FEW
-        of_prompt = self._computed_in(PassKind.PROMPT)
+            return PassKind.DECODE
+        of_prompt = self._computed_in(PassKind.SHORT_PROMPT)
         short = self.team is not None and self.team.few_rows < tokens <= self.team.most_rows
-        return PassKind.PROMPT if short and of_prompt and of_prompt <= self.known else PassKind.MANY
+        return PassKind.SHORT_PROMPT if short and of_prompt and of_prompt <= self.known else PassKind.LONG
 
     def _computed_in(self, kind: PassKind) -> frozenset[int]:
         """Return the blocks that the CPU multiplies in passes of a kind."""
-        placed = {PassKind.FEW: self.residency.computed, PassKind.PROMPT: self.residency.prompt_computed}
+        placed = {
+            PassKind.DECODE: self.placement.cpu_computed,
+            PassKind.SHORT_PROMPT: self.placement.prompt_cpu_computed,
+        }
         return placed.get(kind, frozenset()).intersection(self.core_blocks)
 
     def _fetched_in(self, kind: PassKind) -> list[int]:
         """Return the blocks that cross the link in passes of a kind, in order."""
         computed = self._computed_in(kind)
-        return [block for block in self.residency.in_host_memory if block not in computed]
+        return [block for block in self.placement.in_host_memory if block not in computed]
 
-    def fix_places(self) -> None:
+    def fix_slots(self) -> None:
         """Let each block come into the same slot in all passes like the one before, as graphs of them need it."""
         self.recorded = self.tokens, self.kind
         if self.ring is not None:
-            self.ring.keep_places()
+            self.ring.fix_slots()
 
     def begin_again(self) -> None:
         """Such a pass begins, whatever was before it."""
         self.tokens, self.kind = self.recorded
-        self.computed = self._computed_in(self.kind)
+        self.cpu_computed = self._computed_in(self.kind)
         if self.ring is not None:
-            self.ring.follow_again()
+            self.ring.follow_fixed_order()
 
     def _before(self, index: int):
         layout, resident, stays = self.layouts[index], index in self.store.resident, self._stays(index)
@@ -321,7 +323,7 @@ class BlockFeeder:
 
         def begin(module, args, kwargs) -> None:
             if self._by_cores(index):
-                if self.kind is PassKind.PROMPT and self.experts is not None and index in self.gathered:
+                if self.kind is PassKind.SHORT_PROMPT and self.experts is not None and index in self.gathered:
                     self._outside_of_graphs(partial(self.experts.await_gathering, index))
                 self.timeline.block_begins(index)
                 return
@@ -389,16 +391,44 @@ class BlockFeeder:
 
     def _by_cores(self, index: int) -> bool:
         """Whether the cores multiply this block in this pass."""
-        return index in self.computed
+        return index in self.cpu_computed
 
     def _place_anew(self, few: bool) -> None:
         """For this pass, which has few tokens or not, and those behind: blocks that do not suit the cores are fetched, others may move."""
         for index in [index for index, block in self.core_blocks.items() if not block.suits]:
             del self.core_blocks[index]
-        placed = self.residency
-        if not self.core_blocks.keys() >= placed.computed:
-            placed = replace(placed, computed=placed.computed.intersection(self.core_blocks))
+        placed = self.placement
+        if not self.core_blocks.keys() >= placed.cpu_computed:
+            placed = replace(placed, cpu_computed=placed.cpu_computed.intersection(self.core_blocks))
         placed = self.balance.of(placed, few, self.core_blocks.keys() & self.known)
-        if placed is not self.residency:
-            self.residency = placed
+        if placed is not self.placement:
+            self.placement = placed
             self.changed(placed)
+
+
+def tokens_of(args: tuple, kwargs: dict[str, Any]) -> int:
+    """Of all sequences, in a call of the decoder: ids [batch, tokens] or embeddings [batch, tokens, width]."""
+    for value in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
+        if torch.is_tensor(value) and value.dim() >= 2:
+            return value.shape[0] * value.shape[1]
+    return sys.maxsize  # called in a way that is not known: computed as a long pass is, which is always right
+
+
+def chosen_of(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The numbers of the experts that tokens chose, in a call of a module of experts; None where they are not found."""
+    return args[1] if len(args) > 1 else kwargs.get("top_k_index")
+
+
+def replace_forward(
+    module: nn.Module, other: Callable, applies: Callable[[], Any], seen: Callable = lambda *args: None
+) -> None:
+    """Let `module` compute `other` in passes in which it `applies`; what it computes itself is shown to `seen`."""
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if applies():
+            return other(*args, **kwargs)
+        seen(*args)
+        return own(*args, **kwargs)
+
+    module.forward = forward

@@ -23,7 +23,7 @@ class BlockSpan:
     Attributes:
         pass_start: when the first block of the same call of the model began.
         reached: when the device came to a block that is fetched, and began to wait for it.
-        forward: which call of the model it is part of, 0 for the prefill.
+        pass_index: which call of the model it is part of, 0 for the prefill.
     """
 
     block: int
@@ -31,7 +31,7 @@ class BlockSpan:
     pass_start: Any
     end: Any = None
     reached: Any = None
-    forward: int = 0
+    pass_index: int = 0
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Copy:
 
     Attributes:
         freed_by: the computation that used the slot before; None for a slot that was empty.
-        forward: which call of the model it was asked in, 0 for the prefill.
+        pass_index: which call of the model it was asked in, 0 for the prefill.
         first: the first that was asked for in this call.
         gather: start and end of the all-gather behind it; None for one rank.
     """
@@ -51,7 +51,7 @@ class Copy:
     freed_by: BlockSpan | None
     start: Any
     end: Any
-    forward: int
+    pass_index: int
     first: bool
     gather: tuple[Any, Any] | None = None
 
@@ -76,18 +76,18 @@ class Timeline:
         """Forget everything: a generation begins."""
         self.copies: deque[Copy] = deque(maxlen=KEPT)
         self.spans: deque[BlockSpan] = deque(maxlen=KEPT)
-        self.origin = self.streams.recorded(self.streams.current())
-        self.forward = -1
+        self.origin = self.streams.record_event(self.streams.current())
+        self.pass_index = -1
         self.pass_start: Any = None  # of the first block of this call of the model; None before it
         self.asked = 0  # copies in this call of the model
         self.ahead: list[Copy] = []  # those of the first decode step that were asked for before it
         self.prefill_end: Any = None
 
-    def forward_begins(self, pending: int) -> None:
+    def begin_pass(self, pending: int) -> None:
         """A call of the model, for which `pending` blocks have been asked already."""
-        self.forward += 1
+        self.pass_index += 1
         self.asked, self.pass_start = 0, None
-        if self.forward == 1 and pending:
+        if self.pass_index == 1 and pending:
             self.ahead, self.prefill_end = list(self.copies)[-pending:], self.spans[-1].end
 
     @contextlib.contextmanager
@@ -102,7 +102,7 @@ class Timeline:
     def latest_block(self) -> BlockSpan | None:
         return self.spans[-1] if self.spans else None
 
-    def fetched(
+    def record_copy(
         self,
         block: int,
         nbytes: int,
@@ -112,29 +112,31 @@ class Timeline:
         end: Any,
         gather: tuple[Any, Any] | None = None,
     ) -> None:
-        self.copies.append(Copy(block, nbytes, slot_free, freed_by, start, end, self.forward, self.asked == 0, gather))
+        self.copies.append(
+            Copy(block, nbytes, slot_free, freed_by, start, end, self.pass_index, self.asked == 0, gather)
+        )
         self.asked += 1
 
     def block_reached(self) -> Any:
         """The moment from which the device waits for a block that is fetched, for `block_begins`."""
-        return None if self.is_paused else self.streams.recorded(self.streams.current())
+        return None if self.is_paused else self.streams.record_event(self.streams.current())
 
     def block_begins(self, block: int, reached: Any = None) -> None:
         if self.is_paused:
             return
-        start = self.streams.recorded(self.streams.current())
+        start = self.streams.record_event(self.streams.current())
         if self.pass_start is None:
             self.pass_start = start
-        self.spans.append(BlockSpan(block, start, self.pass_start, reached=reached, forward=self.forward))
+        self.spans.append(BlockSpan(block, start, self.pass_start, reached=reached, pass_index=self.pass_index))
 
     def block_ends(self) -> None:
         if self.is_paused:
             return
-        self.spans[-1].end = self.streams.recorded(self.streams.current())
+        self.spans[-1].end = self.streams.record_event(self.streams.current())
 
     def link_use(self, first: int = 1) -> LinkUse | None:
         """What the link did in the decode steps from call `first` of the model on; None before the second copy there."""
-        decode = [copy for copy in self.copies if copy.forward >= first]
+        decode = [copy for copy in self.copies if copy.pass_index >= first]
         if len(decode) < 2:
             return None
         self.streams.synchronize()
@@ -153,7 +155,7 @@ class Timeline:
             slot_wait += max(0.0, until_free - not_begun)
             host_late += not_begun - between_passes + (0.0 if copy.first else asked_late)
         return LinkUse(
-            decode[-1].forward - decode[0].forward + 1,
+            decode[-1].pass_index - decode[0].pass_index + 1,
             busy,
             slot_wait,
             host_late,
@@ -165,7 +167,7 @@ class Timeline:
     def waited_for_link_s(self, first: int) -> float:
         """Seconds that the device waited for blocks to arrive, from call `first` of the model on."""
         self.streams.synchronize()
-        waits = [span for span in self.spans if span.forward >= first and span.reached is not None]
+        waits = [span for span in self.spans if span.pass_index >= first and span.reached is not None]
         return sum(self._between(span.reached, span.start) for span in waits)
 
     def _ahead_bytes(self) -> int:
@@ -200,7 +202,7 @@ class Timeline:
                     "args": {
                         "bytes": copy.nbytes,
                         "GB/s": round(copy.nbytes / seconds / 1e9, 2) if seconds else None,
-                        "token": copy.forward,
+                        "token": copy.pass_index,
                     }
                 }
             )
