@@ -290,7 +290,7 @@ def test_rates_of_attention_are_those_of_its_heads():
     assert [each.placement.host_bytes for each in plans] == [0, 0] and all(each.cores.attends for each in plans)
     assert [each.cores.rates.attention_gb_per_s(True) for each in plans] == [pytest.approx(100.0), 120.0]
     extra_s = plans[0].cores.kv_bytes / 1e9 * (1 / 100 - 1 / 120)
-    assert plans[0].cores_s() - plans[1].cores_s() == pytest.approx(extra_s)
+    assert plans[0].cost_terms.step_cpu.wait_s - plans[1].cost_terms.step_cpu.wait_s == pytest.approx(extra_s)
     on_device = planned(asked, DescribedMachine(attending)).weights
     assert on_device.cores is None, "nothing for them in host memory"
 
@@ -661,7 +661,11 @@ def says_what_was_counted(plan, record: dict) -> None:
     """What is stored is equal, and what a step moves to a thousandth: DeepSpeed keeps a few vectors more or fewer on the device, and
     keys and values grow."""
     moved = plan.moved_per_step()
-    plain, stored = (0, 0) if "head_bits" in (record.get("stream") or {}) else plan.head_bytes  # in 16 bits until then
+    plain, stored = (
+        (0, 0)
+        if "head_bits" in (record.get("stream") or {})
+        else (plan.cost_terms.head_plain_bytes, plan.cost_terms.head_stored_bytes)
+    )  # in 16 bits until then
     assert plan.weight_bytes - stored + plain == record["weight_bytes"]
     for name in ("host_to_device", "device_to_host", "disk_read", "cores"):
         key = f"{name}_bytes_per_step"

@@ -139,7 +139,7 @@ def test_tied_heads_and_those_of_16_bits_stay_as_they_are(family, options, check
 def test_a_step_and_device_memory_count_the_bytes_that_are_stored():
     machine = MACHINE.model_copy(update={"cores": None, "device_products": ()})
     plan = planned("--model llama-2-13b --engine stream --quant-bits 4 --dummy", DescribedMachine(machine))
-    plain, stored = plan.weights.head_bytes
+    plain, stored = plan.weights.cost_terms.head_plain_bytes, plan.weights.cost_terms.head_stored_bytes
     assert plain == 2 * 32000 * 5120 and stored == plain * 8.5 / 16
     sizes = plan.job.sizes
     layers = sizes.parameters - 2 * 32000 * 5120 - 81 * 5120

@@ -239,8 +239,8 @@ def test_link_and_cores_end_a_prompt_of_a_mixture_together(name):
         assert f"prompts of up to {tokens} tokens: the CPU multiplies {cores.prompt_share:.0%} of the" in str(
             weights.in_words()
         )
-        link_s = weights.prefill_fetched_bytes / (weights.prefill_link_gb_per_s * 1e9)
-        assert 0.6 < weights.prefill_cores_s() / link_s < 1.1
+        link_s = weights.cost_terms.prefill_fetched_bytes / (weights.cost_terms.prefill_link_gb_per_s * 1e9)
+        assert 0.6 < weights.cost_terms.prefill_cpu.wait_s / link_s < 1.1
         before = without_short_prompts(plan).times.prefill
         assert plan.times.prefill.seconds < before.seconds / 1.1 and before.bound_by == "link"
     assert 0.8 > shares[16] > shares[128] > shares[512] > 0.1
@@ -275,7 +275,7 @@ def test_weights_that_are_not_page_locked_come_whole():
     )
     assert locked.placement.gathered_bytes > 0 == plain.placement.gathered_bytes
     assert plain.placement.expert_slots
-    assert plain.prefill_fetched_bytes >= plain.placement.host_bytes - plain.placement.nbytes_of(
+    assert plain.cost_terms.prefill_fetched_bytes >= plain.placement.host_bytes - plain.placement.nbytes_of(
         plain.placement.streamed
     )
 

@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from zero_inference.engines.base import (
     no_communicator,
     refuse_written_weights,
 )
+from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, write
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.checkpoint import load_weights, return_free_memory
@@ -42,16 +43,12 @@ OF_META_TENSOR = re.compile(
 class AcceleratePlan(EnginePlan):
     """Its hooks bring a module's weights when the module is called, and the host waits for them."""
 
-    @property
-    def pieces(self) -> int:
-        """See `EnginePlan`: modules with weights of their own."""
-        own = (any(True for _ in module.parameters(recurse=False)) for module in self.job.skeleton.model.modules())
-        return sum(own)
-
-    @property
-    def copies_overlap(self) -> bool:
-        """See `EnginePlan`."""
-        return False
+    @functools.cached_property
+    def cost_terms(self) -> CostTerms:
+        """See `EnginePlan`. One fetch for each module that has weights itself."""
+        modules = self.job.skeleton.model.modules()
+        fetches = sum(any(True for _ in module.parameters(recurse=False)) for module in modules)
+        return replace(super().cost_terms, copies_overlap=False, fetches=fetches)
 
 
 def plan(job: Job) -> AcceleratePlan:

@@ -11,6 +11,7 @@ An engine is a module with
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,45 +37,6 @@ from zero_inference.records.schema import CpuBackendUse, MovedPerStep
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
-
-
-class PlanInWords(CostTerms):
-    """What holds of most engines; others say where they differ.
-
-    Attributes:
-        footprint, disk_bytes: see `EnginePlan`.
-    """
-
-    footprint: Any
-    disk_bytes: int
-
-    def in_words(self) -> list[str]:
-        """Lines about what a decode step moves and who computes it; none where there is nothing to tell."""
-        if not self.fetched_bytes:
-            return []
-        disk = f"{format_bytes(self.disk_bytes)} {{}}from disk" if self.disk_bytes else ""
-        if not (self.job.on_gpu or self.copies_on_cpu):  # weights in host memory are used where they are
-            return [f"each decode step reads {disk.format('')}"] if disk else []
-        return [f"each decode step {self.fetched_in_words()}{', ' * bool(disk)}{disk.format('of it ')}"]
-
-    def dequantized_in_words(self) -> list[str]:
-        """A line about a CPU that dequantizes weights in every step; none elsewhere."""
-        if not self.dequantizes_on_cpu:
-            return []
-        other = "" if self.job.config.engine == "stream" else "; --engine stream multiplies them as stored"
-        return [f"without a GPU, weights are dequantized in every step: slower than 16 bits{other}"]
-
-    def fetched_in_words(self) -> str:
-        """`copies 20.4 GiB over the link`."""
-        fetched = format_bytes(self.fetched_bytes) if self.fetched_bytes else "nothing"
-        return f"copies {fetched} {'over the link' if self.job.on_gpu else 'within host memory'}"
-
-    def places_in_words(self) -> str:
-        """Where the weights are."""
-        if self.footprint.disk:
-            return "on disk"
-        return "in host memory" if self.footprint.host or not self.job.on_gpu else "on the device"
-
 
 Progress = Callable[[int], None]
 WINDOW_OF_CACHE = "whether the window is the cache's"  # of a model, known once
@@ -214,7 +176,7 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class EnginePlan(PlanInWords):
+class EnginePlan:
     """What an engine will do with the weights. Engines add what they need for loading.
 
     Attributes:
@@ -303,9 +265,49 @@ class EnginePlan(PlanInWords):
         """That a device has to have for the engine to make this plan."""
         return self.device_peak_bytes
 
+    @functools.cached_property
+    def cost_terms(self) -> CostTerms:
+        """What the cost model needs to know of how this engine runs the plan."""
+        return CostTerms(
+            prefill_fetched_bytes=self.fetched_bytes,
+            dequantizes_on_cpu=self.job.config.quantized and not self.job.on_gpu,
+        )
+
+    def rebalanced_s(self, link_s: float, others_s: float) -> tuple[float, float]:
+        """Return the seconds of a decode step's copies, and of device and CPU, after a run has moved blocks between link and CPU.
+
+        Args:
+            link_s, others_s: the same as placed.
+        """
+        return link_s, others_s
+
+    def overlapped_s(self, link_s: float, others_s: float) -> float:
+        """Return the seconds of a decode step whose copies, and device and CPU, take so long, with what they wait for each other."""
+        return max(link_s, others_s)
+
+    def measure_restored_gb_per_s(self, dtype: torch.dtype) -> float | None:
+        """Return the rate at which this engine's own operator dequantizes to `dtype` and multiplies with one token, measured on the device
+        while a model is loaded; None for an engine without such an operator."""
+        return None
+
+    @property
+    def gpu_memory_bytes(self) -> int | None:
+        """Bytes that `--gpu-memory` has to name for the same plan; None for an engine without that option."""
+        return None
+
+    @property
+    def ring_depth(self) -> int | None:
+        """Slots that `--ring-depth` has to name for the same plan; None where the option is not needed."""
+        return None
+
+    @property
+    def copies_own_memory(self) -> bool:
+        """Whether a run measures the link by copies of the weights themselves, and needs no host memory for that."""
+        return False
+
     @property
     def copied_layers(self) -> int:
-        """Whose keys and values come over the link in each step."""
+        """Layers whose keys and values cross the link in each step."""
         crosses = self.job.on_gpu and self.job.config.kv_offload and self.carries_kv
         return len(self.job.sizes.kv_widths) if crosses else 0
 
@@ -323,6 +325,40 @@ class EnginePlan(PlanInWords):
             disk_read_bytes_per_step=self.disk_bytes,
             cores_bytes_per_step=self.cores_bytes or None,
         )
+
+    def in_words(self) -> list[str]:
+        """Return lines about what a decode step moves and what computes it."""
+        if not self.fetched_bytes:
+            return []
+        disk = f"{format_bytes(self.disk_bytes)} {{}}from disk" if self.disk_bytes else ""
+        if not (
+            self.job.on_gpu or self.cost_terms.copies_within_host
+        ):  # weights in host memory are used where they are
+            return [f"each decode step reads {disk.format('')}"] if disk else []
+        return [f"each decode step {self.fetched_in_words()}{', ' * bool(disk)}{disk.format('of it ')}"]
+
+    def dequantized_in_words(self) -> list[str]:
+        """Return a warning if a CPU dequantizes weights in every step."""
+        if not self.cost_terms.dequantizes_on_cpu:
+            return []
+        other = "" if self.job.config.engine == "stream" else "; --engine stream multiplies them as stored"
+        return [f"without a GPU, weights are dequantized in every step: slower than 16 bits{other}"]
+
+    def fetched_in_words(self) -> str:
+        """Return such as "copies 20.4 GiB over the link"."""
+        fetched = format_bytes(self.fetched_bytes) if self.fetched_bytes else "nothing"
+        return f"copies {fetched} {'over the link' if self.job.on_gpu else 'within host memory'}"
+
+    def places_in_words(self) -> str:
+        """Return where the weights are: on disk, in host memory or on the device."""
+        if self.footprint.disk:
+            return "on disk"
+        return "in host memory" if self.footprint.host or not self.job.on_gpu else "on the device"
+
+    @property
+    def why_whole_layers(self) -> str:
+        """Why a step of a mixture copies experts that no token chose, in a few words."""
+        return "it fetches whole layers"
 
 
 class Timeline(Protocol):

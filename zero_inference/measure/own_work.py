@@ -265,13 +265,13 @@ def _entered(
 
 def _counts(plan: Plan) -> dict[str, Any]:
     """As `_Thin` has them."""
-    job, weights = plan.job, plan.weights
+    job, terms = plan.job, plan.weights.cost_terms
     step = job.skeleton.traced_pass(job.spec, 1, job.config.prompt_len)
     assert step is not None, "a Llama runs on the meta device"
-    restores = job.config.quantized and 0 < weights.fused_rows < job.config.prompt_len
+    restores = job.config.quantized and 0 < terms.fused_rows < job.config.prompt_len
     return {
-        "pieces": LAYERS if job.config.kv_offload else weights.restored_blocks or weights.pieces,
-        "resident": weights.restored_blocks > 0,
+        "pieces": LAYERS if job.config.kv_offload else terms.resident_quantized_blocks or terms.fetches,
+        "resident": terms.resident_quantized_blocks > 0,
         "launches": step.launches,
         "restored": step.products_in_layers if restores else 0,
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from zero_inference.engines.base import EnginePlan
+from zero_inference.engines.cost_terms import CpuWork
 from zero_inference.hardware.rates import (
     attending,
     copying,
@@ -69,9 +70,9 @@ def rate_in_words(predicted: float, within: Range | None) -> str:
 
 def copies_of_step(plan: EnginePlan, description: Description) -> dict[str, float | None]:
     """Seconds by key of `RATE_WORDS`, of a decode step of mean length."""
-    beside = plan.beside_link()
+    beside = plan.cost_terms.link_beside_cpu_gb_per_s
     of_links = 1 if beside else plan.job.ranks.world_size  # beside the cores the rate is that of all links
-    weights_s = _seconds(plan.fetched_bytes / of_links, beside[0] if beside else _weights_gb_per_s(plan, description))
+    weights_s = _seconds(plan.fetched_bytes / of_links, beside if beside else _weights_gb_per_s(plan, description))
     kv_s = _seconds(plan.carried_kv_bytes / plan.job.ranks.world_size, _kv_gb_per_s(plan, description, beside))
     over_link_s, others_s = peers_s(plan, description, plan.fetched_bytes)
     link_s = None if weights_s is None or kv_s is None else weights_s + kv_s + over_link_s
@@ -82,10 +83,10 @@ def copies_of_prefill(plan: EnginePlan, description: Description) -> dict[str, f
     """The same of a prefill, whose keys and values are written to host memory while weights come."""
     job = plan.job
     written = job.kv_bytes(job.config.prompt_len) if job.on_gpu and job.config.kv_offload else 0
-    rate = plan.prefill_link_gb_per_s or _weights_gb_per_s(plan, description)
-    fetched_s = _seconds(plan.prefill_fetched_bytes / job.ranks.world_size, rate)
+    rate = plan.cost_terms.prefill_link_gb_per_s or _weights_gb_per_s(plan, description)
+    fetched_s = _seconds(plan.cost_terms.prefill_fetched_bytes / job.ranks.world_size, rate)
     written_s = _seconds(written, _kv_gb_per_s(plan, description))
-    over_link_s, others_s = peers_s(plan, description, plan.prefill_fetched_bytes)
+    over_link_s, others_s = peers_s(plan, description, plan.cost_terms.prefill_fetched_bytes)
     link_s = None if fetched_s is None or written_s is None else max(fetched_s + over_link_s, written_s)
     return {"link": link_s, "peers": others_s, "disk": _disk_s(plan, description)}
 
@@ -94,7 +95,7 @@ def missing_rates(plan: EnginePlan, description: Description) -> list[str]:
     """Those that such copies take and the machine lacks, by the names that `--assume` has for them."""
     job = plan.job
     pinned = []  # whether, of what crosses the link
-    if plan.prefill_fetched_bytes and (job.on_gpu or plan.copies_on_cpu):
+    if plan.cost_terms.prefill_fetched_bytes and (job.on_gpu or plan.cost_terms.copies_within_host):
         pinned.append(_weights_locked(plan))
     if job.on_gpu and job.config.kv_offload:
         pinned.append(job.config.pin_kv_cache)
@@ -129,16 +130,16 @@ def _weights_locked(plan: EnginePlan) -> bool:
 
 
 def _weights_gb_per_s(plan: EnginePlan, description: Description) -> float | None:
-    if not plan.job.on_gpu and not plan.copies_on_cpu:
+    if not plan.job.on_gpu and not plan.cost_terms.copies_within_host:
         return float("inf")
     return description.link_gb_per_s if _weights_locked(plan) else description.pageable_link_gb_per_s
 
 
-def _kv_gb_per_s(plan: EnginePlan, description: Description, beside: tuple[float, float] | None = None) -> float | None:
+def _kv_gb_per_s(plan: EnginePlan, description: Description, beside: float | None = None) -> float | None:
     """Of one link, for keys and values in host memory; `beside` has the rate of all of them beside the cores where these work, too."""
     if not plan.job.config.pin_kv_cache:
         return description.pageable_link_gb_per_s
-    return beside[0] / plan.job.ranks.world_size if beside else description.link_gb_per_s
+    return beside / plan.job.ranks.world_size if beside else description.link_gb_per_s
 
 
 def _disk_s(plan: EnginePlan, description: Description) -> float | None:
@@ -186,10 +187,10 @@ def host_work_s(plan: EnginePlan, description: Description, host: HostWork) -> f
     )  # one of these counts as the mean of the others, as in `prefill_piece_s`
     found = of_model_s * (LAUNCH_SLOWDOWN if plan.job.on_gpu else 1.0)
     found += host.pieces * piece_s(own_work(description, config.engine, config.quant_bits), host)
-    found += plan.attending_layers * piece_s(attending(description), host)
+    found += plan.cost_terms.cpu_attention_layers * piece_s(attending(description), host)
     found += plan.copied_layers * piece_s(copying(description), host)
-    if host.starts or not plan.graphs:
-        found += plan.restored_blocks * piece_s(restoring(description), host)
+    if host.starts or not plan.cost_terms.graphs:
+        found += plan.cost_terms.resident_quantized_blocks * piece_s(restoring(description), host)
     return found
 
 
@@ -206,7 +207,7 @@ DEQUANTIZED_ROWS = (
 
 
 def weights_s_of(
-    plan: EnginePlan, description: Description, traced: Pass, tokens: int, of_cores: tuple[float, float]
+    plan: EnginePlan, description: Description, traced: Pass, tokens: int, cpu: CpuWork
 ) -> Callable[[Operator], float]:
     """Seconds in which the device brings the weights of an operator from its memory, without those that the cores multiply.
 
@@ -216,12 +217,12 @@ def weights_s_of(
     job, config = plan.job, plan.job.config
     number, chosen = job.spec.experts
     of_token = chosen / number if number else 0.0  # of the experts
-    fused = config.quantized and tokens <= plan.fused_rows
+    fused = config.quantized and tokens <= plan.cost_terms.fused_rows
     together = pairs_together(tokens * chosen, number) if number and fused else max(1, tokens)
     read = mean_reads(tokens, of_token, together)
-    plain_head, stored_head = plan.head_bytes
+    plain_head, stored_head = plan.cost_terms.head_plain_bytes, plan.cost_terms.head_stored_bytes
     in_layers = traced.total("layer_bytes") + traced.total("expert_bytes")
-    if plan.quantizes_all:
+    if plan.cost_terms.quantizes_all:
         stored = plan.weight_bytes / max(1, job.sizes.parameter_bytes)
     else:
         others = job.sizes.parameter_bytes - in_layers - plain_head + stored_head
@@ -232,7 +233,7 @@ def weights_s_of(
     codes = config.quantized and job.on_gpu
     restored = restored_gb_per_s(own_work(description, config.engine, config.quant_bits), plain)
 
-    dequantizes = plan.dequantizes_on_cpu and not restored
+    dequantizes = plan.cost_terms.dequantizes_on_cpu and not restored
     dequantized = dequantized_byte_ns(description, kind, plain, stored) if dequantizes else 0.0
 
     def of_plain(rows: int) -> tuple[float, float]:
@@ -247,24 +248,24 @@ def weights_s_of(
             return product, call_s
         if restored:  # with the product of one token
             return 1 / restored + max(0.0, product - of_plain(1)[0]), 0.0
-        if (found := product_time(description, kind, rows)) and (plan.fused_rows or not codes):
+        if (found := product_time(description, kind, rows)) and (plan.cost_terms.fused_rows or not codes):
             return stored / found.gb_per_s, found.call_s
-        if not codes or rows <= plan.fused_rows:
+        if not codes or rows <= plan.cost_terms.fused_rows:
             return stored / memory, 0.0
         return (stored + 1) / memory + product, call_s
 
     of_expert = max(1, round(tokens * of_token / read)) if number else tokens  # tokens that one expert gets at once
     if codes and not fused:  # all experts are restored first, however few tokens one gets
-        of_expert = max(of_expert, plan.fused_rows + 1)
+        of_expert = max(of_expert, plan.cost_terms.fused_rows + 1)
     of_layers, of_experts = of_weight(tokens), of_weight(of_expert)
-    outside = of_layers if plan.quantizes_all else of_plain(tokens)
+    outside = of_layers if plan.cost_terms.quantizes_all else of_plain(tokens)
 
     def of_head() -> tuple[float, float]:
         """As `of_weight`, of a head that is quantized by itself, which multiplies the last token of each sequence."""
         rows, share = job.rank_batch, stored_head / plain_head
-        if (found := product_time(description, "int8", rows)) and (plan.fused_rows or not codes):
+        if (found := product_time(description, "int8", rows)) and (plan.cost_terms.fused_rows or not codes):
             return share / found.gb_per_s, found.call_s
-        restores = (1.0, of_plain(rows)[0]) if rows > plan.fused_rows and job.on_gpu else (0.0, 0.0)
+        restores = (1.0, of_plain(rows)[0]) if rows > plan.cost_terms.fused_rows and job.on_gpu else (0.0, 0.0)
         return (share + restores[0]) / memory + restores[1], 0.0
 
     head = of_head() if plain_head else outside
@@ -274,8 +275,8 @@ def weights_s_of(
         is_head = operator.flops > 0 and 0 < plain_head <= operator.outside_bytes
         parts = (
             (1.0, operator.outside_bytes, 1.0, head if is_head else outside),
-            (1 - of_cores[0], operator.layer_bytes, 1.0, of_layers),
-            (1 - of_cores[1], operator.expert_bytes, read, of_experts),  # by one kernel, whichever are chosen
+            (1 - cpu.layer_share, operator.layer_bytes, 1.0, of_layers),
+            (1 - cpu.expert_share, operator.expert_bytes, read, of_experts),  # by one kernel, whichever are chosen
         )
         products_s = sum(
             share * (used * nbytes * byte_ns / 1e9 + calls * call_s)
@@ -488,7 +489,7 @@ def predict_times(plan: EnginePlan, description: Description) -> Times | None:
         of_step,
         bounds_because=_why_bounds(plan, description),
         with_host=description.launches is not None,
-        without_cores=plan.lacks_cores,
+        without_cores=plan.cost_terms.cpu_rate_unknown,
         without_own_work=_lacks_own_work(plan, description),
     )
 
@@ -510,7 +511,7 @@ def _why_bounds(plan: EnginePlan, description: Description) -> tuple[str, ...]:
 
 def _lacks_own_work(plan: EnginePlan, description: Description) -> bool:
     config = plan.job.config
-    return not plan.own_work_known and own_work(description, config.engine, config.quant_bits) is None
+    return not plan.cost_terms.overhead_negligible and own_work(description, config.engine, config.quant_bits) is None
 
 
 def _lacks_dequantizing(plan: EnginePlan, description: Description) -> bool:
@@ -524,14 +525,16 @@ def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> Pas
         traced: of one token behind as many others as a step has on average.
     """
     tokens = plan.job.rank_batch
-    weights_s = weights_s_of(plan, description, traced, tokens, plan.share_on_cores())
+    weights_s = weights_s_of(plan, description, traced, tokens, plan.cost_terms.step_cpu)
     return _together(
         plan,
         description,
         traced,
         weights_s,
         copies=copies_of_step(plan, description),
-        host=HostWork() if plan.graphs else HostWork(traced.launches, traced.module_calls, pieces=plan.pieces),
+        host=HostWork()
+        if plan.cost_terms.graphs
+        else HostWork(traced.launches, traced.module_calls, pieces=plan.cost_terms.fetches),
     )
 
 
@@ -543,9 +546,9 @@ def prefill(plan: EnginePlan, description: Description, traced: Pass) -> PassTim
     """
     job = plan.job
     tokens = job.rank_batch * job.config.prompt_len
-    weights_s = weights_s_of(plan, description, traced, tokens, plan.prefill_share_on_cores())
-    restored = traced.products_in_layers if job.config.quantized and 0 < plan.fused_rows < tokens else 0
-    host = HostWork(traced.launches, traced.module_calls, restored, plan.pieces, starts=True)
+    weights_s = weights_s_of(plan, description, traced, tokens, plan.cost_terms.prefill_cpu)
+    restored = traced.products_in_layers if job.config.quantized and 0 < plan.cost_terms.fused_rows < tokens else 0
+    host = HostWork(traced.launches, traced.module_calls, restored, plan.cost_terms.fetches, starts=True)
     return _together(plan, description, traced, weights_s, copies=copies_of_prefill(plan, description), host=host)
 
 
@@ -565,7 +568,7 @@ def _together(
         return None
     flop_rate = description.matmul_tflops.get(plan.job.spec.dtype_name)
     least_s = (plan.job.on_gpu and launches and launches.graph_operator_s) or 0.0  # of one that moves little
-    cores_attend = plan.attending_layers > 0  # which `plan.cores_s` counts
+    cores_attend = plan.cost_terms.cpu_attention_layers > 0  # which `CpuWork.wait_s` counts
 
     def of_memory(operator: Operator) -> float:
         nbytes = operator.nbytes * plan.job.rank_batch
@@ -584,7 +587,7 @@ def _together(
     own = own_work(description, plan.job.config.engine, plan.job.config.quant_bits)
     host_s = host_work_s(plan, description, host)
     begin_s = own.start_s if own and host.starts else 0.0  # nothing is asked for until then, but what is on its way
-    waited_s = plan.prefill_cores_s() if host.starts else plan.cores_s()
+    waited_s = (plan.cost_terms.prefill_cpu if host.starts else plan.cost_terms.step_cpu).wait_s
     # a GPU computes, and waits for the cores, while the host launches what follows
     launched_s = max(0.0, host_s - work_s - waited_s) if plan.job.on_gpu else host_s
     computing = {
@@ -593,19 +596,19 @@ def _together(
         "cores": waited_s,
     }
     asked_s = begin_s
-    if plan.copies_wait_for_host:  # for hooks, without dequantizing
+    if plan.cost_terms.copies_wait_for_host:  # for hooks, without dequantizing
         asked_s += host.pieces * piece_s(own_work(description, plan.job.config.engine, 16), host)
     copied["link"] += asked_s if copied["link"] else 0.0
     others_s = sum(computing.values())
-    if not plan.job.on_gpu or not plan.copies_overlap:  # without a GPU they share its memory and its cores
+    if not plan.job.on_gpu or not plan.cost_terms.copies_overlap:  # without a GPU they share its memory and its cores
         parts, whole_s = computing | copied, others_s + sum(copied.values())
     else:
         parts = {**copied, max(computing, key=lambda each: computing[each]): others_s}
         whole_s = max(parts.values())
     bound_by = max(parts, key=lambda each: parts[each])
-    if plan.job.on_gpu and plan.copies_overlap and not host.starts:
-        copied["link"], others_s = plan.leveled(copied["link"], others_s)
-        whole_s = max(*copied.values(), plan.paced_s(copied["link"], others_s))
+    if plan.job.on_gpu and plan.cost_terms.copies_overlap and not host.starts:
+        copied["link"], others_s = plan.rebalanced_s(copied["link"], others_s)
+        whole_s = max(*copied.values(), plan.overlapped_s(copied["link"], others_s))
     if not plan.job.on_gpu:
         return PassTime(whole_s, bound_by)
     if host.starts:

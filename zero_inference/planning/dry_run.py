@@ -117,7 +117,7 @@ def _weights(job: Job, plan: Plan | DoesNotFit) -> str:
     if not isinstance(plan, Plan):
         return plain
     config, stored = job.config, plan.weights.weight_bytes
-    head = ", output head in int8" if plan.weights.head_bytes[0] and config.quant_bits != 8 else ""
+    head = ", output head in int8" if plan.weights.cost_terms.head_plain_bytes and config.quant_bits != 8 else ""
     size = f"{format_bytes(stored)} in int{config.quant_bits}{head} ({plain})" if config.quantized else plain
     return f"{size}; {plan.weights.places_in_words()}"
 

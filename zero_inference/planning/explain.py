@@ -143,8 +143,10 @@ def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> s
     if predicted_step_s is not None and significant(step_s) == significant(predicted_step_s):
         return None
     most = plan.job.config.batch_size / step_s
-    bound = "about" if plan.expects_choices else "at most"  # tokens may choose other experts than are expected
-    counted = "; the host's cores are not counted" if plan.lacks_cores else ""
+    bound = (
+        "about" if plan.cost_terms.depends_on_routing else "at most"
+    )  # tokens may choose other experts than are expected
+    counted = "; the host's cores are not counted" if plan.cost_terms.cpu_rate_unknown else ""
     return f"{bound} {significant(most)} token/s ({format_seconds(step_s)} a step) by the rate of {RATE_WORDS[bound_by]} alone{counted}"
 
 
@@ -153,10 +155,10 @@ def experts_in_words(plan: EnginePlan) -> str | None:
     these."""
     sizes, (number, chosen), job = plan.job.sizes, plan.job.spec.experts, plan.job
     idle = sizes.idle_expert_bytes / max(1, sizes.parameter_bytes)
-    copies = job.on_gpu or plan.copies_on_cpu
-    if not idle or (plan.fetched_bytes - plan.chosen_bytes if copies else plan.disk_bytes) <= plan.weight_bytes * (
-        1 - idle
-    ):
+    copies = job.on_gpu or plan.cost_terms.copies_within_host
+    if not idle or (
+        plan.fetched_bytes - plan.cost_terms.chosen_expert_bytes if copies else plan.disk_bytes
+    ) <= plan.weight_bytes * (1 - idle):
         return None
     how = "copies" if copies else "reads from disk"
     where = "" if job.on_gpu or not copies else " within host memory"
@@ -167,7 +169,7 @@ def first_token_in_words(plan: EnginePlan, times: Times) -> str | None:
     """Return why the first token is predicted to take less than a step; None where it is not."""
     if times.prefill.seconds >= times.step.seconds:
         return None
-    if plan.prefill_fetched_bytes < plan.fetched_bytes:
+    if plan.cost_terms.prefill_fetched_bytes < plan.fetched_bytes:
         return "the first token takes less than a step: its first layers are still on the device from the generation before"
     return "the first token takes less than a step, which also copies the KV cache" if plan.carried_kv_bytes else None
 
@@ -186,14 +188,18 @@ def step_bound(plan: EnginePlan, description: Description) -> tuple[str, float] 
     work = step_work(job, plan.weight_bytes, moved.cores_bytes_per_step or 0)
     floors = as_mapping(step_bounds(_rates(plan, description), moved, work, job.on_gpu))
     over_link_s, others_s = peers_s(plan, description, plan.fetched_bytes)
-    floors |= {"cores": plan.least_cores_s(), "peers": others_s, "link": (floors.get("link") or 0.0) + over_link_s}
+    floors |= {
+        "cores": plan.cost_terms.cpu_alone_s,
+        "peers": others_s,
+        "link": (floors.get("link") or 0.0) + over_link_s,
+    }
     known = {name: format_seconds for name, format_seconds in floors.items() if format_seconds}
     return max(known.items(), key=lambda each: each[1]) if known else None
 
 
 def _rates(plan: EnginePlan, description: Description) -> Rates:
     """As a run there would measure them. Each GPU has a link of its own, each node a disk."""
-    job, together = plan.job, plan.beside_link()
+    job, terms = plan.job, plan.cost_terms
     return Rates(
         link_gb_per_s=(description.link_gb_per_s or float("inf")) * job.ranks.world_size,
         link_spread=0.0,
@@ -201,8 +207,8 @@ def _rates(plan: EnginePlan, description: Description) -> Rates:
         device_copy_gb_per_s=description.device_gb_per_s,
         matmul_tflops=description.matmul_tflops.get(job.spec.dtype_name),
         disk_gb_per_s=None if description.disk_gb_per_s is None else description.disk_gb_per_s * job.ranks.num_nodes,
-        link_beside_cores_gb_per_s=together[0] if together else None,
-        cores_gb_per_s=together[1] if together else None,
+        link_beside_cores_gb_per_s=terms.link_beside_cpu_gb_per_s,
+        cores_gb_per_s=terms.cpu_beside_link_gb_per_s,
     )
 
 
@@ -329,10 +335,10 @@ def _row(place: int, plan: Plan) -> dict[str, Any]:
 
 def weights_in_words(plan: Plan) -> str:
     """Where they are, and what share of the layers, or of their experts, the host's cores multiply."""
-    words, cores = place_of_weights(plan), max(plan.weights.share_on_cores())
+    words, cores = place_of_weights(plan), max(plan.weights.cost_terms.step_cpu[:2])
     if not plan.weights.footprint.host or not plan.job.on_gpu:
         return words
-    if plan.weights.lacks_cores:
+    if plan.weights.cost_terms.cpu_rate_unknown:
         return f"{words} (cores not known)"
     return f"{words} (cores {cores:.0%})" if cores else words
 
@@ -416,7 +422,7 @@ def _width(texts: Sequence[dict[str, Any]], columns: Sequence[Column], gap: int)
 def _texts(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
     most, least = ("≤", "≥") if row["at_most"] else ("", "")
     measured = row["measured_tokens_per_s"]
-    cores = max(plan.weights.share_on_cores())
+    cores = max(plan.weights.cost_terms.step_cpu[:2])
     return {
         "place": f"{'*' if row['front'] else ''}{row['place']}",
         "configuration": configuration_in_words(plan),
@@ -427,7 +433,7 @@ def _texts(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
         "measured": row["tried"] if measured is None else significant(measured),
         "device": None if row["device_bytes"] is None else format_gib(row["device_bytes"]),
         "host": format_gib(row["host_bytes"]),
-        "cores": UNKNOWN if plan.weights.lacks_cores else f"{cores:.0%}" if cores else None,
+        "cores": UNKNOWN if plan.weights.cost_terms.cpu_rate_unknown else f"{cores:.0%}" if cores else None,
         "bound_by": UNKNOWN if row["bound_by"] is None else BOUND_BY[row["bound_by"]],
     } | {name: _seconds(row[name], least) for name in ("step_s", "prefill_s", "total_s")}
 

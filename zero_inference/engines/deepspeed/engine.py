@@ -8,11 +8,12 @@ memory holds the stored weights and one layer; `deepspeed.initialize` then finds
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from zero_inference.engines.base import (
     no_communicator,
     refuse_written_weights,
 )
+from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.engines.deepspeed.config import (
     LayerSizes,
     Places,
@@ -86,31 +88,23 @@ class DeepSpeedPlan(EnginePlan):
         kv = self.job.kv_bytes(length) + self.job.state_bytes(length)
         return waiting + max(moment.nbytes + kv * moment.layers // layers for moment in self.moments)
 
-    @property
-    def pieces(self) -> int:
-        """See `EnginePlan`: parameters, as often as they are used."""
-        return self.brought_parameters
-
-    @property
-    def copies_wait_for_host(self) -> bool:
-        """See `EnginePlan`. A single rank waits for the stream of its copies before each layer, and fetches ahead behind that."""
-        return self.job.ranks.world_size == 1
-
-    @property
-    def own_work_known(self) -> bool:
-        """See `EnginePlan`. Its hooks, and its dequantizing, take longer than a small model's own work."""
-        return False
+    @functools.cached_property
+    def cost_terms(self) -> CostTerms:
+        """See `EnginePlan`. Hooks and dequantization take longer than a small model's own work."""
+        return replace(
+            super().cost_terms,
+            fetches=self.brought_parameters,
+            # a single rank waits for its copy stream before each layer, and prefetches only after that
+            copies_wait_for_host=self.job.ranks.world_size == 1,
+            overhead_negligible=False,
+            quantizes_all=self.quantization is not None,
+        )
 
     def as_stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """See `EnginePlan`."""
         if self.quantization is None or name not in self.quantization.names:
             return values
         return quantized_and_back(values.to(self.job.ranks.device), self.quantization.settings)
-
-    @property
-    def quantizes_all(self) -> bool:
-        """See `EnginePlan`."""
-        return self.quantization is not None
 
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""

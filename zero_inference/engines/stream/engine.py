@@ -49,7 +49,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     store.complete()
     # more than was planned where a checkpoint unties what config.json ties
     placement.outside_bytes = sum(p.nbytes for name, p in model.named_parameters() if name not in placed.where)
-    placement.outside_bytes += plan.head_bytes[1]
+    placement.outside_bytes += plan.cost_terms.head_stored_bytes
     model.to(ranks.device)  # buffers
     if job.on_gpu:
         torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the remainders stay unusable

@@ -14,6 +14,7 @@ import torch
 from zero_inference.config.options import GROUP_SIZES, MIN_RING_DEPTH
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import EnginePlan, Footprint, Job
+from zero_inference.engines.cost_terms import CostTerms, CpuWork
 from zero_inference.engines.stream.blocks import check_groups, lay_out_blocks
 from zero_inference.engines.stream.cpu_plan import (
     CpuPlan,
@@ -107,12 +108,6 @@ class StreamPlan(EnginePlan):
             if stored.packed is not None
         }
 
-    def beside_link(self) -> tuple[float, float] | None:
-        """See `EnginePlan`."""
-        rates = None if self.cores is None else self.cores.rates
-        of_cores = None if self.cores is None else self.cores.of_step_gb_per_s(self.placement.computed_bytes)
-        return None if rates is None or of_cores is None else (rates.link_gb_per_s, of_cores)
-
     @functools.cached_property
     def _in_prompt(self) -> tuple[Placement, BesideLink] | None:
         """Return the placement in a short prompt, and its rates; None where the CPU multiplies none of it."""
@@ -121,31 +116,47 @@ class StreamPlan(EnginePlan):
         placed = self.placement.for_short_prompt(self.cores.prompt_rows, multiplies_many(self.scheme))
         return placed, self.cores.prompt_rates
 
-    @property
-    def prefill_link_gb_per_s(self) -> float | None:
+    @functools.cached_property
+    def cost_terms(self) -> CostTerms:
         """See `EnginePlan`."""
+        job, found, cores = self.job, self.placement, self.cores
+        rates = None if cores is None else cores.rates
+        cpu_gb_per_s = None if cores is None else cores.of_step_gb_per_s(found.computed_bytes)
+        beside = rates is not None and cpu_gb_per_s is not None
+        described = job.machine.described()
+        link_gb_per_s = None if described is None else described.link_gb_per_s
+        prefill_link_gb_per_s = FETCH_RATE * link_gb_per_s if link_gb_per_s is not None and found.gathered else None
+        prefill_cpu = CpuWork()
         if self._in_prompt is not None:
-            return self._in_prompt[1].link_gb_per_s
-        described = self.job.machine.described()
-        link = None if described is None else described.link_gb_per_s
-        return FETCH_RATE * link if link is not None and self.placement.gathered else None
-
-    def prefill_cores_s(self) -> float:
-        """See `EnginePlan`."""
-        return 0.0 if self._in_prompt is None else sum(cpu_block_s(*self._in_prompt).values())
+            in_prompt, prompt_rates = self._in_prompt
+            prefill_link_gb_per_s = prompt_rates.link_gb_per_s
+            prefill_cpu = CpuWork(*self._cpu_shares(in_prompt), sum(cpu_block_s(*self._in_prompt).values()))
+        fused = job.on_gpu and job.config.group_size in FUSED_GROUP_SIZES and job.spec.dtype in FUSED_DTYPES
+        prompt_tokens = job.rank_batch * job.config.prompt_len
+        return CostTerms(
+            prefill_fetched_bytes=prefill_bytes(found, self.graphs) + prompt_tokens * found.row_bytes,
+            chosen_expert_bytes=round(found.fetched_expert_bytes),
+            prefill_link_gb_per_s=prefill_link_gb_per_s,
+            link_beside_cpu_gb_per_s=rates.link_gb_per_s if rates is not None and beside else None,
+            cpu_beside_link_gb_per_s=cpu_gb_per_s if beside else None,
+            copies_within_host=True,
+            fetches=len(found.in_host_memory),
+            resident_quantized_blocks=0 if self.scheme is None else len(found.resident),
+            graphs=self.graphs,
+            fused_rows=FUSED_ROWS if fused else 0,
+            head_plain_bytes=0 if self.head is None else self.head.plain_bytes,
+            head_stored_bytes=0 if self.head is None else self.head.stored_bytes,
+            dequantizes_on_cpu=job.config.quantized and not job.on_gpu and cores is None,
+            step_cpu=CpuWork(*self._cpu_shares(found), 0.0 if cores is None else cores.waited_s(found)),
+            prefill_cpu=prefill_cpu,
+            cpu_attention_layers=len(job.sizes.kv_widths) if cores is not None and cores.attends else 0,
+            cpu_alone_s=0.0 if rates is None else found.computed_bytes / (rates.cores_alone_gb_per_s * 1e9),
+            cpu_rate_unknown=self._cpu_rate_unknown,
+            depends_on_routing=any(block in found.cpu_computed for block in found.expert_blocks),
+        )
 
     @property
-    def expects_choices(self) -> bool:
-        """See `EnginePlan`."""
-        return any(block in self.placement.cpu_computed for block in self.placement.expert_blocks)
-
-    @property
-    def chosen_bytes(self) -> int:
-        """See `EnginePlan`."""
-        return round(self.placement.fetched_expert_bytes)
-
-    @property
-    def lacks_cores(self) -> bool:
+    def _cpu_rate_unknown(self) -> bool:
         """See `EnginePlan`."""
         job = self.job
         if self.cores is not None or job.config.cpu_share is not None or not (job.on_gpu and self.placement.host_bytes):
@@ -186,12 +197,6 @@ class StreamPlan(EnginePlan):
             f"the CPU computes nothing: {self.cores_stay_out}" if self.job.on_gpu else "PyTorch computes whole layers"
         )
 
-    def least_cores_s(self) -> float:
-        """See `EnginePlan`."""
-        if self.cores is None or self.cores.rates is None:
-            return 0.0
-        return self.placement.computed_bytes / (self.cores.rates.cores_alone_gb_per_s * 1e9)
-
     @property
     def gpu_memory_bytes(self) -> int | None:
         """See `EnginePlan`."""
@@ -203,67 +208,18 @@ class StreamPlan(EnginePlan):
         return self.placement.ring_depth if self.placement.ring_depth >= MIN_RING_DEPTH else None
 
     @property
-    def prefill_fetched_bytes(self) -> int:
-        """See `EnginePlan`."""
-        tokens = self.job.rank_batch * self.job.config.prompt_len
-        return prefill_bytes(self.placement, self.graphs) + tokens * self.placement.row_bytes
-
-    @property
     def copies_own_memory(self) -> bool:
         """See `EnginePlan`."""
         return self.pinned and self.placement.host_bytes > 0
-
-    @property
-    def dequantizes_on_cpu(self) -> bool:
-        """See `EnginePlan`: unless the CPU multiplies codes."""
-        return super().dequantizes_on_cpu and self.cores is None
-
-    @property
-    def pieces(self) -> int:
-        """See `EnginePlan`: blocks."""
-        return len(self.placement.in_host_memory)
-
-    @property
-    def restored_blocks(self) -> int:
-        """See `EnginePlan`."""
-        return 0 if self.scheme is None else len(self.placement.resident)
-
-    @property
-    def attending_layers(self) -> int:
-        """See `EnginePlan`."""
-        return len(self.job.sizes.kv_widths) if self.cores is not None and self.cores.attends else 0
-
-    @property
-    def copies_on_cpu(self) -> bool:
-        """See `EnginePlan`."""
-        return True
 
     @property
     def graphs(self) -> bool:
         """See `EnginePlan`."""
         return self.no_graph is None and self.job.on_gpu
 
-    @property
-    def fused_rows(self) -> int:
-        """See `EnginePlan`."""
-        fits = self.job.config.group_size in FUSED_GROUP_SIZES and self.job.spec.dtype in FUSED_DTYPES
-        return FUSED_ROWS if self.job.on_gpu and fits else 0
-
-    @property
-    def head_bytes(self) -> tuple[int, int]:
-        """See `EnginePlan`."""
-        return (0, 0) if self.head is None else (self.head.plain_bytes, self.head.stored_bytes)
-
-    def share_on_cores(self) -> tuple[float, float]:
-        """See `EnginePlan`. What the device keeps of experts it multiplies itself; without a GPU the CPU is the device, and how fast it
-        multiplies codes is measured as such."""
-        return self._share_on_cores(self.placement)
-
-    def prefill_share_on_cores(self) -> tuple[float, float]:
-        """See `EnginePlan`."""
-        return (0.0, 0.0) if self._in_prompt is None else self._share_on_cores(self._in_prompt[0])
-
-    def _share_on_cores(self, found: Placement) -> tuple[float, float]:
+    def _cpu_shares(self, found: Placement) -> tuple[float, float]:
+        """Return the shares of layers without experts, and of experts, that the CPU multiplies for a GPU. Experts in device slots are the
+        device's; without a GPU the CPU is the device, and its products with codes are measured as such."""
         if not self.job.on_gpu:
             return 0.0, 0.0
         experts = set(found.expert_blocks)
@@ -275,11 +231,7 @@ class StreamPlan(EnginePlan):
             max(0, found.nbytes_of(found.cpu_computed & experts) - kept) / max(1, found.nbytes_of(every)),
         )
 
-    def cores_s(self) -> float:
-        """See `EnginePlan`."""
-        return 0.0 if self.cores is None else self.cores.waited_s(self.placement)
-
-    def leveled(self, link_s: float, others_s: float) -> tuple[float, float]:
+    def rebalanced_s(self, link_s: float, others_s: float) -> tuple[float, float]:
         """See `EnginePlan`; what `Balance` does behind the first steps. Where the cores attend, their work grows from token to token, and
         in the steps that it looks at they do not yet have more of it than the link."""
         cores, found = self.cores, self.placement
@@ -296,7 +248,7 @@ class StreamPlan(EnginePlan):
         nbytes = found.nbytes_of(found.cpu_computed) - found.nbytes_of(moved.cpu_computed)
         return link_s + nbytes / link, others_s - nbytes / multiplied
 
-    def paced_s(self, link_s: float, others_s: float) -> float:
+    def overlapped_s(self, link_s: float, others_s: float) -> float:
         """See `EnginePlan`."""
         of_cores = (
             {} if self.cores is None or self.cores.rates is None else cpu_block_s(self.placement, self.cores.rates)
