@@ -87,7 +87,7 @@ def _fused(device, tokens: list[int]) -> None:
 
     from zero_inference.kernels.extension import load_extension, why_unavailable
     from zero_inference.kernels.rotary import Form, rotate
-    from zero_inference.models.routing import choose_experts_reference
+    from zero_inference.models.experts import choose_experts_reference
 
     if device.type == "cuda" and not load_extension():
         sys.exit(f"no kernels: {why_unavailable()}")

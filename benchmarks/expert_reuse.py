@@ -21,9 +21,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from zero_inference.engines.stream.expert_cache import dispatch  # noqa: E402
-from zero_inference.models.dummy import draw_tokens, embedding_std, fill_dummy  # noqa: E402
 from zero_inference.models.preset_table import find_preset  # noqa: E402
 from zero_inference.models.prompts import random_ids  # noqa: E402
+from zero_inference.models.weights import draw_tokens, embedding_std, fill_dummy  # noqa: E402
 
 NARROWER, TOKENS, SKIPPED, VOCABULARY = 8, 320, 64, 8000
 SLOTS, FETCHES = (16, 32, 64), (0, 1, 2, 3)  # of 128 experts; a token

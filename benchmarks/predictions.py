@@ -39,7 +39,7 @@ from zero_inference.hardware.description import (
 )
 from zero_inference.hardware.description_file import read_description
 from zero_inference.hardware.machine import DescribedMachine
-from zero_inference.models.skeleton import Skeleton, build_skeleton
+from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import ModelSpec, resolve_model
 from zero_inference.planning.cost import Range, compared_s
 from zero_inference.planning.plan import Plan, make_plan
@@ -147,15 +147,15 @@ def spec_of(record: dict[str, Any]) -> ModelSpec:
     return resolve_model(parse_options([*options_of(record), "--dry-run"]), "cuda")
 
 
-def plan_of(record: dict[str, Any], machine: DescribedMachine, skeletons: dict[Any, Skeleton]) -> Plan:
-    """The plan of the record's run for `machine`; models that are in `skeletons` are not built again."""
+def plan_of(record: dict[str, Any], machine: DescribedMachine, empty_models: dict[Any, EmptyModel]) -> Plan:
+    """The plan of the record's run for `machine`; models that are in `empty_models` are not built again."""
     config = parse_options([*options_of(record), "--dry-run"])
     ranks = machine.ranks_there(detect_ranks())
     spec = resolve_model(config, ranks.device.type)
-    if (config.model, spec.dtype) not in skeletons:
-        skeletons[config.model, spec.dtype] = build_skeleton(spec)
-    skeleton = skeletons[config.model, spec.dtype]
-    plan = make_plan(Job(config, spec, ranks, skeleton, machine.free_device_bytes(ranks, False), None, machine))
+    if (config.model, spec.dtype) not in empty_models:
+        empty_models[config.model, spec.dtype] = build_empty_model(spec)
+    empty_model = empty_models[config.model, spec.dtype]
+    plan = make_plan(Job(config, spec, ranks, empty_model, machine.free_device_bytes(ranks, False), None, machine))
     cores = (record.get("stream") or {}).get("cores") or {}
     return plan if "prompt_rows" in cores else without_short_prompts(plan)
 
@@ -195,11 +195,11 @@ def ratios() -> Iterator[Ratio]:
     Without steps of mixtures whose greedy tokens chose the same experts again and again, loading of SLOW_COPIES, loading by DeepSpeed where
     compiling counted as loading, and runs of mixtures before prompts left out experts in slots and fetched experts stayed.
     """
-    skeletons: dict[Any, Skeleton] = {}
+    empty_models: dict[Any, EmptyModel] = {}
     for host, file in HOSTS.items():
         machine = read_description(RESULTS / file)
         for _, record in records(host):
-            plan = plan_of(record, DescribedMachine(machine), skeletons)
+            plan = plan_of(record, DescribedMachine(machine), empty_models)
             said, times, since_compared = plan.predicted, plan.times, "compile_s" in record
             assert times is not None and said.load_s is not None
             if (record["engine"] != "deepspeed" or since_compared) and host not in SLOW_COPIES:
@@ -284,14 +284,14 @@ def main() -> None:
     given = read_description(asked.machine) if asked.machine else None
     names = ("decode", "prefill", "device", "host")
     kinds: dict[str, dict[str, list[float]]] = {}
-    skeletons: dict[Any, Skeleton] = {}
+    empty_models: dict[Any, EmptyModel] = {}
     print(f"{'':48} {'step (ms)':>10} " + " ".join(f"{name:>8}" for name in names) + "  mostly")
     for name, record in records(asked.pattern):
         try:
             machine = given or machine_of(record)
             if asked.cores_of_runs:
                 machine = with_cores_of_run(machine, record, spec_of(record))
-            plan = plan_of(record, DescribedMachine(machine), skeletons)
+            plan = plan_of(record, DescribedMachine(machine), empty_models)
         except UsageError as error:  # the rates of FILE are those of other options
             print(f"{name[-48:]:48} not planned: {error}")
             continue

@@ -15,7 +15,7 @@ def main() -> None:
     import torch
 
     from zero_inference.config.run_config import RunConfig
-    from zero_inference.models.prompts import read_prompts, text_ids
+    from zero_inference.models.prompts import encode_prompts, read_prompts
     from zero_inference.models.spec import load_tokenizer, resolve_model
     from zero_inference.planning.plan import plan_run
     from zero_inference.utils.ranks import detect_ranks, start_process_group
@@ -26,7 +26,7 @@ def main() -> None:
 
     def logits(config: RunConfig) -> torch.Tensor:
         spec = resolve_model(config, ranks.device.type)
-        ids = text_ids(load_tokenizer(spec), read_prompts(None, 4), 64).to(ranks.device)
+        ids = encode_prompts(load_tokenizer(spec), read_prompts(None, 4), 64).to(ranks.device)
         loaded = plan_run(config.validate(), spec, ranks).load()
         try:
             with torch.no_grad():

@@ -80,12 +80,14 @@ def traced(loaded: Any, session: Any) -> list[Kernel]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from zero_inference.models.greedy import greedy
+    from zero_inference.models.prompts import greedy_config
 
     ids = session.ids.to(loaded.device)
     extra = {"past_key_values": session.make_cache()} if session.make_cache else {}
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        loaded.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(TOKENS), **extra)
+        loaded.model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(TOKENS), **extra
+        )
         torch.cuda.synchronize(loaded.device)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)

@@ -225,12 +225,12 @@ def plain_ids(folder: Path, ids, gen_len: int):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from zero_inference.models.greedy import drop_own_settings, greedy
+    from zero_inference.models.prompts import greedy_config, reset_generation_config
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    drop_own_settings(model)
+    reset_generation_config(model)
     with torch.no_grad():
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(gen_len))[
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(gen_len))[
             :, ids.shape[1] :
         ]
 

@@ -13,12 +13,10 @@ from zero_inference.engines.stream import blocks
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.models import meta_pass
-from zero_inference.models.activations import prefill_peak_bytes
-from zero_inference.models.alike import Kinds, kinds_of_layers
-from zero_inference.models.layers import decoder_layers
+from zero_inference.models.empty_model import build_on_meta
+from zero_inference.models.layers import LayerKinds, decoder_layers, layer_kinds
 from zero_inference.models.operators import trace_pass, trace_reads
-from zero_inference.models.sizes import kv_widths_of
-from zero_inference.models.skeleton import empty_model
+from zero_inference.models.sizes import prefill_peak_bytes, traced_kv_widths
 from zero_inference.models.spec import ModelSpec, resolve_model
 
 LAYERS, TOKENS, PAST = 12, 9, 21
@@ -45,18 +43,18 @@ def small_one(name: str) -> tuple[nn.Module, ModelSpec]:
 
     fields = SMALL_ONES[name]
     config = AutoConfig.for_model(**fields | {"n_layer" if "n_layer" in fields else "num_hidden_layers": LAYERS})
-    return empty_model(spec_of(config)), spec_of(config)
+    return build_on_meta(spec_of(config)), spec_of(config)
 
 
 def preset(name: str) -> tuple[nn.Module, ModelSpec]:
     spec = resolve_model(parse_options(["--model", name, "--dummy", "--dtype", "bfloat16"]), "cpu")
-    return empty_model(spec), spec
+    return build_on_meta(spec), spec
 
 
 def counted(model: nn.Module, spec: ModelSpec) -> tuple:
     """All that is found by passes without weights."""
     token, prompt = trace_pass(model, spec, 1, PAST), trace_pass(model, spec, TOKENS, 0)
-    return token, prompt, prefill_peak_bytes(model, spec.dtype, TOKENS), kv_widths_of(model)
+    return token, prompt, prefill_peak_bytes(model, spec.dtype, TOKENS), traced_kv_widths(model)
 
 
 @pytest.fixture
@@ -65,7 +63,7 @@ def all_layers(monkeypatch):
 
     def counted_with_all(model: nn.Module, spec: ModelSpec) -> tuple:
         with monkeypatch.context() as patch:
-            patch.setattr(meta_pass, "kinds_of_layers", lambda model: Kinds(()))
+            patch.setattr(meta_pass, "layer_kinds", lambda model: LayerKinds(()))
             return counted(model, spec)
 
     return counted_with_all
@@ -88,9 +86,9 @@ def test_a_few_layers_of_a_preset_give_what_all_give(name, all_layers):
 @pytest.mark.parametrize("name", ["mixtral", "gemma3", "qwen3_next", "some-layers-dense", "one-layer-shared"])
 def test_the_first_layer_of_a_kind_is_read_by_the_calls_that_read_it_where_all_run(name, monkeypatch):
     model, _ = small_one(name)
-    kinds, prefix = kinds_of_layers(model), decoder_layers(model)[0]
+    kinds, prefix = layer_kinds(model), decoder_layers(model)[0]
     few = trace_reads.__wrapped__(model)
-    monkeypatch.setattr(meta_pass, "kinds_of_layers", lambda model: Kinds(()))
+    monkeypatch.setattr(meta_pass, "layer_kinds", lambda model: LayerKinds(()))
     whole = trace_reads.__wrapped__(model)
     assert few.inside.items() <= whole.inside.items()
     assert len(few.inside) < len(whole.inside) or not kinds.repeated, "a few have run"
@@ -109,7 +107,7 @@ def test_blocks_of_alike_layers_are_those_found_in_each(name, divided, monkeypat
     model, _ = small_one(name)
     scheme = GroupQuantization(4, 16)
     found = lay_out_blocks(model, scheme, 1, divided)
-    monkeypatch.setattr(blocks, "kinds_of_layers", lambda model: Kinds(()))
+    monkeypatch.setattr(blocks, "layer_kinds", lambda model: LayerKinds(()))
     assert found == lay_out_blocks(model, scheme, 1, divided)
     assert [block.layer for block in found[0]] == sorted(block.layer for block in found[0])
     assert {block.layer for block in found[0]} == set(range(LAYERS))
@@ -129,7 +127,7 @@ def test_blocks_of_alike_layers_are_those_found_in_each(name, divided, monkeypat
     ],
 )
 def test_layers_of_each_kind(name, sizes):
-    kinds = kinds_of_layers(small_one(name)[0])
+    kinds = layer_kinds(small_one(name)[0])
     assert [len(positions) for positions in kinds.positions] == sizes
     assert sorted(sum(kinds.positions, ())) == list(range(LAYERS))
 
@@ -149,7 +147,7 @@ def test_of_a_large_model_three_layers_of_a_kind_run(name, runs, monkeypatch):
         lambda: trace_pass(model, spec, 1, PAST),
         lambda: trace_pass(model, spec, TOKENS, 0),
         lambda: prefill_peak_bytes(model, spec.dtype, TOKENS),
-        lambda: kv_widths_of(model),
+        lambda: traced_kv_widths(model),
     ):
         calls.clear()
         assert count() is not None and len(calls) == runs
@@ -177,7 +175,7 @@ def have_other_code(layers: nn.ModuleList) -> None:
 @pytest.mark.parametrize("change", [share_a_module, share_a_parameter, have_other_code])
 def test_layers_that_cannot_be_told_apart_all_run(change, all_layers):
     model, spec = changed_llama(change)
-    assert kinds_of_layers(model).positions == ()
+    assert layer_kinds(model).positions == ()
     assert counted(model, spec) == all_layers(model, spec)
 
 
@@ -199,14 +197,14 @@ def with_a_hook(layers: nn.ModuleList) -> None:
 
 @pytest.mark.parametrize("change", [of_another_width, of_another_dtype, with_another_attribute, with_a_hook])
 def test_a_layer_that_differs_is_of_its_own_kind(change):
-    kinds = kinds_of_layers(changed_llama(change)[0])
+    kinds = layer_kinds(changed_llama(change)[0])
     assert kinds.positions == ((*range(5), *range(6, LAYERS)), (5,))
 
 
 def test_an_entry_of_the_configuration_makes_kinds():
     model, _ = small_one("llama")
     model.config.something = ["a", "b", "b", *"aaaaaaaaa"]
-    assert kinds_of_layers(model).positions == ((0, *range(3, LAYERS)), (1, 2))
+    assert layer_kinds(model).positions == ((0, *range(3, LAYERS)), (1, 2))
 
 
 def every_other(model: nn.Module, monkeypatch, do) -> None:

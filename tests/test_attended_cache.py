@@ -25,8 +25,8 @@ from zero_inference.kv_cache.cpu_attention import (
     window_of,
 )
 from zero_inference.kv_cache.device import refuse_kv_offload
-from zero_inference.models.greedy import greedy
-from zero_inference.models.skeleton import empty_model
+from zero_inference.models.empty_model import build_on_meta
+from zero_inference.models.prompts import greedy_config
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.transfers import Transfers
 
@@ -100,7 +100,7 @@ def prompts(batch: int, length: int) -> torch.Tensor:
 def generated(model, ids: torch.Tensor, new_tokens: int, cache) -> torch.Tensor:
     with torch.no_grad():
         return model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=greedy(new_tokens), past_key_values=cache
+            ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(new_tokens), past_key_values=cache
         )
 
 
@@ -191,7 +191,9 @@ def test_padding_on_the_left_is_not_seen(family):
     found = []
     for cache in (make(model, 26), DynamicCache(config=model.config)):
         with torch.no_grad():
-            found.append(model.generate(ids, attention_mask=mask, generation_config=greedy(6), past_key_values=cache))
+            found.append(
+                model.generate(ids, attention_mask=mask, generation_config=greedy_config(6), past_key_values=cache)
+            )
     assert torch.equal(*found)
 
 
@@ -256,7 +258,7 @@ def test_what_the_cores_cannot_attend_for_is_said_before():
 
 
 def empty(config):
-    return empty_model(ModelSpec("small", config, folder=None, snapshot=None, dtype=torch.bfloat16, dummy=True))
+    return build_on_meta(ModelSpec("small", config, folder=None, snapshot=None, dtype=torch.bfloat16, dummy=True))
 
 
 SIZES = dict(
@@ -342,7 +344,9 @@ def test_the_cores_attend_for_layers_of_hybrids(family):
         if isinstance(cache, CpuAttentionCache):
             cache.reset()
         with torch.no_grad():
-            found.append(model.generate(ids, attention_mask=mask, generation_config=greedy(6), past_key_values=cache))
+            found.append(
+                model.generate(ids, attention_mask=mask, generation_config=greedy_config(6), past_key_values=cache)
+            )
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
 
 

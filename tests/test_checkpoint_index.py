@@ -7,7 +7,7 @@ import json
 import pytest
 
 from zero_inference.errors import RunError
-from zero_inference.models.files import checkpoint_files
+from zero_inference.models.checkpoint_files import checkpoint_files
 
 BAD = {
     "a list": b"[1]",

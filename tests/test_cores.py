@@ -13,7 +13,7 @@ from zero_inference.cpu.pool import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTE
 from zero_inference.cpu.products import Matrix
 from zero_inference.hardware.meeting import narrow_feed_forward
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
-from zero_inference.models.feed_forward import ACTIVATIONS
+from zero_inference.models.mlp import ACTIVATIONS
 from zero_inference.utils.transfers import Transfers
 
 HIDDEN, FFN = 96, 208

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.measure.result import output_ids_sha256
+from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.prompts import random_ids
-from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.records.read import read_records
 
@@ -260,6 +260,6 @@ def test_sizes_are_checked_before_lists_are_made_of_them(run, folder, changes, w
 def test_a_config_chooses_neither_kernels_nor_what_a_forward_returns(run, folder, expected, changes):
     change_config(folder, **changes)
     spec = resolve_model(RunConfig(model=str(folder)), "cpu")
-    config = empty_model(spec).config
+    config = build_on_meta(spec).config
     assert config._attn_implementation == "sdpa" and config.return_dict
     assert run()[::2] == (0, expected)

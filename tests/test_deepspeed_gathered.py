@@ -25,7 +25,7 @@ def said_of(plan) -> list[int]:
     """Bytes while each module computes."""
     weights, job = plan.weights, plan.job
     places = Places.of(weights.ds_config, job.spec.dtype, job.ranks.world_size)
-    numel = {id(p): stored_numel(weights.quantization, n, p) for n, p in job.skeleton.model.named_parameters()}
+    numel = {id(p): stored_numel(weights.quantization, n, p) for n, p in job.empty_model.model.named_parameters()}
     steps = steps_of(job, weights.quantization, lambda p: numel[id(p)] > places.persistent_numel)
     return fetched_bytes(steps, weights.ds_config["zero_optimization"], numel)
 

@@ -8,15 +8,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zero_inference.models.feed_forward import (
-    ACTIVATIONS,
-    COLUMNS,
-    ROWS,
-    FeedForward,
-    linear_form,
-    name_activation,
-    read_feed_forward,
-)
+from zero_inference.models.mlp import ACTIVATIONS, COLUMNS, ROWS, Mlp, detect_mlp, name_activation, weight_layout
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
 
@@ -31,16 +23,16 @@ def block_of(model_type: str, name: str) -> nn.Module:
 @pytest.mark.parametrize(
     "model_type, name, expected",
     [
-        ("llama", "mlp", FeedForward(("gate_proj", "up_proj"), "silu", "down_proj")),
-        ("gemma2", "mlp", FeedForward(("gate_proj", "up_proj"), "gelu_tanh", "down_proj")),
-        ("gpt_neox", "mlp", FeedForward(("dense_h_to_4h",), "gelu", "dense_4h_to_h")),
-        ("phi3", "mlp", FeedForward(("gate_up_proj", "gate_up_proj"), "silu", "down_proj")),
+        ("llama", "mlp", Mlp(("gate_proj", "up_proj"), "silu", "down_proj")),
+        ("gemma2", "mlp", Mlp(("gate_proj", "up_proj"), "gelu_tanh", "down_proj")),
+        ("gpt_neox", "mlp", Mlp(("dense_h_to_4h",), "gelu", "dense_4h_to_h")),
+        ("phi3", "mlp", Mlp(("gate_up_proj", "gate_up_proj"), "silu", "down_proj")),
         ("llama", "self_attn", None),
         ("mixtral", "mlp", None),
     ],
 )
 def test_families(model_type, name, expected):
-    assert read_feed_forward(block_of(model_type, name)) == expected
+    assert detect_mlp(block_of(model_type, name)) == expected
 
 
 def test_linear_modules_are_found_by_what_they_compute():
@@ -57,15 +49,15 @@ def test_linear_modules_are_found_by_what_they_compute():
 
     with torch.device("meta"):
         for rows, columns in ((40, 72), (64, 64)):
-            assert linear_form(nn.Linear(columns, rows)) == linear_form(FalconLinear(columns, rows)) == ROWS
-            assert linear_form(FalconLinear(columns, rows, bias=False)) == ROWS
-            assert linear_form(Conv1D(rows, columns)) == COLUMNS
+            assert weight_layout(nn.Linear(columns, rows)) == weight_layout(FalconLinear(columns, rows)) == ROWS
+            assert weight_layout(FalconLinear(columns, rows, bias=False)) == ROWS
+            assert weight_layout(Conv1D(rows, columns)) == COLUMNS
         for other in (Rounding(72, 40), InFloat32(72, 40, bias=False), nn.Embedding(72, 40), nn.Bilinear(8, 8, 8)):
-            assert linear_form(other) is None
+            assert weight_layout(other) is None
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("gpt2", n_embd=64, n_layer=1, n_head=4, vocab_size=99)
     )
-    assert read_feed_forward(model.transformer.h[0].mlp) == FeedForward(("c_fc",), "gelu_tanh", "c_proj")
+    assert detect_mlp(model.transformer.h[0].mlp) == Mlp(("c_fc",), "gelu_tanh", "c_proj")
 
 
 class Odd(nn.Module):
@@ -98,11 +90,11 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("kind", ["branches", "learned", "sum", "residual", "deep", "unknown", "slices"])
 def test_another_computation_is_not_taken_for_one(kind):
-    assert read_feed_forward(Odd(kind)) is None
+    assert detect_mlp(Odd(kind)) is None
 
 
 def test_dropout_is_looked_through():
-    assert read_feed_forward(Odd("dropout")) == FeedForward(("first",), "relu", "last")
+    assert detect_mlp(Odd("dropout")) == Mlp(("first",), "relu", "last")
 
 
 def test_activations_are_told_apart():

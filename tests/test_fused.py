@@ -19,8 +19,8 @@ from zero_inference.kernels import rotary
 from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.rotary import Form, forms_of, rotary_kernel, rotate
 from zero_inference.measure import session
-from zero_inference.models.greedy import drop_own_settings, greedy
-from zero_inference.models.routing import Routing, choose_experts_reference, find_routers, use_routing_kernel
+from zero_inference.models.experts import RouterForm, choose_experts_reference, detect_routers, install_routing_kernel
+from zero_inference.models.prompts import greedy_config, reset_generation_config
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a CUDA device only")
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -230,9 +230,9 @@ def test_routing_of_equal_logits_nan_and_infinities_stays_among_the_experts_sani
 
 
 ROUTERS = {
-    "mixtral": Routing(2, True, True, True, torch.float32, torch.float32),
-    "qwen3_moe": Routing(3, True, False, True, torch.float32, torch.float32),
-    "gpt_oss": Routing(3, False, False, True, torch.float32, torch.float32),
+    "mixtral": RouterForm(2, True, True, True, torch.float32, torch.float32),
+    "qwen3_moe": RouterForm(3, True, False, True, torch.float32, torch.float32),
+    "gpt_oss": RouterForm(3, False, False, True, torch.float32, torch.float32),
     "deepseek_v3": None,  # sigmoid, groups of experts
 }
 
@@ -242,16 +242,16 @@ def test_routers_that_compute_it_are_found_and_give_the_same(family, mixtures, d
     folder, _ = mixtures(family)
     model = AutoModelForCausalLM.from_pretrained(folder).eval().to(device)
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-    found = find_routers(skeleton, device)
+        empty_model = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    found = detect_routers(empty_model, device)
     layers = model.config.num_hidden_layers
     assert list(found.values()) == ([] if ROUTERS[family] is None else [ROUTERS[family]] * layers)
     ids = torch.arange(3, 21, device=device).reshape(2, 9) % VOCAB
-    settings = greedy(8)
-    drop_own_settings(model)
+    settings = greedy_config(8)
+    reset_generation_config(model)
     with torch.no_grad():
         expected, ids_expected = model(ids).logits, model.generate(ids, generation_config=settings)
-        use_routing_kernel(model, found)
+        install_routing_kernel(model, found)
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(model.generate(ids, generation_config=settings), ids_expected)
 
@@ -264,13 +264,13 @@ def test_a_loaded_model_uses_both_until_it_is_unloaded(family, mixtures, monkeyp
         monkeypatch.setattr(session, "has_kernels", lambda *_: True)
     ids = torch.arange(3, 21).reshape(2, 9) % VOCAB
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
-    drop_own_settings(plain)
-    expected = plain.generate(ids, generation_config=greedy(8))
+    reset_generation_config(plain)
+    expected = plain.generate(ids, generation_config=greedy_config(8))
     with (
         load(folder, engine="stream", batch_size=2, max_length=32, dtype="fp32", verbose=0) as model,
         counted(monkeypatch) as calls,
     ):
-        assert torch.equal(model.generate(ids, generation_config=greedy(8)).cpu(), expected)
+        assert torch.equal(model.generate(ids, generation_config=greedy_config(8)).cpu(), expected)
         routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         assert calls and function_of(family) is not own
         assert len(routers) == 3 and all("forward" in vars(router) for router in routers)
@@ -293,12 +293,12 @@ class Scaled(nn.Module):
 
 def test_a_router_that_differs_a_little_keeps_its_code(device):
     model = nn.ModuleDict({"one": Scaled(1.0), "other": Scaled(1.001)}).to(device)
-    found = find_routers(model, device)
+    found = detect_routers(model, device)
     assert found.keys() == {"one"}
-    assert not find_routers(copy.deepcopy(model).double(), device), "a dtype that the kernel does not have"
+    assert not detect_routers(copy.deepcopy(model).double(), device), "a dtype that the kernel does not have"
     x = torch.randn(5, 16, device=device).to(torch.bfloat16)
     expected = model["other"](x)
-    use_routing_kernel(model, found)
+    install_routing_kernel(model, found)
     assert all(torch.equal(*pair) for pair in zip(model["other"](x), expected))
     model["one"](x.requires_grad_())[1].sum().backward()
     assert model["one"].weight.grad is not None, "with gradients the router's own code computes"

@@ -6,7 +6,7 @@ import torch
 from conftest import VOCAB, build_model
 from transformers import GenerationConfig
 
-from zero_inference.models.greedy import drop_own_settings, greedy
+from zero_inference.models.prompts import greedy_config, reset_generation_config
 
 
 def test_tokens_are_those_of_an_argmax_loop_and_exactly_as_many_as_asked_for():
@@ -20,6 +20,6 @@ def test_tokens_are_those_of_an_argmax_loop_and_exactly_as_many_as_asked_for():
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=9.0, eos_token_id=stop, forced_bos_token_id=5, num_beams=3, repetition_penalty=5.0
     )
-    drop_own_settings(model)
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(7))
+    reset_generation_config(model)
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(7))
     assert torch.equal(output, expected)

@@ -362,20 +362,20 @@ def test_a_hub_that_does_not_answer_is_given_up_and_the_cache_has_to_do(
 
 
 def test_a_long_fetch_says_how_far_it_is(hub, in_process, monkeypatch):
+    from zero_inference.models import hub
     from zero_inference.models import hub as models_hub
-    from zero_inference.models import hub_progress
     from zero_inference.utils import progress as progress_module
 
     in_process(hub.endpoint)
     monkeypatch.setattr(progress_module, "TICK_S", 0.01)
-    monkeypatch.setattr(hub_progress, "TICK_S", 0.01)
+    monkeypatch.setattr(hub, "TICK_S", 0.01)
     now, said, told = [0.0], [], threading.Event()
     progress = progress_module.Progress(True, lambda: now[0])
     monkeypatch.setattr(progress, "say", lambda line: (said.append(line), "fetching weights: " in line and told.set()))
     with progress_module.use_progress(progress):
         snapshot = models_hub.open_snapshot("some/llama", "some/llama")
         size = (hub.root / "some" / "llama" / "consolidated.safetensors").stat().st_size
-        with hub_progress.showing_fetched("some/llama", snapshot.folder, ["*.safetensors"]):
+        with hub.show_download("some/llama", snapshot.folder, ["*.safetensors"]):
             (snapshot.folder.parent.parent / "blobs" / "part.incomplete").write_bytes(b"x" * size)
             while not told.wait(0.02):
                 now[0] += 11

@@ -12,9 +12,9 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Job
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.kv_cache.host import SLOTS
+from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.meta_pass import tensors_in
-from zero_inference.models.sizes import kv_widths_of, model_sizes
-from zero_inference.models.skeleton import empty_model
+from zero_inference.models.sizes import model_sizes, traced_kv_widths
 from zero_inference.models.spec import ModelSpec
 from zero_inference.planning.plan import build_job
 from zero_inference.utils.ranks import detect_ranks
@@ -165,12 +165,12 @@ def test_a_model_that_looks_at_values_is_counted_by_its_heads():
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**BY_HEADS["gemma"])
-    model = empty_model(spec_of(config))
+    model = build_on_meta(spec_of(config))
 
     def looks_at_values(module, args, kwargs):
         return bool(kwargs["input_ids"].sum() > 0) and None
 
     model.register_forward_pre_hook(looks_at_values, with_kwargs=True)
-    assert kv_widths_of(model) is None
+    assert traced_kv_widths(model) is None
     widths = model_sizes(model, spec_of(config)).kv_widths
     assert BATCH * LENGTH * sum(widths) * 4 == sum(cached_layers(config)), "float32"

@@ -44,7 +44,7 @@ from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.hardware.rates import attended_gb_per_s, beside_link, between
 from zero_inference.hardware.typical import TYPICAL, find_typical
 from zero_inference.kv_cache.host import SLOTS
-from zero_inference.models.skeleton import Skeleton, build_skeleton
+from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.explain import limit_in_words, step_bound
 from zero_inference.planning.plan import Plan, make_plan
@@ -306,22 +306,22 @@ def test_attention_of_the_cores_is_measured():
         cores.close()
 
 
-BUILT: dict[tuple, Skeleton] = {}
+BUILT: dict[tuple, EmptyModel] = {}
 
 
-def job_of(options: str, machine, skeletons: dict[tuple, Skeleton] = BUILT) -> Job:
-    """What a plan of `options` for `machine` is made from; models that are in `skeletons` are not built again."""
+def job_of(options: str, machine, empty_models: dict[tuple, EmptyModel] = BUILT) -> Job:
+    """What a plan of `options` for `machine` is made from; models that are in `empty_models` are not built again."""
     config = parse_options([*shlex.split(options), "--dry-run"])
     ranks = machine.ranks_there(detect_ranks())
     spec = resolve_model(config, ranks.device.type)
     key = config.model, spec.dtype
-    if key not in skeletons:
-        skeletons[key] = build_skeleton(spec)
-    return Job(config, spec, ranks, skeletons[key], machine.free_device_bytes(ranks, False), None, machine)
+    if key not in empty_models:
+        empty_models[key] = build_empty_model(spec)
+    return Job(config, spec, ranks, empty_models[key], machine.free_device_bytes(ranks, False), None, machine)
 
 
-def planned(options: str, machine, skeletons: dict[tuple, Skeleton] = BUILT):
-    return make_plan(job_of(options, machine, skeletons))
+def planned(options: str, machine, empty_models: dict[tuple, EmptyModel] = BUILT):
+    return make_plan(job_of(options, machine, empty_models))
 
 
 def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
@@ -499,7 +499,7 @@ def test_times_of_several_gpus_leave_out_what_these_send_each_other():
         shlex.split("--model opt-13b --dummy --engine stream --gpu-memory 0 --batch-size 2 --dry-run")
     )
     spec = resolve_model(config, "cuda")
-    job = Job(config, spec, ranks, build_skeleton(spec), H200.free_bytes, None, DescribedMachine(two))
+    job = Job(config, spec, ranks, build_empty_model(spec), H200.free_bytes, None, DescribedMachine(two))
     spec_dtype = {"matmul_tflops": {"float16": 700.0, "bfloat16": 700.0}}
     job = replace(job, machine=DescribedMachine(two.model_copy(update=spec_dtype)))
     streamed = make_plan(job)
@@ -517,11 +517,11 @@ def test_what_gpus_send_each_other(options, fetched_share):
     config = parse_options(shlex.split(f"--model opt-13b --dummy --batch-size 4 --dry-run {options}"))
     spec = resolve_model(config, "cuda")
     ranks = Ranks(rank=0, world_size=4, local_rank=0, local_world_size=4, device=torch.device("cuda", 0))
-    skeleton = build_skeleton(spec)
+    empty_model = build_empty_model(spec)
 
     def step_s(peers) -> tuple[float, str, int]:
         machine = MACHINE.model_copy(update={"gpus": (H200,) * 4, "peers_gb_per_s": peers})
-        plan = make_plan(Job(config, spec, ranks, skeleton, H200.free_bytes, None, DescribedMachine(machine)))
+        plan = make_plan(Job(config, spec, ranks, empty_model, H200.free_bytes, None, DescribedMachine(machine)))
         limit = step_bound(plan.weights, machine)[1]
         assert limit <= plan.times.step.seconds * 1.001, "the limit is a bound of what is predicted"
         weights = plan.weights.fetched_bytes + plan.weights.parted_bytes
@@ -673,19 +673,19 @@ def says_what_was_counted(plan, record: dict) -> None:
 
 
 @pytest.fixture(scope="module")
-def skeletons() -> dict:
+def empty_models() -> dict:
     return {}
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_the_plan_says_what_an_h200_counted(name, skeletons):
+def test_the_plan_says_what_an_h200_counted(name, empty_models):
     record = [
         each for each in read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl") if each["status"] == "ok"
     ][-1]
     options = options_of(record)
     memory = record["environment"]["gpus"][0]["memory_bytes"]
     machine = MACHINE.model_copy(update={"gpus": (Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),)})
-    plan = planned(shlex.join(options), DescribedMachine(machine), skeletons)
+    plan = planned(shlex.join(options), DescribedMachine(machine), empty_models)
     says_what_was_counted(plan.weights, record)
     slot = plan.job.kv_device_bytes // SLOTS if record["kv_offload"] else 0  # keys and values had one less then
     near = 0.03 if record["engine"] == "deepspeed" else 0.06

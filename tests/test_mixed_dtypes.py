@@ -16,10 +16,9 @@ from zero_inference.engines.deepspeed.quantization import plan_quantization
 from zero_inference.engines.stream.layout import BlockStore, lay_out
 from zero_inference.errors import RunError
 from zero_inference.measure.result import output_ids_sha256
-from zero_inference.models.greedy import drop_own_settings, greedy, use_repeatable_attention
-from zero_inference.models.prompts import random_ids
+from zero_inference.models.empty_model import build_empty_model, build_on_meta
+from zero_inference.models.prompts import disable_cudnn_attention, greedy_config, random_ids, reset_generation_config
 from zero_inference.models.sizes import parameter_bytes
-from zero_inference.models.skeleton import build_skeleton, empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
 from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group
@@ -127,7 +126,7 @@ def load(folder, **options):
 
 def choices(model) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The experts that each router chose for each token, in order of the calls, and the greedy ids of `model`, all on the CPU."""
-    use_repeatable_attention()
+    disable_cudnn_attention()
     chosen: list[torch.Tensor] = []
     hooks = [
         module.register_forward_hook(lambda module, args, output: chosen.append(output[-1].sort(-1).values.cpu()))
@@ -136,7 +135,7 @@ def choices(model) -> tuple[list[torch.Tensor], torch.Tensor]:
     ]
     ids = inputs(BATCH)
     with torch.no_grad():
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(GEN))[
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(GEN))[
             :, PROMPT:
         ].cpu()
     for hook in hooks:
@@ -154,7 +153,7 @@ def plain(folder, dtype: torch.dtype, device="cpu"):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
-    drop_own_settings(model)
+    reset_generation_config(model)
     return model
 
 
@@ -173,7 +172,7 @@ def test_experts_and_tokens_are_those_of_from_pretrained(family, dtype, way, che
     loaded, spec = load(folder, dtype=dtype, **WAYS[way], **disk)
     found_experts, found_ids = choices(loaded.model)
     assert same(found_experts, experts) and torch.equal(found_ids, ids)
-    assert loaded.weight_bytes == parameter_bytes(model) == build_skeleton(spec).sizes.parameter_bytes
+    assert loaded.weight_bytes == parameter_bytes(model) == build_empty_model(spec).sizes.parameter_bytes
     loaded.close()
     if dtype == "bfloat16":
         for tensor in model.state_dict().values():
@@ -207,12 +206,12 @@ def test_two_ranks_gather_both_dtypes(options, checkpoint, run_model):
     assert done.code == 0, done.stderr
     device = torch.device("cpu" if too_few_gpus(2) else "cuda")
     model = plain(folder, torch.bfloat16, device)
-    use_repeatable_attention()
+    disable_cudnn_attention()
     # a rank computes its share of the batch, and 16 bits round by shape
     rows = random_ids(0, BATCH, PROMPT, VOCAB).to(device).split(1)
     expected = torch.cat(
         [
-            model.generate(row, attention_mask=torch.ones_like(row), generation_config=greedy(GEN))[:, PROMPT:]
+            model.generate(row, attention_mask=torch.ones_like(row), generation_config=greedy_config(GEN))[:, PROMPT:]
             for row in rows
         ]
     )
@@ -308,7 +307,7 @@ def test_the_skeleton_says_the_stored_dtype_of_tied_parameters_too(checkpoint):
         RunConfig(model=str(checkpoint("ernie4_5_moe")), engine="resident", dtype="bfloat16").validate(), "cpu"
     )
     spec.config.tie_word_embeddings = True
-    model = empty_model(spec)
+    model = build_on_meta(spec)
     assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.dtype == torch.bfloat16
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
 
@@ -322,7 +321,7 @@ def test_a_large_matrix_in_float32_waits_in_host_memory_while_its_layer_is_on_nv
     )
     config = AutoConfig.for_model(**wide, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     config.save_pretrained(tmp_path / "model")
-    use_repeatable_attention()
+    disable_cudnn_attention()
     ids = inputs(1)
     logits = []
     for options in ({"engine": "resident"}, {"disk_offload": True, "offload_dir": str(tmp_path / "offload")}):

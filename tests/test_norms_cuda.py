@@ -7,7 +7,7 @@ import torch
 from conftest import VOCAB, build_model
 from norm_cases import NAMES, arguments, check_against_float64, norm_error, operator, plain, run
 
-from zero_inference.models.greedy import drop_own_settings, greedy
+from zero_inference.models.prompts import greedy_config, reset_generation_config
 from zero_inference.norms import patch_norms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the norm kernels run on a CUDA device only")
@@ -179,9 +179,9 @@ def test_smollm2_writes_the_same_text(dtype, smollm2_folder):
 
 
 def assert_same_tokens(model, ids):
-    drop_own_settings(model)
+    reset_generation_config(model)
     ids = ids.cuda()
-    how = {"attention_mask": torch.ones_like(ids), "generation_config": greedy(64)}
+    how = {"attention_mask": torch.ones_like(ids), "generation_config": greedy_config(64)}
     with torch.no_grad():
         expected = model.generate(ids, **how)
         assert patch_norms(model) > 0

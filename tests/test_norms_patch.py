@@ -14,11 +14,10 @@ from torch import nn
 from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.measure import session
-from zero_inference.models.greedy import drop_own_settings, greedy
-from zero_inference.models.prompts import random_ids
+from zero_inference.models.prompts import greedy_config, random_ids, reset_generation_config
 from zero_inference.models.spec import resolve_model
 from zero_inference.norms import choice, patch_norms, unpatch_norms
-from zero_inference.norms.patch import why_not_patched
+from zero_inference.norms.patch import patch_refusal
 from zero_inference.planning.plan import plan_run
 from zero_inference.utils.ranks import detect_ranks, start_process_group, stop_process_group
 
@@ -67,9 +66,9 @@ def more_families(monkeypatch):
 
 
 def tokens(model, ids=IDS, count=64):
-    drop_own_settings(model)
+    reset_generation_config(model)
     with torch.no_grad():
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(count))
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(count))
 
 
 def replaced(model) -> list[nn.Module]:
@@ -212,8 +211,8 @@ def test_nothing_is_patched_by_half():
         assert patch_norms(model) == 0
     model = build_model("opt")
     model.model.decoder.layers[1].final_layer_norm = nn.LayerNorm(64, bias=False)
-    assert "without weight or bias" in why_not_patched(model) and not replaced(model)
-    assert "not in the table" in why_not_patched(nn.Linear(2, 2))
+    assert "without weight or bias" in patch_refusal(model) and not replaced(model)
+    assert "not in the table" in patch_refusal(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -342,7 +341,7 @@ def test_what_cuda_needs(monkeypatch):
             choice.prepare_norm_kernels("cuda", family, device, torch.float32, 64, print)
         assert words in choice.prepare_norm_kernels("auto", family, device, torch.float32, 64, print)
     with pytest.raises(choice.UsageError, match="phi3"):
-        choice.refuse_norm_kernels("cuda", "phi3")
+        choice.check_norm_kernels_option("cuda", "phi3")
 
 
 # the trial of a device whose layer norm gives zeros
@@ -388,11 +387,11 @@ def test_a_trial_in_a_process_of_its_own_is_remembered_if_it_went_well(monkeypat
     )  # for the trial's process, or it would compile the kernels into tmp_path
     (tmp_path / "torch.py").write_text("raise SystemExit('a file of the current folder was run')")
     monkeypatch.chdir(tmp_path)
-    assert choice.try_apart(CPU, torch.bfloat16, 64) is None
+    assert choice.try_in_child(CPU, torch.bfloat16, 64) is None
     marks = list((tmp_path / "zero-inference/extensions/trials").iterdir())
     assert len(marks) == 1 and "bfloat16-64" in marks[0].name
     aborts, fails = "import os; os.abort()", "print('fault: rms_norm is off')"
-    assert choice.try_apart(CPU, torch.bfloat16, 64, aborts) is None, "remembered"
-    assert "their trial failed" in choice.try_apart(CPU, torch.bfloat16, 128, aborts)
-    assert choice.try_apart(CPU, torch.bfloat16, 128, fails) == "rms_norm is off"
+    assert choice.try_in_child(CPU, torch.bfloat16, 64, aborts) is None, "remembered"
+    assert "their trial failed" in choice.try_in_child(CPU, torch.bfloat16, 128, aborts)
+    assert choice.try_in_child(CPU, torch.bfloat16, 128, fails) == "rms_norm is off"
     assert list((tmp_path / "zero-inference/extensions/trials").iterdir()) == marks

@@ -12,24 +12,24 @@ from zero_inference.hardware.in_graph import measure_graph_operator
 from zero_inference.hardware.launches import ROUNDS, Launching, two_costs
 from zero_inference.kernels import decode_attention
 from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import trace_pass, trace_without_weights
-from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import resolve_model
 
 
 def described(model: str):
     spec = resolve_model(parse_options(["--model", model, "--dummy", "--dtype", "bfloat16"]), "cpu")
-    return build_skeleton(spec), spec
+    return build_empty_model(spec), spec
 
 
 @pytest.mark.parametrize("model", ["opt-125m", "llama-3.2-1b", "bloom-560m", "qwen3-8b"])
 @pytest.mark.parametrize("tokens, past", [(1, 0), (1, 100), (33, 0)])
 def test_operations_and_weights_of_a_pass(model, tokens, past):
     """2 operations a weight of the layers and token, and 2 for each of the scores, and for what they weigh; the head for one token."""
-    skeleton, spec = described(model)
-    found = trace_pass(skeleton.model, spec, tokens, past)
-    layers = list(decoder_layers(skeleton.model)[1].parameters())
+    empty_model, spec = described(model)
+    found = trace_pass(empty_model.model, spec, tokens, past)
+    layers = list(decoder_layers(empty_model.model)[1].parameters())
     config = spec.text_config
     head = config.vocab_size * config.hidden_size
     assert found.total("layer_bytes") == 2 * sum(p.numel() for p in layers), "each weight once"
@@ -45,24 +45,24 @@ def test_operations_and_weights_of_a_pass(model, tokens, past):
 
 
 def test_keys_and_values_are_read_by_each_token():
-    skeleton, spec = described("llama-3.2-1b")
-    few, many = (trace_pass(skeleton.model, spec, 1, past).total("nbytes") for past in (1000, 3000))
-    assert many - few == pytest.approx(2000 * 2 * sum(skeleton.sizes.kv_widths), rel=0.2)
+    empty_model, spec = described("llama-3.2-1b")
+    few, many = (trace_pass(empty_model.model, spec, 1, past).total("nbytes") for past in (1000, 3000))
+    assert many - few == pytest.approx(2000 * 2 * sum(empty_model.sizes.kv_widths), rel=0.2)
 
 
 def test_experts_are_told_from_other_weights():
-    skeleton, spec = described("qwen3-30b-a3b")
-    found = trace_pass(skeleton.model, spec, 1, 10)
+    empty_model, spec = described("qwen3-30b-a3b")
+    found = trace_pass(empty_model.model, spec, 1, 10)
     number, chosen = spec.experts
     assert (number, chosen) == (128, 8)
-    assert found.total("expert_bytes") == skeleton.sizes.idle_expert_bytes * number // (number - chosen)
-    active = skeleton.sizes.parameters - skeleton.sizes.idle_parameters
+    assert found.total("expert_bytes") == empty_model.sizes.idle_expert_bytes * number // (number - chosen)
+    active = empty_model.sizes.parameters - empty_model.sizes.idle_parameters
     assert found.total("flops") == pytest.approx(2 * active, rel=0.01), "of experts only what a token chooses"
 
 
 def test_float32_counts_four_bytes_an_element():
     spec = resolve_model(parse_options(["--model", "mixtral-8x7b-v0.1", "--dummy", "--dtype", "float32"]), "cpu")
-    found = trace_pass(build_skeleton(spec).model, spec, 1, 10)
+    found = trace_pass(build_empty_model(spec).model, spec, 1, 10)
     assert found.total("layer_bytes") + found.total("expert_bytes") > 4 * 45e9, (
         "its grouped products know bfloat16 alone there"
     )
@@ -70,9 +70,9 @@ def test_float32_counts_four_bytes_an_element():
 
 def test_a_mask_that_a_model_makes_itself_is_not_looked_at(monkeypatch):
     """As OPT does with transformers 5.17, which then asks whether it is all ones: on the meta device nobody knows."""
-    skeleton, spec = described("opt-125m")
-    expected = trace_pass(skeleton.model, spec, 6, 0)
-    kind, made = type(skeleton.model.get_decoder()), []
+    empty_model, spec = described("opt-125m")
+    expected = trace_pass(empty_model.model, spec, 6, 0)
+    kind, made = type(empty_model.model.get_decoder()), []
     plain = kind.forward
 
     def with_mask(self, input_ids=None, attention_mask=None, **kwargs):
@@ -80,16 +80,16 @@ def test_a_mask_that_a_model_makes_itself_is_not_looked_at(monkeypatch):
         return plain(self, input_ids=input_ids, attention_mask=made[-1], **kwargs)
 
     monkeypatch.setattr(kind, "forward", with_mask)
-    found = trace_pass(skeleton.model, spec, 6, 0)
+    found = trace_pass(empty_model.model, spec, 6, 0)
     assert made and found is not None and found.total("flops") == expected.total("flops")
     assert found.total("layer_bytes") == expected.total("layer_bytes")
 
 
 def test_the_skeleton_asks_once_and_only_while_it_is_empty():
-    skeleton, spec = described("opt-125m")
-    assert skeleton.traced_pass(spec, 1, 5) is skeleton.traced_pass(spec, 1, 5)
-    skeleton.model.to_empty(device="cpu")
-    assert not skeleton.is_empty and skeleton.traced_pass(spec, 1, 6) is None
+    empty_model, spec = described("opt-125m")
+    assert empty_model.traced_pass(spec, 1, 5) is empty_model.traced_pass(spec, 1, 5)
+    empty_model.model.to_empty(device="cpu")
+    assert not empty_model.is_empty and empty_model.traced_pass(spec, 1, 6) is None
 
 
 def test_what_the_host_takes_is_measured():
@@ -201,14 +201,14 @@ def test_calls_of_modules_are_those_of_a_real_pass(family):
 @pytest.mark.parametrize("model, layers, each", [("llama-3.2-1b", 16, 3), ("opt-125m", 12, 2), ("qwen3-8b", 36, 3)])
 def test_products_with_the_same_input_are_found(model, layers, each):
     """Keys and values have that of the queries, and a gated feed-forward's second half that of the first."""
-    skeleton, spec = described(model)
-    found = trace_pass(skeleton.model, spec, 1, 10)
+    empty_model, spec = described(model)
+    found = trace_pass(empty_model.model, spec, 1, 10)
     assert sum(count for operator, count in found.operators.items() if operator.same_input) == layers * each
 
 
 def test_launches_of_a_model_do_not_depend_on_its_weights():
-    skeleton, spec = described("opt-125m")
-    found, expected = trace_without_weights(skeleton.model, 1, 5), trace_pass(skeleton.model, spec, 1, 5)
+    empty_model, spec = described("opt-125m")
+    found, expected = trace_without_weights(empty_model.model, 1, 5), trace_pass(empty_model.model, spec, 1, 5)
     assert (found.launches, found.module_calls) == (expected.launches, expected.module_calls)
 
 
@@ -264,7 +264,7 @@ def test_a_prefill_multiplies_the_head_once(batch):
 
     spec = described("opt-125m")[1]
     spec.config.num_hidden_layers = 1
-    model = build_skeleton(spec).model.to_empty(device="cpu")
+    model = build_empty_model(spec).model.to_empty(device="cpu")
     plain = AutoModelForCausalLM.from_config(spec.config, dtype=spec.dtype).requires_grad_(False).eval()
     ids = torch.zeros(batch, 8, dtype=torch.int64)
     found = {}

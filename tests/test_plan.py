@@ -193,7 +193,7 @@ def test_other_options_are_planned_on_the_same_model_and_machine(no_gpu):
     config = RunConfig(model="opt-66b", dummy=True, cpu_offload=True).validate()
     job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
     plan, smaller = make_plan(job), plan_with(job, quant_bits=4)
-    assert smaller.job.skeleton is job.skeleton
+    assert smaller.job.empty_model is job.empty_model
     assert 5 / 16 <= smaller.weights.footprint.host / plan.weights.footprint.host < 0.32
     assert plan.job.config == config, "the job itself stays as it was asked"
 
@@ -222,7 +222,7 @@ def test_the_plan_follows_the_memory_that_is_free_when_the_weights_are_there(no_
     ranks = Gpu(**vars(detect_ranks()))
     job = replace(describe_job_without_memory(config, ranks), free_device_bytes=40 << 30)
     before, now = make_plan(job), make_plan(job).with_memory_of_now()
-    assert now.job.free_device_bytes == 12 << 30 and now.job.skeleton is before.job.skeleton
+    assert now.job.free_device_bytes == 12 << 30 and now.job.empty_model is before.job.empty_model
     assert len(now.weights.placement.resident) < len(before.weights.placement.resident)
 
 

@@ -11,9 +11,9 @@ from conftest import ROOT
 
 from zero_inference import utils
 from zero_inference.models import preset_table
-from zero_inference.models.skeleton import OwnPages, build_skeleton
+from zero_inference.models.empty_model import OwnPages, build_empty_model
 from zero_inference.models.spec import ModelSpec
-from zero_inference.utils import log
+from zero_inference.utils import model_sizes
 
 # Parameters as the hub counts them in the published weights (tied ones once). OPT-30B, 66B and 175B are
 # worked out from the paper's table: L (12 h^2 + 13 h) + (V + 2050) h + 2 h. DeepSeek-V3 (671B) is without its prediction layer,
@@ -63,7 +63,7 @@ ACTIVE = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_preset_has_the_published_number_of_parameters(name):
     config = preset_table.find_preset(name).to_config()
-    assert log.exact_parameter_bytes(config, dtype_bytes=1) == PARAMETERS[name]
+    assert model_sizes.exact_parameter_bytes(config, dtype_bytes=1) == PARAMETERS[name]
 
 
 def test_every_preset_is_counted_above():
@@ -87,26 +87,26 @@ def test_preset_is_a_whole_config(name):
     assert preset.source
 
 
-def skeleton_of(name):
+def empty_model_of(name):
     config = preset_table.find_preset(name).to_config()
-    return build_skeleton(ModelSpec(name, config, None, None, torch.bfloat16, dummy=True))
+    return build_empty_model(ModelSpec(name, config, None, None, torch.bfloat16, dummy=True))
 
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_experts_that_were_not_chosen_are_idle(name):
-    skeleton = skeleton_of(name)
+    empty_model = empty_model_of(name)
     billions, embedding_counts = ACTIVE[name]
-    embedding = skeleton.model.get_input_embeddings().weight.numel()
-    active = skeleton.sizes.parameters - skeleton.sizes.idle_parameters + embedding_counts * embedding
+    embedding = empty_model.model.get_input_embeddings().weight.numel()
+    active = empty_model.sizes.parameters - empty_model.sizes.idle_parameters + embedding_counts * embedding
     assert active / 1e9 == pytest.approx(billions, rel=0.02), "published with two digits"
-    assert skeleton.sizes.idle_bytes == 2 * skeleton.sizes.idle_parameters
-    assert skeleton.sizes.chooses_experts
+    assert empty_model.sizes.idle_bytes == 2 * empty_model.sizes.idle_parameters
+    assert empty_model.sizes.chooses_experts
 
 
 def test_no_expert_of_llama_4_is_idle_because_its_module_multiplies_all():
-    skeleton = skeleton_of("llama-4-scout")
-    assert skeleton.sizes.idle_parameters == skeleton.model.get_input_embeddings().weight.numel()
-    assert not skeleton.sizes.chooses_experts
+    empty_model = empty_model_of("llama-4-scout")
+    assert empty_model.sizes.idle_parameters == empty_model.model.get_input_embeddings().weight.numel()
+    assert not empty_model.sizes.chooses_experts
 
 
 def test_large_zeros_of_a_model_that_is_built_touch_no_memory():
@@ -140,7 +140,7 @@ def test_a_model_that_is_built_and_dropped_leaves_no_large_heap():
 
     before = address_bytes()
     for name in ("meta-llama/Llama-2-70b-hf", "deepseek-ai/DeepSeek-V3"):
-        skeleton_of(name)
+        empty_model_of(name)
     assert address_bytes() - before < 1 << 30
 
 
@@ -182,10 +182,10 @@ def test_alias_finds_the_preset_in_any_case(alias, name):
 
 def test_an_unknown_name_finds_nothing_but_its_neighbours():
     assert preset_table.find_preset("opt-67b") is None
-    near = preset_table.near_names("OPT-67b")
+    near = preset_table.similar_presets("OPT-67b")
     assert set(near[:2]) == {"opt-6.7b", "opt-66b"} and len(near) == 3
-    assert preset_table.near_names("meta-llama/llama-3.1-8", n=1) == ["meta-llama/Llama-3.1-8B"]
-    assert preset_table.near_names("0123456789") == []
+    assert preset_table.similar_presets("meta-llama/llama-3.1-8", n=1) == ["meta-llama/Llama-3.1-8B"]
+    assert preset_table.similar_presets("0123456789") == []
 
 
 def test_configs_of_one_preset_are_separate():

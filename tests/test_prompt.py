@@ -19,7 +19,14 @@ from zero_inference.config.run_options import parse_options
 from zero_inference.errors import UsageError
 from zero_inference.measure.result import output_ids_sha256
 from zero_inference.models import prompts
-from zero_inference.models.prompts import TEXT, end_ids, in_short, prompt_ids, prompt_parts, with_prompt_length
+from zero_inference.models.prompts import (
+    TEXT,
+    eos_token_ids,
+    prompt_excerpts,
+    prompt_ids,
+    prompt_parts,
+    with_prompt_length,
+)
 from zero_inference.models.spec import load_tokenizer, resolve_model
 from zero_inference.records.read import read_records
 from zero_inference.report.results import print_texts
@@ -188,26 +195,26 @@ def test_a_text_is_shown_behind_the_last_line_of_its_prompt(folder, capsys):
     spec = resolve_model(RunConfig(model=str(folder)), "cpu")
     tokenizer = load_tokenizer(spec)
     said = tokenizer("salt and", add_special_tokens=False)["input_ids"]
-    short = in_short(RunConfig(model=str(folder)), torch.tensor([said]), tokenizer)
-    assert short == ["salt and"] and in_short(RunConfig(), torch.tensor([said]), None) == []
+    short = prompt_excerpts(RunConfig(model=str(folder)), torch.tensor([said]), tokenizer)
+    assert short == ["salt and"] and prompt_excerpts(RunConfig(), torch.tensor([said]), None) == []
     print_texts(torch.tensor([said]), tokenizer, prompts=short)
     assert capsys.readouterr().out.splitlines()[0] == "[0] salt and -> salt and"
-    (cut,) = in_short(RunConfig(model=str(folder)), torch.tensor([said * 20]), tokenizer, most=20)
+    (cut,) = prompt_excerpts(RunConfig(model=str(folder)), torch.tensor([said * 20]), tokenizer, most=20)
     assert cut.startswith("...") and cut.endswith("salt and") and len(cut) <= 23
     chat = RunConfig(model=str(folder), prompt=("One.\nTwo?", "Three?"), chat=True, batch_size=3)
-    assert in_short(chat, torch.tensor([said] * 3), tokenizer) == ["Two?", "Three?", "Two?"]
+    assert prompt_excerpts(chat, torch.tensor([said] * 3), tokenizer) == ["Two?", "Three?", "Two?"]
 
 
 def test_a_shown_text_ends_where_the_model_ends_it(folder, tmp_path, capsys):
     spec = resolve_model(RunConfig(model=str(folder)), "cpu")
     tokenizer = load_tokenizer(spec)
-    assert end_ids(spec, tokenizer) == {2}
+    assert eos_token_ids(spec, tokenizer) == {2}
     said = tokenizer("salt and", add_special_tokens=False)["input_ids"]
-    print_texts(torch.tensor([[*said, 2, *said]]), tokenizer, end_ids(spec, tokenizer))
+    print_texts(torch.tensor([[*said, 2, *said]]), tokenizer, eos_token_ids(spec, tokenizer))
     assert capsys.readouterr().out.splitlines()[0] == "[0] salt and"
     other = tmp_path / "model"
     shutil.copytree(folder, other)
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 4]}))
-    assert end_ids(resolve_model(RunConfig(model=str(other)), "cpu"), tokenizer) == {2, 4}
+    assert eos_token_ids(resolve_model(RunConfig(model=str(other)), "cpu"), tokenizer) == {2, 4}
     (other / "generation_config.json").write_text("damaged")
-    assert end_ids(resolve_model(RunConfig(model=str(other)), "cpu"), tokenizer) == {2}
+    assert eos_token_ids(resolve_model(RunConfig(model=str(other)), "cpu"), tokenizer) == {2}

@@ -18,9 +18,8 @@ from forks import PROGRAM
 
 from zero_inference import load, run
 from zero_inference.cli import main
-from zero_inference.models.checkpoint import load_weights
-from zero_inference.models.dummy import draw_tokens, fill_dummy
 from zero_inference.models.prompts import random_ids
+from zero_inference.models.weights import draw_tokens, fill_dummy, load_weights
 from zero_inference.records.read import parse_log, read_records
 from zero_inference.utils import environment
 from zero_inference.utils.format import three_digits
@@ -216,13 +215,13 @@ def test_no_more_than_a_layer_waits_while_loading(checkpoints):
     from safetensors.torch import load_file
 
     from zero_inference.config.run_config import RunConfig
-    from zero_inference.models.skeleton import empty_model
+    from zero_inference.models.empty_model import build_on_meta
     from zero_inference.models.spec import resolve_model
 
     folder = checkpoints("llama")
     expected = {key: value for shard in folder.glob("*.safetensors") for key, value in load_file(shard).items()}
     spec = resolve_model(RunConfig(model=str(folder), dtype="float32"), "cpu")
-    model = empty_model(spec)
+    model = build_on_meta(spec)
     seen, waiting = [], []
 
     def adopt(name, parameter):

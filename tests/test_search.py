@@ -103,7 +103,7 @@ def test_trying_by_trial_takes_first_what_was_measured(found):
 
 
 def test_nothing_is_loaded_and_a_large_model_takes_seconds(monkeypatch, capfd):
-    monkeypatch.setattr("zero_inference.models.checkpoint.load_weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("zero_inference.models.weights.load_weights", lambda *_: pytest.fail("weights were loaded"))
     asked = ["plan", "--model", "llama-3.1-405b", "--dummy", "--json", "--engine", "stream", "deepspeed"]
     assert console_main(["zero-inference", *asked, "--assume", LINE]) == 0
     answer = json.loads(capfd.readouterr().out)

@@ -17,11 +17,11 @@ from zero_inference.engines.stream.rebalance import LAST_PASS, MOST_LOOKS, Measu
 from zero_inference.hardware.attention import Attended
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.hardware.cores_of_host import LinkRates, of_all_ranks
-from zero_inference.models.feed_forward import FeedForward
+from zero_inference.models.mlp import Mlp
 from zero_inference.records.hardware import LinkUse
 
 GB = 10**9
-FORWARD = FeedForward(("up_proj",), "down_proj", "relu", False)
+FORWARD = Mlp(("up_proj",), "down_proj", "relu", False)
 
 
 def placement(attention: int = GB, mlp: int = 2 * GB, layers: int = 10, computable: bool = True) -> Placement:

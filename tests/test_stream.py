@@ -500,7 +500,7 @@ load({str(checkpoints("llama", "bfloat16"))!r}, dtype="bfloat16")[0].close()
 def memory(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
 
-from zero_inference.models.checkpoint import return_free_memory
+from zero_inference.models.weights import return_free_memory
 return_free_memory()
 open("/proc/self/clear_refs", "w").write("5")  # start the peak anew
 before = memory("VmRSS")

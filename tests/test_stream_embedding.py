@@ -18,8 +18,8 @@ from zero_inference.errors import UsageError
 from zero_inference.hardware.limited import LimitedMachine
 from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.kernels.extension import load_extension
+from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.prompts import random_ids
-from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import build_job, make_plan
 from zero_inference.utils.format import format_bytes
@@ -148,7 +148,7 @@ def test_only_a_table_that_nothing_else_reads_is_taken(changes, taken, tmp_path)
     small = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, pad_token_id=0)
     AutoConfig.for_model(**changes | small).save_pretrained(tmp_path)
     config = RunConfig(model=str(tmp_path), dummy=True, engine="stream").validate()
-    model = empty_model(resolve_model(config, "cpu"))
+    model = build_on_meta(resolve_model(config, "cpu"))
     found = find_table(model)
     assert (found and found.module) == taken
     if taken:
@@ -158,7 +158,7 @@ def test_only_a_table_that_nothing_else_reads_is_taken(changes, taken, tmp_path)
 
 def test_a_table_that_other_code_reads_stays(tmp_path):
     AutoConfig.for_model(**FAMILIES["llama"] | {"vocab_size": 64}).save_pretrained(tmp_path)
-    model = empty_model(resolve_model(RunConfig(model=str(tmp_path), dummy=True).validate(), "cpu"))
+    model = build_on_meta(resolve_model(RunConfig(model=str(tmp_path), dummy=True).validate(), "cpu"))
     norm = model.model.norm
     norm.others = [model.get_input_embeddings()]  # in a list, it is no module of the norm
     norm.register_forward_hook(lambda module, args, output: output + module.others[0].weight.mean())

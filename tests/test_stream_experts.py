@@ -23,9 +23,8 @@ from zero_inference.engines.stream.products import experts_in_groups
 from zero_inference.hardware.cores import BesideLink
 from zero_inference.kernels import groups
 from zero_inference.models import experts
-from zero_inference.models.experts import read_experts
-from zero_inference.models.greedy import drop_own_settings, greedy
-from zero_inference.models.prompts import random_ids
+from zero_inference.models.experts import detect_experts
+from zero_inference.models.prompts import greedy_config, random_ids, reset_generation_config
 from zero_inference.utils.ranks import detect_ranks
 
 SHARES = ("0.3", "0.7", "1")
@@ -126,14 +125,14 @@ def ids_of_restored_weights(folder) -> torch.Tensor:
     """Greedy ids of transformers on the CPU with the weights that the engine's codes restore."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model = with_stream_weights(model, detect_ranks().device)
-    drop_own_settings(model)
+    reset_generation_config(model)
     ids = random_ids(0, BATCH, PROMPT, VOCAB)
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(GEN))
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(GEN))
     return found[:, PROMPT:]
 
 
 def modules_of_experts(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if read_experts(module) is not None]
+    return [name for name, module in model.named_modules() if detect_experts(module) is not None]
 
 
 @pytest.mark.parametrize("bits, gpu_memory", [(8, 0), (4, 1)])
@@ -178,7 +177,9 @@ def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_a
     ids, logits = random_ids(3, BATCH, PROMPT, VOCAB), []
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     experts, sizes = next(
-        (each, [p.nbytes for p in module.parameters()]) for module in model.modules() if (each := read_experts(module))
+        (each, [p.nbytes for p in module.parameters()])
+        for module in model.modules()
+        if (each := detect_experts(module))
     )
     one = max(sizes) // experts.number
     for at_once in (experts.number, experts_at_once):
@@ -223,8 +224,8 @@ def test_a_short_pass_dequantizes_no_experts_that_are_in_groups(share, mixtures,
 @pytest.mark.parametrize("family", MIXTURES)
 def test_groups_have_the_bits_of_the_module_itself(family, dtype, mixtures):
     model = AutoModelForCausalLM.from_pretrained(mixtures(family)[0], dtype=dtype)
-    module = next(each for each in model.modules() if read_experts(each) is not None)
-    experts = read_experts(module)
+    module = next(each for each in model.modules() if detect_experts(each) is not None)
+    experts = detect_experts(module)
     first, last = (getattr(module, name).data for name in (experts.first, experts.last))
     if experts.transposed:
         first, last = first.mT.contiguous(), last.mT.contiguous()
@@ -284,7 +285,7 @@ def test_a_pass_reads_the_chosen_experts_and_nothing_of_the_others(family, bits,
             results += BATCH * p.shape[0] * p.element_size()
         elif name.endswith("proj.bias"):
             others += p.numel() * 4
-    first, last = next(m for m in model.modules() if read_experts(m) is not None).parameters()
+    first, last = next(m for m in model.modules() if detect_experts(m) is not None).parameters()
     one = sum(p.shape[1] * row_bytes(p.shape[2], bits) for p in (first, last))
     distinct = sum(map(len, chosen[len(chosen) // GEN :]))  # behind the prefill's
     assert found.loops[0].moved.cores_bytes_per_step == pytest.approx(others + one * distinct / (GEN - 1), abs=0.01)
@@ -337,7 +338,7 @@ def test_a_mixture_is_divided_into_experts_and_a_shared_expert_and_keeps_its_rou
 )
 def test_what_experts_compute_is_read_from_them(family, activation, fields):
     model = a_model(family, **fields)
-    experts = [read_experts(m) for m in model.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
+    experts = [detect_experts(m) for m in model.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
     assert any(each is not None for each in experts) == (activation is not None)
     assert {each.activation for each in experts if each is not None} == ({activation} if activation else set())
     limits = {"gpt_oss": 7.0, "deepseek_v4": 10.0}
@@ -349,8 +350,8 @@ def test_what_experts_compute_is_read_from_them(family, activation, fields):
 
 @pytest.mark.parametrize("share", ["off", "0.5"])
 def test_of_alike_layers_one_is_tried(share, mixtures, monkeypatch):
-    tried, own = [], experts._tried
-    monkeypatch.setattr(experts, "_tried", lambda *args: tried.append(args[0]) or own(*args))
+    tried, own = [], experts._match_form
+    monkeypatch.setattr(experts, "_match_form", lambda *args: tried.append(args[0]) or own(*args))
     loaded, _, _ = load(mixtures("qwen3_moe")[0], cpu_compute=share, quant_bits=4, quant_group_size=32)
     served = [each for block in prefetcher_of(loaded).codes.values() for each in block.found]
     loaded.close()
@@ -378,15 +379,15 @@ class Clamped(nn.Module):
 
 
 def test_a_bound_far_from_usual_values_and_the_order_of_gate_and_up_are_found():
-    assert read_experts(Clamped(10.0, False)) is None
-    assert read_experts(Clamped(None, False)).gate_is_second is False
-    assert read_experts(Clamped(None, True)).gate_is_second is True
+    assert detect_experts(Clamped(10.0, False)) is None
+    assert detect_experts(Clamped(None, False)).gate_is_second is False
+    assert detect_experts(Clamped(None, True)).gate_is_second is True
 
 
 def test_experts_are_the_cores_first_and_then_what_the_link_would_be_late_with():
     """Of a model with 2 GB of experts, of which a pass of one token reads an eighth, and other blocks."""
     rates = BesideLink(1, 50.0, 50.0, 100.0, 120.0, 100.0, 0.0, 4000.0)
-    experts = replace(read_experts(Clamped(None, False)), number=8, chosen=1)
+    experts = replace(detect_experts(Clamped(None, False)), number=8, chosen=1)
 
     def placement(of_others: int) -> Placement:
         model = a_model("mixtral", num_hidden_layers=1, num_experts_per_tok=1)

@@ -147,7 +147,7 @@ def test_a_step_and_device_memory_count_the_bytes_that_are_stored():
     assert plan.weights.footprint.device >= plan.weights.weight_bytes
 
     def step_s(weights):
-        return decode_step(weights, machine, plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)).seconds
+        return decode_step(weights, machine, plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)).seconds
 
     as_before = replace(plan.weights, head=None, weight_bytes=plan.weights.weight_bytes + plain - stored)
     saved_s = (plain - stored) / (machine.device_gb_per_s * 1e9)

@@ -64,7 +64,7 @@ def test_streamed_weights_take_what_the_link_takes():
 
 def test_a_resident_model_takes_what_its_memory_or_the_host_takes():
     plan, times = times_of("--model opt-13b --engine resident")
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 128 + 16)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 128 + 16)
     host_s = traced.launches * OPERATOR_S + 1e-3
 
     def kernels_s(bytes_per_s: float) -> float:
@@ -158,7 +158,7 @@ def test_without_a_gpu_dequantizing_takes_deepspeed_most_of_the_time():
     assert "how long deepspeed takes to dequantize on a CPU was not measured" in why_unknown(plan.weights, here)
     slow = HOOKS.model_copy(update={"step_piece_s": 0.0, "restored_gb_per_s": 2.0})
     plan, times = times_of(options, here.model_copy(update={"own_work": (slow,)}))
-    dense = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144).total("layer_bytes")
+    dense = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144).total("layer_bytes")
     assert times.step.bound_by == "host_memory" and times.step.seconds == pytest.approx(dense / 2e9, rel=0.25)
 
 
@@ -173,7 +173,7 @@ def test_without_a_gpu_a_block_that_is_not_multiplied_as_stored_is_dequantized_i
     for model in ("opt-1.3b", "qwen3-30b-a3b"):
         options = f"--model {model} --dtype bfloat16 --engine stream --quant-bits 4"
         plan, dequantized = times_of(f"{options} --cpu-compute off", here)
-        traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+        traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
         stored = (traced.total("layer_bytes") + traced.total("expert_bytes")) * 5 / 16  # groups of 32
         assert plan.weights.cost_terms.dequantizes_on_cpu
         assert plan.weights.in_words()[0].endswith(" within host memory")
@@ -204,7 +204,7 @@ def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was
     at_least = times_of(options)[1]
     machine = FAST.model_copy(update={"own_work": (HOOKS,)})
     plan, times = times_of(options, machine)
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 128 + 16)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 128 + 16)
     dense = traced.total("layer_bytes")
     assert at_least.at_least and not times.at_least
     assert times.step.bound_by == "launches" and plan.weights.cost_terms.fetches > 6 * 40
@@ -244,7 +244,7 @@ def test_the_product_of_one_token_is_in_the_rate_of_dequantizing():
     )
     machine = FAST.model_copy(update={"own_work": (own,), "device_products": products})
     plan, times = times_of("--model opt-13b --cpu-offload --quant-bits 4", machine)
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
     dense = traced.total("layer_bytes") + traced.total("outside_bytes")
     assert times.step.seconds == pytest.approx(dense / 100e9, rel=0.01)
     many = times_of("--model opt-13b --cpu-offload --quant-bits 4 --batch-size 64", machine)[1]
@@ -308,7 +308,7 @@ def test_embedding_and_head_are_quantized_by_deepspeed_alone():
         update={"own_work": (HOOKS.model_copy(update={"step_piece_s": 0.0, "restored_gb_per_s": 50.0}),)}
     )
     plan, times = times_of("--model opt-125m --cpu-offload --quant-bits 4", machine)
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
     restored = traced.total("layer_bytes") + traced.total("outside_bytes")
     assert traced.total("outside_bytes") > 0.3 * traced.total("layer_bytes")
     assert times.step.bound_by == "device_memory" and times.step.seconds == pytest.approx(
@@ -336,7 +336,7 @@ def test_blocks_restored_on_the_device_take_the_host_time():
     plan, times = times_of(options, machine)
     without = times_of(options)[1]
     assert (plan.weights.cost_terms.resident_quantized_blocks, plan.weights.cost_terms.fetches) == (40, 0)
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 128, 0)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 128, 0)
     launched_s = (traced.launches + traced.products_in_layers) * OPERATOR_S + 1e-3
     assert times.prefill.bound_by == "launches" and times.prefill.seconds == pytest.approx(launched_s + 40 * 0.02)
     assert times.step == without.step, "a graph's blocks are launched by nobody"
@@ -365,7 +365,7 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
         assert plan.predicted.load_s == plan.load_s
     checkpoint = ["--model", str(checkpoints("llama")), "--engine", "resident", "--prompt-len", "8", "--gen-len", "4"]
     read = planned(" ".join(checkpoint), DescribedMachine(machine))
-    layer_bytes = sum(each.nbytes for each in read.job.skeleton.model.model.layers[0].parameters())
+    layer_bytes = sum(each.nbytes for each in read.job.empty_model.model.model.layers[0].parameters())
     expected = read.job.sizes.parameter_bytes * (1 / 3.0 + 1 / 10.0) + layer_bytes / COMPARED_GB_PER_S
     assert read.load_s == pytest.approx(expected / 1e9)
     unknown = machine.model_copy(update={"disk_gb_per_s": None})
@@ -395,7 +395,7 @@ def test_a_layer_whose_keys_the_cores_attend_over_takes_the_host_time():
     copies = work.model_copy(update={"engine": "resident", "step_piece_s": 0.02})  # what the alternative takes
     late = times_of(options, machine.model_copy(update={"own_work": (work, copies)}))[1]
     assert late.step.bound_by == late.prefill.bound_by == "launches"
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
     assert late.step.seconds == pytest.approx(traced.launches * OPERATOR_S + 40 * 0.01 + 1e-3, rel=1e-3), (
         "all else is beside it"
     )
@@ -519,7 +519,7 @@ def test_many_tokens_take_what_products_of_as_many_took():
     machine = FAST.model_copy(update={"device_products": rates})
     options = "--model opt-13b --engine resident --batch-size"
     plan, times = times_of(f"{options} 16", machine)
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 128, 0)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 128, 0)
     read = traced.total("layer_bytes") + traced.total("outside_bytes")
     assert times.prefill.bound_by == "matmul"
     assert times.prefill.seconds == pytest.approx(read / 300e9, rel=0.15), "2048 tokens"
@@ -539,7 +539,7 @@ def test_a_layer_whose_keys_are_copied_takes_the_host_time():
         engine="resident", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=0.01, prefill_piece_s=0.02
     )
     late = times_of(options, FAST.model_copy(update={"own_work": (work,)}))[1]
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
     assert late.step.bound_by == "launches" and late.step.seconds == pytest.approx(
         traced.launches * OPERATOR_S + 40 * 0.01 + 1e-3, rel=1e-3
     )
@@ -553,7 +553,7 @@ def test_calls_of_modules_take_the_host_time():
     plan, before = times_of("--model opt-13b --engine resident")
     launches = LAUNCHES.model_copy(update={"module_s": 100e-6})
     after = times_of("--model opt-13b --engine resident", FAST.model_copy(update={"launches": launches}))[1]
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
     assert traced.module_calls > 40 * 10
     module_s = 100e-6 * LAUNCH_SLOWDOWN
     assert after.step.seconds == pytest.approx(traced.launches * OPERATOR_S + traced.module_calls * module_s + 1e-3)
@@ -562,7 +562,7 @@ def test_calls_of_modules_take_the_host_time():
 
 
 def attention_of(plan) -> list[tuple]:
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
     return [(each, count) for each, count in traced.operators.items() if each.attends]
 
 
@@ -637,7 +637,7 @@ def test_a_step_has_the_attention_of_each_layer(options, heads, key_heads, layer
     before_too = FAST.model_copy(update={"launches": LAUNCHES.model_copy(update={"operator_s": 0.0})})
     plan, before = planned_times(options, before_too)
     after = planned_times(options, machine)[1]
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 1016)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 1016)
     [(operator, count)] = [(each, count) for each, count in traced.operators.items() if each.attends]
     assert count == layers and operator.attention == (heads * key_heads, key_heads, 128, 1017)
     wanted_s = device_attention_s(machine, heads, 16 * key_heads, 1017, 256)
@@ -650,7 +650,7 @@ def test_what_is_no_attention_of_pytorchs_goes_by_its_bytes():
     """BLOOM's is two products and a softmax."""
     options = "--model bloom-7b1 --engine resident --batch-size 16"
     plan, before = times_of(options)
-    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
     assert any(each.attends for each in traced.operators) and not any(each.attention for each in traced.operators)
     assert times_of(options, FAST.model_copy(update={"launches": with_grid(GRID)}))[1] == before
 
@@ -867,20 +867,20 @@ WITH_CORES = (
 )
 
 
-def of_record(name: str, skeletons: dict):
+def of_record(name: str, empty_models: dict):
     """The record, and the plan of its run for the machine that the record describes."""
     record = read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl")[-1]
-    return record, plan_of(record, DescribedMachine(machine_of(record)), skeletons)
+    return record, plan_of(record, DescribedMachine(machine_of(record)), empty_models)
 
 
 @pytest.fixture(scope="module")
-def skeletons() -> dict:
+def empty_models() -> dict:
     return {}
 
 
 @pytest.mark.parametrize("name", OF_LINK)
-def test_steps_bound_by_the_link_are_predicted_to_3_percent(name, skeletons):
-    record, plan = of_record(name, skeletons)
+def test_steps_bound_by_the_link_are_predicted_to_3_percent(name, empty_models):
+    record, plan = of_record(name, empty_models)
     step_s = record["decode_latency_s"] / (record["gen_len"] - 1)
     assert plan.times.step.seconds == pytest.approx(step_s, rel=0.03)
     assert plan.predicted.decode_s == pytest.approx(record["decode_latency_s"], rel=0.03)
@@ -888,10 +888,10 @@ def test_steps_bound_by_the_link_are_predicted_to_3_percent(name, skeletons):
     assert plan.predicted.peak_host_bytes == pytest.approx(record["peak_host_bytes"], rel=0.05)
 
 
-def test_steps_with_the_cores_are_predicted_to_10_percent(skeletons):
+def test_steps_with_the_cores_are_predicted_to_10_percent(empty_models):
     errors = []
     for name in WITH_CORES:
-        record, plan = of_record(name, skeletons)
+        record, plan = of_record(name, empty_models)
         step_s = record["decode_latency_s"] / (record["gen_len"] - 1)
         errors.append(step_s / plan.times.step.seconds - 1)
         assert abs(errors[-1]) < 0.1, name
@@ -906,7 +906,7 @@ def test_more_tokens_than_the_fused_products_take_are_multiplied_with_restored_w
     """33 tokens take what 32 do, and a write and a read of the layers in 16 bits; with groups that the kernel does not know all do."""
     options = "--model llama-2-13b --engine stream --quant-bits 4"
     (plan, few), (_, many) = (times_of(f"{options} --batch-size {batch}") for batch in (32, 33))
-    restored = 2 * plan.job.skeleton.traced_pass(plan.job.spec, 1, 144).total("layer_bytes") / 4200e9
+    restored = 2 * plan.job.empty_model.traced_pass(plan.job.spec, 1, 144).total("layer_bytes") / 4200e9
     assert many.step.seconds - few.step.seconds == pytest.approx(restored, rel=0.05)
     odd = times_of(f"{options} --quant-group-size 256")[1].step.seconds
     assert odd > times_of(options)[1].step.seconds + 0.9 * restored

@@ -158,7 +158,7 @@ def test_the_language_model_of_a_wrapper(name, tmp_path, caplog):
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
     from zero_inference import load
-    from zero_inference.models.greedy import drop_own_settings, greedy
+    from zero_inference.models.prompts import greedy_config, reset_generation_config
 
     fields = WRAPPERS[name]
     text = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **fields["text_config"])
@@ -169,9 +169,9 @@ def test_the_language_model_of_a_wrapper(name, tmp_path, caplog):
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.05 if "embed" in key else 0.2)
     model.save_pretrained(tmp_path)
-    drop_own_settings(model)
+    reset_generation_config(model)
     ids = random_ids(0, 2, PROMPT, VOCAB)
-    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(GEN))
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(GEN))
     assert len(set(wanted[0, PROMPT:].tolist())) > 3
     for options in (
         {"engine": "resident"},
@@ -179,7 +179,7 @@ def test_the_language_model_of_a_wrapper(name, tmp_path, caplog):
         {"engine": "deepspeed", "cpu_offload": True},
     ):
         with load(tmp_path, dtype="float32", batch_size=2, max_length=PROMPT + GEN, verbose=0, **options) as loaded:
-            found = loaded.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(GEN))
+            found = loaded.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(GEN))
         assert torch.equal(found, wanted), options
     assert "warning" not in caplog.text, "config.json announces the vision tower"
 
@@ -225,11 +225,11 @@ def test_a_model_that_takes_something_else_than_a_prompt_is_refused_before_loadi
 
 def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path, capfd):
     from zero_inference.config.run_config import RunConfig
-    from zero_inference.models.prompts import read_prompts, text_ids
+    from zero_inference.models.prompts import encode_prompts, read_prompts
     from zero_inference.models.spec import load_tokenizer, resolve_model
 
     tokenizer = load_tokenizer(resolve_model(RunConfig(model="smollm2-135m"), "cpu"))
-    expected = plain_ids(smollm2_folder, text_ids(tokenizer, read_prompts(None, 2), 40), 12)
+    expected = plain_ids(smollm2_folder, encode_prompts(tokenizer, read_prompts(None, 2), 40), 12)
     for way in (
         ["--cpu-offload", "--kv-offload"],
         ["--engine", "accelerate", "--cpu-offload"],

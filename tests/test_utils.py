@@ -9,7 +9,7 @@ import pytest
 
 import zero_inference
 from zero_inference import utils
-from zero_inference.utils import log
+from zero_inference.utils import log, model_sizes
 
 ROOT = Path(zero_inference.__file__).resolve().parents[1]
 OPT_66B = SimpleNamespace(hidden_size=9216, num_hidden_layers=64, vocab_size=50272)
@@ -69,7 +69,7 @@ TINY_LLAMA = 3 * LLAMA_LAYER + 2 * 103 * 48 + 48  # layers, embedding and head, 
 
 def test_model_bytes_of_a_gated_model_is_its_exact_count():
     assert utils.model_bytes(tiny_llama()) == 2 * TINY_LLAMA
-    assert log.exact_parameter_bytes(tiny_llama(), dtype_bytes=4) == 4 * TINY_LLAMA
+    assert model_sizes.exact_parameter_bytes(tiny_llama(), dtype_bytes=4) == 4 * TINY_LLAMA
 
 
 def test_a_tied_weight_counts_once():
@@ -81,7 +81,7 @@ def test_exact_count_leaves_config_and_random_state_alone():
 
     config = tiny_llama(dtype="bfloat16")
     before, state = copy.deepcopy(config.__dict__), torch.get_rng_state()
-    log.exact_parameter_bytes(config)
+    model_sizes.exact_parameter_bytes(config)
     assert config.__dict__ == before
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -102,9 +102,9 @@ def test_exact_count_is_of_whole_parameters_under_zero3():
 def test_cache_bytes_uses_the_hidden_size_where_no_heads_are_named():
     assert utils.cache_bytes(OPT_66B, 3, 7) == 2 * 3 * 7 * 64 * 9216 * 2
     named = SimpleNamespace(**vars(OPT_66B), num_attention_heads=72)
-    assert log.heads_of_key(named) == log.heads_of_key(OPT_66B) == 1
-    assert log.heads_of_key(SimpleNamespace(num_attention_heads=64, num_key_value_heads=8)) == 8
-    assert log.heads_of_key(SimpleNamespace(num_attention_heads=71, multi_query=True)) == 71
+    assert model_sizes.heads_of_key(named) == model_sizes.heads_of_key(OPT_66B) == 1
+    assert model_sizes.heads_of_key(SimpleNamespace(num_attention_heads=64, num_key_value_heads=8)) == 8
+    assert model_sizes.heads_of_key(SimpleNamespace(num_attention_heads=71, multi_query=True)) == 71
     assert utils.cache_bytes(named, 3, 7) == utils.cache_bytes(OPT_66B, 3, 7)
 
 

@@ -20,8 +20,8 @@ from zero_inference.measure import steadiness
 from zero_inference.measure.result import measured_of
 from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
 from zero_inference.models.preset_table import find_preset
-from zero_inference.models.prompts import end_ids, in_short, prompt_ids, with_prompt_length
-from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model, resolve_shape
+from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
+from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
 from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.planning.changes import check_memory
 from zero_inference.planning.choose import check_single_process, choose, faster_than, hint
@@ -114,7 +114,7 @@ def _run(
         output_ids, tokenizer, prompts = _measured(config, spec, ranks, files, progress, questions, compiled_before_s)
         progress.clear()
         ranks.barrier()
-    ends = end_ids(spec, tokenizer)
+    ends = eos_token_ids(spec, tokenizer)
     try:
         if ranks.is_first:
             publish(files, output_ids, tokenizer, before=watch.stop, ends=ends, prompts=prompts)
@@ -149,7 +149,7 @@ def _spec(config: RunConfig, ranks: Ranks, progress: Progress) -> ModelSpec:
         if not config.dry_run or reads_text or find_preset(config.model) is None:
             raise
         progress.say(f"{ONLY_PLANNED} {error}")
-        return resolve_shape(config, ranks.device.type)
+        return resolve_for_plan(config, ranks.device.type)
 
 
 def _save_options(path: str, asked: RunConfig) -> None:
@@ -215,7 +215,7 @@ def _measured(
             score_run(plan.job, loaded, questions, tokenizer, files, progress) if questions else Quality(None)
         )
         files.result.add_facts(loaded.facts)
-        return session.measurement.output_ids, tokenizer, in_short(config, ids, tokenizer)
+        return session.measurement.output_ids, tokenizer, prompt_excerpts(config, ids, tokenizer)
 
 
 def _note_results(session: Session, files: RunLog, progress: Progress) -> None:

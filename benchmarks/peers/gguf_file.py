@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zero_inference.models.dummy import WEIGHT_STD, embedding_std
+from zero_inference.models.weights import WEIGHT_STD, embedding_std
 
 ALIGNMENT = 32
 BLOCK_WEIGHTS, BLOCK_BYTES = 32, 18

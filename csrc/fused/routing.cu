@@ -1,6 +1,6 @@
 // A router's choice of experts for each token, from its logits: softmax over all experts, the k largest and their sum to one,
-// or the k largest and softmax over them. The schema is in zero_inference/models/routing.py. PyTorch takes seven kernels for it,
-// 18 us of a layer's decode step.
+// or the k largest and softmax over them. The schema is in zero_inference/models/experts.py. PyTorch takes seven kernels for
+// it, 18 us of a layer's decode step.
 //
 // A warp has a token, and each lane experts lane, lane + 32, ...; sums have the order of PyTorch's softmax and sum of a few.
 // Chosen experts follow each other by value, equal ones by number; NaN is larger than any number, as in torch.topk.

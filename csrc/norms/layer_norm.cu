@@ -1,5 +1,5 @@
 // zero_inference::layer_norm, add_layer_norm and layer_norm_backward on CUDA; their schemas are in
-// zero_inference/norms/ops/layer.py.
+// zero_inference/norms/ops.py.
 
 #include "norm_backward.cuh"
 #include "norm_forward.cuh"

@@ -1,4 +1,4 @@
-// zero_inference::poly_norm and poly_norm_backward on CUDA; their schemas are in zero_inference/norms/ops/poly.py.
+// zero_inference::poly_norm and poly_norm_backward on CUDA; their schemas are in zero_inference/norms/ops.py.
 
 #include "poly_backward.cuh"
 #include "poly_forward.cuh"

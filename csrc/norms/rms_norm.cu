@@ -1,4 +1,4 @@
-// zero_inference::rms_norm, add_rms_norm and rms_norm_backward on CUDA; their schemas are in zero_inference/norms/ops/rms.py.
+// zero_inference::rms_norm, add_rms_norm and rms_norm_backward on CUDA; their schemas are in zero_inference/norms/ops.py.
 
 #include "norm_backward.cuh"
 #include "norm_forward.cuh"

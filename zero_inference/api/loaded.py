@@ -23,7 +23,7 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.machine import ThisMachine
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.frozen import FrozenParameter, freeze, refusal
-from zero_inference.models.greedy import use_repeatable_attention
+from zero_inference.models.prompts import disable_cudnn_attention
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
 from zero_inference.planning.changes import check_memory
 from zero_inference.planning.choose import choose, hint
@@ -144,7 +144,7 @@ def _job(config: RunConfig, spec: ModelSpec, ranks: Ranks, scoring: bool) -> Any
 
 def _made_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
     model, job = loaded.model, plan.job
-    use_repeatable_attention()
+    disable_cudnn_attention()
     calls = Calls(job.config, job.spec.config, loaded)
     model.generation_config = _generation_settings(job.spec)
     model.tokenizer = _tokenizer(job.spec)

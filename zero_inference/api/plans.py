@@ -228,7 +228,7 @@ class _Words(Parser):
 
 
 def _plans_of(args: argparse.Namespace, job: Job, found: SearchResult) -> Plans:
-    from zero_inference.models.spec import why_checkpoint_is_refused
+    from zero_inference.models.spec import checkpoint_refusal
     from zero_inference.planning.explain import headline, notes, what_does_not_fit, why_none, why_not_predicted
     from zero_inference.planning.search import ranked, verify
 
@@ -244,7 +244,7 @@ def _plans_of(args: argparse.Namespace, job: Job, found: SearchResult) -> Plans:
     description = job.machine.described()
     if description is not None and (caveat := description.caveat()):
         remarks.append(caveat)
-    if refused := why_checkpoint_is_refused(args.model, args.dummy):
+    if refused := checkpoint_refusal(args.model, args.dummy):
         remarks.append(refused)
     verdict = headline(best, args.goal) if found.candidates else why_none(found, args.model)
     return Plans(rows, verdict, None if description is None else description.in_words(), remarks)

@@ -40,7 +40,7 @@ def free_memory() -> None:
     """Give back what the last model held, on the device and in host memory: the next one is planned with what is free."""
     import torch
 
-    from zero_inference.models.checkpoint import return_free_memory
+    from zero_inference.models.weights import return_free_memory
 
     gc.collect()
     if torch.cuda.is_initialized():

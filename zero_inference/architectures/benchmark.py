@@ -14,11 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_inference.architectures.statistics import percentile
 from zero_inference.measure.loops import is_steady
-from zero_inference.models.greedy import drop_own_settings, greedy
-from zero_inference.models.prompts import random_ids
+from zero_inference.models.prompts import greedy_config, random_ids, reset_generation_config
 from zero_inference.models.spec import max_positions
 from zero_inference.utils import GB
-from zero_inference.utils.log import text_config
+from zero_inference.utils.model_sizes import text_config
 
 WARMUP_SPREAD = 0.05
 WARMUP_TRIES = 10
@@ -109,7 +108,7 @@ class ArchitectureBenchmark:
         if not (hasattr(self.model, "can_generate") and self.model.can_generate()):
             raise ValueError(f"{type(self.model).__name__} cannot generate; benchmark_batch_throughput runs any model")
         self._check_positions(ids.shape[1] + generation_length)
-        settings, mask = greedy(generation_length), torch.ones_like(ids)
+        settings, mask = greedy_config(generation_length), torch.ones_like(ids)
 
         def generate() -> None:
             self.model.generate(ids, attention_mask=mask, generation_config=settings)
@@ -197,7 +196,7 @@ class ArchitectureBenchmark:
     @contextlib.contextmanager
     def _without_own_settings(self) -> Iterator[None]:
         own = self.model.generation_config
-        drop_own_settings(self.model)
+        reset_generation_config(self.model)
         try:
             yield
         finally:

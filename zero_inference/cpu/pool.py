@@ -123,7 +123,7 @@ class Routing(NamedTuple):
 
 
 MOST_PRODUCTS = 8  # of a stage: kMostProducts in csrc/cpu/block.h
-# Of csrc/cpu/block.h, as zero_inference.models.feed_forward names them.
+# Of csrc/cpu/block.h, as zero_inference.models.mlp names them.
 ACTIVATION_NUMBERS = {
     "relu": 0,
     "silu": 1,

@@ -25,9 +25,9 @@ from zero_inference.engines.base import (
 from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, write
 from zero_inference.errors import RunError, UsageError
-from zero_inference.models.checkpoint import load_weights, return_free_memory
 from zero_inference.models.frozen import refusal
 from zero_inference.models.sizes import parameter_bytes
+from zero_inference.models.weights import load_weights, return_free_memory
 from zero_inference.utils.format import first_line
 from zero_inference.utils.transfers import Transfers
 
@@ -46,7 +46,7 @@ class AcceleratePlan(EnginePlan):
     @functools.cached_property
     def cost_terms(self) -> CostTerms:
         """See `EnginePlan`. One fetch for each module that has weights itself."""
-        modules = self.job.skeleton.model.modules()
+        modules = self.job.empty_model.model.modules()
         fetches = sum(any(True for _ in module.parameters(recurse=False)) for module in modules)
         return replace(super().cost_terms, copies_overlap=False, fetches=fetches)
 
@@ -63,9 +63,11 @@ def plan(job: Job) -> AcceleratePlan:
             f"--engine accelerate runs in one process, but {job.ranks.world_size} were started; start one, "
             "or use --engine deepspeed."
         )
-    largest = max(p.numel() * p.element_size() for p in job.skeleton.model.parameters())
+    largest = max(p.numel() * p.element_size() for p in job.empty_model.model.parameters())
     total = job.sizes.parameter_bytes
-    brought = sum(p.numel() * p.element_size() for _, p in job.skeleton.model.named_parameters(remove_duplicate=False))
+    brought = sum(
+        p.numel() * p.element_size() for _, p in job.empty_model.model.named_parameters(remove_duplicate=False)
+    )
     if job.config.disk_offload and not job.on_gpu:
         # a weight is copied out of pages of its file, which count as the process's while they are mapped
         footprint = Footprint(device=2 * largest, gathered=2 * largest, disk=total, loading=total)
@@ -87,7 +89,7 @@ def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedMode
     from accelerate import cpu_offload, disk_offload
 
     config, spec, device = plan.job.config, plan.job.spec, plan.job.ranks.device
-    model = plan.job.skeleton.model
+    model = plan.job.empty_model.model
 
     def adopt(name: str, parameter: torch.nn.Parameter) -> None:
         parameter.data = parameter.data.cpu()

@@ -28,9 +28,9 @@ from zero_inference.kv_cache.attention_patch import window_only_in_cache
 from zero_inference.kv_cache.cpu_attention import CpuAttention
 from zero_inference.kv_cache.device import sees_all_positions
 from zero_inference.kv_cache.host import SLOTS
-from zero_inference.models.alike import COMPARED_BYTES, compared_layers
+from zero_inference.models.empty_model import EmptyModel
+from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
 from zero_inference.models.sizes import ModelSizes, logits_bytes
-from zero_inference.models.skeleton import Skeleton
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.hardware import LinkUse
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep
@@ -57,14 +57,14 @@ class Job:
     config: RunConfig
     spec: ModelSpec
     ranks: Ranks
-    skeleton: Skeleton
+    empty_model: EmptyModel
     free_device_bytes: int | None
     group: Any = None
     machine: Machine = ThisMachine()
 
     @property
     def sizes(self) -> ModelSizes:
-        return self.skeleton.sizes
+        return self.empty_model.sizes
 
     @property
     def on_gpu(self) -> bool:
@@ -117,9 +117,9 @@ class Job:
         """Return whether keys and values have to be in transformers' own cache: it drops those beyond a window, and masks know none."""
         if sees_all_positions(self.spec.config, self.length):
             return False
-        if not self.skeleton.is_empty:
-            return self.skeleton.known.get(WINDOW_OF_CACHE, False)
-        return self.skeleton.once(WINDOW_OF_CACHE, lambda: window_only_in_cache(self.skeleton.model))
+        if not self.empty_model.is_empty:
+            return self.empty_model.cache.get(WINDOW_OF_CACHE, False)
+        return self.empty_model.cached(WINDOW_OF_CACHE, lambda: window_only_in_cache(self.empty_model.model))
 
     @property
     def kv_device_bytes(self) -> int:
@@ -149,7 +149,7 @@ class Job:
     @property
     def activation_bytes(self) -> int:
         """Of a rank's prefill, at its peak."""
-        return self.skeleton.activation_bytes(self.spec, self.rank_batch, self.config.prompt_len)
+        return self.empty_model.activation_bytes(self.spec, self.rank_batch, self.config.prompt_len)
 
     def _kv_bytes(self, width: int, length: int | None = None) -> int:
         positions = self.length if length is None else length
@@ -237,7 +237,9 @@ class EnginePlan:
     @property
     def compared_bytes(self) -> int:
         """Bytes of the layers that a run keeps in host memory until it has compared the loaded model's with them."""
-        found = self.job.skeleton.once("compared", lambda: sum(compared_layers(self.job.skeleton.model).values()))
+        found = self.job.empty_model.cached(
+            "compared", lambda: sum(first_layer_bytes(self.job.empty_model.model).values())
+        )
         return min(found, COMPARED_BYTES)
 
     def as_stored(self, name: str, values: torch.Tensor) -> torch.Tensor:

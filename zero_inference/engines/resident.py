@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, no_communicator
-from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.sizes import parameter_bytes
+from zero_inference.models.weights import load_weights
 
 connect = no_communicator
 
@@ -23,7 +23,7 @@ def check(plan: EnginePlan) -> None:
 
 def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedModel:
     """Put each weight on the device as it is read."""
-    job, model = plan.job, plan.job.skeleton.model
+    job, model = plan.job, plan.job.empty_model.model
     device = job.ranks.device
 
     def adopt(name: str, parameter: torch.nn.Parameter) -> None:

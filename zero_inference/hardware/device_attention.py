@@ -13,7 +13,7 @@ import torch
 from zero_inference.hardware.compute import CLOCKS_S, as_graph, median_s
 from zero_inference.hardware.description import DeviceAttention
 from zero_inference.kernels.decode_attention import attend
-from zero_inference.models.greedy import use_repeatable_attention
+from zero_inference.models.prompts import disable_cudnn_attention
 
 HEAD_DIM, DTYPE = 128, torch.bfloat16
 # Query heads that share a key head; key heads of all sequences; positions. Others lie between them, and time grows by lines beyond: few
@@ -54,7 +54,7 @@ def attention_s(
         layers: that a graph has; None for as many as caches do not hold.
         seconds: to measure for.
     """
-    use_repeatable_attention()
+    disable_cudnn_attention()
     shape = key_heads // key_heads_per_sequence, key_heads_per_sequence, positions, HEAD_DIM
     layer_bytes = 2 * torch.Size(shape).numel() * DTYPE.itemsize
     count = layers or min(MOST_LAYERS, 1 + CACHES_BYTES // layer_bytes)

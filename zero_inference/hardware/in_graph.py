@@ -13,8 +13,8 @@ from zero_inference.kernels.decode_attention import using_decode_attention
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.kv_cache.device import DeviceKVCache
-from zero_inference.models.greedy import use_repeatable_attention
 from zero_inference.models.operators import trace_without_weights
+from zero_inference.models.prompts import disable_cudnn_attention
 from zero_inference.norms.patch import patch_norms
 
 LAYERS = 1, 16  # of two models: what they differ by are operators
@@ -60,7 +60,7 @@ class _StepWithoutProducts:
     """
 
     def __init__(self, layers: int, device: torch.device, width: int):
-        use_repeatable_attention()
+        disable_cudnn_attention()
         with torch.device("meta"):
             model = small_llama(layers, width, width // HEAD_DIM).eval()
         _without_products(model)

@@ -16,8 +16,8 @@ from zero_inference.hardware.in_graph import measure_graph_operator
 from zero_inference.hardware.small_models import seconds_of, small_llama, small_opt
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
-from zero_inference.models.greedy import greedy, use_repeatable_attention
 from zero_inference.models.operators import trace_without_weights
+from zero_inference.models.prompts import disable_cudnn_attention, greedy_config
 from zero_inference.norms.patch import patch_norms
 from zero_inference.utils.garbage import freeze_existing_objects
 
@@ -36,7 +36,7 @@ class Launching:
     """
 
     def __init__(self, device: torch.device):
-        use_repeatable_attention()
+        disable_cudnn_attention()
         self.device = device
         self.models = [_Steps(make(layers), device) for make in (small_llama, small_opt) for layers in LAYERS]
         self.attention = measure_device_attention(device) if device.type == "cuda" else ()
@@ -120,6 +120,6 @@ class _Steps:
             return seconds_of(
                 self.device,
                 lambda: self.model.generate(
-                    self.ids, generation_config=greedy(tokens), attention_mask=torch.ones_like(self.ids)
+                    self.ids, generation_config=greedy_config(tokens), attention_mask=torch.ones_like(self.ids)
                 ),
             )

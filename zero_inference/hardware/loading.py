@@ -11,7 +11,7 @@ from zero_inference.cpu.products import quantize
 from zero_inference.hardware.compute import median_s
 from zero_inference.hardware.description import Loading
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.models.dummy import fill_dummy
+from zero_inference.models.weights import fill_dummy
 from zero_inference.utils.host_memory import host_empty
 
 SIZE = {"cuda": 8192, "cpu": 2048}  # of a square weight

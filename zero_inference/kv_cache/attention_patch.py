@@ -28,7 +28,7 @@ from zero_inference.kv_cache.cpu_attention import (
     UnsupportedAttention,
 )
 from zero_inference.kv_cache.device import DeviceKVCache, supports_preallocated
-from zero_inference.models.alike import copy_with_few_layers, kinds_of_layers
+from zero_inference.models.layers import copy_with_few_layers, layer_kinds
 from zero_inference.models.meta_pass import tensors_in
 from zero_inference.models.sizes import cache_class, new_cache
 from zero_inference.utils.format import first_line
@@ -141,7 +141,7 @@ def _steps_of_trial(
 def _small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Callable[[], None]]:
     """Return a float32 copy of `model` with random numbers in small parameters (norms, sinks), and a function to call before each pass. One
     layer of each kind computes in a pass; the others return its result."""
-    kinds = kinds_of_layers(model)
+    kinds = layer_kinds(model)
     copied, run = copy_with_few_layers(model, kinds)
     copied.to(torch.float32)
     generator = torch.Generator().manual_seed(0)

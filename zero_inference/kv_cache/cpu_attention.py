@@ -17,7 +17,7 @@ from zero_inference.cpu.hand_off import DirectCalls, HandOff
 from zero_inference.errors import RunError
 from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer
 from zero_inference.utils.host_memory import host_empty
-from zero_inference.utils.log import kv_width
+from zero_inference.utils.model_sizes import kv_width
 from zero_inference.utils.transfers import Transfers
 
 SEEN = 4  # a model has one or two kinds of masks in a pass

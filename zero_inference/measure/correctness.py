@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from zero_inference.engines.base import EnginePlan, LoadedModel
 from zero_inference.errors import RunError, UsageError
-from zero_inference.models.alike import COMPARED_BYTES, compared_layers
-from zero_inference.models.checkpoint import seen_by
-from zero_inference.models.layers import decoder_layers
+from zero_inference.models.layers import COMPARED_BYTES, decoder_layers, first_layer_bytes
 from zero_inference.models.prompts import random_ids
+from zero_inference.models.weights import observe_loading
 from zero_inference.utils.format import first_line
 from zero_inference.utils.host_memory import host_copy
 from zero_inference.utils.ranks import Ranks
@@ -44,12 +43,12 @@ class ReferenceLayers:
         self.plain: dict[int, torch.nn.Module] = {}
         self.left_out: dict[int, str] = {}
         self.places: dict[str, list[tuple[torch.nn.Module, str]]] = {}  # by a parameter's name in the model
-        self.positions = compared_layers(job.skeleton.model)
+        self.positions = first_layer_bytes(job.empty_model.model)
         if not self.positions or not job.ranks.is_first:
             return
-        _, layers = decoder_layers(job.skeleton.model)
+        _, layers = decoder_layers(job.empty_model.model)
         names: dict[int, list[str]] = {}
-        for name, parameter in job.skeleton.model.named_parameters(remove_duplicate=False):
+        for name, parameter in job.empty_model.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         weights = plan.footprint
         taken = weights.host + job.kv_host_bytes + (0 if job.on_gpu else weights.device)
@@ -68,7 +67,7 @@ class ReferenceLayers:
 
     def filled(self) -> contextlib.AbstractContextManager[None]:
         """Within it, weights that are loaded fill these layers too."""
-        return seen_by(self._see)
+        return observe_loading(self._see)
 
     def _see(self, name: str, parameter: torch.nn.Parameter) -> None:
         if places := self.places.get(name):

@@ -18,7 +18,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from zero_inference.engines.base import LoadedModel
 from zero_inference.measure.correctness import LogitsCheck
 from zero_inference.measure.steadiness import relative_spread
-from zero_inference.models.greedy import greedy, use_repeatable_attention
+from zero_inference.models.prompts import disable_cudnn_attention, greedy_config
 from zero_inference.records.schema import ExpertUse, Loop, MovedPerStep
 from zero_inference.utils.garbage import freeze_existing_objects
 from zero_inference.utils.ranks import Ranks
@@ -84,7 +84,7 @@ def measure_loops(
     Raises:
         RunError: logits of the first loop are not finite; told behind it.
     """
-    use_repeatable_attention()
+    disable_cudnn_attention()
     measurement, logits, remaining = Measurement(), LogitsCheck(loaded.model), Remaining(warmup + loops, gen_len)
 
     def one(label: str, ends_early: Callable[[], bool] | None = None) -> tuple[Loop, torch.Tensor]:
@@ -149,7 +149,7 @@ def _one_loop(
     output = loaded.model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
-        generation_config=greedy(gen_len),
+        generation_config=greedy_config(gen_len),
         stopping_criteria=StoppingCriteriaList([clock, *feeding]),
         **extra,
     )

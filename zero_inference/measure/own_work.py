@@ -266,7 +266,7 @@ def _entered(
 def _counts(plan: Plan) -> dict[str, Any]:
     """As `_Thin` has them."""
     job, terms = plan.job, plan.weights.cost_terms
-    step = job.skeleton.traced_pass(job.spec, 1, job.config.prompt_len)
+    step = job.empty_model.traced_pass(job.spec, 1, job.config.prompt_len)
     assert step is not None, "a Llama runs on the meta device"
     restores = job.config.quantized and 0 < terms.fused_rows < job.config.prompt_len
     return {

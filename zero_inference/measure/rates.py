@@ -15,8 +15,8 @@ from zero_inference.hardware import effort
 from zero_inference.hardware.compute import device_copy_gb_per_s, matmul_tflops
 from zero_inference.hardware.copy import Rate, blocks_of, host_to_device_rounds, rate_of
 from zero_inference.hardware.disk import disk_read_gb_per_s
-from zero_inference.models.checkpoint import return_free_memory
 from zero_inference.models.spec import ModelSpec
+from zero_inference.models.weights import return_free_memory
 from zero_inference.records.hardware import HOST_COPY, LinkUse, Rates
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep
 from zero_inference.utils.ranks import Ranks

@@ -20,10 +20,9 @@ from zero_inference.measure import loops
 from zero_inference.measure.correctness import ReferenceLayers
 from zero_inference.measure.rates import LinkRate, LoopMonitor, measure_rates, update_cpu_rate, update_link_rate
 from zero_inference.measure.trace import trace_generation
-from zero_inference.models.checkpoint import return_free_memory
-from zero_inference.models.dummy import draw_tokens
-from zero_inference.models.files import few
-from zero_inference.models.routing import find_routers, use_routing_kernel
+from zero_inference.models.checkpoint_files import shorten_names
+from zero_inference.models.experts import detect_routers, install_routing_kernel
+from zero_inference.models.weights import draw_tokens, return_free_memory
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.planning.cost import Range, seconds_in_words
 from zero_inference.planning.plan import Plan
@@ -58,7 +57,7 @@ def loaded_model(
         progress.say,
     )
     fuses = has_kernels(job, progress)
-    routers = find_routers(job.skeleton.model, job.ranks.device) if fuses else {}
+    routers = detect_routers(job.empty_model.model, job.ranks.device) if fuses else {}
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
         plan.weights.prepare()
     job.ranks.barrier()  # that a rank compiled kernels, or tried them, is not loading for the others either
@@ -84,7 +83,7 @@ def loaded_model(
                 f"{', '.join(names[:3])}"
                 + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else "")
             )
-        use_routing_kernel(loaded.model, routers)
+        install_routing_kernel(loaded.model, routers)
         rotary = rotary_kernel(loaded.model, job.ranks.device, job.spec.dtype) if fuses else contextlib.nullcontext()
         with rotary:
             yield loaded, load_s, lambda: None if plain is None else _compare(plain, plan, loaded, progress)
@@ -109,7 +108,7 @@ def _compare(plain: ReferenceLayers, plan: Plan, loaded: LoadedModel, progress: 
     job = plan.job
     plain.compare(loaded, job.config.engine, job.spec.text_config.vocab_size, job.ranks)
     for reason in dict.fromkeys(plain.left_out.values()):
-        which = few([f"layer {position}" for position, why in plain.left_out.items() if why == reason])
+        which = shorten_names([f"layer {position}" for position, why in plain.left_out.items() if why == reason])
         progress.say(f"not compared with transformers' own code: decoder {which}: {reason}")
     return_free_memory()
 

@@ -19,8 +19,8 @@ from transformers import StoppingCriteriaList
 
 from zero_inference.engines.base import LoadedModel
 from zero_inference.measure.loops import ForcedTokens
-from zero_inference.models.greedy import greedy
 from zero_inference.models.layers import decoder_layers
+from zero_inference.models.prompts import greedy_config
 from zero_inference.records.hardware import TracedLinkUse
 from zero_inference.utils.files import write_atomically
 
@@ -54,7 +54,7 @@ def trace_generation(
         loaded.model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            generation_config=greedy(tokens),
+            generation_config=greedy_config(tokens),
             stopping_criteria=StoppingCriteriaList(feeding),
             **extra,
         )

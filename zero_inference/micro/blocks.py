@@ -15,7 +15,7 @@ from torch import nn
 
 from zero_inference.errors import UsageError
 from zero_inference.models.preset_table import find_preset
-from zero_inference.utils.log import kv_width
+from zero_inference.utils.model_sizes import kv_width
 
 # Of a forward pass; the backward pass makes two products, for inputs and for weights, of each product of the forward pass.
 FORWARD_AND_BACKWARD = 3

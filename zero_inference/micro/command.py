@@ -254,7 +254,7 @@ def _layer_rows(args, rates: MachineRates, module: ModuleType):
     from zero_inference.micro.layer import make_norm_patch
     from zero_inference.micro.timing import DTYPES
     from zero_inference.models.spec import max_positions
-    from zero_inference.norms.patch import why_not_family
+    from zero_inference.norms.patch import family_refusal
 
     kind, device = args.dtype or ("fp16" if rates.device.type == "cuda" else "fp32"), rates.device.type
     _check_kinds([kind], rates.device)
@@ -269,7 +269,7 @@ def _layer_rows(args, rates: MachineRates, module: ModuleType):
     patch = make_norm_patch(
         args.norm_kernels, rates.device, DTYPES[kind], [config.model_type for config in configs.values()]
     )
-    known = 0 if patch is None else sum(why_not_family(each.model_type) is None for each in configs.values())
+    known = 0 if patch is None else sum(family_refusal(each.model_type) is None for each in configs.values())
     total = (len(blocks) + known) * len(seqs) * len(batches)  # blocks with norm kernels have a second row
     return total, module.measure(rates, blocks, seqs, batches, kind, args.min_run_time, args.longest_call, patch)
 

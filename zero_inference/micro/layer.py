@@ -233,21 +233,21 @@ def make_norm_patch(
     Raises:
         UsageError: `cuda` was asked for, and no block's norms have kernels, or the kernels are not there or fail on this device.
     """
-    from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels, refuse_norm_kernels
-    from zero_inference.norms.patch import why_not_family
+    from zero_inference.norms.choice import apply_norm_kernels, check_norm_kernels_option, prepare_norm_kernels
+    from zero_inference.norms.patch import family_refusal
 
     if asked == "off" or (asked == "auto" and device.type != "cuda"):
         return None
 
     @functools.cache
     def why_not(family: str) -> str | None:
-        if reason := why_not_family(family):
+        if reason := family_refusal(family):
             return reason
         return (prepare or prepare_norm_kernels)(asked, family, device, dtype, TRIED_COLUMNS, current_progress().say)
 
     if asked == "cuda":
-        known = [family for family in families if why_not_family(family) is None]
-        refuse_norm_kernels(asked, (known or families)[0])
+        known = [family for family in families if family_refusal(family) is None]
+        check_norm_kernels_option(asked, (known or families)[0])
         why_not(known[0])
 
     def patch(block: Block) -> int:

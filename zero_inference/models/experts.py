@@ -13,13 +13,16 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
-from zero_inference.models.feed_forward import ACTIVATIONS
-from zero_inference.models.layers import remembered
+from zero_inference.kernels.extension import operators_of
+from zero_inference.models.layers import cache_per_module
+from zero_inference.models.mlp import ACTIVATIONS
 
 AGREE = 1e-5  # relative: formulas of one activation differ by less, two activations by 1e-3 or more
 # Of inputs: near 1 the activations differ most, and a bound that a family sets to what they may reach shows far from it.
@@ -96,8 +99,8 @@ class FusedExperts:
         return 1 - (1 - self.chosen / self.number) ** tokens
 
 
-@remembered
-def read_experts(module: nn.Module) -> FusedExperts | None:
+@cache_per_module
+def detect_experts(module: nn.Module) -> FusedExperts | None:
     """What `module`, which may be on the meta device, computes; None where it is something else. `chosen` is not known yet."""
     named = dict(module.named_parameters())
     weights = [name for name, parameter in named.items() if parameter.dim() == 3]
@@ -111,7 +114,7 @@ def read_experts(module: nn.Module) -> FusedExperts | None:
         return None
     for form in _forms(named, weights, biases):
         try:
-            if (found := _tried(module, form)) is not None:
+            if (found := _match_form(module, form)) is not None:
                 return found
         except Exception:  # it runs the module's own code, which may do with its input whatever it likes
             return None
@@ -132,7 +135,7 @@ def _forms(named: dict[str, nn.Parameter], weights: list[str], biases: list[str]
                 yield replace(form, first_bias=first_bias, last_bias=last_bias)
 
 
-def chosen_of(module: nn.Module, config: Any, number: int) -> int:
+def experts_per_token(module: nn.Module, config: Any, number: int) -> int:
     """How many of `number` experts a token chooses: as the mixture `module` or its router says, or else the model's config."""
     for source in (module, *module.children(), config):
         for name in CHOSEN:
@@ -142,7 +145,7 @@ def chosen_of(module: nn.Module, config: Any, number: int) -> int:
     return number
 
 
-def _tried(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
+def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
     """Return `form` with activation, order and limits as the module has them; None where no such form agrees with it."""
     forward = inspect.unwrap(type(module).forward)  # what the class says, without the kernels that may stand in for it
     numbers_of_its_own = {float(value) for value in vars(module).values() if type(value) in (int, float) and value > 0}
@@ -166,7 +169,9 @@ def _tried(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
                     limit=limit,
                     up_offset=up_offset,
                 )
-                if all(_agree(one, _computed(experts, small, x, numbers, weights)) for one, x in zip(found, inputs)):
+                if all(
+                    _equal_outputs(one, _computed(experts, small, x, numbers, weights)) for one, x in zip(found, inputs)
+                ):
                     return experts
     return None
 
@@ -225,7 +230,169 @@ def _pairs(numbers: torch.Tensor) -> Iterator[tuple[int, int, int]]:
             yield row, place, number
 
 
-def _agree(one: Any, other: torch.Tensor) -> bool:
+def _equal_outputs(one: Any, other: torch.Tensor) -> bool:
     return (
         torch.is_tensor(one) and one.shape == other.shape and float((one - other).norm()) <= AGREE * float(other.norm())
     )
+
+
+MOST_EXPERTS, MOST_CHOSEN = 1024, 32
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TRIAL_TOKENS = 128
+WIDE = 300.0  # times their hidden states: softmax over all experts makes zeros of most
+ROUNDINGS = {torch.float32: 8}  # of weights, as sums of another order differ by; one of other dtypes
+
+LIBRARY = operators_of(__name__)
+LIBRARY.define(
+    "choose_experts(Tensor logits, int k, bool softmax_first, bool normalized, bool in_float32) -> (Tensor, Tensor)"
+)
+
+
+def choose_experts_reference(
+    logits: Tensor, k: int, softmax_first: bool, normalized: bool, in_float32: bool
+) -> tuple[Tensor, Tensor]:
+    """Return weights and numbers, both [tokens, k], of the experts that each token chooses by `logits` [tokens, experts].
+
+    Args:
+        softmax_first: over all experts; else over the chosen ones.
+        normalized: with that, divide the weights by their sum.
+        in_float32: return weights in float32; else in the dtype of the logits.
+    """
+    scores = logits.float()
+    if softmax_first:
+        weights, numbers = scores.softmax(-1).topk(k, -1)
+        weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
+    else:
+        weights, numbers = scores.topk(k, -1)
+        weights = weights.softmax(-1)
+    return weights if in_float32 else weights.to(logits.dtype), numbers
+
+
+LIBRARY.impl("choose_experts", choose_experts_reference, "CompositeExplicitAutograd")
+
+
+@dataclass(frozen=True)
+class RouterForm:
+    """Arguments of the kernel that make it compute what a router does.
+
+    Attributes:
+        dtype: of hidden states and the router's weight.
+        logits_dtype: of the logits that it returns.
+    """
+
+    k: int
+    softmax_first: bool
+    normalized: bool
+    in_float32: bool
+    dtype: torch.dtype
+    logits_dtype: torch.dtype
+
+    def of(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the router does: logits, weights and numbers."""
+        choice = (self.k, self.softmax_first, self.normalized, self.in_float32)
+        return logits.to(self.logits_dtype), *torch.ops.zero_inference.choose_experts(logits, *choice)
+
+
+def detect_routers(model: nn.Module, device: torch.device) -> dict[str, RouterForm]:
+    """Return the routers of `model`, which may be on the meta device, that compute what the kernel does on `device`; by name."""
+    known: dict[Any, RouterForm | None] = {}  # layers of a kind are alike
+    found = {}
+    for name, module in model.named_modules():
+        if _may_route(module):
+            own = tuple(
+                sorted((key, value) for key, value in vars(module).items() if type(value) in (int, float, bool))
+            )
+            shapes = tuple((key, tuple(p.shape), p.dtype) for key, p in module.named_parameters())
+            key = type(module), own, shapes
+            if key not in known:
+                known[key] = _match_router(module, device)
+            if (routing := known[key]) is not None:
+                found[name] = routing
+    return found
+
+
+def install_routing_kernel(model: nn.Module, found: dict[str, RouterForm]) -> None:
+    """Let the routers `found` of a loaded model use the kernel; a router whose `forward` something else replaced stays as it is."""
+    for name, routing in found.items():
+        module = model.get_submodule(name)
+        if "forward" not in vars(module):
+            module.forward = MethodType(_forward_of(routing), module)
+
+
+def _forward_of(routing: RouterForm) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        weight = self.weight
+        alike = hidden_states.dtype == weight.dtype == routing.dtype and hidden_states.device == weight.device
+        wanted = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+        if args or options or hidden_states.dim() != 2 or not alike or wanted:
+            return type(self).forward(self, hidden_states, *args, **options)
+        return routing.of(_logits(self, hidden_states))
+
+    return forward
+
+
+def _logits(router: Any, hidden_states: Tensor) -> Tensor:
+    return functional.linear(hidden_states, router.weight, getattr(router, "bias", None))
+
+
+def _may_route(module: nn.Module) -> bool:
+    """Return whether `module` holds a matrix [experts, hidden], perhaps a bias, and a number of experts to choose."""
+    own = dict(module.named_parameters())
+    weight = own.get("weight")
+    return (
+        not type(module).__module__.startswith("torch.")
+        and not isinstance(module, nn.Linear)  # the cores may multiply such a one, or an adapter wrap it
+        and weight is not None
+        and own.keys() <= {"weight", "bias"}
+        and weight.dim() == 2
+        and weight.dtype in DTYPES
+        and weight.shape[0] <= MOST_EXPERTS
+        and experts_per_token(module, None, weight.shape[0]) <= min(MOST_CHOSEN, weight.shape[0] - 1)
+    )
+
+
+@torch.no_grad()
+def _match_router(module: nn.Module, device: torch.device) -> RouterForm | None:
+    """Return what `module` computes: of the forms that choose the same experts the one whose weights differ least, if only by roundings."""
+    router, draw = copy.copy(module), torch.Generator().manual_seed(0)
+    vars(router)["_parameters"] = {
+        name: nn.Parameter(
+            torch.randn(p.shape, generator=draw).mul_(2 * p.shape[-1] ** -0.5).to(device, p.dtype), False
+        )
+        for name, p in module.named_parameters()
+    }
+    dtype, (experts, hidden) = router.weight.dtype, router.weight.shape
+    k = experts_per_token(module, None, experts)
+    x = torch.randn(TRIAL_TOKENS, hidden, generator=draw).to(device, dtype)
+    differing: dict[RouterForm, float] = {}
+    try:
+        (logits, own), (wide_logits, own_wide) = (
+            (_logits(router, each), type(module).forward(router, each)) for each in (x, WIDE * x)
+        )
+        own_logits, own_weights, own_numbers = own
+        if own_numbers.dtype != torch.int64 or not torch.equal(logits.to(own_logits.dtype), own_logits):
+            return None
+        rows, wide_rows = _without_equals(logits, k), _without_equals(wide_logits, k)
+        in_float32 = own_weights.dtype == torch.float32
+        for softmax_first, normalized in ((False, False), (True, True), (True, False)):
+            routing = RouterForm(k, softmax_first, normalized, in_float32, dtype, own_logits.dtype)
+            _, weights, numbers = routing.of(logits)
+            same = weights.dtype == own_weights.dtype and torch.equal(numbers[rows], own_numbers[rows])
+            if not softmax_first:  # which ranks experts whose softmax over all is 0
+                same = same and torch.equal(routing.of(wide_logits)[2][wide_rows], own_wide[2][wide_rows])
+            if same:
+                of_rows, own_of_rows = weights[rows].double(), own_weights[rows].double()
+                differing[routing] = float(((of_rows - own_of_rows) / own_of_rows).abs().max())
+    except Exception:  # it runs the module's own code, which may do with its input whatever it likes
+        return None
+    best = min(differing, key=differing.__getitem__, default=None)
+    allowed = ROUNDINGS.get(own_weights.dtype, 1) * torch.finfo(own_weights.dtype).eps
+    return best if best is not None and differing[best] <= allowed else None
+
+
+def _without_equals(logits: Tensor, k: int) -> Tensor:
+    """Return the rows whose largest logits are all different: equal ones may come in any order. At least one in 16 is such."""
+    rows = (logits.topk(k + 1, -1).values.diff(dim=-1) != 0).all(-1).nonzero().view(-1)
+    if 16 * rows.numel() < logits.shape[0]:
+        raise ValueError("too many equal logits")
+    return rows

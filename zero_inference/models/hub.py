@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.models.files import WEIGHT_FILES, checkpoint_files, has_tokenizer, shards
-from zero_inference.models.hub_progress import showing_fetched
-from zero_inference.models.preset_table import find_preset, near_names
-from zero_inference.utils.format import first_line
-from zero_inference.utils.progress import current_progress
+from zero_inference.models.checkpoint_files import WEIGHT_FILES, checkpoint_files, has_tokenizer, shard_names
+from zero_inference.models.preset_table import find_preset, similar_presets
+from zero_inference.utils.format import first_line, format_bytes
+from zero_inference.utils.progress import TICK_S, ByteProgress, Progress, current_progress, is_reporting
 
 # Of the top folder only: `original/` and `onnx/` hold other formats. Classes name their vocabulary as they like, hence the patterns.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -76,7 +75,7 @@ class Snapshot:
         with self._explained("its weights"):
             _need_listing(self.name, self.folder.name)
             patterns = [glob.escape(name) for name in self._weight_names()]
-            with showing_fetched(self.name, self.folder, patterns):
+            with show_download(self.name, self.folder, patterns):
                 self._fetch(patterns)
             try:
                 checkpoint_files(self.folder)
@@ -91,7 +90,7 @@ class Snapshot:
                 return [single]
             self._fetch([index])
             if (self.folder / index).is_file():
-                return shards(self.folder / index)
+                return shard_names(self.folder / index)
         names = " or ".join(single for single, _ in WEIGHT_FILES)
         raise UsageError(f"--model {self.asked}: {self.name} has no {names} (nor their index) on the hub; {ANOTHER}.")
 
@@ -243,7 +242,7 @@ def _correct(asked: str) -> str:
 
 
 def _meant(asked: str) -> str:
-    near = [] if find_preset(asked) else near_names(asked)
+    near = [] if find_preset(asked) else similar_presets(asked)
     return f" (did you mean {', '.join(near)}?)" if near else ""
 
 
@@ -256,3 +255,60 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+PARTIAL = ".incomplete"  # how a file's name ends while it is fetched
+
+
+@contextmanager
+def show_download(name: str, folder: Path, patterns: list[str]) -> Iterator[None]:
+    """While the block fetches the files of `patterns` into the snapshot `folder`, show how many bytes of them are there.
+
+    The bytes are those in the cache, which holds for every way in which the client fetches, and for what an earlier run began.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    progress = current_progress()
+    drawn = is_reporting() and not are_progress_bars_disabled()
+    if drawn:
+        disable_progress_bars()  # it would draw bars of its own into the live line
+    ended, watch = threading.Event(), None
+    try:
+        if progress.enabled:
+            files = snapshot_download(name, revision=folder.name, allow_patterns=patterns, dry_run=True)
+            total = sum(file.file_size for file in files)
+            there = sum(file.file_size for file in files if file.is_cached)
+            if there < total:
+                cache = folder.parent.parent / "blobs"
+                watch = threading.Thread(target=_watch, args=(progress, name, cache, total, there, ended), daemon=True)
+                watch.start()
+        yield
+    finally:
+        ended.set()
+        if watch is not None:
+            watch.join()
+        if drawn:
+            enable_progress_bars()
+        progress.clear()
+
+
+def _watch(progress: Progress, name: str, blobs: Path, total: int, there: int, ended: threading.Event) -> None:
+    there = min(total, there + _bytes(blobs, f"*{PARTIAL}"))
+    moved, before = ByteProgress(progress, "fetching weights", total, there), _bytes(blobs)
+    if ended.wait(TICK_S):
+        return
+    progress.say(f"fetching the weights of {name}, {format_bytes(total - there)} ...")
+    while not ended.wait(TICK_S):
+        moved.at(min(total, there + max(0, _bytes(blobs) - before)))
+
+
+def _bytes(blobs: Path, pattern: str = "*") -> int:
+    found = 0
+    for path in blobs.glob(pattern):
+        try:
+            status = path.stat()
+        except OSError:  # renamed meanwhile
+            continue
+        found += min(status.st_size, 512 * status.st_blocks)  # a file may have holes where parts arrive in any order
+    return found

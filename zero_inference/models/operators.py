@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from zero_inference.models.layers import decoder_layers, remembered
-from zero_inference.models.meta_pass import Watching, tensors_in, watch_pass
-from zero_inference.models.repeat import storage_of
+from zero_inference.models.layers import cache_per_module, decoder_layers
+from zero_inference.models.meta_pass import PassObserver, observe_pass, storage_of, tensors_in
 from zero_inference.models.sizes import expert_parameters
 
 aten = torch.ops.aten
@@ -104,11 +103,11 @@ def trace_pass(model: Any, spec: Any, tokens: int, past: int) -> Pass | None:
     over positions.
 
     Args:
-        model: without weights, as `skeleton.empty_model` makes it; it is left as it is.
+        model: without weights, as `empty_model.build_on_meta` makes it; it is left as it is.
         spec: a `models.spec.ModelSpec`.
     """
     for dtype in dict.fromkeys((spec.dtype, torch.bfloat16)):  # grouped matrix products have no other dtype there
-        counts = watch_pass(model, dtype, tokens, past, lambda shapes: _Counting(_kinds_of_weights(shapes, spec)))
+        counts = observe_pass(model, dtype, tokens, past, lambda shapes: _Counting(_kinds_of_weights(shapes, spec)))
         if counts is not None:
             return Pass(_of_width(counts.operators, spec.dtype.itemsize / dtype.itemsize), counts.module_calls)
     return None
@@ -127,7 +126,7 @@ def _of_width(operators: Counter[Operator], times: float) -> dict[Operator, int]
 
 def trace_without_weights(model: Any, tokens: int, past: int) -> Pass | None:
     """Such a pass of any model without experts, whose operators say nothing of weights; see `trace_pass`."""
-    counts = watch_pass(model, torch.bfloat16, tokens, past, lambda shapes: _Counting({}))
+    counts = observe_pass(model, torch.bfloat16, tokens, past, lambda shapes: _Counting({}))
     return None if counts is None else Pass(dict(counts.operators), counts.module_calls)
 
 
@@ -142,7 +141,7 @@ def _kinds_of_weights(shapes: Any, spec: Any) -> dict[int, str]:
 _Counts = tuple[Counter[Operator], int, int]  # operators that do something, calls of modules, and all operators
 
 
-class _Counting(Watching):
+class _Counting(PassObserver):
     """Counts the operators that move or compute something."""
 
     def __init__(self, kinds: dict[int, str]) -> None:
@@ -154,7 +153,7 @@ class _Counting(Watching):
         self.multiplied: torch.Tensor | None = None
 
     def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
-        """See `Watching`."""
+        """See `PassObserver`."""
         name = function._overloadpacket
         if function.is_view or name in WITHOUT_WORK:
             return
@@ -176,25 +175,25 @@ class _Counting(Watching):
         self.operators[Operator(flops, nbytes, *weights, same_input=same)] += 1
 
     def saw_module(self, module: Any) -> None:
-        """See `Watching`."""
+        """See `PassObserver`."""
         self.module_calls += 1
 
     def start(self) -> _Counts:
-        """See `OfLayers`."""
+        """See `LayerObserver`."""
         return self.operators.copy(), self.module_calls, self.operators_seen
 
     def seen(self, start: _Counts, position: int, made: set[int]) -> _Counts:
-        """See `OfLayers`."""
+        """See `LayerObserver`."""
         return self.operators - start[0], self.module_calls - start[1], self.operators_seen - start[2]
 
     def repeat(self, position: int, seen: _Counts, made: list[torch.Tensor]) -> None:
-        """See `OfLayers`."""
+        """See `LayerObserver`."""
         self.operators += seen[0]
         self.module_calls += seen[1]
         self.count(seen[2])
 
     def saw_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Watching`. Scores and what they weigh; a prompt's tokens look at half of each other."""
+        """See `PassObserver`. Scores and what they weigh; a prompt's tokens look at half of each other."""
         batch, heads, length, width = query.shape
         pairs = length * key.shape[2] - length * (length - 1) // 2
         flops = 2 * batch * heads * pairs * (width + value.shape[-1])
@@ -224,15 +223,15 @@ class Reads:
         return all(calls[module] <= calls[of] for calls in self.calls)
 
 
-@remembered
+@cache_per_module
 def trace_reads(model: Any) -> Reads | None:
-    """Trace a prefill and a decode step of `model`; None where it cannot run on the meta device. Of layers of one kind in `models.alike`
+    """Trace a prefill and a decode step of `model`; None where it cannot run on the meta device. Of layers of one kind in `models.layers`
     the first has entries."""
     inside: dict[str, frozenset[str]] = {}
     calls = []
     for tokens, past in ((2, 0), (1, 2)):
         tried = ((dtype, behind) for behind in (past, None) for dtype in (torch.bfloat16, torch.float32))
-        passes = (watch_pass(model, dtype, tokens, behind, _Reading) for dtype, behind in tried)
+        passes = (observe_pass(model, dtype, tokens, behind, _Reading) for dtype, behind in tried)
         found = next((each for each in passes if each is not None), None)
         if found is None:
             return None
@@ -246,7 +245,7 @@ def _narrow(inside: dict[str, frozenset[str]], more: dict[str, frozenset[str]]) 
         inside[name] = inside.get(name, modules) & modules
 
 
-class _Reading(Watching):
+class _Reading(PassObserver):
     """Notes which modules are being called when a parameter is read.
 
     Where a model looks at values, such as which experts were chosen, each element is not zero and each number is 0.
@@ -266,7 +265,7 @@ class _Reading(Watching):
         self.calls: Counter[str] = Counter()
 
     def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
-        """See `Watching`."""
+        """See `PassObserver`."""
         for storage in given & self.parameters.keys():
             now = frozenset(self.stack)
             _narrow(self.inside, dict.fromkeys(self.parameters[storage], now))
@@ -279,22 +278,22 @@ class _Reading(Watching):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def saw_module(self, module: Any) -> None:
-        """See `Watching`."""
+        """See `PassObserver`."""
         self.stack.append(self.modules.get(id(module), ""))
         self.calls[self.stack[-1]] += 1
 
     def left_module(self) -> None:
-        """See `Watching`."""
+        """See `PassObserver`."""
         self.stack.pop()
 
     def start(self) -> tuple[dict[str, frozenset[str]], Counter[str]]:
-        """See `OfLayers`."""
+        """See `LayerObserver`."""
         before = self.inside, self.calls
         self.inside, self.calls = {}, Counter()
         return before
 
     def seen(self, start: tuple[dict[str, frozenset[str]], Counter[str]], position: int, made: set[int]) -> tuple:
-        """See `OfLayers`."""
+        """See `LayerObserver`."""
         inside, calls = self.inside, self.calls
         self.inside, self.calls = start
         _narrow(self.inside, inside)
@@ -308,7 +307,7 @@ class _Reading(Watching):
         return of_parameters, {relative(name): count for name, count in calls.items()}
 
     def repeat(self, position: int, seen: tuple, made: list[torch.Tensor]) -> None:
-        """See `OfLayers`."""
+        """See `LayerObserver`."""
         self.calls[self.stack[-1]] -= 1  # its traced twin was counted
 
 

@@ -68,7 +68,7 @@ def find_preset(name: str) -> Preset | None:
     return _by_spelling().get(name.strip().lower())
 
 
-def near_names(name: str, n: int = 3) -> list[str]:
+def similar_presets(name: str, n: int = 3) -> list[str]:
     """Up to `n` presets whose name or alias resembles `name`, best first, each in its closest spelling."""
     nearest: dict[str, str] = {}  # by the preset's name
     spellings = [each for preset in _presets() for each in (preset.name, *preset.aliases)]

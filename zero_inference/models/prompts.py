@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,10 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError, is_out_of_memory
 from zero_inference.models.spec import ModelSpec, load_tokenizer
 from zero_inference.utils.format import first_line
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
 
 SHORT = 60  # characters of a prompt that are shown beside what was generated
 TEMPLATE_S = 10.0  # templates of published models take milliseconds
@@ -38,7 +42,7 @@ TEXT = (
 
 
 @dataclass(frozen=True)
-class Parts:
+class PromptParts:
     """The ids of a prompt: its text, and what its tokenizer or its chat template puts around it."""
 
     before: list[int]
@@ -103,7 +107,7 @@ def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, s
     return random_ids(config.seed, config.batch_size, config.prompt_len, vocab_size), None, note
 
 
-def in_short(config: RunConfig, ids: torch.Tensor, tokenizer: Any, most: int = SHORT) -> list[str]:
+def prompt_excerpts(config: RunConfig, ids: torch.Tensor, tokenizer: Any, most: int = SHORT) -> list[str]:
     """Return the last line of each prompt (int64 [batch, prompt_len]), its end where it is longer than `most`, and with --chat that of
     the message alone. Empty without a tokenizer."""
     if tokenizer is None:
@@ -120,7 +124,7 @@ def _end_of(text: str, most: int) -> str:
     return line if len(line) <= most else f"...{line[-most:].partition(' ')[2] or line[-most:]}"
 
 
-def end_ids(spec: ModelSpec, tokenizer: Any) -> frozenset[int]:
+def eos_token_ids(spec: ModelSpec, tokenizer: Any) -> frozenset[int]:
     """The ids that end a text of this model, as its tokenizer, its config and its settings of generation say."""
     said = [getattr(tokenizer, "eos_token_id", None), getattr(spec.text_config, "eos_token_id", None)]
     folder = spec.snapshot.folder if spec.snapshot else spec.folder
@@ -140,13 +144,13 @@ def random_ids(seed: int, batch_size: int, prompt_len: int, vocab_size: int) -> 
 def readable_ids(
     name: str, tokenizer, prompts: list[str], prompt_len: int, vocab_size: int, chat: bool = False
 ) -> torch.Tensor:
-    """`text_ids`, all of them below `vocab_size`.
+    """`encode_prompts`, all of them below `vocab_size`.
 
     Raises:
         UsageError: the tokenizer of model `name` cannot read the prompts, or is another model's.
     """
     with _explained(name):
-        ids = text_ids(tokenizer, prompts, prompt_len, chat)
+        ids = encode_prompts(tokenizer, prompts, prompt_len, chat)
     if (largest := int(ids.max())) >= vocab_size:
         raise UsageError(
             f"--model {name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens; {INSTEAD}"
@@ -154,7 +158,7 @@ def readable_ids(
     return ids
 
 
-def text_ids(tokenizer, prompts: list[str], prompt_len: int, chat: bool = False) -> torch.Tensor:
+def encode_prompts(tokenizer, prompts: list[str], prompt_len: int, chat: bool = False) -> torch.Tensor:
     """Tokenize each prompt to exactly `prompt_len` real tokens: int64 [len(prompts), prompt_len].
 
     A long prompt keeps its beginning. A short one keeps its end and is led in by the built-in text, after whatever the
@@ -175,16 +179,16 @@ def text_ids(tokenizer, prompts: list[str], prompt_len: int, chat: bool = False)
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def prompt_parts(tokenizer, text: str, chat: bool) -> Parts:
+def prompt_parts(tokenizer, text: str, chat: bool) -> PromptParts:
     """The ids of one prompt, as a message of a user with the beginning of an answer for `chat`."""
     if not chat:
         plain = tokenizer(text, add_special_tokens=False)["input_ids"]
         full = tokenizer(text)["input_ids"]
-        return Parts(full[: _find(full, plain)], plain, [])
+        return PromptParts(full[: _find(full, plain)], plain, [])
     full, other = (_message(tokenizer, each) for each in (text, TEXT[0] if text != TEXT[0] else TEXT[1]))
     start = _same(full, other)
     end = min(_same(full[::-1], other[::-1]), len(full) - start)
-    return Parts(full[:start], full[start : len(full) - end], full[len(full) - end :])
+    return PromptParts(full[:start], full[start : len(full) - end], full[len(full) - end :])
 
 
 def _message(tokenizer, text: str) -> list[int]:
@@ -273,3 +277,32 @@ def _find(full: list[int], part: list[int]) -> int:
         if full[start : start + len(part)] == part:
             return start
     return 0
+
+
+def greedy_config(new_tokens: int) -> GenerationConfig:
+    """Settings of `generate` for `new_tokens` tokens, each the likeliest, with a KV cache.
+
+    Row lengths are equal everywhere in this project, so the padding token is never seen. What is left open here `generate` takes
+    from the model: see `reset_generation_config`.
+    """
+    from transformers import GenerationConfig
+
+    return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, num_beams=1, use_cache=True, pad_token_id=0)
+
+
+def reset_generation_config(model) -> None:
+    """Take the checkpoint's sampling, forced tokens and stop words from `model`: they would change how much is generated and what."""
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig()
+
+
+def disable_cudnn_attention() -> None:
+    """Take cuDNN's attention out of PyTorch's choice.
+
+    Its decode step is not repeatable on an H200: float16 logits differed from run to run, enough to change greedy tokens
+    (docs/performance.md).
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)

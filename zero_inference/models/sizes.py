@@ -7,18 +7,26 @@ What is decided is decided by these, and by the parameters themselves where an e
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import torch
 
-from zero_inference.models.layers import parameters_of_towers
-from zero_inference.models.meta_pass import run_on_meta, tensors_in
-from zero_inference.models.repeat import NotAlike, OfLayers
+from zero_inference.models.layers import unused_tower_parameters
+from zero_inference.models.meta_pass import (
+    LayerObserver,
+    LayersDiffer,
+    PassObserver,
+    observe_pass,
+    run_on_meta,
+    storage_of,
+    tensors_in,
+)
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.format import first_line
-from zero_inference.utils.log import is_wrapper, kv_layers, kv_width
+from zero_inference.utils.model_sizes import is_wrapper, kv_layers, kv_width
 
 KEY_VALUE_LAYERS = {
     "full_attention",
@@ -61,9 +69,9 @@ class ModelSizes:
 
 
 def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
-    """Count a model without weights (see `models.skeleton`). To be called before an engine fills it: it may take parameters apart."""
+    """Count a model without weights (see `models.empty_model`). To be called before an engine fills it: it may take parameters apart."""
     idle_experts = _idle_experts(model, spec)
-    towers = parameters_of_towers(model)
+    towers = unused_tower_parameters(model)
     idle = _idle_rows(model, {id(p) for p in towers}) + idle_experts + [(p.numel(), p.dtype) for p in towers]
     refusals: list[str] = []
     cached = _cached_by(model, refusals)
@@ -88,7 +96,7 @@ def parameter_bytes(model: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def kv_widths_of(model: torch.nn.Module) -> list[int] | None:
+def traced_kv_widths(model: torch.nn.Module) -> list[int] | None:
     """Elements of keys and values of one position, of each layer that caches any, by one token through `model` on the meta device.
 
     That is what the model itself puts in a cache: latent attention caches other widths than its heads have, and layers may
@@ -99,7 +107,7 @@ def kv_widths_of(model: torch.nn.Module) -> list[int] | None:
 
 
 def _cached_by(model: torch.nn.Module, refusals: list[str] | None = None) -> _Cached | None:
-    """Run one token, and return what it leaves in a cache; see `kv_widths_of`.
+    """Run one token, and return what it leaves in a cache; see `traced_kv_widths`.
 
     Args:
         refusals: gets what the model says where it does not accept its inputs.
@@ -180,7 +188,7 @@ def _float32(tensors: list[torch.Tensor]) -> int:
     return _elements([tensor for tensor in tensors if tensor.dtype == torch.float32])
 
 
-class _Cached(OfLayers):
+class _Cached(LayerObserver):
     """Notes what decoder layers put in a cache, and whether the pass changed weights."""
 
     def __init__(self, cache: Any) -> None:
@@ -209,18 +217,18 @@ class _Cached(OfLayers):
         return at_any_length, sum(kept.of_position for kept in self.kept()) * dtype.itemsize
 
     def start(self) -> dict[int, _Kept]:
-        """See `OfLayers`."""
+        """See `LayerObserver`."""
         return _kept_in(self.cache)
 
     def seen(self, start: dict[int, _Kept], position: int, made: set[int]) -> _Kept | None:
-        """See `OfLayers`. The index in the cache has to be the layer's own, or nobody knows which the others' are."""
+        """See `LayerObserver`. The index in the cache has to be the layer's own, or nobody knows which the others' are."""
         new = {index: kept for index, kept in _kept_in(self.cache).items() if start.get(index) != kept}
         if new.keys() - {position}:
-            raise NotAlike
+            raise LayersDiffer
         return new.get(position)
 
     def repeat(self, position: int, seen: _Kept | None, made: list[torch.Tensor]) -> None:
-        """See `OfLayers`."""
+        """See `LayerObserver`."""
         if seen is not None:
             self.repeated[position] = seen
 
@@ -230,7 +238,7 @@ def logits_bytes(spec: ModelSpec) -> int:
     return spec.text_config.vocab_size * (spec.dtype.itemsize + 2 * 4)
 
 
-def estimated_prefill_bytes(spec: ModelSpec, prompt_len: int) -> int:
+def estimate_prefill_bytes(spec: ModelSpec, prompt_len: int) -> int:
     """Of a sequence, where `activations.prefill_peak_bytes` finds nothing: six hidden states and three MLP inner states of the prompt."""
     config = spec.text_config
     h = config.hidden_size
@@ -278,3 +286,81 @@ def _multiplies_all(experts: torch.nn.Module) -> bool:
     """Whether a module of stacked experts is not told which were chosen, as that of Llama 4: a token goes through all of them."""
     stacked = any(p.dim() == 3 for p in experts.parameters(recurse=False))
     return stacked and len(inspect.signature(type(experts).forward).parameters) == 2  # self and the hidden states
+
+
+ALLOCATION_BYTES = 512  # that CUDA's caching allocator of PyTorch rounds up to
+
+
+def prefill_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int | None:
+    """Most bytes of tensors that the prefill of one sequence of `prompt_len` tokens holds at once, without weights, keys and values that
+    stay. Those of several sequences are as many times as large.
+
+    A model whose operators know bfloat16 alone on the meta device, as grouped matrix products do, is counted in that. None where it cannot
+    run there at all, because it looks at values, or where it loops over positions.
+
+    Args:
+        model: without weights, as `empty_model.build_on_meta` makes it; it is left as it is.
+        dtype: of the hidden states.
+    """
+    for tried in dict.fromkeys((dtype, torch.bfloat16)):
+        alive = observe_pass(model, tried, prompt_len, 0, lambda shapes: _Alive())
+        if alive is not None:
+            return alive.most * dtype.itemsize // tried.itemsize
+    return None
+
+
+class _Alive(PassObserver):
+    """Adds up the storages that operators make, while they are there.
+
+    Attributes:
+        now, most: bytes.
+        known: by storage the number of it, in the order in which they were made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: dict[int, int] = {}
+        self.made = 0
+
+    def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
+        """See `PassObserver`."""
+        for tensor in tensors_in(out):
+            if storage_of(tensor) not in given:
+                self._note(tensor.untyped_storage())
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        if key in self.known:
+            return
+        self.known[key] = self.made = self.made + 1
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        del self.known[key]
+        self.now -= nbytes
+
+    def start(self) -> tuple[set[int], int, int, int]:
+        """See `LayerObserver`."""
+        before = set(self.known.values()), self.most, self.now, self.operators_seen
+        self.most = self.now
+        return before
+
+    def seen(self, start: tuple[set[int], int, int, int], position: int, made: set[int]) -> tuple[int, int]:
+        """See `LayerObserver`. What the call keeps elsewhere, as in a cache, cannot be repeated."""
+        before, most, now, operators = start
+        if set(self.known.values()) != before | {self.known.get(storage, -1) for storage in made}:
+            raise LayersDiffer
+        peak = self.most - now
+        self.most = max(self.most, most)
+        return peak, self.operators_seen - operators
+
+    def repeat(self, position: int, seen: tuple[int, int], made: list[torch.Tensor]) -> None:
+        """See `LayerObserver`."""
+        peak, operators = seen
+        self.most = max(self.most, self.now + peak)
+        self.count(operators)
+        for tensor in made:
+            self._note(tensor.untyped_storage())

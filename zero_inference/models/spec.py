@@ -14,9 +14,9 @@ import torch
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError, is_out_of_memory
-from zero_inference.models.files import has_tokenizer
+from zero_inference.models.checkpoint_files import has_tokenizer
 from zero_inference.models.hub import Snapshot, open_snapshot
-from zero_inference.models.preset_table import find_preset, near_names
+from zero_inference.models.preset_table import find_preset, similar_presets
 from zero_inference.models.quantized import BlockScales, block_scales, take_quantization
 from zero_inference.utils.format import first_line
 
@@ -58,7 +58,7 @@ class ModelSpec:
         snapshot: where the rest of a hub model is fetched to, or None for any other.
         dtype: the dtype the weights are computed in.
         fp8_blocks: how its checkpoint is scaled, or None where it stores plain weights.
-        dummy_routing: text or greedy, see `models.dummy`; None where the weights are real or there are no experts.
+        dummy_routing: text or greedy, see `models.weights`; None where the weights are real or there are no experts.
     """
 
     name: str
@@ -149,8 +149,10 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         pass
     elif path.is_absolute() or config.model.startswith(("./", "../", "~")):
         raise UsageError(f"--model {config.model}: no such folder.")
-    elif config.dummy and "/" not in config.model and near_names(config.model):
-        raise UsageError(f"--model {config.model}: no such preset; did you mean {', '.join(near_names(config.model))}?")
+    elif config.dummy and "/" not in config.model and similar_presets(config.model):
+        raise UsageError(
+            f"--model {config.model}: no such preset; did you mean {', '.join(similar_presets(config.model))}?"
+        )
     else:
         snapshot = open_snapshot(config.model, preset.name if preset else config.model)
         if config.trust_remote_code:
@@ -173,14 +175,14 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
     )
 
 
-def resolve_shape(config: RunConfig, device_type: str) -> ModelSpec:
+def resolve_for_plan(config: RunConfig, device_type: str) -> ModelSpec:
     """As `resolve_model`, for a plan, which reads no weights: a preset says all that it needs, so that neither a network nor access to a
     gated repository is needed."""
     known = find_preset(config.model) is not None and not Path(os.path.expanduser(config.model)).is_dir()
     return resolve_model(replace(config, dummy=True) if known else config, device_type)
 
 
-def why_checkpoint_is_refused(model: str, dummy: bool) -> str | None:
+def checkpoint_refusal(model: str, dummy: bool) -> str | None:
     """Return why the published weights of a preset cannot be read, a sentence; None where they can, or where none are asked for."""
     preset = None if dummy or os.path.isdir(os.path.expanduser(model)) else find_preset(model)
     if preset is None or not preset.quantization:

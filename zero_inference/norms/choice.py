@@ -30,9 +30,9 @@ print("fault:", find_fault(torch.device(sys.argv[1]), getattr(torch, sys.argv[2]
 """
 
 
-def refuse_norm_kernels(asked: str, model_type: str) -> None:
+def check_norm_kernels_option(asked: str, model_type: str) -> None:
     """Raises UsageError for `cuda` with a family that is not in the table, before anything is compiled or loaded."""
-    reason = patch.why_not_family(model_type) if asked == "cuda" else None
+    reason = patch.family_refusal(model_type) if asked == "cuda" else None
     if reason is not None:
         raise _refusal(reason)
 
@@ -51,7 +51,7 @@ def prepare_norm_kernels(
     Args:
         columns: hidden size of the model, which the trial uses.
         say: gets the line that says what takes a minute, and one warning where kernels are there and wrong.
-        trial: as of `try_apart`.
+        trial: as of `try_in_child`.
 
     Raises:
         UsageError: `cuda` was asked for and is not possible.
@@ -61,11 +61,11 @@ def prepare_norm_kernels(
     if device.type != "cuda":
         reason = NO_DEVICE
     else:
-        reason = patch.why_not_family(model_type)
+        reason = patch.family_refusal(model_type)
     if reason is None and not load_extension(say):
         reason = f"the CUDA kernels are not there: {why_unavailable()}"
     if reason is None:
-        reason = try_apart(device, dtype, columns, trial)
+        reason = try_in_child(device, dtype, columns, trial)
         if reason is not None and asked == "auto":
             say(f"warning: this package's norm kernels are not used: {reason}")
     if reason is not None and asked == "cuda":
@@ -73,7 +73,7 @@ def prepare_norm_kernels(
     return reason
 
 
-def try_apart(device: torch.device, dtype: torch.dtype, columns: int, trial: str = TRIAL) -> str | None:
+def try_in_child(device: torch.device, dtype: torch.dtype, columns: int, trial: str = TRIAL) -> str | None:
     """`find_fault` in a process of its own, because a kernel that writes where it may not takes its process down.
 
     A trial that went well is remembered, by library, device, dtype and columns.
@@ -114,7 +114,7 @@ def apply_norm_kernels(
         RunError: `cuda` was asked for and this model has norms that are not in the table.
     """
     if reason is None:
-        reason = patch.why_not_patched(model, model_type)
+        reason = patch.patch_refusal(model, model_type)
         if reason is not None and asked == "cuda":
             raise RunError(f"--norm-kernels cuda: {reason}; use auto or off.")
     if reason is None:

@@ -89,7 +89,7 @@ def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
     """
     if hasattr(model, _STATE):
         return len({module for module, *_ in getattr(model, _STATE) if _is_norm(module)})
-    reason = why_not_patched(model, model_type)
+    reason = patch_refusal(model, model_type)
     if reason is not None:
         warnings.warn(f"norms are left as they are: {reason}", stacklevel=2)
         return 0
@@ -121,10 +121,10 @@ def unpatch_norms(model: nn.Module) -> None:
         delattr(model, _STATE)
 
 
-def why_not_patched(model: nn.Module, model_type: str | None = None) -> str | None:
+def patch_refusal(model: nn.Module, model_type: str | None = None) -> str | None:
     """Why `patch_norms` would leave this model alone, in a few words; None if it would not. Arguments as there."""
     model_type = model_type or getattr(getattr(model, "config", None), "model_type", None)
-    reason = why_not_family(model_type)
+    reason = family_refusal(model_type)
     if reason is not None:
         return reason
     norms = FAMILIES[model_type].norms
@@ -138,7 +138,7 @@ def why_not_patched(model: nn.Module, model_type: str | None = None) -> str | No
     return None if found else f"this {model_type} has no norm modules"
 
 
-def why_not_family(model_type: str | None) -> str | None:
+def family_refusal(model_type: str | None) -> str | None:
     """The same for a whole family."""
     return (
         None

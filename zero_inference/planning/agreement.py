@@ -13,7 +13,7 @@ from zero_inference.config.options import PATHS
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed.config import read_ds_config
 from zero_inference.errors import UsageError
-from zero_inference.models.files import checkpoint_files
+from zero_inference.models.checkpoint_files import checkpoint_files
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.environment import package_versions
 from zero_inference.utils.ranks import Ranks

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
-from zero_inference.models.spec import why_checkpoint_is_refused
+from zero_inference.models.spec import checkpoint_refusal
 from zero_inference.planning.choose import what_is_faster
 from zero_inference.planning.explain import (
     commands,
@@ -96,7 +96,7 @@ def _below(
             *ranked_behind(best, args.goal),
         ]
         lines += filter(None, (what_is_faster(best, args.goal), None if args.num_gpus else gpus_in_words(best)))
-    lines += filter(None, [why_checkpoint_is_refused(args.model, args.dummy)])
+    lines += filter(None, [checkpoint_refusal(args.model, args.dummy)])
     if found.too_large:
         lines += ["Does not fit:", *(f"  {line}" for line in what_does_not_fit(found.too_large))]
     if found.unknown and best:
@@ -128,7 +128,7 @@ def _in_json(args: argparse.Namespace, job: Job, found: SearchResult, best: Sequ
                 "because": why_not_predicted(found.unknown) or None,
                 "configurations": without_times_in_json(found.unknown, len(best) + 1),
             },
-            "checkpoint_refused": why_checkpoint_is_refused(args.model, args.dummy),
+            "checkpoint_refused": checkpoint_refusal(args.model, args.dummy),
         },
         indent=1,
     )

@@ -54,7 +54,7 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
         changes.append(Change("--cpu-offload", {"cpu_offload": True}))
     if config.engine == "resident":
         changes.append(Change("--engine stream", {"engine": "stream"}))
-    if not config.kv_offload and why_not_offloaded(job.skeleton.model) is None:
+    if not config.kv_offload and why_not_offloaded(job.empty_model.model) is None:
         changes.append(Change("--kv-offload", {"kv_offload": True}))
     if config.engine == "stream" and config.ring_depth != MIN_RING_DEPTH:
         changes.append(Change(f"--ring-depth {MIN_RING_DEPTH}", {"ring_depth": MIN_RING_DEPTH}))

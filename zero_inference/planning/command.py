@@ -172,7 +172,7 @@ def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
 
 def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, SearchResult]:
     from zero_inference.hardware.choose import machine_of
-    from zero_inference.models.spec import resolve_shape
+    from zero_inference.models.spec import resolve_for_plan
     from zero_inference.planning.plan import build_job, check_model
     from zero_inference.planning.search import find_candidates
     from zero_inference.utils.ranks import detect_ranks
@@ -181,7 +181,7 @@ def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, SearchRes
     if ranks.world_size > 1:
         raise UsageError("zero-inference plan runs in one process: start it without a launcher.")
     ranks = machine_of(args.machine, args.assume).ranks_there(ranks)
-    spec = resolve_shape(config, ranks.device.type)  # before this machine is measured, which takes a minute
+    spec = resolve_for_plan(config, ranks.device.type)  # before this machine is measured, which takes a minute
     check_model(config, spec)
     machine = _machine(args)
     job = build_job(config, spec, ranks, machine=machine)

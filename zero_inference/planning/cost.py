@@ -19,7 +19,7 @@ from zero_inference.hardware.rates import (
     restoring,
 )
 from zero_inference.kernels.indexed import pairs_together
-from zero_inference.models.alike import COMPARED_BYTES, compared_layers
+from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils.format import format_seconds, significant
@@ -342,7 +342,7 @@ def predict_load_s(plan: EnginePlan, description: Description) -> float | None:
 def compared_s(plan: EnginePlan) -> float:
     """Return the seconds in which a GPU's copies of the decoder layers that are compared come to host memory."""
     job = plan.job
-    layers = job.skeleton.once("bytes of compared layers", lambda: compared_layers(job.skeleton.model))
+    layers = job.empty_model.cached("bytes of compared layers", lambda: first_layer_bytes(job.empty_model.model))
     return min(COMPARED_BYTES, sum(layers.values())) / (COMPARED_GB_PER_S * 1e9) if job.on_gpu else 0.0
 
 
@@ -477,8 +477,8 @@ def predict_times(plan: EnginePlan, description: Description) -> Times | None:
     job, config = plan.job, plan.job.config
     if _lacks_dequantizing(plan, description):
         return None  # it takes the most time there
-    one = job.skeleton.traced_pass(job.spec, 1, config.prompt_len + config.gen_len // 2)
-    prompt = job.skeleton.traced_pass(job.spec, config.prompt_len, 0)
+    one = job.empty_model.traced_pass(job.spec, 1, config.prompt_len + config.gen_len // 2)
+    prompt = job.empty_model.traced_pass(job.spec, config.prompt_len, 0)
     if one is None or prompt is None:
         return None
     of_prompt, of_step = prefill(plan, description, prompt), decode_step(plan, description, one)

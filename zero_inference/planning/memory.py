@@ -1,7 +1,7 @@
 """Bytes that a run needs on the device, in host memory, page-locked and on disk, against what is available.
 
 Weights and caches are exact, but for the weights that an engine gathers for a moment, which are an upper bound; activations
-are what a prefill keeps at its peak (models/activations.py).
+are what a prefill keeps at its peak (models/sizes.py).
 """
 
 from __future__ import annotations

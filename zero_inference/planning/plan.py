@@ -19,9 +19,9 @@ from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.copy import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.hardware.machine import Machine, ThisMachine
 from zero_inference.kv_cache.device import refuse_kv_offload
-from zero_inference.models.skeleton import build_skeleton
+from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.spec import ModelSpec
-from zero_inference.norms.choice import refuse_norm_kernels
+from zero_inference.norms.choice import check_norm_kernels_option
 from zero_inference.planning.cost import RANGES, Range, Times, predict_load_s, predict_times
 from zero_inference.planning.memory import Need, memory_needs
 from zero_inference.records.schema import Predicted
@@ -58,7 +58,7 @@ def check_model(config: RunConfig, spec: ModelSpec) -> None:
             f"--prompt-len {config.prompt_len} and --gen-len {config.gen_len} need {config.positions} positions; "
             f"{spec.name} has {positions}: shorten one of them."
         )
-    refuse_norm_kernels(config.norm_kernels, spec.config.model_type)
+    check_norm_kernels_option(config.norm_kernels, spec.config.model_type)
     if config.dummy_routing != DEFAULTS["dummy_routing"] and spec.dummy_routing is None:
         raise UsageError(f"--dummy-routing {config.dummy_routing}: {spec.name} has no experts; drop it.")
 
@@ -151,7 +151,7 @@ class Plan:
         return make_plan(replace(self.job, free_device_bytes=self.job.machine.free_device_bytes(self.job.ranks, True)))
 
     def load(self, progress: Progress = lambda done: None) -> LoadedModel:
-        """The model, ready to generate. Call it once: it fills the plan's own skeleton. Raises RunError."""
+        """The model, ready to generate. Call it once: it fills the plan's empty model. Raises RunError."""
         self.predicted  # noqa: B018  while the model is empty
         self.weights.prepare()
         return engine_module(self.job.config.engine).load(self.weights, progress)
@@ -174,7 +174,7 @@ def build_job(
     Raises:
         UsageError: transformers cannot build the model.
     """
-    return Job(config, spec, ranks, build_skeleton(spec), machine.free_device_bytes(ranks, agreed), group, machine)
+    return Job(config, spec, ranks, build_empty_model(spec), machine.free_device_bytes(ranks, agreed), group, machine)
 
 
 def _refuse_unplannable(job: Job) -> None:
@@ -198,7 +198,7 @@ def make_plan(job: Job) -> Plan:
     `plan`; where keys and values cannot be in host memory; and for a model that adds positions or takes no text."""
     _refuse_unplannable(job)
     if job.config.kv_offload:
-        refuse_kv_offload(job.skeleton.model, job.window_only_in_cache)
+        refuse_kv_offload(job.empty_model.model, job.window_only_in_cache)
     found = _with_cores_in_prompts(Plan(job, engine_module(job.config.engine).plan(job)))
     other = None if job.machine.described() is None else found.weights.alternative()
     if other is None or found.times is None:

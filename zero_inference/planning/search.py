@@ -256,7 +256,7 @@ def _least_plan(job: Job, asked: dict[str, Any]) -> tuple[Plan, bool]:
 
 def _worth_moving(job: Job, batch_size: int) -> bool:
     """Whether keys and values of so many sequences take a part of device memory that weights could use."""
-    if why_not_offloaded(job.skeleton.model) or job.free_device_bytes is None:
+    if why_not_offloaded(job.empty_model.model) or job.free_device_bytes is None:
         return False
     of_rank = replace(job, config=replace(job.config, batch_size=batch_size)).kv_bytes()
     return of_rank >= LEAST_KV_SHARE * job.free_device_bytes

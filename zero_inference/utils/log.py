@@ -1,16 +1,9 @@
-"""The log contract: sizes of a run in bytes, the log's file name and its four-line block.
-
-Importing this module loads neither torch nor transformers; `exact_parameter_bytes` does, when called.
-"""
+"""The log contract: the file name of a run's log and its four-line block."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from zero_inference.utils.files import append_bytes
 
@@ -18,9 +11,6 @@ KB = 1 << 10
 MB = 1 << 20
 GB = 1 << 30
 T = 1e12
-
-# The families whose published sizes come from the closed formula for a classical block.
-CLASSICAL_MODEL_TYPES = ("opt", "bloom")
 
 # The log block: one tuple a line, (label, unit, key). A key is the one of the same quantity in the
 # JSON record. Both the writer here and `records.read.parse_log` read this table.
@@ -36,153 +26,6 @@ LOG_LINES = (
     (("total latency", "s", "total_latency_s"),
      ("total throughput", "token/s", "total_throughput")),
 )  # fmt: skip
-
-
-def model_bytes(config: Any, *, parameters: int | None = None) -> int:
-    """Bytes of all parameters at 2 bytes each.
-
-    An object without a `model_type` (it only needs `hidden_size` h, `num_hidden_layers` L and
-    `vocab_size` V), OPT and BLOOM follow the closed formula of FlexGen (Sheng et al. 2023):
-    per layer `h(3h+1) + h(h+1) + h(4h+1) + 4h(h+1) + 4h`, and `V(h+1)` once. It counts weights and
-    biases of a classical block, but no positions, so it is 0.03% below the exact count of opt-66b and
-    1.2% below that of opt-125m. Every other transformers config is counted exactly, see
-    `exact_parameter_bytes`; `parameters` is that count, where a model of `config` is there already.
-    """
-    if getattr(config, "model_type", None) and config.model_type not in CLASSICAL_MODEL_TYPES:
-        return exact_parameter_bytes(config) if parameters is None else 2 * parameters
-    h, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
-    attention = h * (3 * h + 1) + h * (h + 1)
-    mlp = h * (4 * h + 1) + 4 * h * (h + 1)
-    norms = 4 * h
-    return 2 * (layers * (attention + mlp + norms) + vocab * (h + 1))
-
-
-def exact_parameter_bytes(config: Any, dtype_bytes: int = 2) -> int:
-    """`dtype_bytes` times the parameters of the model that `auto_class` builds from `config`.
-
-    Built on the meta device, so nothing is allocated (0.4 s for Llama-3.1-405B, imports apart); `config`
-    is left as it was. A tied weight counts once.
-
-    Raises what transformers raises for a config it has no causal language model for.
-    """
-    import torch
-
-    config = copy.deepcopy(config)  # from_config writes the dtype and attention it chose into it
-    # A config class from a downloaded module is there only if its code was trusted before.
-    trusted = type(config).__module__.startswith("transformers_modules")
-    with _without_zero3(), torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trusted)
-    model.tie_weights()
-    unique = {id(parameter): parameter.numel() for parameter in model.parameters(recurse=True)}
-    return dtype_bytes * sum(unique.values())
-
-
-def auto_class(config: Any) -> Any:
-    """Return transformers' auto class that builds a language model from `config`: of a wrapper of one (vision, audio) that of wrappers.
-
-    Raises:
-        ValueError: neither has one for it, with the kind of model that it is, such as "an encoder-decoder".
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationMixin
-
-    if type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(config, "auto_map", ()):
-        return AutoModelForCausalLM
-    if text_config(config).is_encoder_decoder or config.is_encoder_decoder:
-        raise ValueError("an encoder-decoder")
-    sees, hears = (hasattr(config, part) for part in ("vision_config", "audio_config"))
-    wrappers = AutoModelForMultimodalLM._model_mapping
-    kind = "a vision-language model" if sees else "an audio-language model" if hears else "no causal language model"
-    if not sees and not hears and type(config) in wrappers:
-        kind = "a multimodal model"
-    if type(config) not in wrappers:
-        raise ValueError(kind)
-    made = wrappers[type(config)]
-    if getattr(made, "generate", None) is not GenerationMixin.generate:
-        raise ValueError(f"{kind} with a way of its own to generate")
-    return AutoModelForMultimodalLM
-
-
-def is_wrapper(config: Any) -> bool:
-    """Return whether `config` is of a language model with an encoder of images or sound."""
-    return any(hasattr(config, part) for part in ("vision_config", "audio_config"))
-
-
-@contextlib.contextmanager
-def _without_zero3() -> Iterator[None]:
-    """Hides a live HfDeepSpeedConfig: under it from_config partitions parameters, each then has 0 elements."""
-    from transformers.integrations import deepspeed as integration
-
-    reference = getattr(integration, "_hf_deepspeed_config_weak_ref", None)
-    live = reference() if reference is not None else None
-    if live is None:
-        yield
-        return
-    integration.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        integration.set_hf_deepspeed_config(live)
-
-
-def text_config(config: Any) -> Any:
-    """The config of the text decoder: the nested one of a multimodal config, else `config` itself."""
-    get = getattr(config, "get_text_config", None)
-    return get(decoder=True) if callable(get) else config
-
-
-def cache_bytes(config: Any, batch_size: int, seq_len: int) -> int:
-    """Bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, kv_width] per layer.
-
-    This is the log's figure. What a model really caches can differ (latent attention, layers that share a cache or keep none): see
-    `zero_inference.engines.base.Job.kv_bytes`.
-    """
-    config = text_config(config)
-    return 2 * batch_size * seq_len * config.num_hidden_layers * kv_width(config) * 2
-
-
-WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp", "dummy"}  # of a config's layer_types
-
-
-def kv_layers(config: Any) -> int:
-    """Return how many layers of a text config keep K and V: not those of a hybrid that have other state or none."""
-    kinds = getattr(config, "layer_types", None)
-    count: int = config.num_hidden_layers
-    return sum(kind not in WITHOUT_KEYS for kind in kinds[:count]) if kinds else count
-
-
-def kv_width(config: Any) -> int:
-    """Elements of K, and as many of V, of one position in one layer.
-
-    `num_key_value_heads * head_dim` of a text config that names its heads; these may be wider than h (gemma-7b) or narrower.
-    Any other object has only h.
-    """
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        return config.hidden_size
-    return _kv_heads(config, heads) * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-
-
-def heads_of_key(config: Any) -> int:
-    """Query heads that share a cached key head; 1 where a config does not name its heads."""
-    heads = getattr(config, "num_attention_heads", None) or 1
-    return max(1, heads // max(1, _kv_heads(config, heads)))
-
-
-def _kv_heads(config: Any, heads: int) -> int:
-    """KV heads that are cached, of `heads` attention heads."""
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    if kv_heads is not None:
-        return kv_heads
-    # Falcon-7B and StarCoder say it with a flag. Falcon's newer layout repeats K and V to all
-    # attention heads before it caches them.
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        return 1
-    return heads
-
-
-def hidden_bytes(config: Any, batch_size: int, seq_len: int) -> int:
-    """Bytes of the hidden states [batch_size, seq_len, h] at 2 bytes an element."""
-    return batch_size * seq_len * text_config(config).hidden_size * 2
 
 
 def get_filename(

@@ -57,8 +57,8 @@ from zero_inference.engines.deepspeed.release import Additions
 from zero_inference.engines.deepspeed.store import ParameterStore, leave_adapters_alone
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder
 from zero_inference.errors import UsageError
-from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
+from zero_inference.models.weights import load_weights
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.progress import SLOW_IMPORT_S, current_progress
 from zero_inference.utils.ranks import Ranks
@@ -151,13 +151,13 @@ def plan(job: Job) -> DeepSpeedPlan:
     quantization = None
     if config.quantized:
         settings = quantization_settings(config)
-        quantization = job.skeleton.once(
-            ("quantization", str(settings)), lambda: plan_quantization(job.skeleton.model, settings, spec.dtype)
+        quantization = job.empty_model.cached(
+            ("quantization", str(settings)), lambda: plan_quantization(job.empty_model.model, settings, spec.dtype)
         )
     ds_config = _ds_config(job, quantization)
     zero = ds_config["zero_optimization"]
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and job.on_gpu
-    stored, brought, parameters, moments, footprint = job.skeleton.once(
+    stored, brought, parameters, moments, footprint = job.empty_model.cached(
         ("places", str(zero), config.quant_bits, config.group_size, job.ranks.world_size, job.on_gpu),
         lambda: places_of_weights(job, quantization, ds_config, pinned),
     )
@@ -210,7 +210,7 @@ def _load(
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
 
-    job, model, quantization = plan.job, plan.job.skeleton.model, plan.quantization
+    job, model, quantization = plan.job, plan.job.empty_model.model, plan.quantization
     device = job.ranks.device
     ds_config = _with_nvme_path(plan.ds_config, str(workspace.path) if workspace else None)
     _, layers = decoder_layers(model)
@@ -259,13 +259,13 @@ def _dequantizes_by_kernel(job: Job, dtype: torch.dtype) -> bool:
 
 
 def _ds_config(job: Job, quantization: QuantizationPlan | None) -> dict[str, Any]:
-    model, config = job.skeleton.model, job.config
+    model, config = job.empty_model.model, job.config
 
     def find() -> LayerSizes:
         _, layers = decoder_layers(model)
         return layer_sizes(model, layers, lambda name, p: stored_numel(quantization, name, p), job.spec.dtype)
 
-    sizes = job.skeleton.once(("layer sizes", config.quant_bits, config.group_size), find)
+    sizes = job.empty_model.cached(("layer sizes", config.quant_bits, config.group_size), find)
     ahead = layers_ahead(sizes, job.free_device_bytes)
     merged = build_ds_config(job.config, job.spec.dtype, sizes, job.ranks.world_size, job.pin_weights, ahead)
     _check_by_deepspeed(merged, job.config.ds_config)

@@ -52,7 +52,7 @@ def moments_of(
     A single rank without a GPU gathers nothing, because ZeRO-3 points a parameter at its partition, or at the buffer that it was read into;
     nor does one whose weights stay on its GPU.
     """
-    model = job.skeleton.model
+    model = job.empty_model.model
     numel = {id(p): stored_numel(quantization, name, p) for name, p in model.named_parameters()}
     steps = steps_of(job, quantization, lambda p: numel[id(p)] > places.persistent_numel)
     kept = 0 if job.on_gpu else max(step.restored for step in steps)  # see `QuantizedFunctionals`
@@ -70,7 +70,7 @@ def moments_of(
 
 
 def steps_of(job: Job, quantization: QuantizationPlan | None, large: Callable[[torch.Tensor], bool]) -> list[Step]:
-    model = job.skeleton.model
+    model = job.empty_model.model
     layers = {id(layer) for layer in decoder_layers(model)[1]}
     hidden = {id(part) for layer in decoder_layers(model)[1] for part in layer.modules()} - layers
     names = {id(p): name for name, p in model.named_parameters()}

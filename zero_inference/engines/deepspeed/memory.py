@@ -35,7 +35,7 @@ def _bytes_by_place(
     Args:
         as_often_as_used: a weight that two modules share, such as embedding and head, counts twice: each brings it.
     """
-    model, places = job.skeleton.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)
+    model, places = job.empty_model.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)
     _, layers = decoder_layers(model)
     inside = {id(p) for layer in layers for p in layer.parameters()}
     found = dict.fromkeys(("device", "host", "disk"), 0)
@@ -49,7 +49,7 @@ def _bytes_by_place(
 def _brought_parameters(job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any]) -> int:
     """How many a step brings together for the modules that use them, those that two modules share twice: from where they are offloaded to,
     or, where they stay on the device, all that ZeRO-3 does not keep whole."""
-    model, places = job.skeleton.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)
+    model, places = job.empty_model.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)
     inside = {id(p) for layer in decoder_layers(model)[1] for p in layer.parameters()}
     named = model.named_parameters(remove_duplicate=False)
 
@@ -101,7 +101,7 @@ def _loading_bytes(job: Job, quantization: QuantizationPlan | None, places: Plac
     Args:
         buffers: bytes that are there from the start.
     """
-    model, ranks = job.skeleton.model, job.ranks.world_size
+    model, ranks = job.empty_model.model, job.ranks.world_size
     _, layers = decoder_layers(model)
     layer_of = {id(p): index for index, layer in enumerate(layers) for p in layer.parameters()}
     waiting: Counter[int | None] = Counter()

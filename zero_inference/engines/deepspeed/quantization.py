@@ -18,8 +18,7 @@ from zero_inference.engines.group_size import LEAST_COLUMNS, group_size_refusal
 from zero_inference.errors import UsageError
 from zero_inference.hardware.compute import median_s
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.models.alike import kinds_of_layers
-from zero_inference.models.layers import decoder_layers, parameters_of_towers
+from zero_inference.models.layers import decoder_layers, layer_kinds, unused_tower_parameters
 from zero_inference.models.operators import trace_reads
 from zero_inference.utils.host_memory import host_empty
 
@@ -66,7 +65,7 @@ def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> Q
     plan = QuantizationPlan(settings)
     size = settings["group_size"]
     chosen: set[int] = set()
-    left_alone = {id(p) for p in parameters_of_towers(model)} | _read_otherwise(model)
+    left_alone = {id(p) for p in unused_tower_parameters(model)} | _read_otherwise(model)
     for module_name, module in model.named_modules():
         weight = module.weight if type(module) in QUANTIZED_LAYERS else None
         if weight is None or weight.dtype != dtype or id(weight) in left_alone:
@@ -94,7 +93,7 @@ def _read_otherwise(model: nn.Module) -> set[int]:
         prefix, layers = decoder_layers(model)
     except UsageError:  # a model without a list of them
         return set()
-    reads, alike = trace_reads(model), kinds_of_layers(model).first
+    reads, alike = trace_reads(model), layer_kinds(model).first
     found = set()
     for index, layer in enumerate(layers if reads is not None else ()):
         for name, module in layer.named_modules():

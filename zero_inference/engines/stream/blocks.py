@@ -23,13 +23,12 @@ from torch import nn
 from zero_inference.engines.group_size import LEAST_COLUMNS, group_size_refusal
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.models.alike import kinds_of_layers
-from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
-from zero_inference.models.feed_forward import COLUMNS, FeedForward, linear_form, read_feed_forward
-from zero_inference.models.layers import decoder_layers
+from zero_inference.models.empty_model import parameter_names
+from zero_inference.models.experts import FusedExperts, detect_experts, experts_per_token
+from zero_inference.models.layers import decoder_layers, layer_kinds
+from zero_inference.models.mlp import COLUMNS, Mlp, detect_mlp, weight_layout
 from zero_inference.models.operators import Reads, trace_reads
-from zero_inference.models.skeleton import unique_parameter_names
-from zero_inference.utils.log import text_config
+from zero_inference.utils.model_sizes import text_config
 
 PYTORCH = ("builtins", "torch.")  # modules of classes that read no weights of their child modules
 SMALL_SHARE = 1 / 16  # of a layer or block: that much may stay on the device, so that the cores can multiply the rest
@@ -55,7 +54,7 @@ class Block:
     module: str
     parameters: tuple[str, ...]
     linears: tuple[str, ...] = ()
-    feed_forward: FeedForward | None = None
+    feed_forward: Mlp | None = None
     experts: FusedExperts | None = None
     exact: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
@@ -86,7 +85,7 @@ def find_blocks(model: nn.Module, shared: set[int], divided: bool) -> list[Block
     prefix, layers = decoder_layers(model)
     reads = trace_reads(model)
     known: dict[tuple, FusedExperts | None] = {}
-    alike = kinds_of_layers(model).first
+    alike = layer_kinds(model).first
     first = {} if shared else alike
     blocks: dict[int, list[Block]] = {}  # by layer
     for index, layer in enumerate(layers):
@@ -111,7 +110,7 @@ def lay_out_blocks(
     _, layers = decoder_layers(model)
     shared = _shared(model, layers)
     blocks = find_blocks(model, shared, divided)
-    first = {} if shared else kinds_of_layers(model).first
+    first = {} if shared else layer_kinds(model).first
     known: dict[tuple[int, str], BlockLayout] = {}
     layouts, held = [], set()
     for block in blocks:
@@ -129,7 +128,7 @@ def lay_out_blocks(
 
 def _shared(model: nn.Module, layers: nn.ModuleList) -> set[int]:
     """Ids of parameters that are of several layers, of one and of the rest of the model, or are read outside of their layer's call."""
-    alike, reads, prefix = kinds_of_layers(model).first, trace_reads(model), decoder_layers(model)[0]
+    alike, reads, prefix = layer_kinds(model).first, trace_reads(model), decoder_layers(model)[0]
     outside = set()
     for index, layer in enumerate(layers if reads is not None else ()):
         name = f"{prefix}.{alike.get(index, index)}"
@@ -140,7 +139,7 @@ def _shared(model: nn.Module, layers: nn.ModuleList) -> set[int]:
     for index, layer in enumerate(layers):
         for parameter in layer.parameters():
             owners.setdefault(id(parameter), set()).add(index)
-    names = unique_parameter_names(model)
+    names = parameter_names(model)
     uses = Counter(id(p) for layer in layers for _, p in layer.named_parameters(remove_duplicate=False))
     return outside | {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > uses[key]}
 
@@ -164,7 +163,7 @@ def is_wide(parameter: nn.Parameter) -> bool:
 def check_groups(model: nn.Module, scheme: GroupQuantization) -> None:
     """Raises UsageError where the group size does not divide the last dimension of a decoder layer's matrix."""
     prefix, layers = decoder_layers(model)
-    first = kinds_of_layers(model).first
+    first = layer_kinds(model).first
     for index, layer in enumerate(layers):
         if first.get(index, index) != index:
             continue
@@ -184,16 +183,16 @@ def _experts_in(layer: nn.Module, config: object, known: dict) -> Iterator[tuple
         if name and any(len(shape) == 3 for shape in shapes):
             key = type(module), *shapes
             if key not in known:
-                known[key] = read_experts(module)
+                known[key] = detect_experts(module)
             experts = known[key]
             if experts is not None:
                 mixture = layer.get_submodule(name.rpartition(".")[0])
-                yield name, replace(experts, chosen=chosen_of(mixture, config, experts.number))
+                yield name, replace(experts, chosen=experts_per_token(mixture, config, experts.number))
 
 
 def transposed_in(layer: nn.Module, experts: dict[str, FusedExperts]) -> set[str]:
     """Names of the matrices in `layer` that are stored as [out, in], where the model has [in, out]; `experts` as of `_experts_in`."""
-    linears = [f"{name}.weight" for name, module in layer.named_modules() if name and linear_form(module) == COLUMNS]
+    linears = [f"{name}.weight" for name, module in layer.named_modules() if name and weight_layout(module) == COLUMNS]
     found = [f"{name}.{own}" for name, each in experts.items() if each.transposed for own in (each.first, each.last)]
     return {*linears, *found}
 
@@ -297,7 +296,7 @@ class _Layer:
             beside is not None
             and bool(matrices)
             and all(p.numel() <= beside.number * p.shape[-1] for p in matrices)
-            and read_feed_forward(child) is None
+            and detect_mlp(child) is None
         )
 
     def _block(self, name: str, module: nn.Module) -> Block:
@@ -310,14 +309,14 @@ class _Layer:
         linears = {
             part: child
             for part, child in module.named_modules()
-            if linear_form(child) is not None and self._reads_its_own(f"{name}.{part}".rstrip("."), child)
+            if weight_layout(child) is not None and self._reads_its_own(f"{name}.{part}".rstrip("."), child)
         }
         in_linears = {id(p) for child in linears.values() for p in child.parameters()}
         others = [p for _, p in owned if is_wide(p) and id(p) not in in_linears]
         if not whole or not linears or _nbytes(others) > SMALL_SHARE * _nbytes(module.parameters()):
             return self._make(name, names, exact=self._exact(names, name) if self._holds_experts(name) else ())
         names = tuple(own_name for own_name, p in owned if id(p) in in_linears)
-        return self._make(name, names, linears=tuple(linears), feed_forward=read_feed_forward(module))
+        return self._make(name, names, linears=tuple(linears), feed_forward=detect_mlp(module))
 
     def _make(self, name: str, names: tuple[str, ...], **others: Any) -> Block:
         """Return the block of module `name` with the parameters `names`, relative to it."""

@@ -19,7 +19,7 @@ from zero_inference.kv_cache.attention_patch import why_cpu_cannot_attend
 from zero_inference.models.experts import FusedExperts
 from zero_inference.records.schema import CpuBackendUse
 from zero_inference.utils.format import three_digits
-from zero_inference.utils.log import heads_of_key
+from zero_inference.utils.model_sizes import heads_of_key
 
 WHY_NOT_ATTENDED = "why the cores cannot attend"  # of a model, known once
 NO_LINK = "no GPU, so no weights cross PCIe"
@@ -159,9 +159,9 @@ def why_no_cpu_attention(job: Job) -> str | None:
     """Return why the cores cannot attend over keys and values in host memory, in a few words; None where they can."""
     if job.ranks.world_size > 1:
         return "each rank has its own"
-    if not job.skeleton.is_empty and WHY_NOT_ATTENDED not in job.skeleton.known:
+    if not job.empty_model.is_empty and WHY_NOT_ATTENDED not in job.empty_model.cache:
         return "it was not tried before the weights were loaded"
-    reason = job.skeleton.once(WHY_NOT_ATTENDED, lambda: why_cpu_cannot_attend(job.skeleton.model))
+    reason = job.empty_model.cached(WHY_NOT_ATTENDED, lambda: why_cpu_cannot_attend(job.empty_model.model))
     return reason and f"{job.spec.text_config.model_type} {reason}"
 
 

@@ -197,7 +197,7 @@ def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
     if config.decode_graph == "off":
         return "--decode-graph off"
     attention = (
-        getattr(job.spec.text_config, "_attn_implementation", None) or job.skeleton.model.config._attn_implementation
+        getattr(job.spec.text_config, "_attn_implementation", None) or job.empty_model.model.config._attn_implementation
     )
     reasons = {
         RANKS: several,

@@ -22,8 +22,8 @@ from zero_inference.engines.stream.prefetch import Prefetcher
 from zero_inference.engines.stream.vocabulary import HeadWeight, HostEmbedding, QuantizedHead
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kv_cache.attention_patch import patch_attention
-from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
+from zero_inference.models.weights import load_weights
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.utils.ranks import new_process_group
 from zero_inference.utils.transfers import Transfers
@@ -41,7 +41,7 @@ def check(plan: StreamPlan) -> None:
 def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedModel:
     """Fill the block store, place the rest on the device, and hook the ring and the cores into the model."""
     job, placement, scheme = plan.job, plan.placement, plan.scheme
-    model, ranks = job.skeleton.model, job.ranks
+    model, ranks = job.empty_model.model, job.ranks
     store = BlockStore(placement.layouts, set(placement.resident), ranks, plan.pinned, placement.cpu_computed)
     prefix, layers = decoder_layers(model)
     placed = _WeightLoader(model, prefix, placement, store, scheme, ranks.device, plan.head)
@@ -120,7 +120,7 @@ def _step_graph(
 
     record = capture_cuda_graphs if job.on_gpu else capture_calls
     always = job.config.decode_graph == "on"
-    return StepGraph(job.skeleton.model, job.spec.dtype, record, prefetcher, calls, always, report)
+    return StepGraph(job.empty_model.model, job.spec.dtype, record, prefetcher, calls, always, report)
 
 
 def _divided(placement: Placement) -> dict[str, int]:

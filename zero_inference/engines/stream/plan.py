@@ -1,4 +1,4 @@
-"""What a run of the stream engine places where: decided from its options, the skeleton and measured rates, before a weight is read."""
+"""What a run of the stream engine places where: decided from its options, the empty model and measured rates, before a weight is read."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class StreamPlan(EnginePlan):
     @functools.cached_property
     def _packed(self) -> dict[str, tuple[GroupQuantization, bool]]:
         """Return by name of each quantized matrix how it is stored, and whether it is transposed."""
-        prefix, _ = decoder_layers(self.job.skeleton.model)
+        prefix, _ = decoder_layers(self.job.empty_model.model)
         found = {} if self.head is None else {self.head.name: (self.head.scheme, False)}
         return found | {
             block.full_name(prefix, stored.name): (self.scheme, stored.transposed)
@@ -298,11 +298,11 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         UsageError: no decoder layers to stream, a group size that does not divide, a device too small (DoesNotFit), or cores that
             cannot do what was asked.
     """
-    config, model = job.config, job.skeleton.model
+    config, model = job.config, job.empty_model.model
     scheme = None
     if config.quantized:
         scheme = GroupQuantization(config.quant_bits, config.group_size, job.spec.dtype)
-        job.skeleton.once(("groups", scheme), lambda: check_groups(model, scheme))
+        job.empty_model.cached(("groups", scheme), lambda: check_groups(model, scheme))
     no_graph, out = why_no_graph(job), why_no_cpu_compute(job)
     reason = out
     placement: Placement | None = None
@@ -411,8 +411,8 @@ def without_spare_slots(job: Job, found: Placement, scheme: GroupQuantization | 
 def _laid_out(job: Job, scheme: GroupQuantization | None, divided: bool) -> Any:
     """Return the result of `lay_out_blocks`, which is called once, with the bytes that a quantized head takes."""
     ranks = job.ranks.world_size
-    blocks, layouts, outside = job.skeleton.once(
-        ("blocks", scheme, ranks, divided), lambda: lay_out_blocks(job.skeleton.model, scheme, ranks, divided)
+    blocks, layouts, outside = job.empty_model.cached(
+        ("blocks", scheme, ranks, divided), lambda: lay_out_blocks(job.empty_model.model, scheme, ranks, divided)
     )
     head = _head(job, scheme, layouts)
     return blocks, layouts, outside if head is None else outside - head.plain_bytes + head.stored_bytes
@@ -424,8 +424,8 @@ def _head(job: Job, scheme: GroupQuantization | None, layouts: Sequence[BlockLay
         return None
     asked = job.config.quant_group_size
     sizes = GROUP_SIZES[HEAD_BITS] if asked is None else asked, GROUP_SIZES[HEAD_BITS]
-    found = job.skeleton.once(
-        ("head", job.spec.dtype, sizes), lambda: find_head(job.skeleton.model, job.spec.dtype, sizes)
+    found = job.empty_model.cached(
+        ("head", job.spec.dtype, sizes), lambda: find_head(job.empty_model.model, job.spec.dtype, sizes)
     )
     fits = found is not None and found.row_bytes <= max(layout.workspace_bytes for layout in layouts)
     return found if fits else None

@@ -21,8 +21,8 @@ from zero_inference.engines.base import Job
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.kernels.products import FUSED_ROWS, can_fuse, linear_groups
+from zero_inference.models.empty_model import parameter_names
 from zero_inference.models.operators import trace_reads
-from zero_inference.models.skeleton import unique_parameter_names
 from zero_inference.utils.host_memory import host_empty
 
 
@@ -49,7 +49,7 @@ def table_for_host(job: Job) -> EmbeddingTable | None:
     """Return the table of the job's model if it may be in host memory; None where it has to be on the device."""
     if not device_reads_rows(job):
         return None
-    return job.skeleton.once("embedding table", lambda: find_table(job.skeleton.model))
+    return job.empty_model.cached("embedding table", lambda: find_table(job.empty_model.model))
 
 
 def device_reads_rows(job: Job) -> bool:
@@ -59,7 +59,7 @@ def device_reads_rows(job: Job) -> bool:
 
 
 def find_table(model: Any) -> EmbeddingTable | None:
-    """Return the table of the input embedding of `model`, which is a skeleton; None if it is not one that only `nn.Embedding.forward`
+    """Return the table of the input embedding of `model`, which is an empty model; None if it is not one that only `nn.Embedding.forward`
     reads: tied to the head, scaled by a forward of its own, or read by other code."""
     try:
         embedding = model.get_input_embeddings()
@@ -69,7 +69,7 @@ def find_table(model: Any) -> EmbeddingTable | None:
     if not plain or "forward" in vars(embedding) or embedding.max_norm is not None:
         return None
     weight, reads = embedding.weight, trace_reads(model)
-    names = unique_parameter_names(model).get(id(weight), [])
+    names = parameter_names(model).get(id(weight), [])
     if reads is None or len(names) != 1 or weight.dtype.itemsize not in (2, 4):
         return None
     module = names[0].rpartition(".")[0]
@@ -160,14 +160,14 @@ class HeadWeight(NamedTuple):
 
 
 def find_head(model: Any, dtype: torch.dtype, group_sizes: Sequence[int]) -> HeadWeight | None:
-    """Return the weight of the output head of `model`, which is a skeleton, for the first of `group_sizes` that divides its rows; None if
+    """Return the weight of the output head of the empty `model`, for the first of `group_sizes` that divides its rows; None if
     none does, if the weight is not of `dtype`, or if it is not one that only the head's `nn.Linear.forward` reads, such as a tied one."""
     head = model.get_output_embeddings()
     plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
     reads = trace_reads(model) if plain else None
     if reads is None:
         return None
-    names = unique_parameter_names(model).get(id(head.weight), [])
+    names = parameter_names(model).get(id(head.weight), [])
     if len(names) != 1 or names[0].rpartition(".")[0] not in reads.inside.get(names[0], ()):
         return None
     schemes = (GroupQuantization(HEAD_BITS, size, dtype) for size in group_sizes)

@@ -1,13 +1,18 @@
-"""Reading a checkpoint one layer at a time, so that no more than a layer waits in host memory.
+"""Random weights for runs that need no checkpoint: seeded by name, so that order, rank and engine do not matter.
 
-The renaming, fusing and casting of tensors is transformers' own (`convert_and_load_state_dict_in_model`): it is handed the
-checkpoint's keys group by group instead of all at once, and so serves every family it knows, fused experts included.
+A mixture of experts with random weights of one size, fed its own greedy tokens, chooses the same few experts in every step: the
+residual stream is soon dominated by what all tokens have in common. Text does not: an LRU cache of a quarter of the experts hits
+two thirds of the choices, a fixed set of an eighth a tenth of them (llama.cpp #27861). `--dummy-routing text` gives
+such choices: embeddings are large enough (`embedding_std`) that the token decides what the routers choose in every layer, and
+tokens are drawn by `draw_tokens`, which repeats recent ones. Scaling a router's weights would change none of its choices.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,13 +24,64 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_inference.errors import RunError, UsageError, is_out_of_memory
-from zero_inference.models.dummy import WEIGHT_STD, embedding_std, fill_dummy
-from zero_inference.models.files import few
+from zero_inference.models.checkpoint_files import Shards, shorten_names
+from zero_inference.models.empty_model import parameter_names, parameter_slots
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.quantized import INSTEAD, without_floats
-from zero_inference.models.shards import Shards
-from zero_inference.models.skeleton import places_of_parameters, unique_parameter_names
 from zero_inference.models.spec import ModelSpec
+
+REPEATED = 0.6  # share of drawn tokens that repeat one of the last `RECENT` of their sequence
+RECENT = 6
+WEIGHT_STD = 0.02  # the init of GPT-2, OPT and Llama; keeps 16-bit activations finite through every preset
+
+
+def fill_dummy(tensor: torch.Tensor, name: str, seed: int, std: float = WEIGHT_STD) -> torch.Tensor:
+    """Fill `tensor` in place where it lies and return it.
+
+    Matrices are N(0, std^2), norm weights 1 + N(0, 0.02^2), biases N(0, 0.02^2). The values depend on `seed`, `name`,
+    shape, dtype, `std` and the kind of device alone.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    tensor.normal_(0.0, std if tensor.dim() > 1 else WEIGHT_STD, generator=generator)
+    if tensor.dim() == 1 and not name.endswith("bias"):
+        tensor.add_(1.0)
+    return tensor
+
+
+def embedding_std(text_config: Any) -> float:
+    """Return the standard deviation of a mixture's embeddings with `--dummy-routing text`, 1 or more.
+
+    Attention averages over tokens, which keeps the component that all of them share. With weights of `WEIGHT_STD` a layer amplifies it
+    by g = WEIGHT_STD^2 sqrt(hidden x heads x head_dim) and adds it to a residual stream of deviation s, so its square grows by
+    g^2 / s^2 a layer; s^2 = L g^2 bounds the growth over L layers by a factor of e. The result is 8 for Qwen3-30B-A3B, where an LRU
+    cache of a quarter of the experts then hits 60 to 64% in all 48 layers (benchmarks/expert_reuse.py).
+    """
+    heads = text_config.num_attention_heads
+    widths = (getattr(text_config, name, None) for name in ("v_head_dim", "head_dim"))
+    head_dim = next(filter(None, widths), text_config.hidden_size // heads)
+    gain = WEIGHT_STD**2 * math.sqrt(text_config.hidden_size * heads * head_dim)
+    return max(1.0, gain * math.sqrt(text_config.num_hidden_layers))
+
+
+def draw_tokens(prompts: torch.Tensor, count: int, vocab_size: int, seed: int) -> torch.Tensor:
+    """Return the tokens int64 [B, count] to feed after `prompts` int64 [B, P]; a row depends on its prompt and `seed` alone.
+
+    Each repeats one of the last `RECENT` tokens of its row with probability `REPEATED`, and is uniform over the vocabulary otherwise.
+    """
+    rows = []
+    for prompt in prompts.cpu():
+        digest = hashlib.sha256(seed.to_bytes(8, "little") + prompt.numpy().tobytes()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        repeats = (torch.rand(count, generator=generator) < REPEATED).tolist()
+        fresh = torch.randint(vocab_size, (count,), generator=generator).tolist()
+        back = torch.randint(RECENT, (count,), generator=generator).tolist()
+        row = prompt.tolist()
+        for repeat, new, distance in zip(repeats, fresh, back):
+            row.append(row[-1 - min(distance, len(row) - 1)] if repeat else new)
+        rows.append(row[len(prompt) :])
+    return torch.tensor(rows, dtype=torch.int64)
+
 
 logger = logging.getLogger(__name__)
 # Causal masks and rotary tables that older versions of transformers stored in each layer.
@@ -34,7 +90,7 @@ PREDICTS_MORE = re.compile("nextn|mtp", re.IGNORECASE)  # fields of a config tha
 RETURNED_BYTES = 64 << 20  # of dummy weights, between two returns of freed memory: a layer or two of a small model
 Adopt = Callable[[str, nn.Parameter], None]
 Progress = Callable[[int], None]
-_seers: list[Adopt] = []  # as `seen_by` has them
+_seers: list[Adopt] = []  # as `observe_loading` has them
 
 
 def load_weights(
@@ -70,7 +126,7 @@ def load_weights(
 
 
 @contextmanager
-def seen_by(see: Adopt) -> Iterator[None]:
+def observe_loading(see: Adopt) -> Iterator[None]:
     """Within it, `see` is shown each parameter that is loaded, before the engine adopts it."""
     _seers.append(see)
     try:
@@ -85,7 +141,7 @@ def _draw_weights(
     unreturned = 0
     # a checkpoint's own code may not say which it is
     embedding = None if std_of_embeddings == WEIGHT_STD else model.get_input_embeddings().weight
-    parameters, places = list(model.named_parameters()), places_of_parameters(model)
+    parameters, places = list(model.named_parameters()), parameter_slots(model)
     for name, parameter in parameters:
         size = parameter.numel() * parameter.element_size()
         if unreturned + size >= RETURNED_BYTES:
@@ -109,7 +165,7 @@ def _draw_weights(
 def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    shards = Shards(spec)
+    shards = Shards(spec.checkpoint_folder(), spec.fp8_blocks, spec.dtype)
     mapping = get_model_conversion_mapping(model)
     ties = _resolve_ties(model, shards, _keys_of_ties(model, mapping, shards.where))
     left_out: list[str] = []
@@ -134,7 +190,7 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
     missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if missing:
         raise RunError(
-            f"{shards.folder}: the checkpoint has no tensor for {few(missing)}: it belongs to another model, "
+            f"{shards.folder}: the checkpoint has no tensor for {shorten_names(missing)}: it belongs to another model, "
             "or a shard is missing."
         )
     if dist.is_initialized() and dist.get_rank():
@@ -143,13 +199,13 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
         logger.warning(
             "warning: %s: the checkpoint has no tensor for %s; the model's initial values stay.",
             shards.folder,
-            few(buffers),
+            shorten_names(buffers),
         )
     if left_out := [key for key in left_out if not _announced(key, model, spec)]:
         logger.warning(
             "warning: %s: the model has no parameter for %s, ignored; do config.json and weights belong together?",
             shards.folder,
-            few(left_out),
+            shorten_names(left_out),
         )
 
 
@@ -195,7 +251,7 @@ def _resolve_ties(model, shards: Shards, stored_as: dict[str, str]) -> list[list
         stored_as: the checkpoint's key of a name of the model, where it has one.
     """
     ties = []
-    for names in unique_parameter_names(model).values():
+    for names in parameter_names(model).values():
         if len(names) < 2:
             continue
         # in the order of the model, whose first name is the one that the others are tied to
@@ -221,7 +277,7 @@ def _keys_of_ties(model, mapping: list, keys: Iterable[str]) -> dict[str, str]:
     """Return the checkpoint's key of each name of a tied parameter, by transformers' own renaming."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    tied = {name for names in unique_parameter_names(model).values() if len(names) > 1 for name in names}
+    tied = {name for names in parameter_names(model).values() if len(names) > 1 for name in names}
     if not tied:
         return {}
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -266,7 +322,7 @@ def _converter(
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
 
     def convert(tensors: dict[str, Any], folder: Path) -> set[str]:
-        # no dtype plan: a tensor whose place in the skeleton has another dtype than `dtype` is cast to that one
+        # no dtype plan: a tensor whose place in the empty model has another dtype than `dtype` is cast to that one
         load_config = LoadStateDictConfig(
             pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping
         )

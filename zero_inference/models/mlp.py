@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from zero_inference.models.layers import remembered
+from zero_inference.models.layers import cache_per_module
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
@@ -29,7 +29,7 @@ ROWS, COLUMNS = "rows", "columns"  # how a linear module stores its weight: [out
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class Mlp:
     """`last(f(first(x)))`, or gated: `last(f(gate(x)) * up(x))`. Names are of linear modules, relative to the module.
 
     Attributes:
@@ -48,11 +48,11 @@ class FeedForward:
         return tuple(dict.fromkeys((*self.first, self.last)))
 
 
-@remembered
-def read_feed_forward(module: nn.Module) -> FeedForward | None:
+@cache_per_module
+def detect_mlp(module: nn.Module) -> Mlp | None:
     """What `module`, which may be on the meta device, computes of one tensor; None where it is something else."""
     linears = {
-        part for part in module.modules() if linear_form(part) is not None
+        part for part in module.modules() if weight_layout(part) is not None
     }  # before tracing: they are called for it
     try:
         graph = _Tracer(linears).trace(module)
@@ -64,8 +64,8 @@ def read_feed_forward(module: nn.Module) -> FeedForward | None:
         return None
 
 
-@remembered
-def linear_form(module: nn.Module) -> str | None:
+@cache_per_module
+def weight_layout(module: nn.Module) -> str | None:
     """Return how a module that adds one product with its `weight` and its `bias` stores that weight: `ROWS` as `nn.Linear`, `COLUMNS` as
     transformers' Conv1D; None for a module that computes anything else. Found by calling a small copy, in float64."""
     if type(module) is nn.Linear:
@@ -144,7 +144,7 @@ class _Reader:
     def __init__(self, module: nn.Module):
         self.module = module
 
-    def feed_forward(self, output: Any) -> FeedForward:
+    def feed_forward(self, output: Any) -> Mlp:
         node = self._without_dropout(output)
         last = self._linear(node)
         if last is None:
@@ -152,7 +152,7 @@ class _Reader:
         node = self._without_dropout(node.args[0])
         activation = self._activation(node)
         if activation is not None:
-            return FeedForward((self._whole(activation[1]).name,), activation[0], last)
+            return Mlp((self._whole(activation[1]).name,), activation[0], last)
         if node.target not in (operator.mul, torch.mul, "mul") or len(node.args) != 2:
             raise _NotThis
         for gate, up in (node.args, node.args[::-1]):
@@ -161,11 +161,11 @@ class _Reader:
                 return self._gated(activation[0], self._product(activation[1]), self._product(up), last)
         return self._gated("identity", self._product(node.args[0]), self._product(node.args[1]), last)
 
-    def _gated(self, activation: str, gate: _Product, up: _Product, last: str) -> FeedForward:
+    def _gated(self, activation: str, gate: _Product, up: _Product, last: str) -> Mlp:
         if gate.name != up.name and gate.parts == up.parts == 1:
-            return FeedForward((gate.name, up.name), activation, last)
+            return Mlp((gate.name, up.name), activation, last)
         if gate.name == up.name and gate.parts == up.parts == 2 and gate.part != up.part:
-            return FeedForward((gate.name, up.name), activation, last, gate_is_second=gate.part == 1)
+            return Mlp((gate.name, up.name), activation, last, gate_is_second=gate.part == 1)
         raise _NotThis
 
     def _whole(self, node: Any) -> _Product:
@@ -189,7 +189,7 @@ class _Reader:
         raise _NotThis
 
     def _linear(self, node: fx.Node) -> str | None:
-        if node.op == "call_module" and linear_form(self._module(node)) is not None:
+        if node.op == "call_module" and weight_layout(self._module(node)) is not None:
             return str(node.target)
         return None
 

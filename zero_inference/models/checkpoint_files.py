@@ -1,8 +1,9 @@
-"""The tensors of a checkpoint folder: which file holds which, opened for as long as they are read."""
+"""Which files of a checkpoint folder hold what."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator
@@ -12,14 +13,87 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.errors import RunError, is_out_of_memory
-from zero_inference.models.files import checkpoint_files, few, indexed
-from zero_inference.models.quantized import SCALE, plain_tensors
-from zero_inference.models.spec import ModelSpec
+from zero_inference.models.quantized import SCALE, BlockScales, plain_tensors
 from zero_inference.utils.format import first_line
+
+# The weights in one file, and the index that names their shards. Where a checkpoint has both kinds, the first is taken.
+WEIGHT_FILES = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+LONGEST_NAME = 255  # bytes, on Linux
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The weight files of a checkpoint folder: safetensors where there are any, else PyTorch's; one file before many.
+
+    Raises:
+        RunError: there are none, or the index is damaged or names one that is not there.
+    """
+    found = _weights(folder)
+    if not found.name.endswith(".index.json"):
+        return [found]
+    names = shard_names(found)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise RunError(
+            f"{folder}: {found.name} names {shorten_names(missing)}, which is missing; fetch the checkpoint again."
+        )
+    return [folder / name for name in names]
+
+
+def read_index(folder: Path) -> dict[str, Path]:
+    """Key of each tensor -> the file that the folder's index places it in; empty where one file holds all. Raises as `shard_names`."""
+    found = _weights(folder)
+    return (
+        {key: folder / name for key, name in _weight_map(found).items()} if found.name.endswith(".index.json") else {}
+    )
+
+
+def shard_names(index: Path) -> list[str]:
+    """Names of the files that an index lists. Raises RunError where it is damaged or names a file outside its folder."""
+    return sorted(set(_weight_map(index).values()))
+
+
+def _weights(folder: Path) -> Path:
+    for names in WEIGHT_FILES:
+        for name in names:
+            if (folder / name).is_file():
+                return folder / name
+    raise RunError(f"{folder}: has neither model.safetensors nor pytorch_model.bin, nor an index of them.")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_bytes())["weight_map"]
+        names = set(found.values())
+    except OSError as error:
+        raise RunError(f"{index}: cannot be read ({error.strerror}).") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RunError(
+            f"{index}: damaged, or no index of weight files ({first_line(error)}); fetch it again."
+        ) from error
+    if not names:
+        raise RunError(f"{index}: damaged, or no index of weight files (it names none); fetch it again.")
+    for name in names:
+        inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in Path(name).parts
+        if not inside or len(name.encode(errors="replace")) > LONGEST_NAME:
+            raise RunError(f"{index}: names {str(name)[:100]!r}, which is not a file in its folder; fetch it again.")
+    return found
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZERS)
+
+
+def shorten_names(names: list[str], most: int = 3) -> str:
+    """The first of `names`, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class Shards:
-    """The tensors of the checkpoint that `spec` names.
+    """The tensors of a checkpoint folder; float8 weights are read as `dtype`.
 
     Attributes:
         folder: where it is.
@@ -29,10 +103,10 @@ class Shards:
         RunError: a file is missing or damaged, or two hold the same tensor.
     """
 
-    def __init__(self, spec: ModelSpec):
-        self.folder, self._blocks, self._dtype = spec.checkpoint_folder(), spec.fp8_blocks, spec.dtype
+    def __init__(self, folder: Path, fp8_blocks: BlockScales | None, dtype: Any):
+        self.folder, self._blocks, self._dtype = folder, fp8_blocks, dtype
         self.where: dict[str, Path] = {}
-        places = indexed(self.folder)
+        places = read_index(self.folder)
         for path in checkpoint_files(self.folder):
             with ExitStack() as files:
                 for key in _open(path, files):
@@ -98,7 +172,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
         # torch before 1.6 wrote another format, which cannot be mapped and is read as a whole
         state = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         if other := [str(key) for key, value in state.items() if not (isinstance(key, str) and torch.is_tensor(value))]:
-            raise RunError(f"{path}: {few(other)} is not a named tensor; save the model's state_dict alone.")
+            raise RunError(f"{path}: {shorten_names(other)} is not a named tensor; save the model's state_dict alone.")
         return {key: partial(state.get, key) for key in state}
     except RunError:
         raise

@@ -11,14 +11,18 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zero_inference.errors import UsageError, is_out_of_memory
-from zero_inference.models.activations import prefill_peak_bytes
-from zero_inference.models.greedy import drop_own_settings
-from zero_inference.models.head import multiply_rows_at_once
 from zero_inference.models.operators import Pass, trace_pass
-from zero_inference.models.sizes import ModelSizes, estimated_prefill_bytes, logits_bytes, model_sizes
+from zero_inference.models.prompts import reset_generation_config
+from zero_inference.models.sizes import (
+    ModelSizes,
+    estimate_prefill_bytes,
+    logits_bytes,
+    model_sizes,
+    prefill_peak_bytes,
+)
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.format import first_line
-from zero_inference.utils.log import auto_class
+from zero_inference.utils.model_sizes import auto_class
 
 Found = TypeVar("Found")
 
@@ -26,34 +30,34 @@ LARGE_ELEMENTS = 1 << 20  # of tensors with pages of their own; fewer are writte
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class EmptyModel:
     """A model without weights, built once a run: counted, planned with, and then filled by the engine that loads it.
 
     Attributes:
-        model: the transformers model, as `empty_model` makes it. Loading changes it; `sizes` were counted before.
+        model: the transformers model, as `build_on_meta` makes it. Loading changes it; `sizes` were counted before.
         activations: bytes of a sequence's prefill, by its length.
         passes: what `traced_pass` found, by its arguments.
-        known: what `once` found.
+        cache: what `cached` found.
     """
 
     model: Any
     sizes: ModelSizes
     activations: dict[int, int] = field(default_factory=dict, compare=False)
     passes: dict[tuple[int, int], Pass | None] = field(default_factory=dict, compare=False)
-    known: dict[Any, Any] = field(default_factory=dict, compare=False)
+    cache: dict[Any, Any] = field(default_factory=dict, compare=False)
 
-    def once(self, key: Any, find: Callable[[], Found]) -> Found:
+    def cached(self, key: Any, find: Callable[[], Found]) -> Found:
         """What `find` gives, which follows from the empty model and `key`: plans of many configurations ask for it. Nobody changes it."""
-        if key not in self.known:
-            self.known[key] = find()
-        return self.known[key]
+        if key not in self.cache:
+            self.cache[key] = find()
+        return self.cache[key]
 
     def activation_bytes(self, spec: ModelSpec, batch: int, prompt_len: int) -> int:
         """Most bytes that `batch` prompts of `prompt_len` tokens keep at once beside weights, keys and values. An estimate for a length
         that is asked for only after an engine has filled the model."""
         if prompt_len not in self.activations:
             found = prefill_peak_bytes(self.model, spec.dtype, prompt_len) if self.is_empty else None
-            self.activations[prompt_len] = estimated_prefill_bytes(spec, prompt_len) if found is None else found
+            self.activations[prompt_len] = estimate_prefill_bytes(spec, prompt_len) if found is None else found
         return batch * max(self.activations[prompt_len], logits_bytes(spec))
 
     def traced_pass(self, spec: ModelSpec, tokens: int, past: int) -> Pass | None:
@@ -69,13 +73,13 @@ class Skeleton:
         return all(parameter.is_meta for parameter in self.model.parameters())
 
 
-def build_skeleton(spec: ModelSpec) -> Skeleton:
-    """Build and count the model of `spec`. Raises as `empty_model`."""
-    model = empty_model(spec)
-    return Skeleton(model, model_sizes(model, spec))
+def build_empty_model(spec: ModelSpec) -> EmptyModel:
+    """Build and count the model of `spec`. Raises as `build_on_meta`."""
+    model = build_on_meta(spec)
+    return EmptyModel(model, model_sizes(model, spec))
 
 
-def empty_model(spec: ModelSpec):
+def build_on_meta(spec: ModelSpec):
     """Build the model of `spec` with parameters on the meta device, tied weights tied.
 
     Parameters are in `spec.dtype`, or in the dtype that transformers keeps them in (see `_apply_dtype_plan`). Buffers are
@@ -101,7 +105,7 @@ def empty_model(spec: ModelSpec):
         ) from error
     model.tie_weights()
     _apply_dtype_plan(model, spec.dtype)
-    drop_own_settings(model)
+    reset_generation_config(model)
     model.requires_grad_(False)
     multiply_rows_at_once(model)
     return model.eval()
@@ -149,19 +153,19 @@ def _apply_dtype_plan(model: torch.nn.Module, dtype: torch.dtype) -> None:
             continue
         kept = plan[pattern_of_group[found.lastgroup]]
         if isinstance(tensor, torch.nn.Parameter):
-            replace_everywhere(model, tensor, torch.nn.Parameter(tensor.data.to(kept), requires_grad=False))
+            replace_parameter(model, tensor, torch.nn.Parameter(tensor.data.to(kept), requires_grad=False))
         else:
             module, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(module), leaf, tensor.to(kept))
 
 
-def replace_everywhere(model: torch.nn.Module, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
+def replace_parameter(model: torch.nn.Module, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
     """Put `new` in each place of `model` that holds `old`, so that tied weights stay tied."""
-    for holder, name in places_of_parameters(model).get(id(old), ()):
+    for holder, name in parameter_slots(model).get(id(old), ()):
         holder[name] = new
 
 
-def places_of_parameters(model: torch.nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
+def parameter_slots(model: torch.nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
     """Where each parameter is held, by its id: the parameters of a module, and its name there. More than one place means tied."""
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
@@ -171,9 +175,32 @@ def places_of_parameters(model: torch.nn.Module) -> dict[int, list[tuple[dict[st
     return places
 
 
-def unique_parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
+def parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
     """All names of each parameter, by its id: more than one name means tied."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return names
+
+
+def multiply_rows_at_once(model: Any) -> None:
+    """Have the head of `model` called with rows that lie one behind the other.
+
+    A prefill multiplies the last position alone, a slice of the hidden states. Where no gradient is asked for, PyTorch makes a product
+    of batches of such a slice, even of one row, and copies the transposed head for it on a CPU: a prefill of 64 tokens of Llama-3.2-1B
+    took 3.8 s instead of 0.5 (2 cores, bfloat16; benchmarks/results/cpu/prefill_head.txt).
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, torch.nn.Module):
+        head.register_forward_pre_hook(_in_rows)
+
+
+def _in_rows(head: torch.nn.Module, args: tuple) -> tuple | None:
+    if not args or not torch.is_tensor(args[0]):
+        return None
+    hidden, expected = args[0], 1
+    for size, stride in zip(reversed(hidden.shape), reversed(hidden.stride())):
+        if stride != expected:
+            return hidden.clone(memory_format=torch.contiguous_format), *args[1:]
+        expected *= size
+    return None
