@@ -18,9 +18,8 @@ import torch
 from conftest import ROOT, need_lm_eval, plain_ids
 
 from zero_inference import load, plan, run, unload
-from zero_inference.api.keywords import options_from
 from zero_inference.cli import console_main
-from zero_inference.config.run_options import parse_options
+from zero_inference.config.run_config import make_config
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.prompts import random_ids
 from zero_inference.planning.search import command_of
@@ -467,7 +466,6 @@ def test_prompts_become_text_and_nothing_is_printed(readable, capsys):
         (lambda: run("x", quantbits=4), "run.* 'quantbits'; did you mean quant_bits"),
         (lambda: run("x", dry_run=True), "zero_inference.plan"),
         (lambda: run("x", log=False, log_dir="y"), "drop one of the two"),
-        (lambda: run("x", gpu_memory=False), "gpu_memory=False"),
         (lambda: load("x", device_map="auto"), "load.* 'device_map'; did you mean engine"),
         (lambda: run("x", max_new_tokens=4), "run.* 'max_new_tokens'; did you mean gen_len"),
         (lambda: load("x", cpu_offlod=True), "load.* 'cpu_offlod'; did you mean cpu_offload"),
@@ -487,6 +485,7 @@ def test_what_cannot_work_is_refused_in_the_words_of_the_command(checkpoints):
     for call, words in (
         (lambda: run(folder, engine="resident", cpu_offload=True), "--engine resident keeps every weight"),
         (lambda: run(folder, quant_bits=5), "--quant-bits"),
+        (lambda: run(folder, engine="stream", gpu_memory=False), "--gpu-memory false: not a size"),
         (lambda: load(folder, engine="accelerate"), "--engine accelerate"),
         (lambda: load(folder, max_length=500), "max_length=500: .* has 128 positions"),
         (lambda: load(folder, max_length=1), "use 2 or more"),
@@ -514,7 +513,7 @@ def test_a_plan_is_what_the_command_prints(capsys):
             theirs["command"],
         )
         assert (row.tokens_per_s, row.step_s) == pytest.approx((theirs["tokens_per_s"], theirs["step_s"]))
-        assert command_of(parse_options(options_from(row.options))) == row.command
+        assert command_of(make_config(row.options)) == row.command
         assert row.device_gib * 2**30 == pytest.approx(theirs["device_bytes"])
     best = found.best
     assert best is found[0] and best.options["batch_size"] == best.batch == best.placement["batch_size"]

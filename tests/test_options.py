@@ -12,10 +12,10 @@ import torch
 
 from zero_inference.cli import console_main, console_parser, main, run_parser
 from zero_inference.config.options import DEFAULTS
+from zero_inference.config.other_tools import OTHER_OPTIONS
 from zero_inference.config.parser import commands_of, examples_of, option_rows
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import config_from_args, parse_options
-from zero_inference.config.values import OTHER_OPTIONS
 from zero_inference.errors import UsageError
 from zero_inference.utils.format import parse_gib
 
@@ -120,7 +120,7 @@ def test_rows_are_those_of_the_help():
             "run_model.py --engine steam",
             "error: --engine steam: choose one of deepspeed, stream, accelerate, resident, auto; did you mean stream?",
         ),
-        ("run_model.py --quality mmlx", "choose from mmlu, hellaswag, humaneval, perplexity; did you mean mmlu?"),
+        ("run_model.py --quality mmlx", "choose one of mmlu, hellaswag, humaneval, perplexity; did you mean mmlu?"),
         ("run_model.py --dtype flot16", "choose one of auto, float16, bfloat16, float32; did you mean float16?"),
         ("run_model.py --dtype int4", "use --quant-bits 4"),
         ("run_model.py --dtype fp8", "use --quant-bits 8"),

@@ -10,8 +10,8 @@ from conftest import need_lm_eval
 
 from zero_inference.architectures.arms import read_arms, speed_only
 from zero_inference.cli import console_main, main
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import non_default_options, parse_options, save_options, shell_words
+from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
+from zero_inference.config.run_options import parse_options, save_options
 from zero_inference.errors import UsageError
 from zero_inference.records.read import read_records
 
@@ -99,17 +99,17 @@ def test_words_that_yaml_reads_otherwise_mean_what_was_written(file):
         ("max_new_tokens: 5", "--config run.yaml: there is no option max_new_tokens; use --gen-len G"),
         ("offload: cpu", "--config run.yaml: there is no option offload; use --cpu-offload"),
         ("save-config: x", "--config run.yaml: there is no option save-config"),
-        ("cpu-offload: 1", "--config run.yaml: cpu-offload is 1: write true or false"),
+        ("cpu-offload: 1", "--config run.yaml: cpu-offload 1: write true or false"),
         ("gen-len: many", "--config run.yaml: gen-len many: not a whole number"),
         ("gen-len: 1.5", "--config run.yaml: gen-len 1.5: not a whole number"),
-        ("gen-len: true", "--config run.yaml: gen-len is true: write one value"),
-        ("gen-len: [1, 2]", "--config run.yaml: gen-len is [1, 2]: write one value"),
+        ("gen-len: true", "--config run.yaml: gen-len true: not a whole number"),
+        ("gen-len: [1, 2]", "--config run.yaml: gen-len [1, 2]: not a whole number"),
         ("engine: steam", "--config run.yaml: engine steam: choose one of"),
         ("dtype: int8", "--config run.yaml: dtype int8: "),
-        ("model: {name: x}", "--config run.yaml: model is {'name': 'x'}: write one value"),
-        ("log-dir: 2024-01-01", "log-dir is datetime.date(2024, 1, 1): write one value, in quotes"),
-        ("quality: {mmlu: 1}", "--config run.yaml: quality is {'mmlu': 1}: write a list"),
-        ("prompt: 7", "--config run.yaml: prompt is 7: write a list of texts"),
+        ("model: {name: x}", "--config run.yaml: model {'name': 'x'}: write one value, in quotes"),
+        ("log-dir: 2024-01-01", "log-dir 2024-01-01: write one value, in quotes"),
+        ("quality: {mmlu: 1}", "--config run.yaml: quality {'mmlu': 1}: write a list"),
+        ("prompt: 7", "--config run.yaml: prompt 7: write a text or a list of texts"),
         ("gen-len: 4\ngen_len: 5", "--config run.yaml: gen-len is there twice"),
         ("- gen-len", "not a mapping of options to values"),
         ("gen-len: [", "--config run.yaml: not YAML (line 1"),
@@ -128,7 +128,7 @@ def test_files_that_cannot_be_read_or_written(file, capsys):
     open("binary", "wb").write(b"\xff\x00")
     with pytest.raises(UsageError, match="--config binary: cannot be read"):
         parse_options(["--config", "binary"])
-    with pytest.raises(UsageError, match="--save-config writes the options of a --dry-run: add --dry-run"):
+    with pytest.raises(UsageError, match="--save-config belongs to --dry-run, which was not given: add that"):
         parse_options(["--save-config", "x.yaml"])
     with pytest.raises(UsageError, match="--save-config gone/x.yaml cannot be written"):
         parse_options(["--dry-run", "--save-config", "gone/x.yaml"])

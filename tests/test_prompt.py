@@ -158,7 +158,7 @@ def test_engines_see_the_same_ids(engine, run, folder):
     "options, said",
     [
         (["--prompt", "x", "--dummy"], "--prompt needs a tokenizer and --dummy runs on random token ids"),
-        (["--prompt", "x", "--prompts", "p.txt"], "--prompt and --prompts p.txt both say what is read"),
+        (["--prompt", "x", "--prompts", "p.txt"], "--prompt and --prompts p.txt both give the prompts"),
         (["--prompt", " "], "--prompt is empty"),
         (["--chat"], "--chat belongs to --prompt or --prompts"),
         (

@@ -80,6 +80,7 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
     from zero_inference.architectures import command as compare
     from zero_inference.hardware import command as link
     from zero_inference.micro import command as micro
+    from zero_inference.planning import arguments as plan_arguments
     from zero_inference.planning import command as plan
     from zero_inference.report import command as report
 
@@ -109,7 +110,7 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
     run_purpose = "generate with a model and measure it, the same as run_model.py"
     plan_purpose = "show which configurations of a model this machine, or another one, can run, and how fast"
     add("run", run_purpose, add_run, lambda args: run_command(args, list(argv)), allow_abbrev=False)
-    add("plan", plan_purpose, plan.add_arguments, plan.main)
+    add("plan", plan_purpose, plan_arguments.add_arguments, plan.main)
     add("report", "show all runs in a log folder in one table", report.add_arguments, report.main)
     add("link", "measure the link, the disk and the device of this machine", link.add_arguments, measure_link)
     add("micro", "time matrix products, element-wise operations and layers", micro.add_arguments, micro.main)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import non_default_options, save_options
+from zero_inference.config.run_config import RunConfig, non_default_options
+from zero_inference.config.run_options import save_options
 from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.hardware.choose import machine_of

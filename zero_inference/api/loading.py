@@ -5,45 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zero_inference.api.keywords import check_names, options_from
-from zero_inference.config.options import FIELD_NAMES
-from zero_inference.config.run_options import parse_options
+from zero_inference.api.keywords import check_keywords
+from zero_inference.config.options import OPTIONS
+from zero_inference.config.run_config import make_config
 from zero_inference.utils import garbage
 
-# Keywords besides those that `load` names itself: where the weights are, and what computes.
-PLACEMENT = (
-    "engine",
-    "batch_size",
-    "dtype",
-    "dummy",
-    "dummy_routing",
-    "seed",
-    "trust_remote_code",
-    "quant_bits",
-    "quant_group_size",
-    "cpu_offload",
-    "disk_offload",
-    "offload_dir",
-    "use_gds",
-    "pin_memory",
-    "kv_offload",
-    "pin_kv_cache",
-    "async_kv_offload",
-    "gpu_memory",
-    "ring_depth",
-    "cpu_compute",
-    "cpu_threads",
-    "decode_graph",
-    "norm_kernels",
-    "ds_config",
-    "goal",
-    "verbose",
-)
+PLACEMENT = tuple(name for name, option in OPTIONS.items() if option.of_load)
 ELSEWHERE = {
+    **dict.fromkeys(set(OPTIONS) - set(PLACEMENT) - {"model"}, "it is for zero_inference.run()"),
     **dict.fromkeys(("prompt_len", "gen_len"), "max_length is that of prompt and generated tokens together"),
-    **dict.fromkeys(
-        set(FIELD_NAMES) - set(PLACEMENT) - {"prompt_len", "gen_len", "model"}, "it is for zero_inference.run()"
-    ),
 }
 
 
@@ -93,8 +63,8 @@ def load(
         UsageError: it cannot work; nothing was loaded.
         RunError: loading failed.
     """
-    check_names("load", placement, PLACEMENT, ELSEWHERE)
-    config = parse_options(options_from({"model": model, "engine": engine, "batch_size": batch_size, **placement}))
+    check_keywords("load", placement, PLACEMENT, ELSEWHERE)
+    config = make_config({"model": model, "engine": engine, "batch_size": batch_size, **placement})
     with garbage.postpone_collections():
         from zero_inference.api.loaded import load_model
 

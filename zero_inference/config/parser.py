@@ -1,4 +1,4 @@
-"""How every command reads its line and shows its help: errors in one line that say what was probably meant, examples as they are typed."""
+"""The parser of every command: errors in one line with what was probably meant, help with examples, rows for the documentation."""
 
 from __future__ import annotations
 
@@ -6,25 +6,30 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, NamedTuple, NoReturn
 
-from zero_inference.config.values import OTHER_COMMANDS, not_among, other_option
+from zero_inference.config.other_tools import OTHER_COMMANDS, other_option
+from zero_inference.config.values import not_among
+from zero_inference.errors import UsageError
 from zero_inference.utils.format import printable
 from zero_inference.utils.suggestions import did_you_mean
 
-# What argparse says, and what we say instead.
+# Messages of argparse, and ours.
 _IN_PLAIN_WORDS = (
     (re.compile(r"argument (\S+): expected (?:one|at least one) argument"), r"\1 needs a value"),
     (re.compile(r"argument (?:-\w/)?(\S+): ignored explicit argument .*"), r"\1 takes no value"),
     (re.compile(r"argument (\S+): "), r"\1: "),
 )
-_ANSWERED = re.compile(r"did you mean|choose one of|use --|no option \S+; ")  # these need no pointer to --help
+_ANSWERED = re.compile(
+    r"did you mean|choose|use --|no option \S+; |must be|give |write "
+)  # these need no pointer to --help
+LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate")
 
 
 class Formatter(argparse.HelpFormatter):
-    """Wraps prose to the width of the terminal, and leaves indented lines, which are examples, as they are."""
+    """Wraps prose to the width of the terminal, and not the indented lines, which are examples."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # names of options stay whole
@@ -48,7 +53,7 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Refused(argparse.ArgumentError):
-    """A value that an option cannot have, in words that need no introduction."""
+    """A value that an option cannot have; the message names the option."""
 
     def __str__(self) -> str:
         return self.message
@@ -62,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Knows them all: what is left over is refused here, by the parser of the command whose option it would have been."""
+        """Refuse unknown words here, in the parser of the subcommand, which knows what was probably meant."""
         args = [_hyphenated(arg) for arg in (sys.argv[1:] if args is None else args)]
         self._refuse_abbreviated(args)
         found, unknown = super().parse_known_args(args, namespace)
@@ -71,15 +76,12 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {printable(self.in_words(message))}\n")
-
-    def in_words(self, message: str) -> str:
-        """An error of argparse, or of ours, with what to do about it."""
         words = plain(message)
-        return words if _ANSWERED.search(words) else f"{words}; see {self.prog} --help"
+        hint = "" if _ANSWERED.search(words) else f"; see {self.prog} --help"
+        self.exit(2, f"error: {printable(words + hint)}\n")
 
     def option_names(self) -> list[str]:
-        """The long names of all options that the help shows."""
+        """Return the long names of all options that the help shows."""
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         return [name for action in shown for name in action.option_strings if name.startswith("--")]
 
@@ -92,18 +94,16 @@ class Parser(argparse.ArgumentParser):
             value = "".join(args[args.index(word) + 1 :][:1])
         if other := other_option(option.lstrip("-"), value, self.option_names()):
             return f"there is no option {option}; {other}"
-        bare = {name[2:]: name for name in self.option_names()}  # dashes alike in both would count as likeness
-        near = did_you_mean(option.lstrip("-"), bare)
-        return f"there is no option {option}" + (
-            f"; {near.replace('did you mean ', 'did you mean --')}" if near else ""
-        )
+        bare = [name[2:] for name in self.option_names()]  # dashes alike in both would count as likeness
+        near = did_you_mean(option.lstrip("-"), bare).replace("did you mean ", "did you mean --")
+        return f"there is no option {option}" + (f"; {near}" if near else "")
 
     def _refuse_abbreviated(self, words: Sequence[str]) -> None:
         """Refuse an option of another tool that argparse would take for an abbreviation of one of ours."""
         for word in words if self.allow_abbrev else ():
             name, _, value = word.partition("=")
-            begins = any(own.startswith(name) for own in self._option_string_actions)
-            if name.startswith("--") and begins and name not in self._option_string_actions:
+            abbreviates = any(own.startswith(name) and own != name for own in self._option_string_actions)
+            if name.startswith("--") and abbreviates and name not in self._option_string_actions:
                 if other := other_option(name[2:], value, self.option_names()):
                     self.error(f"there is no option {name}; {other}")
 
@@ -111,8 +111,8 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         if isinstance(action, argparse._SubParsersAction):
-            near = OTHER_COMMANDS.get(str(value), "")
-            near = f"use {near}" if near in action.choices else did_you_mean(str(value), action.choices)
+            other = OTHER_COMMANDS.get(str(value), "")
+            near = f"use {other}" if other in action.choices else did_you_mean(str(value), action.choices)
             known = f"choose one of {', '.join(action.choices)}"
             raise Refused(action, f"there is no command {value}; {near or known}")
         words = not_among(_name(action), value, tuple(action.choices)).removesuffix(".")
@@ -121,14 +121,16 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         try:
             return super()._get_value(action, text)
+        except UsageError as error:  # of Option.read
+            message = str(error)
         except argparse.ArgumentError as error:
             invalid = re.fullmatch(r"invalid (.+) value: .*", error.message, re.DOTALL)
             reason = f"not a {_KINDS.get(invalid[1], invalid[1])}" if invalid else error.message
-            words = reason if reason.startswith("--") else f"{_name(action)} {text}: {reason}"
-            raise Refused(action, words.removesuffix(".") + self._misplaced(action, text)) from error
+            message = f"{_name(action)} {text}: {reason}"
+        raise Refused(action, message.removesuffix(".") + self._misplaced(action, text))
 
     def _misplaced(self, action: argparse.Action, text: str) -> str:
-        """A model behind an option of several values was taken for one of them."""
+        """Return advice where a model that follows an option of several values was taken for one of them."""
         has_model = any(each.dest == MODEL_GIVEN for each in self._actions)
         like_a_model = re.search("[A-Za-z]", text) and re.search("[-/]", text)
         if action.nargs != "+" or not has_model or not like_a_model:
@@ -140,22 +142,8 @@ _KINDS = {"int": "whole number", "float": "number"}
 MODEL_GIVEN = "model_given"  # dest of the positional model
 
 
-def examples(*lines: str) -> str:
-    """The text of a group or a command that shows `lines` as they are typed; a line may go on behind a backslash."""
-    return "\n".join(["Example:" if len(lines) == 1 else "Examples:", *(f"  {line}" for line in lines)])
-
-
-def example_lines(texts: Iterable[str | None]) -> list[str]:
-    """The commands that stand in descriptions and epilogs made with `examples`, each in one line."""
-    found = []
-    for text in texts:
-        joined = re.sub(r"\s*\\\n\s*", " ", text or "")
-        found += [line.strip() for line in joined.splitlines() if line.startswith("  ")]
-    return found
-
-
 def plain(message: str) -> str:
-    """argparse's message in our words, where it is one of those that we say otherwise."""
+    """Return argparse's message in our words."""
     for pattern, words in _IN_PLAIN_WORDS:
         if pattern.match(message):
             return pattern.sub(words, message, count=1)
@@ -171,8 +159,13 @@ def _hyphenated(argument: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
+def examples(*lines: str) -> str:
+    """Return the help text that shows `lines` as they are typed."""
+    return "\n".join(["Example:" if len(lines) == 1 else "Examples:", *(f"  {line}" for line in lines)])
+
+
 def add_verbose(parser: argparse._ActionsContainer) -> None:
-    """`--verbose` of a command."""
+    """Add --verbose to a command that is not a run."""
     parser.add_argument(
         "--verbose",
         type=int,
@@ -182,15 +175,17 @@ def add_verbose(parser: argparse._ActionsContainer) -> None:
     )
 
 
-LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate")
+class Version(argparse.Action):
+    """Print the versions of this package and of its libraries, without importing these."""
 
+    def __init__(self, option_strings: Any, dest: str, **_: Any) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0)
+        self.help = "show versions and exit"
 
-def version_line() -> str:
-    """Such as: zero-inference 0.1.0 (torch 2.13.0, transformers 5.23.0, deepspeed 0.19.8, accelerate 1.15.0)."""
-    own = sys.modules[
-        __name__.partition(".")[0]
-    ].__version__  # of the code that runs, which need not be the one that is installed
-    return f"zero-inference {own} ({', '.join(f'{name} {_version(name)}' for name in LIBRARIES)})"
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        own = sys.modules[__name__.partition(".")[0]].__version__  # of the code that runs, installed or not
+        print(f"zero-inference {own} ({', '.join(f'{name} {_version(name)}' for name in LIBRARIES)})")
+        parser.exit()
 
 
 def _version(name: str) -> str:
@@ -198,19 +193,6 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-class Version(argparse.Action):
-    """Prints the line and ends."""
-
-    def __init__(self, option_strings: Any, dest: str, **_: Any) -> None:
-        super().__init__(
-            option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help="show versions and exit"
-        )
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(version_line())
-        parser.exit()
 
 
 _DEFAULT = re.compile(r"\s*\((default[^:()]*): (.*)\)$", re.DOTALL)
@@ -235,7 +217,7 @@ class OptionRow(NamedTuple):
 
 
 def option_rows(parser: argparse.ArgumentParser) -> list[OptionRow]:
-    """All options that the help of `parser` shows, in its order, without -h and without subcommands."""
+    """Return the options that the help of `parser` shows, in its order, without -h and subcommands."""
     rows = []
     for group in parser._action_groups:
         for action in group._group_actions:
@@ -246,7 +228,7 @@ def option_rows(parser: argparse.ArgumentParser) -> list[OptionRow]:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, Parser]:
-    """The subcommands of `parser` and theirs, by what is typed: {'plan': ..., 'micro matmul': ...}."""
+    """Return the subcommands of `parser` and theirs by name: {'plan': ..., 'micro matmul': ...}."""
     found: dict[str, Parser] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -257,8 +239,9 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, Parser]:
 
 
 def examples_of(parser: argparse.ArgumentParser) -> list[str]:
-    """The commands that the help of `parser` shows as examples, each in one line."""
-    return example_lines([parser.description, *(group.description for group in parser._action_groups), parser.epilog])
+    """Return the commands that the help of `parser` shows as examples."""
+    texts = [parser.description, *(group.description for group in parser._action_groups), parser.epilog]
+    return [line.strip() for text in texts for line in (text or "").splitlines() if line.startswith("  ")]
 
 
 def _row(group: str, action: argparse.Action, parser: argparse.ArgumentParser) -> OptionRow:

@@ -1,47 +1,99 @@
-"""RunConfig: the checked options of one run. The options and their defaults are in `options`, what is refused in `checks`."""
+"""RunConfig: the validated options of one run, made from what was given and turned back into options."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from zero_inference.config import checks
-from zero_inference.config.options import Options
-from zero_inference.config.values import bits_of, dtype_name
+from zero_inference.config.option import hyphens
+from zero_inference.config.options import (
+    AUTO,
+    DEFAULTS,
+    FIELD_NAMES,
+    LONGEST_PROMPT,
+    OF_DRY_RUNS,
+    OPTIONS,
+    UNTIL_PLANNED,
+    Options,
+)
 from zero_inference.errors import UsageError
-from zero_inference.utils.format import parse_gib
 
 
 class RunConfig(Options):
-    """The choices of one run.
+    """The options of one run.
 
-    `validate()` raises UsageError for anything that can be seen to be wrong without loading the model's config;
-    what depends on the model is checked by `planning.checks` and the engine's plan, before a weight is read.
+    `validate` refuses what cannot work before the model's config is loaded; what depends on the model is checked by `planning.checks`
+    and the engine's plan, before a weight is read.
     """
 
     def validate(self) -> RunConfig:
-        """Return the configuration with what it implies, or raise UsageError: what was asked, found, and has to change."""
-        asked = self._spelled()
-        checks.check_paths(asked)
-        checks.check_model(asked)
-        checks.check_values(asked)
-        checks.check_engine(asked)
-        checks.check_offload(asked)
-        checks.check_companions(asked)
-        checks.check_prompts(asked)
-        checks.check_files(asked)
-        checks.check_quality(asked)
-        return replace(asked, cpu_offload=True) if asked.engine == "stream" and not asked.cpu_offload else asked
+        """Return the configuration with every value in its canonical form (float16 for fp16). Raises UsageError."""
+        given = {name: getattr(self, name) for name in OPTIONS}
+        read = {name: OPTIONS[name].read(value, auto=False) for name, value in given.items() if value is not None}
+        config = replace(self, **read)
+        checks.check(config)
+        return replace(config, cpu_offload=True) if config.engine == "stream" else config
 
-    def _spelled(self) -> RunConfig:
-        """With the names of the choices for other spellings of them: float16 for fp16, 4 for int4. Raises UsageError."""
-        spelled: dict[str, Any] = {"dtype": dtype_name(self.dtype), "quant_bits": bits_of(self.quant_bits)}
-        if isinstance(self.prompt, str):
-            spelled["prompt"] = (self.prompt,)
-        if isinstance(self.gpu_memory, str):
-            try:
-                spelled["gpu_memory"] = parse_gib(self.gpu_memory)
-            except ValueError as error:
-                raise UsageError(f"--gpu-memory {self.gpu_memory}: {error}.") from error
-        changed = {name: value for name, value in spelled.items() if value != getattr(self, name)}
-        return replace(self, **changed) if changed else self
+
+def make_config(given: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration for values by field name, from the shell, YAML or Python; None and missing values are defaults.
+
+    Raises:
+        UsageError: it cannot work.
+    """
+    found = {name: OPTIONS[name].read(value) for name, value in given.items() if value is not None}
+    if found.get("prompt"):
+        found = {"batch_size": len(found["prompt"]), "prompt_len": LONGEST_PROMPT} | found
+    auto = tuple(name for name in UNTIL_PLANNED if found.get(name) == AUTO)
+    for name in ("cpu_offload", "disk_offload"):
+        if "engine" in auto and found.get(name):
+            flag = OPTIONS[name].flag
+            raise UsageError(f"--engine auto decides where the weights are stored: drop {flag}, or name an engine.")
+    return RunConfig(**found | {name: UNTIL_PLANNED[name] for name in auto}, auto=auto).validate()
+
+
+def non_default_options(config: RunConfig) -> dict[str, Any]:
+    """Return the options in which `config` differs from the defaults: names with hyphens, values as YAML and JSON have them.
+
+    Options of a dry run are left out. `parse_options(shell_words(...))` of the result is `config` again.
+    """
+    found: dict[str, Any] = {}
+    for name in FIELD_NAMES:
+        value = getattr(config, name)
+        if name in config.auto:
+            found[hyphens(name)] = AUTO
+        elif name == "auto" or name in OF_DRY_RUNS or (name == "cpu_offload" and config.engine == "stream"):
+            continue
+        elif name == "pin_memory" and value is not None:
+            found[hyphens(name)] = int(value)
+        elif name == "prompt_len" and config.prompt:
+            found |= {} if value == LONGEST_PROMPT else {hyphens(name): value}
+        elif value != DEFAULTS[name] or (name == "batch_size" and config.prompt):
+            found[hyphens(name)] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def shell_words(options: Mapping[str, Any]) -> list[str]:
+    """Return the words to type for options by name (hyphens or underscores) and value."""
+    return [word for name, value in options.items() for word in _words(f"--{hyphens(name)}", value)]
+
+
+def _words(flag: str, value: Any) -> Iterator[str]:
+    if isinstance(value, bool):
+        yield flag if value else f"--no-{flag[2:]}"
+    elif flag == "--prompt":
+        for text in (value,) if isinstance(value, str) else value:
+            yield from _pair(flag, text)
+    elif isinstance(value, Mapping):
+        yield from _pair(flag, ",".join(f"{name}={part}" for name, part in value.items()))
+    elif isinstance(value, (list, tuple)):
+        yield from _pair(flag, ",".join(map(str, value)))
+    else:
+        yield from _pair(flag, repr(value).removesuffix(".0") if isinstance(value, float) else str(value))
+
+
+def _pair(flag: str, value: str) -> tuple[str, ...]:
+    """In one word where the value would be taken for an option."""
+    return (f"{flag}={value}",) if value.startswith("-") else (flag, value)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zero_inference.config.options import QUANT_BITS
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import UNTIL_PLANNED, shell_words
+from zero_inference.config.options import QUANT_BITS, UNTIL_PLANNED
+from zero_inference.config.run_config import RunConfig, shell_words
 from zero_inference.errors import UsageError
 from zero_inference.hardware.kept import measure_where_needed
 from zero_inference.hardware.machine import Machine

@@ -5,39 +5,18 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from zero_inference.config.options import LOG_PREFIX
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import non_default_options
+from zero_inference.config.options import LOG_PREFIX, OPTIONS
+from zero_inference.config.run_config import RunConfig, non_default_options
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.schema import Request
 from zero_inference.utils import get_filename
 from zero_inference.utils.ranks import Ranks
 
-AS_GIVEN = (
-    "engine",
-    "model",
-    "batch_size",
-    "prompt_len",
-    "gen_len",
-    "quant_bits",
-    "cpu_offload",
-    "disk_offload",
-    "kv_offload",
-    "norm_kernels",
-    "dummy",
-    "pin_kv_cache",
-    "async_kv_offload",
-    "seed",
-    "pin_memory",
-    "cpu_compute",
-    "cpu_threads",
-)
-
 
 def request_of(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) -> Request:
     """What was asked, as far as it is known before the plan; `pin_memory` is what was asked for until then."""
     return Request(
-        **{name: getattr(config, name) for name in AS_GIVEN},
+        **{name: getattr(config, name) for name, option in OPTIONS.items() if option.recorded},
         timestamp=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         argv=argv,
         quant_group_size=config.group_size,

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import non_default_options, shell_words
+from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, RunError, UsageError
 from zero_inference.hardware.limited import LimitedMachine
