@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from zero_inference.cpu.attention import AttentionTasks
+from zero_inference.cpu.attention import add_attention, run_attention
 from zero_inference.cpu.pool import CpuPool, choose_cpus
 from zero_inference.kv_cache.cpu_attention import blocks_for
 from zero_inference.utils.host_memory import host_empty
@@ -73,16 +73,16 @@ def layers(
 def gb_per_s(flat: torch.Tensor, asked: argparse.Namespace, batch: int, threads: int, major: bool) -> float:
     cores = CpuPool(choose_cpus(threads), spin_us=SPIN_US)
     try:
-        tasks, dtype = AttentionTasks(cores), DTYPES[asked.dtype]
+        dtype = DTYPES[asked.dtype]
         scale = asked.head_dim**-0.5
-        numbers = [tasks.add(*pair, asked.heads, scale) for pair in layers(flat, asked, batch, major)]
+        numbers = [add_attention(cores, *pair, asked.heads, scale) for pair in layers(flat, asked, batch, major)]
         packed = torch.randn(batch * (asked.heads + 2 * asked.kv_heads) * asked.head_dim).to(dtype)
         out = torch.empty((batch, 1, asked.heads, asked.head_dim), dtype=dtype)
         calls, start = -WARM_UP_CALLS, time.perf_counter()
         while calls < 1 or time.perf_counter() - start < asked.seconds:
             if calls == 0:
                 start = time.perf_counter()
-            tasks.run(numbers[calls % len(numbers)], packed, out, 1, asked.positions, 0)
+            run_attention(cores, numbers[calls % len(numbers)], packed, out, 1, asked.positions, 0)
             calls += 1
         seconds = (time.perf_counter() - start) / calls
     finally:

@@ -206,7 +206,7 @@ def test_memory_for_a_crossing_is_what_a_pass_of_one_token_takes(family, monkeyp
 
     def watched(self, layer, query, window=0, mask=None):
         out = attend(self, layer, query, window, mask)
-        taken.add((query.nbytes + sum(new.nbytes for new in layer.newest), out.nbytes))  # before they are let go
+        taken.add((query.nbytes + sum(new.nbytes for new in layer.new_states), out.nbytes))  # before they are let go
         return out
 
     monkeypatch.setattr(BlockingCpuAttention, "attend", watched)
@@ -235,10 +235,10 @@ def test_memory_is_exact_and_kept_over_a_reset():
     patch_attention(model)
     cache = make(model, 80)
     generated(model, ids, 3, cache)
-    places = [layer.kept[0].data_ptr() for layer in cache.layers]
+    places = [layer.stored[0].data_ptr() for layer in cache.layers]
     cache.reset()
     generated(model, ids, 3, cache)
-    assert places == [layer.kept[0].data_ptr() for layer in cache.layers]
+    assert places == [layer.stored[0].data_ptr() for layer in cache.layers]
     assert cache.nbytes() == 3 * 2 * 80 * 2 * 2 * 8 * 4  # layers, K and V, positions, batch, kv heads, head_dim, bytes
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zero_inference.cpu.attention import AttentionTasks, attention, attention_reference
+from zero_inference.cpu.attention import add_attention, attention, attention_reference, run_attention
 from zero_inference.cpu.library import INSTRUCTIONS, best_instructions
 from zero_inference.cpu.pool import CpuPool
 
@@ -154,15 +154,14 @@ def test_tasks_of_the_cores_store_new_rows_and_attend(batch, heads, kv_heads, dt
     _, keys, values = drawn(batch, heads, kv_heads, 1, 700, 40, 24, dtype)
     cores = CpuPool([-1] * 3, spin_us=100)
     try:
-        tasks = AttentionTasks(cores)
         slopes, sinks = torch.rand((heads, 2)).unbind(1)  # not contiguous
-        task = tasks.add(keys, values, heads, 0.2, softcap=20.0, slopes=slopes, sinks=sinks)
+        task = add_attention(cores, keys, values, heads, 0.2, softcap=20.0, slopes=slopes, sinks=sinks)
         for start, new, window in ((0, 3, 0), (3, 1, 0), (690, 1, 0), (691, 5, 0), (696, 1, 100), (697, 3, 650)):
             packed = torch.randn(batch * new * (heads * 40 + kv_heads * 64)).to(dtype)
             sizes = [batch * new * width for width in (heads * 40, kv_heads * 40, kv_heads * 24)]
             query, *newest = packed.split(sizes)
             out = torch.empty((batch, new, heads, 24), dtype=dtype)
-            tasks.run(task, packed, out, new, start + new, window)
+            run_attention(cores, task, packed, out, new, start + new, window)
             for kept, part in zip((keys, values), newest):
                 rows = part.view(batch, kv_heads, new, -1)
                 for position in range(start, start + new):
@@ -185,14 +184,6 @@ def test_nan_is_not_swallowed(instructions):
         assert found[0, 0].isfinite().all() and found[0, 1].isnan().all()
 
 
-def test_traced_shapes_and_strides_are_those_of_the_result():
-    query, keys, values = drawn(2, 4, 2, 3, 10, 16, 8)
-    torch.library.opcheck(
-        torch.ops.zero_inference.cpu_decode_attention.default,
-        (query, keys, values, 10, 0.25, None, 0, None, 0.0, None, 1, -1),
-    )
-
-
 def test_what_does_not_belong_together_is_refused():
     query, keys, values = drawn(2, 4, 2, 1, 10, 16)
     for tensors, options in (
@@ -207,5 +198,5 @@ def test_what_does_not_belong_together_is_refused():
         ((query, keys, values), dict(slopes=torch.ones(3))),
         ((query, keys, values), dict(sinks=torch.ones(4, dtype=torch.float64))),
     ):
-        with pytest.raises(ValueError, match="attention on the cores"):
+        with pytest.raises(ValueError, match="CPU attention"):
             attention(*tensors, **options)

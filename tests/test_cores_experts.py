@@ -117,8 +117,8 @@ def a_choice(rows: int, k: int, dtype: torch.dtype = torch.float32) -> Routing:
 def check(mixture, dtype, x, choice, instructions="auto", threads=2, activation="silu") -> torch.Tensor:
     transfers = Transfers()
     calls = DirectCalls(CpuPool([-1] * threads, 0, instructions=instructions), transfers)
-    task = add_experts(calls.cores, mixture.experts, mixture.between or ExpertActivation(activation), dtype)
-    calls.cores.reserve(task, len(x), choice.experts.shape[1])
+    task = add_experts(calls.pool, mixture.experts, mixture.between or ExpertActivation(activation), dtype)
+    calls.pool.reserve(task, len(x), choice.experts.shape[1])
     try:
         (out,) = calls(task, x, choice)
         expected = mixture.expected(x, choice, activation)
@@ -180,7 +180,7 @@ def test_threads_change_nothing_and_calls_follow_each_other():
     cases = [(torch.randn(rows, HIDDEN), a_choice(rows, 3)) for rows in (7, 1, 9, 2)]
     alone = [check(mixture, torch.float32, *case, threads=1) for case in cases]
     calls = DirectCalls(CpuPool([-1] * 3, 0), Transfers())
-    task = add_experts(calls.cores, mixture.experts, ExpertActivation("silu"), torch.float32)
+    task = add_experts(calls.pool, mixture.experts, ExpertActivation("silu"), torch.float32)
     for _ in range(3):
         for case, expected in zip(cases, alone):
             assert torch.equal(calls(task, *case)[0], expected)
@@ -201,8 +201,8 @@ def test_experts_that_do_not_fit_each_other_are_refused():
 def test_what_is_computed_elsewhere_is_counted_and_not_read():
     mixture, use = Mixture.random(torch.bfloat16, 4), torch.zeros(COUNTS, dtype=torch.int64)
     calls = DirectCalls(CpuPool([-1] * 2, 0), Transfers())
-    task = add_experts(calls.cores, mixture.experts, ExpertActivation("silu"), torch.bfloat16, use)
-    calls.cores.reserve(task, 5, 3)
+    task = add_experts(calls.pool, mixture.experts, ExpertActivation("silu"), torch.bfloat16, use)
+    calls.pool.reserve(task, 5, 3)
     expected, steps = torch.zeros_like(use), []
     for rows in (1, 5, 2):
         x, choice = torch.randn(rows, HIDDEN).bfloat16(), a_choice(rows, 3)

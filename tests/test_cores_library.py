@@ -11,11 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from conftest import ROOT, start_python
 from forks import LIBRARIES
 
-from zero_inference.cpu import library, products
+from zero_inference.cpu import library
 from zero_inference.kernels import extension
 
 
@@ -112,7 +111,7 @@ def test_why_there_is_no_library_is_said(no_cache, monkeypatch):
     words = "no C++ compiler: no-such-compiler of CXX=no-such-compiler -O3 was not found on PATH; unset CXX"
     assert library.why_unavailable().startswith(words)
     with pytest.raises(RuntimeError, match="not found on PATH"):
-        products.linear(torch.ones(1, 8), torch.ones(2, 8))
+        library.require_library()
     for path, why in ((no_cache, "apt install g++"), (no_cache / "file", "file is a file; remove it")):
         monkeypatch.setattr(library, "_tried", False)
         (no_cache / "file").touch()

@@ -10,9 +10,9 @@ import subprocess
 import pytest
 import torch
 
-from zero_inference.cpu import library, products
+from zero_inference.cpu import library
 from zero_inference.cpu.library import INSTRUCTIONS
-from zero_inference.cpu.products import Matrix
+from zero_inference.cpu.products import Matrix, linear_groups, multiply_rows
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
 
 # Rows of x: around what vectors, tiles and pairs of tiles take at once.
@@ -103,12 +103,12 @@ def check(
 ) -> None:
     first, last = rows[0], matrix.rows if rows[1] is None else rows[1]
     out = torch.full((len(x), last - first + 3), float("nan"))  # rows with a gap between them
-    products.multiply_rows(matrix, x, first, last, out[:, : last - first], instructions, threads)
+    multiply_rows(matrix, x, first, last, out[:, : last - first], instructions, threads)
     values = {ERROR: restored}
     if multiplies_codes(matrix, restored.dtype, len(x), instructions):
         values = {FIXED_ERROR[x.dtype]: matrix.exact, UNROUNDED[restored.dtype]: restored}
     for most, weight in values.items():
-        expected = products.linear_reference(x, weight[first:last])
+        expected = x.double() @ weight[first:last].double().T
         error = float((out[:, : last - first] - expected).norm() / expected.norm())
         assert error <= most, (instructions, list(x.shape), matrix.bits, matrix.group, error)
     assert out[:, last - first :].isnan().all(), "written beside the rows"
@@ -174,7 +174,7 @@ def test_row_ranges_strides_and_threads(instructions, use):
                     check(matrix, restored, x, name, rows)
             outs = [torch.full((len(x), 133), float("nan")) for _ in range(2)]
             for out, threads in zip(outs, (1, 3), strict=True):
-                products.multiply_rows(matrix, x, 0, 133, out, name, threads)
+                multiply_rows(matrix, x, 0, 133, out, name, threads)
             assert torch.equal(*outs), "threads change nothing"
 
 
@@ -189,7 +189,7 @@ def test_an_input_that_several_threads_prepare(instructions, group_size, columns
             x = an_input(count, columns, torch.float32)
             outs = [torch.full((count, 1203), float("nan")) for _ in range(2)]
             for out, threads in zip(outs, (1, 3), strict=True):
-                products.multiply_rows(matrix, x, 0, 1203, out, name, threads)
+                multiply_rows(matrix, x, 0, 1203, out, name, threads)
             assert torch.equal(*outs) and outs[0].isfinite().all()
             check(matrix, restored, x.bfloat16(), name, threads=3)
 
@@ -263,7 +263,7 @@ def test_bfloat16_codes_count_as_the_values_that_a_device_restores(instructions,
     matrix, kept, restored = quantized(a_weight(35, columns, torch.bfloat16), bits, group_size)
     for rows in (torch.eye(columns), torch.eye(columns)[-6:]):
         out = torch.full((len(rows), 35), float("nan"))
-        products.multiply_rows(matrix, rows.bfloat16(), 0, 35, out, name)
+        multiply_rows(matrix, rows.bfloat16(), 0, 35, out, name)
         if multiplies_codes(matrix, torch.bfloat16, len(rows), name):  # every code, exactly where it belongs
             torch.testing.assert_close(out.double(), rows.double() @ matrix.exact.T, rtol=0, atol=1e-7)
         else:
@@ -296,7 +296,7 @@ def test_restored_codes_in_strips_are_exact(instructions, bits, group_size, use)
         for rows in torch.eye(columns).split(count):
             if len(rows) >= least:
                 out = torch.full((len(rows), 67), float("nan"))
-                products.multiply_rows(matrix, rows.bfloat16(), 0, 67, out, name)
+                multiply_rows(matrix, rows.bfloat16(), 0, 67, out, name)
                 assert torch.equal(out, rows @ restored.float().T)
 
 
@@ -312,7 +312,7 @@ def test_great_numbers_and_what_is_no_number(instructions, use):
             for odd in (float("nan"), float("inf")):
                 x[0, 5], x[1:] = odd, 1
                 out = torch.zeros(count, 19)
-                products.multiply_rows(matrix, x, 0, 19, out, name)
+                multiply_rows(matrix, x, 0, 19, out, name)
                 assert not out[0].isfinite().any() and out[1:].isfinite().all(), (bits, count, odd)
 
 
@@ -324,62 +324,40 @@ def test_float16_keeps_its_range_and_precision(instructions, use):
         x = torch.eye(65, dtype=torch.float16)[:count]
         x[0, 0] = 1.0009765625
         out = torch.full((count, 17), float("nan"))
-        products.multiply_rows(Matrix.plain(weight), x, 0, 17, out, name)
+        multiply_rows(Matrix.plain(weight), x, 0, 17, out, name)
         expected = x.double() @ weight.double().T
         torch.testing.assert_close(out.double(), expected, rtol=2**-16, atol=0)
 
 
-def test_operators_add_a_bias_round_once_and_keep_shapes():
+def test_linear_adds_a_bias_rounds_once_and_keeps_shapes():
+    weight = a_weight(11, 96, torch.float32)
+    parts = quantize(weight, GroupQuantization(8, 32))
+    restored = torch.empty_like(weight)
+    dequantize_reference(*parts, 8, 32, restored)
     for x_dtype in DTYPES:
-        x = an_input(6, 96, x_dtype).view(2, 3, 96)
+        x = an_input(6, 96, x_dtype).view(2, 3, 96).transpose(0, 1)
         bias = a_weight(1, 11, torch.float32)[0]
-        weight = a_weight(11, 96, torch.float32)
-        out = products.linear(x, weight, bias)
-        assert out.dtype == x_dtype and out.shape == (2, 3, 11)
-        expected = products.linear_reference(x, weight, bias, torch.float32).to(x_dtype)
-        torch.testing.assert_close(out, expected)
-        parts = quantize(weight, GroupQuantization(8, 32))
-        out = products.linear_groups(x.transpose(0, 1), *parts, 8, 32, 11, bias, instructions="portable", threads=2)
-        expected = products.linear_groups_reference(x, *parts, 8, 32, 11, bias, torch.float32).to(x_dtype)
-        torch.testing.assert_close(out, expected.transpose(0, 1))
-    assert products.linear(torch.ones(0, 96), weight).shape == (0, 11)
-
-
-def test_opcheck():
-    x, weight = an_input(3, 64, torch.bfloat16), a_weight(5, 64, torch.bfloat16)
-    plain = torch.ops.zero_inference.cpu_linear.default
-    torch.library.opcheck(plain, (x, weight, None, "auto", 0))
-    torch.library.opcheck(plain, (x.view(1, 3, 64).transpose(0, 1), weight, weight[:, 0].contiguous(), "portable", 2))
-    parts = quantize(weight, GroupQuantization(4, 32))
-    groups = torch.ops.zero_inference.cpu_linear_groups.default
-    torch.library.opcheck(groups, (x, *parts, 4, 32, 5, None, "auto", 0))
+        out = linear_groups(x, *parts, 8, 32, 11, bias)
+        assert out.dtype == x_dtype and out.shape == (3, 2, 11)
+        torch.testing.assert_close(out, (x.float() @ restored.T + bias).to(x_dtype))
+    assert linear_groups(torch.ones(0, 96), *parts, 8, 32, 11).shape == (0, 11)
 
 
 def test_what_does_not_fit_is_refused():
     x, weight = torch.ones(2, 64), torch.ones(5, 64)
     codes, scale, minimum = quantize(weight, GroupQuantization(4, 32))
-    with pytest.raises(ValueError, match=r"\[\.\.\., 64\].*\[2, 63\]"):
-        products.linear(x[:, 1:], weight)
     with pytest.raises(ValueError, match="contiguous"):
-        products.linear(x, weight.t())
-    with pytest.raises(ValueError, match="auto, portable, avx2, avx512, amx, found 'sse'"):
-        products.linear(x, weight, instructions="sse")
-    with pytest.raises(ValueError, match=r"bias must be \[5\]"):
-        products.linear(x, weight, torch.ones(4))
+        Matrix.plain(weight.t())
     with pytest.raises(ValueError, match="159 bytes of codes"):
-        products.linear_groups(x, codes[1:], scale, minimum, 4, 32, 5)
+        Matrix.groups(codes[1:], scale, minimum, 4, 32, 5)
     with pytest.raises(ValueError, match="one size"):
-        products.linear_groups(x, codes, scale, minimum[1:], 4, 32, 5)
+        Matrix.groups(codes, scale, minimum[1:], 4, 32, 5)
     with pytest.raises(ValueError, match="even group size"):
-        products.linear_groups(x, codes, scale, minimum, 4, 31, 5)
-    with pytest.raises(ValueError, match=r"rows 3 to 6"):
-        products.multiply_rows(Matrix.plain(weight), x, 3, 6, torch.empty(2, 3))
-    with pytest.raises(ValueError, match=r"out must be float32 \[2, 3\]"):
-        products.multiply_rows(Matrix.plain(weight), x, 2, 5, torch.empty(2, 4))
+        Matrix.groups(codes, scale, minimum, 4, 31, 5)
     best = library.best_instructions()
     if best != INSTRUCTIONS[-1]:
         with pytest.raises(ValueError, match=f"'amx': this processor has '{best}' at best"):
-            products.linear(x, weight, instructions="amx")
+            multiply_rows(Matrix.plain(weight), x, 0, 5, torch.empty(2, 5), "amx")
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)

@@ -86,20 +86,20 @@ def meet(request):
 def test_a_place_serves_one_crossing(meet):
     """Its flags would tell another that calls have been made which have not."""
     calls, _ = meet(1 << 12, 1 << 12)
-    place = HandOffBuffers(calls.cores.flags, calls.cores.flags[:0], calls.input, calls.output)
-    task = calls.cores.add_block([Stage([plain(random(ROWS, COLUMNS))])], torch.float32)
-    HandOff(calls.cores, HostSide(), place, Transfers())
+    place = HandOffBuffers(calls.pool.flags, calls.pool.flags[:0], calls.input, calls.output)
+    task = calls.pool.add_block([Stage([plain(random(ROWS, COLUMNS))])], torch.float32)
+    HandOff(calls.pool, HostSide(), place, Transfers())
     calls(task, random(1, COLUMNS))
-    with pytest.raises(ValueError, match="has been used"):
-        HandOff(calls.cores, HostSide(), place, Transfers())
+    with pytest.raises(ValueError, match="have been used"):
+        HandOff(calls.pool, HostSide(), place, Transfers())
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 19])
 def test_more_rows_than_there_is_memory_for_go_in_parts(rows, meet):
     weight, other = random(ROWS, COLUMNS), random(5, COLUMNS)
     calls, transfers = meet(4 * COLUMNS * 4, 4 * (ROWS + 5) * 4)  # for 4 rows of float32
-    task = calls.cores.add_block([Stage([plain(weight), plain(other)])], torch.float32)
-    calls.cores.reserve(task, 4)
+    task = calls.pool.add_block([Stage([plain(weight), plain(other)])], torch.float32)
+    calls.pool.reserve(task, 4)
     for _ in range(2):
         x = torch.randn(rows, COLUMNS)
         for out, of in zip(calls(task, x), (weight, other)):
@@ -112,7 +112,7 @@ def test_more_rows_than_there_is_memory_for_go_in_parts(rows, meet):
 def test_numbers_go_on_behind_32_bits(meet):
     weight = random(ROWS, COLUMNS)
     calls, _ = meet(4 * COLUMNS, 4 * ROWS)
-    task = calls.cores.add_block([Stage([plain(weight)])], torch.float32)
+    task = calls.pool.add_block([Stage([plain(weight)])], torch.float32)
     for start in (2**31 - 2, 2**32 - 2):
         calls.number = start
         calls.side.number = start
@@ -135,10 +135,10 @@ def test_several_inputs_lie_one_behind_the_other_and_the_last_one_raises_the_fla
         assert all(address % FLAG_BYTES == addresses[0] % FLAG_BYTES for address in addresses)
         word(calls.done).value = number
 
-    calls.meet(inputs, [torch.empty(4)], submit)
+    calls.run(inputs, [torch.empty(4)], submit)
     assert seen == [[tensor.numpy().tobytes() for tensor in inputs]]
     with pytest.raises(ValueError, match="an input of 8192 bytes"):
-        calls.meet([torch.empty(2048)], [torch.empty(4)], submit)
+        calls.run([torch.empty(2048)], [torch.empty(4)], submit)
 
 
 def test_the_device_works_between_input_and_output(meet):
@@ -148,7 +148,7 @@ def test_the_device_works_between_input_and_output(meet):
         assert word(calls.arrived).value == calls.number == 1, "behind the input"
         word(calls.done).value = calls.number  # and before the output, which nothing else lets through
 
-    calls.meet([torch.randn(3)], [torch.empty(4)], lambda addresses, number: None, meanwhile)
+    calls.run([torch.randn(3)], [torch.empty(4)], lambda addresses, number: None, meanwhile)
     assert word(calls.done).value == calls.number == 1
 
 
@@ -156,8 +156,8 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
     """As an expert block calls them: what was chosen is where it was said to be, and the sum is that of all experts."""
     mixture, use = Mixture.random(torch.float32, 8), torch.zeros(COUNTS, dtype=torch.int64)
     calls, _ = meet(1 << 14, 1 << 14)
-    task = add_experts(calls.cores, mixture.experts, ExpertActivation("silu"), torch.float32, use)
-    calls.cores.reserve(task, 5, 3)
+    task = add_experts(calls.pool, mixture.experts, ExpertActivation("silu"), torch.float32, use)
+    calls.pool.reserve(task, 5, 3)
     hits = 0
     for rows in (1, 5):
         x, choice = torch.randn(rows, HIDDEN), a_choice(rows, 3)
@@ -177,12 +177,12 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
 def test_calls_of_a_graph_are_asked_for_whenever_it_is_launched(meet, monkeypatch):
     weight, graph = random(ROWS, COLUMNS), []
     calls, transfers = meet(4 * COLUMNS, 4 * ROWS)
-    task = calls.cores.add_block([Stage([plain(weight)])], torch.float32)
-    calls.cores.reserve(task, 1)
+    task = calls.pool.add_block([Stage([plain(weight)])], torch.float32)
+    calls.pool.reserve(task, 1)
     x = torch.randn(1, COLUMNS)
     (expected,) = calls(task, x)
     one = transfers.snapshot()
-    with monkeypatch.context() as recorder, calls.recording() as recorded:  # a graph's kernels do not run yet
+    with monkeypatch.context() as recorder, calls.capturing() as recorded:  # a graph's kernels do not run yet
         for name in ("push", "pull"):
             kernel = getattr(calls.side, name)
             recorder.setattr(calls.side, name, lambda *args, kernel=kernel: graph.append(lambda: kernel(*args)))
@@ -190,7 +190,7 @@ def test_calls_of_a_graph_are_asked_for_whenever_it_is_launched(meet, monkeypatc
     assert transfers.snapshot() == one and len(recorded.submits) == 3
     for launches in (1, 2):
         x.normal_()
-        calls.ask_again(recorded)
+        calls.replay(recorded)
         for kernel in graph:
             kernel()
         assert all(error(out, x.double() @ weight.double().T) < 1e-6 for out in outs)
@@ -209,7 +209,7 @@ def test_attention_and_products_share_one_meeting(meet):
     patch_attention(model)
     calls, transfers = meet(1 << 16, 1 << 16)
     weight, x = random(ROWS, COLUMNS), torch.randn(2, COLUMNS)
-    task = calls.cores.add_block([Stage([plain(weight)])], torch.float32)
+    task = calls.pool.add_block([Stage([plain(weight)])], torch.float32)
     cache = CpuAttentionCache(model.config, 40, False, False, transfers, PooledCpuAttention(calls))
     theirs = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -401,7 +401,7 @@ def test_what_all_ranks_have_done_is_there_though_one_has_ended():
 
     def work(rank: int) -> None:
         for turn in range(200):
-            found = agreements[rank].of_all(turn * (rank - 1) - 2**40)
+            found = agreements[rank].all_gather(turn * (rank - 1) - 2**40)
             assert found == [turn * (other - 1) - 2**40 for other in range(RANKS)]
         host.calls[rank].close() if rank else None
 
@@ -412,7 +412,7 @@ def test_what_all_ranks_have_done_is_there_though_one_has_ended():
 def test_a_rank_that_waits_takes_no_processor_time():
     host = Host(64, 64)
     agreement = RankExchange(0, RANKS, host.place)
-    waiting = threading.Thread(target=lambda: pytest.raises(RunError, agreement.of_all, 1))
+    waiting = threading.Thread(target=lambda: pytest.raises(RunError, agreement.all_gather, 1))
     waiting.start()
     time.sleep(0.1)
     before = time.process_time()

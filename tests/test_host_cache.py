@@ -29,8 +29,8 @@ def test_keys_and_values_are_those_of_a_dynamic_cache(family):
             torch.testing.assert_close(*logits)
     assert ours.get_seq_length() == 11
     for layer, other in zip(ours.layers, theirs.layers):
-        torch.testing.assert_close(layer.kept[0], other.keys)
-        torch.testing.assert_close(layer.kept[1], other.values)
+        torch.testing.assert_close(layer.stored[0], other.keys)
+        torch.testing.assert_close(layer.stored[1], other.values)
 
 
 def test_memory_is_exact_and_kept_over_a_reset():
@@ -39,10 +39,10 @@ def test_memory_is_exact_and_kept_over_a_reset():
     ids = torch.arange(3, 9).reshape(2, 3)
     with torch.no_grad():
         first = model(ids, past_key_values=cache).logits
-        place = [layer.kept[0].data_ptr() for layer in cache.layers]
+        place = [layer.stored[0].data_ptr() for layer in cache.layers]
         cache.reset()
         again = model(ids, past_key_values=cache).logits
-    assert torch.equal(first, again) and place == [layer.kept[0].data_ptr() for layer in cache.layers]
+    assert torch.equal(first, again) and place == [layer.stored[0].data_ptr() for layer in cache.layers]
     assert cache.nbytes() == 3 * 2 * 10 * 2 * 2 * 8 * 4  # layers, K and V, positions, batch, kv heads, head_dim, bytes
 
 
@@ -114,7 +114,7 @@ def test_hybrids_keep_their_other_state_beside_it(family):
         cache.reset()
         given = dict(inputs=ids[:, start:], attention_mask=mask[:, start:], **options)
         assert torch.equal(model.generate(**given, past_key_values=cache), model.generate(**given))
-    kept = [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer) and layer.kept]
+    kept = [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer) and layer.stored]
     assert len(kept) == HYBRIDS[family][1] and cache.nbytes() == sum(layer.nbytes() for layer in kept)
     assert cache.nbytes() == 3 * 16 * sum(traced_kv_widths(model)) * 4, "float32"
 

@@ -209,7 +209,7 @@ def test_layers_that_share_keys_and_values_read_them_before_their_slots_are_fill
 
 
 @pytest.mark.parametrize(
-    "forgotten, layers", [("let_go", 7), ("written", 7), ("written", 1), ("appended", 7), ("filled", 7)]
+    "forgotten, layers", [("released", 7), ("written", 7), ("written", 1), ("appended", 7), ("filled", 7)]
 )
 def test_the_order_that_is_asked_for_is_needed(forgotten, layers, monkeypatch):
     """Without one of the events some order gives other keys or values: the test above would notice."""

@@ -9,7 +9,7 @@ import pytest
 
 import zero_inference
 from zero_inference import utils
-from zero_inference.utils import log, model_sizes
+from zero_inference.utils import model_sizes
 
 ROOT = Path(zero_inference.__file__).resolve().parents[1]
 OPT_66B = SimpleNamespace(hidden_size=9216, num_hidden_layers=64, vocab_size=50272)

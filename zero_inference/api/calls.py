@@ -157,7 +157,9 @@ class Calls:
 
     def _in_host_memory(self) -> Any:
         loaded = self.loaded
-        make = cache_factory(self.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
+        make = cache_factory(
+            self.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.cpu_attention
+        )
         assert make is not None, "kv_offload has a cache of this package"
         return make()
 

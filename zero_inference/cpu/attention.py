@@ -1,8 +1,8 @@
-"""Attention of a few new tokens over keys and values in host memory, by the host's cores (csrc/cpu/attention.h).
+"""Attention of a few new tokens over keys and values in host memory (csrc/cpu/attention.h).
 
-Keys and values are [blocks, batch, kv_heads, positions of a block, head_dim], with any strides but rows without gaps: position p lies
-in block p // positions of a block. A core reads contiguous memory where the rows of a block and a head lie one behind the other.
-`keys[None]` of plain keys [batch, kv_heads, positions, head_dim] is one block.
+Keys and values are [blocks, batch, kv_heads, positions per block, head_dim] with any strides but contiguous rows: position p is in block
+p // positions per block. Reading is fastest where the rows of one block and head are contiguous. Plain keys [batch, kv_heads, positions,
+head_dim] are one block: `keys[None]`.
 """
 
 from __future__ import annotations
@@ -42,22 +42,19 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
-def describe_layer(
+def _layer_arguments(
     keys: torch.Tensor,
     values: torch.Tensor,
     heads: int,
     scale: float,
-    window: int = 0,
-    slopes: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    window: int,
+    slopes: torch.Tensor | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> AttentionArguments:
-    """What does not change from call to call: where keys and values lie, and what is done with the logits.
-
-    The tensors have to outlive the description. Arguments as in `attention`.
-    """
+    """Return what stays the same from call to call; arguments as of `attention`, which must outlive the result."""
     _, batch, kv_heads, block_positions, key_dim = keys.shape
-    described = AttentionArguments(
+    arguments = AttentionArguments(
         batch=batch,
         heads=heads,
         kv_heads=kv_heads,
@@ -69,13 +66,14 @@ def describe_layer(
         softcap=softcap,
         dtype=DTYPES[keys.dtype],
     )
-    for name, kept in (("keys", keys), ("values", values)):
-        setattr(described, name, _KeptRows(kept.data_ptr(), *kept.stride()[:4]))
-    for name, of_heads in (("slopes", slopes), ("sinks", sinks)):
-        setattr(described, name, None if of_heads is None else of_heads.data_ptr())
-    return described
+    for name, stored in (("keys", keys), ("values", values)):
+        setattr(arguments, name, _KeptRows(stored.data_ptr(), *stored.stride()[:4]))
+    for name, per_head in (("slopes", slopes), ("sinks", sinks)):
+        setattr(arguments, name, None if per_head is None else per_head.data_ptr())
+    return arguments
 
 
+@torch.no_grad()
 def attention(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -91,46 +89,54 @@ def attention(
     threads: int | None = None,
     instructions: str | None = None,
 ) -> torch.Tensor:
-    """softmax(cap(scale * query keys^T) + slopes * distance + mask) values, [batch, heads, new, value_dim], summed in float32.
+    """Return softmax(cap(scale * query keys^T) + slopes * distance + mask) values, accumulated in float32.
 
     New token t is at position `positions - new + t` and sees positions up to its own.
 
     Args:
         query: float32, float16 or bfloat16 [batch, heads, new, key_dim], on the CPU.
-        keys: [blocks, batch, kv_heads, positions of a block, key_dim] of the same dtype; heads is a multiple of kv_heads.
-        values: [blocks, batch, kv_heads, positions of a block, value_dim].
-        positions: how many there are, the new tokens' included; None: all that the blocks hold.
+        keys: [blocks, batch, kv_heads, positions per block, key_dim] of the same dtype; heads is a multiple of kv_heads.
+        values: [blocks, batch, kv_heads, positions per block, value_dim].
+        positions: filled positions, the new tokens included; None: all that the blocks hold.
         scale: of the products; None: 1 / sqrt(key_dim).
-        mask: bool (True is seen) or float (added), [batch or 1, heads or 1, new, positions or more].
-        window: a token sees that many positions, its own included; 0: all.
+        mask: bool (True is visible) or float (added), [batch or 1, heads or 1, new, positions or more].
+        window: positions that a token sees, its own included; 0: all.
         slopes: ALiBi's, float32 [heads]: slope * (position - own position) is added.
-        softcap: logits become softcap * tanh(logit / softcap); 0: they stay.
-        sinks: a logit a head that takes part in the softmax without a value, float32 [heads].
-        threads: how many cores work; None: all that this process may use.
-        instructions: one of `INSTRUCTIONS`, where "amx" is "avx512"; None: the best that the processor has.
+        softcap: logits become softcap * tanh(logit / softcap); 0: none.
+        sinks: a logit per head that takes part in the softmax without a value, float32 [heads].
+        threads: None: as many as CPUs that this process may use.
+        instructions: one of `INSTRUCTIONS`, where "amx" is "avx512"; None: the best supported.
+
+    Returns:
+        [batch, heads, new, value_dim], a view of [batch, new, heads, value_dim].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not belong together.
-        RunError: memory is missing.
-        RuntimeError: the library of csrc/cpu is not there.
+        ValueError: shapes, dtypes or devices do not match.
+        RunError: not enough memory.
+        RuntimeError: the library of csrc/cpu is not available.
     """
     if positions is None:
         positions = keys.shape[0] * keys.shape[3]
     _check(query, keys, values, positions, mask, slopes, sinks)
-    return torch.ops.zero_inference.cpu_decode_attention(
-        query,
-        keys,
-        values,
-        positions,
-        1 / math.sqrt(query.shape[3]) if scale is None else scale,
-        mask,
-        window,
-        slopes,
-        softcap,
-        sinks,
-        threads or len(os.sched_getaffinity(0)),
-        -1 if instructions is None else INSTRUCTIONS.index(instructions),
-    )
+    query, keys, values = _with_contiguous_rows(query), _with_contiguous_rows(keys), _with_contiguous_rows(values)
+    slopes, sinks = (None if per_head is None else per_head.contiguous() for per_head in (slopes, sinks))
+    batch, heads, new, key_dim = query.shape
+    out = query.new_empty((batch, new, heads, values.shape[4])).transpose(1, 2)
+    scale = 1 / math.sqrt(key_dim) if scale is None else scale
+    arguments = _layer_arguments(keys, values, heads, scale, window, slopes, softcap, sinks)
+    arguments.tokens, arguments.positions = new, positions
+    arguments.queries, arguments.query_strides = query.data_ptr(), _TokenRows(*query.stride()[:3])
+    arguments.out, arguments.out_strides = out.data_ptr(), _TokenRows(*out.stride()[:3])
+    if mask is not None:
+        mask = _with_contiguous_rows(mask)
+        strides = (stride if size > 1 else 0 for stride, size in zip(mask.stride()[:3], mask.shape[:3]))
+        arguments.mask, arguments.mask_strides = mask.data_ptr(), _TokenRows(*strides)
+        arguments.mask_kind = MASKS[mask.dtype]
+    kind = -1 if instructions is None else INSTRUCTIONS.index(instructions)
+    threads = threads or len(os.sched_getaffinity(0))
+    if require_library().zero_inference_attention(ctypes.byref(arguments), kind, threads):
+        raise RunError(f"CPU attention: not enough host memory for the partial sums of {threads} threads")
+    return out
 
 
 def _check(
@@ -145,20 +151,17 @@ def _check(
     shapes = f"query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
     if query.dim() != 4 or keys.dim() != 5 or values.dim() != 5 or keys.shape[:4] != values.shape[:4]:
         raise ValueError(
-            f"attention on the cores: {shapes}; [batch, heads, new, dim] and two of 5 dimensions are needed"
+            f"CPU attention needs [batch, heads, new, dim] and keys and values of 5 dimensions, not {shapes}"
         )
-    (batch, heads, new, key_dim), (blocks, kept_batch, kv_heads, of_block, kept_dim) = query.shape, keys.shape
-    if batch != kept_batch or key_dim != kept_dim or heads % kv_heads or not new <= positions <= blocks * of_block:
-        raise ValueError(f"attention on the cores: {shapes} and {positions} positions do not belong together")
+    (batch, heads, new, key_dim), (blocks, key_batch, kv_heads, block_positions, dim) = query.shape, keys.shape
+    fits = batch == key_batch and key_dim == dim and heads % kv_heads == 0
+    if not fits or not new <= positions <= blocks * block_positions:
+        raise ValueError(f"CPU attention: {shapes} and {positions} positions do not match")
     if query.dtype not in DTYPES or not query.dtype == keys.dtype == values.dtype:
-        raise ValueError(
-            f"attention on the cores: dtypes {query.dtype}, {keys.dtype}, {values.dtype} must be one float type"
-        )
+        raise ValueError(f"CPU attention needs one float dtype, not {query.dtype}, {keys.dtype}, {values.dtype}")
     given = [tensor for tensor in (query, keys, values, mask, slopes, sinks) if tensor is not None]
     if any(tensor.device.type != "cpu" for tensor in given):
-        raise ValueError(
-            f"attention on the cores: all tensors must be on the CPU, not {[str(t.device) for t in given]}"
-        )
+        raise ValueError(f"CPU attention needs tensors on the CPU, not on {[str(t.device) for t in given]}")
     if mask is not None and (
         mask.dtype not in MASKS
         or mask.dim() != 4
@@ -166,60 +169,16 @@ def _check(
         or mask.shape[2] != new
         or mask.shape[3] < positions
     ):
-        raise ValueError(f"attention on the cores: a mask {tuple(mask.shape)} of {mask.dtype} for {shapes}")
-    for name, of_heads in (("slopes", slopes), ("sinks", sinks)):
-        if of_heads is not None and (of_heads.dtype != torch.float32 or of_heads.shape != (heads,)):
+        raise ValueError(f"CPU attention: a mask {tuple(mask.shape)} of {mask.dtype} for {shapes}")
+    for name, per_head in (("slopes", slopes), ("sinks", sinks)):
+        if per_head is not None and (per_head.dtype != torch.float32 or per_head.shape != (heads,)):
             raise ValueError(
-                f"attention on the cores: {name} {tuple(of_heads.shape)} of {of_heads.dtype}, not float32 [{heads}]"
+                f"CPU attention: {name} {tuple(per_head.shape)} of {per_head.dtype}, not float32 [{heads}]"
             )
 
 
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def _empty_output(query: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, new, value_dim], a view of [batch, new, heads, value_dim], which is what models go on with."""
-    batch, heads, new, _ = query.shape
-    return query.new_empty((batch, new, heads, values.shape[4])).transpose(1, 2)
-
-
-@torch.library.custom_op("zero_inference::cpu_decode_attention", mutates_args=(), device_types="cpu")
-def _cpu_decode_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: int,
-    scale: float,
-    mask: torch.Tensor | None,
-    window: int,
-    slopes: torch.Tensor | None,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    threads: int,
-    instructions: int,
-) -> torch.Tensor:
-    query, keys, values = _with_rows(query), _with_rows(keys), _with_rows(values)
-    slopes, sinks = (None if of_heads is None else of_heads.contiguous() for of_heads in (slopes, sinks))
-    out = _empty_output(query, values)
-    described = describe_layer(keys, values, query.shape[1], scale, window, slopes, softcap, sinks)
-    described.tokens, described.positions = query.shape[2], positions
-    described.queries, described.query_strides = query.data_ptr(), _TokenRows(*query.stride()[:3])
-    described.out, described.out_strides = out.data_ptr(), _TokenRows(*out.stride()[:3])
-    if mask is not None:
-        mask = _with_rows(mask)
-        strides = (stride if size > 1 else 0 for stride, size in zip(mask.stride()[:3], mask.shape[:3]))
-        described.mask, described.mask_strides = mask.data_ptr(), _TokenRows(*strides)
-        described.mask_kind = MASKS[mask.dtype]
-    library = require_library()
-    if library.zero_inference_attention(ctypes.byref(described), ctypes.c_int32(instructions), ctypes.c_int64(threads)):
-        raise RunError(f"attention on the cores: not enough host memory for the partial sums of {threads} threads")
-    return out
-
-
-@_cpu_decode_attention.register_fake
-def _(query, keys, values, *args):  # type: ignore[no-untyped-def]
-    return _empty_output(query, values)
 
 
 def attention_reference(
@@ -236,93 +195,95 @@ def attention_reference(
     sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """What `attention` computes, in plain PyTorch in `dtype`; the arguments are the same."""
+    """Compute `attention` in plain PyTorch in `dtype`; same arguments."""
     batch, heads, new, _ = query.shape
-    flat = (kept.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3) for kept in (keys, values))
+    flat = (stored.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3) for stored in (keys, values))
     if positions is None:
         positions = keys.shape[0] * keys.shape[3]
-    all_keys, all_values = (kept[:, :, :positions].repeat_interleave(heads // keys.shape[2], 1) for kept in flat)
+    all_keys, all_values = (stored[:, :, :positions].repeat_interleave(heads // keys.shape[2], 1) for stored in flat)
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    logits = scale * query.to(dtype) @ all_keys.transpose(2, 3)
+    logits = scale * query.to(dtype) @ all_keys.transpose(2, 3)  # [batch, heads, new, positions]
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    distance = torch.arange(positions) - torch.arange(positions - new, positions)[:, None]
+    distance = torch.arange(positions) - torch.arange(positions - new, positions)[:, None]  # [new, positions]
     if slopes is not None:
         logits = logits + slopes.to(dtype)[:, None, None] * distance
-    seen = (distance <= 0) & (distance > -window if window else True)
+    visible = (distance <= 0) & (distance > -window if window else True)
     if mask is not None:
         mask = mask[..., :positions]
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.to(dtype)
-    logits = logits.masked_fill(~seen, -torch.inf)
+    logits = logits.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks.to(dtype)[:, None, None].expand(batch, heads, new, 1)], dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., :positions]
     return weights.nan_to_num(0.0) @ all_values if mask is not None else weights @ all_values
 
 
-class AttentionTasks:
-    """Attention of layers by the threads of `cores`, which also store the new keys and values. There are no masks."""
+# A decoder layer's attention as a task of the pool (csrc/cpu/attention_task.h), which also stores the new keys and values. No masks.
 
-    def __init__(self, cores: CpuPool):
-        self.cores = cores
-        add = cores.library.zero_inference_cores_add_attention
-        add.restype, add.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
 
-    def add(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        heads: int,
-        scale: float,
-        softcap: float = 0.0,
-        slopes: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> int:
-        """The number of a new task, for keys and values as `attention` takes them; they are kept as long as the threads are there.
+def add_attention(
+    pool: CpuPool,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    scale: float,
+    softcap: float = 0.0,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> int:
+    """Return the number of a new task; arguments as of `attention`. The pool keeps the tensors alive.
 
-        Raises:
-            RunError: no memory is left for what the threads need to attend to all positions for one token.
-        """
-        slopes, sinks = (None if of_heads is None else of_heads.contiguous() for of_heads in (slopes, sinks))
-        layer = describe_layer(keys, values, heads, scale, 0, slopes, softcap, sinks)
-        self.cores.kept += [tensor for tensor in (keys, values, slopes, sinks) if tensor is not None]
-        task = self.cores.library.zero_inference_cores_add_attention(
-            self.cores.handle, ctypes.byref(layer), INSTRUCTIONS.index(self.cores.instructions)
-        )
-        self._reserve(task, 1, keys.shape[0] * keys.shape[3])
-        return task
+    Raises:
+        RunError: not enough memory to attend to all positions for one token.
+    """
+    slopes, sinks = (None if per_head is None else per_head.contiguous() for per_head in (slopes, sinks))
+    layer = _layer_arguments(keys, values, heads, scale, 0, slopes, softcap, sinks)
+    pool.references += [tensor for tensor in (keys, values, slopes, sinks) if tensor is not None]
+    task = pool.library.zero_inference_cores_add_attention(
+        pool.handle, ctypes.byref(layer), INSTRUCTIONS.index(pool.instructions)
+    )
+    _reserve_attention(pool, task, 1, keys.shape[0] * keys.shape[3])
+    return task
 
-    def _reserve(self, task: int, new: int, positions: int) -> None:
-        call = Call(task, new, None, None, (new, positions, 0, 0))
-        if self.cores.library.zero_inference_cores_reserve(self.cores.handle, ctypes.byref(call)):
-            raise _no_memory()
 
-    def run(self, task: int, packed: torch.Tensor, out: torch.Tensor, new: int, positions: int, window: int) -> None:
-        """At once.
+def _reserve_attention(pool: CpuPool, task: int, new: int, positions: int) -> None:
+    call = Call(task, new, None, None, (new, positions, 0, 0))
+    if pool.library.zero_inference_cores_reserve(pool.handle, ctypes.byref(call)):
+        raise _no_memory()
 
-        Args:
-            packed: queries, new keys and new values, [batch, heads, new, dim] each, one behind the other.
-            out: [batch, new, heads, value_dim], contiguous.
-            new: tokens; positions: with them; window: as for `attention`.
 
-        Raises:
-            RunError: memory is missing.
-        """
-        call = Call(task, new, packed.data_ptr(), out.data_ptr(), (new, positions, window, 0))
-        if self.cores.library.zero_inference_cores_run(self.cores.handle, ctypes.byref(call)):
-            raise _no_memory()
+def run_attention(
+    pool: CpuPool, task: int, packed: torch.Tensor, out: torch.Tensor, new: int, positions: int, window: int
+) -> None:
+    """Attend synchronously.
 
-    def submit(self, task: int, source: int, target: int, new: int, positions: int, window: int, number: int) -> None:
-        """For the moment when the flag of the input has `number`; `source` and `target` are addresses in host memory.
+    Args:
+        packed: queries, new keys and new values, [batch, heads, new, dim] each, one after the other.
+        out: [batch, new, heads, value_dim], contiguous.
+        new: new tokens; positions: including them; window: as of `attention`.
 
-        Raises:
-            RunError: memory is missing.
-        """
-        if new > 1:  # for one there is memory
-            self._reserve(task, new, positions)
-        call = Call(task, new, source, target, (new, positions, window, 0))
-        self.cores.library.zero_inference_cores_submit(self.cores.handle, ctypes.byref(call), number)
+    Raises:
+        RunError: not enough memory.
+    """
+    call = Call(task, new, packed.data_ptr(), out.data_ptr(), (new, positions, window, 0))
+    if pool.library.zero_inference_cores_run(pool.handle, ctypes.byref(call)):
+        raise _no_memory()
+
+
+def submit_attention(
+    pool: CpuPool, task: int, source: int, target: int, new: int, positions: int, window: int, number: int
+) -> None:
+    """Queue a call that starts when the input's flag reaches `number`; `source` and `target` are addresses in host memory.
+
+    Raises:
+        RunError: not enough memory.
+    """
+    if new > 1:  # `add_attention` reserved memory for one token
+        _reserve_attention(pool, task, new, positions)
+    call = Call(task, new, source, target, (new, positions, window, 0))
+    pool.library.zero_inference_cores_submit(pool.handle, ctypes.byref(call), number)
 
 
 def _no_memory() -> RunError:
-    return RunError("no host memory is left for attention on the cores: use --cpu-compute off.")
+    return RunError("not enough host memory for CPU attention: use --cpu-compute off.")

@@ -1,4 +1,4 @@
-"""The experts of a mixture as a task for the cores: of each row of the input they read only those that it chose."""
+"""The experts of a mixture as one task of the CPU pool: each row of the input reads only the experts that it is routed to."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from zero_inference.kernels.extension import load_extension
 
 @dataclass(frozen=True)
 class Expert:
-    """down(f(gate(x)) x up(x)), or down(f(gate(x))) without `up`; biases in host memory, [rows] each, or None.
+    """down(f(gate(x)) * up(x)), or down(f(gate(x))) without `up`; biases on the CPU, [rows] each, or None.
 
-    Where rows of gate and up alternate (`Between.interleaved`), `gate` and `gate_bias` have those of both.
+    Where gate and up have interleaved rows (`ExpertActivation.interleaved`), `gate` and `gate_bias` hold both.
     """
 
     gate: Matrix
@@ -37,7 +37,7 @@ class Expert:
 
 @dataclass(frozen=True)
 class ExpertActivation:
-    """The input of an expert's last product: f(min(gate, limit)) x (clamp(up, -limit, limit) + up_offset).
+    """The input of an expert's down projection: f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset).
 
     Attributes:
         activation: f, a key of `ACTIVATION_NUMBERS`.
@@ -50,8 +50,8 @@ class ExpertActivation:
     up_offset: float = 0.0
 
 
-# In the counts of a task: choices, those of experts that the device had, the experts that no call had to read for that (one
-# counts once a call), and those that the device fetched (likewise).
+# Counters of a task: token-expert pairs, pairs whose expert was in the device's cache, experts that no call had to read because of
+# that (one per call), and experts that the device fetched (one per call).
 COUNTS = 4
 CHOICES, HITS, UNREAD, FETCHED = range(COUNTS)
 
@@ -63,7 +63,7 @@ class _Expert(ctypes.Structure):
     ]
 
 
-class _Between(ctypes.Structure):
+class _Activation(ctypes.Structure):
     _fields_ = [
         ("activation", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
@@ -74,27 +74,35 @@ class _Between(ctypes.Structure):
 
 
 def add_experts(
-    cores: CpuPool,
+    pool: CpuPool,
     experts: Sequence[Expert],
-    between: ExpertActivation,
+    activation: ExpertActivation,
     dtype: torch.dtype,
-    use: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> Task:
-    """A task of csrc/cpu/experts.h, which is called with a `Choice`.
+    """Add a task of csrc/cpu/experts.h, to be called with a `Routing`.
 
     Args:
-        experts: all of one form; whoever adds them keeps their memory.
+        experts: all of one shape and format; the caller keeps their weights alive.
         dtype: of input and output.
-        use: int64 [COUNTS] in host memory, in which the cores count what was chosen; zeros at first.
+        counters: int64 [COUNTS] on the CPU, zeros, incremented by each call.
 
     Raises:
-        ValueError: their shapes or formats differ or do not fit each other.
+        ValueError: shapes or formats of the experts differ or do not match.
     """
-    _check(experts, between.interleaved)
+    gates = {_form(matrix) for expert in experts for matrix in (expert.gate, expert.up) if matrix is not None}
+    downs = {_form(expert.down) for expert in experts}
+    gated = {expert.up is None for expert in experts}
+    inner = experts[0].gate.rows // (1 + activation.interleaved)
+    if len(gates) != 1 or len(downs) != 1 or len(gated) != 1 or experts[0].down.columns != inner:
+        raise ValueError(
+            f"experts must be of one form, and down's columns as many as gate's rows; found (rows, columns, group, bits, dtype) "
+            f"{sorted(gates)} for gate and up and {sorted(downs)} for down"
+        )
     biases = [bias for expert in experts for bias in expert.biases if bias is not None]
-    cores.kept += biases
-    if use is not None:
-        cores.kept.append(use)
+    pool.references += biases
+    if counters is not None:
+        pool.references.append(counters)
     filled = (_Expert * len(experts))()
     for to, expert in zip(filled, experts):
         to.gate, to.down = expert.gate, expert.down
@@ -103,40 +111,23 @@ def add_experts(
         for name, bias in zip(("gate_bias", "up_bias", "down_bias"), expert.biases):
             if bias is not None:
                 setattr(to, name, bias.data_ptr())
-    number = cores.library.zero_inference_cores_add_experts(
-        cores.handle,
+    described = _Activation(
+        ACTIVATION_NUMBERS[activation.activation],
+        DTYPES[biases[0].dtype if biases else dtype],
+        activation.interleaved,
+        activation.limit,
+        activation.up_offset,
+    )
+    number = pool.library.zero_inference_cores_add_experts(
+        pool.handle,
         filled,
         len(experts),
-        ctypes.byref(
-            _Between(
-                ACTIVATION_NUMBERS[between.activation],
-                DTYPES[biases[0].dtype if biases else dtype],
-                between.interleaved,
-                between.limit,
-                between.up_offset,
-            )
-        ),
+        ctypes.byref(described),
         DTYPES[dtype],
-        INSTRUCTIONS.index(cores.instructions),
-        None if use is None else use.data_ptr(),
+        INSTRUCTIONS.index(pool.instructions),
+        None if counters is None else counters.data_ptr(),
     )
     return Task(number, experts[0].gate.columns, (experts[0].down.rows,), 0)
-
-
-def _check(experts: Sequence[Expert], interleaved: bool) -> None:
-    gates = {_form(matrix) for expert in experts for matrix in (expert.gate, expert.up) if matrix is not None}
-    downs = {_form(expert.down) for expert in experts}
-    gated = {expert.up is None for expert in experts}
-    if (
-        len(gates) != 1
-        or len(downs) != 1
-        or len(gated) != 1
-        or experts[0].down.columns != experts[0].gate.rows // (1 + interleaved)
-    ):
-        raise ValueError(
-            f"experts must be of one form, and down's columns as many as gate's rows; found (rows, columns, group, bits, dtype) "
-            f"{sorted(gates)} for gate and up and {sorted(downs)} for down"
-        )
 
 
 def _form(matrix: Matrix) -> tuple[int, ...]:
@@ -144,12 +135,12 @@ def _form(matrix: Matrix) -> tuple[int, ...]:
 
 
 class WeightedRows(NamedTuple):
-    """The weighted sum of what a token's experts computed, before it is added up.
+    """Outputs of a token's experts before they are weighted and summed.
 
     Attributes:
         weights: [tokens, k]; contiguous.
         rows: [tokens * k, width], zeros for an expert that is not among these; contiguous.
-        more: the same of other experts, or None.
+        more: outputs of other experts, same shape; or None.
     """
 
     weights: torch.Tensor
@@ -162,16 +153,15 @@ class WeightedRows(NamedTuple):
         return self.rows.is_cuda and {self.rows.dtype, self.weights.dtype} <= DTYPES.keys() and load_extension()
 
     def total(self) -> torch.Tensor:
-        """Return the sum of each token [tokens, width], added in float32 in the order of the choices."""
+        """Return the weighted sum of each token [tokens, width], accumulated in float32 in the order of routing."""
         return torch.ops.zero_inference.weighted_rows(*self) if self.has_kernel else self._by_pytorch()
 
     def added_to(self, out: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each token and `out` [tokens, width], rounded once to out's dtype; with PyTorch alone."""
+        """Return `out` [tokens, width] plus the weighted sum of each token, rounded once to out's dtype; without a kernel."""
         return self._by_pytorch().add_(out).to(out.dtype)
 
     def _by_pytorch(self) -> torch.Tensor:
-        """In float32."""
         tokens, k = self.weights.shape
-        weights = self.weights.float().unsqueeze(-1)
+        weights = self.weights.float().unsqueeze(-1)  # [tokens, k, 1]
         sums = [(rows.view(tokens, k, -1) * weights).sum(1) for rows in (self.rows, self.more) if rows is not None]
         return sums[0] if len(sums) == 1 else sums[0].add_(sums[1])

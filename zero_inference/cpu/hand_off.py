@@ -1,4 +1,11 @@
-"""The host memory in which the streams of one rank, or of all ranks of a host, meet the cores; and what those ranks tell each other."""
+"""The hand-off: device to CPU and back within a step, through host memory and flags.
+
+`HandOff` calls the CPU pool in the order of a CUDA stream: a kernel writes the inputs to page-locked memory and raises a flag, pool
+threads that watch it multiply, and another kernel waits for their flag, reads the output and adds what the device has computed of the
+same sum. Python only queues all of it and waits for nothing. The ranks of a host use it on a CPU too: each brings its rows and takes its
+part of the output. Calls that belong to a CUDA graph are recorded when it is captured, and submitted again at each replay. `DirectCalls`
+makes synchronous calls, for a model of one rank on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +26,21 @@ from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.shared_memory import SharedMemory
 from zero_inference.utils.transfers import Transfers
 
-PATIENCE_US = 100_000  # in which Python handles no signal
+SIGNAL_CHECK_US = 100_000  # while a rank waits, Python handles signals this often
+
+DeviceWork = Callable[
+    [], WeightedRows | None
+]  # queues work on the device, and returns what is added to the CPU's output
 
 
 @dataclass(frozen=True)
 class HandOffBuffers:
-    """
+    """Host memory of a hand-off.
+
     Attributes:
         flags: uint8 [`flag_bytes(ranks)`], zeros.
-        words: uint8 [ranks x 2 x 64], zeros; of an `RankExchange`.
-        input, output: uint8, what calls bring and take: those of all ranks together.
+        words: uint8 [ranks x 2 x 64], zeros; for a `RankExchange`.
+        input, output: uint8, inputs and outputs of a call, of all ranks together.
     """
 
     flags: torch.Tensor
@@ -38,49 +50,50 @@ class HandOffBuffers:
 
 
 def allocate_buffers(ranks: Ranks, input_bytes: int, output_bytes: int, pinned: bool) -> HandOffBuffers:
-    """The place for calls that bring and take as many bytes of each rank at most; made by all ranks together.
+    """Allocate buffers that all ranks share, for calls of up to so many bytes per rank; all ranks call it together.
 
     Args:
-        pinned: page-lock it.
+        pinned: page-lock them.
 
     Raises:
-        RunError: the memory is not there, or may not be page-locked.
+        RunError: not enough memory, or it may not be page-locked.
     """
     if ranks.world_size == 1:
         return allocate_local_buffers(input_bytes, output_bytes, pinned)
-    sizes = _sizes(ranks.world_size, input_bytes, output_bytes)
+    sizes = _buffer_sizes(ranks.world_size, input_bytes, output_bytes)
     memory = SharedMemory(sum(sizes), ranks)
     memory.settle(pinned)
     return HandOffBuffers(*memory.bytes.split(sizes))
 
 
 def allocate_local_buffers(input_bytes: int, output_bytes: int, pinned: bool, ranks: int = 1) -> HandOffBuffers:
-    """The same in memory of this process alone, for as many `ranks` as it plays."""
-    sizes = _sizes(ranks, input_bytes, output_bytes)
+    """Allocate buffers of this process alone; `ranks` simulated in it."""
+    sizes = _buffer_sizes(ranks, input_bytes, output_bytes)
     return HandOffBuffers(*(host_empty((nbytes,), torch.uint8, pinned).zero_() for nbytes in sizes))
 
 
-def _sizes(ranks: int, input_bytes: int, output_bytes: int) -> list[int]:
-    """Of the parts, each from a cache line on."""
+def _buffer_sizes(ranks: int, input_bytes: int, output_bytes: int) -> list[int]:
+    """Return the bytes of each buffer, multiples of a cache line."""
     lines = (-(-nbytes // FLAG_BYTES) for nbytes in (2 * FLAG_BYTES, input_bytes, output_bytes))
     return [flag_bytes(ranks), *(ranks * count * FLAG_BYTES for count in lines)]
 
 
 class RankExchange:
-    """Numbers that the ranks of a host tell each other: all of them as often, and in the same order.
+    """All-gather of one number over the ranks of a host; all ranks call it equally often, in the same order.
 
-    A rank has two lines for its numbers, in turns: it writes to one again when all ranks have come to the other, and have read it by then.
+    A rank has two cache lines that it writes alternately: it overwrites one only after all ranks have written the other, and so have
+    read the first.
     """
 
-    def __init__(self, rank: int, ranks: int, place: HandOffBuffers):
-        self.rank, self.ranks, self.words = rank, ranks, place.words
-        self.stop = place.flags.data_ptr() + STOP * FLAG_BYTES
-        self.turn = 0
+    def __init__(self, rank: int, ranks: int, buffers: HandOffBuffers):
+        self.rank, self.ranks, self.words = rank, ranks, buffers.words
+        self.stop = buffers.flags.data_ptr() + STOP * FLAG_BYTES
+        self.round = 0
 
-    def of_all(self, value: int) -> list[int]:
-        """The `value` (64 bits) of each rank, when all have come here. Raises RunError where a rank has ended."""
-        self.turn += 1
-        number = self.turn & 0xFFFFFFFF
+    def all_gather(self, value: int) -> list[int]:
+        """Return the `value` (64 bits) of each rank. Raises RunError where a rank has ended."""
+        self.round += 1
+        number = self.round & 0xFFFFFFFF
         mine = self._line(self.rank)
         ctypes.c_int64.from_address(mine + 8).value = value
         require_library().zero_inference_raise_flag(mine, number)
@@ -92,28 +105,25 @@ class RankExchange:
         return values
 
     def _line(self, rank: int) -> int:
-        return self.words.data_ptr() + (2 * rank + self.turn % 2) * FLAG_BYTES
+        return self.words.data_ptr() + (2 * rank + self.round % 2) * FLAG_BYTES
 
 
 def await_flag(flag: int, number: int, stop: int) -> None:
-    """Return when the flag at the address `flag` has come to `number`. Raises RunError where the one at `stop` is raised before."""
+    """Wait until the flag at address `flag` reaches `number`. Raises RunError if the flag at `stop` is raised first."""
     library = require_library()
-    while not (state := library.zero_inference_await_flag(flag, stop, number, PATIENCE_US)):
-        pass  # a signal's handler may have raised an exception here
+    while not (state := library.zero_inference_await_flag(flag, stop, number, SIGNAL_CHECK_US)):
+        pass  # a signal handler may raise an exception here
     if state < 0:
         raise RunError("another rank ended while this one waited for it; its output says why")
 
 
-Meanwhile = Callable[[], WeightedRows | None]  # asks the device for work, and returns what to add to the output
-
-
 @dataclass
 class CapturedCalls:
-    """Calls of a graph.
+    """Calls of a CUDA graph.
 
     Attributes:
-        submits: ask the cores for each of them, given its number.
-        host_to_device_bytes, device_to_host_bytes, cores_bytes: of all of them.
+        submits: functions that submit each call to the pool, given its number.
+        host_to_device_bytes, device_to_host_bytes, cores_bytes: of all calls.
     """
 
     submits: list[Callable[[int], None]] = field(default_factory=list)
@@ -123,53 +133,52 @@ class CapturedCalls:
 
 
 class DirectCalls:
-    """Calls of `cores` for a model on the CPU."""
+    """Synchronous calls of `pool`, for a model on the CPU."""
 
-    def __init__(self, cores: CpuPool, transfers: Transfers):
-        self.cores, self.transfers = cores, transfers
-        transfers.cores_counts, transfers.cores_busy_s = cores.chosen_bytes, cores.busy_s
+    def __init__(self, pool: CpuPool, transfers: Transfers):
+        self.pool, self.transfers = pool, transfers
+        transfers.cores_counts, transfers.cores_busy_s = pool.chosen_bytes, pool.busy_s
 
     def __call__(
-        self, task: Task, x: torch.Tensor, choice: Routing | None = None, meanwhile: Meanwhile = lambda: None
+        self, task: Task, x: torch.Tensor, routing: Routing | None = None, device_work: DeviceWork = lambda: None
     ) -> list[torch.Tensor]:
-        """Return the task's outputs [rows, width] for `x` [rows, columns]. What `meanwhile` returns is added to the
-        output, of which there is one then."""
+        """Return the task's outputs [rows, width] for `x` [rows, columns], plus the sum that `device_work` returns (with one output)."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0] * sum(task.widths))
-        self.cores.run(task, x, out, choice and Routing(*(tensor.contiguous() for tensor in choice)))
+        self.pool.run(task, x, out, routing and Routing(*(tensor.contiguous() for tensor in routing)))
         self.transfers.cores_bytes += task.nbytes
-        of_device = meanwhile()
-        parts = _split(out, x.shape[0], task.widths)
-        return parts if of_device is None else [of_device.added_to(part) for part in parts]
+        of_device = device_work()
+        outputs = _split_outputs(out, x.shape[0], task.widths)
+        return outputs if of_device is None else [of_device.added_to(output) for output in outputs]
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[CapturedCalls]:
-        """Of no effect: a step that is repeated on the CPU makes its calls itself."""
+    def capturing(self) -> Iterator[CapturedCalls]:
+        """Do nothing: on the CPU a repeated step makes its calls itself."""
         yield CapturedCalls()
 
-    def ask_again(self, calls: CapturedCalls) -> None:
-        """See `recording`."""
+    def replay(self, calls: CapturedCalls) -> None:
+        """Do nothing, see `capturing`."""
 
     def close(self) -> None:
         self.transfers.settle()
-        self.cores.close()
+        self.pool.close()
 
 
 class DeviceSide(Protocol):
-    """What a device does at a crossing, in the order in which it is asked. It counts the calls. Addresses are of host memory."""
+    """The device's operations in a hand-off, in queue order. It counts the calls. Addresses are of host memory."""
 
     def push(self, tensors: Sequence[torch.Tensor], targets: Sequence[int], flag: int) -> None:
-        """Write the contiguous `tensors`, four at most, to `targets`, begin the next call and raise `flag` to its number."""
+        """Write up to four contiguous `tensors` to `targets`, start the next call and raise `flag` to its number."""
 
     def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
-        """Wait until `flag` has come to the number of the call, or `stop` is raised, read the contiguous `out` from `source`, and add
-        the weighted sum `of_device`."""
+        """Wait until `flag` reaches the call's number or `stop` is raised, copy `source` to the contiguous `out`, and add the weighted
+        sum `of_device`."""
 
     def wait(self) -> None:
-        """Return when all that was asked here is done."""
+        """Wait until all queued operations are done."""
 
     def end(self) -> None:
-        """Return when the device does nothing any more."""
+        """Wait until the device is idle."""
 
 
 class StreamSide:
@@ -193,10 +202,10 @@ class StreamSide:
 
 
 class HostSide:
-    """A CPU, which has done what it was asked when it returns."""
+    """A CPU as the device: operations are done when they return."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the call under way
+        self.number = 0  # of the current call
 
     def push(self, tensors: Sequence[torch.Tensor], targets: Sequence[int], flag: int) -> None:
         for tensor, target in zip(tensors, targets):
@@ -211,168 +220,161 @@ class HostSide:
             out.copy_(of_device.added_to(out.view(len(of_device.weights), -1)).view(out.shape))
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        pass
 
     def end(self) -> None:
-        """Nothing to wait for."""
+        pass
 
 
 class HandOff:
-    """Calls of `cores` in the order of the current stream of a device.
+    """Calls of `pool` in the order of a device's current stream.
 
-    With several ranks all make the same calls, with as many rows, and one call of the cores is made for all of them: an input
-    lies behind that of the rank before, so that together they are one. Nothing is overwritten too early: the cores write an output only
-    when all ranks have brought the input, and a rank brings one behind its reading of the output before; that was there when the
-    cores had read its input.
+    With several ranks all make the same calls with equally many rows, and the pool computes them as one: each rank's input follows the
+    previous rank's. No buffer is overwritten too early: the pool writes an output only when all ranks have written the input, a rank
+    writes an input only after it has read the previous output, and that was complete only when the pool had read its input.
 
     Args:
-        place: where they meet; one that no other has used, for its flags count the calls.
-        rank: this one's number among the `cores.ranks` of the host; the first one has the threads, and counts what they read.
+        buffers: unused so far, because its flags count the calls.
+        rank: of this process among the `pool.ranks` of the host; the first one has the threads, and counts the bytes that they read.
 
     Raises:
-        ValueError: another has used the place.
+        ValueError: the buffers have been used.
     """
 
-    def __init__(self, cores: CpuPool, side: DeviceSide, place: HandOffBuffers, transfers: Transfers, rank: int = 0):
-        self.cores, self.side, self.transfers, self.rank = cores, side, transfers, rank
-        if place.flags[FLAG_BYTES * (ARRIVED + rank) :][:FLAG_BYTES].any():
-            raise ValueError("this place has been used: cores and device would not wait for each other")
-        self.input, self.output = place.input, place.output
+    def __init__(self, pool: CpuPool, side: DeviceSide, buffers: HandOffBuffers, transfers: Transfers, rank: int = 0):
+        self.pool, self.side, self.transfers, self.rank = pool, side, transfers, rank
+        if buffers.flags[FLAG_BYTES * (ARRIVED + rank) :][:FLAG_BYTES].any():
+            raise ValueError("these hand-off buffers have been used: their flags would not match")
+        self.input, self.output = buffers.input, buffers.output
         self.number = 0  # of the latest call; the device counts them as well
-        self.recorded: CapturedCalls | None = None
-        self.chose = False  # whether a call had a choice
+        self.captured: CapturedCalls | None = None
+        self.was_routed = False  # whether a call had a routing
         transfers.cores_counts = self._chosen_bytes
-        transfers.cores_busy_s = cores.busy_s if rank == 0 else None
-        flags = place.flags.data_ptr()
+        transfers.cores_busy_s = pool.busy_s if rank == 0 else None
+        flags = buffers.flags.data_ptr()
         self.arrived, self.done, self.stop = (flags + flag * FLAG_BYTES for flag in (ARRIVED + rank, DONE, STOP))
 
     def __call__(
-        self, task: Task, x: torch.Tensor, choice: Routing | None = None, meanwhile: Meanwhile = lambda: None
+        self, task: Task, x: torch.Tensor, routing: Routing | None = None, device_work: DeviceWork = lambda: None
     ) -> list[torch.Tensor]:
-        """The outputs [rows, width] for `x` [rows, columns], one for each of the task's; on the device, when its stream comes there.
+        """Queue a call and return the task's outputs [rows, width] for `x` [rows, columns], valid in stream order.
 
         Args:
-            meanwhile: asks the device for what it computes while the cores multiply; only with a choice, and one output.
+            device_work: queues what the device computes while the CPU multiplies; only with a routing, and one output.
 
         Raises:
-            ValueError: a choice for more rows than there is memory for.
+            ValueError: a routing for more rows than the buffers hold.
         """
         most = self._most_rows(task, x.element_size())
-        if (
-            x.shape[0] > most and choice is None
-        ):  # more than was expected: in parts, each of which reads the weights again
+        if x.shape[0] > most and routing is None:  # more than planned: in parts, each of which reads the weights again
             parts = [self(task, part) for part in x.split(most)]
             return [torch.cat(outputs) for outputs in zip(*parts)]
         out = x.new_empty(x.shape[0] * sum(task.widths))
-        if self.cores.ranks * out.nbytes > self.output.nbytes:
+        if self.pool.ranks * out.nbytes > self.output.nbytes:
             raise ValueError(
-                f"{self.cores.ranks} outputs of {out.nbytes} bytes, where there is memory for {self.output.nbytes}"
+                f"{self.pool.ranks} outputs of {out.nbytes} bytes, where there is memory for {self.output.nbytes}"
             )
-        parts = _split(out, x.shape[0], task.widths)
+        outputs = _split_outputs(out, x.shape[0], task.widths)
 
         def submit(addresses: list[int], number: int) -> None:
-            source, *chosen = addresses
-            extra = () if choice is None else choice.extra(*chosen)
-            self.cores.submit(task, x.shape[0], source, self.output.data_ptr(), number, extra)
+            source, *routed = addresses
+            extra = () if routing is None else routing.extra(*routed)
+            self.pool.submit(task, x.shape[0], source, self.output.data_ptr(), number, extra)
 
-        self.meet([x, *(choice or ())], [out] if self.cores.ranks == 1 else parts, submit, meanwhile)
-        self.chose |= choice is not None
-        self._count().cores_bytes += task.nbytes if self.rank == 0 else 0
-        return parts
+        self.run([x, *(routing or ())], [out] if self.pool.ranks == 1 else outputs, submit, device_work)
+        self.was_routed |= routing is not None
+        self._counters().cores_bytes += task.nbytes if self.rank == 0 else 0
+        return outputs
 
-    def meet(
+    def run(
         self,
         inputs: Sequence[torch.Tensor],
         outs: Sequence[torch.Tensor],
         submit: Callable[[list[int], int], None],
-        meanwhile: Meanwhile = lambda: None,
+        device_work: DeviceWork = lambda: None,
     ) -> None:
-        """Bring `inputs` to the cores and their outputs to `outs`, in the order of the stream.
+        """Queue a call that takes `inputs` to host memory and its outputs to `outs`.
 
         Args:
-            submit: asks the cores for the call, given the addresses of the inputs in host memory and the call's number; its outputs
-                go to `output`, one behind the other, each of all ranks.
-            meanwhile: asks the device for what stands between input and output in its stream, and returns what is added to an output.
+            submit: submits the call to the pool, given the addresses of the inputs in host memory and the call's number; it writes its
+                outputs to `output`, one after the other, each of all ranks.
+            device_work: queues work between input and output, and returns what is added to an output.
         """
         addresses = self._push(inputs)
-        if self.recorded is None:
-            self._ask(lambda number: submit(addresses, number))
+        if self.captured is None:
+            self._submit(lambda number: submit(addresses, number))
         else:
-            self.recorded.submits.append(lambda number: submit(addresses, number))
-        of_device = meanwhile()
+            self.captured.submits.append(lambda number: submit(addresses, number))
+        of_device = device_work()
         source = self.output.data_ptr()
         for out in outs:
             self.side.pull(out, source + self.rank * out.nbytes, self.done, self.stop, of_device)
-            self._count().host_to_device_bytes += out.nbytes
-            source += self.cores.ranks * out.nbytes
+            self._counters().host_to_device_bytes += out.nbytes
+            source += self.pool.ranks * out.nbytes
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[CapturedCalls]:
-        """Within it a CUDA graph is recorded: calls are kept, for `ask_again`."""
-        self.recorded = CapturedCalls()
+    def capturing(self) -> Iterator[CapturedCalls]:
+        """Within it a CUDA graph is captured: calls are recorded for `replay`, not submitted."""
+        self.captured = CapturedCalls()
         try:
-            yield self.recorded
+            yield self.captured
         finally:
-            self.recorded = None
+            self.captured = None
 
-    def ask_again(self, calls: CapturedCalls) -> None:
-        """Ask the cores for the calls of a graph that is launched next."""
+    def replay(self, calls: CapturedCalls) -> None:
+        """Submit the calls of a graph that is launched next."""
         for submit in calls.submits:
-            self._ask(submit)
+            self._submit(submit)
         self.transfers.host_to_device_bytes += calls.host_to_device_bytes
         self.transfers.device_to_host_bytes += calls.device_to_host_bytes
         self.transfers.cores_bytes += calls.cores_bytes
 
-    def _ask(self, submit: Callable[[int], None]) -> None:
+    def _submit(self, submit: Callable[[int], None]) -> None:
         self.number += 1
         submit(self.number & 0xFFFFFFFF)
 
-    def _count(self) -> Transfers | CapturedCalls:
-        """What is raised by a call now."""
-        return self.transfers if self.recorded is None else self.recorded
+    def _counters(self) -> Transfers | CapturedCalls:
+        return self.transfers if self.captured is None else self.captured
 
     def _most_rows(self, task: Task, element_bytes: int) -> int:
-        """Rows of a call for which there is memory, at least 1."""
-        of_input = self.input.numel() // (task.columns * element_bytes * self.cores.ranks)
-        of_output = self.output.numel() // (max(1, sum(task.widths)) * element_bytes * self.cores.ranks)
+        """Return how many rows of a call the buffers hold, at least 1."""
+        of_input = self.input.numel() // (task.columns * element_bytes * self.pool.ranks)
+        of_output = self.output.numel() // (max(1, sum(task.widths)) * element_bytes * self.pool.ranks)
         return max(1, min(of_input, of_output))
 
     def _push(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Bring them into host memory one after the other, raise the flag, and return the addresses of the first rank's."""
+        """Queue writing them to host memory and raising the flag; return the addresses of the first rank's."""
         addresses, end = [], self.input.data_ptr()
-        most = end + self.input.numel()
+        limit = end + self.input.numel()
         for tensor in tensors:
-            of_all = self.cores.ranks * tensor.nbytes
-            if end + of_all > most:
+            of_all = self.pool.ranks * tensor.nbytes
+            if end + of_all > limit:
                 raise ValueError(
-                    f"an input of {of_all} bytes at {most - end} bytes from the end of the place for inputs"
+                    f"an input of {of_all} bytes does not fit into the {limit - end} bytes left of the buffer"
                 )
             addresses.append(end)
             end += -(-of_all // FLAG_BYTES) * FLAG_BYTES
-            self._count().device_to_host_bytes += tensor.nbytes
+            self._counters().device_to_host_bytes += tensor.nbytes
         targets = [address + self.rank * tensor.nbytes for address, tensor in zip(addresses, tensors)]
         self.side.push([tensor.contiguous() for tensor in tensors], targets, self.arrived)
         return addresses
 
     def _chosen_bytes(self) -> int:
-        """Of all calls that were asked for: the stream is waited for, as calls that it has not come to are not counted yet."""
-        if not self.chose:
+        """Return the bytes that routed calls have read, after waiting for the stream: calls still queued are not counted yet."""
+        if not self.was_routed:
             return 0
         self.side.wait()
-        return self.cores.chosen_bytes()
+        return self.pool.chosen_bytes()
 
     def close(self) -> None:
-        """Wait for the calls under way, and end the threads. With several ranks, one that waits for this one is told not to."""
-        if self.cores.ranks > 1:
+        """Wait for the queued calls, and end the threads. With several ranks, stop those that wait for this one."""
+        if self.pool.ranks > 1:
             require_library().zero_inference_raise_flag(self.stop, 1)
         self.side.end()
         self.transfers.settle()
-        self.cores.close()
+        self.pool.close()
 
 
-def _split(out: torch.Tensor, rows: int, widths: Sequence[int]) -> list[torch.Tensor]:
-    parts, start = [], 0
-    for width in widths:
-        parts.append(out[start : start + rows * width].view(rows, width))
-        start += rows * width
-    return parts
+def _split_outputs(out: torch.Tensor, rows: int, widths: Sequence[int]) -> list[torch.Tensor]:
+    sizes = [rows * width for width in widths]
+    return [part.view(rows, width) for part, width in zip(out.split(sizes), widths)]

@@ -1,8 +1,8 @@
-"""The library of csrc/cpu: compiled at first use on a machine, in some seconds, and loaded with ctypes, which lets other Python threads
-run during its calls. No wheel brings it, because it would run only where the system's libraries are as new as those of its maker.
+"""The C++ library of csrc/cpu: compiled once per machine at first use (a few seconds), loaded with ctypes, which releases the GIL.
 
-One library serves all x86-64 processors and, in plain C++, others: each file that needs an instruction set turns it on for itself, and
-what the processor has is asked when it runs. It takes GCC 10 or clang 14, or a later one, and depends neither on Python nor on torch.
+Wheels do not contain it, because a binary only runs with system libraries as new as those it was built with. One library serves all
+processors: each source file enables its own instruction set, and the best one is chosen at run time. Needs GCC 10 or clang 14; depends
+on neither Python nor torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ from zero_inference.utils.files import extensions_folder, hold_lock, make_folder
 from zero_inference.utils.processes import process_group
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # zero_inference::cpu::Dtype
-
 INSTRUCTIONS = ("portable", "avx2", "avx512", "amx")  # zero_inference::cpu::Instructions, ascending
-
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
 
 _reason: str | None = "not asked for yet"
@@ -43,10 +41,10 @@ _tried = False
 
 
 def load_library(progress_message: Callable[[str], None] | None = None) -> ctypes.CDLL | None:
-    """The library, compiled if this is the first time here; None where that cannot be done. Later calls only answer.
+    """Return the library, compiled if needed; None where that fails. Later calls return the first result.
 
     Args:
-        progress_message: gets the line that says what takes some seconds; stderr if None.
+        progress_message: gets the line that announces the compilation; stderr if None.
     """
     global _tried, _reason, _library
     if not _tried:
@@ -56,50 +54,51 @@ def load_library(progress_message: Callable[[str], None] | None = None) -> ctype
                 find_or_build(progress_message or (lambda line: print(line, file=sys.stderr, flush=True)))
             )
             _reason = None
-        except Exception as error:  # no compiler, a full disk, a library of another system: callers have other ways
+        except Exception as error:  # no compiler, a full disk, a library of another system: callers can do without
             _reason = compiler_error_line(error)
     return _library
 
 
 def why_unavailable() -> str | None:
-    """Why the last `load_library` gave None, in a few words; None where it gave the library."""
+    """Return why `load_library` returned None, in a few words; None where it returned the library."""
     return _reason
 
 
 def best_instructions() -> str:
-    """The best of INSTRUCTIONS that this processor and its system have.
+    """Return the best of INSTRUCTIONS that this processor and its system support.
 
-    Raises RuntimeError where there is no library.
+    Raises RuntimeError without the library.
     """
     return INSTRUCTIONS[require_library().zero_inference_best_instructions()]
 
 
 def require_library() -> ctypes.CDLL:
-    """`load_library`, which raises RuntimeError where there is none."""
+    """Return the library; raise RuntimeError where it is not available."""
     library = load_library()
     if library is None:
-        raise RuntimeError(f"products on the cores need the library of csrc/cpu, which is not there: {_reason}")
+        raise RuntimeError(f"CPU products need the library of csrc/cpu, which is not available: {_reason}")
     return library
 
 
 def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -> Path:
-    """The library that was or now is compiled on this machine.
+    """Return the path of the library, compiled now if it is not in the cache folder.
 
     Args:
-        say: gets the line that says what takes some seconds.
-        extra_flags: for the compiler, behind FLAGS.
+        say: gets the line that announces the compilation.
+        extra_flags: compiler flags after FLAGS.
 
-    Raises RuntimeError where no compiler is there or it fails, and OSError for files.
+    Raises RuntimeError if there is no compiler or it fails, and OSError for files.
     """
     compiler = find_compiler()
-    name = library_name(*compiler, compiler_version(compiler), *extra_flags)
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    name = library_name(*compiler, version, *extra_flags)
     folder = make_folder(extensions_folder()) / name
     library = folder / f"{name}.so"
     if is_complete(library):
         return library
     with time_compiling(), hold_lock(folder.with_suffix(".lock")):
         if not is_complete(library):
-            say("compiling the kernels for the host's cores (once per machine, some seconds) ...")
+            say("compiling the CPU kernels (once per machine, some seconds) ...")
             with new_build(folder) as building:
                 build(compiler, building, building / library.name, extra_flags)
                 (building / COMPLETE).write_bytes(file_digest(building / library.name))
@@ -107,12 +106,11 @@ def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -
 
 
 def sources() -> list[Path]:
-    """All files to compile."""
     return sorted((source_folder() / CPU_SOURCES).glob("*.cpp"))
 
 
 def library_name(*parts: str) -> str:
-    """Named after the sources, the machine's type, the flags and `parts`, so that a change makes a new one beside the old."""
+    """Return a name with a hash of the sources, the machine type, the flags and `parts`, so that any change gives a new library."""
     digest = hashlib.sha256()
     for file in sorted((source_folder() / CPU_SOURCES).iterdir()):
         if file.is_file():
@@ -122,46 +120,39 @@ def library_name(*parts: str) -> str:
     return f"zero_inference_cpu_{digest.hexdigest()[:16]}"
 
 
-def compiler_version(compiler: Sequence[str]) -> str:
-    """All that `compiler` says of itself."""
-    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-
-
 def build(compiler: Sequence[str], folder: Path, library: Path, extra_flags: Sequence[str] = ()) -> None:
-    """Compile all sources side by side to objects in `folder`, and link them to `library`.
+    """Compile all sources in parallel to objects in `folder`, and link them to `library`.
 
-    Raises RuntimeError with the compiler's line that names the error.
+    Raises RuntimeError with the compiler's output.
     """
     if not sources():
         raise RuntimeError(f"no sources in {source_folder() / CPU_SOURCES}")
     flags = [*FLAGS, *extra_flags]
     objects = [folder / f"{source.stem}.o" for source in sources()]
-    commands = [
-        [*compiler, *flags, "-c", str(source), "-o", str(out)] for source, out in zip(sources(), objects, strict=True)
-    ]
-    _run_all(commands)
+    _run_all(
+        [[*compiler, *flags, "-c", str(source), "-o", str(out)] for source, out in zip(sources(), objects, strict=True)]
+    )
     _run_all([[*compiler, *flags, "-shared", *map(str, objects), "-o", str(library)]])
 
 
 def _run_all(commands: list[list[str]]) -> None:
-    """Run `commands` side by side, which end with this process; all are waited for before the first failure is raised."""
+    """Run `commands` in parallel, in process groups that end with this process; wait for all before raising the first failure."""
     with ExitStack() as groups:
         files: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         running = [groups.enter_context(process_group(line, **files)) for line in commands]
-        said = [(process.stdout.read(), process.wait()) for process in running if process.stdout is not None]
-    for text, code in said:
+        outputs = [(process.stdout.read(), process.wait()) for process in running if process.stdout is not None]
+    for text, code in outputs:
         if code:
             raise RuntimeError(f"the C++ compiler failed\n{text}")
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """The library at `path`, with the types of its functions (csrc/cpu/operators_*.cpp).
+    """Load the library at `path` and declare the types of its functions (csrc/cpu/operators_*.cpp, attention_operators.cpp).
 
     Raises OSError where it cannot be loaded.
     """
     library = ctypes.CDLL(str(path))
-    pointer, double = ctypes.c_void_p, ctypes.c_double
-    int32, int64 = ctypes.c_int32, ctypes.c_int64
+    pointer, double, int32, int64 = ctypes.c_void_p, ctypes.c_double, ctypes.c_int32, ctypes.c_int64
     count = ctypes.POINTER(int64)
     for name, result, *arguments in (
         ("best_instructions", int32),
@@ -170,12 +161,14 @@ def open_library(path: Path) -> ctypes.CDLL:
         ("measure_reads", double, pointer, int64, int32, int32, pointer, double, count),
         ("read_bytes_sum", ctypes.c_uint64, pointer, int64, int32),
         ("quantize", int32, pointer, int32, int64, int64, int32, int32, pointer, pointer, pointer, int32, int32),
+        ("attention", int32, pointer, int32, int64),
         ("raise_flag", None, pointer, ctypes.c_uint32),
         ("await_flag", int32, pointer, pointer, ctypes.c_uint32, int64),
         ("cores_new", pointer, pointer, int64, int64, pointer, int64),
         ("cores_delete", None, pointer),
         ("cores_add_block", int64, pointer, pointer, int64, int32, int32),
         ("cores_add_experts", int64, pointer, pointer, int64, pointer, int32, int32, pointer),
+        ("cores_add_attention", int64, pointer, pointer, int32),
         ("cores_reserve", int32, pointer, pointer),
         ("cores_run", int32, pointer, pointer),
         ("cores_submit", None, pointer, pointer, ctypes.c_uint32),

@@ -1,4 +1,4 @@
-"""Which cores multiply: physical ones near the GPUs of the ranks, less one for the Python of each, of what this process may use."""
+"""The CPU backend's thread pool: which CPUs its threads run on, and calls of the tasks that csrc/cpu/cores.h computes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ CPUS = Path("sys/devices/system/cpu")
 def choose_cpus(
     asked: int | None, numa_nodes: Sequence[int | None] = (None,), root: str = "/", allowed: set[int] | None = None
 ) -> list[int]:
-    """Logical CPUs for the threads of a host, one of each physical core.
+    """Return logical CPUs for a host's pool threads, one per physical core, preferably near the GPUs.
 
     Args:
-        asked: threads; None takes all of the cores but one for the Python of each rank.
-        numa_nodes: where the GPU of each rank is, None for one that is near no node: take the cores of these nodes only, if this
-            process may use any of them.
-        root: where the system's files are looked for.
-        allowed: CPUs that the process may use; its affinity where not given.
+        asked: number of threads; None takes all cores except one for the Python thread of each rank.
+        numa_nodes: NUMA node of each rank's GPU, None for unknown. Other nodes are used only if none of these may be.
+        root: root of the file system with /sys and /proc.
+        allowed: CPUs that the process may use; None: its affinity.
 
     Raises:
-        UsageError: more threads than cores were asked for.
+        UsageError: more threads than physical cores.
     """
-    cores = _cores_near(set(numa_nodes), root, allowed)
+    cores = _physical_cores(set(numa_nodes), root, allowed)
     of_python: list[int] = []
     for node in numa_nodes:
         free = [cpu for cpu in cores if cpu not in of_python]
@@ -57,39 +56,31 @@ def choose_rank_cpus(
     root: str = "/",
     allowed: set[int] | None = None,
 ) -> list[int]:
-    """The same for the threads of one rank, where each of a host takes an equal share of the cores: all of it but one."""
-    cores = _cores_near({numa_node}, root, allowed)
+    """Return the CPUs of one rank where the ranks of a host divide its cores equally; one core is left for Python."""
+    cores = _physical_cores({numa_node}, root, allowed)
     count = len(cores) // local_world_size
     mine = cores[local_rank * count : (local_rank + 1) * count] or cores[:1]
     return mine[1:] or mine
 
 
-def _cores_near(numa_nodes: set[int | None], root: str, allowed: set[int] | None) -> list[int]:
-    """A logical CPU of each physical core of these nodes that this process may use, or of any where it may use none of them."""
+def _physical_cores(numa_nodes: set[int | None], root: str, allowed: set[int] | None) -> list[int]:
+    """Return one allowed logical CPU per physical core of these nodes (of all nodes if none is allowed), within the cgroup's limit."""
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     near = {cpu for cpu in allowed if None in numa_nodes or _node_of(cpu, Path(root)) in numa_nodes}
-    cores = _one_of_each_core(near or allowed, Path(root))
-    granted = environment.cgroup_cores(root)
-    return cores if granted is None else cores[: max(1, int(granted))]
+    found: dict[tuple[str, str], int] = {}
+    for cpu in sorted(near or allowed):
+        topology = Path(root) / CPUS / f"cpu{cpu}" / "topology"
+        core = _text(topology / "physical_package_id"), _text(topology / "core_id") or f"cpu{cpu}"
+        found.setdefault(core, cpu)
+    cores = list(found.values())
+    limit = environment.cgroup_cores(root)
+    return cores if limit is None else cores[: max(1, int(limit))]
 
 
 def numa_node_of_gpu(domain: int, bus: int, device: int, root: str = "/") -> int | None:
-    """The NUMA node of a PCI device; None where the system does not say."""
-    try:
-        text = (Path(root) / f"sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node").read_text()
-        node = int(text)
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
-
-
-def _one_of_each_core(cpus: set[int], root: Path) -> list[int]:
-    found: dict[tuple[str, str], int] = {}
-    for cpu in sorted(cpus):
-        topology = root / CPUS / f"cpu{cpu}" / "topology"
-        core = (_text(topology / "physical_package_id"), _text(topology / "core_id") or f"cpu{cpu}")
-        found.setdefault(core, cpu)
-    return list(found.values())
+    """Return the NUMA node of a PCI device; None where the system does not know it."""
+    text = _text(Path(root) / f"sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node")
+    return int(text) if text.isdecimal() else None  # -1: unknown
 
 
 def _node_of(cpu: int, root: Path) -> int | None:
@@ -105,25 +96,8 @@ def _text(path: Path) -> str:
         return ""
 
 
-class Routing(NamedTuple):
-    """What each row of an input chose of a task with experts (csrc/cpu/experts.h).
-
-    Attributes:
-        experts: their numbers, int64 [rows, k]; ~e for one that the device has and ~(e + experts) for one that it
-            fetches, which the CPU counts and does not read.
-        weights: of them, [rows, k] in float32, float16 or bfloat16.
-    """
-
-    experts: torch.Tensor
-    weights: torch.Tensor
-
-    def extra(self, experts: int, weights: int) -> tuple[int, ...]:
-        """For a call that finds both at these addresses."""
-        return self.experts.shape[-1], experts, weights, DTYPES[self.weights.dtype]
-
-
 MOST_PRODUCTS = 8  # of a stage: kMostProducts in csrc/cpu/block.h
-# Of csrc/cpu/block.h, as zero_inference.models.mlp names them.
+# The numbers of csrc/cpu/block.h for the names of zero_inference.models.mlp.
 ACTIVATION_NUMBERS = {
     "relu": 0,
     "silu": 1,
@@ -134,10 +108,10 @@ ACTIVATION_NUMBERS = {
     "identity": 6,
 }
 COMBINATIONS = {"none": 0, "activation": 1, "gated": 2}
-FLAG_BYTES = 64  # a cache line for each
-DONE, STOP, ARRIVED, FLAGS = 0, 1, 2, 3  # of one rank; further ones have their ARRIVED behind it
-# How long the threads watch for the next call before they sleep. Between two layers a device takes less than a millisecond, between
-# two tokens Python a few; waking takes a twentieth of one.
+FLAG_BYTES = 64  # one cache line each
+DONE, STOP, ARRIVED = 0, 1, 2  # indices of the flags with one rank; rank r has its ARRIVED at ARRIVED + r
+# How long idle threads spin before they sleep. A device takes less than 1 ms between two layers, Python a few ms between two tokens;
+# waking a thread takes 0.05 ms.
 SPIN_US = 20_000
 TOO_MANY_THREADS = (
     "{} CPU threads could not be started: the limit of processes (ulimit -u, a container's pids.max) or of memory allows fewer; raise "
@@ -170,14 +144,31 @@ class _Statistics(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("calls", "busy_ns", "late_ns", "chosen_bytes")]
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A weight in host memory as the cores read it.
+class Routing(NamedTuple):
+    """MoE routing: expert ids and weights per token (csrc/cpu/experts.h).
 
     Attributes:
-        matrix: where it lies.
-        bias: in host memory, [rows], in the model's dtype; or None.
-        nbytes: of what is read for a product.
+        experts: int64 [tokens, k]; ~e for an expert in the device's cache and ~(e + number of experts) for one that the device
+            fetches: the CPU counts these and does not read them.
+        weights: [tokens, k] in float32, float16 or bfloat16.
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+
+    def extra(self, experts: int, weights: int) -> tuple[int, ...]:
+        """Return `Call.extra` for both at these addresses."""
+        return self.experts.shape[-1], experts, weights, DTYPES[self.weights.dtype]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight in host memory.
+
+    Attributes:
+        matrix: its address and format.
+        bias: on the CPU, [rows], in the model's dtype; or None.
+        nbytes: bytes that a product reads.
     """
 
     matrix: Matrix
@@ -187,7 +178,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Stage:
-    """Products of one input, and what is made of them: outputs ("none"), f(first) ("activation") or f(first) x second ("gated")."""
+    """Products of one input, combined to outputs ("none"), f(first) ("activation") or f(first) * second ("gated")."""
 
     weights: Sequence[Weight]
     combine: str = "none"
@@ -196,12 +187,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Task:
-    """A block that the cores know.
+    """A block that the pool can compute.
 
     Attributes:
-        columns: of an input row.
-        widths: columns of each output.
-        nbytes: of the weights that a call reads; 0 where its input decides that, and the cores count them (`Cores.chosen_bytes`).
+        columns: width of an input row.
+        widths: width of each output.
+        nbytes: bytes of weights that a call reads; 0 where routing decides, which `CpuPool.chosen_bytes` counts.
     """
 
     number: int
@@ -211,18 +202,18 @@ class Task:
 
 
 class CpuPool:
-    """Threads on `cpus`, one each, that work together.
+    """Threads that multiply weights in host memory.
 
     Args:
-        cpus: numbers of logical CPUs; -1 leaves a thread where the system puts it.
-        spin_us: microseconds that threads watch for the next call before they sleep.
-        flags: uint8 [`flag_bytes(ranks)`], page-locked, for calls in the order of a stream; None for calls at once.
-        instructions: one of `INSTRUCTIONS`, or "auto" for the best that the CPU has.
-        ranks: that a call in the order of streams is made for: of each as many rows, one behind the other.
+        cpus: a logical CPU for each thread; -1 does not bind it.
+        spin_us: microseconds that idle threads spin before they sleep.
+        flags: uint8 [`flag_bytes(ranks)`], page-locked, for calls in the order of a CUDA stream; None for synchronous calls.
+        instructions: one of `INSTRUCTIONS`, or "auto" for the best supported.
+        ranks: ranks whose rows one stream-ordered call multiplies, stored one rank after the other.
         library: another build of the kernels, to compare them.
 
     Raises:
-        RuntimeError: the library is not there.
+        RuntimeError: the library is not available.
         RunError: the system allows fewer threads.
     """
 
@@ -244,14 +235,10 @@ class CpuPool:
         )
         if not self.handle:
             raise RunError(TOO_MANY_THREADS.format(self.threads))
-        self.kept: list[torch.Tensor] = []  # memory that tasks point to
+        self.references: list[torch.Tensor] = []  # memory that tasks point to
 
     def add_block(self, stages: Sequence[Stage], dtype: torch.dtype) -> Task:
-        """A block of products; the last stage makes the outputs.
-
-        Args:
-            dtype: of input and outputs.
-        """
+        """Add a block of products whose last stage gives the outputs; `dtype` is that of input and outputs."""
         filled = (_Stage * len(stages))()
         for to, stage in zip(filled, stages):
             for index, weight in enumerate(stage.weights):
@@ -259,7 +246,7 @@ class CpuPool:
                 if weight.bias is not None:
                     to.biases[index] = weight.bias.data_ptr()
                     to.bias_dtype = DTYPES[weight.bias.dtype]
-                    self.kept.append(weight.bias)
+                    self.references.append(weight.bias)
             to.products = len(stage.weights)
             to.combine = COMBINATIONS[stage.combine]
             to.activation = ACTIVATION_NUMBERS[stage.activation]
@@ -274,31 +261,34 @@ class CpuPool:
         )
 
     def reserve(self, task: Task, rows: int, chosen: int = 0) -> None:
-        """Take the memory that calls of `rows` rows of each rank need, each of which chooses `chosen` experts. Raises RunError where
-        there is none."""
+        """Allocate scratch memory for calls of `rows` rows per rank with `chosen` experts per row. Raises RunError without memory."""
         call = Call(task.number, rows * self.ranks, None, None, (chosen,))
         if self.library.zero_inference_cores_reserve(self.handle, ctypes.byref(call)):
-            raise RunError(f"not enough host memory for {rows} rows on the cores; use --cpu-compute off.")
+            raise _no_memory(rows)
 
-    def run(self, task: Task, x: torch.Tensor, out: torch.Tensor, choice: Routing | None = None) -> None:
-        """At once: `x` [rows, columns], `out` and `choice`, contiguous, in host memory. Raises RunError without memory."""
-        extra = () if choice is None else choice.extra(*(tensor.data_ptr() for tensor in choice))
+    def run(self, task: Task, x: torch.Tensor, out: torch.Tensor, routing: Routing | None = None) -> None:
+        """Compute `out` from `x` [rows, columns] synchronously; all contiguous on the CPU. Raises RunError without memory."""
+        extra = () if routing is None else routing.extra(*(tensor.data_ptr() for tensor in routing))
         call = Call(task.number, x.shape[0], x.data_ptr(), out.data_ptr(), extra)
         if self.library.zero_inference_cores_run(self.handle, ctypes.byref(call)):
-            raise RunError(f"not enough host memory for {x.shape[0]} rows on the cores; use --cpu-compute off.")
+            raise _no_memory(x.shape[0])
 
     def submit(self, task: Task, rows: int, source: int, target: int, number: int, extra: tuple[int, ...] = ()) -> None:
-        """For the moment when the flag `ARRIVED` of each rank has `number`; `rows` are those of one. `source`, `target` and those of
-        `extra` are addresses in host memory."""
+        """Queue a call that starts when the flag `ARRIVED` of each rank reaches `number`.
+
+        Args:
+            rows: of one rank.
+            source, target, extra: addresses in host memory.
+        """
         call = Call(task.number, rows * self.ranks, source, target, extra)
         self.library.zero_inference_cores_submit(self.handle, ctypes.byref(call), number)
 
     def busy_s(self) -> float:
-        """Seconds that the threads have worked so far."""
+        """Return the seconds that the threads have worked so far."""
         return self._statistics().busy_ns / 1e9
 
     def chosen_bytes(self) -> int:
-        """Bytes of weights that were read so far by calls with a `Routing`."""
+        """Return the bytes of weights that calls with a `Routing` have read so far."""
         return self._statistics().chosen_bytes
 
     def _statistics(self) -> _Statistics:
@@ -311,23 +301,25 @@ class CpuPool:
         if self.handle is not None:
             self.library.zero_inference_cores_delete(self.handle)
             self.handle = None
-            self.kept.clear()
+            self.references.clear()
 
 
 class CpuPoolProxy(CpuPool):
-    """What the other ranks of a host have in place of the `CpuPool` of its first one: tasks with the same numbers, and no threads.
-    Each adds the same tasks and makes the same calls; that the first rank asks for them is enough."""
+    """The first rank's pool as its other ranks see it: the same task numbers, no threads. The first rank alone submits the calls."""
 
     def __init__(self, ranks: int):
         super().__init__((-1,), 0, ranks=ranks)
 
     def reserve(self, task: Task, rows: int, chosen: int = 0) -> None:
-        """Nothing: no call is made here."""
+        pass
 
     def submit(self, task: Task, rows: int, source: int, target: int, number: int, extra: tuple[int, ...] = ()) -> None:
-        """Nothing: the first rank does."""
+        pass
 
 
 def flag_bytes(ranks: int) -> int:
-    """Of the flags of so many ranks."""
     return (ARRIVED + ranks) * FLAG_BYTES
+
+
+def _no_memory(rows: int) -> RunError:
+    return RunError(f"not enough host memory for {rows} rows in CPU products; use --cpu-compute off.")

@@ -1,10 +1,8 @@
-"""Linear layers of a few rows on the host's cores: operators `torch.ops.zero_inference.cpu_linear` and `cpu_linear_groups`.
+"""Weights as csrc/cpu/product.h reads them: products with them, and their quantization on the CPU.
 
     y[m][r] = sum_k x[m][k] * W[r][k] + bias[r]
 
-W is read once, in the bytes that it is stored in. Sums are kept in float32 and rounded once, to x's dtype. x is multiplied in the
-precision of the weight (csrc/cpu/product.h). Where there is no compiler, RuntimeError says so; the `*_reference` functions are what the
-kernels are compared with.
+W is read once, in the bytes that it is stored in. Sums are accumulated in float32 and rounded once, to x's dtype.
 """
 
 from __future__ import annotations
@@ -16,19 +14,19 @@ from torch import Tensor
 
 from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, best_instructions, load_library, require_library
 from zero_inference.kernels import groups
-from zero_inference.kernels.groups import GroupQuantization, dequantize_reference
+from zero_inference.kernels.groups import GroupQuantization
 
 ITEM_BYTES = (4, 2, 2)  # of an element, by the values of DTYPES
 
 
 class Matrix(ctypes.Structure):
-    """zero_inference::cpu::Matrix. It holds pointers only: whoever uses one keeps its tensors alive.
+    """zero_inference::cpu::Matrix. It holds addresses only: the caller keeps the tensors alive.
 
     Attributes:
         values: address of rows x columns elements or codes, row-major.
         scales, minima: addresses of rows x columns / group elements; None for a plain weight.
         rows, columns: of the weight, which maps `columns` inputs to `rows` outputs.
-        group: columns with one scale and minimum; 0 for a plain weight.
+        group: columns that share a scale and a minimum; 0 for a plain weight.
         bits: of a code, 8 or 4; 0 for a plain weight.
         dtype: a value of `DTYPES`: of the plain weight, or of scales and minima.
     """
@@ -45,7 +43,7 @@ class Matrix(ctypes.Structure):
     ]
 
     def part(self, first: int, rows: int) -> Matrix:
-        """`rows` rows from row `first` on, where they lie."""
+        """Return a view of `rows` rows from row `first` on."""
         item = ITEM_BYTES[self.dtype]
         elements = first * self.columns
         if self.bits == 0:
@@ -64,7 +62,7 @@ class Matrix(ctypes.Structure):
 
     @classmethod
     def plain(cls, weight: Tensor) -> Matrix:
-        """Of a weight [rows, columns] in float32, float16 or bfloat16 on the CPU, contiguous.
+        """Describe a contiguous weight [rows, columns] in float32, float16 or bfloat16 on the CPU.
 
         Raises ValueError for any other.
         """
@@ -72,12 +70,11 @@ class Matrix(ctypes.Structure):
             raise ValueError(
                 f"a weight must be float32, float16 or bfloat16 [rows, columns], contiguous, on the CPU; found {_words(weight)}"
             )
-        rows, columns = weight.shape
-        return cls(weight.data_ptr(), None, None, rows, columns, 0, 0, DTYPES[weight.dtype])
+        return cls(weight.data_ptr(), None, None, *weight.shape, 0, 0, DTYPES[weight.dtype])
 
     @classmethod
     def groups(cls, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int) -> Matrix:
-        """Of codes as zero_inference/kernels/groups.py packs them, on the CPU.
+        """Describe codes on the CPU that zero_inference/kernels/groups.py packed.
 
         Args:
             codes: uint8 [rows * columns * bits / 8].
@@ -85,7 +82,7 @@ class Matrix(ctypes.Structure):
             rows: of the weight; its columns follow from the number of scales.
 
         Raises:
-            ValueError: sizes or dtypes do not fit each other.
+            ValueError: sizes or dtypes do not match.
         """
         if bits not in (8, 4) or group_size < 1 or (bits == 4 and group_size % 2):
             raise ValueError(
@@ -116,23 +113,6 @@ def _words(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, instructions: str = "auto", threads: int = 0
-) -> Tensor:
-    """x [..., columns] times weight [rows, columns] transposed, plus bias [rows]: [..., rows] in x's dtype.
-
-    Args:
-        x, weight: float32, float16 or bfloat16, not necessarily the same, on the CPU; the weight contiguous.
-        instructions: "portable", "avx2", "avx512" or "amx"; "auto" is the best that is there.
-        threads: 0 is torch's number.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or instructions do not fit.
-        RuntimeError: there is no library.
-    """
-    return torch.ops.zero_inference.cpu_linear(x, weight, bias, instructions, threads)
-
-
 def linear_groups(
     x: Tensor,
     codes: Tensor,
@@ -142,78 +122,47 @@ def linear_groups(
     group_size: int,
     rows: int,
     bias: Tensor | None = None,
-    instructions: str = "auto",
-    threads: int = 0,
 ) -> Tensor:
-    """`linear` with a weight of `rows` rows in groups, as zero_inference/kernels/groups.py packs them.
+    """Return x [..., columns] times a quantized weight [rows, columns] transposed, plus bias [rows]: [..., rows] in x's dtype.
 
     Args:
-        codes: uint8 [rows * columns * bits / 8].
-        scale, minimum: float32, float16 or bfloat16 [rows * columns / group_size].
+        x: float32, float16 or bfloat16 on the CPU.
+        codes, scale, minimum, bits, group_size, rows: as of `Matrix.groups`.
+
+    Raises:
+        ValueError: sizes or dtypes do not match.
+        RuntimeError: the library is not available.
+        MemoryError: not enough memory.
     """
-    return torch.ops.zero_inference.cpu_linear_groups(
-        x, codes, scale, minimum, bits, group_size, rows, bias, instructions, threads
-    )
-
-
-def linear_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, precision: torch.dtype = torch.float64
-) -> Tensor:
-    """`linear` in plain PyTorch, computed and returned in `precision`."""
-    product = x.to(precision) @ weight.to(precision).T
-    return product if bias is None else product + bias.to(precision)
-
-
-def linear_groups_reference(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    bias: Tensor | None = None,
-    precision: torch.dtype = torch.float64,
-) -> Tensor:
-    """`linear_reference` with the weight that `dequantize_reference` restores, rounded to the dtype of its scales."""
-    weight = torch.empty(rows, scale.numel() // rows * group_size, dtype=scale.dtype)
-    dequantize_reference(codes, scale, minimum, bits, group_size, weight)
-    return linear_reference(x, weight, bias, precision)
+    matrix = Matrix.groups(codes, scale, minimum, bits, group_size, rows)
+    flat = x.reshape(-1, matrix.columns).contiguous()
+    out = torch.empty(len(flat), rows, dtype=torch.float32)
+    multiply_rows(matrix, flat, 0, rows, out, threads=torch.get_num_threads())
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype).view(*x.shape[:-1], rows)
 
 
 def multiply_rows(
     matrix: Matrix, x: Tensor, first: int, last: int, out: Tensor, instructions: str = "auto", threads: int = 1
 ) -> None:
-    """Rows [first, last) of a weight times all rows of x into `out`: the call that the kernels have.
+    """Write rows [first, last) of a weight times x to `out`.
 
     Args:
-        matrix: whose tensors the caller keeps alive.
-        x: float32, float16 or bfloat16 [count, matrix.columns], its rows of any stride, each contiguous.
-        out: float32 [count, last - first], each row contiguous; overwritten.
+        x: float32, float16 or bfloat16 [count, matrix.columns] on the CPU, rows contiguous.
+        out: float32 [count, last - first] on the CPU, rows contiguous.
+        instructions: one of `INSTRUCTIONS`; "auto" is the best supported.
 
     Raises:
-        ValueError: shapes, dtypes, devices or instructions do not fit.
-        RuntimeError: there is no library.
-        MemoryError: memory is missing.
+        ValueError: the processor lacks `instructions`.
+        RuntimeError: the library is not available.
+        MemoryError: not enough memory.
     """
-    library = require_library()
-    _check_input(x, matrix.columns)
-    if x.dim() != 2 or (x.numel() and x.stride(1) != 1):
-        raise ValueError(
-            f"x must be [count, {matrix.columns}] with contiguous rows, found {list(x.shape)}, strides {x.stride()}"
-        )
-    if not 0 <= first <= last <= matrix.rows:
-        raise ValueError(f"rows {first} to {last} are not in a weight of {matrix.rows} rows")
-    shape = [len(x), last - first]
-    if out.dtype != torch.float32 or out.is_cuda or list(out.shape) != shape or (out.numel() and out.stride(1) != 1):
-        raise ValueError(
-            f"out must be float32 {shape} on the CPU with contiguous rows, found {out.dtype} {list(out.shape)}, "
-            f"strides {out.stride()}, on {out.device}"
-        )
-    failed = library.zero_inference_product(
+    name = best_instructions() if instructions == "auto" else instructions
+    failed = require_library().zero_inference_product(
         ctypes.byref(matrix),
         len(x),
-        instructions_index(instructions),
+        INSTRUCTIONS.index(name),
         x.data_ptr(),
         DTYPES[x.dtype],
         x.stride(0),
@@ -229,80 +178,18 @@ def multiply_rows(
         raise ValueError(f"instructions {instructions!r}: this processor has {best_instructions()!r} at best")
 
 
-def instructions_index(name: str) -> int:
-    """Of `name` in INSTRUCTIONS, or of the best that are here for "auto". Raises ValueError for other names."""
-    if name != "auto" and name not in INSTRUCTIONS:
-        raise ValueError(f"instructions must be auto, {', '.join(INSTRUCTIONS)}, found {name!r}")
-    return INSTRUCTIONS.index(best_instructions() if name == "auto" else name)
-
-
-@torch.library.custom_op("zero_inference::cpu_linear", mutates_args=())
-def _cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, instructions: str, threads: int) -> Tensor:
-    return _product(x, Matrix.plain(weight), bias, instructions, threads)
-
-
-@_cpu_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, instructions: str, threads: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@torch.library.custom_op("zero_inference::cpu_linear_groups", mutates_args=())
-def _cpu_linear_groups(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    bias: Tensor | None,
-    instructions: str,
-    threads: int,
-) -> Tensor:
-    return _product(x, Matrix.groups(codes, scale, minimum, bits, group_size, rows), bias, instructions, threads)
-
-
-@_cpu_linear_groups.register_fake
-def _(
-    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, *others: object
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], rows))
-
-
-def _product(x: Tensor, matrix: Matrix, bias: Tensor | None, instructions: str, threads: int) -> Tensor:
-    _check_input(x, matrix.columns)
-    if bias is not None and (list(bias.shape) != [matrix.rows] or bias.is_cuda):
-        raise ValueError(f"bias must be [{matrix.rows}] on the CPU, found {list(bias.shape)} on {bias.device}")
-    flat = x.reshape(-1, matrix.columns)
-    if flat.numel() and flat.stride(1) != 1:
-        flat = flat.contiguous()
-    out = torch.empty(len(flat), matrix.rows, dtype=torch.float32)
-    multiply_rows(matrix, flat, 0, matrix.rows, out, instructions, threads or torch.get_num_threads())
-    if bias is not None:
-        out += bias
-    return out.to(x.dtype).view(*x.shape[:-1], matrix.rows)
-
-
-def _check_input(x: Tensor, columns: int) -> None:
-    if x.dtype not in DTYPES or x.is_cuda or x.dim() == 0 or x.shape[-1] != columns:
-        raise ValueError(
-            f"x must be float32, float16 or bfloat16 [..., {columns}] on the CPU, "
-            f"found {x.dtype} {list(x.shape)} on {x.device}"
-        )
-
-
 @torch.no_grad()
 def quantize(
-    weight: torch.Tensor, scheme: GroupQuantization, divides: bool = False, instructions: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `groups.quantize` returns, on a CPU with the compiled library; without a compiler, or on another device, call that.
+    weight: Tensor, scheme: GroupQuantization, divides: bool = False, instructions: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales and minima as `kernels.groups.quantize` does, on a CPU with csrc/cpu/quantize.cpp where that is available.
 
     Args:
-        instructions: one of `INSTRUCTIONS`; None: the best that the processor has.
+        instructions: one of `INSTRUCTIONS`; None: the best supported.
 
     Raises:
-        ValueError: see there.
-        MemoryError: memory is missing.
+        ValueError: as `kernels.groups.quantize`.
+        MemoryError: not enough memory.
     """
     library = load_library() if weight.device.type == "cpu" else None
     if library is None:

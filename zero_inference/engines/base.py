@@ -389,7 +389,7 @@ class LoadedModel:
         timeline: when layers were copied and computed, of an engine that keeps it.
         preallocated_cache: the engine is made for a KV cache that takes no memory while the model runs.
         cores: how the host's cores take part; None where they do not.
-        meeting: of the device and the cores, where those attend over a KV cache in host memory.
+        cpu_attention: computes attention over a KV cache in host memory, where the CPU does.
         page_locked: uint8 [bytes] each, the host memory that this rank's device copies weights from, where the engine has it so.
         steps_to_settle: consecutive decode steps until the engine's next choice of how it runs them; 0 when nothing is left to choose.
             The same on all ranks.
@@ -409,7 +409,7 @@ class LoadedModel:
     preallocated_cache: bool = False
     page_locked: Sequence[torch.Tensor] = ()
     cores: CpuBackendUse | None = None
-    meeting: CpuAttention | None = None
+    cpu_attention: CpuAttention | None = None
     steps_to_settle: Callable[[], int] = lambda: 0
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
     writable: Sequence[torch.nn.Parameter] = ()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_inference.cpu.attention import AttentionTasks
+from zero_inference.cpu.attention import add_attention, run_attention
 from zero_inference.cpu.pool import SPIN_US, CpuPool
 from zero_inference.hardware.caches import block_bytes
 from zero_inference.hardware.copies import Copies, random_bytes, rate_alone, rates_together
@@ -35,7 +35,7 @@ class Attention:
     """
 
     def __init__(self, cores: CpuPool, dtype: torch.dtype, heads: int, kept: torch.Tensor | None = None):
-        self.tasks = AttentionTasks(cores)
+        self.pool = cores
         shape = BLOCKS, SEQUENCES, KEY_HEADS, BLOCK_POSITIONS, HEAD_DIM
         self.nbytes = layer_bytes(dtype)
         kept = (_keys_and_values(dtype) if kept is None else kept).view(dtype)
@@ -44,7 +44,9 @@ class Attention:
             part.copy_(random[: part.numel()])
         layers = (layer.chunk(2) for layer in kept.split(self.nbytes // dtype.itemsize))
         scale = HEAD_DIM**-0.5
-        self.numbers = [self.tasks.add(k.view(shape), v.view(shape), heads * KEY_HEADS, scale) for k, v in layers]
+        self.numbers = [
+            add_attention(self.pool, k.view(shape), v.view(shape), heads * KEY_HEADS, scale) for k, v in layers
+        ]
         queries = SEQUENCES * heads * KEY_HEADS * HEAD_DIM
         self.packed = torch.randn(queries + 2 * SEQUENCES * KEY_HEADS * HEAD_DIM).to(dtype)  # with new keys and values
         self.out = torch.empty(queries, dtype=dtype)
@@ -54,7 +56,7 @@ class Attention:
         """Attend in the next layer and return the bytes of its keys and values."""
         number = self.numbers[self.next]
         self.next = (self.next + 1) % len(self.numbers)
-        self.tasks.run(number, self.packed, self.out, 1, BLOCKS * BLOCK_POSITIONS, 0)
+        run_attention(self.pool, number, self.packed, self.out, 1, BLOCKS * BLOCK_POSITIONS, 0)
         return self.nbytes
 
 

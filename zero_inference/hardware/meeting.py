@@ -29,8 +29,8 @@ def crossing_s(
     The meetings begin behind half of the copies, when Python has asked for all of them: its time is not what is measured. A kernel that
     waits for a number of cycles instead may wait until all copies have ended, where the device's clock is low.
     """
-    task, weights = narrow_feed_forward(crossing.cores, dtype, columns)
-    crossing.cores.reserve(task, rows)
+    task, weights = narrow_feed_forward(crossing.pool, dtype, columns)
+    crossing.pool.reserve(task, rows)
     x = torch.zeros(rows, columns, dtype=dtype, device=link.device)
     times = []
     for _ in range(rounds):

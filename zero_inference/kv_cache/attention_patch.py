@@ -1,8 +1,8 @@
-"""Attention of a transformers model, sent to the cores where keys come from an `CpuAttentionCache`.
+"""Patch a transformers model so that the CPU attends wherever its keys are in a `CpuAttentionCache`.
 
-Most families call one of transformers' attention functions, found by the name that the configuration has; `patch_attention` puts
-itself before that function. BLOOM and MPT compute attention with ALiBi in their own code: their modules get another `forward`, which
-differs in passes that the cores attend. All other calls are as they were, also of other models.
+Most families call one of transformers' attention functions, which `patch_attention` wraps. BLOOM and MPT compute attention with ALiBi in
+their own code: their modules get a `forward` that differs in passes where the CPU attends. All other calls, of other models too, are
+unchanged. A trial on random numbers (`why_cpu_cannot_attend`) decides whether the patched model computes the same.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from zero_inference.models.sizes import cache_class, new_cache
 from zero_inference.utils.format import first_line
 from zero_inference.utils.transfers import Transfers
 
-# the usual attention implementations; others have masks of another kind
+# other implementations have masks of another kind
 FUNCTIONS = ("sdpa", "eager")
 TRIAL_PROMPT, TRIAL_STEPS = 6, 2  # tokens of a sequence
-TRIAL_WINDOW = 3  # positions that a token sees
-SMALL_ELEMENTS = 1 << 16  # of a parameter that a trial has numbers for
+TRIAL_WINDOW = 3  # sliding window
+SMALL_ELEMENTS = 1 << 16  # parameters up to this size get random numbers in a trial
 
 
 def why_cpu_cannot_attend(model: PreTrainedModel) -> str | None:
-    """Return why the cores cannot attend for `model`, which has no weights yet, in words that follow its name; None where they can.
+    """Return why the CPU cannot attend for `model`, which has no weights yet, in words that follow its name; None where it can.
 
-    A trial decides: decode steps with our attention have to compute what the model's own does. They do not if it has another softmax,
+    A trial decides: decode steps with our attention must compute what the model's own does. They do not if it has another softmax,
     computes with the keys and values of all positions itself (a mask, an expansion), or adds to the logits.
     """
     text = model.config.get_text_config(decoder=True)
@@ -64,8 +64,8 @@ def why_cpu_cannot_attend(model: PreTrainedModel) -> str | None:
     except UnsupportedAttention as error:
         return f"has an attention of its own ({error.why})"
     except Exception as error:  # whatever the model's own code raises
-        return f"cannot be tried with attention by the cores ({first_line(error)})"
-    return None if same else "has an attention that computes something else than that of the cores"
+        return f"cannot be tried with CPU attention ({first_line(error)})"
+    return None if same else "has an attention that computes something else than CPU attention"
 
 
 def _own_forwards(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -73,19 +73,21 @@ def _own_forwards(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def _attends_alike(model: PreTrainedModel) -> bool:
-    """Return whether decode steps with the cores' attention equal those with the model's own. The trial has random
-    weights, one layer of each kind, and two sequences, one of them padded on the left."""
-    return _same_steps(*(_steps_of_trial(*_small_copy(model), attended) for attended in (False, True)))
+    """Return whether decode steps with CPU attention equal those with the model's own: with random weights, one layer of each kind, and
+    two sequences, one of them padded on the left."""
+    return _same_steps(*(_trial_steps(*_small_copy(model), cpu_attention) for cpu_attention in (False, True)))
 
 
 def window_only_in_cache(model: PreTrainedModel) -> bool:
-    """Return whether nothing but transformers' cache, which drops keys, keeps a token of `model` from seeing beyond its sliding window: its
-    masks do not, so that a cache with all positions gives other tokens. The model has no weights yet; a trial decides. True also where it
-    shows nothing (an error, values that are not finite): transformers' own cache is right for any model."""
+    """Return whether the sliding window of `model` is in transformers' cache alone, which drops keys, and not in its masks.
+
+    A cache with all positions then gives other tokens. The model has no weights yet; a trial decides. True also where the trial fails or
+    gives values that are not finite: transformers' own cache is right for any model.
+    """
     sliding = any(getattr(layer, "is_sliding", False) for layer in new_cache(model.config, cache_class(model)).layers)
     if not (sliding and supports_preallocated(model)):
         return False
-    tried = []
+    results = []
     try:
         for ours in (False, True):
             copied, begin_pass = _small_copy(model)
@@ -93,10 +95,10 @@ def window_only_in_cache(model: PreTrainedModel) -> bool:
             for name in ("sliding_window", "attention_chunk_size"):
                 if getattr(text, name, None):
                     setattr(text, name, TRIAL_WINDOW)
-            tried.append(list(_steps_of_trial(copied, begin_pass, False, ours)))
+            results.append(list(_trial_steps(copied, begin_pass, False, ours)))
     except Exception:  # whatever the model's own code raises
         return True
-    return not _same_steps(*tried)
+    return not _same_steps(*results)
 
 
 def _same_steps(own: Iterable[torch.Tensor], ours: Iterable[torch.Tensor]) -> bool:
@@ -107,40 +109,42 @@ def _same_steps(own: Iterable[torch.Tensor], ours: Iterable[torch.Tensor]) -> bo
     )
 
 
-def _steps_of_trial(
-    copied: PreTrainedModel, begin_pass: Callable[[], None], attended: bool, preallocated: bool = False
+def _trial_steps(
+    copied: PreTrainedModel, begin_pass: Callable[[], None], cpu_attention: bool, preallocated: bool = False
 ) -> Iterator[torch.Tensor]:
     """Yield results of decode steps: the inputs of products with large weights, and the logits.
 
     Args:
         copied, begin_pass: from `_small_copy`.
-        attended: attention is that of the cores; else the model's own.
-        preallocated: keys and values are in our cache on the device; else in transformers' own.
+        cpu_attention: instead of the model's own.
+        preallocated: with a `DeviceKVCache` instead of transformers' cache.
     """
     kind, length = cache_class(copied), TRIAL_PROMPT + TRIAL_STEPS
     cache = DeviceKVCache(copied.config, length) if preallocated else new_cache(copied.config, kind)
-    if attended:
-        cache = CpuAttentionCache(copied.config, length, False, False, Transfers(), _InPython(), kind)
+    if cpu_attention:
+        cache = CpuAttentionCache(copied.config, length, False, False, Transfers(), _ReferenceAttention(), kind)
     one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(copied).forward).parameters else {}
     ids = 1 + torch.arange(2 * length).reshape(2, length) % (copied.config.get_text_config(decoder=True).vocab_size - 1)
     mask = torch.ones_like(ids)
     mask[0, : TRIAL_PROMPT // 2] = 0
-    with _diverted(copied) if attended else nullcontext(), torch.no_grad(), _RandomProducts() as products:
+    with _patched(copied) if cpu_attention else nullcontext(), torch.no_grad(), _RandomProducts() as products:
         for start, end in ((0, TRIAL_PROMPT), *((at, at + 1) for at in range(TRIAL_PROMPT, length))):
             begin_pass()
-            products.given.clear()
-            given = dict(
+            products.inputs.clear()
+            arguments = dict(
                 input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True
             )
-            logits = copied(**given, **one).logits
+            logits = copied(**arguments, **one).logits
             if start:
-                yield from products.given
+                yield from products.inputs
                 yield logits
 
 
 def _small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Callable[[], None]]:
-    """Return a float32 copy of `model` with random numbers in small parameters (norms, sinks), and a function to call before each pass. One
-    layer of each kind computes in a pass; the others return its result."""
+    """Return a float32 copy of `model` with random numbers in small parameters (norms, sinks), and a function to call before each pass.
+
+    One layer of each kind computes in a pass; the others return its result.
+    """
     kinds = layer_kinds(model)
     copied, run = copy_with_few_layers(model, kinds)
     copied.to(torch.float32)
@@ -153,44 +157,44 @@ def _small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Callable[[], N
                 numbers = torch.randn(parameter.shape, generator=generator)
                 numbers = 1 + numbers / 10 if parameter.dim() < 2 else numbers * parameter.shape[-1] ** -0.5
                 module._parameters[name] = torch.nn.Parameter(numbers.to(parameter.dtype), requires_grad=False)
-    made: dict[int, Any] = {}  # by kind, in this pass
+    results: dict[int, Any] = {}  # of this pass, by kind
 
     def computing_once(forward: Callable, number: int) -> Callable:
         def call(*args: Any, **options: Any) -> Any:
-            if number not in made:
-                made[number] = forward(*args, **options)
-            return made[number]
+            if number not in results:
+                results[number] = forward(*args, **options)
+            return results[number]
 
         return call
 
     for number in range(len(kinds.positions)) if run else ():
         for position in kinds.run_of(number):
             run[position].forward = computing_once(run[position].forward, number)
-    return copied, made.clear
+    return copied, results.clear
 
 
 class _RandomProducts(TorchDispatchMode):
-    """Return random numbers from operators with some arguments on the meta device, such as products with weights that are not loaded.
+    """Return random numbers from operators with some arguments on the meta device, such as products with empty weights.
 
     Attributes:
-        given: the other arguments of such operators.
+        inputs: the other arguments of such operators.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []
         self.generator = torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         tensors = tensors_in((args, kwargs))
         real = [tensor for tensor in tensors if not tensor.is_meta]
-        if real and kwargs and str(kwargs.get("device")) == "meta":  # a copy to where a weight is
+        if real and kwargs and str(kwargs.get("device")) == "meta":  # a copy to a weight's device
             kwargs = kwargs | {"device": real[0].device}
         if len(real) in (0, len(tensors)):
             return function(*args, **(kwargs or {}))
         numbers = [tensor for tensor in real if tensor.is_floating_point()]
-        self.given += [tensor.clone() for tensor in numbers]
-        grouped = "grouped_mm" in str(function)  # has no other dtype on the meta device
+        self.inputs += [tensor.clone() for tensor in numbers]
+        grouped = "grouped_mm" in str(function)  # supports only this dtype on the meta device
 
         def shape_of(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to("meta", torch.bfloat16 if grouped and tensor.is_floating_point() else tensor.dtype)
@@ -199,7 +203,7 @@ class _RandomProducts(TorchDispatchMode):
             *tree_map_only(torch.Tensor, shape_of, args), **tree_map_only(torch.Tensor, shape_of, kwargs or {})
         )
         if function._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_select) and not numbers:
-            return out  # weights that were chosen, such as those of an expert
+            return out  # gathered weights, such as those of an expert
         return tree_map_only(torch.Tensor, self._random, out)
 
     def _random(self, shape: torch.Tensor) -> torch.Tensor:
@@ -208,20 +212,20 @@ class _RandomProducts(TorchDispatchMode):
         return torch.randn(shape.shape, generator=self.generator)
 
 
-class _InPython:
-    """A `Meeting` that attends as `attention` does, in plain PyTorch."""
+class _ReferenceAttention:
+    """`CpuAttention` in plain PyTorch."""
 
     def attend(
         self, layer: CpuAttentionLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        layer.keep(*layer.newest)
-        how = vars(layer.logits) | dict(positions=layer.length, window=window, mask=mask)
-        return attention_reference(query, *layer.kept, **how).to(query.dtype).transpose(1, 2)
+        layer.store(*layer.new_states)
+        options = vars(layer.logits) | dict(positions=layer.length, window=window, mask=mask)
+        return attention_reference(query, *layer.stored, **options).to(query.dtype).transpose(1, 2)
 
 
 @contextmanager
-def _diverted(model: PreTrainedModel) -> Iterator[None]:
-    """Within it `model` attends as `patch_attention` has it."""
+def _patched(model: PreTrainedModel) -> Iterator[None]:
+    """Patch `model` within it."""
     name = model.config.get_text_config(decoder=True)._attn_implementation
     before = ALL_ATTENTION_FUNCTIONS.get(name)
     patch_attention(model)
@@ -229,14 +233,16 @@ def _diverted(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         if ALL_ATTENTION_FUNCTIONS.get(name) is not before:
-            del ALL_ATTENTION_FUNCTIONS[name]  # what was set here hid it
+            del ALL_ATTENTION_FUNCTIONS[name]  # uncovers the original, unless that was set the same way
             if ALL_ATTENTION_FUNCTIONS.get(name) is not before:
                 ALL_ATTENTION_FUNCTIONS[name] = before
 
 
 def patch_attention(model: PreTrainedModel) -> None:
-    """Have `model` attend on the cores wherever an `CpuAttentionCache` holds its keys and values; safe to call twice. To be called where
-    `why_cpu_cannot_attend` found no reason before the weights were there."""
+    """Let the CPU attend wherever a `CpuAttentionCache` holds the keys and values of `model`; safe to call twice.
+
+    `why_cpu_cannot_attend` must have returned None before the weights were loaded.
+    """
     own = _own_forwards(model)
     for module in own:
         if not isinstance(module.forward, _OwnForward):
@@ -244,12 +250,12 @@ def patch_attention(model: PreTrainedModel) -> None:
     if not own:
         name = model.config.get_text_config(decoder=True)._attn_implementation
         before = ALL_ATTENTION_FUNCTIONS.get(name)
-        if not isinstance(before, _Diverted):
-            ALL_ATTENTION_FUNCTIONS[name] = _Diverted(before)
+        if not isinstance(before, _PatchedFunction):
+            ALL_ATTENTION_FUNCTIONS[name] = _PatchedFunction(before)
 
 
-class _Diverted:
-    """An attention function of transformers, and the cores for what is marked.
+class _PatchedFunction:
+    """An attention function of transformers, replaced by CPU attention for keys that a `CpuAttentionLayer` marked.
 
     Args:
         before: the function; None: the `eager_attention_forward` of each model's own file.
@@ -273,7 +279,9 @@ class _Diverted:
             return before(module, query, key, value, *args, **options)
         mask = args[0] if args else options.get("attention_mask")
         if options.get("position_bias") is not None:
-            raise UnsupportedAttention(f"{type(module).__name__} adds a bias that the cores do not know")
+            raise UnsupportedAttention(
+                f"{type(module).__name__} adds a position bias, which CPU attention does not support"
+            )
         if layer.logits is None:
             scale, sinks = options.get("scaling"), options.get("s_aux")
             layer.logits = LogitOptions(
@@ -292,12 +300,12 @@ def _attend_own(
     slopes: Callable[[], torch.Tensor],
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention [batch, new, heads x head_dim] of a family that adds ALiBi itself.
+    """Return attention [batch, new, heads x head_dim] for a family that adds ALiBi itself.
 
     Args:
         states: query, key and value of the new tokens, [batch, heads, new, head_dim].
-        slopes: gives ALiBi's [heads], asked once a layer.
-        mask: as `Masks.on_host` takes it.
+        slopes: returns ALiBi's [heads], called once a layer.
+        mask: as of `HostMasks.on_host`.
     """
     query, key, value = states
     layer = CpuAttentionLayer.of(cache.update(key, value, module.layer_idx)[0])
@@ -324,7 +332,7 @@ def _bloom_forward(
         return before(hidden_states, residual, alibi, attention_mask, layer_past=layer_past, **options)
     states = module._reshape(module.query_key_value(hidden_states))
 
-    def slopes() -> torch.Tensor:  # by the bias of two positions; `alibi` is rounded to the model's dtype
+    def slopes() -> torch.Tensor:  # from the bias of two positions; `alibi` is rounded to the model's dtype
         rule = sys.modules[type(module).__module__].build_alibi_tensor
         return rule(torch.ones((1, 2), dtype=torch.int64), module.num_heads, torch.float32)[:, 0, 1]
 
@@ -347,7 +355,7 @@ def _mpt_forward(
     if module.clip_qkv:
         packed = packed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     states = (part.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2) for part in packed.chunk(3, dim=2))
-    mask = None if attention_mask is None else ~attention_mask  # here True is not seen
+    mask = None if attention_mask is None else ~attention_mask  # MPT's True is hidden
 
     def slopes() -> torch.Tensor:
         return position_bias[:, 0, -1] - position_bias[:, 0, -2]
@@ -357,7 +365,7 @@ def _mpt_forward(
 
 
 class _OwnForward(partial):
-    """One of `OWN_FORWARDS` for a module, with the `forward` that the module had."""
+    """One of `OWN_FORWARDS` bound to a module and its original `forward`."""
 
 
 OWN_FORWARDS: dict[str, Callable] = {"BloomAttention": _bloom_forward, "MptAttention": _mpt_forward}

@@ -1,4 +1,4 @@
-"""Which KV cache a run has."""
+"""The choice of a run's KV cache."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from zero_inference.utils.transfers import Transfers
 
 
 def cache_factory(
-    config: RunConfig, model: Any, preallocated: bool, transfers: Transfers, meeting: CpuAttention | None = None
+    config: RunConfig, model: Any, preallocated: bool, transfers: Transfers, cpu_attention: CpuAttention | None = None
 ) -> Callable[[], PreallocatedCache] | None:
-    """What gives each loop its cache, emptied and in the same memory; None leaves the cache to transformers.
+    """Return a function that gives each loop its cache, empty and in the same memory; None leaves the cache to transformers.
 
     Args:
-        model: the transformers model.
-        preallocated: whether the engine is made for a cache that takes no memory while the model runs.
-        transfers: counters that a cache in host memory raises.
-        meeting: of a model whose attention the host's cores compute over a cache in host memory; None where the device does.
+        preallocated: whether the engine needs a cache that allocates nothing while the model runs.
+        transfers: counters that a cache in host memory increments.
+        cpu_attention: computes attention over a cache in host memory; None where the device does.
     """
     length, model_config = config.positions, model.config
     on_host = model_config, length, config.pin_kv_cache, config.async_kv_offload, transfers
     cache: PreallocatedCache
-    if config.kv_offload and meeting is not None:
-        cache = CpuAttentionCache(*on_host, meeting, cache_class(model))
+    if config.kv_offload and cpu_attention is not None:
+        cache = CpuAttentionCache(*on_host, cpu_attention, cache_class(model))
     elif config.kv_offload:
         cache = HostKVCache(*on_host, cache_class(model))
     elif preallocated and supports_preallocated(model):

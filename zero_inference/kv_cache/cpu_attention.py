@@ -1,4 +1,14 @@
-"""Masks of a model, for attention on the host's cores."""
+"""A KV cache in host memory whose decode attention the CPU computes there.
+
+The prefill attends on the device and writes keys and values to the host, as with `HostKVCache`. From then on they do not cross the link
+again: a step takes the new queries, keys and values to the host and the outputs back, 1/256 of the bytes at 512 positions.
+
+Keys and values are [blocks, batch, kv_heads, up to 64 positions, head_dim]: the rows of one head in a block are contiguous, 16 KB for 64
+of 128 float16, which a processor prefetches; it does not prefetch single rows of position-major memory. The blocks of a prompt are
+contiguous for all sequences and heads, so the prefill writes them with one copy.
+
+`update` marks the new keys, by which the attention functions of `zero_inference.kv_cache.attention_patch` recognize them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache
 
-from zero_inference.cpu.attention import AttentionTasks, attention
+from zero_inference.cpu.attention import add_attention, attention, run_attention, submit_attention
 from zero_inference.cpu.hand_off import DirectCalls, HandOff
 from zero_inference.errors import RunError
 from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer
@@ -20,59 +30,59 @@ from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.model_sizes import kv_width
 from zero_inference.utils.transfers import Transfers
 
-SEEN = 4  # a model has one or two kinds of masks in a pass
+CACHED_MASKS = 4  # a model has one or two kinds of masks in a pass
+MOST_BLOCK_POSITIONS = 64  # also the tile of the online softmax (csrc/cpu/attention_kernel.h)
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 
 class HostMasks:
-    """Masks of a model on the host, each brought there once a pass."""
+    """Copies of a model's attention masks on the host, one copy per mask and pass."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        self.known: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
 
     def on_host(self, mask: torch.Tensor | None, positions: int) -> tuple[int, torch.Tensor | None]:
-        """A window, and the mask [batch or 1, heads or 1, new, positions] on the CPU where it says more; else None.
+        """Return (window, None) where a window says the same as `mask`, else (0, the mask [batch or 1, heads or 1, new, positions]).
 
         Args:
-            mask: booleans that are true where a token sees, or what is added to its logits; None sees all.
+            mask: bool (True is visible) or float (added to logits); None: everything is visible.
         """
         if mask is None:
             return 0, None
-        for known, window, rest in self.seen:
+        for known, window, rest in self.known:
             if known is mask:
                 return window, rest
         host = mask[..., :positions].cpu()
         window = window_of(host)
         rest = None if window else host
-        self.seen = [*self.seen[1 - SEEN :], (mask, window, rest)]
+        self.known = [*self.known[1 - CACHED_MASKS :], (mask, window, rest)]
         return window, rest
 
 
 def window_of(mask: torch.Tensor) -> int:
-    """How many of the last positions one token sees, if that is all that `mask` [batch, heads, new, positions] says; else 0."""
+    """Return how many of the last positions one token sees, if `mask` [batch, heads, new, positions] expresses just that; else 0."""
     if mask.shape[2] != 1:
         return 0
-    seen = mask.flatten(0, 2)
+    visible = mask.flatten(0, 2)
     if mask.dtype != torch.bool:
-        if not ((seen == 0) | (seen <= torch.finfo(mask.dtype).min)).all():
+        if not ((visible == 0) | (visible <= torch.finfo(mask.dtype).min)).all():
             return 0
-        seen = seen == 0
-    count = int(seen[0].sum())
+        visible = visible == 0
+    count = int(visible[0].sum())
     last = torch.arange(mask.shape[3]) >= mask.shape[3] - count
-    return count if torch.equal(seen, last.expand_as(seen)) else 0
-
-
-MOST_BLOCK_POSITIONS = 64  # also what the cores take between two looks at the softmax (csrc/cpu/attention_kernel.h)
+    return count if torch.equal(visible, last.expand_as(visible)) else 0
 
 
 def blocks_for(max_length: int) -> tuple[int, int]:
-    """How many blocks hold `max_length` positions, and positions of each: as few as hold them all."""
+    """Return the number of blocks for `max_length` positions, and the fewest positions per block that suffice."""
     count = math.ceil(max_length / MOST_BLOCK_POSITIONS)
     return count, math.ceil(max_length / count)
 
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """What a layer does with its logits, as `zero_inference.cpu.attention.attention` has it; tensors on the CPU."""
+    """A layer's treatment of logits, as arguments of `zero_inference.cpu.attention.attention`; tensors on the CPU."""
 
     scale: float
     softcap: float = 0.0
@@ -81,12 +91,12 @@ class LogitOptions:
 
 
 class CpuAttention(Protocol):
-    """How the device that computes and the cores meet (zero_inference.kv_cache.cpu_attention)."""
+    """Computes attention on the CPU for a model on any device."""
 
     def attend(
         self, layer: CpuAttentionLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Store the layer's `newest` keys and values as the last ones of its `length`, and attend.
+        """Store the layer's `new_states` as the last of its `length` positions, and attend.
 
         Args:
             query: [batch, heads, new, key_dim], where the model computes.
@@ -94,27 +104,27 @@ class CpuAttention(Protocol):
             mask: on the CPU, for `attention`; None: a token sees the window up to its own position.
 
         Returns:
-            [batch, new, heads, value_dim], where the queries are.
+            [batch, new, heads, value_dim], on the device of the queries.
         """
 
 
 class CpuAttentionCache(PreallocatedCache):
-    """Preallocated KV cache in host memory, attended by the cores from the second pass on.
+    """Preallocated KV cache in host memory, with attention on the CPU from the second pass on.
 
     Args:
         config: the transformers config.
         max_length: positions to allocate: prompt plus generated tokens.
         pinned: page-lock the host memory (needs CUDA).
         asynchronous: write the prompt's keys and values without waiting for them (needs `pinned`).
-        transfers: counters to raise.
-        meeting: how the model's device and the cores meet.
-        kind: what `cache_class` gives for the model.
+        transfers: counters to increment.
+        attention: computes it.
+        kind: `cache_class` of the model.
 
     Attributes:
-        waiting: the layer whose new keys and values are on their way from `update` to the attention function.
+        pending: the layer whose new keys and values are on their way from `update` to the attention function.
 
     Raises:
-        UsageError: the model has no keys and values that could be kept so.
+        UsageError: the model's cache does not hold plain keys and values.
     """
 
     def __init__(
@@ -124,19 +134,19 @@ class CpuAttentionCache(PreallocatedCache):
         pinned: bool,
         asynchronous: bool,
         transfers: Transfers,
-        meeting: CpuAttention,
+        attention: CpuAttention,
         kind: type[DynamicCache] = DynamicCache,
     ):
         self.writer = PromptWriter(asynchronous, transfers)
-        self.max_length, self.meeting, self.pinned, self.masks = max_length, meeting, pinned, HostMasks()
-        self.waiting: CpuAttentionLayer | None = None
+        self.max_length, self.attention, self.pinned, self.masks = max_length, attention, pinned, HostMasks()
+        self.pending: CpuAttentionLayer | None = None
         super().__init__(config, kind)
 
     def new_layer(self) -> PreallocatedLayer:
         return CpuAttentionLayer(self, self.max_length)
 
     def reset(self) -> None:
-        self.waiting, self.masks = None, HostMasks()
+        self.pending, self.masks = None, HostMasks()
         self.writer.wait()
         super().reset()
 
@@ -145,82 +155,82 @@ class CpuAttentionLayer(PreallocatedLayer):
     """Keys and values of one layer in host memory.
 
     Attributes:
-        newest: new keys and values, [batch, kv_heads, new, dim], where the model computes; not in `kept` yet.
-        kept: keys and values, [blocks, batch, kv_heads, positions of a block, dim].
-        logits: what the layer does with its logits; whoever sends for `Meeting.attend` sets it before the first time.
+        new_states: new keys and values, [batch, kv_heads, new, dim], where the model computes; not in `stored` yet.
+        stored: keys and values, [blocks, batch, kv_heads, positions per block, dim].
+        logits: to be set before the first `attend`.
     """
 
     def __init__(self, cache: CpuAttentionCache, max_length: int):
         super().__init__(max_length)
         self.cache = cache
         self.logits: LogitOptions | None = None
-        self.newest: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.new_states: Pair | None = None
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         blocks, positions = blocks_for(self.max_length)
-        self.kept = tuple(
+        self.stored = tuple(
             host_empty((blocks, *states.shape[:2], positions, states.shape[3]), states.dtype, self.cache.pinned)
             for states in (key_states, value_states)
         )
 
-    def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
-        if self.cache.waiting is not None:
+    def append(self, states: Pair, start: int, end: int) -> tuple[torch.Tensor, ...]:
+        if self.cache.pending is not None:
             raise UnsupportedAttention(
                 "a layer did not attend through transformers' attention functions, or changed its keys"
             )
         if start == 0:
-            self.cache.writer.write(self.kept, states, self.device)
+            self.cache.writer.write(self.stored, states, self.device)
             return states
-        self.newest = states
-        # of the length that models expect; if one computes with them itself, the next layer's `append` finds out
-        shown = tuple(new[:, :, :1].expand(-1, -1, end, -1) for new in states)
-        shown[0].attended = self.cache.waiting = self
-        return shown
+        self.new_states = states
+        # of the length that models expect; if a model computes with them itself, the next layer's `append` raises
+        placeholders = tuple(new[:, :, :1].expand(-1, -1, end, -1) for new in states)
+        placeholders[0].cpu_attention_layer = self.cache.pending = self
+        return placeholders
 
     @staticmethod
     def of(key: torch.Tensor) -> CpuAttentionLayer | None:
-        """The layer whose mark `key` has, which waits no longer; None for keys that are to be attended where they are."""
-        layer: CpuAttentionLayer | None = getattr(key, "attended", None)
+        """Return the layer that marked `key`, which is pending no more; None for other keys."""
+        layer: CpuAttentionLayer | None = getattr(key, "cpu_attention_layer", None)
         if layer is not None:
-            layer.cache.waiting = None
+            layer.cache.pending = None
         return layer
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Attention [batch, new, heads, value_dim] of `query` [batch, heads, new, key_dim], for `mask` as `Masks.on_host` takes it."""
-        if self.newest is None:
+        """Return attention [batch, new, heads, value_dim] of `query` [batch, heads, new, key_dim]; `mask` as of `HostMasks.on_host`."""
+        if self.new_states is None:
             raise UnsupportedAttention("a layer attends more than once to its keys")
         window, rest = self.cache.masks.on_host(mask, self.length)
-        out = self.cache.meeting.attend(self, query, window, rest)
-        self.newest = None
+        out = self.cache.attention.attend(self, query, window, rest)
+        self.new_states = None
         return out
 
-    def keep(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `newest`, of which `keys` and `values` are copies on the CPU."""
-        for kept, new in zip(self.kept, (keys, values)):
+    def store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store copies of `new_states` on the CPU."""
+        for stored, new in zip(self.stored, (keys, values)):
             first = self.length - new.shape[2]
             for index in range(new.shape[2]):
-                block, place = divmod(first + index, kept.shape[3])
-                kept[block, :, :, place].copy_(new[:, :, index])
+                block, position = divmod(first + index, stored.shape[3])
+                stored[block, :, :, position].copy_(new[:, :, index])
 
 
 class PromptWriter:
-    """Brings the prompt's keys and values to the host, on a stream of its own."""
+    """Copies the prompt's keys and values to the host, on a stream of its own."""
 
     def __init__(self, asynchronous: bool, transfers: Transfers):
         self.asynchronous, self.transfers = asynchronous, transfers
         self.stream: torch.cuda.Stream | None = None
-        self.under_way = False
+        self.in_flight = False
 
-    def write(self, kept: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...], device: torch.device) -> None:
-        """Store `states` [batch, kv_heads, positions, dim] in the first blocks of `kept`."""
-        for host, new in zip(kept, states):
+    def write(self, stored: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...], device: torch.device) -> None:
+        """Store `states` [batch, kv_heads, positions, dim] in the first blocks of `stored`."""
+        for host, new in zip(stored, states):
             whole, rest = divmod(new.shape[2], host.shape[3])
             blocks = new.new_empty((whole + (rest > 0), *host.shape[1:])) if new.is_cuda else host
             if whole:
                 in_blocks = new[:, :, : whole * host.shape[3]].unflatten(2, (whole, host.shape[3]))
                 blocks[:whole].copy_(in_blocks.permute(2, 0, 1, 3, 4))
             if rest:
-                blocks[whole, :, :, :rest].copy_(new[:, :, -rest:])  # what lies behind them is never read
+                blocks[whole, :, :, :rest].copy_(new[:, :, -rest:])  # the rest of the block is never read
             if new.is_cuda:
                 self._copy(host[: len(blocks)], blocks, device)
 
@@ -231,31 +241,31 @@ class PromptWriter:
         with torch.cuda.stream(self.stream):
             blocks.record_stream(self.stream)
             host.copy_(blocks, non_blocking=self.asynchronous)
-        self.under_way = True
+        self.in_flight = True
         self.transfers.device_to_host_bytes += blocks.nbytes
 
     def before_reading(self, device: torch.device) -> None:
-        """What the current stream does from now on happens when the prompt's keys and values are on the host."""
-        if self.under_way:
+        """Make the current stream wait until the prompt's keys and values are on the host."""
+        if self.in_flight:
             torch.cuda.current_stream(device).wait_stream(self.stream)
-            self.under_way = False
+            self.in_flight = False
 
     def wait(self) -> None:
         if self.stream is not None:
             self.stream.synchronize()
-            self.under_way = False
+            self.in_flight = False
 
 
 class UnsupportedAttention(RunError):
-    """The model uses keys and values of an `CpuAttentionCache` otherwise than by attending over them once; `why` says how."""
+    """The model uses keys and values of a `CpuAttentionCache` other than by attending over them once; `why` says how."""
 
     def __init__(self, why: str):
-        super().__init__(f"attention by the cores, over keys and values in host memory: {why}; use --cpu-compute off.")
+        super().__init__(f"CPU attention, over keys and values in host memory: {why}; use --cpu-compute off.")
         self.why = why
 
 
 def attention_hand_off_bytes(config: Any, batch: int, element_bytes: int) -> tuple[int, int]:
-    """What the input and the output of a `HandOff` have to hold for one new token of `batch` sequences.
+    """Return the bytes of a hand-off's input and output for one new token of `batch` sequences.
 
     Args:
         config: the transformers config.
@@ -268,11 +278,11 @@ def attention_hand_off_bytes(config: Any, batch: int, element_bytes: int) -> tup
 
 
 class BlockingCpuAttention:
-    """Copies to page-locked memory and back, and a host that waits for them; on a CPU nothing moves.
+    """Copies to page-locked memory and back, while the host waits; on a CPU nothing is copied.
 
     Args:
-        transfers: counters to raise.
-        threads: cores that work; None: all that the process may use.
+        transfers: counters to increment.
+        threads: CPU threads; None: as many as CPUs that the process may use.
     """
 
     def __init__(self, transfers: Transfers, threads: int | None = None):
@@ -283,12 +293,12 @@ class BlockingCpuAttention:
         self, layer: CpuAttentionLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         device = query.device
-        states = query, *layer.newest
+        states = query, *layer.new_states
         query, key, value = self._to_host(layer, states) if device.type == "cuda" else states
-        layer.keep(key, value)
+        layer.store(key, value)
         out = attention(
             query,
-            *layer.kept,
+            *layer.stored,
             positions=layer.length,
             scale=layer.logits.scale,
             softcap=layer.logits.softcap,
@@ -298,13 +308,13 @@ class BlockingCpuAttention:
             mask=mask,
             threads=self.threads,
         ).transpose(1, 2)
-        self.transfers.cores_bytes += _read_bytes(layer, query, window)
+        self.transfers.cores_bytes += _bytes_read(layer, query, window)
         if device.type == "cuda":
             self.transfers.host_to_device_bytes += out.nbytes
         return out.to(device)
 
     def _to_host(self, layer: CpuAttentionLayer, states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """`states` in page-locked memory, when they and the prompt's keys and values are there."""
+        """Return copies of `states` in page-locked memory, once they and the prompt's keys and values are there."""
         packed = torch.cat([part.flatten() for part in states])
         count = packed.nbytes
         if self.staging.numel() < count:
@@ -312,68 +322,70 @@ class BlockingCpuAttention:
         host = self.staging[:count].view(packed.dtype)
         layer.cache.writer.before_reading(packed.device)
         host.copy_(packed, non_blocking=True)
-        there = torch.cuda.Event()
-        there.record()
-        there.synchronize()
+        copied = torch.cuda.Event()
+        copied.record()
+        copied.synchronize()
         self.transfers.device_to_host_bytes += count
         parts = host.split([part.numel() for part in states])
         return tuple(part.view(like.shape) for part, like in zip(parts, states))
 
 
 class PooledCpuAttention:
-    """Calls of the threads that `calls` has. Masks that are no window are left to a `BlockingCpuAttention`, and passes of so many tokens
-    that queries, new keys and new values are larger than the input of `calls`, or the result than its output.
+    """Attention by the CPU pool: synchronous for a model on the CPU; through a hand-off for one on a GPU, where the host waits for nothing
+    and no copy engine takes part, so that queries do not queue after weights on the link.
+
+    `BlockingCpuAttention` serves masks that are no window, and passes of more tokens than the hand-off's buffers hold.
 
     Args:
         calls: for a model on the CPU `DirectCalls`, on a GPU `HandOff`.
-        cpus: where the `BlockingCpuAttention` may run its threads, if this thread may not run there; None: where this one may.
+        cpus: CPUs for the threads of the `BlockingCpuAttention`; None: those of this thread.
     """
 
     def __init__(self, calls: DirectCalls | HandOff, cpus: set[int] | None = None):
-        self.calls, self.transfers, self.cpus = calls, calls.transfers, cpus
-        self.tasks = AttentionTasks(calls.cores)
-        self.numbers: dict[CpuAttentionLayer, int] = {}
-        self.others = BlockingCpuAttention(calls.transfers, calls.cores.threads)
+        self.calls, self.pool, self.transfers, self.cpus = calls, calls.pool, calls.transfers, cpus
+        self.tasks: dict[CpuAttentionLayer, int] = {}
+        self.blocking = BlockingCpuAttention(calls.transfers, calls.pool.threads)
 
     def attend(
         self, layer: CpuAttentionLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         batch, heads, new, _ = query.shape
-        keys, values = layer.kept
-        states = query, *layer.newest
+        keys, values = layer.stored
+        states = query, *layer.new_states
         out = query.new_empty((batch, new, heads, values.shape[4]))
-        if mask is not None or not self._has_room(states, out):
+        if mask is not None or not self._fits(states, out):
             with _running_on(self.cpus):
-                return self.others.attend(layer, query, window, mask)
-        if layer not in self.numbers:
+                return self.blocking.attend(layer, query, window, mask)
+        if layer not in self.tasks:
             logits = layer.logits
-            self.numbers[layer] = self.tasks.add(
-                keys, values, heads, logits.scale, logits.softcap, logits.slopes, logits.sinks
+            self.tasks[layer] = add_attention(
+                self.pool, keys, values, heads, logits.scale, logits.softcap, logits.slopes, logits.sinks
             )
-        self.transfers.cores_bytes += _read_bytes(layer, query, window)
+        self.transfers.cores_bytes += _bytes_read(layer, query, window)
         packed = torch.cat([part.flatten() for part in states])
+        task, length = self.tasks[layer], layer.length
         if isinstance(self.calls, HandOff):
             layer.cache.writer.before_reading(out.device)
-            target, what = self.calls.output.data_ptr(), (new, layer.length, window)
-            self.calls.meet(
+            target = self.calls.output.data_ptr()
+            self.calls.run(
                 [packed],
                 [out],
-                lambda sources, call: self.tasks.submit(self.numbers[layer], sources[0], target, *what, call),
+                lambda sources, call: submit_attention(self.pool, task, sources[0], target, new, length, window, call),
             )
         else:
-            self.tasks.run(self.numbers[layer], packed, out, new, layer.length, window)
+            run_attention(self.pool, task, packed, out, new, length, window)
         return out
 
-    def _has_room(self, states: tuple[torch.Tensor, ...], out: torch.Tensor) -> bool:
+    def _fits(self, states: tuple[torch.Tensor, ...], out: torch.Tensor) -> bool:
         if not isinstance(self.calls, HandOff):
             return True
-        asked = sum(part.nbytes for part in states)
-        return asked <= self.calls.input.nbytes and out.nbytes <= self.calls.output.nbytes
+        needed = sum(part.nbytes for part in states)
+        return needed <= self.calls.input.nbytes and out.nbytes <= self.calls.output.nbytes
 
 
 @contextlib.contextmanager
 def _running_on(cpus: set[int] | None) -> Iterator[None]:
-    """Threads that are started meanwhile may run on `cpus`: they inherit where this one may."""
+    """Let threads that are started within it run on `cpus`: they inherit this thread's affinity."""
     before = os.sched_getaffinity(0)
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
@@ -383,7 +395,7 @@ def _running_on(cpus: set[int] | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _read_bytes(layer: CpuAttentionLayer, query: torch.Tensor, window: int) -> int:
-    """Of keys and values, which are read once for all new tokens."""
+def _bytes_read(layer: CpuAttentionLayer, query: torch.Tensor, window: int) -> int:
+    """Return the bytes of keys and values, which are read once for all new tokens."""
     positions = min(layer.length, window + query.shape[2] - 1) if window else layer.length
-    return positions * sum(kept[0, :, :, 0].nbytes for kept in layer.kept)
+    return positions * sum(stored[0, :, :, 0].nbytes for stored in layer.stored)

@@ -1,7 +1,7 @@
-"""A KV cache that is allocated once and filled by appending, for any transformers model.
+"""KV caches that are allocated once and filled by appending, for any transformers model: the base classes, and the cache on the device.
 
-transformers' own cache of fixed size makes attention read all of it at every step; this one hands out what is filled, so
-that attention computes what it would with transformers' growing cache, without its copies.
+transformers' static cache makes attention read all of it at every step; these return the filled part, so that attention computes the same
+as with transformers' dynamic cache, without its copies.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 def other_layer_types(config) -> set[str]:
-    """Kinds of layers of `config`'s decoder that keep other state than keys and values."""
+    """Return the layer types of `config`'s decoder that have other state than keys and values."""
     text = config.get_text_config(decoder=True)
     return set(getattr(text, "layer_types", None) or ["full_attention"]) - KEY_VALUE_LAYERS
 
 
 def supports_preallocated(model: torch.nn.Module) -> bool:
-    """Return whether `model` takes a cache, in which each layer keeps keys and values and nothing else."""
+    """Return whether `model` takes a cache whose layers hold keys and values and nothing else."""
     return _takes_cache(model) and not other_layer_types(model.config)
 
 
@@ -39,21 +39,21 @@ def _takes_cache(model: torch.nn.Module) -> bool:
 
 
 def why_not_offloaded(model: torch.nn.Module) -> str | None:
-    """Return why keys and values of `model` cannot be kept in host memory, in words that follow its name; None where they can."""
+    """Return why keys and values of `model` cannot be offloaded, in words that follow its name; None where they can."""
     if not _takes_cache(model):
         return "takes no past_key_values"
     try:
         own = new_cache(model.config, cache_class(model))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         return f"has no cache that transformers can make ({type(error).__name__}: {error})"
-    return _why_not_kept(own)
+    return _why_not_replaceable(own)
 
 
 def refuse_kv_offload(model: torch.nn.Module, window_only_in_cache: bool = False) -> None:
-    """Raises UsageError where keys and values of `model` cannot be kept in host memory.
+    """Raise UsageError where keys and values of `model` cannot be offloaded.
 
     Args:
-        window_only_in_cache: as `kv_cache.diverted` finds it.
+        window_only_in_cache: result of `attention_patch.window_only_in_cache`.
     """
     reason = why_not_offloaded(model) or (
         window_only_in_cache and "has a sliding window that may be in transformers' cache alone"
@@ -67,8 +67,8 @@ def _refusal(config: Any, reason: str) -> UsageError:
     return UsageError(f"--kv-offload keeps keys and values in host memory, and {kind} {reason}: drop --kv-offload.")
 
 
-def _why_not_kept(own: Cache) -> str | None:
-    """Return why a cache of this package cannot hold the keys and values of `own`, one of transformers; None where it can."""
+def _why_not_replaceable(own: Cache) -> str | None:
+    """Return why our caches cannot hold the keys and values of transformers' cache `own`; None where they can."""
     kinds = {type(layer).__name__ for layer in own.layers if has_keys(layer) and not _is_replaceable(layer)}
     if kinds:
         return f"keeps them in a form of its own ({', '.join(sorted(kinds))})"
@@ -78,7 +78,7 @@ def _why_not_kept(own: Cache) -> str | None:
 
 
 def sees_all_positions(config, length: int) -> bool:
-    """Whether each of `length` positions attends to all before it, in every layer of `config`'s decoder."""
+    """Return whether each of `length` positions attends to all before it, in every layer of `config`'s decoder."""
     text = config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
     kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
@@ -86,12 +86,11 @@ def sees_all_positions(config, length: int) -> bool:
 
 
 def has_keys(layer: Any) -> bool:
-    """Return whether `layer`, one of a cache of transformers, has keys and values."""
     return isinstance(layer, CacheLayerMixin)
 
 
 def _is_replaceable(layer: CacheLayerMixin) -> bool:
-    """Return whether `layer` treats keys and values as a plain layer does, whatever other state it has."""
+    """Return whether `layer` handles keys and values like a plain layer, whatever other state it has."""
     plain = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
     methods = ("update", "get_mask_sizes", "get_seq_length")
     return isinstance(layer, DynamicLayer) and all(
@@ -105,9 +104,9 @@ def _both(ours: Any, own: Any) -> type:
 
 
 def with_state_of(own: Any, ours: T, replaced: tuple[str, ...]) -> T:
-    """Return `ours` as an object of its own class and then of that of `own`, with the state of `own` but for the attributes `replaced`.
+    """Return `ours` with the class of `own` as a second base class and its state, except the attributes `replaced`.
 
-    A layer of ours can have a recurrence's state too, and a cache of ours can be one of a class that a model insists on.
+    So a layer can also have a recurrence's state, and a cache can be of the class that a model checks for.
     """
     kind: Any = type(own)
     if not isinstance(ours, kind):
@@ -120,10 +119,10 @@ def with_state_of(own: Any, ours: T, replaced: tuple[str, ...]) -> T:
 class PreallocatedLayer(CacheLayerMixin):
     """Keys and values of one layer, allocated at the first tokens for `max_length` positions.
 
-    transformers sees a full-attention layer: sliding windows are left to its masks.
+    transformers sees a full-attention layer: sliding windows are in its masks.
 
     Attributes:
-        kept: the memory of keys and values, None before the first tokens.
+        stored: memory of keys and values, None before the first tokens.
     """
 
     is_sliding = False
@@ -131,20 +130,20 @@ class PreallocatedLayer(CacheLayerMixin):
     def __init__(self, max_length: int):
         super().__init__()
         self.max_length, self.length = max_length, 0
-        self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.stored: tuple[torch.Tensor, torch.Tensor] | None = None
         self.dtype: Any = None
         self.device: Any = None
 
     @abstractmethod
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Set `kept`, for states like these [batch, heads, new, head_dim]."""
+        """Set `stored` for states [batch, heads, new, head_dim] like these."""
 
     @abstractmethod
     def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
-        """Store `states` [batch, heads, end - start, head_dim]; return all so far, [batch, heads, end, head_dim]."""
+        """Store `states` [batch, heads, end - start, head_dim]; return all positions, [batch, heads, end, head_dim]."""
 
     def lazy_initialization(self, *states: torch.Tensor, **others: Any) -> None:
-        """Allocate memory for keys and values like `states`; or for `others`, states of a recurrence that the layer keeps too."""
+        """Allocate memory for keys and values like `states`, or for `others`, states of a recurrence."""
         if others:
             super().lazy_initialization(**others)
             return
@@ -153,7 +152,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Append key and value states [batch, heads, new, head_dim]; return all so far, [batch, heads, length, head_dim].
+        """Append key and value states [batch, heads, new, head_dim]; return all positions, [batch, heads, length, head_dim].
 
         Raises:
             RunError: more positions than the cache holds.
@@ -163,7 +162,7 @@ class PreallocatedLayer(CacheLayerMixin):
         start, end = self.length, self.length + key_states.shape[2]
         if end > self.max_length:
             raise RunError(f"the KV cache has {self.max_length} positions, but {end} are needed.")
-        self.length = end  # first: a pool may fetch this very layer for the next step
+        self.length = end  # first: `append` may prefetch this layer for the next step
         return self.append((key_states, value_states), start, end)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -181,35 +180,35 @@ class PreallocatedLayer(CacheLayerMixin):
         self.length = 0
 
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.kept) if self.kept else 0
+        return sum(t.numel() * t.element_size() for t in self.stored) if self.stored else 0
 
 
 class PreallocatedCache(Cache):
-    """A cache whose keys and values are in `PreallocatedLayer`s, which keep their memory over `reset`. Other state, such as that of a
-    recurrence, is in transformers' own layers, on the device that computes.
+    """A cache of `PreallocatedLayer`s, whose memory survives `reset`. Other state, such as that of a recurrence, is in transformers' own
+    layers, on the device that computes.
 
     Args:
         config: the transformers config.
-        kind: what `cache_class` gives for the model.
+        kind: `cache_class` of the model.
 
     Raises:
-        UsageError: the model has no keys and values that could be kept so.
+        UsageError: the model's cache does not hold plain keys and values.
     """
 
     def __init__(self, config: Any, kind: type[DynamicCache] = DynamicCache):
         self.new_own = functools.partial(new_cache, config, kind)
         own = self.new_own()
-        if reason := _why_not_kept(own):
+        if reason := _why_not_replaceable(own):
             raise _refusal(config, reason)
         super().__init__(layers=[self._layer(layer) for layer in own.layers])
-        if own.layer_class_to_replicate is not None:  # made when they are first used
+        if own.layer_class_to_replicate is not None:  # created when first used
             self.layer_class_to_replicate = self.new_layer
-        if type(own) is not DynamicCache:  # a model that asks for it
+        if type(own) is not DynamicCache:  # of a model that requires it
             with_state_of(own, self, STATE_OF_CACHE)
 
     @abstractmethod
     def new_layer(self) -> PreallocatedLayer:
-        """A layer without keys and values."""
+        """Return an empty layer."""
 
     def _layer(self, own: Any) -> Any:
         if not has_keys(own):
@@ -219,26 +218,24 @@ class PreallocatedCache(Cache):
 
     @property
     def preallocated(self) -> list[PreallocatedLayer]:
-        """Layers that keep keys and values."""
         return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
 
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
         return sum(layer.nbytes() for layer in self.preallocated)
 
     def reset(self) -> None:
-        """Forget all tokens and keep the memory of keys and values."""
+        """Forget all tokens; the memory of keys and values stays allocated."""
         for layer in self.preallocated:
             layer.reset()
         own = self.new_own()
-        if own.layer_class_to_replicate is not None:  # the model may look at how many there are
-            made = iter(self.layers)
+        if own.layer_class_to_replicate is not None:  # the model may check how many layers there are
+            created = iter(self.layers)
             self.layers: list[Any] = []
-            self.layer_class_to_replicate = lambda: next(made, None) or self.new_layer()
+            self.layer_class_to_replicate = lambda: next(created, None) or self.new_layer()
         for index, new in enumerate(own.layers):
             if not isinstance(self.layers[index], PreallocatedLayer):
                 self.layers[index] = new
-            elif isinstance(self.layers[index], type(new)):  # it keeps other state too
+            elif isinstance(self.layers[index], type(new)):  # it has other state too
                 with_state_of(new, self.layers[index], STATE_OF_LAYER)
         if type(own) is not DynamicCache:
             with_state_of(own, self, STATE_OF_CACHE)
@@ -249,7 +246,7 @@ STATE_OF_LAYER = ("keys", "values", "is_initialized", "device", "dtype", "cumula
 
 
 class DeviceKVCache(PreallocatedCache):
-    """Keys and values where the model computes, [batch, heads, max_length, head_dim] a layer.
+    """Keys and values on the device that computes, [batch, heads, max_length, head_dim] per layer.
 
     Args:
         config: the transformers config.
@@ -264,33 +261,33 @@ class DeviceKVCache(PreallocatedCache):
         return _DeviceLayer(self.max_length)
 
     @contextlib.contextmanager
-    def writing_at(self, place: torch.Tensor) -> Iterator[None]:
-        """Within it the next token's keys and values go to position `place`, int64 [1] on the device, which is read when that happens;
-        attention is given all positions, and needs a mask. Nobody counts the token: `advance` does."""
+    def writing_at(self, position: torch.Tensor) -> Iterator[None]:
+        """Within it `update` writes the next token to `position`, int64 [1] on the device and read in stream order, and returns all
+        positions, so that attention needs a mask. `advance` counts the token."""
         for layer in self.layers:
-            layer.place = place
+            layer.write_position = position
         try:
             yield
         finally:
             for layer in self.layers:
-                layer.place = None
+                layer.write_position = None
 
     def advance(self, tokens: int) -> None:
-        """Count tokens that were written within `writing_at`."""
+        """Add to the length the tokens that were written within `writing_at`."""
         for layer in self.layers:
             layer.length += tokens
 
     def at(self, position: int) -> list[torch.Tensor]:
-        """Copies of the keys and values at one position, [batch, heads, head_dim] each."""
-        return [kept[:, :, position].clone() for layer in self.layers for kept in layer.kept or ()]
+        """Return copies of the keys and values at one position, [batch, heads, head_dim] each."""
+        return [stored[:, :, position].clone() for layer in self.layers for stored in layer.stored or ()]
 
 
 class ReusableKVCache(DeviceKVCache):
-    """One for many generations, of different numbers of sequences: as much memory as `rows` sequences of `max_length` positions take, which
-    more sequences share. `begin` says how many come next.
+    """A cache for many generations with different batch sizes, in the memory of `rows` sequences of `max_length` positions. Larger batches
+    get fewer positions.
 
     Attributes:
-        max_length: positions of each sequence, in the generation that has begun.
+        max_length: positions per sequence in the current generation.
     """
 
     def __init__(self, config, rows: int, max_length: int):
@@ -301,7 +298,7 @@ class ReusableKVCache(DeviceKVCache):
         return _CallsLayer(self.planned_rows, self.planned_length)
 
     def begin(self, rows: int) -> None:
-        """Forget all tokens; `rows` sequences follow."""
+        """Forget all tokens and start a generation of `rows` sequences."""
         fits = rows <= self.planned_rows
         self.max_length = self.planned_length if fits else self.planned_rows * self.planned_length // rows
         for layer in self.layers:
@@ -310,32 +307,31 @@ class ReusableKVCache(DeviceKVCache):
 
 
 class _DeviceLayer(PreallocatedLayer):
-    place: torch.Tensor | None = None  # where the next token goes, if a graph is recorded
+    write_position: torch.Tensor | None = None  # of the next token while a graph is captured
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.kept = tuple(  # zeros: a mask keeps attention from what is not filled, and not from what is no number
+        self.stored = tuple(  # zeros: a mask hides unfilled positions, but a NaN there would spread
             torch.zeros((*states.shape[:2], self.max_length, states.shape[3]), dtype=states.dtype, device=states.device)
             for states in (key_states, value_states)
         )
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """See `PreallocatedLayer`; and `DeviceKVCache.writing_at`."""
-        if self.place is None:
+        if self.write_position is None:
             return super().update(key_states, value_states, *args, **kwargs)
-        for kept, new in zip(self.kept, (key_states, value_states)):
-            kept.index_copy_(2, self.place, new)
-        return self.kept
+        for stored, new in zip(self.stored, (key_states, value_states)):
+            stored.index_copy_(2, self.write_position, new)
+        return self.stored
 
     def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
-        for kept, new in zip(self.kept, states):
-            kept[:, :, start:end].copy_(new)
-        return tuple(kept[:, :, :end] for kept in self.kept)
+        for stored, new in zip(self.stored, states):
+            stored[:, :, start:end].copy_(new)
+        return tuple(stored[:, :, :end] for stored in self.stored)
 
 
 class _CallsLayer(_DeviceLayer):
     """
     Attributes:
-        memory: of keys and of values, flat; None before the first tokens.
+        memory: of keys and of values, flat; empty before the first tokens.
     """
 
     def __init__(self, rows: int, max_length: int):
@@ -353,4 +349,4 @@ class _CallsLayer(_DeviceLayer):
                 for each in (key_states, value_states)
             ]
         shapes = [(*each.shape[:2], self.max_length, each.shape[3]) for each in (key_states, value_states)]
-        self.kept = tuple(memory[: math.prod(shape)].view(shape) for memory, shape in zip(self.memory, shapes))
+        self.stored = tuple(memory[: math.prod(shape)].view(shape) for memory, shape in zip(self.memory, shapes))

@@ -177,7 +177,7 @@ class _Thin:
         job, loaded, kind = self.plan.job, self.loaded, self.loaded.device.type
         ids = torch.zeros(1, job.config.prompt_len, dtype=torch.int64)
         make_cache = cache_factory(
-            job.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting
+            job.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.cpu_attention
         )
         return loops.measure_loops(loaded, ids, TOKENS[kind], LOOPS[kind], warmup, job.ranks, make_cache).loops
 

@@ -148,7 +148,7 @@ def measure_run(
     return_free_memory()  # that measuring took
     around = LoopMonitor(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
-    make_cache = cache_factory(config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
+    make_cache = cache_factory(config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.cpu_attention)
     fed = None
     if job.spec.dummy_routing == "text":
         fed = draw_tokens(own, config.gen_len, job.spec.text_config.vocab_size, config.seed)

@@ -314,14 +314,14 @@ class CpuBackend:
             return CpuExpertBlock(block, layout, self.store.whole(index), workers, self.dtype, on_device)
         return CpuBlock(block, module, layout, self.store.whole(index), workers)
 
-    def meeting(self) -> PooledCpuAttention:
+    def attention(self) -> PooledCpuAttention:
         """Of the model's attention with these threads."""
         return PooledCpuAttention(self.calls, self.python_cpus)
 
     def all_few(self, tokens: int) -> bool:
         """Whether the cores may multiply in the pass that begins, of `tokens` tokens here: all ranks have as many, and few. All ranks call
         it in each pass; those that score texts have passes of different lengths."""
-        found = [tokens] if self.agreement is None else self.agreement.of_all(tokens)
+        found = [tokens] if self.agreement is None else self.agreement.all_gather(tokens)
         return len(set(found)) == 1 and tokens <= self.few_rows
 
     def close(self) -> None:

@@ -312,7 +312,7 @@ class StepGraph:
         self.prefetcher.fix_slots()
         self.prefetcher.begin_again()
         try:
-            with contextlib.nullcontext() if self.calls is None else self.calls.recording() as self.recorded_calls:
+            with contextlib.nullcontext() if self.calls is None else self.calls.capturing() as self.recorded_calls:
                 self.recording = self.record(step, self.prefetcher)
             self.inputs = inputs
         except Exception as error:  # whatever the model's code does that a graph cannot hold
@@ -322,7 +322,7 @@ class StepGraph:
         assert self.inputs is not None and self.recording is not None
         self.inputs.fill(call)
         if self.calls is not None and self.recorded_calls is not None:
-            self.calls.ask_again(self.recorded_calls)
+            self.calls.replay(self.recorded_calls)
         self.recording.repeat()
         cache = call["past_key_values"]
         cache.advance(1)

@@ -60,10 +60,10 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     if plan.head is not None:
         head = QuantizedHead(model.get_submodule(plan.head.module), plan.head, placed.packed_head, prefetcher.workspace)
 
-    meeting = None
+    cpu_attention = None
     if team is not None and team.plan.attends:
         patch_attention(model)
-        meeting = team.meeting()
+        cpu_attention = team.attention()
 
     facts = _facts(plan, model)
     prefetcher.changed = lambda placement: facts["stream"].update(_divided(placement))
@@ -100,7 +100,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         timeline=prefetcher.timeline,
         preallocated_cache=plan.preallocated_cache,
         cores=None if plan.cores is None else plan.cores.facts(placement.computed_bytes),
-        meeting=meeting,
+        cpu_attention=cpu_attention,
         page_locked=[store.buffers[block] for block in placement.in_host_memory] if plan.pinned else (),
         steps_to_settle=steps_to_settle,
         modules_changed=modules_changed,
