@@ -42,9 +42,9 @@ def main() -> int:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    from zero_inference.hardware.compute import as_graph, median_s
     from zero_inference.kernels import decode_attention  # noqa: F401  its schema
     from zero_inference.kernels.extension import load_extension, why_unavailable
+    from zero_inference.utils.timing import capture_graph, measure_median_s
 
     if not load_extension():
         print(f"no kernel: {why_unavailable()}", file=sys.stderr)
@@ -83,8 +83,8 @@ def main() -> int:
         for action in (kernel, efficient, flash):
             try:
                 error = (action(*kept[0])[:1].double() - exact).norm() / exact.norm()
-                step = as_graph(device, lambda action=action, kept=kept: [action(*each) for each in kept])
-                seconds = median_s(device, step, SECONDS) / layers
+                step = capture_graph(device, lambda action=action, kept=kept: [action(*each) for each in kept])
+                seconds = measure_median_s(device, step, SECONDS) / layers
                 rate = layer_bytes * seen / positions / seconds / 1e12
                 cell = f"{1e6 * seconds:.1f} ({rate:.2f}, {float(error):.0e})"
             except RuntimeError as refused:  # a backend that does not take these

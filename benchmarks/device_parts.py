@@ -4,8 +4,8 @@
     python benchmarks/device_parts.py --fused [--tokens 1 8 512 4096]
 
 Medians, on a GPU of CUDA graphs, with other memory each time. A weight's GB/s are those of its stored bytes; the line that a plan takes
-for a format is that through the two sizes of `zero_inference.hardware.compute`. `--fused` times nothing but our kernels of rotary embedding
-and of routers, beside what PyTorch has for them.
+for a format is that through the two sizes of `zero_inference.hardware.bench_device`. `--fused` times nothing but our kernels of rotary
+embedding and of routers, beside what PyTorch has for them.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def main() -> None:
         parser.error("--key-heads: a sequence has eight of them, so it takes multiples of 8")
     import torch
 
-    from zero_inference.hardware.compute import DeviceWeights, product_times
-    from zero_inference.hardware.core_rates import FORMATS
-    from zero_inference.hardware.device_attention import HEAD_DIM, attention_s
-    from zero_inference.hardware.in_graph import measure_graph_operator
+    from zero_inference.hardware.bench_cpu import FORMATS
+    from zero_inference.hardware.bench_device import DeviceWeights, attention_s, product_times
+    from zero_inference.hardware.bench_launch import measure_graph_operator
+    from zero_inference.hardware.rates import ATTENTION_HEAD_DIM
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}")
@@ -74,7 +74,7 @@ def main() -> None:
     print(f"an operator of a layer without products: {1e6 * measure_graph_operator(device):.2f} us")
     for heads, key_heads, positions in itertools.product(asked.heads, asked.key_heads, asked.positions):
         spent_s = attention_s(device, heads, key_heads, positions)
-        rate = 2 * 2 * key_heads * positions * HEAD_DIM / spent_s / 1e9
+        rate = 2 * 2 * key_heads * positions * ATTENTION_HEAD_DIM / spent_s / 1e9
         print(
             f"attention of {heads} x {key_heads} heads, {positions} positions: {1e6 * spent_s:.1f} us, {rate:.0f} GB/s of keys and values"
         )
@@ -119,13 +119,13 @@ def _fused(device, tokens: list[int]) -> None:
 
 
 def _call_s(device, way) -> float:
-    from zero_inference.hardware.compute import as_graph, median_s
+    from zero_inference.utils.timing import capture_graph, measure_median_s
 
     def many() -> None:
         for _ in range(REPEATS):
             way()
 
-    return median_s(device, as_graph(device, many) if device.type == "cuda" else many, SECONDS) / REPEATS
+    return measure_median_s(device, capture_graph(device, many) if device.type == "cuda" else many, SECONDS) / REPEATS
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from zero_inference.hardware import copy
+from zero_inference.hardware import bench_copies
 from zero_inference.utils.host_memory import host_empty
 
 HOST_BYTES, DEVICE_BYTES = 4_000_000_000, 3_300_000_000
@@ -47,9 +47,9 @@ def main() -> int:
         ]
         for _ in range(args.turns):
             before = ring_gb_per_s(device, sources, buffers, args.seconds)
-            idle = copy.rate_of(rounds_from_idle(device, sources, args.seconds))
-            behind = copy.rate_of(
-                copy.host_to_device_rounds(device, True, args.seconds, copy.blocks_of(sources, device))
+            idle = bench_copies.rate_of(rounds_from_idle(device, sources, args.seconds))
+            behind = bench_copies.rate_of(
+                bench_copies.host_to_device_rounds(device, True, args.seconds, bench_copies.blocks_of(sources, device))
             )
             after = ring_gb_per_s(device, sources, buffers, args.seconds)
             print(
@@ -88,7 +88,10 @@ def ring_gb_per_s(
 
 def rounds_from_idle(device: torch.device, sources: list[torch.Tensor], seconds: float) -> list[float]:
     """GB/s of rounds, each of which begins when the one before it has ended."""
-    target, blocks = torch.empty(copy.BLOCK_BYTES, dtype=torch.uint8, device=device), copy.blocks_of(sources, device)
+    target, blocks = (
+        torch.empty(bench_copies.BLOCK_BYTES, dtype=torch.uint8, device=device),
+        bench_copies.blocks_of(sources, device),
+    )
     stream = torch.cuda.Stream(device)
     rates = []
     stop = time.perf_counter() + seconds
@@ -96,7 +99,7 @@ def rounds_from_idle(device: torch.device, sources: list[torch.Tensor], seconds:
         start = stream.record_event(torch.cuda.Event(enable_timing=True))
         moved = 0
         with torch.cuda.stream(stream):
-            while moved < copy.BLOCKS * copy.BLOCK_BYTES:
+            while moved < bench_copies.BLOCKS * bench_copies.BLOCK_BYTES:
                 source = next(blocks)
                 target[: source.numel()].copy_(source, non_blocking=True)
                 moved += source.numel()

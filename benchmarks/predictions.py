@@ -29,16 +29,16 @@ from zero_inference.config.run_options import parse_options
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.plan import StreamPlan
 from zero_inference.errors import UsageError
-from zero_inference.hardware.description import (
-    AttentionRate,
-    CoreRates,
-    Cores,
-    Description,
+from zero_inference.hardware.machine import ProfiledMachine
+from zero_inference.hardware.profile import (
+    CpuAttentionRate,
+    CpuProductRate,
+    CpuProfile,
     Gpu,
-    Launches,
+    HardwareProfile,
+    LaunchOverhead,
+    read_profile,
 )
-from zero_inference.hardware.description_file import read_description
-from zero_inference.hardware.machine import DescribedMachine
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import ModelSpec, resolve_model
 from zero_inference.planning.cost import Range, compared_s
@@ -51,7 +51,7 @@ OF_FILES = ("--log-file", "--log-dir", "--offload-dir", "--trace", "--local_rank
 GIB = 1 << 30
 # A resident Llama-3.1-8B (h200-x2) took 20.5 ms for a step of 1238 kernels; 13B int4 in graphs (h200-balanced) 6.9 ms for 1542. Neither
 # was measured by itself: `zero-inference link --save` does that since then.
-LAUNCHES = Launches(operator_s=15e-6, step_s=1e-3, graph_operator_s=2e-6)
+LAUNCHES = LaunchOverhead(operator_s=15e-6, step_s=1e-3, graph_operator_s=2e-6)
 PROCESS_BYTES = 2_100_000_000  # of the runs' host memory, what is not weights, keys or values: 1.5 to 2.4 GB
 # Hosts whose `link --save` measured as it does now: by what their records' paths begin with, its file. Of the tenth and eleventh host,
 # hand-offs are the twelfth's.
@@ -91,7 +91,7 @@ def options_of(record: dict[str, Any]) -> list[str]:
     return found
 
 
-def machine_of(record: dict[str, Any]) -> Description:
+def machine_of(record: dict[str, Any]) -> HardwareProfile:
     """What the record says of its machine."""
     limit, cores = record.get("limit") or {}, (record.get("stream") or {}).get("cores") or {}
     memory = record["environment"]["gpus"][0]["memory_bytes"]
@@ -99,18 +99,18 @@ def machine_of(record: dict[str, Any]) -> Description:
     if cores.get("cores_gbps"):
         rates = {key: cores[key] for key in ("link_gbps", "cores_gbps", "cores_alone_gbps", "crossing_s")}
         kind = record["dtype"] if record["quant_bits"] == 16 else f"int{record['quant_bits']}"
-        point = CoreRates.model_validate(rates | {"format": kind, "rows": record["batch_size"]})
+        point = CpuProductRate.model_validate(rates | {"format": kind, "rows": record["batch_size"]})
         attended = None
         if rate := cores.get("attention_gbps"):  # of the heads of this model, and of the link as it was in this run
-            attended = AttentionRate(format=record["dtype"], heads=1, gb_per_s=rate, alone_gb_per_s=rate)
-        found = Cores(
+            attended = CpuAttentionRate(format=record["dtype"], heads=1, gb_per_s=rate, alone_gb_per_s=rate)
+        found = CpuProfile(
             threads=cores["threads"],
             instructions=cores["instructions"],
             read_gb_per_s=cores.get("read_gbps") or cores["cores_gbps"],
             products=(point,),
             attention=() if attended is None else (attended,),
         )
-    return Description(
+    return HardwareProfile(
         source="measured",
         name="an H200",
         gpus=(Gpu(name="NVIDIA H200", memory_bytes=memory, free_bytes=memory - GIB),),
@@ -126,7 +126,7 @@ def machine_of(record: dict[str, Any]) -> Description:
     )
 
 
-def with_cores_of_run(machine: Description, record: dict[str, Any], spec: ModelSpec) -> Description:
+def with_cores_of_run(machine: HardwareProfile, record: dict[str, Any], spec: ModelSpec) -> HardwareProfile:
     """`machine`, whose cores are as fast as those of the run. Of mixtures their bytes do not tell: each expert takes time besides."""
     cores, moved = (record.get("stream") or {}).get("cores") or {}, record.get("transfers") or {}
     busy_s, planned = moved.get("cores_busy_s_per_step"), cores.get("of_step_gbps")
@@ -147,7 +147,7 @@ def spec_of(record: dict[str, Any]) -> ModelSpec:
     return resolve_model(parse_options([*options_of(record), "--dry-run"]), "cuda")
 
 
-def plan_of(record: dict[str, Any], machine: DescribedMachine, empty_models: dict[Any, EmptyModel]) -> Plan:
+def plan_of(record: dict[str, Any], machine: ProfiledMachine, empty_models: dict[Any, EmptyModel]) -> Plan:
     """The plan of the record's run for `machine`; models that are in `empty_models` are not built again."""
     config = parse_options([*options_of(record), "--dry-run"])
     ranks = machine.ranks_there(detect_ranks())
@@ -197,9 +197,9 @@ def ratios() -> Iterator[Ratio]:
     """
     empty_models: dict[Any, EmptyModel] = {}
     for host, file in HOSTS.items():
-        machine = read_description(RESULTS / file)
+        machine = read_profile(RESULTS / file)
         for _, record in records(host):
-            plan = plan_of(record, DescribedMachine(machine), empty_models)
+            plan = plan_of(record, ProfiledMachine(machine), empty_models)
             said, times, since_compared = plan.predicted, plan.times, "compile_s" in record
             assert times is not None and said.load_s is not None
             if (record["engine"] != "deepspeed" or since_compared) and host not in SLOW_COPIES:
@@ -281,7 +281,7 @@ def main() -> None:
     if asked.ranges:
         print_ranges()
         return
-    given = read_description(asked.machine) if asked.machine else None
+    given = read_profile(asked.machine) if asked.machine else None
     names = ("decode", "prefill", "device", "host")
     kinds: dict[str, dict[str, list[float]]] = {}
     empty_models: dict[Any, EmptyModel] = {}
@@ -291,7 +291,7 @@ def main() -> None:
             machine = given or machine_of(record)
             if asked.cores_of_runs:
                 machine = with_cores_of_run(machine, record, spec_of(record))
-            plan = plan_of(record, DescribedMachine(machine), empty_models)
+            plan = plan_of(record, ProfiledMachine(machine), empty_models)
         except UsageError as error:  # the rates of FILE are those of other options
             print(f"{name[-48:]:48} not planned: {error}")
             continue

@@ -22,7 +22,7 @@ step "norms, and every data file of the package"
 import os, sys
 import torch
 import zero_inference
-from zero_inference.hardware.cards import TABLE
+from zero_inference.hardware.spec import TABLE
 from zero_inference.models.preset_table import PRESET_FOLDER
 from zero_inference.norms import rms_norm
 from zero_inference.report.html.page import FOLDER

@@ -13,9 +13,9 @@ from zero_inference.cpu.hand_off import HostSide
 from zero_inference.cpu.library import load_library
 from zero_inference.cpu.pool import SPIN_US, CpuPool
 from zero_inference.engines.stream.placement import Placement
-from zero_inference.hardware import attention, core_rates, cores, products
-from zero_inference.hardware.cores import BLOCK_BYTES, BesideLink, Besides
-from zero_inference.hardware.products import Products
+from zero_inference.hardware import bench_cpu
+from zero_inference.hardware.bench_cpu import CallOverhead, CpuBench, CpuProducts
+from zero_inference.hardware.rates import CPU_BLOCK_BYTES, ConcurrentRates
 from zero_inference.kernels.groups import GroupQuantization
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
@@ -47,12 +47,12 @@ class PlayedLink:
         return 55.0
 
 
-class PlayedBench(cores.Bench):
+class PlayedBench(bench_cpu.CpuBench):
     def __init__(self, device, cpus, rows, columns):
         self.device, self.columns, self.link = device, columns, PlayedLink()
         self.cores = CpuPool(cpus, SPIN_US)
 
-    def crossing_s(self, dtype, rows, rounds=3) -> float:
+    def hand_off_s(self, dtype, rows, rounds=3) -> float:
         return 1e-5 * rows
 
     def close(self) -> None:
@@ -61,35 +61,35 @@ class PlayedBench(cores.Bench):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(products, "BLOCK_BYTES", 8 << 20)
-    monkeypatch.setattr(products, "SHORT_BYTES", 2 << 20)
-    monkeypatch.setattr(products, "block_bytes", lambda: 8 << 20)
-    monkeypatch.setattr(products, "EXPERT_COLUMNS", COLUMNS)
-    monkeypatch.setattr(core_rates, "Bench", PlayedBench)
-    monkeypatch.setattr(core_rates, "COLUMNS", COLUMNS)
-    monkeypatch.setattr(core_rates, "ALONE_S", 0.01)
+    monkeypatch.setattr(bench_cpu, "CPU_BLOCK_BYTES", 8 << 20)
+    monkeypatch.setattr(bench_cpu, "SHORT_BYTES", 2 << 20)
+    monkeypatch.setattr(bench_cpu, "uncached_block_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(bench_cpu, "EXPERT_COLUMNS", COLUMNS)
+    monkeypatch.setattr(bench_cpu, "CpuBench", PlayedBench)
+    monkeypatch.setattr(bench_cpu, "COLUMNS", COLUMNS)
+    monkeypatch.setattr(bench_cpu, "ALONE_S", 0.01)
 
 
 def measured():
-    return core_rates.measure_core_rates(torch.device("cpu"), (-1, -1))
+    return bench_cpu.measure_cpu_rates(torch.device("cpu"), (-1, -1))
 
 
 def test_every_format_is_visited_with_every_number_of_tokens(monkeypatch):
     visits = []
-    visit = core_rates._visit
+    visit = bench_cpu._visit
 
     def counted(bench, weights, rows, seen):
         visits.append((weights.dtype, weights.scheme, rows))
         visit(bench, weights, rows, seen)
 
-    monkeypatch.setattr(core_rates, "_visit", counted)
+    monkeypatch.setattr(bench_cpu, "_visit", counted)
     found = measured()
     assert [(each.format, each.rows) for each in found.products] == [
         (name, rows) for name in ("bfloat16", "float16", "int8", "int4") for rows in (1, 8, 32)
     ]
     assert len(visits) == 3 * 12 and visits[:12] == visits[12:24] == visits[24:], "all of them before the next visit"
     for each in found.products:
-        assert each.link_gb_per_s == 50.0 and each.crossing_s == pytest.approx(1e-5 * each.rows)
+        assert each.link_gb_per_s == 50.0 and each.hand_off_s == pytest.approx(1e-5 * each.rows)
         assert 0 < each.cores_gb_per_s <= each.cores_alone_gb_per_s and min(each.call_s, each.expert_s) >= 0
     assert found.read_gb_per_s > 0
 
@@ -111,22 +111,22 @@ def test_meetings_are_measured_one_behind_the_other_in_the_same_place(monkeypatc
         def elapsed_time(self, end):
             return 13.0 * (1 + len(asked) // 2)  # ms, more in each round
 
-    allocate_local_buffers = cores.allocate_local_buffers
+    allocate_local_buffers = bench_cpu.allocate_local_buffers
     monkeypatch.setattr(
-        cores, "allocate_local_buffers", lambda *sizes, pinned: allocate_local_buffers(*sizes, pinned=False)
+        bench_cpu, "allocate_local_buffers", lambda *sizes, pinned: allocate_local_buffers(*sizes, pinned=False)
     )
-    monkeypatch.setattr(cores, "StreamSide", lambda device: HostSide())
+    monkeypatch.setattr(bench_cpu, "StreamSide", lambda device: HostSide())
     link = PlayedLink()
     link.device = torch.device("cpu")
-    monkeypatch.setattr(cores, "Copies", lambda device: link)
+    monkeypatch.setattr(bench_cpu, "BusyLink", lambda device: link)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     waited = SimpleNamespace(wait_event=lambda event: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: waited)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    bench = cores.Bench(link.device, (-1, -1), 8, COLUMNS)
-    assert bench.crossing_s(torch.bfloat16, 1) == pytest.approx(3 * 13e-3 / 200), "the median of three rounds"
-    assert bench.crossing_s(torch.bfloat16, 8, rounds=1) == pytest.approx(5 * 13e-3 / 200)
+    bench = CpuBench(link.device, (-1, -1), 8, COLUMNS)
+    assert bench.hand_off_s(torch.bfloat16, 1) == pytest.approx(3 * 13e-3 / 200), "the median of three rounds"
+    assert bench.hand_off_s(torch.bfloat16, 8, rounds=1) == pytest.approx(5 * 13e-3 / 200)
     assert asked == [1, 201, 202, 402, 403, 603, 604, 804], "a call before the 200 that are timed"
     bench.close()
 
@@ -134,13 +134,13 @@ def test_meetings_are_measured_one_behind_the_other_in_the_same_place(monkeypatc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_attention_is_measured_in_the_memory_of_whole_layers(dtype, monkeypatch):
     """One kind after the other, in the same memory."""
-    monkeypatch.setattr(attention, "Copies", lambda device: PlayedLink())
-    monkeypatch.setattr(attention, "block_bytes", lambda: 40 << 20)
-    monkeypatch.setattr(attention, "ALONE_S", 0.01)
+    monkeypatch.setattr(bench_cpu, "BusyLink", lambda device: PlayedLink())
+    monkeypatch.setattr(bench_cpu, "uncached_block_bytes", lambda: 40 << 20)
+    monkeypatch.setattr(bench_cpu, "ATTENTION_ALONE_S", 0.01)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    bench = attention.AttentionBench(torch.device("cpu"), (-1, -1), dtype)
-    layers = bench.kept.numel() / attention.layer_bytes(dtype)
+    bench = bench_cpu.AttentionBench(torch.device("cpu"), (-1, -1), dtype)
+    layers = bench.kept.numel() / bench_cpu.layer_bytes(dtype)
     assert layers == int(layers) and bench.kept.numel() >= 80 << 20
     for heads in (1, 4):
         found = bench.measured(dtype, heads)
@@ -151,26 +151,26 @@ def test_attention_is_measured_in_the_memory_of_whole_layers(dtype, monkeypatch)
 def test_a_visit_takes_the_rate_of_long_calls_from_those_beside_the_link(monkeypatch):
     bench = PlayedBench(torch.device("cpu"), (-1, -1), 1, COLUMNS)
     asked = []
-    bench.besides = lambda products, rows, gb_per_s: asked.append((rows, gb_per_s)) or Besides(0.0, 0.0)
-    monkeypatch.setattr(core_rates, "rates_together", lambda calls, link: (50.0, 80.0 + 20.0 * len(seen.alone)))
-    seen = core_rates._Seen()
-    core_rates._visit(bench, core_rates._weights(bench)["int4"], 8, seen)
+    bench.besides = lambda products, rows, gb_per_s: asked.append((rows, gb_per_s)) or CallOverhead(0.0, 0.0)
+    monkeypatch.setattr(bench_cpu, "rates_together", lambda calls, link: (50.0, 80.0 + 20.0 * len(seen.alone)))
+    seen = bench_cpu._Seen()
+    bench_cpu._visit(bench, bench_cpu._weights(bench)["int4"], 8, seen)
     assert asked == [(8, 100.0)] and seen.cores == [100.0, 100.0] and seen.link == [50.0, 50.0]
     bench.close()
 
 
 def test_the_median_of_the_visits_counts():
-    besides = [Besides(0.0, 1e-5), Besides(1e-4, 2e-5), Besides(3e-5, 0.0)]
-    seen = core_rates._Seen([50.0, 40.0, 51.0], [90.0, 100.0, 95.0], [93.0, 120.0, 92.0], besides)
-    found = core_rates._rates("int4", 1, seen, 6e-5)
+    besides = [CallOverhead(0.0, 1e-5), CallOverhead(1e-4, 2e-5), CallOverhead(3e-5, 0.0)]
+    seen = bench_cpu._Seen([50.0, 40.0, 51.0], [90.0, 100.0, 95.0], [93.0, 120.0, 92.0], besides)
+    found = bench_cpu._rates("int4", 1, seen, 6e-5)
     assert (found.link_gb_per_s, found.cores_gb_per_s, found.cores_alone_gb_per_s) == (50.0, 93.0, 93.0)
-    assert (found.call_s, found.expert_s, found.crossing_s) == (3e-5, 1e-5, 6e-5)
+    assert (found.call_s, found.expert_s, found.hand_off_s) == (3e-5, 1e-5, 6e-5)
 
 
 def test_all_formats_lie_in_the_same_memory():
     """On a small machine four times as much would be too much."""
     bench = PlayedBench(torch.device("cpu"), (-1, -1), 32, COLUMNS)
-    weights = core_rates._weights(bench)
+    weights = bench_cpu._weights(bench)
     assert {id(each.kept) for each in weights.values()} == {id(weights["bfloat16"].kept)}
     for each in weights.values():
         for calls in (each.calls(2), each.calls(2, short=True), each.expert_calls(2)):
@@ -185,7 +185,7 @@ def test_all_formats_lie_in_the_same_memory():
 def test_calls_multiply_with_weights_of_the_size_that_was_asked_for(dtype, scheme, short):
     team = CpuPool((-1, -1), SPIN_US)
     try:
-        weights = Products(team, dtype, scheme, COLUMNS)
+        weights = CpuProducts(team, dtype, scheme, COLUMNS)
         calls = weights.calls(3, short=short)
         wanted = (2 << 20) if short else (8 << 20)
         assert 0.7 * wanted <= calls.nbytes <= wanted
@@ -199,7 +199,7 @@ def test_calls_multiply_with_weights_of_the_size_that_was_asked_for(dtype, schem
 def test_experts_are_read_by_a_call():
     team = CpuPool((-1, -1), SPIN_US)
     try:
-        weights = Products(team, torch.bfloat16, INT4, COLUMNS)
+        weights = CpuProducts(team, torch.bfloat16, INT4, COLUMNS)
         calls = weights.expert_calls(3)
         assert len(calls.tasks) > 0 and len(calls.tasks) * 2 * calls.nbytes <= weights.kept.numel(), "half of them"
         read = team.chosen_bytes()
@@ -214,7 +214,7 @@ def test_the_time_of_a_call_besides_its_bytes():
     team = CpuPool((-1,), SPIN_US)
     try:
         bench = PlayedBench(torch.device("cpu"), (-1,), 1, COLUMNS)
-        weights = Products(team, torch.bfloat16, None, COLUMNS)
+        weights = CpuProducts(team, torch.bfloat16, None, COLUMNS)
         short, long = weights.calls(1, short=True).nbytes, weights.calls(1).nbytes
         experts = weights.expert_calls(1).nbytes
         assert len({0, short, long, experts}) == 4
@@ -228,8 +228,8 @@ def test_the_time_of_a_call_besides_its_bytes():
         times |= {short: 1.5, experts: 0.5}
         found = bench.besides(weights, 1, rate)
         assert found.call_s < 0 and found.expert_s < 0
-        seen = core_rates._Seen([50.0], [90.0], [95.0], [found])
-        rates = core_rates._rates("int4", 1, seen, 6e-5)
+        seen = bench_cpu._Seen([50.0], [90.0], [95.0], [found])
+        rates = bench_cpu._rates("int4", 1, seen, 6e-5)
         assert (rates.call_s, rates.expert_s) == (0.0, 0.0), "a median below nothing is nothing"
         bench.close()
     finally:
@@ -237,10 +237,13 @@ def test_the_time_of_a_call_besides_its_bytes():
 
 
 def test_a_short_call_costs_what_a_long_one_has_in_its_rate():
-    rates = BesideLink(1, 55.0, 50.0, 100.0, 110.0, 120.0, 6e-5, 4000.0, call_s=4e-5)
-    assert rates.meeting_s(0) == pytest.approx(1e-4) and rates.meeting_s(BLOCK_BYTES) == 6e-5
-    assert rates.meeting_s(BLOCK_BYTES // 2) == pytest.approx(8e-5) and rates.meeting_s(4 * BLOCK_BYTES) == 6e-5
-    assert statistics.fmean(map(rates.meeting_s, (0, BLOCK_BYTES))) == pytest.approx(8e-5)
+    rates = ConcurrentRates(1, 55.0, 50.0, 100.0, 110.0, 120.0, 6e-5, 4000.0, call_s=4e-5)
+    assert rates.call_overhead_s(0) == pytest.approx(1e-4) and rates.call_overhead_s(CPU_BLOCK_BYTES) == 6e-5
+    assert (
+        rates.call_overhead_s(CPU_BLOCK_BYTES // 2) == pytest.approx(8e-5)
+        and rates.call_overhead_s(4 * CPU_BLOCK_BYTES) == 6e-5
+    )
+    assert statistics.fmean(map(rates.call_overhead_s, (0, CPU_BLOCK_BYTES))) == pytest.approx(8e-5)
     assert Placement([], [], [], 0, 0).calls == {}
     with_experts = replace(rates, expert_s=1e-5)
-    assert with_experts.meeting_s(BLOCK_BYTES, 8) == pytest.approx(6e-5 + 8e-5)
+    assert with_experts.call_overhead_s(CPU_BLOCK_BYTES, 8) == pytest.approx(6e-5 + 8e-5)

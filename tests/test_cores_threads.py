@@ -92,7 +92,7 @@ from zero_inference.cpu.attention import attention
 from zero_inference.cpu.pool import CpuPool
 from zero_inference.cpu.products import linear_groups, quantize
 from zero_inference.errors import RunError
-from zero_inference.hardware.cores import read_gb_per_s
+from zero_inference.hardware.bench_cpu import read_gb_per_s
 from zero_inference.kernels.groups import GroupQuantization
 
 weight, x, threads = torch.randn(4096, 64), torch.randn(3, 64), 256

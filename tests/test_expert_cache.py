@@ -21,7 +21,7 @@ from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split, fetch_quota
 from zero_inference.engines.stream.placement import USE_VARIES, Placement, plan_placement
 from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.hardware.cores import BesideLink
+from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.models.experts import FusedExperts
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import read_records
@@ -235,11 +235,11 @@ def test_a_graph_that_is_replayed_evicts_and_fetches():
 
 def test_the_quota_ends_link_and_cpu_together():
     placement = residency_of(4 * 100)  # nothing is kept of the experts, and nothing else is fetched
-    even = BesideLink(1, 50.0, 50.0, 45.0, 45.0, 45.0, 0.0, 1e9)
+    even = ConcurrentRates(1, 50.0, 50.0, 45.0, 45.0, 45.0, 0.0, 1e9)
     assert (
         fetch_quota(replace(placement, few_tokens=4), even) == ()
     )  # experts of 200 bytes: fetching only adds its fixed time
-    slow_cpu = BesideLink(1, 50.0, 50.0, 1e-3, 1e-3, 1e-3, 0.0, 1e9)
+    slow_cpu = ConcurrentRates(1, 50.0, 50.0, 1e-3, 1e-3, 1e-3, 0.0, 1e9)
     assert fetch_quota(replace(placement, few_tokens=4), slow_cpu) == tuple(range(9)), "all that is missed"
 
 
@@ -508,7 +508,7 @@ def test_experts_are_fetched_only_where_that_promises_enough():
     layouts, blocks = a_mixture()
     plan = plan_placement(layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2, 1, blocks)
     for cores, share in ((100.0, 128 / (128 + 8.69)), (200.0, 1.0)):
-        rates = BesideLink(1, 50.0, 50.0, cores, cores, cores, 0.0, 1e9)
+        rates = ConcurrentRates(1, 50.0, 50.0, cores, cores, cores, 0.0, 1e9)
         split = best_split(plan.with_cpu_shares(1.0, 0.0), rates, 0, False)
         assert split.of_experts == pytest.approx(share, rel=1e-4) and split.of_others == 0
 

@@ -307,7 +307,7 @@ def test_a_router_that_differs_a_little_keeps_its_code(device):
 @ON_GPU
 def test_both_are_kernels_of_a_cuda_graph(device):
     assert load_extension(), why_unavailable()
-    from zero_inference.hardware.compute import as_graph
+    from zero_inference.utils.timing import capture_graph
 
     cuda = torch.device("cuda")
     q, k = (heads(1, number, 1, 128, "transposed", cuda, torch.bfloat16) for number in (32, 4))
@@ -320,7 +320,7 @@ def test_both_are_kernels_of_a_cuda_graph(device):
             *torch.ops.zero_inference.choose_experts(logits, 8, True, True, False),
         )
 
-    repeat = as_graph(cuda, step)
+    repeat = capture_graph(cuda, step)
     of_graph = list(kept)
     for x in (q, logits):
         x.copy_(torch.randn_like(x))

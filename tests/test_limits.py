@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zero_inference.errors import RunError
-from zero_inference.hardware.copy import rate_of
+from zero_inference.hardware.bench_copies import rate_of
 from zero_inference.measure import rates
 from zero_inference.measure.rates import LinkRate, LoopMonitor, update_cpu_rate, update_link_rate
 from zero_inference.planning import roofline

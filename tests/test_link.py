@@ -22,10 +22,10 @@ from test_machine import CORES, rates
 
 from zero_inference.cpu.library import load_library
 from zero_inference.errors import RunError
-from zero_inference.hardware import command, compute, copy, cores, rooflines, system
-from zero_inference.hardware.description_file import read_description
+from zero_inference.hardware import bench_copies, bench_cpu, bench_device, command, rooflines, system
+from zero_inference.hardware.profile import read_profile
 from zero_inference.hardware.system import GpuLink, Host, warnings_for
-from zero_inference.measure import own_work
+from zero_inference.measure import engine_overhead
 from zero_inference.utils.ranks import Ranks, stop_process_group
 from zero_inference.utils.watch import store_key
 
@@ -46,14 +46,14 @@ GPU-66666666-7777-8888-9999-000000000000, 00000002:00:00.0, [N/A], [N/A], [Not S
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_and_its_link():
     device = torch.device("cuda", 0)
-    pinned, pageable = (copy.host_to_device_gb_per_s(device, pinned) for pinned in (True, False))
-    up, both = copy.device_to_host_gb_per_s(device), copy.both_directions_gb_per_s(device)
+    pinned, pageable = (bench_copies.host_to_device_gb_per_s(device, pinned) for pinned in (True, False))
+    up, both = bench_copies.device_to_host_gb_per_s(device), bench_copies.both_directions_gb_per_s(device)
     assert pageable < 1.2 * pinned and 0.8 * min(pinned, up) < both < 1.2 * (pinned + up)
-    assert copy.several_devices_gb_per_s([device]) == pytest.approx(pinned, rel=0.2)
-    assert compute.device_copy_gb_per_s(device) > pinned
-    assert compute.matmul_tflops(device, torch.float16) > 1
+    assert bench_copies.several_devices_gb_per_s([device]) == pytest.approx(pinned, rel=0.2)
+    assert bench_device.device_copy_gb_per_s(device) > pinned
+    assert bench_device.matmul_tflops(device, torch.float16) > 1
     properties = torch.cuda.get_device_properties(device)
-    gpu = copy.while_copying(device, lambda: system.read_gpu_link(str(properties.uuid), properties.name))
+    gpu = bench_copies.while_copying(device, lambda: system.read_gpu_link(str(properties.uuid), properties.name))
     if gpu.limit_gb_per_s is not None:
         assert pinned < gpu.limit_gb_per_s
 
@@ -253,14 +253,14 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     def refused(device):
         raise RunError("0.25 GiB of host memory could not be page-locked")
 
-    monkeypatch.setattr(copy, "host_to_device_gb_per_s", lambda device, pinned: 40.0 if pinned else 6.5)
-    monkeypatch.setattr(copy, "device_to_host_gb_per_s", refused)
-    monkeypatch.setattr(copy, "both_directions_gb_per_s", lambda device: 70.25)
-    monkeypatch.setattr(copy, "several_devices_gb_per_s", lambda devices: 40.0 * len(devices))
-    monkeypatch.setattr(compute, "device_copy_gb_per_s", lambda device: 3900.0)
-    monkeypatch.setattr(compute, "matmul_tflops", lambda device, dtype: 700.0)
+    monkeypatch.setattr(bench_copies, "host_to_device_gb_per_s", lambda device, pinned: 40.0 if pinned else 6.5)
+    monkeypatch.setattr(bench_copies, "device_to_host_gb_per_s", refused)
+    monkeypatch.setattr(bench_copies, "both_directions_gb_per_s", lambda device: 70.25)
+    monkeypatch.setattr(bench_copies, "several_devices_gb_per_s", lambda devices: 40.0 * len(devices))
+    monkeypatch.setattr(bench_device, "device_copy_gb_per_s", lambda device: 3900.0)
+    monkeypatch.setattr(bench_device, "matmul_tflops", lambda device, dtype: 700.0)
     monkeypatch.setattr("zero_inference.hardware.rooflines._of_cores", lambda ranks, known: [])
-    monkeypatch.setattr("zero_inference.hardware.report.while_copying", lambda device, read: refused(device))
+    monkeypatch.setattr("zero_inference.hardware.rooflines.while_copying", lambda device, read: refused(device))
     uuids = UUID.removeprefix("GPU-"), SECOND_UUID.removeprefix("GPU-")
     properties = [types.SimpleNamespace(uuid=uuid, name="NVIDIA H200") for uuid in uuids]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
@@ -325,7 +325,7 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert "host memory copy" in ceilings["host_memory_copy_gbps"]["what"]
     assert report["host"]["memory_available_bytes"] <= report["host"]["memory_bytes"]
     assert list(tmp_path.iterdir()) == []
-    saved = read_description(path)
+    saved = read_profile(path)
     assert (
         f"machine: {path}\n" in done.stderr and saved.source == "measured" and saved.gpus == () and saved.cores is None
     )
@@ -336,20 +336,22 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert saved.matmul_tflops["bfloat16"] == ceilings["matmul_bfloat16_tflops"]["value"]
     formats = {(each.format, each.rows) for each in saved.device_products}
     assert formats == {(name, rows) for name in ("bfloat16", "float32", "int8", "int4") for rows in (1, 8, 32, 128)}
-    launches = saved.launches  # noise may give all of the time to one of the two, see hardware/launches.py
+    launches = saved.launches  # noise may give all of the time to one of the two, see hardware/bench_launch.py
     assert min(launches.operator_s, launches.module_s) >= 0 and launches.operator_s + launches.module_s > 0
     assert launches.graph_operator_s is None
     assert 1e8 < saved.process_bytes < 4e9 and 1e8 < saved.measuring_bytes < saved.process_bytes
     assert saved.library_bytes["deepspeed"] > 1e6
-    work = {(each.engine, each.quant_bits, each.kv_offload, each.resident): each for each in saved.own_work}
+    work = {(each.engine, each.quant_bits, each.kv_offload, each.resident): each for each in saved.engine_overheads}
     quantized = [("stream", 4, False, False), *(("deepspeed", bits, False, False) for bits in (8, 4))]
     plain = [(engine, 16, False, False) for engine in ("resident", "stream", "accelerate", "deepspeed")]
     assert set(work) == {*plain, *quantized, ("stream", 16, True, False)}, "without a GPU none are restored on it"
-    assert {each.engine for each in saved.own_work if each.load_layer_s == 0} == {"resident"}, "whose is load_s"
+    assert {each.engine for each in saved.engine_overheads if each.load_layer_s == 0} == {"resident"}, "whose is load_s"
     resident, attending = work["resident", 16, False, False], work["stream", 16, True, False]
     assert resident.step_piece_s == 0.0 < resident.start_s < 1.0 and attending.prefill_piece_s < 0.1
-    assert all(0 < each.step_piece_s < 0.1 for each in saved.own_work if each.engine == "deepspeed")
-    restoring = {(each.engine, each.quant_bits) for each in saved.own_work if each.restored_gb_per_s is not None}
+    assert all(0 < each.step_piece_s < 0.1 for each in saved.engine_overheads if each.engine == "deepspeed")
+    restoring = {
+        (each.engine, each.quant_bits) for each in saved.engine_overheads if each.restored_gb_per_s is not None
+    }
     assert restoring == {("deepspeed", 8), ("deepspeed", 4)}
     # torch itself may say more of its build
     assert saved.versions["torch"] == importlib.metadata.version("torch")
@@ -366,11 +368,11 @@ def test_what_every_run_loads_is_there_before_libraries_are_weighed(monkeypatch)
         loaded[library] = dist.is_initialized() and "transformers.models.llama.modeling_llama" in sys.modules
         return 0
 
-    monkeypatch.setattr(own_work, "_import", weigh)
-    monkeypatch.setattr(own_work, "_compile", lambda ranks: None)
-    monkeypatch.setattr(own_work, "say_ready", lambda: False)
+    monkeypatch.setattr(engine_overhead, "_import", weigh)
+    monkeypatch.setattr(engine_overhead, "_compile", lambda ranks: None)
+    monkeypatch.setattr(engine_overhead, "signal_ready", lambda: False)
     try:
-        own_work.print_own_work()
+        engine_overhead.print_engine_overheads()
     finally:
         stop_process_group()
     assert loaded == {"accelerate": True, "deepspeed": True}
@@ -382,10 +384,12 @@ def test_what_is_known_of_the_cores_is_not_measured_again(monkeypatch):
     monkeypatch.setattr(rooflines, "_of_link", lambda ranks: [])
     monkeypatch.setattr(rooflines, "_of_device", lambda device: [])
     monkeypatch.setattr(rooflines, "load_extension", lambda: True)
-    monkeypatch.setattr(cores, "cpus_of", lambda ranks: (-1,))
-    monkeypatch.setattr(cores, "read_gb_per_s", lambda cpus: 130.0)
-    monkeypatch.setattr(cores, "measure_beside_link", lambda *_: pytest.fail("measured"))
-    monkeypatch.setattr(cores, "products_gb_per_s", lambda cpus, dtype, wanted: [-rows for _, rows in wanted])
+    monkeypatch.setattr(bench_cpu, "cpus_of", lambda ranks: (-1,))
+    monkeypatch.setattr(bench_cpu, "measure_read_gb_per_s", lambda cpus: 130.0)
+    monkeypatch.setattr(bench_cpu, "measure_concurrent_rates", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(
+        bench_cpu, "measure_products_gb_per_s", lambda cpus, dtype, wanted: [-rows for _, rows in wanted]
+    )
     found = rooflines.rooflines(Ranks(0, 1, 0, 1, torch.device("cuda", 0)), None, known)
     assert {each.name: each.measure() for each in found} == {
         "cores_read_gbps": 130.0,

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from zero_inference.cli import console_main
-from zero_inference.hardware import engines, saved
-from zero_inference.hardware.engines import EnginesProcess
+from zero_inference.hardware import measure_profile, overhead_process
+from zero_inference.hardware.overhead_process import OverheadProcess
 from zero_inference.utils.processes import isolated_module
 from zero_inference.utils.ranks import Ranks
 
 
 def asked(monkeypatch, code: str, **options) -> tuple[dict, list[str]]:
     """What a process that runs `code` is found to have measured, and what was said."""
-    monkeypatch.setattr(engines, "isolated_module", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(overhead_process, "isolated_module", lambda *_: [sys.executable, "-c", code])
     said: list[str] = []
-    with contextlib.closing(EnginesProcess(**options)) as process:
+    with contextlib.closing(OverheadProcess(**options)) as process:
         process.wait_until_ready(said.append)
         return process.measured(said.append), said
 
@@ -76,7 +76,7 @@ def test_it_ends_with_the_process_that_asked(tmp_path):
     assert not list(tmp_path.glob("zero-inference-thin-*"))
 
 
-@pytest.mark.parametrize("ends", [EnginesProcess.close, lambda process: process.measured(lambda line: None)])
+@pytest.mark.parametrize("ends", [OverheadProcess.close, lambda process: process.measured(lambda line: None)])
 def test_it_ends_with_all_that_it_started_however_far_it_is(ends, monkeypatch):
     """Such as a compiler, which would go on writing."""
     code = """
@@ -85,8 +85,8 @@ print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pi
 print("ready", flush=True)
 time.sleep(60)
 """
-    monkeypatch.setattr(engines, "isolated_module", lambda *_: [sys.executable, "-c", code])
-    process, said = EnginesProcess(timeout_s=3.0), []
+    monkeypatch.setattr(overhead_process, "isolated_module", lambda *_: [sys.executable, "-c", code])
+    process, said = OverheadProcess(timeout_s=3.0), []
     process.wait_until_ready(said.append)
     both = [psutil.Process(process._process.pid), psutil.Process(int(said[0]))]
     start = time.monotonic()
@@ -100,7 +100,7 @@ time.sleep(60)
 
 
 def test_nothing_is_started_under_a_launcher_of_several(monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr("zero_inference.hardware.engines.EnginesProcess", lambda: pytest.fail("started"))
+    monkeypatch.setattr("zero_inference.hardware.overhead_process.OverheadProcess", lambda: pytest.fail("started"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert console_main(["zero-inference", "link", "--save", str(tmp_path / "machine.json")]) == 2
     assert "start it without a launcher" in capfd.readouterr().err
@@ -129,12 +129,12 @@ def test_the_host_is_measured_while_nothing_is_loaded_beside_it(kind, visits, mo
         done.append("described")
         return basics
 
-    monkeypatch.setattr(saved, "Launching", Launching)
-    monkeypatch.setattr(saved, "measure_cores", lambda *_: done.append("cores"))
-    monkeypatch.setattr(saved, "make_report", lambda *_: {"rooflines": []})
-    monkeypatch.setattr(saved, "_description", described)
+    monkeypatch.setattr(measure_profile, "LaunchBench", Launching)
+    monkeypatch.setattr(measure_profile, "measure_cores", lambda *_: done.append("cores"))
+    monkeypatch.setattr(measure_profile, "make_report", lambda *_: {"rooflines": []})
+    monkeypatch.setattr(measure_profile, "_description", described)
     ranks = Ranks(0, 1, 0, 1, torch.device(kind))
-    _, basics = saved.measure_this_machine(ranks, Engines(), None, lambda line: None)
+    _, basics = measure_profile.measure_this_machine(ranks, Engines(), None, lambda line: None)
     assert done[:5] == ["launching", "ready", "visit", "engines", "cores"] and done.count("visit") == visits
     assert done[-1] == "described", "with all visits"
     assert basics.library_bytes == {"deepspeed": 5}

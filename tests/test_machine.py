@@ -17,32 +17,33 @@ from zero_inference.cpu.pool import CpuPool as CoreThreads
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.cpu_plan import NO_LINK, SEVERAL_GPUS, why_no_cpu_compute
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware import saved
-from zero_inference.hardware.assume import CONTEXT_BYTES, assumed
-from zero_inference.hardware.attention import Attended, Attention
-from zero_inference.hardware.caches import block_bytes
-from zero_inference.hardware.cards import card_of
-from zero_inference.hardware.choose import machine_of
-from zero_inference.hardware.copies import rate_alone
-from zero_inference.hardware.core_rates import OfCores
-from zero_inference.hardware.cores import BesideLink
-from zero_inference.hardware.description import (
+from zero_inference.hardware import measure_profile
+from zero_inference.hardware.bench_copies import rate_alone, uncached_block_bytes
+from zero_inference.hardware.bench_cpu import CpuAttention, CpuRates
+from zero_inference.hardware.machine import ProfiledMachine, resolve_machine
+from zero_inference.hardware.profile import (
     MEASURED_WITH,
-    AttentionRate,
-    CoreRates,
-    Cores,
-    Description,
-    DeviceAttention,
-    DeviceRate,
+    CpuAttentionRate,
+    CpuProductRate,
+    CpuProfile,
+    DeviceAttentionTime,
+    DeviceProductRate,
+    EngineOverhead,
     Gpu,
-    Launches,
-    Loading,
-    OwnWork,
+    HardwareProfile,
+    LaunchOverhead,
+    LoadingRates,
+    read_profile,
+    write_profile,
 )
-from zero_inference.hardware.description_file import read_description, write_description
-from zero_inference.hardware.machine import DescribedMachine
-from zero_inference.hardware.rates import attended_gb_per_s, beside_link, between
-from zero_inference.hardware.typical import TYPICAL, find_typical
+from zero_inference.hardware.rates import (
+    AttentionRates,
+    ConcurrentRates,
+    attended_gb_per_s,
+    concurrent_rates,
+    interpolate,
+)
+from zero_inference.hardware.spec import CONTEXT_BYTES, TYPICAL, card_of, find_typical, parse_assumed
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import resolve_model
@@ -56,24 +57,24 @@ GIB = 1 << 30
 H200 = Gpu(name="NVIDIA H200", memory_bytes=140 * GIB, free_bytes=139 * GIB)
 
 
-def rates(format: str, rows: int, cores: float, link: float = 50.0, crossing_s: float = 1e-4) -> CoreRates:
-    return CoreRates(
+def rates(format: str, rows: int, cores: float, link: float = 50.0, hand_off_s: float = 1e-4) -> CpuProductRate:
+    return CpuProductRate(
         format=format,
         rows=rows,
         link_gb_per_s=link,
         cores_gb_per_s=cores,
         cores_alone_gb_per_s=cores + 10,
-        crossing_s=crossing_s,
+        hand_off_s=hand_off_s,
     )
 
 
-CORES = Cores(
+CORES = CpuProfile(
     threads=15,
     instructions="amx",
     read_gb_per_s=120.0,
-    products=(rates("int4", 1, 100.0), rates("int4", 8, 80.0), rates("int4", 32, 50.0, crossing_s=3e-4)),
+    products=(rates("int4", 1, 100.0), rates("int4", 8, 80.0), rates("int4", 32, 50.0, hand_off_s=3e-4)),
 )
-MACHINE = Description(
+MACHINE = HardwareProfile(
     measured_with=MEASURED_WITH,
     source="measured",
     name="test",
@@ -91,10 +92,10 @@ MACHINE = Description(
 
 def test_a_description_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "machine.json"
-    write_description(MACHINE.model_copy(update={"peers_gb_per_s": "link"}), path)
-    assert read_description(path).peers_gb_per_s == "link"
-    write_description(MACHINE, path)
-    assert read_description(path) == MACHINE
+    write_profile(MACHINE.model_copy(update={"peers_gb_per_s": "link"}), path)
+    assert read_profile(path).peers_gb_per_s == "link"
+    write_profile(MACHINE, path)
+    assert read_profile(path) == MACHINE
     written = json.loads(path.read_text())
     assert written["link_gbps"] == 55.0 and written["cores"]["products"][2]["cores_gbps"] == 50.0, (
         "keys as in the record"
@@ -145,11 +146,11 @@ def test_a_file_that_cannot_be_is_refused_in_one_line(content, said, tmp_path, c
 def test_a_file_that_is_not_there(path, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=said):
-        machine_of(path, None)
+        resolve_machine(path, None)
 
 
 def test_what_is_assumed():
-    found = assumed(
+    found = parse_assumed(
         "gpus=2x24GiB, host=128GB,link=25GB/s,memory=1.0TB/s,matmul=150TFLOP/s,disk=3GB/s,disk_free=1TiB,cores=60GB/s"
     )
     gpu = Gpu(name="GPU with 24 GiB", memory_bytes=24 * GIB, free_bytes=24 * GIB - CONTEXT_BYTES)
@@ -158,58 +159,65 @@ def test_what_is_assumed():
     assert found.disk_free_bytes == 1 << 40 and found.matmul_tflops == {"float16": 150.0, "bfloat16": 150.0}
     for kind in ("bfloat16", "int4"):
         for rows in (1, 8, 1000):
-            both = beside_link(found, kind, rows)
-            assert (both.cores_gb_per_s, both.link_gb_per_s, both.crossing_s) == (
+            both = concurrent_rates(found, kind, rows)
+            assert (both.cores_gb_per_s, both.link_gb_per_s, both.hand_off_s) == (
                 pytest.approx(60),
                 pytest.approx(25),
                 0,
             )
-    assert assumed("gpus=1x24,host=128") == assumed("gpus=1x24GiB,host=128GiB")
-    assert assumed("gpus=0,host=1GiB").gpus == ()
+    assert parse_assumed("gpus=1x24,host=128") == parse_assumed("gpus=1x24GiB,host=128GiB")
+    assert parse_assumed("gpus=0,host=1GiB").gpus == ()
     two = "gpus=2x24GiB,host=1GiB,peers"
-    assert (assumed(f"{two}=300GB/s").peers_gb_per_s, assumed(f"{two}=link").peers_gb_per_s) == (300.0, "link")
+    assert (parse_assumed(f"{two}=300GB/s").peers_gb_per_s, parse_assumed(f"{two}=link").peers_gb_per_s) == (
+        300.0,
+        "link",
+    )
 
 
 def test_what_was_measured_of_another_device_is_not_kept():
     """Neither its products nor its launches, where a GPU is said of a machine without one."""
-    rates = (DeviceRate(format="bfloat16", rows=1, gb_per_s=15.0),)
-    attention = (DeviceAttention(heads=1, key_heads=32, positions=160, seconds=8e-6),)
-    launches = Launches(operator_s=1e-5, step_s=1e-3, attention=attention, attention_gb_per_s=1700.0)
+    rates = (DeviceProductRate(format="bfloat16", rows=1, gb_per_s=15.0),)
+    attention = (DeviceAttentionTime(heads=1, key_heads=32, positions=160, seconds=8e-6),)
+    launches = LaunchOverhead(operator_s=1e-5, step_s=1e-3, attention=attention, attention_gb_per_s=1700.0)
     known = {"device_products": rates, "launches": launches, "pageable_link_gb_per_s": 10.0}
     without = MACHINE.model_copy(update=known | {"gpus": (), "cores": None})
-    found = assumed("gpus=1x24GiB,link=25GB/s,memory=1000GB/s", without)
+    found = parse_assumed("gpus=1x24GiB,link=25GB/s,memory=1000GB/s", without)
     assert (found.device_products, found.launches, found.pageable_link_gb_per_s) == ((), None, None)
-    faster = assumed("memory=8000GB/s,link=110GB/s", MACHINE.model_copy(update=known))
+    faster = parse_assumed("memory=8000GB/s,link=110GB/s", MACHINE.model_copy(update=known))
     assert faster.device_products == () and faster.pageable_link_gb_per_s == 20.0
-    assert faster.launches == Launches(operator_s=1e-5, step_s=1e-3), "attention was measured with the other memory"
-    assert assumed("pageable=5GB/s,link=110GB/s", MACHINE.model_copy(update=known)).pageable_link_gb_per_s == 5.0
+    assert faster.launches == LaunchOverhead(operator_s=1e-5, step_s=1e-3), (
+        "attention was measured with the other memory"
+    )
+    assert parse_assumed("pageable=5GB/s,link=110GB/s", MACHINE.model_copy(update=known)).pageable_link_gb_per_s == 5.0
 
 
 def test_a_measured_machine_with_other_numbers():
-    found = assumed("HOST=64gib, link=11GB/s", MACHINE)
+    found = parse_assumed("HOST=64gib, link=11GB/s", MACHINE)
     assert (found.host_memory_bytes, found.link_gb_per_s, found.source) == (64 * GIB, 11.0, "assumed")
     assert found.name == "test with HOST=64gib, link=11GB/s" and found.gpus == MACHINE.gpus
     assert [each.link_gb_per_s for each in found.cores.products] == [10.0] * 3, "beside the cores a fifth as fast, too"
     assert [each.cores_gb_per_s for each in found.cores.products] == [100.0, 80.0, 50.0]
-    without = assumed("gpus=0", MACHINE)
+    without = parse_assumed("gpus=0", MACHINE)
     assert (without.gpus, without.link_gb_per_s, without.device_gb_per_s, without.cores) == ((), None, None, None)
 
 
 def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
     options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0"
     line = "gpus=1x24GiB,host=128GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s"
-    all_of_it = planned(f"{options} --cpu-compute 1", machine_of(None, line)).weights
+    all_of_it = planned(f"{options} --cpu-compute 1", resolve_machine(None, line)).weights
     assert all_of_it.fetched_bytes == 5120 * 2, "a row of the embedding"
-    assert step_bound(all_of_it, assumed(line)) == ("cores", pytest.approx(all_of_it.cores_bytes / 60e9))
+    assert step_bound(all_of_it, parse_assumed(line)) == ("cores", pytest.approx(all_of_it.cores_bytes / 60e9))
     by_deepspeed = "--model llama-2-13b --dummy --cpu-offload"
-    no_link = planned(by_deepspeed, machine_of(None, "gpus=1x24GiB,host=128GiB,memory=1000GB/s")).weights
+    no_link = planned(by_deepspeed, resolve_machine(None, "gpus=1x24GiB,host=128GiB,memory=1000GB/s")).weights
     assert limit_in_words(no_link) == "not known without the rate of the link"
     assert no_link.in_words() == [f"each decode step copies {no_link.fetched_bytes / 2**30:.3g} GiB over the link"]
     assert no_link.places_in_words() == "in host memory"
-    mixture = planned("--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4", machine_of(None, line)).weights
-    assert 300 < 1 / step_bound(mixture, assumed(line))[1] < 1000, "3.3 billion active weights in half a byte"
+    mixture = planned(
+        "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4", resolve_machine(None, line)
+    ).weights
+    assert 300 < 1 / step_bound(mixture, parse_assumed(line))[1] < 1000, "3.3 billion active weights in half a byte"
     chosen = planned(
-        "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4 --gpu-memory 4", machine_of(None, line)
+        "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4 --gpu-memory 4", resolve_machine(None, line)
     )
     assert limit_in_words(chosen.weights).startswith("about ")
 
@@ -252,54 +260,54 @@ def test_another_machine_is_only_planned_for(option, capfd):
 
 def test_rates_between_those_that_were_measured():
     """Times grow in straight lines: what a token more costs."""
-    assert between([1, 8, 32], [1.0, 2.0, 8.0], 1) == 1.0 and between([4, 8], [1.0, 2.0], 1) == 1.0
-    assert between([1, 8, 32], [1.0, 2.0, 8.0], 8) == 2.0 and between([1, 8, 32], [1.0, 2.0, 8.0], 20) == 5.0
-    assert between([1, 8, 32], [1.0, 2.0, 8.0], 40) == 10.0 and between([1, 8], [2.0, 1.0], 100) == 1.0
-    assert between([8], [3.0], 1) == between([8], [3.0], 64) == 3.0
-    found = beside_link(MACHINE, "int4", 20)
-    assert isinstance(found, BesideLink) and found.rows == 20
-    assert 1 / found.cores_gb_per_s == pytest.approx((1 / 80 + 1 / 50) / 2) and found.crossing_s == pytest.approx(2e-4)
-    others = tuple(rates("int8", each.rows, 90.0, crossing_s=3 * each.crossing_s) for each in CORES.products)
+    assert interpolate([1, 8, 32], [1.0, 2.0, 8.0], 1) == 1.0 and interpolate([4, 8], [1.0, 2.0], 1) == 1.0
+    assert interpolate([1, 8, 32], [1.0, 2.0, 8.0], 8) == 2.0 and interpolate([1, 8, 32], [1.0, 2.0, 8.0], 20) == 5.0
+    assert interpolate([1, 8, 32], [1.0, 2.0, 8.0], 40) == 10.0 and interpolate([1, 8], [2.0, 1.0], 100) == 1.0
+    assert interpolate([8], [3.0], 1) == interpolate([8], [3.0], 64) == 3.0
+    found = concurrent_rates(MACHINE, "int4", 20)
+    assert isinstance(found, ConcurrentRates) and found.rows == 20
+    assert 1 / found.cores_gb_per_s == pytest.approx((1 / 80 + 1 / 50) / 2) and found.hand_off_s == pytest.approx(2e-4)
+    others = tuple(rates("int8", each.rows, 90.0, hand_off_s=3 * each.hand_off_s) for each in CORES.products)
     both = CORES.model_copy(update={"products": (*CORES.products, *others)})
-    of_both = beside_link(MACHINE.model_copy(update={"cores": both}), "int4", 20)
-    assert of_both.crossing_s == pytest.approx(4e-4), "the median of both formats: it has nothing to do with them"
+    of_both = concurrent_rates(MACHINE.model_copy(update={"cores": both}), "int4", 20)
+    assert of_both.hand_off_s == pytest.approx(4e-4), "the median of both formats: it has nothing to do with them"
     assert of_both.cores_gb_per_s == found.cores_gb_per_s
     assert (found.link_alone_gb_per_s, found.read_gb_per_s, found.device_gb_per_s) == (55.0, 120.0, 4200.0)
-    assert "their rate of int8 products is not known" in beside_link(MACHINE, "int8", 1)
-    assert "the rate of the host's cores is not known" in beside_link(
+    assert "their rate of int8 products is not known" in concurrent_rates(MACHINE, "int8", 1)
+    assert "the rate of the host's cores is not known" in concurrent_rates(
         MACHINE.model_copy(update={"cores": None}), "int4", 1
     )
     slower = CORES.products[1].model_copy(update={"call_s": 4e-5})
     with_calls = CORES.model_copy(update={"products": (CORES.products[0], slower, CORES.products[2])})
-    assert beside_link(MACHINE.model_copy(update={"cores": with_calls}), "int4", 20).call_s == pytest.approx(2e-5)
+    assert concurrent_rates(MACHINE.model_copy(update={"cores": with_calls}), "int4", 20).call_s == pytest.approx(2e-5)
     assert found.call_s == 0.0, "a file from before it was measured"
 
 
 def test_rates_of_attention_are_those_of_its_heads():
     points = [
-        AttentionRate(format="bfloat16", heads=heads, gb_per_s=beside, alone_gb_per_s=alone)
+        CpuAttentionRate(format="bfloat16", heads=heads, gb_per_s=beside, alone_gb_per_s=alone)
         for heads, beside, alone in ((1, 80.0, 100.0), (8, 40.0, 50.0))
     ]
     attending = MACHINE.model_copy(update={"cores": CORES.model_copy(update={"attention": tuple(points)})})
-    assert attended_gb_per_s(attending, "bfloat16", 1) == Attended(pytest.approx(80.0), pytest.approx(100.0))
+    assert attended_gb_per_s(attending, "bfloat16", 1) == AttentionRates(pytest.approx(80.0), pytest.approx(100.0))
     assert 1 / attended_gb_per_s(attending, "bfloat16", 4).alone_gb_per_s == pytest.approx(4 / 700 + 3 / 350)
     assert attended_gb_per_s(attending, "float16", 1) is attended_gb_per_s(MACHINE, "bfloat16", 1) is None
     asked = "--model llama-2-13b --dummy --dtype bfloat16 --engine stream --quant-bits 4 --prompt-len 512 --gen-len 8"
     options = f"{asked} --kv-offload --batch-size 8"
-    plans = [planned(options, DescribedMachine(each)).weights for each in (attending, MACHINE)]
+    plans = [planned(options, ProfiledMachine(each)).weights for each in (attending, MACHINE)]
     assert [each.placement.host_bytes for each in plans] == [0, 0] and all(each.cores.attends for each in plans)
     assert [each.cores.rates.attention_gb_per_s(True) for each in plans] == [pytest.approx(100.0), 120.0]
     extra_s = plans[0].cores.kv_bytes / 1e9 * (1 / 100 - 1 / 120)
     assert plans[0].cost_terms.step_cpu.wait_s - plans[1].cost_terms.step_cpu.wait_s == pytest.approx(extra_s)
-    on_device = planned(asked, DescribedMachine(attending)).weights
+    on_device = planned(asked, ProfiledMachine(attending)).weights
     assert on_device.cores is None, "nothing for them in host memory"
 
 
 def test_attention_of_the_cores_is_measured():
     cores = CoreThreads((-1, -1), SPIN_US)
     try:
-        attention = Attention(cores, torch.bfloat16, 4)
-        assert len(attention.numbers) * attention.one() >= 2 * block_bytes(), "more than caches hold"
+        attention = CpuAttention(cores, torch.bfloat16, 4)
+        assert len(attention.numbers) * attention.one() >= 2 * uncached_block_bytes(), "more than caches hold"
         assert torch.isfinite(attention.out).all() and attention.out.abs().max() > 0 and attention.next == 1
         assert 0.01 < rate_alone(attention, 0.05) < 2000
     finally:
@@ -329,7 +337,7 @@ def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
     fetch = []
     for model, gib in (("mixtral-8x7b", 7), ("qwen3-30b-a3b", 5.1), ("qwen3-30b-a3b", 7.6)):
         rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=20GB/s,memory=1000GB/s,matmul=100TFLOP/s"
-        machine = machine_of(None, f"gpus=1x{gib}GiB,{rates}")
+        machine = resolve_machine(None, f"gpus=1x{gib}GiB,{rates}")
         plan = planned(f"--model {model} --dummy --engine stream --quant-bits 4 --batch-size 8", machine)
         assert plan.weights.least_free_device_bytes <= plan.job.free_device_bytes
         fetch.append(max(plan.weights.placement.quota, default=0))
@@ -341,7 +349,7 @@ def test_experts_are_fetched_for_a_given_share_only_where_they_stay():
     rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=20GB/s,memory=1000GB/s,matmul=100TFLOP/s"
     options = "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4 --cpu-compute 1"
     for gpu_memory, stay in (("--gpu-memory 0", False), ("", True)):
-        placement = planned(f"{options} {gpu_memory}", machine_of(None, f"gpus=1x8GiB,{rates}")).weights.placement
+        placement = planned(f"{options} {gpu_memory}", resolve_machine(None, f"gpus=1x8GiB,{rates}")).weights.placement
         assert bool(placement.expert_slots) == bool(placement.quota) == stay
         assert min(placement.expert_slots.values(), default=0) >= max(placement.quota, default=0)
 
@@ -352,7 +360,8 @@ def test_a_device_fetches_no_more_experts_than_it_misses():
     said = []
     for gib in (6.3, 7):
         plan = planned(
-            "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4", machine_of(None, f"gpus=1x{gib}GiB,{rates}")
+            "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4",
+            resolve_machine(None, f"gpus=1x{gib}GiB,{rates}"),
         )
         assert (
             plan.weights.cores_bytes >= 0 and "over the link; the host's cores multiply " in plan.weights.in_words()[0]
@@ -365,7 +374,7 @@ def test_a_device_fetches_no_more_experts_than_it_misses():
 
 def test_a_plan_fits_only_where_the_reserve_of_device_memory_stays_free():
     """The device is as large as the plan asks for, and a byte smaller."""
-    machine = machine_of(None, "gpus=1x80GiB,host=256GiB")
+    machine = resolve_machine(None, "gpus=1x80GiB,host=256GiB")
     plan = planned("--model opt-1.3b --dummy --engine stream --gpu-memory 1 --batch-size 8", machine)
     least = plan.weights.least_free_device_bytes
     for free, fits in ((least, True), (least - 1, False)):
@@ -386,7 +395,7 @@ def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):
         "zero_inference.hardware.machine.available_host_bytes", lambda: pytest.fail("host memory was asked")
     )
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    write_description(MACHINE, tmp_path / "machine.json")
+    write_profile(MACHINE, tmp_path / "machine.json")
     for options in (
         "--engine stream --quant-bits 4 --gpu-memory 0",
         "--cpu-offload",
@@ -420,16 +429,16 @@ def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):
 
 def test_typical_machines_are_what_datasheets_say():
     """By hand: 16 lanes of 16 GT/s, of which 128 of 130 bits are data; the card's figures are those of cards.json."""
-    found = machine_of("rtx4090", None).described()
+    found = resolve_machine("rtx4090", None).profile()
     assert found.source == "datasheet" and found.host_memory_bytes == 64 * GIB
     assert found.link_gb_per_s == pytest.approx(16 * 16 * 128 / 130 / 8) and found.device_gb_per_s == 1008
     assert found.matmul_tflops == {"float16": 165.2, "bfloat16": 165.2, "float32": 82.6}
     assert found.gpus == (Gpu(name="RTX 4090", memory_bytes=24 * GIB, free_bytes=24 * GIB - CONTEXT_BYTES),)
     assert (found.launches, found.cores, found.pageable_link_gb_per_s, found.disk_gb_per_s) == (None,) * 4
-    eight = machine_of("8x H100_SXM", None).described()
+    eight = resolve_machine("8x H100_SXM", None).profile()
     assert [gpu.name for gpu in eight.gpus] == ["H100 SXM"] * 8 and eight.host_memory_bytes == 8 * 256 * GIB
     assert (eight.peers_gb_per_s, found.peers_gb_per_s) == (450, "link"), "of 900 GB/s both ways"
-    assert "bfloat16" not in machine_of("t4", None).described().matmul_tflops
+    assert "bfloat16" not in resolve_machine("t4", None).profile().matmul_tflops
     for each in TYPICAL:
         card = card_of(each.card)
         one = each.description()
@@ -441,10 +450,10 @@ def test_typical_machines_are_what_datasheets_say():
 
 def test_what_is_assumed_of_a_typical_machine():
     """Rates that are still those of a datasheet are marked as such."""
-    larger = machine_of("rtx4090", "host=256GiB").described()
+    larger = resolve_machine("rtx4090", "host=256GiB").profile()
     assert (larger.host_memory_bytes, larger.source) == (256 * GIB, "datasheet")
     assert larger.name == "rtx4090 with host=256GiB" and larger.link_gb_per_s > 31
-    every = machine_of("rtx4090", "link=25GB/s,memory=900GB/s,matmul=150TFLOP/s,cores=60GB/s").described()
+    every = resolve_machine("rtx4090", "link=25GB/s,memory=900GB/s,matmul=150TFLOP/s,cores=60GB/s").profile()
     assert every.source == "assumed" and every.cores.read_gb_per_s == 60
 
 
@@ -467,10 +476,10 @@ def test_a_name_that_no_machine_has(name, said, capfd):
 
 def test_a_file_is_taken_before_a_typical_machine_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_description(MACHINE, tmp_path / "rtx4090")
-    assert machine_of("rtx4090", None).described() == MACHINE
-    assert machine_of("./rtx4090", None).described() == MACHINE
-    assert machine_of("rtx3090", None).described().name == "rtx3090"
+    write_profile(MACHINE, tmp_path / "rtx4090")
+    assert resolve_machine("rtx4090", None).profile() == MACHINE
+    assert resolve_machine("./rtx4090", None).profile() == MACHINE
+    assert resolve_machine("rtx3090", None).profile().name == "rtx3090"
 
 
 def test_a_plan_from_a_datasheet_says_that_it_is_one(capfd):
@@ -499,9 +508,9 @@ def test_times_of_several_gpus_leave_out_what_these_send_each_other():
         shlex.split("--model opt-13b --dummy --engine stream --gpu-memory 0 --batch-size 2 --dry-run")
     )
     spec = resolve_model(config, "cuda")
-    job = Job(config, spec, ranks, build_empty_model(spec), H200.free_bytes, None, DescribedMachine(two))
+    job = Job(config, spec, ranks, build_empty_model(spec), H200.free_bytes, None, ProfiledMachine(two))
     spec_dtype = {"matmul_tflops": {"float16": 700.0, "bfloat16": 700.0}}
-    job = replace(job, machine=DescribedMachine(two.model_copy(update=spec_dtype)))
+    job = replace(job, machine=ProfiledMachine(two.model_copy(update=spec_dtype)))
     streamed = make_plan(job)
     assert streamed.times.step.seconds == pytest.approx(streamed.weights.fetched_bytes / (2 * 55e9))
     assert streamed.times.at_least and streamed.times.without_cores
@@ -521,7 +530,7 @@ def test_what_gpus_send_each_other(options, fetched_share):
 
     def step_s(peers) -> tuple[float, str, int]:
         machine = MACHINE.model_copy(update={"gpus": (H200,) * 4, "peers_gb_per_s": peers})
-        plan = make_plan(Job(config, spec, ranks, empty_model, H200.free_bytes, None, DescribedMachine(machine)))
+        plan = make_plan(Job(config, spec, ranks, empty_model, H200.free_bytes, None, ProfiledMachine(machine)))
         limit = step_bound(plan.weights, machine)[1]
         assert limit <= plan.times.step.seconds * 1.001, "the limit is a bound of what is predicted"
         weights = plan.weights.fetched_bytes + plan.weights.parted_bytes
@@ -541,7 +550,7 @@ def test_what_gpus_send_each_other(options, fetched_share):
 
 def test_cores_take_their_part_as_the_file_says():
     options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0"
-    machine = DescribedMachine(MACHINE)
+    machine = ProfiledMachine(MACHINE)
     plan = planned(options, machine).weights
     moved = plan.moved_per_step()
     assert len(plan.cores.cpus) == 15 and plan.cores.instructions == "amx"
@@ -555,7 +564,7 @@ def test_cores_take_their_part_as_the_file_says():
     assert limit_in_words(plan, step_s) is None
     alone = planned(f"{options} --cpu-compute off", machine).weights
     assert step_bound(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
-    no_rates = DescribedMachine(MACHINE.model_copy(update={"cores": None}))
+    no_rates = ProfiledMachine(MACHINE.model_copy(update={"cores": None}))
     assert "the rate of the host's cores is not known" in planned(options, no_rates).weights.cores_stay_out
     with pytest.raises(UsageError, match="test was measured with 15 threads"):
         planned(f"{options} --cpu-threads 4", machine)
@@ -563,7 +572,7 @@ def test_cores_take_their_part_as_the_file_says():
 
 def test_several_gpus_have_the_cpu_only_where_a_share_is_given():
     options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0 --batch-size 2"
-    one = job_of(options, DescribedMachine(MACHINE))
+    one = job_of(options, ProfiledMachine(MACHINE))
     two = replace(one, ranks=replace(one.ranks, world_size=2, local_world_size=2))
     assert why_no_cpu_compute(one) is None and why_no_cpu_compute(two) == SEVERAL_GPUS
     on_cpus = replace(two, ranks=replace(two.ranks, device=torch.device("cpu")))
@@ -598,18 +607,18 @@ def test_what_cores_give_beside_the_link_is_kept(monkeypatch):
         def measured(self, dtype, heads):
             if (dtype, heads) == (torch.float16, 8):
                 raise RunError("no host memory is left")
-            return Attended(90.0 / heads, 100.0 / heads)
+            return AttentionRates(90.0 / heads, 100.0 / heads)
 
         def close(self):
             lines.append("closed")
 
-    found = OfCores(128.0, (rates("int4", 1, 100.0), rates("int4", 8, 80.0)))
-    monkeypatch.setattr(saved, "measure_core_rates", lambda device, cpus: found)
-    monkeypatch.setattr(saved, "AttentionBench", Attending)
-    monkeypatch.setattr(saved, "cpus_of_host", lambda ranks: (1, 2, 3))
-    monkeypatch.setattr(saved, "load_extension", lambda: True)
+    found = CpuRates(128.0, (rates("int4", 1, 100.0), rates("int4", 8, 80.0)))
+    monkeypatch.setattr(measure_profile, "measure_cpu_rates", lambda device, cpus: found)
+    monkeypatch.setattr(measure_profile, "AttentionBench", Attending)
+    monkeypatch.setattr(measure_profile, "cpus_of_host", lambda ranks: (1, 2, 3))
+    monkeypatch.setattr(measure_profile, "load_extension", lambda: True)
     ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
-    cores = saved.measure_cores(ranks, lines.append)
+    cores = measure_profile.measure_cores(ranks, lines.append)
     assert (cores.threads, cores.read_gb_per_s, cores.products) == (3, 128.0, found.products)
     assert [(each.format, each.heads, each.gb_per_s, each.alone_gb_per_s) for each in cores.attention] == [
         ("bfloat16", 1, 90.0, 100.0),
@@ -623,8 +632,8 @@ def test_what_cores_give_beside_the_link_is_kept(monkeypatch):
     def refused(device, cpus):
         raise RunError("1.00 GiB of host memory could not be page-locked")
 
-    monkeypatch.setattr(saved, "measure_core_rates", refused)
-    assert saved.measure_cores(ranks, lines.append) is None
+    monkeypatch.setattr(measure_profile, "measure_cpu_rates", refused)
+    assert measure_profile.measure_cores(ranks, lines.append) is None
     assert any("could not be page-locked" in line for line in lines)
 
 
@@ -685,7 +694,7 @@ def test_the_plan_says_what_an_h200_counted(name, empty_models):
     options = options_of(record)
     memory = record["environment"]["gpus"][0]["memory_bytes"]
     machine = MACHINE.model_copy(update={"gpus": (Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),)})
-    plan = planned(shlex.join(options), DescribedMachine(machine), empty_models)
+    plan = planned(shlex.join(options), ProfiledMachine(machine), empty_models)
     says_what_was_counted(plan.weights, record)
     slot = plan.job.kv_device_bytes // SLOTS if record["kv_offload"] else 0  # keys and values had one less then
     near = 0.03 if record["engine"] == "deepspeed" else 0.06
@@ -710,21 +719,26 @@ def test_the_plan_says_what_a_run_here_counts(options, checkpoints, tmp_path):
     offload = ["--offload-dir", str(tmp_path / "offload")] if "disk" in options else []
     sizes = "--prompt-len 16 --gen-len 8 --loops 1 --warmup 0 --batch-size 2 --dtype bfloat16"
     asked = ["--model", str(checkpoints("opt")), *sizes.split(), *options.split(), *offload]
-    plan = planned(shlex.join(asked), machine_of(None, None)).weights
+    plan = planned(shlex.join(asked), resolve_machine(None, None)).weights
     assert main(["run_model.py", *asked, "--log-file", str(tmp_path / "run.log")]) == 0
     says_what_was_counted(plan, read_records(tmp_path / "run.jsonl")[-1])
 
 
 def test_what_was_measured_with_a_gpu_is_not_taken_for_a_machine_without():
     """Nor what was measured with another memory."""
-    work = OwnWork(
+    work = EngineOverhead(
         engine="deepspeed", quant_bits=4, start_s=0.0, step_piece_s=0.0, prefill_piece_s=0.0, restored_gb_per_s=145.0
     )
-    rates = Loading(draw_gb_per_s=700.0, quantize_int8_gb_per_s=6.0, quantize_int4_gb_per_s=6.0, keep_gb_per_s=4.0)
-    measured = MACHINE.model_copy(update={"own_work": (work,), "loading": rates, "process_bytes": 10**9})
+    rates = LoadingRates(draw_gb_per_s=700.0, quantize_int8_gb_per_s=6.0, quantize_int4_gb_per_s=6.0, keep_gb_per_s=4.0)
+    measured = MACHINE.model_copy(update={"engine_overheads": (work,), "loading": rates, "process_bytes": 10**9})
     line = "memory=40GB/s,link=20GB/s,matmul=1TFLOP/s"
-    without = assumed(f"gpus=0,{line}", measured)
-    assert (without.own_work, without.loading, without.process_bytes, without.library_bytes) == ((), None, None, {})
-    other_memory = assumed("memory=40GB/s", measured)
-    assert other_memory.gpus and (other_memory.own_work, other_memory.loading) == ((), None)
-    assert other_memory.process_bytes == 10**9 and assumed("host=64GiB", measured).own_work == (work,)
+    without = parse_assumed(f"gpus=0,{line}", measured)
+    assert (without.engine_overheads, without.loading, without.process_bytes, without.library_bytes) == (
+        (),
+        None,
+        None,
+        {},
+    )
+    other_memory = parse_assumed("memory=40GB/s", measured)
+    assert other_memory.gpus and (other_memory.engine_overheads, other_memory.loading) == ((), None)
+    assert other_memory.process_bytes == 10**9 and parse_assumed("host=64GiB", measured).engine_overheads == (work,)

@@ -10,21 +10,20 @@ from forks import AS_USERS
 from test_machine import MACHINE
 
 from zero_inference.cli import console_main, main
-from zero_inference.hardware.description import Launches, OwnWork
-from zero_inference.hardware.description_file import write_description
+from zero_inference.hardware.profile import EngineOverhead, LaunchOverhead, write_profile
 from zero_inference.utils.environment import describe_environment, rate_versions
 
 MEASURE = """
 import json, sys
-from zero_inference.hardware.engines import EnginesProcess
-from zero_inference.hardware.saved import measure_basics
+from zero_inference.hardware.overhead_process import EnginesProcess
+from zero_inference.hardware.measure_profile import measure_basics
 from zero_inference.utils.ranks import detect_ranks
 engines = EnginesProcess()
 found = measure_basics(detect_ranks(), engines, lambda line: None)
 engines.close()
-own_work = [each.model_dump() for each in found.own_work]
+engine_overheads = [each.model_dump() for each in found.engine_overheads]
 launches = found.launching.found().model_dump()
-print(json.dumps([launches, found.process_bytes, found.measuring_bytes, found.library_bytes, own_work]))
+print(json.dumps([launches, found.process_bytes, found.measuring_bytes, found.library_bytes, engine_overheads]))
 """
 WIDE = dict(hidden_size=1024, max_position_embeddings=256, vocab_size=32000)
 SIZES = {  # 200 to 260 MB in bfloat16, most of it in layers, so that weights and what is made of them outweigh the libraries' scatter
@@ -65,21 +64,23 @@ def measured_here(fork_server, tmp_path_factory):
     program.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{MEASURE}")
     process = start_python(fork_server(AS_USERS), [program], folder, out, err, without_gpus())
     assert wait_for_all([process], timeout=120) == [0], err.read_text()
-    launches, process_bytes, measuring_bytes, library_bytes, own_work = json.loads(out.read_text().splitlines()[-1])
+    launches, process_bytes, measuring_bytes, library_bytes, engine_overheads = json.loads(
+        out.read_text().splitlines()[-1]
+    )
     found = {
         "gpus": (),
         "cores": None,
         "versions": rate_versions(describe_environment()),
-        "launches": Launches(**launches),
+        "launches": LaunchOverhead(**launches),
         "process_bytes": process_bytes,
         "measuring_bytes": measuring_bytes,
         "library_bytes": library_bytes,
-        "own_work": tuple(OwnWork(**each) for each in own_work),
+        "engine_overheads": tuple(EngineOverhead(**each) for each in engine_overheads),
         "link_gb_per_s": 10.0,
         "device_gb_per_s": 20.0,
         "disk_gb_per_s": None,
     }
-    write_description(MACHINE.model_copy(update=found), folder / "machine.json")
+    write_profile(MACHINE.model_copy(update=found), folder / "machine.json")
     return folder / "machine.json", process_bytes - measuring_bytes
 
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero_inference.cli import console_main
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware import cards
+from zero_inference.hardware import spec
 from zero_inference.micro import blocks, command, elementwise, layer, matmul, timing
 from zero_inference.micro.blocks import BlockShape
 from zero_inference.micro.layer import make_norm_patch
@@ -192,12 +192,12 @@ def test_blocks_are_seeded_and_on_the_device_in_the_dtype():
     ],
 )
 def test_cards_by_the_name_that_cuda_gives(cuda_name, name):
-    card = cards.find_card(cuda_name)
+    card = spec.find_card(cuda_name)
     assert (card and card.name) == name
 
 
 def test_every_rate_has_a_source_and_a_likely_size():
-    for card in cards.cards():
+    for card in spec.cards():
         assert 300 <= card.memory.value <= 8000 and card.memory.source
         assert {"fp32", "fp16"} <= set(card.tflops)
         for rate in card.tflops.values():
@@ -209,7 +209,7 @@ def test_every_rate_has_a_source_and_a_likely_size():
 
 def test_memory_is_what_is_left_by_error_correction():
     """nvidia-smi says 40960 MiB of an A100 of 40 GB, 15360 of a T4 and 46068 of an L40S."""
-    by_name = {card.name: card.memory_bytes for card in cards.cards()}
+    by_name = {card.name: card.memory_bytes for card in spec.cards()}
     assert by_name["A100 SXM 40 GB"] == 40960 << 20 and by_name["T4"] == 15360 << 20
     assert by_name["L40S"] == pytest.approx(46068 << 20, rel=0.001) and by_name["V100 SXM2"] is None
 
@@ -396,7 +396,7 @@ def test_rows_one_by_one_are_the_table_of_all(capsys):
 
 
 def test_rows_follow_from_the_time():
-    card = cards.Card("a card", (), tflops={"fp16": cards.Rate(0.5, "")}, memory=cards.Rate(40.0, ""))
+    card = spec.Card("a card", (), tflops={"fp16": spec.Rate(0.5, "")}, memory=spec.Rate(40.0, ""))
     rates = timing.MachineRates(CPU, {"bf16": 0.25, "fp16": 0.25}, copy_gb_per_s=20.0, card=card)
     (row,) = elementwise.measure(rates, [1 << 12], 0.02)
     assert row["gflops"] == pytest.approx(4096 / row["time_s"] / 1e9) and row["gbps"] == pytest.approx(

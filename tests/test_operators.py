@@ -6,10 +6,10 @@ from conftest import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_inference.config.run_options import parse_options
-from zero_inference.hardware import compute, device_attention, in_graph
-from zero_inference.hardware.compute import ProductTime, product_times
-from zero_inference.hardware.in_graph import measure_graph_operator
-from zero_inference.hardware.launches import ROUNDS, Launching, two_costs
+from zero_inference.hardware import bench_device, bench_launch
+from zero_inference.hardware.bench_device import product_times
+from zero_inference.hardware.bench_launch import ROUNDS, LaunchBench, measure_graph_operator, two_costs
+from zero_inference.hardware.rates import ProductTime
 from zero_inference.kernels import decode_attention
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.models.empty_model import build_empty_model
@@ -93,7 +93,7 @@ def test_the_skeleton_asks_once_and_only_while_it_is_empty():
 
 
 def test_what_the_host_takes_is_measured():
-    launching = Launching(torch.device("cpu"))
+    launching = LaunchBench(torch.device("cpu"))
     launching.visit()
     launching.visit()
     assert {len(model.rounds_s) for model in launching.models} == {2 * ROUNDS}
@@ -134,11 +134,11 @@ def test_attention_is_not_among_the_small_operators_of_a_graph(monkeypatch):
         asked.append((what, more))
         return 1e-5
 
-    monkeypatch.setattr(in_graph, "median_s", seconds)
-    monkeypatch.setattr(in_graph, "attention_s", attention_s)
+    monkeypatch.setattr(bench_launch, "measure_median_s", seconds)
+    monkeypatch.setattr(bench_launch, "attention_s", attention_s)
     assert measure_graph_operator(torch.device("cpu"), 256) == pytest.approx(2e-6) and set(layers) == {1, 16}
     assert asked == [((1, 2, 160), {"key_heads_per_sequence": 2, "layers": 16})], "what a layer of that width has"
-    monkeypatch.setattr(in_graph, "attention_s", lambda *_, **__: 1.0)
+    monkeypatch.setattr(bench_launch, "attention_s", lambda *_, **__: 1.0)
     assert measure_graph_operator(torch.device("cpu"), 256) == 0.0, "attention alone took longer"
 
 
@@ -154,8 +154,8 @@ def test_attention_is_measured_for_few_and_many_heads_and_positions(monkeypatch)
             raise torch.OutOfMemoryError("no memory")
         return 1e-6 * len(asked)
 
-    monkeypatch.setattr(device_attention, "attention_s", seconds)
-    found = device_attention.measure_device_attention(torch.device("cpu"))
+    monkeypatch.setattr(bench_device, "attention_s", seconds)
+    found = bench_device.measure_device_attention(torch.device("cpu"))
     assert len(set(asked)) == 8 and len(found) == 7, "the others are known all the same"
     assert [(each.heads, each.key_heads, each.positions) for each in found] == asked[:-1]
     assert [each.seconds for each in found] == [1e-6 * (1 + number) for number in range(7)]
@@ -174,11 +174,11 @@ def test_what_is_measured_of_attention_is_that_of_a_layer(heads, key_heads, posi
         shapes.append((query.shape, keys.shape, values.shape, attn_mask.shape))
         return query
 
-    monkeypatch.setattr(device_attention, "CACHES_BYTES", 1 << 18)
-    monkeypatch.setattr(device_attention, "median_s", seconds)
+    monkeypatch.setattr(bench_device, "CACHES_BYTES", 1 << 18)
+    monkeypatch.setattr(bench_device, "measure_median_s", seconds)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(decode_attention, "scaled_dot_product_attention", attention)
-    found = device_attention.attention_s(torch.device("cpu"), heads, key_heads, positions, layers=layers)
+    found = bench_device.attention_s(torch.device("cpu"), heads, key_heads, positions, layers=layers)
     assert found == pytest.approx(1e-3), "a layer's part of a step"
     layer_bytes = 2 * key_heads * positions * 128 * 2
     assert len(shapes) == (layers or 1 + (1 << 18) // layer_bytes)
@@ -214,24 +214,24 @@ def test_launches_of_a_model_do_not_depend_on_its_weights():
 
 @pytest.mark.parametrize("scheme", [None, GroupQuantization(8, 64), GroupQuantization(4, 64)])
 def test_products_of_few_tokens_are_measured(scheme, monkeypatch):
-    monkeypatch.setattr("zero_inference.hardware.compute.WEIGHTS_BYTES", 1 << 20)
-    monkeypatch.setattr("zero_inference.hardware.compute.WEIGHTS_S", {"cpu": 0.0})
+    monkeypatch.setattr("zero_inference.hardware.bench_device.WEIGHTS_BYTES", 1 << 20)
+    monkeypatch.setattr("zero_inference.hardware.bench_device.WEIGHTS_S", {"cpu": 0.0})
     found = product_times(torch.device("cpu"), torch.bfloat16, scheme, (1, 3))
     assert list(found) == [1, 3] and all(0.01 < each.gb_per_s < 2000 and each.call_s == 0 for each in found.values())
-    monkeypatch.setattr(compute, "SHAPES", {"cpu": ((128, 256), (512, 256))})
+    monkeypatch.setattr(bench_device, "SHAPES", {"cpu": ((128, 256), (512, 256))})
     two = product_times(torch.device("cpu"), torch.bfloat16, scheme, (1,))[1]
     assert two.gb_per_s > 0 <= two.call_s
 
 
 def test_tokens_that_do_not_fit_are_left_out(monkeypatch):
-    monkeypatch.setattr(compute, "WEIGHTS_BYTES", 1 << 20)
+    monkeypatch.setattr(bench_device, "WEIGHTS_BYTES", 1 << 20)
 
     def product_s(weights, tokens):
         if tokens > 8:
             raise torch.OutOfMemoryError
         return tokens * 1e-3
 
-    monkeypatch.setattr(compute.DeviceWeights, "product_s", product_s)
+    monkeypatch.setattr(bench_device.DeviceWeights, "product_s", product_s)
     assert list(product_times(torch.device("cpu"), torch.bfloat16, None, (1, 8, 32))) == [1, 8]
 
 

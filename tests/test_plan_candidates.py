@@ -10,7 +10,7 @@ from test_timing import FAST
 
 from benchmarks import candidate_trials, plan_candidates
 from benchmarks.candidate_trials import Candidate, Trials
-from zero_inference.hardware.description_file import write_description
+from zero_inference.hardware.profile import write_profile
 from zero_inference.records.read import read_records
 from zero_inference.utils.environment import describe_environment, rate_versions
 
@@ -206,7 +206,7 @@ def test_a_small_model_is_planned_and_every_candidate_runs(tmp_path, checkpoints
         "link_gb_per_s": 10.0,
         "device_gb_per_s": 20.0,
     }
-    write_description(FAST.model_copy(update=here), tmp_path / "machine.json")
+    write_profile(FAST.model_copy(update=here), tmp_path / "machine.json")
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(tmp_path / "machine.json"))
     sizes = "--batch-size 2 --prompt-len 8 --gen-len 6 --engine resident accelerate".split()
     results = tmp_path / "results"

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.predictions import HOSTS, RESULTS, ranges_of, ratios, with_cores_of_run, within_others
 from zero_inference.config.run_options import parse_options
-from zero_inference.hardware.description_file import read_description
+from zero_inference.hardware.profile import read_profile
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.cost import RANGES
 from zero_inference.records.read import read_records
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def planned_with(run: str, model: str):
     """The machine of that host, as it was kept and as the run had it, and the record."""
-    kept = read_description(RESULTS / HOST / "machine.json")
+    kept = read_profile(RESULTS / HOST / "machine.json")
     record = list(read_records(Path(RESULTS / HOST / f"{run}.jsonl")))[-1]
     spec = resolve_model(parse_options(["--model", model, "--dummy"]), "cuda")
     return kept, with_cores_of_run(kept, record, spec), record
@@ -32,7 +32,7 @@ def test_cores_are_as_fast_as_in_the_run():
     assert rate == pytest.approx(55.6, abs=0.1) and planned == pytest.approx(69.3, abs=0.1)
     for before, after in zip(kept.cores.products, found.cores.products):
         assert after.cores_gb_per_s == pytest.approx(before.cores_gb_per_s * rate / planned)
-        assert (after.link_gb_per_s, after.crossing_s) == (before.link_gb_per_s, before.crossing_s)
+        assert (after.link_gb_per_s, after.hand_off_s) == (before.link_gb_per_s, before.hand_off_s)
     assert found.link_gb_per_s == kept.link_gb_per_s
 
 

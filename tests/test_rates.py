@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from zero_inference.errors import RunError
-from zero_inference.hardware import caches, compute, copy, disk
-from zero_inference.hardware.disk import disk_read_gb_per_s
+from zero_inference.hardware import bench_copies, bench_device, bench_disk
+from zero_inference.hardware.bench_disk import disk_read_gb_per_s
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("measured_as_for_users")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("measured_as_for_users")
 
 def own_copy_gb_per_s() -> float:
     """The best of five copies by plain bytes, without torch."""
-    nbytes = copy.block_bytes(CPU)
+    nbytes = bench_copies.block_bytes(CPU)
     source, target = bytearray(b"\7") * nbytes, bytearray(b"\1") * nbytes
     best = 0.0
     for _ in range(5):
@@ -35,7 +35,7 @@ def own_copy_gb_per_s() -> float:
 def test_the_copy_rate_is_that_of_an_independent_copy():
     measured = own = 0.0
     for _ in range(15):  # other processes share this machine's memory and cores: the best of each counts
-        measured = max(measured, copy.host_to_device_gb_per_s(CPU, pinned=True, seconds=0.3))
+        measured = max(measured, bench_copies.host_to_device_gb_per_s(CPU, pinned=True, seconds=0.3))
         own = max(own, own_copy_gb_per_s())
         if 0.5 < measured / own < 2:
             return
@@ -45,10 +45,10 @@ def test_the_copy_rate_is_that_of_an_independent_copy():
 def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
     two = [CPU, CPU]
     for rate in (
-        copy.device_to_host_gb_per_s(CPU, seconds=0.1),
-        copy.both_directions_gb_per_s(CPU, seconds=0.1),
-        copy.several_devices_gb_per_s(two, seconds=0.1),
-        compute.device_copy_gb_per_s(CPU, seconds=0.1),
+        bench_copies.device_to_host_gb_per_s(CPU, seconds=0.1),
+        bench_copies.both_directions_gb_per_s(CPU, seconds=0.1),
+        bench_copies.several_devices_gb_per_s(two, seconds=0.1),
+        bench_device.device_copy_gb_per_s(CPU, seconds=0.1),
     ):
         assert 0.1 < rate < 2000
     try:
@@ -58,29 +58,29 @@ def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
     with pytest.raises(RunError, match="cannot create a file in /proc "):
         disk_read_gb_per_s(Path("/proc"))
     assert not list(tmp_path.iterdir())
-    assert copy.kind_of(CPU) == "host memory copy" and copy.kind_of(torch.device("cuda")) == "host link"
+    assert bench_copies.kind_of(CPU) == "host memory copy" and bench_copies.kind_of(torch.device("cuda")) == "host link"
 
 
 @pytest.fixture
 def tick_s(monkeypatch):
     """The clock of a measurement goes on by this each time it is read, so that a round's rate tells the bytes it copied."""
     readings = itertools.count()
-    monkeypatch.setattr(copy, "time", types.SimpleNamespace(perf_counter=lambda: next(readings) * 2**-10))
+    monkeypatch.setattr(bench_copies, "time", types.SimpleNamespace(perf_counter=lambda: next(readings) * 2**-10))
     return 2**-10
 
 
 def test_copies_at_once_count_the_bytes_of_all(monkeypatch, tick_s):
-    monkeypatch.setattr(caches, "block_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(bench_copies, "uncached_block_bytes", lambda: 1 << 20)
     one = (1 << 20) / tick_s / 1e9
-    assert copy.host_to_device_rounds(CPU, pinned=True, seconds=0) == pytest.approx([one] * 3)
-    assert copy.device_to_host_gb_per_s(CPU, seconds=0) == pytest.approx(one)
-    assert copy.both_directions_gb_per_s(CPU, seconds=0) == pytest.approx(2 * one)
-    assert copy.several_devices_gb_per_s([CPU] * 3, seconds=0) == pytest.approx(3 * one)
-    assert len(copy.host_to_device_rounds(CPU, pinned=True, seconds=99 * tick_s)) > 20, "as long as was asked"
+    assert bench_copies.host_to_device_rounds(CPU, pinned=True, seconds=0) == pytest.approx([one] * 3)
+    assert bench_copies.device_to_host_gb_per_s(CPU, seconds=0) == pytest.approx(one)
+    assert bench_copies.both_directions_gb_per_s(CPU, seconds=0) == pytest.approx(2 * one)
+    assert bench_copies.several_devices_gb_per_s([CPU] * 3, seconds=0) == pytest.approx(3 * one)
+    assert len(bench_copies.host_to_device_rounds(CPU, pinned=True, seconds=99 * tick_s)) > 20, "as long as was asked"
 
 
 def test_a_round_copies_the_bytes_that_it_counts(monkeypatch):
-    monkeypatch.setattr(caches, "block_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(bench_copies, "uncached_block_bytes", lambda: 1 << 20)
     copied, copy_ = [], torch.Tensor.copy_
 
     def watching(target, source, **how):
@@ -89,19 +89,19 @@ def test_a_round_copies_the_bytes_that_it_counts(monkeypatch):
         return done
 
     monkeypatch.setattr(torch.Tensor, "copy_", watching)
-    copy.several_devices_gb_per_s([CPU, CPU], seconds=0)
+    bench_copies.several_devices_gb_per_s([CPU, CPU], seconds=0)
     assert len(copied) == 2 * (1 + 3), "a first round and three that count"
     assert len({(target, source) for target, source, *_ in copied}) == len({target for target, *_ in copied}) == 2
     assert all(size == 1 << 20 and equal for *_, size, equal in copied)
 
 
 def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch, tick_s):
-    monkeypatch.setattr(caches, "block_bytes", lambda: 1000)
-    monkeypatch.setattr(copy, "LEAST_BYTES", 300)
+    monkeypatch.setattr(bench_copies, "uncached_block_bytes", lambda: 1000)
+    monkeypatch.setattr(bench_copies, "LEAST_BYTES", 300)
     layers = [
         torch.full((size,), value, dtype=torch.uint8) for value, size in ((1, 1000), (2, 2400), (3, 299), (4, 1200))
     ]
-    blocks = copy.blocks_of(layers, CPU)
+    blocks = bench_copies.blocks_of(layers, CPU)
     seen = [next(blocks) for _ in range(5)]
     assert [(int(block[0]), len(block)) for block in seen] == [(1, 1000), (2, 1000), (2, 1000), (2, 400), (4, 1000)], (
         "small ones are left out"
@@ -109,15 +109,17 @@ def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch, t
     assert torch.equal(next(blocks), seen[0]) and seen[0].data_ptr() == layers[0].data_ptr(), (
         "around again, where they lie"
     )
-    rates = copy.host_to_device_rounds(CPU, pinned=True, seconds=0, sources=copy.blocks_of(layers[1:], CPU))
+    rates = bench_copies.host_to_device_rounds(
+        CPU, pinned=True, seconds=0, sources=bench_copies.blocks_of(layers[1:], CPU)
+    )
     copied = [rate * tick_s * 1e9 for rate in rates]
     assert copied == pytest.approx([1000, 400, 1000]), "the bytes that were copied, behind a first round of 1000"
-    assert copy.blocks_of(layers[2:3], CPU) is None and copy.blocks_of([], CPU) is None
+    assert bench_copies.blocks_of(layers[2:3], CPU) is None and bench_copies.blocks_of([], CPU) is None
 
 
 def test_rounds_copy_from_the_memory_that_is_given(monkeypatch):
-    monkeypatch.setattr(caches, "block_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(copy, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(bench_copies, "uncached_block_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(bench_copies, "LEAST_BYTES", 1 << 10)
     taken = []
 
     def seen(blocks):
@@ -126,7 +128,9 @@ def test_rounds_copy_from_the_memory_that_is_given(monkeypatch):
             yield block
 
     layers = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(3)]
-    rates = copy.host_to_device_rounds(CPU, pinned=True, seconds=0, sources=seen(copy.blocks_of(layers, CPU)))
+    rates = bench_copies.host_to_device_rounds(
+        CPU, pinned=True, seconds=0, sources=seen(bench_copies.blocks_of(layers, CPU))
+    )
     assert len(rates) >= 3 and set(taken) == {layer.data_ptr() for layer in layers}
 
 
@@ -188,13 +192,13 @@ class Clocks:
         ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(torch, "full", Memory)
-        monkeypatch.setattr(copy, "host_empty", lambda shape, dtype, pinned: torch.empty(shape, dtype=dtype))
-        monkeypatch.setattr(copy, "BLOCK_BYTES", self.BLOCK_BYTES)
+        monkeypatch.setattr(bench_copies, "host_empty", lambda shape, dtype, pinned: torch.empty(shape, dtype=dtype))
+        monkeypatch.setattr(bench_copies, "BLOCK_BYTES", self.BLOCK_BYTES)
 
 
 def test_a_link_is_never_idle_while_it_is_measured(monkeypatch):
     clocks = Clocks(monkeypatch, [55.0])
-    rates = copy.host_to_device_rounds(torch.device("cuda", 0), pinned=True, seconds=0)
+    rates = bench_copies.host_to_device_rounds(torch.device("cuda", 0), pinned=True, seconds=0)
     assert rates == pytest.approx([55.0] * 3, rel=1e-9)
     assert clocks.now_s == max(stream.done_s for stream in clocks.streams), "copies are still under way"
 
@@ -202,7 +206,7 @@ def test_a_link_is_never_idle_while_it_is_measured(monkeypatch):
 def test_the_slowest_of_several_links_is_never_idle_while_they_are_measured(monkeypatch):
     clocks = Clocks(monkeypatch, [55.0, 20.0])
     devices = [torch.device("cuda", index) for index in range(2)]
-    assert copy.several_devices_gb_per_s(devices, seconds=0) == pytest.approx(40.0, rel=1e-9)
+    assert bench_copies.several_devices_gb_per_s(devices, seconds=0) == pytest.approx(40.0, rel=1e-9)
     assert clocks.now_s == max(stream.done_s for stream in clocks.streams), "copies are still under way"
 
 
@@ -236,20 +240,20 @@ def test_blocks_are_made_for_the_caches_of_the_cores_that_copy(threads, cores, e
             index.mkdir(parents=True)
             for name, text in zip(("level", "size", "shared_cpu_list"), words):
                 (index / name).write_text(f"{text}\n")
-    monkeypatch.setattr(caches, "CPUS", tmp_path)
+    monkeypatch.setattr(bench_copies, "CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores) | {200})  # which tells nothing of its caches
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert caches.block_bytes() == expected << 20
+    assert bench_copies.uncached_block_bytes() == expected << 20
     for damaged in tmp_path.glob("*/cache/index2/level"):
         damaged.unlink()
-        assert caches.block_bytes() == caches.UNKNOWN_BYTES
+        assert bench_copies.uncached_block_bytes() == bench_copies.DEFAULT_UNCACHED_BYTES
 
 
 def test_matmul_counts_two_operations_a_product():
     size = 384
     left, right = torch.randn(size, size), torch.randn(size, size)
     for _ in range(10):  # other processes share this machine
-        measured = compute.matmul_tflops(CPU, torch.float32, size=size, seconds=0.2)
+        measured = bench_device.matmul_tflops(CPU, torch.float32, size=size, seconds=0.2)
         spent = []
         for _ in range(20):
             start = time.perf_counter()
@@ -267,9 +271,9 @@ def test_the_best_rate_of_several_numbers_of_rows_is_that_of_products(monkeypatc
         shapes.append(tuple(action().shape))
         return {8: 1.0, 3: 0.125}[shapes[-1][0]]
 
-    monkeypatch.setattr(compute, "median_s", timed)
-    assert compute.matmul_tflops(CPU, torch.float16, size=8, rows=(3,)) == 2 * 3 * 64 / 0.125 / 1e12
-    assert compute.matmul_tflops(CPU, torch.float16, size=8) == 2 * 8 * 64 / 1e12
+    monkeypatch.setattr(bench_device, "measure_median_s", timed)
+    assert bench_device.matmul_tflops(CPU, torch.float16, size=8, rows=(3,)) == 2 * 3 * 64 / 0.125 / 1e12
+    assert bench_device.matmul_tflops(CPU, torch.float16, size=8) == 2 * 8 * 64 / 1e12
     assert shapes == [(8, 8), (3, 8), (8, 8)]
 
 
@@ -278,4 +282,7 @@ def test_the_best_rate_of_several_numbers_of_rows_is_that_of_products(monkeypatc
     [(0, 128), (1, 128), (128 << 20, 128), ((128 << 20) + 1, 256), (900 << 20, 1024), (1 << 40, 1024)],
 )
 def test_all_threads_read_as_much_of_a_file_within_bounds(asked, taken_mib):
-    assert disk.whole_chunks(asked) == taken_mib << 20 and (taken_mib << 20) % (disk.THREADS * disk.CHUNK_BYTES) == 0
+    assert (
+        bench_disk.whole_chunks(asked) == taken_mib << 20
+        and (taken_mib << 20) % (bench_disk.THREADS * bench_disk.CHUNK_BYTES) == 0
+    )

@@ -20,12 +20,10 @@ from zero_inference.cli import console_main, main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import parse_options
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware import kept
-from zero_inference.hardware.choose import machine_of
-from zero_inference.hardware.description_file import kept_path, read_description, write_description
-from zero_inference.hardware.kept import kept_description, why_outdated
-from zero_inference.hardware.limited import LimitedMachine
-from zero_inference.hardware.machine import DescribedMachine
+from zero_inference.hardware import cache
+from zero_inference.hardware.cache import cached_profile, profile_cache_path, why_outdated
+from zero_inference.hardware.machine import LimitedMachine, ProfiledMachine, resolve_machine
+from zero_inference.hardware.profile import read_profile, write_profile
 from zero_inference.planning import explain, search
 from zero_inference.planning.choose import choose, faster_than, hint
 from zero_inference.planning.cost import PassTime, Times
@@ -54,7 +52,7 @@ LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul
 @pytest.fixture(scope="module")
 def found():
     """Of OPT-30B on an H200 of which 24 GiB may be used."""
-    machine = LimitedMachine(DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=24 * GIB)
+    machine = LimitedMachine(ProfiledMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=24 * GIB)
     job = job_of("--model opt-30b --dummy --prompt-len 128 --engine stream", machine)
     return find_candidates(job, SearchSpace(batch_sizes=(1, 8, 32)))
 
@@ -490,7 +488,8 @@ def test_a_generation_takes_its_first_token_and_all_others(found):
 def test_a_trial_runs_in_as_many_processes_as_gpus(copied_runs, tmp_path, monkeypatch):
     """On a CPU, where ranks take gloo."""
     job = job_of(
-        "--model opt-125m --dummy --dtype bfloat16 --prompt-len 8 --gen-len 3 --batch-size 2", machine_of(None, None)
+        "--model opt-125m --dummy --dtype bfloat16 --prompt-len 8 --gen-len 3 --batch-size 2",
+        resolve_machine(None, None),
     )
     two = replace(job, ranks=replace(job.ranks, world_size=2, local_world_size=2))
     plan = plan_with(two, engine="resident", cpu_offload=False)
@@ -514,65 +513,67 @@ def test_the_smallest_machine_is_one_that_does(capfd):
 
 
 def test_a_part_of_a_machine():
-    whole = DescribedMachine(MACHINE)
+    whole = ProfiledMachine(MACHINE)
     part = LimitedMachine(whole, device_bytes=10 * GIB, host_bytes=20 * GIB)
     ranks = whole.ranks_there(detect_ranks())
     assert (part.free_device_bytes(ranks, False), part.available_host_bytes()) == (10 * GIB, 20 * GIB)
     assert LimitedMachine(whole, 999 * GIB).free_device_bytes(ranks, False) == whole.free_device_bytes(ranks, False)
     assert LimitedMachine(whole).available_host_bytes() == whole.available_host_bytes() and not part.is_here
-    assert (part.gpus(), part.described(), part.instructions()) == (1, MACHINE, "amx")
+    assert (part.gpus(), part.profile(), part.instructions()) == (1, MACHINE, "amx")
 
 
 @pytest.fixture
 def kept_here(monkeypatch, tmp_path):
     """A file that describes this machine, without its GPUs."""
-    monkeypatch.setattr(kept, "describe_environment", lambda: describe_environment() | {"gpus": []})
+    monkeypatch.setattr(cache, "describe_environment", lambda: describe_environment() | {"gpus": []})
     environment = describe_environment()
     path = tmp_path / "machine.json"
     versions = rate_versions(environment)
     here = FAST.model_copy(update={"gpus": (), "versions": versions, "link_gb_per_s": 10.0, "device_gb_per_s": 20.0})
-    write_description(here, path)
+    write_profile(here, path)
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(path))
     return path, here
 
 
 def test_a_kept_machine_is_used_until_something_changes(kept_here):
     path, here = kept_here
-    assert kept_description() == here and why_outdated(here) is None
-    write_description(here.model_copy(update={"versions": here.versions | {"torch": "1.0"}}), path)
-    assert kept_description() is None
+    assert cached_profile() == here and why_outdated(here) is None
+    write_profile(here.model_copy(update={"versions": here.versions | {"torch": "1.0"}}), path)
+    assert cached_profile() is None
     assert why_outdated(here.model_copy(update={"versions": {}})).startswith("torch was None and is 2")
     assert why_outdated(here.model_copy(update={"gpus": MACHINE.gpus})) == "its GPUs have changed"
     earlier = here.model_copy(update={"measured_with": 1})
     assert why_outdated(earlier) == "this version measures more of it"
-    write_description(earlier, path)
-    assert kept_description() is None
+    write_profile(earlier, path)
+    assert cached_profile() is None
     path.write_text("{")
-    assert kept_description() is None
+    assert cached_profile() is None
     path.unlink()
-    assert kept_description() is None
+    assert cached_profile() is None
 
 
 def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path, capfd):
     path = tmp_path / "new" / "machine.json"
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(path))
-    monkeypatch.setattr("zero_inference.hardware.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(
-        "zero_inference.hardware.saved.measure_this_machine",
+        "zero_inference.hardware.overhead_process.OverheadProcess", lambda: SimpleNamespace(close=lambda: None)
+    )
+    monkeypatch.setattr(
+        "zero_inference.hardware.measure_profile.measure_this_machine",
         lambda ranks, engines, disk, say: ({"warnings": ["no link"]}, MACHINE),
     )
     lines: list[str] = []
-    kept.measure_and_keep(lines.append)
+    cache.measure_and_cache(lines.append)
     assert (
         path.is_file()
         and lines[0].startswith("measuring this machine; the results are kept")
         and lines[1] == "warning: no link"
     )
-    kept.measure_and_keep(lines.append)
+    cache.measure_and_cache(lines.append)
     assert "measuring this machine again (torch was 2.11 and is " in lines[2]
     path.write_text("a letter")
     with pytest.raises(UsageError, match="describes no machine; remove it"):
-        kept.measure_and_keep(lines.append)
+        cache.measure_and_cache(lines.append)
     assert path.read_text() == "a letter"
 
 
@@ -581,14 +582,18 @@ def test_rates_measured_beside_other_programs_are_marked_and_measured_again_when
 ):
     path, here = kept_here
     busy = here.model_copy(update={"others_cpu_share": 0.9})
-    write_description(busy, path)
-    monkeypatch.setattr("zero_inference.hardware.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
+    write_profile(busy, path)
+    monkeypatch.setattr(
+        "zero_inference.hardware.overhead_process.OverheadProcess", lambda: SimpleNamespace(close=lambda: None)
+    )
     found = here.model_copy(update={"others_cpu_share": 0.05})
-    monkeypatch.setattr("zero_inference.hardware.saved.measure_this_machine", lambda *_: ({"warnings": []}, found))
+    monkeypatch.setattr(
+        "zero_inference.hardware.measure_profile.measure_this_machine", lambda *_: ({"warnings": []}, found)
+    )
     lines: list[str] = []
-    monkeypatch.setattr(kept, "_share_of_others", lambda: 0.45)
-    kept.measure_where_needed(lines.append)
-    assert kept_description() == busy and not lines
+    monkeypatch.setattr(cache, "_share_of_others", lambda: 0.45)
+    cache.measure_if_needed(lines.append)
+    assert cached_profile() == busy and not lines
     caveat = (
         "rates were measured while other programs used 90% of the CPU and may be too low; "
         "zero-inference link --save measures again"
@@ -596,13 +601,13 @@ def test_rates_measured_beside_other_programs_are_marked_and_measured_again_when
     assert busy.caveat() == caveat
     asked = ["run_model.py", "--model", "opt-125m", "--dummy", "--engine", "resident", "--gen-len", "2", "--loops", "1"]
     assert main([*asked, "--dry-run"]) == 0 and caveat in " ".join(capfd.readouterr().out.split())
-    monkeypatch.setattr(kept, "_share_of_others", lambda: 0.4)
-    kept.measure_where_needed(lines.append)
+    monkeypatch.setattr(cache, "_share_of_others", lambda: 0.4)
+    cache.measure_if_needed(lines.append)
     assert lines[0].startswith(
         "measuring this machine again (it was measured while other programs used 90% of the CPU);"
     )
-    assert kept_description() == found and found.caveat() is None
-    kept.measure_where_needed(lines.append)
+    assert cached_profile() == found and found.caveat() is None
+    cache.measure_if_needed(lines.append)
     assert len(lines) == 1
 
 
@@ -611,7 +616,7 @@ def test_a_file_from_before_use_of_the_cpu_was_noted_is_not_taken_to_be_of_a_bus
     said = json.loads(path.read_text())
     assert said.pop("others_cpu_share") is None
     path.write_text(json.dumps(said))
-    assert kept_description() == here and here.caveat() is None
+    assert cached_profile() == here and here.caveat() is None
 
 
 @pytest.mark.parametrize("newer", [{"schema_version": 2}, {"measured_with": 1000, "fabric_gb_per_s": 900.0}])
@@ -619,17 +624,21 @@ def test_a_file_of_a_newer_version_stays_and_is_ignored(newer, kept_here, monkey
     path, here = kept_here
     text = json.dumps(json.loads(path.read_text()) | newer)
     path.write_text(text)
-    assert kept_description() is None
-    monkeypatch.setattr("zero_inference.hardware.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr("zero_inference.hardware.saved.measure_this_machine", lambda *_: ({"warnings": []}, here))
-    kept.measure_and_keep(lambda line: None)
-    assert kept_description() == here and path.read_text() == text
+    assert cached_profile() is None
+    monkeypatch.setattr(
+        "zero_inference.hardware.overhead_process.OverheadProcess", lambda: SimpleNamespace(close=lambda: None)
+    )
+    monkeypatch.setattr(
+        "zero_inference.hardware.measure_profile.measure_this_machine", lambda *_: ({"warnings": []}, here)
+    )
+    cache.measure_and_cache(lambda line: None)
+    assert cached_profile() == here and path.read_text() == text
     lines: list[str] = []
-    kept.say_ignored(lines.append)
+    cache.report_ignored_profile(lines.append)
     (line,) = lines
-    assert line.startswith(f"{path} is ignored: a newer version wrote it (") and kept_path().name in line
+    assert line.startswith(f"{path} is ignored: a newer version wrote it (") and profile_cache_path().name in line
     with pytest.raises(UsageError, match="a newer version wrote it .*; update this package"):
-        read_description(path)
+        read_profile(path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")
@@ -703,7 +712,7 @@ def test_what_auto_cannot_do(monkeypatch, capfd):
 def test_faster_options_are_named_with_their_factor():
     def plan(options: str, **changes):
         machine = FAST.model_copy(update={"cores": MACHINE.cores} | changes)
-        return make_plan(job_of(f"{options} --dummy", DescribedMachine(machine)))
+        return make_plan(job_of(f"{options} --dummy", ProfiledMachine(machine)))
 
     def rate(options: str) -> float:
         found = plan(f"--model llama-2-13b --prompt-len 64 {options}")
@@ -852,7 +861,7 @@ def test_a_part_of_the_device_is_in_the_command_too(capfd):
 
 def test_what_the_stream_engine_refuses_is_no_candidate():
     """Its plan keeps a reserve on the device, which the sizes alone do not show."""
-    machine = DescribedMachine(
+    machine = ProfiledMachine(
         FAST.model_copy(update={"gpus": (H200.model_copy(update={"free_bytes": int(15.5 * GIB)}),)})
     )
     job = job_of("--model llama-3.1-8b --dummy --prompt-len 40000 --engine stream", machine)
@@ -930,7 +939,7 @@ def test_keys_and_values_are_moved_where_that_promises_something(monkeypatch, ca
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "llama-2-13b"])
 def test_a_command_for_a_part_of_the_device_does_the_same_on_all_of_it(model):
     """Its ring has as many slots, and not as many as the whole device has room for."""
-    whole = DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores}))
+    whole = ProfiledMachine(FAST.model_copy(update={"cores": MACHINE.cores}))
     job = job_of(
         f"--model {model} --dummy --prompt-len 128 --engine stream", LimitedMachine(whole, device_bytes=12 * GIB)
     )

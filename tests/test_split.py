@@ -14,9 +14,8 @@ from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.rebalance import LAST_PASS, MOST_LOOKS, MeasuredStep, Rebalancer, bytes_to_move
-from zero_inference.hardware.attention import Attended
-from zero_inference.hardware.cores import BesideLink
-from zero_inference.hardware.cores_of_host import LinkRates, of_all_ranks
+from zero_inference.hardware.bench_cpu import LinkRates, of_all_ranks
+from zero_inference.hardware.rates import AttentionRates, ConcurrentRates
 from zero_inference.models.mlp import Mlp
 from zero_inference.records.hardware import LinkUse
 
@@ -37,8 +36,8 @@ def placement(attention: int = GB, mlp: int = 2 * GB, layers: int = 10, computab
     return Placement(layouts, [], list(range(2 * layers)), 3, 0, blocks)
 
 
-def rates(link=50.0, cores=100.0, read=110.0, alone=55.0, crossing_s=0.0, device=4000.0) -> BesideLink:
-    return BesideLink(1, alone, link, cores, cores, read, crossing_s, device)
+def rates(link=50.0, cores=100.0, read=110.0, alone=55.0, hand_off_s=0.0, device=4000.0) -> ConcurrentRates:
+    return ConcurrentRates(1, alone, link, cores, cores, read, hand_off_s, device)
 
 
 def test_link_and_cores_end_together():
@@ -51,9 +50,9 @@ def test_link_and_cores_end_together():
 
 def test_what_the_device_needs_for_itself_is_time_that_the_cores_lose():
     """C = (U - h B_link) B_cores / (B_cores + B_link), as docs/design.md says."""
-    split = best_split(placement(), rates(crossing_s=1e-3), 0, False)
+    split = best_split(placement(), rates(hand_off_s=1e-3), 0, False)
     assert split.of_others * 30 == pytest.approx((30 - 10e-3 * 50) * 100 / 150), "ten feed-forwards, a meeting for each"
-    more = best_split(placement(mlp=GB // 2), rates(crossing_s=1e-3), 0, False)
+    more = best_split(placement(mlp=GB // 2), rates(hand_off_s=1e-3), 0, False)
     assert more.of_others * 15 == pytest.approx((15 - 20e-3 * 50) * 100 / 150, rel=0.01), "and two for each attention"
 
 
@@ -92,7 +91,7 @@ def test_feed_forwards_come_first(share, attention, forward):
 
 
 @pytest.mark.parametrize(
-    "slow", [rates(cores=2.0), rates(link=20.0, cores=36.0), rates(crossing_s=0.1)], ids=["few", "shared", "crossings"]
+    "slow", [rates(cores=2.0), rates(link=20.0, cores=36.0), rates(hand_off_s=0.1)], ids=["few", "shared", "crossings"]
 )
 def test_cores_that_hardly_help_stay_out(slow):
     """Few of them, memory that link and cores take from each other, or meetings that cost more than they bring."""
@@ -130,7 +129,7 @@ def test_keys_and_values_alone():
     nothing = Placement([BlockLayout([], GB, GB)], [0], [], 0, 0, [Block(0, "", ())])
     assert best_split(nothing, rates(), 10 * GB, True).attends
     assert not best_split(nothing, rates(read=20.0), 10 * GB, True).attends
-    slower = replace(rates(), attended=Attended(beside_link_gb_per_s=20.0, alone_gb_per_s=100.0))
+    slower = replace(rates(), attended=AttentionRates(beside_link_gb_per_s=20.0, alone_gb_per_s=100.0))
     alone = best_split(nothing, slower, 10 * GB, True)
     assert alone.attends and alone.step_s == pytest.approx(0.1 + 1 / 4000), "nothing else crosses the link"
     assert best_split(placement(), rates(), 10 * GB, True).attends
@@ -185,7 +184,7 @@ def test_rates_of_the_cores_in_steps():
     assert replace(plan, attends=True).in_steps_gb_per_s(placed, 0.2) == pytest.approx(130.0), (
         "of that, 0.1 s attending"
     )
-    attending = replace(plan, attends=True, rates=replace(rates(), attended=Attended(55.0, 110.0)))
+    attending = replace(plan, attends=True, rates=replace(rates(), attended=AttentionRates(55.0, 110.0)))
     assert attending.attention_s(attending.rates) == pytest.approx(0.2) and plan.attention_s(plan.rates) == 0.0
     assert replace(attending, link_rests=True).attention_s(attending.rates) == pytest.approx(0.1)
     assert attending.of_step_gb_per_s(0) == pytest.approx(55.0)

@@ -20,7 +20,7 @@ from zero_inference.engines.stream.placement import plan_placement
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.trace import BlockSpan, Copy, Timeline
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.hardware import copy
+from zero_inference.hardware import bench_copies
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.measure.loops import measure_loops
 from zero_inference.measure.rates import LinkRate
@@ -125,7 +125,7 @@ def test_any_ring_depth(name, depth, longer):
 
 
 def test_the_link_is_measured_from_the_page_locked_layers_and_leaves_them_as_they_are(longer, monkeypatch):
-    monkeypatch.setattr(copy, "LEAST_BYTES", 1)
+    monkeypatch.setattr(bench_copies, "LEAST_BYTES", 1)
     folder, expected = longer("llama-7-layers")
     loaded, spec, ranks = load(folder)
     assert len(loaded.page_locked) == (loaded.facts["stream"]["streamed_layers"] if ranks.device.type == "cuda" else 0)

@@ -20,7 +20,7 @@ from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import experts_in_groups
-from zero_inference.hardware.cores import BesideLink
+from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.kernels import groups
 from zero_inference.models import experts
 from zero_inference.models.experts import detect_experts
@@ -386,7 +386,7 @@ def test_a_bound_far_from_usual_values_and_the_order_of_gate_and_up_are_found():
 
 def test_experts_are_the_cores_first_and_then_what_the_link_would_be_late_with():
     """Of a model with 2 GB of experts, of which a pass of one token reads an eighth, and other blocks."""
-    rates = BesideLink(1, 50.0, 50.0, 100.0, 120.0, 100.0, 0.0, 4000.0)
+    rates = ConcurrentRates(1, 50.0, 50.0, 100.0, 120.0, 100.0, 0.0, 4000.0)
     experts = replace(detect_experts(Clamped(None, False)), number=8, chosen=1)
 
     def placement(of_others: int) -> Placement:

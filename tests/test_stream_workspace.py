@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from zero_inference.engines.stream import layout, products
 from zero_inference.engines.stream.blocks import lay_out_blocks
-from zero_inference.hardware.choose import machine_of
+from zero_inference.hardware.machine import resolve_machine
 from zero_inference.kernels.groups import GroupQuantization
 
 INT4 = {"quant_bits": 4, "quant_group_size": 32}
@@ -150,7 +150,7 @@ def test_slots_are_held_until_their_block_ends(checkpoints, always_plain):
     ("batch", "said"), [(32, None), (33, "it dequantizes experts in groups, whose sizes the host reads")]
 )
 def test_steps_that_dequantize_experts_in_groups_are_planned_without_graphs(batch, said):
-    machine = machine_of(None, "gpus=1x80GiB,host=256GiB")
+    machine = resolve_machine(None, "gpus=1x80GiB,host=256GiB")
     options = f"--dummy --engine stream --quant-bits 4 --gpu-memory 1 --batch-size {batch} --prompt-len 64 --gen-len 8"
     for model, reason in (("qwen3-235b-a22b", said), ("qwen3-30b-a3b", None)):  # 4 groups and 1
         assert planned(f"--model {model} {options}", machine).weights.no_graph == reason

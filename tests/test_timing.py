@@ -15,12 +15,17 @@ from zero_inference.cpu.library import load_library
 from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.engines.stream import cpu_plan
 from zero_inference.engines.stream.overlap import LEAST_GAIN
-from zero_inference.hardware.cores import BLOCK_BYTES
-from zero_inference.hardware.description import AttentionRate, DeviceAttention, DeviceRate, Launches, Loading, OwnWork
-from zero_inference.hardware.limited import LimitedMachine
-from zero_inference.hardware.machine import DescribedMachine
-from zero_inference.hardware.rates import device_attention_s
-from zero_inference.measure.own_work import _loaded_alike
+from zero_inference.hardware.machine import LimitedMachine, ProfiledMachine
+from zero_inference.hardware.profile import (
+    CpuAttentionRate,
+    DeviceAttentionTime,
+    DeviceProductRate,
+    EngineOverhead,
+    LaunchOverhead,
+    LoadingRates,
+)
+from zero_inference.hardware.rates import CPU_BLOCK_BYTES, device_attention_s
+from zero_inference.measure.engine_overhead import _loaded_alike
 from zero_inference.planning.cost import (
     COMPARED_GB_PER_S,
     LAUNCH_SLOWDOWN,
@@ -34,7 +39,7 @@ from zero_inference.planning.explain import experts_in_words
 from zero_inference.records.read import read_records
 
 GIB = 1 << 30
-LAUNCHES = Launches(operator_s=12e-6, step_s=1e-3, graph_operator_s=2e-6)
+LAUNCHES = LaunchOverhead(operator_s=12e-6, step_s=1e-3, graph_operator_s=2e-6)
 OPERATOR_S = 12e-6 * LAUNCH_SLOWDOWN  # in a run
 FAST = MACHINE.model_copy(
     update={"launches": LAUNCHES, "cores": None, "pageable_link_gb_per_s": 10.0, "disk_gb_per_s": 3.0}
@@ -47,7 +52,7 @@ def times_of(options: str, machine=FAST):
 
 
 def planned_times(options: str, machine):
-    plan = planned(options, DescribedMachine(machine))
+    plan = planned(options, ProfiledMachine(machine))
     return plan, plan.times
 
 
@@ -79,7 +84,7 @@ def test_a_resident_model_takes_what_its_memory_or_the_host_takes():
     slow = FAST.model_copy(update={"device_gb_per_s": 420.0})
     times = times_of("--model opt-13b --engine resident", slow)[1]
     assert times.step.seconds == pytest.approx(kernels_s(420e9) + 1e-3) and times.step.bound_by == "device_memory"
-    late = FAST.model_copy(update={"launches": Launches(operator_s=1e-3, step_s=0.0)})
+    late = FAST.model_copy(update={"launches": LaunchOverhead(operator_s=1e-3, step_s=0.0)})
     times = times_of("--model opt-13b --engine resident", late)[1]
     assert (
         times.step.seconds == pytest.approx(traced.launches * 1e-3 * LAUNCH_SLOWDOWN)
@@ -145,7 +150,7 @@ def test_deepspeed_takes_at_least_what_the_link_takes():
     assert disk.times.step.seconds == pytest.approx(disk.weights.disk_bytes / 3e9)
 
 
-HOOKS = OwnWork(
+HOOKS = EngineOverhead(
     engine="deepspeed", quant_bits=4, start_s=0.01, step_piece_s=1e-3, prefill_piece_s=2e-3, restored_gb_per_s=400.0
 )
 
@@ -157,15 +162,18 @@ def test_without_a_gpu_dequantizing_takes_deepspeed_most_of_the_time():
     assert times is None
     assert "how long deepspeed takes to dequantize on a CPU was not measured" in why_unknown(plan.weights, here)
     slow = HOOKS.model_copy(update={"step_piece_s": 0.0, "restored_gb_per_s": 2.0})
-    plan, times = times_of(options, here.model_copy(update={"own_work": (slow,)}))
+    plan, times = times_of(options, here.model_copy(update={"engine_overheads": (slow,)}))
     dense = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144).total("layer_bytes")
     assert times.step.bound_by == "host_memory" and times.step.seconds == pytest.approx(dense / 2e9, rel=0.25)
 
 
 def test_without_a_gpu_a_block_that_is_not_multiplied_as_stored_is_dequantized_in_every_step():
     """All experts of a layer, whichever tokens choose; the CPU's rate of products with codes counts only where it multiplies these."""
-    plain = [DeviceRate(format="bfloat16", rows=rows, gb_per_s=20.0) for rows in (1, 32, 128)]
-    codes = [DeviceRate(format="int4", rows=rows, gb_per_s=rate) for rows, rate in ((1, 20.0), (32, 20.0), (128, 0.25))]
+    plain = [DeviceProductRate(format="bfloat16", rows=rows, gb_per_s=20.0) for rows in (1, 32, 128)]
+    codes = [
+        DeviceProductRate(format="int4", rows=rows, gb_per_s=rate)
+        for rows, rate in ((1, 20.0), (32, 20.0), (128, 0.25))
+    ]
     here = FAST.model_copy(
         update={"gpus": (), "cores": None, "device_gb_per_s": 20.0, "link_gb_per_s": 1e6}
         | {"device_products": tuple(plain + codes)}
@@ -202,7 +210,7 @@ def test_without_a_gpu_experts_in_host_memory_are_used_where_they_are():
 def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was_measured():
     options = "--model opt-13b --cpu-offload --quant-bits 4"
     at_least = times_of(options)[1]
-    machine = FAST.model_copy(update={"own_work": (HOOKS,)})
+    machine = FAST.model_copy(update={"engine_overheads": (HOOKS,)})
     plan, times = times_of(options, machine)
     traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 128 + 16)
     dense = traced.total("layer_bytes")
@@ -214,7 +222,7 @@ def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was
         host_s + plan.weights.cost_terms.fetches * 1e-3 + 1e-3 + 0.01, rel=1e-3
     )
     quick = FAST.model_copy(
-        update={"own_work": (HOOKS.model_copy(update={"step_piece_s": 0.0, "restored_gb_per_s": 100.0}),)}
+        update={"engine_overheads": (HOOKS.model_copy(update={"step_piece_s": 0.0, "restored_gb_per_s": 100.0}),)}
     )
     restoring = times_of(options, quick)[1].step
     assert restoring.bound_by == "device_memory" and restoring.seconds == pytest.approx(dense / 100e9, rel=0.1)
@@ -227,8 +235,8 @@ def test_float16_is_dequantized_at_its_own_rate_where_that_was_measured():
     codes = HOOKS.model_copy(update={"step_piece_s": 0.0, "prefill_piece_s": 0.0, "restored_gb_per_s": 50.0})
     both = codes.model_copy(update={"restored_float16_gb_per_s": 100.0})
 
-    def step_s(dtype: str, own: OwnWork) -> float:
-        machine = DescribedMachine(FAST.model_copy(update={"own_work": (own,)}))
+    def step_s(dtype: str, own: EngineOverhead) -> float:
+        machine = ProfiledMachine(FAST.model_copy(update={"engine_overheads": (own,)}))
         sizes = "--dummy --prompt-len 128 --gen-len 32"
         plan = planned(f"--model opt-13b --cpu-offload --quant-bits 4 {sizes} --dtype {dtype}", machine)
         return plan.times.step.seconds
@@ -240,9 +248,9 @@ def test_float16_is_dequantized_at_its_own_rate_where_that_was_measured():
 def test_the_product_of_one_token_is_in_the_rate_of_dequantizing():
     own = HOOKS.model_copy(update={"step_piece_s": 0.0, "prefill_piece_s": 0.0, "restored_gb_per_s": 100.0})
     products = tuple(
-        DeviceRate(format="bfloat16", rows=rows, gb_per_s=rate) for rows, rate in ((1, 200.0), (8192, 50.0))
+        DeviceProductRate(format="bfloat16", rows=rows, gb_per_s=rate) for rows, rate in ((1, 200.0), (8192, 50.0))
     )
-    machine = FAST.model_copy(update={"own_work": (own,), "device_products": products})
+    machine = FAST.model_copy(update={"engine_overheads": (own,), "device_products": products})
     plan, times = times_of("--model opt-13b --cpu-offload --quant-bits 4", machine)
     traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
     dense = traced.total("layer_bytes") + traced.total("outside_bytes")
@@ -254,7 +262,7 @@ def test_the_product_of_one_token_is_in_the_rate_of_dequantizing():
 @pytest.mark.parametrize("compiled", [True, False])
 def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch, capfd):
     from zero_inference.engines.deepspeed import engine
-    from zero_inference.measure.own_work import _Thin
+    from zero_inference.measure.engine_overhead import _Thin
 
     rates = {torch.bfloat16: 141.0, torch.float16: 1300.0}
     built = []
@@ -268,16 +276,16 @@ def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch,
     monkeypatch.setattr(engine, "dequantized_gb_per_s", lambda settings, dtype, device: rates[dtype])
     loop = SimpleNamespace(prefill_s=0.2, step_s=[0.1])
     monkeypatch.setattr(_Thin, "loops", lambda self, warmup: [loop])
-    plan = planned(f"--model opt-125m --cpu-offload --quant-bits 4 {SIZES}", DescribedMachine(FAST))
+    plan = planned(f"--model opt-125m --cpu-offload --quant-bits 4 {SIZES}", ProfiledMachine(FAST))
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     thin = _Thin(plan, on_gpu, 0.0, pieces=1, resident=False, launches=1, restored=0)
-    found = thin.own_work(thin)
+    found = thin.overhead_over(thin)
     assert found.restored_gb_per_s == 141.0 and built == [(False, True)]
     assert found.restored_float16_gb_per_s == (1300.0 if compiled else None)
     assert ("deepspeed, 4 bits, float16: no nvcc" in capfd.readouterr().err) == (not compiled)
-    kept = OwnWork.model_validate(found.model_dump(by_alias=True, exclude={"restored_float16_gb_per_s"}))
+    kept = EngineOverhead.model_validate(found.model_dump(by_alias=True, exclude={"restored_float16_gb_per_s"}))
     assert kept.restored_gb_per_s == 141.0 and kept.restored_float16_gb_per_s is None, "a file from before"
-    plain = planned(f"--model opt-125m --cpu-offload {SIZES}", DescribedMachine(FAST))
+    plain = planned(f"--model opt-125m --cpu-offload {SIZES}", ProfiledMachine(FAST))
     assert plain.weights.measure_restored_gb_per_s(torch.float16) is None
 
 
@@ -285,7 +293,7 @@ def test_the_link_rests_while_deepspeed_asks_for_further_weights():
     """A single rank does so behind the copies that are under way; dequantizing is asked for later, beside them."""
     hooks = HOOKS.model_copy(update={"quant_bits": 16, "step_piece_s": 1e-4, "prefill_piece_s": 2e-4, "start_s": 0.0})
     codes = HOOKS.model_copy(update={"step_piece_s": 3e-4, "prefill_piece_s": 4e-4, "start_s": 0.0})
-    machine = FAST.model_copy(update={"own_work": (hooks, codes)})
+    machine = FAST.model_copy(update={"engine_overheads": (hooks, codes)})
     for options in ("--model opt-13b --cpu-offload", "--model opt-13b --cpu-offload --quant-bits 4"):
         plan, times = times_of(options, machine)
         link_s = plan.weights.fetched_bytes / 55e9
@@ -296,7 +304,7 @@ def test_the_link_rests_while_deepspeed_asks_for_further_weights():
 
 def test_deepspeeds_hooks_run_where_its_weights_stay_on_the_device_too():
     hooks = HOOKS.model_copy(update={"quant_bits": 16, "restored_gb_per_s": None})
-    machine = FAST.model_copy(update={"own_work": (hooks,)})
+    machine = FAST.model_copy(update={"engine_overheads": (hooks,)})
     plan, times = times_of("--model opt-13b --engine deepspeed", machine)
     resident = times_of("--model opt-13b --engine resident", machine)[1]
     assert plan.weights.cost_terms.fetches >= 6 * 40 and not times.at_least
@@ -305,7 +313,7 @@ def test_deepspeeds_hooks_run_where_its_weights_stay_on_the_device_too():
 
 def test_embedding_and_head_are_quantized_by_deepspeed_alone():
     machine = FAST.model_copy(
-        update={"own_work": (HOOKS.model_copy(update={"step_piece_s": 0.0, "restored_gb_per_s": 50.0}),)}
+        update={"engine_overheads": (HOOKS.model_copy(update={"step_piece_s": 0.0, "restored_gb_per_s": 50.0}),)}
     )
     plan, times = times_of("--model opt-125m --cpu-offload --quant-bits 4", machine)
     traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
@@ -317,21 +325,23 @@ def test_embedding_and_head_are_quantized_by_deepspeed_alone():
 
 
 def test_a_prefill_waits_for_the_start_of_its_generation():
-    starts = OwnWork(engine="stream", quant_bits=16, start_s=0.01, step_piece_s=0.0, prefill_piece_s=0.0)
+    starts = EngineOverhead(engine="stream", quant_bits=16, start_s=0.01, step_piece_s=0.0, prefill_piece_s=0.0)
     options = "--model opt-13b --engine stream --gpu-memory 0"
-    with_it = times_of(options, FAST.model_copy(update={"own_work": (starts,)}))[1]
+    with_it = times_of(options, FAST.model_copy(update={"engine_overheads": (starts,)}))[1]
     without = times_of(options)[1]
     assert with_it.prefill.seconds == pytest.approx(without.prefill.seconds + 0.01)
     assert with_it.step == without.step
     late = starts.model_copy(update={"prefill_piece_s": 0.02})
-    blocks = times_of(options, FAST.model_copy(update={"own_work": (late,)}))
+    blocks = times_of(options, FAST.model_copy(update={"engine_overheads": (late,)}))
     assert blocks[0].weights.cost_terms.fetches == 40 and blocks[1].prefill.bound_by == "launches"
     assert blocks[1].prefill.seconds > 40 * 0.02 and blocks[1].step == without.step, "graphs of a step send for nothing"
 
 
 def test_blocks_restored_on_the_device_take_the_host_time():
-    work = OwnWork(engine="stream", quant_bits=4, resident=True, start_s=0.0, step_piece_s=0.01, prefill_piece_s=0.02)
-    machine = FAST.model_copy(update={"own_work": (work,)})
+    work = EngineOverhead(
+        engine="stream", quant_bits=4, resident=True, start_s=0.0, step_piece_s=0.01, prefill_piece_s=0.02
+    )
+    machine = FAST.model_copy(update={"engine_overheads": (work,)})
     options = "--model llama-2-13b --engine stream --quant-bits 4"
     plan, times = times_of(options, machine)
     without = times_of(options)[1]
@@ -347,16 +357,18 @@ def test_blocks_restored_on_the_device_take_the_host_time():
 
 
 def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
-    rates = Loading(draw_gb_per_s=500.0, quantize_int8_gb_per_s=40.0, quantize_int4_gb_per_s=20.0, keep_gb_per_s=5.0)
+    rates = LoadingRates(
+        draw_gb_per_s=500.0, quantize_int8_gb_per_s=40.0, quantize_int4_gb_per_s=20.0, keep_gb_per_s=5.0
+    )
     own = HOOKS.model_copy(update={"load_s": 2.0, "load_layer_s": 0.1})
-    machine = FAST.model_copy(update={"loading": rates, "own_work": (own,)})
+    machine = FAST.model_copy(update={"loading": rates, "engine_overheads": (own,)})
     for options, parts in {
         "--engine resident": (500.0,),
         "--engine stream --gpu-memory 0": (500.0,),
         "--engine stream --gpu-memory 0 --quant-bits 8": (500.0, 40.0),
         "--engine deepspeed --cpu-offload --quant-bits 4": (500.0, 20.0),
     }.items():
-        plan = planned(f"--model opt-13b {options} {SIZES}", DescribedMachine(machine))
+        plan = planned(f"--model opt-13b {options} {SIZES}", ProfiledMachine(machine))
         dense = plan.job.sizes.parameter_bytes
         layer_bytes = 2 * (12 * 5120**2 + 13 * 5120)  # the first decoder layer comes to the host to be compared
         expected = sum(dense / rate for rate in parts) + plan.weights.footprint.host / 5.0
@@ -364,14 +376,14 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
         assert plan.load_s == pytest.approx(expected / 1e9 + (2.0 + 40 * 0.1) * ("deepspeed" in options))
         assert plan.predicted.load_s == plan.load_s
     checkpoint = ["--model", str(checkpoints("llama")), "--engine", "resident", "--prompt-len", "8", "--gen-len", "4"]
-    read = planned(" ".join(checkpoint), DescribedMachine(machine))
+    read = planned(" ".join(checkpoint), ProfiledMachine(machine))
     layer_bytes = sum(each.nbytes for each in read.job.empty_model.model.model.layers[0].parameters())
     expected = read.job.sizes.parameter_bytes * (1 / 3.0 + 1 / 10.0) + layer_bytes / COMPARED_GB_PER_S
     assert read.load_s == pytest.approx(expected / 1e9)
     unknown = machine.model_copy(update={"disk_gb_per_s": None})
-    assert planned(" ".join(checkpoint), DescribedMachine(unknown)).load_s is None
-    assert planned(f"--model opt-13b --engine resident {SIZES}", DescribedMachine(FAST)).load_s is None
-    on_disk = planned(f"--model opt-13b --disk-offload {SIZES}", DescribedMachine(machine))
+    assert planned(" ".join(checkpoint), ProfiledMachine(unknown)).load_s is None
+    assert planned(f"--model opt-13b --engine resident {SIZES}", ProfiledMachine(FAST)).load_s is None
+    on_disk = planned(f"--model opt-13b --disk-offload {SIZES}", ProfiledMachine(machine))
     assert on_disk.weights.footprint.disk and on_disk.load_s is None, "how fast the disk writes is not known"
 
 
@@ -389,11 +401,11 @@ def test_a_layer_whose_keys_the_cores_attend_over_takes_the_host_time():
     machine = FAST.model_copy(update={"cores": cores})
     plan, without = times_of(options, machine)
     assert plan.weights.cost_terms.cpu_attention_layers == 40 and not plan.weights.cost_terms.graphs
-    work = OwnWork(
+    work = EngineOverhead(
         engine="stream", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=0.01, prefill_piece_s=0.02
     )
     copies = work.model_copy(update={"engine": "resident", "step_piece_s": 0.02})  # what the alternative takes
-    late = times_of(options, machine.model_copy(update={"own_work": (work, copies)}))[1]
+    late = times_of(options, machine.model_copy(update={"engine_overheads": (work, copies)}))[1]
     assert late.step.bound_by == late.prefill.bound_by == "launches"
     traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
     assert late.step.seconds == pytest.approx(traced.launches * OPERATOR_S + 40 * 0.01 + 1e-3, rel=1e-3), (
@@ -401,13 +413,13 @@ def test_a_layer_whose_keys_the_cores_attend_over_takes_the_host_time():
     )
     assert late.prefill.seconds > 40 * 0.02 > without.prefill.seconds
     on_device = "--model opt-13b --engine stream --batch-size 64"
-    others = times_of(on_device, machine), times_of(on_device, machine.model_copy(update={"own_work": (work,)}))
+    others = times_of(on_device, machine), times_of(on_device, machine.model_copy(update={"engine_overheads": (work,)}))
     assert others[0][1] == others[1][1], "it is not a block's"
 
 
-def of_attending(seconds: float, copying: float) -> tuple[OwnWork, OwnWork]:
+def of_attending(seconds: float, copying: float) -> tuple[EngineOverhead, EngineOverhead]:
     """A layer's, of the host."""
-    work = OwnWork(
+    work = EngineOverhead(
         engine="stream", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=seconds, prefill_piece_s=0.0
     )
     return work, work.model_copy(update={"engine": "resident", "step_piece_s": copying})
@@ -423,7 +435,7 @@ def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
     options = "--model opt-13b --engine stream --kv-offload --pin-kv-cache --async-kv-offload --batch-size 64"
     machine = with_bfloat16_cores()
     attending, sooner = times_of(options, machine)
-    slow = machine.model_copy(update={"own_work": of_attending(0.03, 0.001)})
+    slow = machine.model_copy(update={"engine_overheads": of_attending(0.03, 0.001)})
     copying, later = times_of(options, slow)
     assert (
         attending.weights.cost_terms.cpu_attention_layers == 40 and copying.weights.cost_terms.cpu_attention_layers == 0
@@ -440,7 +452,7 @@ def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
     assert weights.in_words()[-1] == (
         "keys and values cross the link: a step in which they attend is predicted to take longer"
     )
-    both = machine.model_copy(update={"own_work": of_attending(0.03, 0.03)})
+    both = machine.model_copy(update={"engine_overheads": of_attending(0.03, 0.03)})
     assert times_of(options, both)[0].weights.cost_terms.cpu_attention_layers == 40, "copying costs as much"
 
 
@@ -448,7 +460,7 @@ def test_the_cores_attend_where_all_else_would_not_fit():
     """Without them layers are not divided, and two slots of whole ones take more of the device."""
     options = "--model opt-13b --engine stream --kv-offload --pin-kv-cache --batch-size 64"
     machine = with_bfloat16_cores(cores_gb_per_s=1.0, cores_alone_gb_per_s=1.0).model_copy(
-        update={"own_work": of_attending(0.5, 0.0)}
+        update={"engine_overheads": of_attending(0.5, 0.0)}
     )
     whole = machine.gpus[0]
     fits = 0
@@ -466,7 +478,7 @@ def test_the_cores_attend_sooner_where_keys_and_values_are_not_page_locked():
     options = "--model opt-13b --engine stream --kv-offload --batch-size 64"
     machine = with_bfloat16_cores()
     attention = tuple(
-        AttentionRate(format="bfloat16", heads=heads, gb_per_s=20.0, alone_gb_per_s=25.0) for heads in (1, 8)
+        CpuAttentionRate(format="bfloat16", heads=heads, gb_per_s=20.0, alone_gb_per_s=25.0) for heads in (1, 8)
     )
     machine = machine.model_copy(update={"cores": machine.cores.model_copy(update={"attention": attention})})
     locked, locked_times = times_of(f"{options} --pin-kv-cache", machine)
@@ -515,7 +527,7 @@ def test_keys_and_values_that_are_not_page_locked_cross_the_link_more_slowly(opt
 
 def test_many_tokens_take_what_products_of_as_many_took():
     points = ((1, 3500.0), (128, 3200.0), (2048, 300.0), (8192, 80.0))
-    rates = tuple(DeviceRate(format="bfloat16", rows=rows, gb_per_s=rate) for rows, rate in points)
+    rates = tuple(DeviceProductRate(format="bfloat16", rows=rows, gb_per_s=rate) for rows, rate in points)
     machine = FAST.model_copy(update={"device_products": rates})
     options = "--model opt-13b --engine resident --batch-size"
     plan, times = times_of(f"{options} 16", machine)
@@ -535,17 +547,17 @@ def test_a_layer_whose_keys_are_copied_takes_the_host_time():
     options = "--model opt-13b --engine resident --kv-offload --batch-size 8"
     plan, without = times_of(options)
     assert plan.weights.copied_layers == 40 and plan.weights.cost_terms.cpu_attention_layers == 0
-    work = OwnWork(
+    work = EngineOverhead(
         engine="resident", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=0.01, prefill_piece_s=0.02
     )
-    late = times_of(options, FAST.model_copy(update={"own_work": (work,)}))[1]
+    late = times_of(options, FAST.model_copy(update={"engine_overheads": (work,)}))[1]
     traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
     assert late.step.bound_by == "launches" and late.step.seconds == pytest.approx(
         traced.launches * OPERATOR_S + 40 * 0.01 + 1e-3, rel=1e-3
     )
     assert late.prefill.seconds > 40 * 0.02 > without.prefill.seconds
     on_device = "--model opt-13b --engine resident --batch-size 8"
-    others = times_of(on_device), times_of(on_device, FAST.model_copy(update={"own_work": (work,)}))
+    others = times_of(on_device), times_of(on_device, FAST.model_copy(update={"engine_overheads": (work,)}))
     assert others[0][1] == others[1][1], "nothing is copied"
 
 
@@ -591,9 +603,9 @@ GRID = {  # of heads that share keys, key heads of all sequences, and positions
 }
 
 
-def with_grid(grid: dict) -> Launches:
+def with_grid(grid: dict) -> LaunchOverhead:
     points = (
-        DeviceAttention(heads=heads, key_heads=key_heads, positions=positions, seconds=seconds)
+        DeviceAttentionTime(heads=heads, key_heads=key_heads, positions=positions, seconds=seconds)
         for (heads, key_heads, positions), seconds in grid.items()
     )
     return LAUNCHES.model_copy(update={"attention": tuple(points)})
@@ -667,7 +679,7 @@ def test_attention_by_the_cores_takes_the_device_nothing():
 
 
 def test_experts_on_the_device_take_one_kernel_whichever_are_chosen():
-    rates = [DeviceRate(format="int4", rows=rows, gb_per_s=1000.0) for rows in (1, 32)]
+    rates = [DeviceProductRate(format="int4", rows=rows, gb_per_s=1000.0) for rows in (1, 32)]
     calls = tuple(each.model_copy(update={"call_s": 1e-3}) for each in rates)
     options = "--model qwen3-30b-a3b --engine stream --quant-bits 4"
     plan, before = times_of(options, FAST.model_copy(update={"device_products": tuple(rates)}))
@@ -757,7 +769,7 @@ def test_blocks_that_come_late_count():
 
 def test_memory_of_ring_slots_holds_layers_where_the_cpu_multiplies_most_of_the_others():
     """The CPU reads two thirds of what is in host memory, so a link that is late costs less than the slots that would prevent it."""
-    machine = LimitedMachine(DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=8 * GIB)
+    machine = LimitedMachine(ProfiledMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=8 * GIB)
     options = f"--model llama-2-13b --engine stream --quant-bits 4 {SIZES}"
     chosen, deep = planned(options, machine), planned(f"{options} --ring-depth 24", machine)
     assert chosen.weights.placement.ring_depth < 12 and chosen.weights.device_peak_bytes <= 8 * GIB
@@ -775,7 +787,7 @@ def test_memory_of_ring_slots_holds_layers_where_the_cpu_multiplies_most_of_the_
 @pytest.mark.parametrize("sizes", ["--batch-size 2 --prompt-len 128", "--batch-size 8 --prompt-len 16384"])
 def test_experts_are_placed_by_all_that_a_step_does(model, keys, sizes, monkeypatch):
     """Keys and values that cross the link, or that the cores attend over, are in the choice between some experts and all of them."""
-    machine = DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores}))
+    machine = ProfiledMachine(FAST.model_copy(update={"cores": MACHINE.cores}))
     options = f"--model {model} --engine stream --quant-bits 4 --quant-group-size 64 --gpu-memory 0 {keys} {sizes}"
     options += " --dummy --dtype bfloat16 --gen-len 32"
     chosen = planned(options, machine).times.step.seconds
@@ -798,7 +810,7 @@ def test_short_calls_of_the_cores_cost_more():
     before, after = without_fetched_experts(before), without_fetched_experts(after)
     assert before.placement.cpu_computed == after.placement.cpu_computed
     calls = [each.nbytes for some in after.placement.calls.values() for each in some]
-    extra_s = sum(1e-4 * (1 - nbytes / BLOCK_BYTES) for nbytes in calls)
+    extra_s = sum(1e-4 * (1 - nbytes / CPU_BLOCK_BYTES) for nbytes in calls)
     assert after.cost_terms.step_cpu.wait_s - before.cost_terms.step_cpu.wait_s == pytest.approx(
         extra_s
     ) and extra_s > 0.8e-4 * len(calls)
@@ -812,7 +824,7 @@ def test_short_calls_of_the_cores_cost_more():
 
 
 def test_products_with_codes_are_taken_from_what_was_measured():
-    rates = [DeviceRate(format="int4", rows=rows, gb_per_s=rate) for rows, rate in ((1, 1000.0), (32, 500.0))]
+    rates = [DeviceProductRate(format="int4", rows=rows, gb_per_s=rate) for rows, rate in ((1, 1000.0), (32, 500.0))]
     machine = FAST.model_copy(update={"device_products": tuple(rates)})
     options = "--model llama-2-13b --engine stream --quant-bits 4"
     plan, of_codes = times_of(options, machine)
@@ -870,7 +882,7 @@ WITH_CORES = (
 def of_record(name: str, empty_models: dict):
     """The record, and the plan of its run for the machine that the record describes."""
     record = read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl")[-1]
-    return record, plan_of(record, DescribedMachine(machine_of(record)), empty_models)
+    return record, plan_of(record, ProfiledMachine(machine_of(record)), empty_models)
 
 
 @pytest.fixture(scope="module")
@@ -920,9 +932,9 @@ def test_a_prefill_restores_all_experts_however_few_tokens_each_gets():
 
     def seconds(restored_gb_per_s: float) -> float:
         rates = (
-            DeviceRate(format="int4", rows=32, gb_per_s=1000.0),
-            DeviceRate(format="int4", rows=33, gb_per_s=restored_gb_per_s),
-            DeviceRate(format="int4", rows=8192, gb_per_s=restored_gb_per_s),
+            DeviceProductRate(format="int4", rows=32, gb_per_s=1000.0),
+            DeviceProductRate(format="int4", rows=33, gb_per_s=restored_gb_per_s),
+            DeviceProductRate(format="int4", rows=8192, gb_per_s=restored_gb_per_s),
         )
         plan, times = planned_times(options, FAST.model_copy(update={"device_products": rates}))
         assert plan.weights.cost_terms.fused_rows == 32 and times.prefill.bound_by == "device_memory"

@@ -136,9 +136,9 @@ def console_main(argv: list[str] | None = None) -> int:
 
 def _measure_engines() -> int:
     launcher_watch.start()
-    from zero_inference.measure.own_work import print_own_work
+    from zero_inference.measure.engine_overhead import print_engine_overheads
 
-    print_own_work()
+    print_engine_overheads()
     return 0
 
 

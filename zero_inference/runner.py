@@ -13,8 +13,7 @@ from zero_inference.config.run_config import RunConfig, non_default_options
 from zero_inference.config.run_options import save_options
 from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
-from zero_inference.hardware.choose import machine_of
-from zero_inference.hardware.machine import Machine
+from zero_inference.hardware.machine import Machine, resolve_machine
 from zero_inference.kernels.build import compile_s
 from zero_inference.measure import steadiness
 from zero_inference.measure.result import measured_of
@@ -74,7 +73,7 @@ def run(
     """
     config = config.validate()
     _quiet_libraries(config.verbose)
-    machine = machine_of(config.machine, config.assume)
+    machine = resolve_machine(config.machine, config.assume)
     ranks = machine.ranks_there(detect_ranks(local_rank))
     with use_progress(Progress(enabled=ranks.is_first and config.verbose > 0)) as progress:
         return _run(config, argv, ranks, machine, progress, publish)
@@ -197,7 +196,7 @@ def _measured(
     refuse_other_inputs(spec, ranks, ids)
     plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
     check_memory(plan)
-    if (kept := plan.job.machine.described()) is not None and (caveat := kept.caveat()):
+    if (kept := plan.job.machine.profile()) is not None and (caveat := kept.caveat()):
         progress.say(f"warning: this machine's {caveat}")
     if line := hint(plan, files.request.chosen):
         progress.say(line)

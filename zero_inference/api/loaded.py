@@ -20,7 +20,7 @@ from zero_inference.api.process import LOADED, free_memory, left_as_found
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware.machine import ThisMachine
+from zero_inference.hardware.machine import LocalMachine
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.frozen import FrozenParameter, freeze, refusal
 from zero_inference.models.prompts import disable_cudnn_attention
@@ -106,7 +106,7 @@ def load_model(config: RunConfig, max_length: int | None, scoring: bool) -> Any:
 
 
 def _planned(config: RunConfig, max_length: int | None, scoring: bool, progress: Progress) -> Plan:
-    machine, ranks = ThisMachine(), detect_ranks()
+    machine, ranks = LocalMachine(), detect_ranks()
     if ranks.world_size > 1:
         raise UsageError(
             f"zero_inference.load() works in one process, and {ranks.world_size} were started: start one without a launcher."

@@ -230,7 +230,7 @@ def _plans_of(args: argparse.Namespace, job: Job, found: SearchResult) -> Plans:
     remarks = notes(best)
     if found.unknown:
         remarks.append(f"speed not known of {len(found.unknown)} that fit: {why_not_predicted(found.unknown)}")
-    description = job.machine.described()
+    description = job.machine.profile()
     if description is not None and (caveat := description.caveat()):
         remarks.append(caveat)
     if refused := checkpoint_refusal(args.model, args.dummy):

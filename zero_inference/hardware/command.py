@@ -16,8 +16,8 @@ from zero_inference.config.parser import add_verbose, examples
 from zero_inference.utils.progress import Progress, current_progress, importing, use_progress
 
 if TYPE_CHECKING:
-    from zero_inference.hardware.description import Description
-    from zero_inference.hardware.engines import EnginesProcess
+    from zero_inference.hardware.overhead_process import OverheadProcess
+    from zero_inference.hardware.profile import HardwareProfile
 
 
 HERE = Path()  # --save without a name
@@ -52,16 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measures and prints; 0. Raises UsageError for a folder or a GPU that is not there."""
     from zero_inference.errors import UsageError
-    from zero_inference.hardware.engines import EnginesProcess
+    from zero_inference.hardware.overhead_process import OverheadProcess
     from zero_inference.utils.files import check_output_file
 
     if args.disk is not None and not args.disk.is_dir():
         raise UsageError(f"--disk {args.disk}: there is no such folder.")
     if args.save == HERE:
-        from zero_inference.hardware.description_file import kept_path
+        from zero_inference.hardware.cache import profile_cache_path
         from zero_inference.utils.files import make_folder
 
-        args.save = kept_path()
+        args.save = profile_cache_path()
         make_folder(args.save.parent)
     if args.save is not None:
         check_output_file("--save", str(args.save))
@@ -76,17 +76,17 @@ def main(args: argparse.Namespace) -> int:
                 "measuring this machine: about a minute, and up to two more the first time, to compile kernels"
             )
             # it loads libraries while this process does
-            engines = stack.enter_context(contextlib.closing(EnginesProcess()))
+            engines = stack.enter_context(contextlib.closing(OverheadProcess()))
         return _measure(args, engines)
 
 
-def _measure(args: argparse.Namespace, engines: EnginesProcess | None) -> int:
+def _measure(args: argparse.Namespace, engines: OverheadProcess | None) -> int:
     """`engines` is there where a description is to be saved."""
     with importing("torch", args.verbose > 0):
         import torch
 
-        from zero_inference.hardware.report import as_json, make_report, print_report
-        from zero_inference.hardware.saved import measure_this_machine
+        from zero_inference.hardware.measure_profile import measure_this_machine
+        from zero_inference.hardware.rooflines import as_json, make_report, print_report
     from zero_inference.errors import RunError, UsageError
     from zero_inference.utils.ranks import detect_ranks, start_process_group, stop_process_group
     from zero_inference.utils.watch import PeerWatch, lost_connection
@@ -130,12 +130,12 @@ def _measure(args: argparse.Namespace, engines: EnginesProcess | None) -> int:
     return 0
 
 
-def _save(description: Description, path: Path) -> None:
+def _save(description: HardwareProfile, path: Path) -> None:
     from zero_inference.errors import RunError
-    from zero_inference.hardware.description_file import write_description
+    from zero_inference.hardware.profile import write_profile
 
     try:
-        write_description(description, path)
+        write_profile(description, path)
     except OSError as error:
         raise RunError(f"--save {path}: {error.strerror}; the rates above were not saved.") from error
     current_progress().say(f"machine: {path}")

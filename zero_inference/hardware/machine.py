@@ -12,11 +12,15 @@ import torch
 from zero_inference.config.options import GROUP_SIZES
 from zero_inference.cpu.library import best_instructions, load_library, why_unavailable
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware.attention import measure_attention
-from zero_inference.hardware.cores import BesideLink, cpus_of_host, measure_beside_link
-from zero_inference.hardware.cores_of_host import measure_beside_links
-from zero_inference.hardware.kept import kept_description
-from zero_inference.hardware.rates import attended_gb_per_s, beside_link, format_of
+from zero_inference.hardware.bench_cpu import (
+    cpus_of_host,
+    measure_attention,
+    measure_concurrent_rates,
+    measure_concurrent_rates_of_ranks,
+)
+from zero_inference.hardware.cache import cached_profile
+from zero_inference.hardware.rates import ConcurrentRates, attended_gb_per_s, concurrent_rates, format_of
+from zero_inference.hardware.spec import resolve_profile
 from zero_inference.kernels import extension
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization
@@ -24,11 +28,11 @@ from zero_inference.utils.environment import available_host_bytes
 from zero_inference.utils.ranks import Ranks
 
 if TYPE_CHECKING:
-    from zero_inference.hardware.description import Description
+    from zero_inference.hardware.profile import HardwareProfile
 
 
 @dataclass(frozen=True)
-class Work:
+class CpuWorkload:
     """What the host's cores would multiply.
 
     Attributes:
@@ -52,7 +56,7 @@ class Machine(Protocol):
     def is_here(self) -> bool:
         """Whether it is the one that this process runs on, so that it can be asked and used."""
 
-    def described(self) -> Description | None:
+    def profile(self) -> HardwareProfile | None:
         """Its measured rates; None where it was not measured yet."""
 
     def ranks_there(self, ranks: Ranks) -> Ranks:
@@ -83,19 +87,19 @@ class Machine(Protocol):
     def cpus(self, ranks: Ranks, asked: int | None) -> tuple[int, ...]:
         """A CPU for each thread that multiplies; -1 for one that is bound to none. Raises UsageError: fewer than `asked`."""
 
-    def beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | str:
+    def concurrent_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | str:
         """What link and cores give beside each other; or why that is not known, in a few words. Ranks that are connected call it
         together."""
 
 
 @dataclass(frozen=True)
-class ThisMachine:
+class LocalMachine:
     """The one that this process runs on. Memory is looked at when it is asked for, and so are rates that were not kept."""
 
     is_here = True
 
-    def described(self) -> Description | None:
-        return kept_description()
+    def profile(self) -> HardwareProfile | None:
+        return cached_profile()
 
     def ranks_there(self, ranks: Ranks) -> Ranks:
         return ranks
@@ -127,7 +131,7 @@ class ThisMachine:
     def cpus(self, ranks: Ranks, asked: int | None) -> tuple[int, ...]:
         return cpus_of_host(ranks, asked)
 
-    def beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | str:
+    def concurrent_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | str:
         if ranks.device.type != "cuda":
             return "there is no GPU"
         if (kept := self._kept_beside_link(ranks, cpus, work)) is not None:
@@ -135,8 +139,8 @@ class ThisMachine:
         what: Any = cpus, work.dtype, work.scheme, work.rows, work.columns
         try:
             if ranks.world_size > 1:
-                return measure_beside_links(ranks, *what)
-            found = measure_beside_link(ranks.device, *what)
+                return measure_concurrent_rates_of_ranks(ranks, *what)
+            found = measure_concurrent_rates(ranks.device, *what)
         except (RunError, torch.OutOfMemoryError):  # it takes a gigabyte or two: weights go first
             return "there was too little memory to measure them"
         if not work.heads:
@@ -146,29 +150,29 @@ class ThisMachine:
         except (RunError, torch.OutOfMemoryError):
             return found  # they are taken to attend as fast as they read
 
-    def _kept_beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | None:
+    def _kept_beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | None:
         as_measured = work.scheme is None or work.scheme.group_size == GROUP_SIZES[work.scheme.bits]
-        kept = self.described() if ranks.world_size == 1 and as_measured else None
+        kept = self.profile() if ranks.world_size == 1 and as_measured else None
         if kept is None or kept.cores is None or kept.cores.threads != len(cpus):
             return None
         found = _beside_link(kept, work)
         return None if isinstance(found, str) else found
 
 
-def _beside_link(description: Description, work: Work) -> BesideLink | str:
-    found = beside_link(description, format_of(work.dtype, work.scheme), work.rows)
+def _beside_link(description: HardwareProfile, work: CpuWorkload) -> ConcurrentRates | str:
+    found = concurrent_rates(description, format_of(work.dtype, work.scheme), work.rows)
     attended = attended_gb_per_s(description, format_of(work.dtype, None), work.heads) if work.heads else None
     return found if isinstance(found, str) or attended is None else replace(found, attended=attended)
 
 
 @dataclass(frozen=True)
-class DescribedMachine:
+class ProfiledMachine:
     """Another one. Nothing of the machine that this process runs on is asked."""
 
-    description: Description
+    description: HardwareProfile
     is_here = False
 
-    def described(self) -> Description | None:
+    def profile(self) -> HardwareProfile | None:
         return self.description
 
     def gpus(self) -> int:
@@ -197,7 +201,7 @@ class DescribedMachine:
             )
         return (-1,) * (asked or (cores.threads if cores else 1))
 
-    def beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | str:
+    def concurrent_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | str:
         if ranks.world_size > 1:
             return "their rate beside several GPUs is not known"
         return _beside_link(self.description, work)
@@ -206,3 +210,59 @@ class DescribedMachine:
         if not self.description.gpus:
             return replace(ranks, device=torch.device("cpu"))
         return replace(ranks, device=torch.device("cuda", ranks.local_rank))
+
+
+def resolve_machine(name: str | None, assume: str | None) -> Machine:
+    """Return this machine, or the one that `resolve_profile` describes. Raises as that."""
+
+    found = resolve_profile(name, assume)
+    return LocalMachine() if found is None else ProfiledMachine(found)
+
+
+@dataclass(frozen=True)
+class LimitedMachine:
+    """`machine` with at most so much memory; None leaves it as it is. See `Machine`."""
+
+    machine: Machine
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.machine.is_here
+
+    def profile(self) -> HardwareProfile | None:
+        return self.machine.profile()
+
+    def ranks_there(self, ranks: Ranks) -> Ranks:
+        return self.machine.ranks_there(ranks)
+
+    def gpus(self) -> int:
+        return self.machine.gpus()
+
+    def free_device_bytes(self, ranks: Ranks, agreed: bool) -> int | None:
+        return _least(self.machine.free_device_bytes(ranks, agreed), self.device_bytes)
+
+    def available_host_bytes(self) -> int:
+        free = self.machine.available_host_bytes()
+        return free if self.host_bytes is None else min(free, self.host_bytes)
+
+    def disk_free_bytes(self, folder: Path) -> int | None:
+        return self.machine.disk_free_bytes(folder)
+
+    def missing_code(self, on_gpu: bool) -> str | None:
+        return self.machine.missing_code(on_gpu)
+
+    def instructions(self) -> str:
+        return self.machine.instructions()
+
+    def cpus(self, ranks: Ranks, asked: int | None) -> tuple[int, ...]:
+        return self.machine.cpus(ranks, asked)
+
+    def concurrent_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | str:
+        return self.machine.concurrent_rates(ranks, cpus, work)
+
+
+def _least(free: int | None, most: int | None) -> int | None:
+    """None where nothing limits it: a CPU has no device memory."""
+    return free if free is None or most is None else min(free, most)

@@ -5,7 +5,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
+import platform
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +21,20 @@ import torch
 
 from zero_inference.cpu.library import load_library, why_unavailable
 from zero_inference.errors import RunError
-from zero_inference.hardware import compute, copy, cores
-from zero_inference.hardware.description import CoreRates, Cores, Products
-from zero_inference.hardware.disk import disk_read_gb_per_s
+from zero_inference.hardware import bench_copies, bench_cpu, bench_device, system
+from zero_inference.hardware.bench_copies import while_copying
+from zero_inference.hardware.bench_disk import disk_read_gb_per_s
+from zero_inference.hardware.profile import CpuProductRate, CpuProfile, WeightFormat
+from zero_inference.hardware.system import GpuLink
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.utils.format import first_line
+from zero_inference.utils.format import first_line, format_bytes, three_digits
 from zero_inference.utils.progress import current_progress
 from zero_inference.utils.ranks import Ranks
+from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows
 
 PRODUCT_ROWS = (1, 8, 32)
-MULTIPLIED: tuple[tuple[Products, GroupQuantization | None], ...] = (
+MULTIPLIED: tuple[tuple[WeightFormat, GroupQuantization | None], ...] = (
     ("bfloat16", None),
     ("int4", GroupQuantization(4, 64)),
 )  # by the cores
@@ -65,7 +74,9 @@ class Result:
         }
 
 
-def measure_rooflines(ranks: Ranks, disk: Path | None, known: Cores | None = None) -> tuple[list[Result], list[str]]:
+def measure_rooflines(
+    ranks: Ranks, disk: Path | None, known: CpuProfile | None = None
+) -> tuple[list[Result], list[str]]:
     """All of them, on all ranks at the same time, and a line for each that this rank could not measure.
 
     Args:
@@ -86,7 +97,7 @@ def measure_rooflines(ranks: Ranks, disk: Path | None, known: Cores | None = Non
     return results, failures
 
 
-def rooflines(ranks: Ranks, disk: Path | None, known: Cores | None = None) -> list[Roofline]:
+def rooflines(ranks: Ranks, disk: Path | None, known: CpuProfile | None = None) -> list[Roofline]:
     """Those of this machine: of the link or, without a GPU, of host memory, then of the cores, the device, and `disk`."""
     on_gpu = ranks.device.type == "cuda"
     of_link = _of_link(ranks) if on_gpu else _of_host_memory(ranks.device)
@@ -101,28 +112,28 @@ def _of_link(ranks: Ranks) -> list[Roofline]:
             "GB/s",
             "host to GPU, page-locked",
             "bounds decode with weights in host memory",
-            lambda: copy.host_to_device_gb_per_s(device, pinned=True),
+            lambda: bench_copies.host_to_device_gb_per_s(device, pinned=True),
         ),
         Roofline(
             "host_to_device_pageable_gbps",
             "GB/s",
             "host to GPU, pageable",
             "the same with --pin-memory 0",
-            lambda: copy.host_to_device_gb_per_s(device, pinned=False),
+            lambda: bench_copies.host_to_device_gb_per_s(device, pinned=False),
         ),
         Roofline(
             "device_to_host_pinned_gbps",
             "GB/s",
             "GPU to host, page-locked",
             "bounds writing the KV cache with --kv-offload",
-            lambda: copy.device_to_host_gb_per_s(device),
+            lambda: bench_copies.device_to_host_gb_per_s(device),
         ),
         Roofline(
             "both_directions_gbps",
             "GB/s",
             "both ways at once, summed",
             "at best the sum of both: the KV cache leaves while weights arrive",
-            lambda: copy.both_directions_gb_per_s(device),
+            lambda: bench_copies.both_directions_gb_per_s(device),
         ),
     ]
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -138,7 +149,7 @@ def _of_all_links(devices: list[torch.device]) -> Roofline:
         "GB/s",
         f"host to all {count} GPUs at once, summed",
         f"bounds decode of {count} ranks; less than {count} times one GPU means that they share a link or host memory",
-        lambda: copy.several_devices_gb_per_s(devices),
+        lambda: bench_copies.several_devices_gb_per_s(devices),
     )
 
 
@@ -147,25 +158,25 @@ def _of_host_memory(device: torch.device) -> list[Roofline]:
         Roofline(
             "host_memory_copy_gbps",
             "GB/s",
-            f"{copy.kind_of(device)}, counted once",
+            f"{bench_copies.kind_of(device)}, counted once",
             "how weights are fetched without a GPU",
-            lambda: copy.host_to_device_gb_per_s(device, pinned=False),
+            lambda: bench_copies.host_to_device_gb_per_s(device, pinned=False),
         ),
         Roofline(
             "host_memory_two_copies_gbps",
             "GB/s",
             "two such copies at once, summed",
             "the KV cache is written meanwhile",
-            lambda: copy.both_directions_gb_per_s(device),
+            lambda: bench_copies.both_directions_gb_per_s(device),
         ),
     ]
 
 
-def _of_cores(ranks: Ranks, known: Cores | None = None) -> list[Roofline]:
+def _of_cores(ranks: Ranks, known: CpuProfile | None = None) -> list[Roofline]:
     """What the host's cores read and multiply where it lies; those of the link beside them where there is one."""
     if load_library() is None:
         return []
-    cpus = cores.cpus_of(ranks)
+    cpus = bench_cpu.cpus_of(ranks)
     many = f"{len(cpus)} core{'s' if len(cpus) > 1 else ''}"
     found = [
         Roofline(
@@ -173,7 +184,7 @@ def _of_cores(ranks: Ranks, known: Cores | None = None) -> list[Roofline]:
             "GB/s",
             f"host memory read by {many}",
             "bounds what the cores can multiply",
-            lambda: cores.read_gb_per_s(cpus),
+            lambda: bench_cpu.measure_read_gb_per_s(cpus),
         )
     ]
     rates = {} if known is None else {(each.format, each.rows): each for each in known.products}
@@ -181,9 +192,9 @@ def _of_cores(ranks: Ranks, known: Cores | None = None) -> list[Roofline]:
 
     @functools.cache
     def measured() -> dict[tuple[GroupQuantization | None, int], float]:
-        return dict(zip(wanted, cores.products_gb_per_s(cpus, torch.bfloat16, wanted)))
+        return dict(zip(wanted, bench_cpu.measure_products_gb_per_s(cpus, torch.bfloat16, wanted)))
 
-    def product_gb_per_s(name: Products, scheme: GroupQuantization | None, rows: int) -> float:
+    def product_gb_per_s(name: WeightFormat, scheme: GroupQuantization | None, rows: int) -> float:
         rate = rates.get((name, rows))
         return measured()[scheme, rows] if rate is None else rate.cores_alone_gb_per_s
 
@@ -203,10 +214,10 @@ def _of_cores(ranks: Ranks, known: Cores | None = None) -> list[Roofline]:
 
 
 def _of_cores_beside_link(
-    device: torch.device, cpus: tuple[int, ...], many: str, known: CoreRates | None
+    device: torch.device, cpus: tuple[int, ...], many: str, known: CpuProductRate | None
 ) -> list[Roofline]:
-    def measured() -> CoreRates | cores.BesideLink:
-        return known or cores.measure_beside_link(device, cpus, torch.bfloat16, None, 1, 8192)
+    def measured() -> CpuProductRate | bench_cpu.ConcurrentRates:
+        return known or bench_cpu.measure_concurrent_rates(device, cpus, torch.bfloat16, None, 1, 8192)
 
     return [
         Roofline(
@@ -233,7 +244,7 @@ def _of_device(device: torch.device) -> list[Roofline]:
         "GB/s",
         f"copy in {'GPU' if on_gpu else 'host'} memory, read + write",
         "bounds decode with weights on the device",
-        lambda: compute.device_copy_gb_per_s(device),
+        lambda: bench_device.device_copy_gb_per_s(device),
     )
     dtypes = (torch.bfloat16, torch.float16 if on_gpu else torch.float32)
     return [memory, *(_of_products(device, dtype) for dtype in dtypes)]
@@ -246,7 +257,7 @@ def _of_products(device: torch.device, dtype: torch.dtype) -> Roofline:
         "TFLOP/s",
         f"matrix product in {name}",
         "bounds prefill, and large batches",
-        lambda: compute.matmul_tflops(device, dtype),
+        lambda: bench_device.matmul_tflops(device, dtype),
     )
 
 
@@ -273,3 +284,113 @@ def _measured(roofline: Roofline, ranks: Ranks) -> tuple[float | None, str | Non
     finally:
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def make_report(ranks: Ranks, disk: Path | None, cores: CpuProfile | None = None) -> dict[str, Any]:
+    """Measures, but not what `cores` say; facts and warnings are those of all ranks, on each of them. `rooflines` holds `Result`s, the rest
+    is plain."""
+    results, warnings = measure_rooflines(ranks, disk, cores)
+    host, gpus = system.read_host(), _gpu_links(ranks)
+    pinned = next((each.value for each in results if each.roofline.name == "host_to_device_pinned_gbps"), None)
+    for index, gpu in enumerate(gpus or [None]):
+        warnings += system.warnings_for(
+            gpu, host, pinned if index == 0 else None
+        )  # the first is the one that was measured
+    rows = ranks.gather_objects(
+        {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host.numa_nodes}
+    )
+    return {
+        "device": ranks.device.type,
+        "world_size": ranks.world_size,
+        "rooflines": results,
+        "gpus": [
+            {"rank": rank, "node": row["node"], **dataclasses.asdict(gpu), "limit_gbps": gpu.limit_gb_per_s}
+            for rank, row in enumerate(rows)
+            for gpu in row["gpus"]
+        ],
+        "host": dataclasses.asdict(host),
+        "numa_nodes_of_ranks": [row["numa_nodes"] for row in rows],
+        "warnings": list(
+            dict.fromkeys(
+                f"{row['node']}: {line}" if ranks.num_nodes > 1 else line for row in rows for line in row["warnings"]
+            )
+        ),
+    }
+
+
+def as_json(report: dict[str, Any]) -> str:
+    """One object; the rooflines are under `ceilings`, which is what readers of it know."""
+    shown = {key if key != "rooflines" else "ceilings": value for key, value in report.items()}
+    shown["ceilings"] = {each.roofline.name: each.fields() for each in report["rooflines"]}
+    return json.dumps(shown, indent=2, allow_nan=False)
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Table and facts on stdout, warnings on stderr."""
+    several = report["world_size"] > 1
+    columns = [
+        Column("what", "roofline", dtype="string"),
+        Column("value", "first rank" if several else "measured", _figures, whole=True),
+        *([Column("all_ranks", "all ranks at once", _figures, whole=True)] if several else []),
+        Column("unit", "unit", dtype="string", whole=True),
+        Column("bounds", "what it means here", dtype="string"),
+    ]
+    rows = [vars(each.roofline) | {"value": each.value, "all_ranks": each.all_ranks} for each in report["rooflines"]]
+    print_rows(rows, columns, "table", piped_width=PIPED_WIDTH)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
+    for line in _facts(report):
+        for part in line.split("\n"):
+            print(textwrap.fill(part, width, subsequent_indent="  ", break_long_words=False))
+    sys.stdout.flush()
+    for line in report["warnings"]:
+        print(f"warning: {line}", file=sys.stderr)
+
+
+def _gpu_links(ranks: Ranks) -> list[GpuLink]:
+    """Links of this rank's GPU, or of all visible ones where there is one rank; each read while it is busy."""
+    if ranks.device.type != "cuda":
+        return []
+    devices = [ranks.device]
+    if ranks.world_size == 1:
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    links = []
+    for device in devices:
+        properties = torch.cuda.get_device_properties(device)
+        read = functools.partial(system.read_gpu_link, str(properties.uuid), properties.name)
+        try:
+            links.append(while_copying(device, read))
+        except (RunError, torch.OutOfMemoryError):  # said where the rate was measured
+            links.append(read())
+    return links
+
+
+def _facts(report: dict[str, Any]) -> list[str]:
+    lines = []
+    if report["device"] != "cuda":
+        lines.append("no GPU: there is no link, and the rates are those of this machine's host memory and CPU")
+    for gpu in report["gpus"]:
+        rank = f"rank {gpu['rank']}, " if report["world_size"] > 1 else ""
+        told = f"told by {gpu['source']}" if gpu["source"] else "neither NVML nor nvidia-smi told"
+        limit = f", {three_digits(gpu['limit_gbps'])} GB/s before packet headers" if gpu["limit_gbps"] else ""
+        lines.append(
+            f"{rank}GPU {_shown(gpu['pci_id'])} ({gpu['name']}): PCI Express\n  generation {_shown(gpu['generation'])} of "
+            f"{_shown(gpu['generation_max'])}, lanes {_shown(gpu['width'])} of {_shown(gpu['width_max'])}{limit}; "
+            f"NUMA node {_shown(gpu['numa_node'])} ({told})"
+        )
+    host = report["host"]
+    memlock = "none" if host["memlock_bytes"] is None else format_bytes(host["memlock_bytes"])
+    nodes = " | ".join(",".join(map(str, nodes)) or "unknown" for nodes in report["numa_nodes_of_ranks"])
+    who = "each rank" if report["world_size"] > 1 else "this process"
+    lines.append(
+        f"host memory: {format_bytes(host['memory_bytes'])}, {format_bytes(host['memory_available_bytes'])} available; "
+        f"limit of locked memory: {memlock}; NUMA nodes of {who}: {nodes}"
+    )
+    return lines
+
+
+def _figures(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _shown(value: object) -> str:
+    return "?" if value is None else str(value)

@@ -11,10 +11,9 @@ import torch
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Timeline
 from zero_inference.errors import RunError
-from zero_inference.hardware import effort
-from zero_inference.hardware.compute import device_copy_gb_per_s, matmul_tflops
-from zero_inference.hardware.copy import Rate, blocks_of, host_to_device_rounds, rate_of
-from zero_inference.hardware.disk import disk_read_gb_per_s
+from zero_inference.hardware.bench_copies import Rate, blocks_of, host_to_device_rounds, rate_of
+from zero_inference.hardware.bench_device import device_copy_gb_per_s, matmul_tflops
+from zero_inference.hardware.bench_disk import disk_read_gb_per_s
 from zero_inference.models.spec import ModelSpec
 from zero_inference.models.weights import return_free_memory
 from zero_inference.records.hardware import HOST_COPY, LinkUse, Rates
@@ -131,7 +130,7 @@ def measure_rates(
     if `disk_read_gb_per_s` takes one of that size.
     """
     on_gpu = ranks.device.type == "cuda"
-    link.measure(seconds=effort.LINK_S[ranks.device.type])
+    link.measure(seconds=LINK_S[ranks.device.type])
     rate = link.of_all()
     # a CPU may multiply the few rows of a step faster than many, as it does in float16
     rows = () if on_gpu else (config.batch_size // ranks.world_size,)
@@ -145,7 +144,7 @@ def measure_rates(
             else 2 * rate.gb_per_s / ranks.world_size
         ),
         matmul_tflops=_unless_out_of_memory(
-            lambda: matmul_tflops(ranks.device, spec.dtype, seconds=effort.PRODUCT_S[ranks.device.type], rows=rows)
+            lambda: matmul_tflops(ranks.device, spec.dtype, seconds=PRODUCT_S[ranks.device.type], rows=rows)
         ),
         disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if config.disk_offload else None,
         link_beside_cores_gb_per_s=None if cores is None else cores.link_gb_per_s,
@@ -204,3 +203,9 @@ def _unless_out_of_memory(measure: Callable[[], float]) -> float | None:
         return measure()
     except torch.OutOfMemoryError:  # what was measured for the model itself still stands
         return None
+
+
+LINK_S = {"cuda": 0.4, "cpu": 0.1}  # of copies behind the loops
+
+
+PRODUCT_S = {"cuda": 0.1, "cpu": 0.05}  # of matrix products

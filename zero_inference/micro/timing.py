@@ -11,8 +11,8 @@ import torch
 from torch.utils.benchmark import Timer
 
 from zero_inference.errors import UsageError
-from zero_inference.hardware import compute
-from zero_inference.hardware.cards import Card, find_card
+from zero_inference.hardware import bench_device
+from zero_inference.hardware.spec import Card, find_card
 
 # How a product is computed -> the dtype of its operands. tf32 is float32 in memory, rounded to 10 bits of mantissa in the tensor
 # cores.
@@ -153,7 +153,7 @@ class MachineRates:
             for size in PROBE_SIZES[self.device.type]:
                 if best and 2 * size**3 / best / 1e12 > PROBE_CALL_S:
                     break
-                best = max(best, compute.matmul_tflops(self.device, DTYPES[kind], size))
+                best = max(best, bench_device.matmul_tflops(self.device, DTYPES[kind], size))
         self._probed[kind] = best
         return best
 
@@ -166,7 +166,7 @@ class MachineRates:
     def copy_gb_per_s(self) -> float:
         """GB/s (1e9 bytes) of a copy inside the device's memory, see `link.compute.device_copy_gb_per_s`."""
         if self._copy is None:
-            self._copy = compute.device_copy_gb_per_s(self.device)
+            self._copy = bench_device.device_copy_gb_per_s(self.device)
         return self._copy
 
     def datasheet_tflops(self, kind: str) -> float | None:

@@ -73,7 +73,7 @@ def _first_line(args: argparse.Namespace, found: SearchResult, best: Sequence[Ca
 
 def _about(args: argparse.Namespace, job: Job) -> str:
     """The work and the machine that all rows are for."""
-    description = job.machine.described()
+    description = job.machine.profile()
     limits = {"device": args.max_gpu_memory, "host": args.max_host_memory}
     used = " and ".join(f"{gib:g} GiB of {where} memory" for where, gib in limits.items() if gib is not None)
     line = f"Prompt {args.prompt_len}, {args.gen_len} new tokens"
@@ -113,7 +113,7 @@ def _where(args: argparse.Namespace) -> str:
 
 
 def _in_json(args: argparse.Namespace, job: Job, found: SearchResult, best: Sequence[Candidate]) -> str:
-    description = job.machine.described()
+    description = job.machine.profile()
     names = ("model", "goal", "prompt_len", "gen_len", "max_gpu_memory", "max_host_memory")
     return json.dumps(
         {name: getattr(args, name) for name in names}

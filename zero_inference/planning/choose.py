@@ -9,7 +9,7 @@ from typing import Any
 from zero_inference.config.options import QUANT_BITS, UNTIL_PLANNED
 from zero_inference.config.run_config import RunConfig, shell_words
 from zero_inference.errors import UsageError
-from zero_inference.hardware.kept import measure_where_needed
+from zero_inference.hardware.cache import measure_if_needed
 from zero_inference.hardware.machine import Machine
 from zero_inference.models.spec import ModelSpec
 from zero_inference.planning.explain import Faster, faster_in_words, in_short, speed, why_none
@@ -35,7 +35,7 @@ def choose(
         return config, None
     asked = _asked(config)
     if machine.is_here:
-        measure_where_needed(say)
+        measure_if_needed(say)
     job = build_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
     found = find_candidates(job, _free(config))
     if not found.candidates:

@@ -11,7 +11,6 @@ from zero_inference.config.options import MAX_GIB
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import model_argument
 from zero_inference.errors import UsageError
-from zero_inference.hardware.choose import description_of
 from zero_inference.planning.arguments import SHOWN
 from zero_inference.utils import garbage
 from zero_inference.utils.format import format_bytes
@@ -30,7 +29,9 @@ def main(args: argparse.Namespace) -> int:
         return _list_machines(args)
     if args.model is None:
         raise UsageError("name a model first: zero-inference plan MODEL, a hub name, a local folder or a preset.")
-    description_of(args.machine, args.assume)  # what cannot be meant is refused before torch is imported
+    from zero_inference.hardware.spec import resolve_profile
+
+    resolve_profile(args.machine, args.assume)  # what cannot be meant is refused before torch is imported
     with garbage.postpone_collections(), use_progress(Progress(args.verbose > 0)):
         with importing("torch and transformers", args.verbose > 0):
             from zero_inference.planning.answer import print_answer
@@ -59,7 +60,7 @@ def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
 
 
 def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, SearchResult]:
-    from zero_inference.hardware.choose import machine_of
+    from zero_inference.hardware.machine import resolve_machine
     from zero_inference.models.spec import resolve_for_plan
     from zero_inference.planning.plan import build_job, check_model
     from zero_inference.planning.search import find_candidates
@@ -68,7 +69,7 @@ def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, SearchRes
     ranks = detect_ranks()
     if ranks.world_size > 1:
         raise UsageError("zero-inference plan runs in one process: start it without a launcher.")
-    ranks = machine_of(args.machine, args.assume).ranks_there(ranks)
+    ranks = resolve_machine(args.machine, args.assume).ranks_there(ranks)
     spec = resolve_for_plan(config, ranks.device.type)  # before this machine is measured, which takes a minute
     check_model(config, spec)
     machine = _machine(args)
@@ -77,13 +78,13 @@ def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, SearchRes
 
 
 def _list_machines(args: argparse.Namespace) -> int:
-    from zero_inference.hardware.typical import print_typical
+    from zero_inference.hardware.spec import print_typical_machines
 
     if args.model is not None:
         raise UsageError(
             "--machines lists typical machines and plans nothing: drop the model, or name a machine with --machine."
         )
-    print_typical("json" if args.json else "table")
+    print_typical_machines("json" if args.json else "table")
     return 0
 
 
@@ -105,18 +106,17 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _machine(args: argparse.Namespace) -> Machine:
-    from zero_inference.hardware.choose import machine_of
-    from zero_inference.hardware.kept import measure_where_needed
-    from zero_inference.hardware.limited import LimitedMachine
+    from zero_inference.hardware.cache import measure_if_needed
+    from zero_inference.hardware.machine import LimitedMachine, resolve_machine
 
-    machine = machine_of(args.machine, args.assume)
+    machine = resolve_machine(args.machine, args.assume)
     if machine.is_here:
-        measure_where_needed(current_progress().say)
+        measure_if_needed(current_progress().say)
     if args.max_gpu_memory is not None and not machine.gpus():
         raise UsageError(
             f"--max-gpu-memory {args.max_gpu_memory:g}: the machine has no GPU; use --max-host-memory, or drop it."
         )
-    description = None if machine.is_here else machine.described()
+    description = None if machine.is_here else machine.profile()
     if description is not None:
         _check_part(
             "--max-host-memory", args.max_host_memory, description.host_memory_bytes, "host={:g}GiB", description.name

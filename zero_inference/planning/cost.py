@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from zero_inference.engines.base import EnginePlan
 from zero_inference.engines.cost_terms import CpuWork
 from zero_inference.hardware.rates import (
-    attending,
-    copying,
+    dequantize_gb_per_s,
     device_attention_s,
-    own_work,
+    find_cpu_attention_overhead,
+    find_dequantize_overhead,
+    find_engine_overhead,
+    find_kv_copy_overhead,
     product_time,
-    restored_gb_per_s,
-    restoring,
 )
 from zero_inference.kernels.indexed import pairs_together
 from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
@@ -25,7 +25,7 @@ from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils.format import format_seconds, significant
 
 if TYPE_CHECKING:
-    from zero_inference.hardware.description import Description, Loading, OwnWork
+    from zero_inference.hardware.profile import EngineOverhead, HardwareProfile, LoadingRates
 
 
 class Range(NamedTuple):
@@ -68,7 +68,7 @@ def rate_in_words(predicted: float, within: Range | None) -> str:
     return significant(predicted) + (f" ({' to '.join(map(significant, within))})" if within else "")
 
 
-def copies_of_step(plan: EnginePlan, description: Description) -> dict[str, float | None]:
+def copies_of_step(plan: EnginePlan, description: HardwareProfile) -> dict[str, float | None]:
     """Seconds by key of `RATE_WORDS`, of a decode step of mean length."""
     beside = plan.cost_terms.link_beside_cpu_gb_per_s
     of_links = 1 if beside else plan.job.ranks.world_size  # beside the cores the rate is that of all links
@@ -79,7 +79,7 @@ def copies_of_step(plan: EnginePlan, description: Description) -> dict[str, floa
     return {"link": link_s, "peers": others_s, "disk": _disk_s(plan, description)}
 
 
-def copies_of_prefill(plan: EnginePlan, description: Description) -> dict[str, float | None]:
+def copies_of_prefill(plan: EnginePlan, description: HardwareProfile) -> dict[str, float | None]:
     """The same of a prefill, whose keys and values are written to host memory while weights come."""
     job = plan.job
     written = job.kv_bytes(job.config.prompt_len) if job.on_gpu and job.config.kv_offload else 0
@@ -91,7 +91,7 @@ def copies_of_prefill(plan: EnginePlan, description: Description) -> dict[str, f
     return {"link": link_s, "peers": others_s, "disk": _disk_s(plan, description)}
 
 
-def missing_rates(plan: EnginePlan, description: Description) -> list[str]:
+def missing_rates(plan: EnginePlan, description: HardwareProfile) -> list[str]:
     """Those that such copies take and the machine lacks, by the names that `--assume` has for them."""
     job = plan.job
     pinned = []  # whether, of what crosses the link
@@ -108,12 +108,12 @@ def missing_rates(plan: EnginePlan, description: Description) -> list[str]:
     return [name for name, lacks in missing.items() if lacks]
 
 
-def lacks_peers(plan: EnginePlan, description: Description) -> bool:
+def lacks_peers(plan: EnginePlan, description: HardwareProfile) -> bool:
     """Whether GPUs send each other weights, and it is not known how fast."""
     return bool(plan.exchanged_bytes(plan.fetched_bytes)) and description.peers_gb_per_s is None
 
 
-def peers_s(plan: EnginePlan, description: Description, fetched_bytes: int) -> tuple[float, float]:
+def peers_s(plan: EnginePlan, description: HardwareProfile, fetched_bytes: int) -> tuple[float, float]:
     """Seconds in which each GPU gets its weights from the others, in a pass that fetches so many bytes over all links: over its link, and
     by ways of their own. Nothing where the rate is not known."""
     peers, exchanged = description.peers_gb_per_s, plan.exchanged_bytes(fetched_bytes)
@@ -129,20 +129,20 @@ def _weights_locked(plan: EnginePlan) -> bool:
     return plan.pinned or not plan.job.on_gpu
 
 
-def _weights_gb_per_s(plan: EnginePlan, description: Description) -> float | None:
+def _weights_gb_per_s(plan: EnginePlan, description: HardwareProfile) -> float | None:
     if not plan.job.on_gpu and not plan.cost_terms.copies_within_host:
         return float("inf")
     return description.link_gb_per_s if _weights_locked(plan) else description.pageable_link_gb_per_s
 
 
-def _kv_gb_per_s(plan: EnginePlan, description: Description, beside: float | None = None) -> float | None:
+def _kv_gb_per_s(plan: EnginePlan, description: HardwareProfile, beside: float | None = None) -> float | None:
     """Of one link, for keys and values in host memory; `beside` has the rate of all of them beside the cores where these work, too."""
     if not plan.job.config.pin_kv_cache:
         return description.pageable_link_gb_per_s
     return beside / plan.job.ranks.world_size if beside else description.link_gb_per_s
 
 
-def _disk_s(plan: EnginePlan, description: Description) -> float | None:
+def _disk_s(plan: EnginePlan, description: HardwareProfile) -> float | None:
     rate = description.disk_gb_per_s
     return _seconds(plan.disk_bytes, rate * plan.job.ranks.num_nodes if rate else None)
 
@@ -178,7 +178,7 @@ class HostWork:
     starts: bool = False
 
 
-def host_work_s(plan: EnginePlan, description: Description, host: HostWork) -> float:
+def host_work_s(plan: EnginePlan, description: HardwareProfile, host: HostWork) -> float:
     """Without selecting a token. The host of a machine that nobody measured is taken to be never late."""
     launches, config = description.launches, plan.job.config
     of_model_s = host.launches * launches.operator_s + host.module_calls * launches.module_s if launches else 0.0
@@ -186,15 +186,15 @@ def host_work_s(plan: EnginePlan, description: Description, host: HostWork) -> f
         1, host.launches
     )  # one of these counts as the mean of the others, as in `prefill_piece_s`
     found = of_model_s * (LAUNCH_SLOWDOWN if plan.job.on_gpu else 1.0)
-    found += host.pieces * piece_s(own_work(description, config.engine, config.quant_bits), host)
-    found += plan.cost_terms.cpu_attention_layers * piece_s(attending(description), host)
-    found += plan.copied_layers * piece_s(copying(description), host)
+    found += host.pieces * piece_s(find_engine_overhead(description, config.engine, config.quant_bits), host)
+    found += plan.cost_terms.cpu_attention_layers * piece_s(find_cpu_attention_overhead(description), host)
+    found += plan.copied_layers * piece_s(find_kv_copy_overhead(description), host)
     if host.starts or not plan.cost_terms.graphs:
-        found += plan.cost_terms.resident_quantized_blocks * piece_s(restoring(description), host)
+        found += plan.cost_terms.resident_quantized_blocks * piece_s(find_dequantize_overhead(description), host)
     return found
 
 
-def piece_s(own: OwnWork | None, host: HostWork) -> float:
+def piece_s(own: EngineOverhead | None, host: HostWork) -> float:
     """Of the host for a piece of weights, or a layer whose keys and values are in host memory."""
     if own is None:
         return 0.0
@@ -202,12 +202,12 @@ def piece_s(own: OwnWork | None, host: HostWork) -> float:
 
 
 DEQUANTIZED_ROWS = (
-    128  # of hardware/compute.py's measurements of a CPU, tokens that are multiplied with restored weights
+    128  # of hardware/bench_device.py's measurements of a CPU, tokens that are multiplied with restored weights
 )
 
 
 def weights_s_of(
-    plan: EnginePlan, description: Description, traced: Pass, tokens: int, cpu: CpuWork
+    plan: EnginePlan, description: HardwareProfile, traced: Pass, tokens: int, cpu: CpuWork
 ) -> Callable[[Operator], float]:
     """Seconds in which the device brings the weights of an operator from its memory, without those that the cores multiply.
 
@@ -231,7 +231,7 @@ def weights_s_of(
     plain = job.spec.dtype_name
     kind = f"int{config.quant_bits}" if config.quantized else plain
     codes = config.quantized and job.on_gpu
-    restored = restored_gb_per_s(own_work(description, config.engine, config.quant_bits), plain)
+    restored = dequantize_gb_per_s(find_engine_overhead(description, config.engine, config.quant_bits), plain)
 
     dequantizes = plan.cost_terms.dequantizes_on_cpu and not restored
     dequantized = dequantized_byte_ns(description, kind, plain, stored) if dequantizes else 0.0
@@ -288,7 +288,7 @@ def weights_s_of(
     return seconds
 
 
-def dequantized_byte_ns(description: Description, kind: str, plain: str, stored: float) -> float:
+def dequantized_byte_ns(description: HardwareProfile, kind: str, plain: str, stored: float) -> float:
     """Return 1e-9 seconds in which a CPU dequantizes a byte of a weight in the dtype `plain`: what a product with codes takes longer than
     one with plain weights, of more tokens than are multiplied with codes; by bytes where that was not measured.
 
@@ -319,7 +319,7 @@ def mean_reads(tokens: int, share: float, together: int) -> float:
 COMPARED_GB_PER_S = 4.0
 
 
-def predict_load_s(plan: EnginePlan, description: Description) -> float | None:
+def predict_load_s(plan: EnginePlan, description: HardwareProfile) -> float | None:
     """Seconds from the first weight to the last of one rank; None where a rate is missing, as the disk's for a checkpoint, and where
     weights are written to a disk: how fast it writes is not measured.
 
@@ -334,7 +334,7 @@ def predict_load_s(plan: EnginePlan, description: Description) -> float | None:
     parts = [dense / source, plan.footprint.host / rates.keep_gb_per_s]
     if config.quantized:
         parts.append(dense / _quantize_gb_per_s(rates, config.quant_bits))
-    own = own_work(description, config.engine, config.quant_bits)
+    own = find_engine_overhead(description, config.engine, config.quant_bits)
     layers = job.spec.text_config.num_hidden_layers
     return sum(parts) / 1e9 + compared_s(plan) + (own.load_s + layers * own.load_layer_s if own else 0.0)
 
@@ -346,7 +346,7 @@ def compared_s(plan: EnginePlan) -> float:
     return min(COMPARED_BYTES, sum(layers.values())) / (COMPARED_GB_PER_S * 1e9) if job.on_gpu else 0.0
 
 
-def _source_gb_per_s(plan: EnginePlan, description: Description) -> float | None:
+def _source_gb_per_s(plan: EnginePlan, description: HardwareProfile) -> float | None:
     """Of a weight that comes to where it is quantized."""
     job, rates = plan.job, description.loading
     if rates is None:
@@ -359,7 +359,7 @@ def _source_gb_per_s(plan: EnginePlan, description: Description) -> float | None
     return 1 / (1 / description.disk_gb_per_s + (1 / to_device if to_device else 0.0))
 
 
-def _quantize_gb_per_s(rates: Loading, quant_bits: int) -> float:
+def _quantize_gb_per_s(rates: LoadingRates, quant_bits: int) -> float:
     return rates.quantize_int8_gb_per_s if quant_bits == 8 else rates.quantize_int4_gb_per_s
 
 
@@ -447,7 +447,7 @@ class Times:
         ]
 
 
-def why_unknown(plan: EnginePlan, description: Description) -> str:
+def why_unknown(plan: EnginePlan, description: HardwareProfile) -> str:
     """Why `predict_times` gives none, in a few words."""
     if names := unknown_rates(plan, description):
         return unknown_in_words(names, plan.job.machine.is_here)
@@ -456,7 +456,7 @@ def why_unknown(plan: EnginePlan, description: Description) -> str:
     return "the model cannot be traced without its weights"
 
 
-def unknown_rates(plan: EnginePlan, description: Description) -> list[str]:
+def unknown_rates(plan: EnginePlan, description: HardwareProfile) -> list[str]:
     """Return the names of the rates that `predict_times` lacks."""
     device = "device memory" if plan.job.on_gpu else "host memory"
     memory = [f"{device} (memory=)"] if description.device_gb_per_s is None else []
@@ -472,7 +472,7 @@ def unknown_in_words(names: Sequence[str], is_here: bool) -> str:
     return f"the rate{'s' * (len(names) > 1)} of {several} {'are' if len(names) > 1 else 'is'} not known{remedy}"
 
 
-def predict_times(plan: EnginePlan, description: Description) -> Times | None:
+def predict_times(plan: EnginePlan, description: HardwareProfile) -> Times | None:
     """None where a rate is missing that the plan takes, or where the model cannot run without weights. To be asked for before `load`."""
     job, config = plan.job, plan.job.config
     if _lacks_dequantizing(plan, description):
@@ -494,7 +494,7 @@ def predict_times(plan: EnginePlan, description: Description) -> Times | None:
     )
 
 
-def _why_bounds(plan: EnginePlan, description: Description) -> tuple[str, ...]:
+def _why_bounds(plan: EnginePlan, description: HardwareProfile) -> tuple[str, ...]:
     """What part of the time is not known, or taken from rates that no machine reaches. Of several GPUs that is what they send each
     other, and how far their links share what host memory gives."""
     config, dtype = plan.job.config, plan.job.spec.dtype_name
@@ -509,16 +509,19 @@ def _why_bounds(plan: EnginePlan, description: Description) -> tuple[str, ...]:
     return tuple(reason for reason, holds in reasons.items() if holds)
 
 
-def _lacks_own_work(plan: EnginePlan, description: Description) -> bool:
+def _lacks_own_work(plan: EnginePlan, description: HardwareProfile) -> bool:
     config = plan.job.config
-    return not plan.cost_terms.overhead_negligible and own_work(description, config.engine, config.quant_bits) is None
+    return (
+        not plan.cost_terms.overhead_negligible
+        and find_engine_overhead(description, config.engine, config.quant_bits) is None
+    )
 
 
-def _lacks_dequantizing(plan: EnginePlan, description: Description) -> bool:
+def _lacks_dequantizing(plan: EnginePlan, description: HardwareProfile) -> bool:
     return plan.job.config.quantized and not plan.job.on_gpu and _lacks_own_work(plan, description)
 
 
-def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> PassTime | None:
+def decode_step(plan: EnginePlan, description: HardwareProfile, traced: Pass) -> PassTime | None:
     """Of mean length; None where a rate is missing that it takes.
 
     Args:
@@ -538,7 +541,7 @@ def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> Pas
     )
 
 
-def prefill(plan: EnginePlan, description: Description, traced: Pass) -> PassTime | None:
+def prefill(plan: EnginePlan, description: HardwareProfile, traced: Pass) -> PassTime | None:
     """Of the prompts; None as of `decode_step`.
 
     Args:
@@ -554,7 +557,7 @@ def prefill(plan: EnginePlan, description: Description, traced: Pass) -> PassTim
 
 def _together(
     plan: EnginePlan,
-    description: Description,
+    description: HardwareProfile,
     traced: Pass,
     weights_s: Callable[[Operator], float],
     *,
@@ -584,7 +587,7 @@ def _together(
         work_s *= MOE_PREFILL_SLOWDOWN
     memory = "device_memory" if plan.job.on_gpu else "host_memory"
     bound = "matmul" if _total(traced, of_products) > work_s / 2 else memory
-    own = own_work(description, plan.job.config.engine, plan.job.config.quant_bits)
+    own = find_engine_overhead(description, plan.job.config.engine, plan.job.config.quant_bits)
     host_s = host_work_s(plan, description, host)
     begin_s = own.start_s if own and host.starts else 0.0  # nothing is asked for until then, but what is on its way
     waited_s = (plan.cost_terms.prefill_cpu if host.starts else plan.cost_terms.step_cpu).wait_s
@@ -597,7 +600,7 @@ def _together(
     }
     asked_s = begin_s
     if plan.cost_terms.copies_wait_for_host:  # for hooks, without dequantizing
-        asked_s += host.pieces * piece_s(own_work(description, plan.job.config.engine, 16), host)
+        asked_s += host.pieces * piece_s(find_engine_overhead(description, plan.job.config.engine, 16), host)
     copied["link"] += asked_s if copied["link"] else 0.0
     others_s = sum(computing.values())
     if not plan.job.on_gpu or not plan.cost_terms.copies_overlap:  # without a GPU they share its memory and its cores
@@ -620,7 +623,7 @@ def _together(
     return PassTime(whole_s, bound_by, "step with the CPU" if waited_s else kind)
 
 
-def _attention_s(plan: EnginePlan, description: Description, operator: Operator, least_s: float) -> float:
+def _attention_s(plan: EnginePlan, description: HardwareProfile, operator: Operator, least_s: float) -> float:
     """Seconds of an operator of attention in a decode step of mean length, over keys and values in device memory; by its bytes where that
     was not measured."""
     job, launches, shape = plan.job, description.launches, operator.attention

@@ -15,7 +15,7 @@ from typing import Any
 from zero_inference.config.options import DEFAULTS
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit
-from zero_inference.hardware.machine import DescribedMachine
+from zero_inference.hardware.machine import ProfiledMachine
 from zero_inference.planning.explain import (
     Faster,
     Verdict,
@@ -88,8 +88,8 @@ def _limit_rows(plan: Plan) -> list[Row]:
 
 
 def _machine_rows(job: Job) -> list[Row]:
-    if not isinstance(job.machine, DescribedMachine):
-        kept = job.machine.described()
+    if not isinstance(job.machine, ProfiledMachine):
+        kept = job.machine.profile()
         return [("machine", caveat)] if kept is not None and (caveat := kept.caveat()) else []
     rows = [("machine", job.machine.description.in_words())]
     if caveat := job.machine.description.caveat():
@@ -234,7 +234,7 @@ def _predicted(plan: Plan | None, verdict: Verdict) -> dict[str, Any]:
 
 def _limit(plan: Plan) -> dict[str, Any] | None:
     machine = plan.job.machine
-    if not isinstance(machine, DescribedMachine) or rates_missing_for_bound(plan.weights, machine.description):
+    if not isinstance(machine, ProfiledMachine) or rates_missing_for_bound(plan.weights, machine.description):
         return None
     if (found := step_bound(plan.weights, machine.description)) is None:
         return None
@@ -243,7 +243,7 @@ def _limit(plan: Plan) -> dict[str, Any] | None:
 
 
 def _machine(job: Job) -> dict[str, Any] | None:
-    found = job.machine.described()
+    found = job.machine.profile()
     if found is None:
         return None
     gpus = [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in found.gpus]

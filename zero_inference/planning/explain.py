@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.engines.base import EnginePlan, Job
 from zero_inference.errors import DoesNotFit
-from zero_inference.hardware.machine import DescribedMachine
+from zero_inference.hardware.machine import ProfiledMachine
 from zero_inference.planning.changes import changes_that_fit, more_memory, one_of
 from zero_inference.planning.cost import (
     peers_s,
@@ -39,7 +39,7 @@ from zero_inference.utils.format import (
 from zero_inference.utils.tables import PIPED_WIDTH, Column, terminal_table, texts_of
 
 if TYPE_CHECKING:
-    from zero_inference.hardware.description import Description
+    from zero_inference.hardware.profile import HardwareProfile
     from zero_inference.planning.cost import Times
 
 
@@ -115,7 +115,7 @@ def _shortages(plan: Plan) -> str:
 def _why_unpredicted(plan: Plan) -> str | None:
     if plan.times is not None:
         return None
-    description = plan.job.machine.described()
+    description = plan.job.machine.profile()
     return NOT_MEASURED if description is None else why_unknown(plan.weights, description)
 
 
@@ -130,7 +130,7 @@ def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> s
     """The most token/s of decoding with `plan` by one rate of the machine alone; None where that is what is predicted anyway, and where
     the plan is for this machine, whose rates a run measures."""
     machine = plan.job.machine
-    if not isinstance(machine, DescribedMachine):
+    if not isinstance(machine, ProfiledMachine):
         return None
     if missing := rates_missing_for_bound(plan, machine.description):
         return f"not known without the rate of {' and '.join(missing)}"
@@ -174,7 +174,7 @@ def first_token_in_words(plan: EnginePlan, times: Times) -> str | None:
     return "the first token takes less than a step, which also copies the KV cache" if plan.carried_kv_bytes else None
 
 
-def rates_missing_for_bound(plan: EnginePlan, description: Description) -> list[str]:
+def rates_missing_for_bound(plan: EnginePlan, description: HardwareProfile) -> list[str]:
     """What a step moves without a rate being known for it."""
     moved = plan.moved_per_step()
     over_link = plan.job.on_gpu and moved.host_to_device_bytes_per_step and not description.link_gb_per_s
@@ -182,7 +182,7 @@ def rates_missing_for_bound(plan: EnginePlan, description: Description) -> list[
     return [name for name, lacks in (("the link", over_link), ("the disk", from_disk)) if lacks]
 
 
-def step_bound(plan: EnginePlan, description: Description) -> tuple[str, float] | None:
+def step_bound(plan: EnginePlan, description: HardwareProfile) -> tuple[str, float] | None:
     """The rate that binds a decode step, a key of `RATE_WORDS`, and the seconds that the step takes at least; None without any rate."""
     job, moved = plan.job, plan.moved_per_step()
     work = step_work(job, plan.weight_bytes, moved.cores_bytes_per_step or 0)
@@ -197,7 +197,7 @@ def step_bound(plan: EnginePlan, description: Description) -> tuple[str, float] 
     return max(known.items(), key=lambda each: each[1]) if known else None
 
 
-def _rates(plan: EnginePlan, description: Description) -> Rates:
+def _rates(plan: EnginePlan, description: HardwareProfile) -> Rates:
     """As a run there would measure them. Each GPU has a link of its own, each node a disk."""
     job, terms = plan.job, plan.cost_terms
     return Rates(
@@ -584,7 +584,7 @@ def why_not_predicted(plans: Sequence[Plan]) -> str:
     rates: dict[str, None] = {}
     reasons: dict[str, None] = {}
     for plan in plans:
-        description = plan.job.machine.described()
+        description = plan.job.machine.profile()
         names = [] if description is None else unknown_rates(plan.weights, description)
         rates |= dict.fromkeys(names)
         if description is None:

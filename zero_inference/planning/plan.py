@@ -16,8 +16,8 @@ from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
 from zero_inference.engines.stream.overlap import LEAST_GAIN
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.hardware.copy import BLOCK_BYTES as LINK_BLOCK_BYTES
-from zero_inference.hardware.machine import Machine, ThisMachine
+from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
+from zero_inference.hardware.machine import LocalMachine, Machine
 from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.spec import ModelSpec
@@ -63,7 +63,7 @@ def check_model(config: RunConfig, spec: ModelSpec) -> None:
         raise UsageError(f"--dummy-routing {config.dummy_routing}: {spec.name} has no experts; drop it.")
 
 
-THIS_MACHINE = ThisMachine()
+THIS_MACHINE = LocalMachine()
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,13 @@ class Plan:
     @functools.cached_property
     def times(self) -> Times | None:
         """Of prefill and decode; None where the machine's rates or the model's operators are not known. To be asked for before `load`."""
-        description = self.job.machine.described()
+        description = self.job.machine.profile()
         return None if description is None else predict_times(self.weights, description)
 
     @property
     def load_s(self) -> float | None:
         """Of loading the weights; None where it is not known."""
-        description = self.job.machine.described()
+        description = self.job.machine.profile()
         return None if description is None else predict_load_s(self.weights, description)
 
     @property
@@ -126,7 +126,7 @@ class Plan:
     @property
     def _peak_host_bytes(self) -> int | None:
         """Of a process: the libraries, and what the plan takes of host memory."""
-        description = self.job.machine.described()
+        description = self.job.machine.profile()
         if description is None or description.process_bytes is None:
             return None
         libraries = description.process_bytes + description.library_bytes.get(self.job.config.engine, 0)
@@ -200,7 +200,7 @@ def make_plan(job: Job) -> Plan:
     if job.config.kv_offload:
         refuse_kv_offload(job.empty_model.model, job.window_only_in_cache)
     found = _with_cores_in_prompts(Plan(job, engine_module(job.config.engine).plan(job)))
-    other = None if job.machine.described() is None else found.weights.alternative()
+    other = None if job.machine.profile() is None else found.weights.alternative()
     if other is None or found.times is None:
         return found
     instead = _with_cores_in_prompts(Plan(job, other))

@@ -15,7 +15,7 @@ from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANT_BITS, 
 from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, RunError, UsageError
-from zero_inference.hardware.limited import LimitedMachine
+from zero_inference.hardware.machine import LimitedMachine
 from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.planning.cost import Times
 from zero_inference.planning.plan import Plan, plan_with

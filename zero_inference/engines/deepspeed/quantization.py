@@ -16,11 +16,11 @@ from torch import nn
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.group_size import LEAST_COLUMNS, group_size_refusal
 from zero_inference.errors import UsageError
-from zero_inference.hardware.compute import median_s
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.models.layers import decoder_layers, layer_kinds, unused_tower_parameters
 from zero_inference.models.operators import trace_reads
 from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.timing import measure_median_s
 
 BLOCK_NUMEL = 1 << 18  # elements that a CPU dequantizes at once: near its caches
 QUANTIZED_LAYERS = (nn.Linear, nn.Embedding)
@@ -156,7 +156,7 @@ def dequantized_gb_per_s(settings: dict, dtype: torch.dtype, device: torch.devic
     nbytes, x = weight.nbytes, torch.randn(1, size, device=device).to(dtype)
     quantize_parameter(weight, settings)
     with torch.no_grad():
-        return nbytes / median_s(device, lambda: F.linear(x, weight), DEQUANTIZED_S) / 1e9
+        return nbytes / measure_median_s(device, lambda: F.linear(x, weight), DEQUANTIZED_S) / 1e9
 
 
 class QuantizedFunctionals:

@@ -12,8 +12,8 @@ from zero_inference.engines.stream.expert_cache import multiplies_many
 from zero_inference.engines.stream.overlap import FETCH_RATE, best_split, fetch_quota, overlapped_step_s, prompt_split
 from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement
 from zero_inference.errors import UsageError
-from zero_inference.hardware.cores import BesideLink
-from zero_inference.hardware.machine import Work
+from zero_inference.hardware.machine import CpuWorkload
+from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kv_cache.attention_patch import why_cpu_cannot_attend
 from zero_inference.models.experts import FusedExperts
@@ -56,7 +56,7 @@ class CpuPlan:
     cpus: tuple[int, ...]
     share: float
     few_rows: int
-    rates: BesideLink | None
+    rates: ConcurrentRates | None
     attends: bool = False
     kv_bytes: int = 0
     kv_slowness: float = 1.0
@@ -66,14 +66,14 @@ class CpuPlan:
     link_rests: bool = False
     prompt_rows: int = 0
     prompt_share: float = 0.0
-    prompt_rates: BesideLink | None = None
+    prompt_rates: ConcurrentRates | None = None
 
     @property
     def carried_bytes(self) -> float:
         """Of page-locked memory, that take the link as long as the keys and values that cross it."""
         return 0.0 if self.attends else self.kv_bytes * self.kv_slowness
 
-    def attention_s(self, rates: BesideLink) -> float:
+    def attention_s(self, rates: ConcurrentRates) -> float:
         """Seconds of a decode step's attention by the cores."""
         return self.kv_bytes / (rates.attention_gb_per_s(self.link_rests) * 1e9) if self.attends else 0.0
 
@@ -81,13 +81,13 @@ class CpuPlan:
         """Seconds of a decode step in which the device waits for them: their work and the meetings for it; 0 without rates."""
         if self.rates is None:
             return 0.0
-        meetings_s = placement.layers * self.rates.crossing_s if self.attends else 0.0
+        meetings_s = placement.layers * self.rates.hand_off_s if self.attends else 0.0
         return sum(cpu_block_s(placement, self.rates).values()) + self.attention_s(self.rates) + meetings_s
 
     def facts(self, computed_bytes: int) -> CpuBackendUse:
         """For the record."""
         of_both = ("link_alone_gb_per_s", "link_gb_per_s", "cores_gb_per_s", "cores_alone_gb_per_s")
-        names = (*of_both, "read_gb_per_s", "crossing_s", "device_gb_per_s")
+        names = (*of_both, "read_gb_per_s", "device_gb_per_s")
         return CpuBackendUse(
             threads=len(self.cpus),
             instructions=self.instructions,
@@ -98,6 +98,7 @@ class CpuPlan:
             attends=self.attends,
             of_step_gb_per_s=self.of_step_gb_per_s(computed_bytes),
             attention_gb_per_s=self.rates.attention_gb_per_s(self.link_rests) if self.rates and self.attends else None,
+            crossing_s=None if self.rates is None else self.rates.hand_off_s,
             **{name: None if self.rates is None else getattr(self.rates, name) for name in names},
         )
 
@@ -195,7 +196,7 @@ def plan_cpu(
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."
         )
     found = _rates(job, scheme, cpus, can_attend)
-    rates = found if isinstance(found, BesideLink) else None
+    rates = found if isinstance(found, ConcurrentRates) else None
     placement = replace(placement, few_tokens=ranks * job.rank_batch)
     kv_bytes = ranks * job.mean_kv_bytes if config.kv_offload else 0
     plan = CpuPlan(
@@ -268,7 +269,7 @@ def plan_short_prompts(
         return placement, plan
     measured = max(1, round(min(rows, MEASURED_ROWS)))
     width = job.spec.text_config.hidden_size
-    rates = job.machine.beside_link(job.ranks, plan.cpus, Work(job.spec.dtype, scheme, measured, width))
+    rates = job.machine.concurrent_rates(job.ranks, plan.cpus, CpuWorkload(job.spec.dtype, scheme, measured, width))
     if isinstance(rates, str):
         return placement, plan
     slower, hidden_bytes = max(1.0, rows / measured), tokens * width * job.spec.dtype.itemsize
@@ -277,7 +278,7 @@ def plan_short_prompts(
         link_gb_per_s=rates.link_gb_per_s * (FETCH_RATE if placement.gathered else 1.0),
         cores_gb_per_s=rates.cores_gb_per_s / slower,
         expert_s=rates.expert_s * slower,
-        crossing_s=plan.rates.crossing_s + 2 * hidden_bytes / (CROSSED_GB_PER_S * 1e9),
+        hand_off_s=plan.rates.hand_off_s + 2 * hidden_bytes / (CROSSED_GB_PER_S * 1e9),
     )
     asked = 1.0 if job.config.cpu_share is None else job.config.cpu_share
     most = min(1.0, asked * placement.host_bytes / placement.nbytes_of(blocks))
@@ -295,11 +296,12 @@ def spare_slots(job: Job, depth: int) -> int | None:
     return 0 if job.config.ring_depth is not None else max(0, depth - DEFAULT_RING_DEPTH)
 
 
-def cpu_block_s(placement: Placement, rates: BesideLink) -> dict[int, float]:
+def cpu_block_s(placement: Placement, rates: ConcurrentRates) -> dict[int, float]:
     """Seconds in which the device waits for the cores' products of each block."""
     return {
         block: sum(
-            each.nbytes / (rates.cores_gb_per_s * 1e9) + rates.meeting_s(each.nbytes, each.experts) for each in calls
+            each.nbytes / (rates.cores_gb_per_s * 1e9) + rates.call_overhead_s(each.nbytes, each.experts)
+            for each in calls
         )
         for block, calls in placement.calls.items()
     }
@@ -335,9 +337,9 @@ def _widest(placement: Placement) -> int:
     return max(widths)
 
 
-def _kv_slowness(job: Job, rates: BesideLink | None) -> float:
+def _kv_slowness(job: Job, rates: ConcurrentRates | None) -> float:
     """See `CpuPlan`; 1 where the rate of other memory is not known."""
-    described = None if job.config.pin_kv_cache else job.machine.described()
+    described = None if job.config.pin_kv_cache else job.machine.profile()
     if rates is None or described is None or not described.pageable_link_gb_per_s:
         return 1.0
     return rates.link_alone_gb_per_s / described.pageable_link_gb_per_s
@@ -348,14 +350,16 @@ def _is_alone(job: Job) -> bool:
     return job.ranks.world_size > 1 and job.group is None
 
 
-def _rates(job: Job, scheme: GroupQuantization | None, cpus: tuple[int, ...], can_attend: bool) -> BesideLink | str:
+def _rates(
+    job: Job, scheme: GroupQuantization | None, cpus: tuple[int, ...], can_attend: bool
+) -> ConcurrentRates | str:
     """Or why they are not known."""
     if job.machine.is_here and _is_alone(job):
         return "their rates are only measured in a run, by all ranks together"
     config = job.spec.text_config
     heads = heads_of_key(config) if can_attend else 0
-    work = Work(job.spec.dtype, scheme, job.rank_batch, config.hidden_size, heads)
-    return job.machine.beside_link(job.ranks, cpus, work)
+    work = CpuWorkload(job.spec.dtype, scheme, job.rank_batch, config.hidden_size, heads)
+    return job.machine.concurrent_rates(job.ranks, cpus, work)
 
 
 def choice_bytes(experts: FusedExperts, rows: int) -> int:

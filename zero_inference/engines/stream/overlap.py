@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.ring import slots_in_use
-from zero_inference.hardware.cores import BesideLink
+from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.kernels.products import FUSED_ROWS
 
 PASSES = 4  # in a row, of which the last counts: the first ones begin with an empty ring
@@ -122,7 +122,7 @@ class Split:
 
 
 def best_split(
-    placement: Placement, rates: BesideLink, kv_bytes: int, can_attend: bool, carried_bytes: float | None = None
+    placement: Placement, rates: ConcurrentRates, kv_bytes: int, can_attend: bool, carried_bytes: float | None = None
 ) -> Split:
     """The division in which link and cores end a step at the same time; nothing for the cores where they would hardly help.
 
@@ -145,7 +145,7 @@ def best_split(
     return best if alone.step_s >= LEAST_GAIN * best.step_s else alone
 
 
-def fetch_quota(placement: Placement, rates: BesideLink) -> tuple[int, ...]:
+def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]:
     """Return how many of a layer's missed experts the device fetches so that link and CPU end together, by the number of missed ones.
 
     The link also copies what `placement` fetches ahead, an equal part of it in each layer. Empty where fetching gains nothing.
@@ -160,7 +160,7 @@ def fetch_quota(placement: Placement, rates: BesideLink) -> tuple[int, ...]:
 
     def seconds(missed: int, fetched: int) -> float:
         left = missed - fetched
-        cpu_s = rates.meeting_s(left * size, left) + left * size / cores
+        cpu_s = rates.call_overhead_s(left * size, left) + left * size / cores
         return max(cpu_s, ahead_s + fetched * size / link + STAGED_PRODUCTS_S) if fetched else cpu_s
 
     most = max(min(form.number, placement.few_tokens * form.chosen) for form in forms)
@@ -172,7 +172,7 @@ def fetch_quota(placement: Placement, rates: BesideLink) -> tuple[int, ...]:
 
 
 def prompt_split(
-    placement: Placement, rates: BesideLink, tokens: int, keeps: bool, most: float, graphs: bool
+    placement: Placement, rates: ConcurrentRates, tokens: int, keeps: bool, most: float, graphs: bool
 ) -> Placement:
     """Return `placement` with the blocks that the cores multiply in short prompts, so that link and cores end together; unchanged
     where that is predicted to gain less than `LEAST_GAIN`.
@@ -204,7 +204,7 @@ def prompt_split(
 
 
 def _balanced(
-    placement: Placement, rates: BesideLink, kv_bytes: int, carried: float, attends: bool, meetings_s: float
+    placement: Placement, rates: ConcurrentRates, kv_bytes: int, carried: float, attends: bool, meetings_s: float
 ) -> tuple[Split, float]:
     """T = max(S / B_link, R / B_cores + D / B_device + h), with S the bytes that are sent, R those that the cores read, D those of blocks
     that stay on the device, which reads them while the cores wait (what it reads of fetched ones is little), and h the time of their
@@ -226,7 +226,7 @@ def _balanced(
     if attends:
         cores_s += (
             kv_bytes / (rates.attention_gb_per_s(link_rests=not placement.host_bytes) * 1e9)
-            + placement.layers * rates.crossing_s
+            + placement.layers * rates.hand_off_s
         )
     first = second = 0.0
     if experts:
@@ -243,8 +243,8 @@ def _balanced(
     return Split(first, second, attends, max(sent_s, cores_s)), needed_s
 
 
-def _meetings_s(placement: Placement, rates: BesideLink) -> float:
-    return sum(rates.meeting_s(each.nbytes, each.experts) for calls in placement.calls.values() for each in calls)
+def _meetings_s(placement: Placement, rates: ConcurrentRates) -> float:
+    return sum(rates.call_overhead_s(each.nbytes, each.experts) for calls in placement.calls.values() for each in calls)
 
 
 def _share(ahead_s: float, all_s: float, most: float) -> float:

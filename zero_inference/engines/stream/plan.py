@@ -34,7 +34,7 @@ from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placemen
 from zero_inference.engines.stream.rebalance import MeasuredStep, bytes_to_move
 from zero_inference.engines.stream.vocabulary import HEAD_BITS, EmbeddingTable, HeadWeight, find_head, table_for_host
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.hardware.cores import BesideLink
+from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
@@ -109,7 +109,7 @@ class StreamPlan(EnginePlan):
         }
 
     @functools.cached_property
-    def _in_prompt(self) -> tuple[Placement, BesideLink] | None:
+    def _in_prompt(self) -> tuple[Placement, ConcurrentRates] | None:
         """Return the placement in a short prompt, and its rates; None where the CPU multiplies none of it."""
         if self.cores is None or self.cores.prompt_rates is None:
             return None
@@ -123,7 +123,7 @@ class StreamPlan(EnginePlan):
         rates = None if cores is None else cores.rates
         cpu_gb_per_s = None if cores is None else cores.of_step_gb_per_s(found.computed_bytes)
         beside = rates is not None and cpu_gb_per_s is not None
-        described = job.machine.described()
+        described = job.machine.profile()
         link_gb_per_s = None if described is None else described.link_gb_per_s
         prefill_link_gb_per_s = FETCH_RATE * link_gb_per_s if link_gb_per_s is not None and found.gathered else None
         prefill_cpu = CpuWork()
@@ -161,7 +161,7 @@ class StreamPlan(EnginePlan):
         job = self.job
         if self.cores is not None or job.config.cpu_share is not None or not (job.on_gpu and self.placement.host_bytes):
             return False
-        elsewhere = None if job.machine.is_here else job.machine.described()
+        elsewhere = None if job.machine.is_here else job.machine.profile()
         several = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
         return several or (elsewhere is not None and elsewhere.cores is None)
 

@@ -24,7 +24,7 @@ TIMEOUT_S = 600  # for what takes 20 s where nothing has to be compiled
 READY = "ready"
 
 
-class EnginesProcess:
+class OverheadProcess:
     """`zero-inference link --engines`, from its start on; `close` ends it with all that it has started, however far it is.
 
     Args:
@@ -89,7 +89,7 @@ class EnginesProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def say_ready() -> bool:
+def signal_ready() -> bool:
     """In that process: that all is loaded; whether it is to measure, for which it waits."""
     print(READY, flush=True)
     return bool(sys.stdin.readline())

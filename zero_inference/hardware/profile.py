@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import json
 from collections import Counter
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from zero_inference.errors import UsageError
+from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import format_bytes, one_line
 
 MOST = 1e18  # of anything here; a number above it is a mistake
@@ -25,20 +31,22 @@ Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 Source = Literal["measured", "datasheet", "assumed"]
-Products = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 
 
 def _key(name: str) -> str:
-    return name.replace("gb_per_s", "gbps")
+    """Return the key of a field in the file."""
+    older = {"engine_overheads": "own_work", "hand_off_s": "crossing_s"}  # names from before these fields were renamed
+    return older.get(name, name.replace("gb_per_s", "gbps"))
 
 
-class _Part(BaseModel):
+class _ProfilePart(BaseModel):
     """Numbers must be numbers, and a key that nothing reads is a mistake. Keys of GB/s end in `gbps` in the file, as in the record."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", populate_by_name=True, alias_generator=_key)
 
 
-class Gpu(_Part):
+class Gpu(_ProfilePart):
     """
     Attributes:
         memory_bytes: all of its memory.
@@ -56,28 +64,28 @@ class Gpu(_Part):
         return self
 
 
-class CoreRates(_Part):
+class CpuProductRate(_ProfilePart):
     """What the host's cores and the link give beside each other, for weights of one format and passes of `rows` tokens.
 
     Attributes:
         link_gb_per_s, cores_gb_per_s: copies to the device, and stored bytes of weights multiplied, at the same time.
         cores_alone_gb_per_s: products while the link rests.
-        crossing_s: from the device to the cores and back while the link is busy.
+        hand_off_s: from the device to the cores and back while the link is busy.
         call_s, expert_s: what a call of the cores takes besides its bytes and the crossing, and more for each expert that it reads; 0 in
             files from before they were measured.
     """
 
-    format: Products
+    format: WeightFormat
     rows: Count
     link_gb_per_s: Rate
     cores_gb_per_s: Rate
     cores_alone_gb_per_s: Rate
-    crossing_s: Seconds
+    hand_off_s: Seconds
     call_s: Seconds = 0.0
     expert_s: Seconds = 0.0
 
 
-class AttentionRate(_Part):
+class CpuAttentionRate(_ProfilePart):
     """Keys and values in host memory that the cores attend over, where `heads` query heads share a key head: `gb_per_s` while the link is
     busy, `alone_gb_per_s` while it rests."""
 
@@ -87,7 +95,7 @@ class AttentionRate(_Part):
     alone_gb_per_s: Rate
 
 
-class Cores(_Part):
+class CpuProfile(_ProfilePart):
     """The host's cores.
 
     Attributes:
@@ -101,11 +109,11 @@ class Cores(_Part):
     threads: Count
     instructions: str
     read_gb_per_s: Rate
-    products: tuple[CoreRates, ...] = Field(min_length=1, strict=False)
-    attention: tuple[AttentionRate, ...] = Field(default=(), strict=False)
+    products: tuple[CpuProductRate, ...] = Field(min_length=1, strict=False)
+    attention: tuple[CpuAttentionRate, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
-    def _check(self) -> Cores:
+    def _check(self) -> CpuProfile:
         numbers = Counter((each.format, each.rows) for each in self.products)
         for (name, rows), count in numbers.items():
             if count > 1:
@@ -113,7 +121,7 @@ class Cores(_Part):
         return self
 
 
-class DeviceRate(_Part):
+class DeviceProductRate(_ProfilePart):
     """Stored bytes of weights of one format that the device multiplies with `rows` tokens.
 
     Attributes:
@@ -121,13 +129,13 @@ class DeviceRate(_Part):
             of 8192 x 8192.
     """
 
-    format: Products
+    format: WeightFormat
     rows: Count
     gb_per_s: Rate
     call_s: Seconds = 0.0
 
 
-class DeviceAttention(_Part):
+class DeviceAttentionTime(_ProfilePart):
     """A token's attention in device memory: kernels of a CUDA graph, over keys and values of 16 bits with heads of 128 columns.
 
     Attributes:
@@ -143,7 +151,7 @@ class DeviceAttention(_Part):
     seconds: Seconds
 
 
-class Launches(_Part):
+class LaunchOverhead(_ProfilePart):
     """What running a model takes, whatever it computes.
 
     Attributes:
@@ -160,11 +168,11 @@ class Launches(_Part):
     module_s: Seconds = 0.0
     step_s: Seconds
     graph_operator_s: Seconds | None = None
-    attention: tuple[DeviceAttention, ...] = Field(default=(), strict=False)
+    attention: tuple[DeviceAttentionTime, ...] = Field(default=(), strict=False)
     attention_gb_per_s: Rate | None = None
 
 
-class Loading(_Part):
+class LoadingRates(_ProfilePart):
     """Rates in bytes of the model's dtype: of random weights drawn on the device, and of weights that are quantized there; and of stored
     bytes that are put from the device into new host memory, page-locked with a GPU."""
 
@@ -174,7 +182,7 @@ class Loading(_Part):
     keep_gb_per_s: Rate
 
 
-class OwnWork(_Part):
+class EngineOverhead(_ProfilePart):
     """What an engine takes besides the model's work, found with a model so thin that nothing else counts.
 
     Attributes:
@@ -204,7 +212,7 @@ class OwnWork(_Part):
     restored_float16_gb_per_s: Rate | None = None
 
 
-class Description(_Part):
+class HardwareProfile(_ProfilePart):
     """One machine.
 
     Attributes:
@@ -227,7 +235,7 @@ class Description(_Part):
         disk_gb_per_s: direct reads; None where it is not known.
         cores: None where they are not known.
         launches: None where they are not known.
-        own_work: of engines where it was measured.
+        engine_overheads: of engines where it was measured.
         loading: None where it is not known.
         process_bytes: host memory of a process that has loaded the libraries of a run, and no model; with a GPU of one that has generated
             with a thin model. None where it is not known.
@@ -249,13 +257,13 @@ class Description(_Part):
     pageable_link_gb_per_s: Rate | None = None
     peers_gb_per_s: Rate | Literal["link"] | None = None
     device_gb_per_s: Rate | None = None
-    device_products: tuple[DeviceRate, ...] = Field(default=(), strict=False)
+    device_products: tuple[DeviceProductRate, ...] = Field(default=(), strict=False)
     matmul_tflops: dict[str, Rate] = {}
     disk_gb_per_s: Rate | None = None
-    cores: Cores | None = None
-    launches: Launches | None = None
-    own_work: tuple[OwnWork, ...] = Field(default=(), strict=False)
-    loading: Loading | None = None
+    cores: CpuProfile | None = None
+    launches: LaunchOverhead | None = None
+    engine_overheads: tuple[EngineOverhead, ...] = Field(default=(), strict=False)
+    loading: LoadingRates | None = None
     process_bytes: Bytes | None = None
     measuring_bytes: Bytes = 0
     library_bytes: dict[str, Bytes] = {}
@@ -284,3 +292,71 @@ class Description(_Part):
         if self.measured_with < MEASURED_WITH:
             return "an earlier version measured it; zero-inference link --save FILE on that machine measures more"
         return None
+
+
+def read_profile(path: Path) -> HardwareProfile:
+    """The machine that a file describes.
+
+    Raises:
+        UsageError: there is no such file, or it says something that cannot be; names the first such key.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "not a regular file")
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UsageError(f"--machine {path}: {reason}; `zero-inference link --save FILE` writes one.") from error
+    try:
+        return HardwareProfile.model_validate_json(text)
+    except ValidationError as error:
+        if version := newer_version_of(path):
+            raise UsageError(
+                f"--machine {path}: {version}; update this package, or `zero-inference link --save FILE` writes one."
+            ) from error
+        raise UsageError(f"--machine {path}: {_first(error)}; `zero-inference link --save FILE` writes one.") from error
+
+
+def newer_version_of(path: Path) -> str | None:
+    """Say how a newer version of this package wrote the file; None of any other file."""
+    try:
+        return _newer_version(path, path.stat().st_mtime_ns)
+    except OSError:
+        return None
+
+
+@functools.lru_cache(maxsize=2)
+def _newer_version(path: Path, changed: int) -> str | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        HardwareProfile.model_validate(found)
+    except (OSError, ValueError) as error:
+        if not isinstance(error, ValidationError) or not isinstance(found, dict):
+            return None
+    else:
+        return None
+    for key, known in (("schema_version", SCHEMA_VERSION), ("measured_with", MEASURED_WITH)):
+        if isinstance(found.get(key), int) and found[key] > known:
+            return f"a newer version wrote it ({key} {found[key]}, this one knows {known})"
+    return None
+
+
+def write_profile(description: HardwareProfile, path: Path) -> None:
+    """Replace the file at once, so that nobody finds half of it. Raises OSError."""
+    with write_atomically(path) as part:
+        part.write_text(description.model_dump_json(by_alias=True, indent=1) + "\n", encoding="utf-8")
+
+
+def _first(error: ValidationError) -> str:
+    """The first of what is wrong: where, what was found and what it has to be."""
+    found: Any = error.errors()[0]
+    place = ".".join(str(part) for part in found["loc"]) or "all of it"
+    if found["type"] == "json_invalid":
+        return f"not JSON ({found['msg'].removeprefix('Invalid JSON: ')})"
+    if found["type"] == "missing":
+        return f"{place} is missing"
+    if found["type"] == "extra_forbidden":
+        return f"{place} is no key of a machine"
+    message = found["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(found["input"], (dict, list)) else f" {str(found['input'])[:60]}"
+    return f"{place}{shown}: {message[:1].lower()}{message[1:]}"

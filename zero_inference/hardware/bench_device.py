@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
+from zero_inference.config.options import GROUP_SIZES
 from zero_inference.cpu import products as cores
 from zero_inference.cpu.library import load_library
-from zero_inference.hardware import caches, effort
+from zero_inference.cpu.products import quantize
+from zero_inference.hardware import bench_copies
+from zero_inference.hardware.profile import DeviceAttentionTime, LoadingRates
+from zero_inference.hardware.rates import ATTENTION_DTYPE, ATTENTION_HEAD_DIM, ProductTime
+from zero_inference.kernels.decode_attention import attend
 from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kernels.products import linear_groups
+from zero_inference.models.prompts import disable_cudnn_attention
+from zero_inference.models.weights import fill_dummy
+from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.timing import capture_graph, measure_median_s
 
 # L2 holds 50 MiB on an H200 and 126 MB on a B200: a few percent of the 2 GiB that are touched
 CUDA_BLOCK_BYTES = 1 << 30
-SECONDS = 0.2
+COPY_S = 0.2
 WEIGHTS_BYTES = 128 << 20  # of the weights of a measurement on a CPU
 WEIGHTS_S = 0.05  # of a measurement, at least
 CPU_ROWS = (
@@ -34,7 +41,7 @@ CLOCKS_S = 0.15
 SHAPES = {"cuda": ((4096, 4096), (57344, 8192)), "cpu": ((2048, 2048),)}
 
 
-def device_copy_gb_per_s(device: torch.device, seconds: float = SECONDS) -> float:
+def device_copy_gb_per_s(device: torch.device, seconds: float = COPY_S) -> float:
     """Median GB/s (1e9 bytes) of copies inside the memory of `device`, bytes read and bytes written both counted.
 
     Caches hold little of the blocks: 1 GiB on CUDA (less where less than 4 GiB are free), and on a CPU what `link.caches` says.
@@ -42,17 +49,17 @@ def device_copy_gb_per_s(device: torch.device, seconds: float = SECONDS) -> floa
     if device.type == "cuda":
         nbytes = min(CUDA_BLOCK_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
     else:
-        nbytes = caches.block_bytes()
+        nbytes = bench_copies.uncached_block_bytes()
     source = torch.full((nbytes,), 3, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * nbytes / median_s(device, lambda: target.copy_(source), seconds) / 1e9
+    return 2 * nbytes / measure_median_s(device, lambda: target.copy_(source), seconds) / 1e9
 
 
 def matmul_tflops(
     device: torch.device,
     dtype: torch.dtype,
     size: int | None = None,
-    seconds: float = SECONDS,
+    seconds: float = COPY_S,
     rows: Sequence[int] = (),
 ) -> float:
     """Median TFLOP/s (1e12) of [size, size] x [size, size] in `dtype`, the second transposed as the weight of a linear module is;
@@ -63,46 +70,16 @@ def matmul_tflops(
         seconds: to measure for, for each number of rows.
         rows: other numbers of rows of the first matrix to try; the best of all is the rate.
     """
-    size = size or effort.PRODUCT_SIZE[device.type]
+    size = size or PRODUCT_SIZE[device.type]
 
     def of(count: int) -> float:
         # random values: zeros draw less power, and a GPU at its power limit then clocks higher than any model would see
         left, weight = (torch.randn(many, size, device=device).to(dtype) for many in (count, size))
         product = torch.empty(count, size, dtype=dtype, device=device)
-        spent_s = median_s(device, lambda: torch.mm(left, weight.t(), out=product), seconds)
+        spent_s = measure_median_s(device, lambda: torch.mm(left, weight.t(), out=product), seconds)
         return 2 * count * size**2 / spent_s / 1e12
 
     return max(of(count) for count in (size, *rows))
-
-
-def as_graph(device: torch.device, action: Callable[[], object]) -> Callable[[], object]:
-    """What repeats the kernels of `action`."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        action()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        action()
-    return graph.replay
-
-
-@dataclass(frozen=True)
-class ProductTime:
-    """A product with a weight takes `call_s`, and its stored bytes at `gb_per_s`."""
-
-    gb_per_s: float
-    call_s: float
-
-    @classmethod
-    def through(cls, points: Sequence[tuple[int, float]]) -> ProductTime:
-        """From bytes and seconds of weights of one or two sizes, the smaller one first."""
-        (least, least_s), (most, most_s) = points[0], points[-1]
-        call_s = (least_s * most - most_s * least) / (most - least) if most > least else 0.0
-        # of many tokens it may be anything: operations count
-        call_s = min(max(0.0, call_s), 0.9 * least_s, 0.9 * most_s)
-        return cls(most / (most_s - call_s) / 1e9, call_s)
 
 
 class DeviceWeights:
@@ -142,8 +119,8 @@ class DeviceWeights:
         action: Callable[[], object] = functools.partial(self._multiply, x)
         if self.device.type == "cuda":
             # launched one by one, int4 took 30 us a matrix from one host, and 38 from a slower one
-            action = as_graph(self.device, action)
-        return median_s(self.device, action, seconds) / count
+            action = capture_graph(self.device, action)
+        return measure_median_s(self.device, action, seconds) / count
 
     def _multiply(self, x: torch.Tensor) -> None:
         if self.scheme is None:
@@ -180,29 +157,94 @@ def product_times(
     return {count: ProductTime.through(each) for count, each in points.items()}
 
 
-def median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:
-    """Median duration of `action` in seconds, of at least three; two before them are not counted, or one that took as long as all may."""
-    timed = _cuda_seconds if device.type == "cuda" else _host_seconds
-    if timed(device, action) < seconds:
-        timed(device, action)
-    spent: list[float] = []
-    stop = time.perf_counter() + seconds
-    while len(spent) < 3 or time.perf_counter() < stop:
-        spent.append(timed(device, action))
-    return statistics.median(spent)
+LOADING_SIZE = {"cuda": 8192, "cpu": 2048}  # of a square weight
+LOADING_S = 0.1  # of each measurement
 
 
-def _cuda_seconds(device: torch.device, action: Callable[[], object]) -> float:
-    with torch.cuda.device(device):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        action()
-        end.record()
-        end.synchronize()
-    return start.elapsed_time(end) / 1e3
+def measure_loading(device: torch.device) -> LoadingRates:
+    """About a second. Raises RunError where no host memory may be page-locked."""
+    on_gpu = device.type == "cuda"
+    size = LOADING_SIZE[device.type]
+    weight = torch.empty(size, size, dtype=torch.bfloat16, device=device)
+    raw = weight.view(-1).view(torch.uint8)
+    kept: list[torch.Tensor] = []  # new memory each time
+
+    def keep() -> None:
+        kept.append(host_empty(raw.shape, torch.uint8, pinned=on_gpu))
+        kept[-1].copy_(raw)
+
+    def quantized(bits: int) -> Callable[[], object]:
+        return lambda: quantize(weight, GroupQuantization(bits, GROUP_SIZES[bits]))
+
+    def rate(action: Callable[[], object]) -> float:
+        return weight.nbytes / measure_median_s(device, action, LOADING_S) / 1e9
+
+    return LoadingRates(
+        draw_gb_per_s=rate(lambda: fill_dummy(weight, "weight", 0)),
+        quantize_int8_gb_per_s=rate(quantized(8)),
+        quantize_int4_gb_per_s=rate(quantized(4)),
+        keep_gb_per_s=rate(keep),
+    )
 
 
-def _host_seconds(device: torch.device, action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+# Query heads that share a key head; key heads of all sequences; positions. Others lie between them, and time grows by lines beyond: few
+# heads keep little of a GPU busy, and few positions are less than what a kernel takes to begin.
+ATTENTION_HEADS, ATTENTION_KEY_HEADS, ATTENTION_POSITIONS = (1, 8), (32, 512), (160, 2048)
+CACHES_BYTES, MOST_LAYERS = 256 << 20, 64  # what layers take together, where as many are not more
+ATTENTION_S = 0.05
+
+
+def measure_device_attention(device: torch.device) -> tuple[DeviceAttentionTime, ...]:
+    """Without those whose keys and values do not fit in the device's memory."""
+    found = []
+    attention_s(device, ATTENTION_HEADS[0], ATTENTION_KEY_HEADS[0], ATTENTION_POSITIONS[0], seconds=CLOCKS_S)
+    for heads, key_heads, positions in itertools.product(ATTENTION_HEADS, ATTENTION_KEY_HEADS, ATTENTION_POSITIONS):
+        try:
+            seconds = attention_s(device, heads, key_heads, positions)
+        except torch.OutOfMemoryError:
+            continue
+        found.append(DeviceAttentionTime(heads=heads, key_heads=key_heads, positions=positions, seconds=seconds))
+    return tuple(found)
+
+
+def attention_s(
+    device: torch.device,
+    heads: int,
+    key_heads: int,
+    positions: int,
+    key_heads_per_sequence: int = 8,
+    layers: int | None = None,
+    seconds: float = ATTENTION_S,
+) -> float:
+    """Median seconds of a layer's attention.
+
+    Args:
+        heads: query heads that share a key head.
+        key_heads: of all sequences.
+        positions: of keys and values.
+        layers: that a graph has; None for as many as caches do not hold.
+        seconds: to measure for.
+    """
+    disable_cudnn_attention()
+    shape = key_heads // key_heads_per_sequence, key_heads_per_sequence, positions, ATTENTION_HEAD_DIM
+    layer_bytes = 2 * torch.Size(shape).numel() * ATTENTION_DTYPE.itemsize
+    count = layers or min(MOST_LAYERS, 1 + CACHES_BYTES // layer_bytes)
+    kept = [torch.randn(2, *shape, device=device, dtype=ATTENTION_DTYPE) for _ in range(count)]
+    query = torch.randn(
+        shape[0], heads * key_heads_per_sequence, 1, ATTENTION_HEAD_DIM, device=device, dtype=ATTENTION_DTYPE
+    )
+    mask = torch.zeros(shape[0], 1, 1, positions, device=device, dtype=ATTENTION_DTYPE)
+
+    def step() -> None:
+        for keys, values in kept:
+            attend(_plain, torch.nn.Identity(), query, keys, values, mask)
+
+    action = capture_graph(device, step) if device.type == "cuda" else step
+    return measure_median_s(device, action, seconds) / count
+
+
+def _plain(module, query, key, value, mask, **_) -> tuple[torch.Tensor, None]:
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask), None
+
+
+PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}  # rows and columns of their matrices

@@ -16,26 +16,29 @@ import torch
 
 from zero_inference.cpu.library import best_instructions, load_library
 from zero_inference.errors import RunError
-from zero_inference.hardware.attention import HEADS, AttentionBench
-from zero_inference.hardware.caches import block_bytes
-from zero_inference.hardware.compute import product_times
-from zero_inference.hardware.core_rates import FORMATS, ROWS, measure_core_rates
-from zero_inference.hardware.cores import cpus_of_host
-from zero_inference.hardware.description import (
-    MEASURED_WITH,
-    AttentionRate,
-    Cores,
-    Description,
-    DeviceRate,
-    Gpu,
-    Loading,
-    OwnWork,
+from zero_inference.hardware.bench_copies import uncached_block_bytes
+from zero_inference.hardware.bench_cpu import (
+    ATTENTION_HEADS,
+    FORMATS,
+    ROWS,
+    AttentionBench,
+    cpus_of_host,
+    measure_cpu_rates,
 )
-from zero_inference.hardware.engines import EnginesProcess
-from zero_inference.hardware.launches import Launching
-from zero_inference.hardware.loading import measure_loading
-from zero_inference.hardware.report import make_report
-from zero_inference.hardware.rooflines import Result
+from zero_inference.hardware.bench_device import measure_loading, product_times
+from zero_inference.hardware.bench_launch import LaunchBench
+from zero_inference.hardware.overhead_process import OverheadProcess
+from zero_inference.hardware.profile import (
+    MEASURED_WITH,
+    CpuAttentionRate,
+    CpuProfile,
+    DeviceProductRate,
+    EngineOverhead,
+    Gpu,
+    HardwareProfile,
+    LoadingRates,
+)
+from zero_inference.hardware.rooflines import Result, make_report
 from zero_inference.kernels import extension
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_ROWS
@@ -58,18 +61,18 @@ MATMUL = "matmul_{}_tflops"  # names of rooflines
 
 @dataclass(frozen=True)
 class Basics:
-    """What is found before this process measures anything else: see `Description`."""
+    """What is found before this process measures anything else: see `HardwareProfile`."""
 
-    launching: Launching
+    launching: LaunchBench
     process_bytes: int
     measuring_bytes: int
     library_bytes: dict[str, int]
-    own_work: tuple[OwnWork, ...]
+    engine_overheads: tuple[EngineOverhead, ...]
 
 
 def measure_this_machine(
-    ranks: Ranks, engines: EnginesProcess, disk: Path | None, say: Callable[[str], None]
-) -> tuple[dict[str, Any], Description]:
+    ranks: Ranks, engines: OverheadProcess, disk: Path | None, say: Callable[[str], None]
+) -> tuple[dict[str, Any], HardwareProfile]:
     """What `link.report` tells, and what a file keeps.
 
     Args:
@@ -103,39 +106,39 @@ class Steps:
 
 
 def measure_basics(
-    ranks: Ranks, engines: EnginesProcess, say: Callable[[str], None], step: Callable[[str], None] = lambda what: None
+    ranks: Ranks, engines: OverheadProcess, say: Callable[[str], None], step: Callable[[str], None] = lambda what: None
 ) -> Basics:
     """To be called before anything else is measured: what that takes would stay with the process."""
     step("how long the host takes to launch operators")
-    launching = Launching(ranks.device)
+    launching = LaunchBench(ranks.device)
     # a run without a GPU measures its memory by copies of such blocks
-    measuring_bytes = 0 if ranks.device.type == "cuda" else 2 * block_bytes()
+    measuring_bytes = 0 if ranks.device.type == "cuda" else 2 * uncached_block_bytes()
     process_bytes = resident_host_bytes() + measuring_bytes
     engines.wait_until_ready(say)  # a host that loads or compiles something is slower
     launching.visit()
     step("what engines add to the model's own work")
     found = engines.measured(say)
-    own_work = tuple(OwnWork.model_validate(each) for each in found.get("own_work", ()))
+    engine_overheads = tuple(EngineOverhead.model_validate(each) for each in found.get("engine_overheads", ()))
     process_bytes = found.get("process_bytes", process_bytes)  # of one that has generated as runs do
-    return Basics(launching, process_bytes, measuring_bytes, found.get("library_bytes", {}), own_work)
+    return Basics(launching, process_bytes, measuring_bytes, found.get("library_bytes", {}), engine_overheads)
 
 
 def _description(
     ranks: Ranks,
     basics: Basics,
-    cores: Cores | None,
+    cores: CpuProfile | None,
     results: Sequence[Result],
     disk: Path | None,
     say: Callable[[str], None],
     step: Callable[[str], None],
     others: CpuContention,
-) -> Description:
+) -> HardwareProfile:
     """What was found, with products on the device and loading, which are measured here."""
     on_gpu = ranks.device.type == "cuda"
     found = {each.roofline.name: each.value for each in results if each.value is not None}
     environment = describe_environment()
     dtypes = {name: found.get(MATMUL.format(name)) for name in ("bfloat16", "float16", "float32")}
-    return Description(
+    return HardwareProfile(
         source="measured",
         measured_with=MEASURED_WITH,
         name=f"{platform.node()}, {environment['cpu_model']}",
@@ -152,7 +155,7 @@ def _description(
         disk_gb_per_s=found.get("disk_read_gbps"),
         cores=cores,
         launches=basics.launching.found(),
-        own_work=basics.own_work,
+        engine_overheads=basics.engine_overheads,
         loading=_loading(ranks, say, step),
         process_bytes=basics.process_bytes,
         measuring_bytes=basics.measuring_bytes,
@@ -170,7 +173,9 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def _device_products(ranks: Ranks, say: Callable[[str], None], step: Callable[[str], None]) -> tuple[DeviceRate, ...]:
+def _device_products(
+    ranks: Ranks, say: Callable[[str], None], step: Callable[[str], None]
+) -> tuple[DeviceProductRate, ...]:
     step("products on the device")
     on_gpu = ranks.device.type == "cuda"
     rates = []
@@ -188,13 +193,13 @@ def _device_products(ranks: Ranks, say: Callable[[str], None], step: Callable[[s
                 f"warning: {name} products of {', '.join(map(str, lost))} tokens were not measured: not enough device memory"
             )
         rates += [
-            DeviceRate(format=name, rows=rows, gb_per_s=each.gb_per_s, call_s=each.call_s)
+            DeviceProductRate(format=name, rows=rows, gb_per_s=each.gb_per_s, call_s=each.call_s)
             for rows, each in found.items()
         ]
     return tuple(rates)
 
 
-def _loading(ranks: Ranks, say: Callable[[str], None], step: Callable[[str], None]) -> Loading | None:
+def _loading(ranks: Ranks, say: Callable[[str], None], step: Callable[[str], None]) -> LoadingRates | None:
     step("loading of weights")
     try:
         return measure_loading(ranks.device)
@@ -205,7 +210,7 @@ def _loading(ranks: Ranks, say: Callable[[str], None], step: Callable[[str], Non
 
 def measure_cores(
     ranks: Ranks, say: Callable[[str], None], step: Callable[[str], None] = lambda what: None
-) -> Cores | None:
+) -> CpuProfile | None:
     """The rates of cores and link beside each other; None without a GPU, and where they cannot be measured, which is told."""
     if ranks.device.type != "cuda" or load_library() is None:  # which the rooflines tell
         return None
@@ -215,11 +220,11 @@ def measure_cores(
     cpus = cpus_of_host(ranks)
     step(f"{len(cpus)} cores while the link is busy")
     try:
-        found = measure_core_rates(ranks.device, cpus)
+        found = measure_cpu_rates(ranks.device, cpus)
     except (RunError, torch.OutOfMemoryError) as error:
         say(f"warning: not measured: {first_line(error)}")
         return None
-    return Cores(
+    return CpuProfile(
         threads=len(cpus),
         instructions=best_instructions(),
         read_gb_per_s=found.read_gb_per_s,
@@ -230,16 +235,16 @@ def measure_cores(
 
 def _attention(
     ranks: Ranks, cpus: tuple[int, ...], say: Callable[[str], None], step: Callable[[str], None]
-) -> tuple[AttentionRate, ...]:
+) -> tuple[CpuAttentionRate, ...]:
     step(f"attention by {len(cpus)} cores while the link is busy")
     rates = []
     names: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
     try:
         with contextlib.closing(AttentionBench(ranks.device, cpus)) as bench:
-            for name, heads in itertools.product(names, HEADS):
+            for name, heads in itertools.product(names, ATTENTION_HEADS):
                 found = bench.measured(FORMATS[name][0], heads)
                 beside, alone = found.beside_link_gb_per_s, found.alone_gb_per_s
-                rates.append(AttentionRate(format=name, heads=heads, gb_per_s=beside, alone_gb_per_s=alone))
+                rates.append(CpuAttentionRate(format=name, heads=heads, gb_per_s=beside, alone_gb_per_s=alone))
     except (RunError, torch.OutOfMemoryError) as error:
         say(f"warning: not measured: {first_line(error)}")
     return tuple(rates)

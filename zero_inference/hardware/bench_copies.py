@@ -9,15 +9,16 @@ too, and every rate here is that of a memory copy (`kind_of` has the words), in 
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from zero_inference.hardware import caches
 from zero_inference.utils.host_memory import host_empty
 
 BLOCK_BYTES = 256 << 20
@@ -45,7 +46,7 @@ class Lane(NamedTuple):
 
 def block_bytes(device: torch.device) -> int:
     """The most that one copy moves in a measurement on `device`."""
-    return BLOCK_BYTES if device.type == "cuda" else caches.block_bytes()
+    return BLOCK_BYTES if device.type == "cuda" else uncached_block_bytes()
 
 
 def kind_of(device: torch.device) -> str:
@@ -230,3 +231,112 @@ class _HostRound:
         start = time.perf_counter()
         moved = sum((map if self.pool is None else self.pool.map)(_copy_next, self.lanes))
         return moved, time.perf_counter() - start
+
+
+RANDOM_BYTES = 16 << 20  # of which all else are copies
+SOURCES, COPIES = 4, 8  # blocks in host memory, and copies of a round of the link: 39 ms at 55 GB/s
+
+
+class BusyLink:
+    """Copies from page-locked host memory, on a stream of their own."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.source = host_empty((SOURCES * BLOCK_BYTES,), torch.uint8, pinned=True)
+        self.source.copy_(random_bytes(self.source.numel()))
+        self.target = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device)
+        self.stream = torch.cuda.Stream(device)
+
+    def begin(self, copies: int = COPIES) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Ask for a round, or one of so many copies; events at its ends."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self.stream):
+            start.record()
+            for block in itertools.islice(itertools.cycle(self.source.split(BLOCK_BYTES)), copies):
+                self.target.copy_(block, non_blocking=True)
+            end.record()
+        return start, end
+
+    def rate(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return COPIES * BLOCK_BYTES / start.elapsed_time(end) / 1e6
+
+    def round(self) -> float:
+        return self.rate(*self.begin())
+
+
+class CpuWork(Protocol):
+    """What the cores do piece by piece, with memory that the caches do not hold."""
+
+    def one(self) -> int:
+        """Do the next piece and return the bytes that it reads."""
+
+
+def rate_alone(work: CpuWork, seconds: float) -> float:
+    """GB/s over about so many seconds, from the third piece on."""
+    for _ in range(2):
+        work.one()
+    start, moved = time.perf_counter(), 0
+    while (spent := time.perf_counter() - start) < seconds:
+        moved += work.one()
+    return moved / spent / 1e9
+
+
+def rates_together(work: CpuWork, link: BusyLink) -> tuple[float, float]:
+    """GB/s of the link and of the cores while both work."""
+    work.one()
+    events = link.begin()
+    start, moved = time.perf_counter(), 0
+    while not events[1].query():
+        moved += work.one()
+    spent = time.perf_counter() - start
+    return link.rate(*events), moved / spent / 1e9
+
+
+def random_bytes(count: int) -> torch.Tensor:
+    """uint8 [count] in host memory: the same `RANDOM_BYTES` again and again."""
+    random = torch.randint(0, 256, (RANDOM_BYTES,), dtype=torch.uint8)
+    memory = host_empty((count,), torch.uint8, pinned=False)
+    for part in memory.split(RANDOM_BYTES):
+        part.copy_(random[: part.numel()])
+    return memory
+
+
+LEAST_UNCACHED_BYTES, MOST_UNCACHED_BYTES = 64 << 20, 512 << 20
+DEFAULT_UNCACHED_BYTES = 256 << 20
+CPUS = Path("/sys/devices/system/cpu")
+
+
+def uncached_block_bytes() -> int:
+    """Bytes of a block for copies by the cores: twice what their last-level caches hold, so source and target are four times that.
+
+    Not larger than it has to be, because touching memory for the first time takes longer than copying it, above all in a virtual
+    machine; and never beyond MOST_BYTES, which a few processors' caches exceed. All of torch's threads copy, and
+    Linux spreads them over as many caches as there are.
+    """
+    try:
+        caches = sorted(_last_level_caches(), reverse=True)
+    except (OSError, ValueError):  # a machine that does not tell, or in other words
+        caches = []
+    held = sum(caches[: torch.get_num_threads()])
+    return max(LEAST_UNCACHED_BYTES, min(MOST_UNCACHED_BYTES, 2 * held)) if held else DEFAULT_UNCACHED_BYTES
+
+
+def _last_level_caches() -> list[int]:
+    """Bytes of each last-level cache of the cores that this process may use."""
+    found = {}
+    for core in os.sched_getaffinity(0):
+        levels = [(int(_text(index, "level")), index) for index in (CPUS / f"cpu{core}" / "cache").glob("index*")]
+        if levels:
+            level, index = max(levels)
+            found[level, _text(index, "shared_cpu_list")] = _bytes(_text(index, "size"))
+    return list(found.values())
+
+
+def _text(index: Path, name: str) -> str:
+    return (index / name).read_text().strip()
+
+
+def _bytes(size: str) -> int:
+    """Of such as 32768K."""
+    return int(size[:-1]) << {"K": 10, "M": 20, "G": 30}[size[-1]] if size[-1:] in ("K", "M", "G") else int(size)

@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_inference.errors import UsageError
+from zero_inference.hardware.profile import MEASURED_WITH, newer_version_of
 from zero_inference.utils.environment import CpuContention, describe_environment, rate_versions
 from zero_inference.utils.files import machine_path, make_folder
 
 if TYPE_CHECKING:
-    from zero_inference.hardware.description import Description
+    from zero_inference.hardware.profile import HardwareProfile
 
 
 LOOK_S = 0.5  # at the use of the CPU
 
 
-def kept_description() -> Description | None:
+def cached_profile() -> HardwareProfile | None:
     """None where there is no file, or where it cannot be read, or is out of date."""
     if not machine_path().exists():
         return None
-    from zero_inference.hardware.description_file import kept_path
 
-    path = kept_path()
+    path = profile_cache_path()
     try:
         changed = path.stat().st_mtime_ns
     except OSError:
@@ -35,28 +35,30 @@ def kept_description() -> Description | None:
     return _read(path, changed)
 
 
-def say_ignored(say: Callable[[str], None]) -> None:
+def report_ignored_profile(say: Callable[[str], None]) -> None:
     """Say that a newer version keeps a file here."""
-    from zero_inference.hardware.description_file import kept_path, newer_version_of
+    from zero_inference.hardware.profile import newer_version_of
 
     if (version := newer_version_of(machine_path())) is not None:
-        say(f"{machine_path()} is ignored: {version}; this version's rates are in {kept_path().name} beside it")
+        say(
+            f"{machine_path()} is ignored: {version}; this version's rates are in {profile_cache_path().name} beside it"
+        )
 
 
 @functools.lru_cache(maxsize=1)
-def _read(path: Path, changed: int) -> Description | None:
-    from zero_inference.hardware.description_file import read_description
+def _read(path: Path, changed: int) -> HardwareProfile | None:
+    from zero_inference.hardware.profile import read_profile
 
     try:
-        found = read_description(path)
+        found = read_profile(path)
     except UsageError:
         return None
     return None if why_outdated(found) else found
 
 
-def why_outdated(description: Description) -> str | None:
+def why_outdated(description: HardwareProfile) -> str | None:
     """What is no longer as it was when this machine was measured, in a few words."""
-    from zero_inference.hardware.description import MEASURED_WITH
+    from zero_inference.hardware.profile import MEASURED_WITH
 
     if description.measured_with < MEASURED_WITH:
         return "this version measures more of it"
@@ -70,13 +72,13 @@ def why_outdated(description: Description) -> str | None:
     return None
 
 
-def measure_where_needed(say: Callable[[str], None]) -> None:
+def measure_if_needed(say: Callable[[str], None]) -> None:
     """Measure this machine if no rates are kept, or if they were measured while other programs used much of the CPU and these use less than
-    half as much now. Raises as `measure_and_keep`."""
-    say_ignored(say)
-    known = kept_description()
+    half as much now. Raises as `measure_and_cache`."""
+    report_ignored_profile(say)
+    known = cached_profile()
     if known is None or (known.busy() and _share_of_others() < (known.others_cpu_share or 0.0) / 2):
-        measure_and_keep(say)
+        measure_and_cache(say)
 
 
 def _share_of_others() -> float:
@@ -85,22 +87,22 @@ def _share_of_others() -> float:
     return others.share()
 
 
-def measure_and_keep(say: Callable[[str], None]) -> None:
+def measure_and_cache(say: Callable[[str], None]) -> None:
     """Measure this machine and keep what was found; tells why, if it was measured before.
 
     Raises:
         UsageError: there is a file in its place that describes no machine.
     """
-    from zero_inference.hardware.description_file import kept_path, read_description, write_description
-    from zero_inference.hardware.engines import EnginesProcess
-    from zero_inference.hardware.saved import measure_this_machine
+    from zero_inference.hardware.measure_profile import measure_this_machine
+    from zero_inference.hardware.overhead_process import OverheadProcess
+    from zero_inference.hardware.profile import read_profile, write_profile
     from zero_inference.utils.ranks import detect_ranks
 
-    path = kept_path()
+    path = profile_cache_path()
     again = ""
     if path.exists():
         try:
-            before = read_description(path)
+            before = read_profile(path)
             again = f" again ({why_outdated(before) or f'it was measured {before.busy()}'})"
         except UsageError as error:
             raise UsageError(
@@ -109,8 +111,14 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
             ) from error
     make_folder(path.parent)
     say(f"measuring this machine{again}; the results are kept until a version, the CPU or a GPU changes ...")
-    with contextlib.closing(EnginesProcess()) as engines:
+    with contextlib.closing(OverheadProcess()) as engines:
         report, description = measure_this_machine(detect_ranks(), engines, None, say)
     for line in report["warnings"]:
         say(f"warning: {line}")
-    write_description(description, path)
+    write_profile(description, path)
+
+
+def profile_cache_path() -> Path:
+    """Return the file that this version reads and writes: that of the cache, or one beside it where a newer version has written that."""
+    path = machine_path()
+    return path if newer_version_of(path) is None else path.with_name(f"{path.stem}-v{MEASURED_WITH}{path.suffix}")

@@ -22,8 +22,8 @@ import torch
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware.description import OwnWork
-from zero_inference.hardware.engines import say_ready
+from zero_inference.hardware.overhead_process import signal_ready
+from zero_inference.hardware.profile import EngineOverhead
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kv_cache.choose import cache_factory
 from zero_inference.measure import loops
@@ -63,9 +63,9 @@ ENGINES = (
 )
 
 
-def print_own_work() -> None:
-    """Loads libraries, waits until it is to measure, and prints one JSON object: `library_bytes` by engine, and `own_work` and with a GPU
-    `process_bytes` as `Description` has them."""
+def print_engine_overheads() -> None:
+    """Load the libraries, wait for the go, and print one JSON object: `library_bytes` by engine, `engine_overheads` and, with a GPU,
+    `process_bytes` as `HardwareProfile` has them."""
     ranks = detect_ranks()
     os.environ |= {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
     from transformers import LlamaForCausalLM  # noqa: F401
@@ -76,37 +76,37 @@ def print_own_work() -> None:
     if ranks.device.type == "cuda" and "deepspeed" in library_bytes:
         _compile(ranks)
     of_libraries = resident_host_bytes() - before
-    if not say_ready():
+    if not signal_ready():
         return
     with tempfile.TemporaryDirectory(prefix="zero-inference-thin-") as folder:
         _write_thin_model(Path(folder))
         found, process_bytes = _own_work(folder, ranks, library_bytes)
     stop_process_group()
     dumped = [each.model_dump(by_alias=True) for each in _loaded_alike(found)]
-    told: dict[str, Any] = {"library_bytes": library_bytes, "own_work": dumped}
+    told: dict[str, Any] = {"library_bytes": library_bytes, "engine_overheads": dumped}
     if ranks.device.type == "cuda" and process_bytes:  # without one a run has more of its own memory than libraries
         told["process_bytes"] = process_bytes - of_libraries
     print(json.dumps(told))
 
 
-def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> tuple[list[OwnWork], int]:
+def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> tuple[list[EngineOverhead], int]:
     """Of the engines that run here, where an engine of LIBRARIES has to be in `libraries`; and this process's bytes after the first one has
     generated, which needs no library."""
     with contextlib.ExitStack() as stack:
         if (plain := _loaded("resident", 16, {}, model, ranks, stack)) is None:
             return [], 0
-        found, process_bytes = [plain.own_work(plain)], resident_host_bytes()
+        found, process_bytes = [plain.overhead_over(plain)], resident_host_bytes()
         for engine, bits, options in ENGINES:
             absent = engine in LIBRARIES and engine not in libraries
             if absent or (options in (RESIDENT, COPIED) and not plain.on_gpu):
                 continue
             with contextlib.ExitStack() as own_stack:
                 beside = _loaded(engine, bits, options, model, ranks, own_stack)
-                found += [] if beside is None else [beside.own_work(plain)]
+                found += [] if beside is None else [beside.overhead_over(plain)]
     return found, process_bytes
 
 
-def _loaded_alike(found: Sequence[OwnWork]) -> list[OwnWork]:
+def _loaded_alike(found: Sequence[EngineOverhead]) -> list[EngineOverhead]:
     """The same with the shortest loading that was seen of each engine: DeepSpeed's first one in this process took 2.4 s on an H200's
     host, the second 0.2, and runs had no more of that."""
     least: dict[str, float] = {}
@@ -138,7 +138,7 @@ class _Thin:
     def on_gpu(self) -> bool:
         return self.plan.job.on_gpu
 
-    def own_work(self, plain: _Thin) -> OwnWork:
+    def overhead_over(self, plain: _Thin) -> EngineOverhead:
         """What it takes more than `plain`, which fetches nothing, and was loaded first: kernels, too. The two take turns, and the
         fastest of each counts: what else the host does is not the engine's."""
         own, others = _Fastest(), _Fastest()
@@ -148,7 +148,7 @@ class _Thin:
         if self is plain:
             others = own
         restored_s = self.restored * others.step_s / plain.launches
-        return OwnWork(
+        return EngineOverhead(
             engine=self.plan.job.config.engine,
             quant_bits=self.plan.job.config.quant_bits,
             kv_offload=self.plan.job.config.kv_offload,

@@ -1,0 +1,254 @@
+"""What the host takes for a step of generation, whatever the model computes: found in models so small that nothing else counts."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zero_inference.hardware.bench_device import attention_s, measure_device_attention
+from zero_inference.hardware.profile import LaunchOverhead
+from zero_inference.hardware.rates import ATTENTION_HEAD_DIM
+from zero_inference.kernels.decode_attention import using_decode_attention
+from zero_inference.kernels.extension import load_extension
+from zero_inference.kernels.rotary import rotary_kernel
+from zero_inference.kv_cache.device import DeviceKVCache
+from zero_inference.models.operators import trace_without_weights
+from zero_inference.models.prompts import disable_cudnn_attention, greedy_config
+from zero_inference.norms.patch import patch_norms
+from zero_inference.utils.garbage import freeze_existing_objects
+from zero_inference.utils.timing import capture_graph, measure_median_s, time_once_s
+
+LAYERS = 1, 16  # of two models of a kind: what these differ by are operators and modules
+TOKENS = 16
+ROUNDS = 3  # of a visit
+
+
+class LaunchBench:
+    """Small Llamas and OPTs of two sizes, of which a step takes `step_s`, `operator_s` for each operator and `module_s` for each call of a
+    module: in a Llama's layer three of the one come with one of the other, in OPT's about as many.
+
+    They take turns, and the median round of each counts, as that of a run's steps does: a host that others use may be half as fast for a
+    second, and for a minute, so they are visited more than once. Measured one behind the other, they gave 3.7 ms a step on an H200's host,
+    and a run took less than one.
+    """
+
+    def __init__(self, device: torch.device):
+        disable_cudnn_attention()
+        self.device = device
+        self.models = [_Steps(make(layers), device) for make in (small_llama, small_opt) for layers in LAYERS]
+        self.attention = measure_device_attention(device) if device.type == "cuda" else ()
+        self.graph_operator_s = measure_graph_operator(device) if device.type == "cuda" else None
+
+    @freeze_existing_objects()
+    def visit(self) -> None:
+        """A second or two."""
+        for _ in range(ROUNDS):
+            for model in self.models:
+                model.measure()
+
+    def found(self) -> LaunchOverhead:
+        """By all visits."""
+        llama, more_llama, opt, more_opt = self.models
+        operator_s, module_s = two_costs(more_llama.more_than(llama), more_opt.more_than(opt))
+        return LaunchOverhead(
+            operator_s=operator_s,
+            module_s=module_s,
+            step_s=max(0.0, llama.step_s - llama.operators * operator_s - llama.module_calls * module_s),
+            graph_operator_s=self.graph_operator_s,
+            attention=self.attention,
+        )
+
+
+def two_costs(one: tuple[int, int, float], other: tuple[int, int, float]) -> tuple[float, float]:
+    """What an operator and a call of a module take, from numbers of both and seconds in `one` kind of model and in `other`; where
+    one cost would be negative it is zero, and the other is fitted by least squares."""
+    operators, calls, seconds = zip(one, other)
+    determinant = operators[0] * calls[1] - operators[1] * calls[0]
+    if determinant:
+        operator_s = (seconds[0] * calls[1] - seconds[1] * calls[0]) / determinant
+        module_s = (operators[0] * seconds[1] - operators[1] * seconds[0]) / determinant
+        if min(operator_s, module_s) >= 0:
+            return operator_s, module_s
+        if operator_s < 0:
+            return 0.0, _of_each(calls, seconds)
+    return _of_each(operators, seconds), 0.0
+
+
+def _of_each(counts: Sequence[float], seconds: Sequence[float]) -> float:
+    return max(0.0, sum(map(operator.mul, counts, seconds)) / sum(count * count for count in counts))
+
+
+class _Steps:
+    """Decode steps of a small model, with our kernels of norms and rotary embedding where a run has them.
+
+    Attributes:
+        operators, module_calls: of a step with transformers' own code, as a plan counts them.
+        rounds_s: of a step, what a long generation takes more than a short one for each token, in each round.
+    """
+
+    def __init__(self, model: Any, device: torch.device):
+        self.device = device
+        counted = trace_without_weights(model.eval(), 1, TOKENS)
+        assert counted is not None, "such models run on the meta device"
+        self.operators, self.module_calls = counted.launches, counted.module_calls
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model = model.to(device, self.dtype)
+        self.ids = torch.zeros(1, 8, dtype=torch.int64, device=device)
+        self.fuses = device.type == "cuda" and load_extension()
+        if self.fuses:
+            patch_norms(self.model)
+        self._generation_s(2)  # loads kernels
+        self.rounds_s: list[float] = []
+
+    def measure(self) -> None:
+        few_s, many_s = self._generation_s(2), self._generation_s(2 + TOKENS)
+        self.rounds_s.append((many_s - few_s) / TOKENS)
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.rounds_s)
+
+    def more_than(self, other: _Steps) -> tuple[int, int, float]:
+        """Operators, calls of modules and seconds of a step that `other` has not."""
+        return self.operators - other.operators, self.module_calls - other.module_calls, self.step_s - other.step_s
+
+    def _generation_s(self, tokens: int) -> float:
+        with rotary_kernel(self.model, self.device, self.dtype) if self.fuses else contextlib.nullcontext():
+            return time_once_s(
+                self.device,
+                lambda: self.model.generate(
+                    self.ids, generation_config=greedy_config(tokens), attention_mask=torch.ones_like(self.ids)
+                ),
+            )
+
+
+GRAPH_LAYERS = 1, 16  # of two models: what they differ by are operators
+GRAPH_WIDTH = 4096  # whose kernels take as long as those of models
+GRAPH_S = 0.05
+
+
+class _WithoutProduct(torch.nn.Module):
+    """A linear module that returns the same memory each time, for one token."""
+
+    def __init__(self, like: torch.nn.Linear):
+        super().__init__()
+        self.register_buffer("out", torch.zeros(1, 1, like.out_features, device=like.weight.device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, 1, columns] -> [1, 1, rows]."""
+        return self.out
+
+
+def measure_graph_operator(device: torch.device, width: int = GRAPH_WIDTH) -> float:
+    """Seconds of the device for an operator of a decoder layer without its products, in a CUDA graph, where operators wait for each other;
+    attention is measured by itself.
+
+    A Llama's layer with 40 heads took 43 us on an H200 besides its products; a chain of sums of 4096 elements, which had been measured
+    instead, 0.96 us an operator (h200-kept/seventh_host: resident.txt, machine.json). What a kernel of ours computes, norms and rotary
+    embedding, counts as many operators as in transformers' own code.
+    """
+    few, many = (_StepWithoutProducts(layers, device, width) for layers in GRAPH_LAYERS)
+    few_s, many_s = (measure_median_s(device, each.step, GRAPH_S) for each in (few, many))
+    more_layers = GRAPH_LAYERS[1] - GRAPH_LAYERS[0]
+    layer_s = max(0.0, many_s - few_s) / more_layers
+    operators = (many.operators - few.operators) / more_layers
+    heads = width // ATTENTION_HEAD_DIM
+    attending_s = attention_s(device, 1, heads, POSITIONS, key_heads_per_sequence=heads, layers=GRAPH_LAYERS[1])
+    return max(0.0, layer_s - attending_s) / (operators - 1)
+
+
+class _StepWithoutProducts:
+    """
+    Attributes:
+        operators: of a step.
+        step: repeats it; on CUDA as a graph.
+    """
+
+    def __init__(self, layers: int, device: torch.device, width: int):
+        disable_cudnn_attention()
+        with torch.device("meta"):
+            model = small_llama(layers, width, width // ATTENTION_HEAD_DIM).eval()
+        _without_products(model)
+        counted = trace_without_weights(model, 1, POSITIONS - 1)
+        assert counted is not None, "a Llama runs on the meta device"
+        self.operators = counted.launches
+        rotary = type(model.model.rotary_emb)(model.config).to(device)
+        model = model.to_empty(device=device).to(torch.bfloat16)
+        model.model.rotary_emb = rotary
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+        if load_extension():
+            patch_norms(model)
+        self.model, self.cache = model, DeviceKVCache(model.config, POSITIONS)
+        self.ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.place = self.ids.new_zeros(1)
+        self.mask = torch.zeros(1, 1, 1, POSITIONS, dtype=torch.bfloat16, device=device)
+        with torch.no_grad():
+            self.model(input_ids=self.ids, past_key_values=self.cache)  # which allocates it
+            if device.type == "cuda":
+                with rotary_kernel(model, device, torch.bfloat16) if load_extension() else contextlib.nullcontext():
+                    self.step = capture_graph(device, self._step)
+            else:
+                self.step = self._step
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        with self.cache.writing_at(self.place), using_decode_attention():
+            self.model(
+                input_ids=self.ids,
+                position_ids=self.ids,
+                attention_mask=self.mask,
+                past_key_values=self.cache,
+            )
+
+
+def _without_products(model: torch.nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(module, name, _WithoutProduct(child))
+
+
+POSITIONS = 160
+
+
+def small_opt(layers: int) -> Any:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    return OPTForCausalLM(
+        OPTConfig(
+            hidden_size=64,
+            ffn_dim=128,
+            num_attention_heads=4,
+            num_hidden_layers=layers,
+            word_embed_proj_dim=64,
+            vocab_size=256,
+            max_position_embeddings=POSITIONS,
+            bos_token_id=0,
+            pad_token_id=1,
+            eos_token_id=None,
+        )
+    ).requires_grad_(False)
+
+
+def small_llama(layers: int, width: int = 64, heads: int = 4) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            num_hidden_layers=layers,
+            vocab_size=256,
+            max_position_embeddings=POSITIONS,
+            bos_token_id=0,
+            eos_token_id=None,
+        )
+    ).requires_grad_(False)
