@@ -182,6 +182,17 @@ def pytest_collection_modifyitems(items) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
+def replace(part: Any, **changes: Any) -> Any:
+    """Return a part of a record with some fields changed."""
+    return part.model_copy(update=changes)
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Append a record as a run or another tool may have written it."""
+    with path.open("a") as file:
+        file.write(json.dumps({"schema_version": 1, **record}) + "\n")
+
+
 def build_model(family: str, dtype="float32", lively=True, **changes):
     """A seeded random model; `lively` gives it weights so large that greedy tokens vary, else the family's own init.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from conftest import replace
 
 from zero_inference.errors import RunError
 from zero_inference.hardware.bench_copies import rate_of
@@ -15,7 +15,6 @@ from zero_inference.measure import rates
 from zero_inference.measure.rates import LinkRate, LoopMonitor, update_cpu_rate, update_link_rate
 from zero_inference.planning import roofline
 from zero_inference.planning.roofline import StepWork
-from zero_inference.records.field import as_mapping
 from zero_inference.records.hardware import LinkUse, Rates, TracedLinkUse
 from zero_inference.records.schema import MovedPerStep
 from zero_inference.report.results import idle_in_words, limit_in_words
@@ -32,7 +31,9 @@ RATES = Rates(
     disk_gb_per_s=5.0,
 )
 WORK = StepWork(device_bytes=2 * 10**9, flops=10**12)  # 1 ms and 2 ms a step
-MOVED = MovedPerStep(10**9, 0, 0)  # 20 ms a step
+MOVED = MovedPerStep(
+    host_to_device_bytes_per_step=10**9, device_to_host_bytes_per_step=0, disk_read_bytes_per_step=0
+)  # 20 ms a step
 
 
 class Three(Ranks):
@@ -96,7 +97,20 @@ def test_links_that_were_idle_do_not_say_what_all_can_do_at_once():
     link = LinkRate(OneIdle(0, 1, 0, 1, CPU))
     link.rounds = [40.0, 40.0]
     assert update_link_rate(RATES, link, reached_gb_per_s=55.2).link_gb_per_s == pytest.approx(120.0)
-    often_idle = LoopMonitor(LinkRate(ONE), Uses(LinkUse(4, 2.0, 0.0, 0.1, 0.0, 110 * 10**9, 5)))
+    often_idle = LoopMonitor(
+        LinkRate(ONE),
+        Uses(
+            LinkUse(
+                steps=4,
+                busy_s=2.0,
+                slot_wait_s=0.0,
+                host_late_s=0.1,
+                step_start_s=0.0,
+                copied_bytes=110 * 10**9,
+                ahead_bytes=5,
+            )
+        ),
+    )
     often_idle()
     often_idle()
     assert (often_idle.reached_gb_per_s, often_idle.ahead_bytes) == (0.0, 5)
@@ -104,7 +118,13 @@ def test_links_that_were_idle_do_not_say_what_all_can_do_at_once():
 
 def test_link_and_cores_are_as_fast_as_they_were_in_the_loops():
     """So that no step is faster than its limit: here 3 GB over the link and 4 read by the cores."""
-    moved = MovedPerStep(3 * 10**9, 0, 0, 4 * 10**9, 0.05)
+    moved = MovedPerStep(
+        host_to_device_bytes_per_step=3 * 10**9,
+        device_to_host_bytes_per_step=0,
+        disk_read_bytes_per_step=0,
+        cores_bytes_per_step=4 * 10**9,
+        cores_busy_s_per_step=0.05,
+    )
     planned = replace(RATES, link_beside_cores_gb_per_s=48.0, cores_gb_per_s=60.0)
     found = update_cpu_rate(planned, ONE, moved, 53.0)
     assert (found.link_beside_cores_gb_per_s, found.cores_gb_per_s) == (53.0, 80.0)
@@ -130,7 +150,15 @@ class Uses:
 
 def test_what_the_link_did_is_the_median_of_the_measured_loops():
     loops = [
-        LinkUse(4, 2.0, 0.0, 0.0, 0.0, copied, ahead)
+        LinkUse(
+            steps=4,
+            busy_s=2.0,
+            slot_wait_s=0.0,
+            host_late_s=0.0,
+            step_start_s=0.0,
+            copied_bytes=copied,
+            ahead_bytes=ahead,
+        )
         for copied, ahead in ((110 * 10**9, 5), (100 * 10**9, 7), (112 * 10**9, 1000))
     ]
     around = LoopMonitor(LinkRate(ONE), Uses(*loops))
@@ -138,7 +166,7 @@ def test_what_the_link_did_is_the_median_of_the_measured_loops():
     for _ in range(4):  # before each of three loops and behind the last
         around()
     assert around.uses == loops and (around.reached_gb_per_s, around.ahead_bytes) == (55.0, 7)
-    assert around.last_use == loops[-1] and as_mapping(loops[-1])["gbps_while_busy"] == 56.0
+    assert around.last_use == loops[-1] and loops[-1].as_dict()["gbps_while_busy"] == 56.0
     short = LoopMonitor(LinkRate(ONE), Uses(None, None))
     for _ in range(3):
         short()
@@ -175,7 +203,7 @@ def test_the_link_does_not_owe_what_had_crossed_before_the_first_step():
     assert limit_of().floor_decode_s == pytest.approx(4 * 0.020)
     limit = limit_of(ahead_bytes=15 * 10**8)
     assert limit.floor_decode_s == pytest.approx(4 * 0.020 - 0.030) and limit.link_ahead_bytes == 15 * 10**8
-    assert as_mapping(limit.floor_step_s) == pytest.approx({"device_memory": 0.001, "matmul": 0.002, "link": 0.020}), (
+    assert limit.floor_step_s.as_dict() == pytest.approx({"device_memory": 0.001, "matmul": 0.002, "link": 0.020}), (
         "as each step costs"
     )
     assert limit.bound_by == "link" and limit.fraction_of_limit == pytest.approx(0.5)
@@ -190,12 +218,11 @@ def test_another_bound_shows_where_the_link_owes_little(ahead_bytes):
 
 
 def test_bounds_that_do_not_apply_are_left_out():
-    assert set(as_mapping(limit_of(on_gpu=False).floor_step_s)) == {"device_memory", "matmul"}, "a CPU has no link"
+    assert set(limit_of(on_gpu=False).floor_step_s.as_dict()) == {"device_memory", "matmul"}, "a CPU has no link"
     unknown = replace(RATES, device_copy_gb_per_s=None, matmul_tflops=None)
     with_disk = limit_of(rates=unknown, moved=replace(MOVED, disk_read_bytes_per_step=10**9))
     assert (
-        as_mapping(with_disk.floor_step_s) == pytest.approx({"link": 0.020, "disk": 0.2})
-        and with_disk.bound_by == "disk"
+        with_disk.floor_step_s.as_dict() == pytest.approx({"link": 0.020, "disk": 0.2}) and with_disk.bound_by == "disk"
     )
     nothing_owed = limit_of(ahead_bytes=4 * 10**9, rates=unknown)
     assert [getattr(nothing_owed, key) for key in ("bound_by", "floor_decode_s", "fraction_of_limit")] == [None] * 3
@@ -224,13 +251,65 @@ def test_the_line_names_what_binds_and_there_is_none_where_nothing_does():
 @pytest.mark.parametrize(
     "use, words",
     [
-        (LinkUse(4, 2.0, 0.0, 0.01, 0.02, 10**9, 0), None),
-        (LinkUse(4, 6.0, 3.0, 0.3, 0.7, 10**9, 0), "40.0% of the time, mostly because the device computes longer"),
-        (LinkUse(4, 9.0, 0.1, 0.2, 0.7, 10**9, 0), "10.0% of the time, mostly at the start of a step"),
-        (LinkUse(4, 9.0, 0.1, 0.7, 0.2, 10**9, 0), "10.0% of the time, mostly because the host asked too late"),
-        (LinkUse(4, 0.0, 0.0, 0.0, 0.0, 0, 0), None),
-        (TracedLinkUse(3.0, 1.0, 10**9, 1 / 3), "the link was idle 25.0% of the time, by the trace"),
-        (TracedLinkUse(0.0, 0.0, 0, None), None),
+        (
+            LinkUse(
+                steps=4,
+                busy_s=2.0,
+                slot_wait_s=0.0,
+                host_late_s=0.01,
+                step_start_s=0.02,
+                copied_bytes=10**9,
+                ahead_bytes=0,
+            ),
+            None,
+        ),
+        (
+            LinkUse(
+                steps=4,
+                busy_s=6.0,
+                slot_wait_s=3.0,
+                host_late_s=0.3,
+                step_start_s=0.7,
+                copied_bytes=10**9,
+                ahead_bytes=0,
+            ),
+            "40.0% of the time, mostly because the device computes longer",
+        ),
+        (
+            LinkUse(
+                steps=4,
+                busy_s=9.0,
+                slot_wait_s=0.1,
+                host_late_s=0.2,
+                step_start_s=0.7,
+                copied_bytes=10**9,
+                ahead_bytes=0,
+            ),
+            "10.0% of the time, mostly at the start of a step",
+        ),
+        (
+            LinkUse(
+                steps=4,
+                busy_s=9.0,
+                slot_wait_s=0.1,
+                host_late_s=0.7,
+                step_start_s=0.2,
+                copied_bytes=10**9,
+                ahead_bytes=0,
+            ),
+            "10.0% of the time, mostly because the host asked too late",
+        ),
+        (
+            LinkUse(
+                steps=4, busy_s=0.0, slot_wait_s=0.0, host_late_s=0.0, step_start_s=0.0, copied_bytes=0, ahead_bytes=0
+            ),
+            None,
+        ),
+        (
+            TracedLinkUse(busy_s=3.0, idle_s=1.0, copied_bytes=10**9, gb_per_s_while_busy=1 / 3),
+            "the link was idle 25.0% of the time, by the trace",
+        ),
+        (TracedLinkUse(busy_s=0.0, idle_s=0.0, copied_bytes=0, gb_per_s_while_busy=None), None),
     ],
 )
 def test_where_the_links_time_went_is_said_if_there_was_any(use, words):

@@ -6,11 +6,10 @@ import os
 import stat
 
 import pytest
-from conftest import small_disk
+from conftest import small_disk, write_record
 from test_report import make_record
 
 from zero_inference.cli import console_main
-from zero_inference.records.write import append_record
 from zero_inference.utils import write_benchmark_log
 from zero_inference.utils.files import check_replaceable, write_atomically
 
@@ -63,7 +62,7 @@ def test_only_what_can_be_replaced_may_be(tmp_path):
     ],
 )
 def test_a_page_is_never_written_over_records_nor_waits_for_a_reader(name, words, tmp_path, capsys):
-    append_record(tmp_path / "run.jsonl", make_record())
+    write_record(tmp_path / "run.jsonl", make_record())
     write_benchmark_log(tmp_path / "run.log", *range(10))
     (tmp_path / "link.html").symlink_to("run.jsonl")
     os.link(tmp_path / "run.jsonl", tmp_path / "hard.html")

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import write_record
 
 from zero_inference.cli import console_main
 from zero_inference.errors import UsageError
-from zero_inference.records.write import append_record
 from zero_inference.report import command
 from zero_inference.report import runs as report
 from zero_inference.report.terminal import short_table
@@ -60,7 +60,7 @@ def run_main(*words):
 def test_a_run_with_block_and_record_is_listed_once(tmp_path):
     record = make_record()
     log_block(tmp_path, "Qwen2.5-x", record)
-    append_record(tmp_path / "Qwen2.5-x.jsonl", record)
+    write_record(tmp_path / "Qwen2.5-x.jsonl", record)
     frame = report.load_runs(tmp_path)
     assert frame["file"].tolist() == ["Qwen2.5-x.jsonl"]
     assert frame["total_throughput"].tolist() == [9.1234567]
@@ -72,7 +72,7 @@ def test_a_repeated_run_and_an_old_block_in_the_same_log_are_told_apart(tmp_path
     for record in (old, make_record(), make_record()):
         log_block(tmp_path, name, record)
     for record in (make_record(), make_record(), make_record(status="failed", error="out of\nmemory")):
-        append_record(tmp_path / f"{name}.jsonl", record)
+        write_record(tmp_path / f"{name}.jsonl", record)
     frame = report.load_runs(tmp_path)
     assert frame["status"].tolist() == ["ok", "ok", "failed", "ok"]
     assert frame["file"].tolist() == [f"{name}.jsonl"] * 3 + [f"{name}.log"]
@@ -82,7 +82,7 @@ def test_a_repeated_run_and_an_old_block_in_the_same_log_are_told_apart(tmp_path
 def test_blocks_without_decode_match_their_record(tmp_path):
     record = make_record(gen_len=1, decode_throughput=None)
     log_block(tmp_path, "a", record)
-    append_record(tmp_path / "a.jsonl", record)
+    write_record(tmp_path / "a.jsonl", record)
     assert len(report.load_runs(tmp_path)) == 1
 
 
@@ -108,14 +108,14 @@ def test_logs_of_older_tools_say_what_name_and_block_say(tmp_path):
 
 
 def test_only_columns_that_tell_runs_apart_are_kept(tmp_path):
-    append_record(tmp_path / "a.jsonl", make_record())
-    append_record(tmp_path / "a.jsonl", make_record(quant_bits=4, timestamp="later", load_s=2.0))
+    write_record(tmp_path / "a.jsonl", make_record())
+    write_record(tmp_path / "a.jsonl", make_record(quant_bits=4, timestamp="later", load_s=2.0))
     always = ["model", "engine", "total_throughput", "decode_throughput", "decode_weights_gbps", "prefill_latency_s"]
     always += ["fraction_of_limit", "bound_by", "peak_gpu_bytes"]
     frame = report.load_runs(tmp_path)
     assert set(report.differing_columns(frame).columns) == {*always, "quant_bits", "weights"}
     assert list(report.differing_columns(frame[:1]).columns) == always
-    append_record(tmp_path / "a.jsonl", make_record(status="failed", error="no room", quant_bits=8, dtype=None))
+    write_record(tmp_path / "a.jsonl", make_record(status="failed", error="no room", quant_bits=8, dtype=None))
     # that the failed run knew no dtype is no difference
     assert set(report.differing_columns(report.load_runs(tmp_path)).columns) == {
         *always,
@@ -128,8 +128,8 @@ def test_only_columns_that_tell_runs_apart_are_kept(tmp_path):
 
 
 def test_csv_and_json_keep_every_digit_in_si_units(tmp_path):
-    append_record(tmp_path / "a.jsonl", make_record())
-    append_record(tmp_path / "a.jsonl", make_record(status="failed", error="x", limit=None, decode_throughput=None))
+    write_record(tmp_path / "a.jsonl", make_record())
+    write_record(tmp_path / "a.jsonl", make_record(status="failed", error="x", limit=None, decode_throughput=None))
     frame = report.load_runs(tmp_path)
     first, second = csv.DictReader(io.StringIO(report.render(frame, "csv")))
     assert float(first["prefill_latency_s"]) == 1 / 3 and first["model_bytes"] == "131399321792"
@@ -140,9 +140,9 @@ def test_csv_and_json_keep_every_digit_in_si_units(tmp_path):
 
 
 def test_table_has_units_and_shows_failures_in_red_on_one_line(tmp_path):
-    append_record(tmp_path / "a.jsonl", make_record(model="a[b]"))
+    write_record(tmp_path / "a.jsonl", make_record(model="a[b]"))
     failed = make_record(status="failed", error="asked 1\n found [red]", total_throughput=None)
-    append_record(tmp_path / "a.jsonl", failed)
+    write_record(tmp_path / "a.jsonl", failed)
     frame = report.differing_columns(report.load_runs(tmp_path))
     header, _, first, second = report.render(frame, "table").splitlines()
     assert "total (token/s)" in header and "peak GPU (GiB)" in header
@@ -154,20 +154,20 @@ def test_table_has_units_and_shows_failures_in_red_on_one_line(tmp_path):
 
 
 def test_a_narrow_terminal_loses_no_digit(tmp_path):
-    append_record(tmp_path / "a.jsonl", make_record())
+    write_record(tmp_path / "a.jsonl", make_record())
     text = report.render(report.differing_columns(report.load_runs(tmp_path)), "table", width=30)
     assert all(len(line) <= 30 for line in text.splitlines()) and "…" not in text
 
 
 def test_markdown_is_a_table_with_escaped_bars(tmp_path):
-    append_record(tmp_path / "a.jsonl", make_record(model="a|b"))
+    write_record(tmp_path / "a.jsonl", make_record(model="a|b"))
     header, rule, row = report.render(report.differing_columns(report.load_runs(tmp_path)), "md").splitlines()
     assert header.count("|") == rule.count("|") == row.count("|") - 1
     assert r"a\|b" in row and "9.12" in row and "link" in row
 
 
 def test_every_column_prints_in_every_format(tmp_path):
-    append_record(tmp_path / "a.jsonl", make_record(peak_host_bytes=1, cold_total_s=1.0))
+    write_record(tmp_path / "a.jsonl", make_record(peak_host_bytes=1, cold_total_s=1.0))
     frame = report.load_runs(tmp_path)
     assert list(frame.columns) == [column.name for column in report.COLUMNS]
     assert "2 x H" in report.render(frame, "table") and "2 x H" in report.render(frame, "md")
@@ -179,7 +179,7 @@ def test_throughput_sorts_best_first_and_latency_ascending(tmp_path, capsys):
     for index, speed in enumerate((2.0, None, 3.0)):
         status = {"status": "failed", "error": "x"} if speed is None else {}
         record = make_record(total_throughput=speed, prefill_latency_s=speed, batch_size=index, **status)
-        append_record(tmp_path / "a.jsonl", record)
+        write_record(tmp_path / "a.jsonl", record)
     orders = {}
     for column in ("total-throughput", "prefill_latency_s"):
         assert run_main(tmp_path, "--format", "json", "--sort", column) == 0
@@ -194,7 +194,7 @@ def test_throughput_sorts_best_first_and_latency_ascending(tmp_path, capsys):
 
 
 def test_all_columns_adds_those_in_which_runs_agree(tmp_path, capsys):
-    append_record(tmp_path / "a.jsonl", make_record())
+    write_record(tmp_path / "a.jsonl", make_record())
     run_main(tmp_path, "--format", "json")
     assert "weight_bytes" not in json.loads(capsys.readouterr().out)[0]
     run_main(tmp_path, "--format", "json", "--all-columns")
@@ -242,8 +242,8 @@ def test_quality_stands_in_the_row_of_its_run(tmp_path):
         "humaneval": {"pass_at_k": {"1": 0.2}, "stderr": {"1": 0.03}},
         "perplexity": {"perplexity": 12.5, "stderr": None},
     }
-    append_record(tmp_path / "a.jsonl", make_record(quant_bits=4, quality=quality))
-    append_record(tmp_path / "b.jsonl", make_record(quality=None))
+    write_record(tmp_path / "a.jsonl", make_record(quant_bits=4, quality=quality))
+    write_record(tmp_path / "b.jsonl", make_record(quality=None))
     frame = report.differing_columns(report.load_runs(tmp_path))
     row = frame.iloc[0]
     assert (row["mmlu_accuracy"], row["mmlu_stderr"]) == (0.3125, 0.058)
@@ -257,10 +257,10 @@ def test_decode_time_stands_beside_its_prediction_where_a_record_has_one(tmp_pat
         assert run_main(tmp_path, "--format", format) == 0
         return capsys.readouterr().out
 
-    append_record(tmp_path / "a.jsonl", make_record(predicted=None))
+    write_record(tmp_path / "a.jsonl", make_record(predicted=None))
     assert "predicted" not in printed("table") and "decode_over_predicted" not in json.loads(printed("json"))[0]
-    append_record(tmp_path / "b.jsonl", make_record(predicted={"decode_s": 1.6, "prefill_s": None}))
-    append_record(tmp_path / "c.jsonl", make_record(predicted={"decode_s": None, "prefill_s": 0.3}))
+    write_record(tmp_path / "b.jsonl", make_record(predicted={"decode_s": 1.6, "prefill_s": None}))
+    write_record(tmp_path / "c.jsonl", make_record(predicted={"decode_s": None, "prefill_s": 0.3}))
     ratios = [row["decode_over_predicted"] for row in json.loads(printed("json"))]
     assert ratios == [None, 1.25, None]
     assert "decode_over_predicted" in printed("csv").splitlines()[0].split(",")
@@ -274,7 +274,7 @@ def test_predictions_that_no_plan_makes_give_no_ratio(tmp_path):
         for predicted in (3, "odd", [], *({"decode_s": value} for value in odd)):
             file.write(json.dumps(make_record(predicted=predicted)) + "\n")
     for measured in (None, 0.0, -2.0, "x"):
-        append_record(tmp_path / "b.jsonl", make_record(predicted={"decode_s": 2.5}, decode_latency_s=measured))
+        write_record(tmp_path / "b.jsonl", make_record(predicted={"decode_s": 2.5}, decode_latency_s=measured))
     frame = report.load_runs(tmp_path)
     assert len(frame) == 15 and frame["decode_over_predicted"].isna().all()
     assert "decode_over_predicted" not in report.differing_columns(frame)
@@ -305,9 +305,7 @@ def test_the_table_of_any_committed_folder_is_at_most_a_hundred_columns_wide(fol
 
 def test_what_all_runs_share_is_said_once_and_results_come_first(tmp_path, capsys):
     for quant_bits, speed in ((16, 15.4321), (4, 61.2)):
-        append_record(
-            tmp_path / "a.jsonl", make_record(quant_bits=quant_bits, decode_throughput=speed, pin_memory=True)
-        )
+        write_record(tmp_path / "a.jsonl", make_record(quant_bits=quant_bits, decode_throughput=speed, pin_memory=True))
     shared, *head, rule, first, second = printed(capsys, tmp_path).splitlines()
     assert shared == "all: opt-66b, deepspeed, host, batch 7, prompt 129, 33 generated, 2 x H"
     assert head[-1].split()[0] == "token/s" and set(rule) == {"-"}
@@ -316,13 +314,13 @@ def test_what_all_runs_share_is_said_once_and_results_come_first(tmp_path, capsy
     assert fastest[-1] == "int4" and slower[-1] == "fp16" and "62.5 ms" in first, "the step"
     alone = tmp_path / "alone"
     alone.mkdir()
-    append_record(alone / "a.jsonl", make_record())
+    write_record(alone / "a.jsonl", make_record())
     assert printed(capsys, alone).startswith("opt-66b, deepspeed, fp16, host, batch 7")
 
 
 def test_where_joins_offload_page_locking_and_the_cache(tmp_path, capsys):
     for number, (changes, _) in enumerate(WHERE):
-        append_record(tmp_path / "a.jsonl", make_record(decode_throughput=100.0 - number, **changes))
+        write_record(tmp_path / "a.jsonl", make_record(decode_throughput=100.0 - number, **changes))
     head, _, *lines = printed(capsys, tmp_path).splitlines()[-len(WHERE) - 2 :]
     start = head.index("where")
     assert [line[start:].strip() for line in lines] == [words for _, words in WHERE]
@@ -352,7 +350,7 @@ WHERE = (
 
 def test_options_that_differ_have_one_column_as_they_were_given(tmp_path, capsys):
     for words in (["--gpu-memory", "20", "--log-file", "a.log"], ["--gpu_memory=3.41592", "--cpu-compute", "off"], []):
-        append_record(tmp_path / "a.jsonl", make_record(argv=["run_model.py", *words]))
+        write_record(tmp_path / "a.jsonl", make_record(argv=["run_model.py", *words]))
     head, _, *rows = printed(capsys, tmp_path).splitlines()[-5:]
     options = [row[head.index("options") :] for row in rows]
     assert options == ["gpu-memory 20", "cpu-compute off, gpu-memory 3.42", "-"]
@@ -362,8 +360,8 @@ def test_options_that_differ_have_one_column_as_they_were_given(tmp_path, capsys
 
 def test_a_failed_run_has_a_short_note_below_the_table(tmp_path, capsys):
     error = "out of memory: " + "tried to allocate 12 GiB, " * 100
-    append_record(tmp_path / "a.jsonl", make_record())
-    append_record(tmp_path / "a.jsonl", make_record(status="failed", error=error, decode_throughput=None, quant_bits=4))
+    write_record(tmp_path / "a.jsonl", make_record())
+    write_record(tmp_path / "a.jsonl", make_record(status="failed", error=error, decode_throughput=None, quant_bits=4))
     lines = printed(capsys, tmp_path).splitlines()
     assert max(map(len, lines)) <= 100 and len(lines) == 7
     assert (
@@ -454,7 +452,7 @@ def test_the_prediction_report_counts_the_times_within_their_ranges(tmp_path, ca
 def test_folders_below_and_several_folders_are_read_once_each(tmp_path, capsys):
     for folder, batch in (("one", 1), ("one/deep/er", 2), ("two", 3), ("one/.hidden", 4)):
         (tmp_path / folder).mkdir(parents=True)
-        append_record(tmp_path / folder / "a.jsonl", make_record(batch_size=batch))
+        write_record(tmp_path / folder / "a.jsonl", make_record(batch_size=batch))
     (tmp_path / "one" / "deep" / "data.jsonl").write_text('{"prompt": "no run"}\n')
     (tmp_path / "one" / "deep" / "server.log").write_text("started\n")
     (tmp_path / "one" / "again").symlink_to(tmp_path / "two")

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
 
 import pytest
+from conftest import replace
 
 from zero_inference.measure.steadiness import decode_evenness
 from zero_inference.planning.roofline import StepWork, decode_roofline
-from zero_inference.records.hardware import LinkUse, Rates, TracedLinkUse
+from zero_inference.records.hardware import Environment, LinkUse, Rates, TracedLinkUse
 from zero_inference.records.schema import Loop, MachineLoad, Measured, MovedPerStep, Predicted, Quality, Request, Result
-from zero_inference.records.scores import scores_of
 from zero_inference.records.write import RunLog
 from zero_inference.report.advice import advice
 from zero_inference.report.results import cores_in_words, print_results, times_table
+from zero_inference.utils.environment import describe_environment
 
-RATES = Rates(50.0, 0.02, "host to device, pinned", 2000.0, 500.0, None)
-MOVED = MovedPerStep(10**9, 0, 0)
-IN_STREAM = LinkUse(4, 6.0, 3.0, 0.3, 0.7, 240 * 10**9, 0)
-LOOPS = [Loop(0.49, 0.1, 0.6, [0.025] * 4), Loop(0.51, 0.1, 0.6, [0.025] * 4)]
+RATES = Rates(
+    link_gb_per_s=50.0,
+    link_spread=0.02,
+    link_kind="host to device, pinned",
+    device_copy_gb_per_s=2000.0,
+    matmul_tflops=500.0,
+    disk_gb_per_s=None,
+)
+MOVED = MovedPerStep(host_to_device_bytes_per_step=10**9, device_to_host_bytes_per_step=0, disk_read_bytes_per_step=0)
+IN_STREAM = LinkUse(
+    steps=4, busy_s=6.0, slot_wait_s=3.0, host_late_s=0.3, step_start_s=0.7, copied_bytes=240 * 10**9, ahead_bytes=0
+)
+LOOPS = [
+    Loop(prefill_s=0.49, decode_s=0.1, total_s=0.6, step_s=[0.025] * 4),
+    Loop(prefill_s=0.51, decode_s=0.1, total_s=0.6, step_s=[0.025] * 4),
+]
 SCORES = {"accuracy": 0.5, "stderr": 0.25, "correct": 2, "total": 4, "outcomes": "0110", "accuracy_in_dtype": None}
 
 
@@ -35,9 +47,12 @@ def measured(link_use) -> Measured:
 
 
 def result(link_use=IN_STREAM) -> Result:
-    scores = scores_of("mmlu", SCORES | {"batch_size": 1, "truncated": 0, "seconds": 2.0})
+    scores = SCORES | {"batch_size": 1, "truncated": 0, "seconds": 2.0}
     made = Result(
-        machine=MachineLoad(0.5, 2.0), measured=measured(link_use), quality=Quality({"mmlu": scores}), environment={}
+        machine=MachineLoad(load_average_before=0.5, usable_cores=2.0),
+        measured=measured(link_use),
+        quality=Quality(by_task={"mmlu": scores}),
+        environment=Environment(**describe_environment()),
     )
     made.add_facts({
         "quantized_fraction": 0.975, "not_quantized": ["a"], "norm_modules_patched": 9, "norm_kernels_unused_because": None
@@ -62,8 +77,22 @@ def request(**changes) -> Request:
             IN_STREAM,
             "the link was idle 40.0% of the time, mostly because the device computes longer than a layer copies",
         ),
-        (LinkUse(4, 6.0, 0.0, 0.0, 0.0, 10**9, 0), None),
-        (TracedLinkUse(3.0, 1.0, 10**9, 1 / 3), "the link was idle 25.0% of the time, by the trace"),
+        (
+            LinkUse(
+                steps=4,
+                busy_s=6.0,
+                slot_wait_s=0.0,
+                host_late_s=0.0,
+                step_start_s=0.0,
+                copied_bytes=10**9,
+                ahead_bytes=0,
+            ),
+            None,
+        ),
+        (
+            TracedLinkUse(busy_s=3.0, idle_s=1.0, copied_bytes=10**9, gb_per_s_while_busy=1 / 3),
+            "the link was idle 25.0% of the time, by the trace",
+        ),
         (None, None),
     ],
 )
@@ -86,7 +115,7 @@ def test_the_results_of_a_gpu(use, words, capsys):
 
 
 def test_what_was_predicted_stands_beside_it():
-    sizes = {field.name: 1 for field in fields(Predicted) if "bytes" in field.name}
+    sizes = {field: 1 for field in Predicted.model_fields if "bytes" in field}
     predicted = Predicted(load_s=None, prefill_s=0.25, decode_s=0.125, bound_by="link", **sizes)
     lines = times_table(replace(measured(None), predicted=predicted)).splitlines()
     assert [line.split()[-1] for line in lines[2:]] == ["0.250", "0.125", "0.375"]
@@ -99,7 +128,7 @@ def test_what_was_predicted_stands_beside_it():
 
 
 def test_a_run_of_one_loop_or_of_one_token_has_no_row_or_column_for_what_it_lacks():
-    one = Loop(0.5, 0.0, 0.5, [])
+    one = Loop(prefill_s=0.5, decode_s=0.0, total_s=0.5, step_s=[])
     lines = times_table(replace(measured(None), loops=[one], decode_throughput=None)).splitlines()
     assert lines[0].split() == ["1", "loop", "seconds", "token/s"]
     assert [line.split()[0] for line in lines[2:]] == ["time", "total"]
@@ -110,7 +139,9 @@ def test_advice_is_given_where_the_record_shows_what_helps():
         limit = replace(measured(None).limit, bound_by=bound, fraction_of_limit=share)
         return advice(request(**changes), replace(measured(use), limit=limit))
 
-    busy = LinkUse(4, 9.9, 0.1, 0.0, 0.0, 10**9, 0)
+    busy = LinkUse(
+        steps=4, busy_s=9.9, slot_wait_s=0.1, host_late_s=0.0, step_start_s=0.0, copied_bytes=10**9, ahead_bytes=0
+    )
     assert said(use=busy, quant_bits=16) == [
         "the link is busy 99% of the time; only fewer bytes a token help: --quant-bits 4 or a larger --batch-size"
     ]
@@ -139,7 +170,10 @@ def test_a_step_far_from_its_limit_says_what_took_the_rest(capsys):
         floors = replace(of.limit.floor_step_s, matmul=0.005, device_memory=0.005)
         limit = replace(of.limit, bound_by=bound, fraction_of_limit=0.2, floor_step_s=floors)
         made = result(None)
-        loops = [*of.loops, Loop(0.5, 2.0, 2.5, [0.5] * 4)]  # slowed by other work, which the median is not
+        loops = [
+            *of.loops,
+            Loop(prefill_s=0.5, decode_s=2.0, total_s=2.5, step_s=[0.5] * 4),
+        ]  # slowed by other work, which the median is not
         made.measured = replace(of, limit=limit, device=device, loops=loops)
         print_results(request(engine=engine), made)
         return " ".join(capsys.readouterr().out.split("\nGiB: ")[1].split())
@@ -187,11 +221,25 @@ def test_the_record_of_a_gpu_has_the_keys_of_schema_1(tmp_path):
 
 
 def test_what_the_cores_read():
-    moved = MovedPerStep(10**9, 0, 0, 4 * 10**9, 0.05)
+    moved = MovedPerStep(
+        host_to_device_bytes_per_step=10**9,
+        device_to_host_bytes_per_step=0,
+        disk_read_bytes_per_step=0,
+        cores_bytes_per_step=4 * 10**9,
+        cores_busy_s_per_step=0.05,
+    )
     assert cores_in_words(moved, 0.1, 90.0, True) == (
         "each step: 0.931 GiB copied to the device, 3.73 GiB read by the host's cores at 80.0 GB/s (planned: 90.0), busy 50%"
     )
     assert cores_in_words(moved, 0.1, None, True).endswith("at 80.0 GB/s, busy 50%")
-    assert cores_in_words(MovedPerStep(0, 0, 0, 4 * 10**9), 0.1, None, False) == (
-        "each step: 0 bytes fetched, 3.73 GiB read by the host's cores"
-    )
+    assert cores_in_words(
+        MovedPerStep(
+            host_to_device_bytes_per_step=0,
+            device_to_host_bytes_per_step=0,
+            disk_read_bytes_per_step=0,
+            cores_bytes_per_step=4 * 10**9,
+        ),
+        0.1,
+        None,
+        False,
+    ) == ("each step: 0 bytes fetched, 3.73 GiB read by the host's cores")

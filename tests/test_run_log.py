@@ -18,6 +18,7 @@ from conftest import ROOT, small_disk
 from zero_inference.cli import main
 from zero_inference.records import write
 from zero_inference.records.read import parse_log, read_records
+from zero_inference.records.schema import Record
 from zero_inference.records.write import append_record
 from zero_inference.utils import files, write_benchmark_log
 from zero_inference.utils.files import append_bytes, check_appendable, check_replaceable
@@ -198,11 +199,12 @@ def test_appends_survive_the_checks_of_others(tmp_path):
 
 KILLED = """
 import sys
+from zero_inference.records.schema import Record
 from zero_inference.records.write import append_record
 from zero_inference.utils import write_benchmark_log
 record = dict.fromkeys("status timestamp argv engine model model_type dtype world_size num_nodes batch_size prompt_len gen_len "
                        "quant_bits quant_group_size cpu_offload disk_offload kv_offload norm_kernels dummy".split(), 1)
-record |= {"status": "failed", "error": "x" * 20000}
+record = Record.read(record | {"status": "failed", "error": "x" * 20000})
 print("ready", flush=True)
 while True:
     append_record(sys.argv[1] + "/run.jsonl", record)
@@ -231,9 +233,8 @@ def test_killed_writers_tear_no_line_but_their_own(tmp_path, capsys):
         for writer in writers:
             writer.kill()
     before = (tmp_path / "run.jsonl").read_text().splitlines()
-    append_record(
-        tmp_path / "run.jsonl", next(filter(None, map(json_or_none, before)))
-    )  # on a new line, whatever the last one left
+    record = Record.read(next(filter(None, map(json_or_none, before))))
+    append_record(tmp_path / "run.jsonl", record)  # on a new line, whatever the last one left
     write_benchmark_log(tmp_path / "run.log", *range(10))
     lines = (tmp_path / "run.jsonl").read_text().splitlines()
     whole, torn = max(lines, key=len), [line for line in lines[:-1] if json_or_none(line) is None]

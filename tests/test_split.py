@@ -214,7 +214,9 @@ def watched(monkeypatch, plan: CpuPlan, uses, waited_s: float = 0.0, step_s=(0.2
     return Rebalancer(team, timeline)
 
 
-FIFTY = LinkUse(4, 1.0, 0.0, 0.0, 0.0, 50 * GB, 0)  # GB/s while it is busy
+FIFTY = LinkUse(
+    steps=4, busy_s=1.0, slot_wait_s=0.0, host_late_s=0.0, step_start_s=0.0, copied_bytes=50 * GB, ahead_bytes=0
+)  # GB/s while it is busy
 ALL = range(200)
 AUTOMATIC = CpuPlan((-1,), 0.8, 1, rates(cores=120.0), automatic=True)  # 24 GB in 0.2 s, as in `watched`
 

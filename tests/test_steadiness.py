@@ -10,7 +10,6 @@ import pytest
 
 from zero_inference.cli import main
 from zero_inference.measure.steadiness import decode_evenness, describe_slow_step, load_warning, spread_warning
-from zero_inference.records.field import as_mapping
 from zero_inference.records.schema import Loop, MachineLoad
 from zero_inference.utils.format import three_digits
 
@@ -96,7 +95,7 @@ def test_a_run_prints_and_records_the_spread_of_its_loops(checkpoints, tmp_path,
     assert ("of their median, so" in err) == (record["decode_spread"] > 0.1)
     assert ("load average was" in err) == (record["load_average_before"] > record["usable_cores"])
     assert (tmp_path / "three.log").read_text().count("\n") == 4, "older readers know four lines"
-    of_steps = as_mapping(decode_evenness(loops_of(*(loop["step_s"] for loop in record["loops"]))))
+    of_steps = decode_evenness(loops_of(*(loop["step_s"] for loop in record["loops"]))).as_dict()
     assert of_steps.keys() | {"load_average_before", "usable_cores", "weights_place"} <= record.keys()
     assert record["decode_latency_max_s"] == pytest.approx(of_steps["decode_latency_max_s"])
 

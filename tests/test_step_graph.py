@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -453,16 +452,19 @@ def test_the_record_says_how_it_compared(checkpoints, copied_runs, tmp_path):
 
 
 def test_in_words():
-    used = DecodeGraph(None, 1e-3, 0.0041, 0.0302, 1)
+    used = DecodeGraph(unused_because=None, difference=1e-3, graph_s=0.0041, launched_s=0.0302, graphs=1)
     assert graph_in_words(used, True) == (
         "a decode step took 4.10 ms as one CUDA graph, 30.2 ms launched kernel by kernel"
     )
     assert graph_in_words(used, False) == (
         "no CUDA graph without a GPU: a step in its graph form took 4.10 ms, as usual 30.2 ms"
     )
-    assert "4.10 ms as 41 CUDA graphs, " in graph_in_words(replace(used, graphs=41), True)
+    assert "4.10 ms as 41 CUDA graphs, " in graph_in_words(used.model_copy(update={"graphs": 41}), True)
     for reason in ("a graph is slower", "there are several ranks"):
-        assert graph_in_words(DecodeGraph(reason), True) == f"decode steps are launched kernel by kernel: {reason}"
+        assert (
+            graph_in_words(DecodeGraph(unused_because=reason), True)
+            == f"decode steps are launched kernel by kernel: {reason}"
+        )
 
 
 @pytest.mark.parametrize(("asked", "said"), [("off", None), ("auto", "no generation was long enough to try a graph")])

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import argparse, os, sys, time
 from datetime import datetime, timezone
+from zero_inference.records.schema import Record
 from zero_inference.records.write import append_record
 from zero_inference.utils import get_filename
 
@@ -62,7 +63,7 @@ else:
     record |= {"loops": [], "prefill_latency_s": 0.5, "total_throughput": 10.0 * args.batch_size}
 name = get_filename(args.model, args.batch_size, args.prompt_len, args.gen_len, args.cpu_offload, args.disk_offload, 1,
                     world, args.kv_offload, args.quant_bits != 16)
-append_record(os.path.join(args.log_dir, name + ".jsonl"), record)
+append_record(os.path.join(args.log_dir, name + ".jsonl"), Record.read(record))
 print("[rank0]: RuntimeError: the traceback", file=sys.stderr)
 sys.exit(failed)
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from zero_inference.planning.request import log_path, request_of
 from zero_inference.quality import evaluate as quality
 from zero_inference.quality.of_run import score_run
 from zero_inference.records.failure import leave_process_group, record_failures
+from zero_inference.records.hardware import Environment
 from zero_inference.records.schema import AutoChoice, Quality, Result
 from zero_inference.records.write import RunLog, refuse_shared_files
 from zero_inference.report.results import publish
@@ -103,8 +104,8 @@ def _run(
             _save_options(config.save_config, asked)
         _dry_run(config, spec, ranks, machine, chosen.goal if chosen else None)
         return None
-    request = replace(request_of(config, spec, ranks, argv), chosen=chosen)
-    files = RunLog.at(log_path(config, ranks), request, Result(environment=describe_environment()))
+    request = request_of(config, spec, ranks, argv).model_copy(update={"chosen": chosen})
+    files = RunLog.at(log_path(config, ranks), request, Result(environment=Environment(**describe_environment())))
     refuse_shared_files(
         config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
     )
@@ -184,11 +185,11 @@ def _measured(
     start_process_group(ranks)
     refuse_other_requests(config, spec, ranks, questions)
     plan = plan_run(config, spec, ranks)
-    files.request = replace(files.request, pin_memory=plan.weights.pinned)
+    files.request = files.request.model_copy(update={"pin_memory": plan.weights.pinned})
     if (
         config.disk_offload and not plan.weights.footprint.disk
     ):  # all are below the least that the engine writes to disk
-        files.move(log_path(config, ranks, "cpu"), replace(files.request, weights_place="cpu"))
+        files.move(log_path(config, ranks, "cpu"), files.request.model_copy(update={"weights_place": "cpu"}))
     check_memory(plan)
     ids, tokenizer, note = prompt_ids(config, spec)
     if not spec.dummy:
@@ -211,7 +212,7 @@ def _measured(
         files.result.measured = measured_of(session, load_s, compile_s() - compiled_before_s)
         _note_results(session, files, progress)
         files.result.quality = (
-            score_run(plan.job, loaded, questions, tokenizer, files, progress) if questions else Quality(None)
+            score_run(plan.job, loaded, questions, tokenizer, files, progress) if questions else Quality(by_task=None)
         )
         files.result.add_facts(loaded.facts)
         return session.measurement.output_ids, tokenizer, prompt_excerpts(config, ids, tokenizer)
@@ -225,7 +226,7 @@ def _note_results(session: Session, files: RunLog, progress: Progress) -> None:
     if trace:
         with files.noting("trace", trace):
             if (use := write_trace(session, Path(trace))) is not None:
-                files.result.measured = replace(files.result.measured, link_use=use)
+                files.result.measured = files.result.measured.model_copy(update={"link_use": use})
 
 
 def _quiet_libraries(verbose: int) -> None:

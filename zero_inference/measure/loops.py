@@ -235,19 +235,29 @@ class _StepClock(StoppingCriteria):
         """Averaged over the decode steps; None without any. Behind `seconds`, by which the cores have done what they were asked for."""
         steps = len(self.moved) - 1
         if steps < 1:
-            return MovedPerStep(None, None, None)
+            return MovedPerStep.unknown()
         to_device, to_host, disk, cores = ((last - first) / steps for first, last in zip(self.moved[0], self.moved[-1]))
         busy_s = self.loaded.transfers.cores_busy_s
         busy_per_step = None if busy_s is None else (busy_s() - self.busy_s) / steps
-        return MovedPerStep(to_device, to_host, disk, cores, busy_per_step)
+        return MovedPerStep(
+            host_to_device_bytes_per_step=to_device,
+            device_to_host_bytes_per_step=to_host,
+            disk_read_bytes_per_step=disk,
+            cores_bytes_per_step=cores,
+            cores_busy_s_per_step=busy_per_step,
+        )
 
     def experts_of_decode(self) -> ExpertUse | None:
         """Of the experts that device memory keeps; None without any, and where tokens chose none."""
         if len(self.experts) < 2:
             return None
-        choices, hits, *nbytes = (last - first for first, last in zip(self.experts[0], self.experts[-1]))
+        choices, hits, saved, fetched = (last - first for first, last in zip(self.experts[0], self.experts[-1]))
         steps = len(self.experts) - 1
-        return ExpertUse(hits / choices, *(each / steps for each in nbytes)) if choices else None
+        if not choices:
+            return None
+        return ExpertUse(
+            hit_rate=hits / choices, saved_bytes_per_step=saved / steps, fetched_bytes_per_step=fetched / steps
+        )
 
 
 class Remaining:

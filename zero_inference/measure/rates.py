@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -163,7 +162,9 @@ def update_link_rate(rates: Rates, link: LinkRate, reached_gb_per_s: float = 0.0
     unknown = link.ranks.maximum([float(not reached_gb_per_s)])[0]
     in_loops = 0.0 if unknown else link.ranks.total(int(reached_gb_per_s * 1e6)) / 1e6
     faster, came_from = max((rate.gb_per_s, "rounds"), (in_loops, "loops"))
-    return replace(rates, link_gb_per_s=faster, link_from=came_from, link_spread=rate.spread_gb_per_s / faster)
+    return rates.model_copy(
+        update={"link_gb_per_s": faster, "link_from": came_from, "link_spread": rate.spread_gb_per_s / faster}
+    )
 
 
 def update_cpu_rate(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per_s: float) -> Rates:
@@ -178,10 +179,11 @@ def update_cpu_rate(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per
         return rates
     links, read = ranks.total(int(link_gb_per_s * 1e6)) / 1e6, ranks.total(int(moved.cores_bytes_per_step or 0))
     in_loops = read / moved.cores_busy_s_per_step / 1e9 if moved.cores_busy_s_per_step else 0.0
-    return replace(
-        rates,
-        cores_gb_per_s=max(rates.cores_gb_per_s, in_loops),
-        link_beside_cores_gb_per_s=max(rates.link_beside_cores_gb_per_s, links),
+    return rates.model_copy(
+        update={
+            "cores_gb_per_s": max(rates.cores_gb_per_s, in_loops),
+            "link_beside_cores_gb_per_s": max(rates.link_beside_cores_gb_per_s, links),
+        }
     )
 
 

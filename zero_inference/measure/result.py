@@ -65,11 +65,11 @@ def _over_ranks(mine: MovedPerStep, ranks: Ranks) -> MovedPerStep:
         return None if value is None else ranks.total(int(value))
 
     return MovedPerStep(
-        total(mine.host_to_device_bytes_per_step),
-        total(mine.device_to_host_bytes_per_step),
-        total(mine.disk_read_bytes_per_step),
-        total(mine.cores_bytes_per_step),
-        mine.cores_busy_s_per_step,
+        host_to_device_bytes_per_step=total(mine.host_to_device_bytes_per_step),
+        device_to_host_bytes_per_step=total(mine.device_to_host_bytes_per_step),
+        disk_read_bytes_per_step=total(mine.disk_read_bytes_per_step),
+        cores_bytes_per_step=total(mine.cores_bytes_per_step),
+        cores_busy_s_per_step=mine.cores_busy_s_per_step,
     )
 
 

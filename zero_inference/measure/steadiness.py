@@ -31,7 +31,7 @@ def decode_evenness(loops: Sequence[Loop]) -> DecodeSpread:
         decode_latency_max_s=max(decode) if compared else None,
         decode_spread=relative_spread(decode) if compared else None,
         slowest_step_over_median=slowest[0] if slowest else None,
-        slowest_step_at=SlowestStep(*slowest[1:]) if slowest else None,
+        slowest_step_at=SlowestStep(loop=slowest[1], step=slowest[2], step_s=slowest[3]) if slowest else None,
     )
 
 

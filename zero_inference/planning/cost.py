@@ -566,7 +566,7 @@ def _together(
 ) -> PassTime | None:
     """What the parts take beside or behind each other. The device computes while blocks are copied, and waits for the cores."""
     launches, rate = description.launches, description.device_gb_per_s
-    copied = {name: format_seconds for name, format_seconds in copies.items() if format_seconds is not None}
+    copied = {name: seconds for name, seconds in copies.items() if seconds is not None}
     if rate is None or len(copied) < len(copies):
         return None
     flop_rate = description.matmul_tflops.get(plan.job.spec.dtype_name)

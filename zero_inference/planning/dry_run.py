@@ -29,7 +29,6 @@ from zero_inference.planning.explain import (
 )
 from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need, log_sizes, shown
 from zero_inference.planning.plan import Plan
-from zero_inference.records.field import as_mapping
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.processes import run_command
 
@@ -185,7 +184,7 @@ def plan_in_json(job: Job, plan: Plan | DoesNotFit, verdict: Verdict, faster: Se
         "refused": None if found else str(plan),
         "predicted": _predicted(found, verdict),
         "limit": None if found is None else _limit(found),
-        "moved_per_step": None if found is None else as_mapping(found.weights.moved_per_step()),
+        "moved_per_step": None if found is None else found.weights.moved_per_step().as_dict(),
         "placement": [] if found is None else [found.weights.places_in_words(), *found.weights.in_words()],
         "changes_that_fit": verdict.changes,
         "faster": [asdict(each) for each in faster],

@@ -25,7 +25,6 @@ from zero_inference.planning.memory import DEVICE_MEMORY, HOST_MEMORY, PAGE_LOCK
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.roofline import step_bounds, step_work
 from zero_inference.planning.search import Candidate, SearchResult, command_of, pareto_front, ranked
-from zero_inference.records.field import as_mapping
 from zero_inference.records.hardware import RATE_WORDS, Rates
 from zero_inference.utils.format import (
     LONG_S,
@@ -186,14 +185,14 @@ def step_bound(plan: EnginePlan, description: HardwareProfile) -> tuple[str, flo
     """The rate that binds a decode step, a key of `RATE_WORDS`, and the seconds that the step takes at least; None without any rate."""
     job, moved = plan.job, plan.moved_per_step()
     work = step_work(job, plan.weight_bytes, moved.cores_bytes_per_step or 0)
-    floors = as_mapping(step_bounds(_rates(plan, description), moved, work, job.on_gpu))
+    floors = step_bounds(_rates(plan, description), moved, work, job.on_gpu).as_dict()
     over_link_s, others_s = peers_s(plan, description, plan.fetched_bytes)
     floors |= {
         "cores": plan.cost_terms.cpu_alone_s,
         "peers": others_s,
         "link": (floors.get("link") or 0.0) + over_link_s,
     }
-    known = {name: format_seconds for name, format_seconds in floors.items() if format_seconds}
+    known = {name: seconds for name, seconds in floors.items() if seconds}
     return max(known.items(), key=lambda each: each[1]) if known else None
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_inference.engines.base import Job
-from zero_inference.records.field import as_mapping
 from zero_inference.records.hardware import Limit, Rates, StepBounds
 from zero_inference.records.schema import MovedPerStep
 
@@ -57,7 +56,7 @@ def decode_roofline(
         ahead_bytes: those of the decode's bytes that had crossed before its first step, over all ranks. The link does not owe them.
     """
     floor_step = step_bounds(rates, moved, work, on_gpu)
-    in_all = {name: step_s * steps for name, step_s in as_mapping(floor_step).items()}
+    in_all = {name: step_s * steps for name, step_s in floor_step.as_dict().items()}
     for name, gb_per_s in (("link", rates.link_gb_per_s), ("link_and_cores", _together_gb_per_s(rates))):
         if name in in_all and gb_per_s:
             in_all[name] = max(0.0, in_all[name] - ahead_bytes / (gb_per_s * 1e9))

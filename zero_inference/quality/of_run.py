@@ -5,7 +5,7 @@ from __future__ import annotations
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.quality import evaluate as quality
 from zero_inference.records.schema import Quality
-from zero_inference.records.scores import scores_of
+from zero_inference.records.scores import Tasks
 from zero_inference.records.write import RunLog
 from zero_inference.utils.progress import Progress
 
@@ -26,4 +26,4 @@ def score_run(
     if config.quality_items and ranks.is_first:
         with files.noting("items", config.quality_items):
             quality.write_items(config.quality_items, evaluation.items)
-    return Quality({task: scores_of(task, scores) for task, scores in evaluation.scores.items()})
+    return Quality(by_task=Tasks.model_validate(evaluation.scores))

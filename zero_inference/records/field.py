@@ -1,150 +1,165 @@
-"""How a dataclass declares the keys of the record: each field says its unit and its meaning once, where it stands."""
+"""How the record's models declare their keys, and what follows from it: writing, tolerant reading and the list of all keys.
+
+A field says its unit and meaning once, in `key`. An `inline` field's own keys are written beside those of its owner.
+"""
 
 from __future__ import annotations
 
-import types
 import typing
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
-Required = Literal["always", "when measured"]
-_DECLARED = "key"
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticUndefined
+from typing_extensions import Self
 
+from zero_inference.utils.format import printable
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """What `key` notes of a field.
-
-    Attributes:
-        record_name: the key where it is not the attribute's own name.
-        required: a record without it is refused; "when measured" only if its run was a good one.
-        only_with: what a run must be asked for, or have, for this key to be there; where it is None then, the key is left out.
-        inline: the field's own keys stand beside those of its owner, and are left out all together where it is None.
-        parts: the dataclass that declares the keys of a mapping, where the type of the field does not say it.
-    """
-
-    unit: str
-    meaning: str
-    record_name: str | None
-    required: Required | None
-    only_with: str | None
-    inline: bool
-    parts: type | None
+READING = {"reading": True}  # validation context of files: what cannot be used is None
+Number = int | float  # an int stays one in the file
+SMALLEST, LARGEST = 1e-15, 1e20  # of any quantity of a run, in SI units
 
 
 def key(
     unit: str,
     meaning: str,
-    record_name: str | None = None,
+    name: str | None = None,
     *,
-    required: Required | None = None,
+    required: Literal["always", "when measured"] | None = None,
     only_with: str | None = None,
-    parts: type | None = None,
-    default: Any = MISSING,
-    init: bool = True,
+    default: Any = PydanticUndefined,
+    **more: Any,
 ) -> Any:
-    """A dataclass field that is written into the record; see `Declaration`."""
-    declared = Declaration(unit, meaning, record_name, required, only_with, False, parts)
-    return field(default=default, init=init, metadata={_DECLARED: declared})
+    """Declare a key of the record.
 
-
-def inline(default: Any = MISSING, default_factory: Callable[[], Any] | None = None) -> Any:
-    """A dataclass field whose own keys are written beside the others."""
-    metadata = {_DECLARED: Declaration("", "", None, None, None, True, None)}
-    if default_factory is not None:
-        return field(default_factory=default_factory, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key as it stands in the record, with the keys of the object under it, or of each object in the list under it (`many`).
-
-    No `parts`: whatever is under it is not declared here (numbers, or what another program names).
+    Args:
+        name: the key, where it is not the attribute's name.
+        required: written as null where it is unknown; "when measured": by runs that succeeded.
+        only_with: what a run must be asked for, or have, for the key to be there; it is left out where the value is None.
     """
-
-    name: str
-    unit: str
-    meaning: str
-    required: Required | None
-    only_with: str | None
-    many: bool
-    parts: tuple[Key, ...]
+    declared: dict[str, Any] = {"unit": unit, "required": required, "only_with": only_with}
+    return Field(default, alias=name, description=meaning, json_schema_extra=declared, **more)
 
 
-def keys_of(owner: type) -> tuple[Key, ...]:
-    """The keys that a dataclass declares, in its order; fields without a declaration are not written."""
-    hints = typing.get_type_hints(owner)
-    found: list[Key] = []
-    for each in fields(owner):
-        declared: Declaration | None = each.metadata.get(_DECLARED)
-        if declared is None:
-            continue
-        nested = [declared.parts] if declared.parts is not None else dataclasses_in(hints[each.name])
-        parts = _merged([keys_of(one) for one in nested])
-        if declared.inline:
-            found += parts
-            continue
-        found.append(
-            Key(
-                declared.record_name or each.name,
-                declared.unit,
-                declared.meaning,
-                declared.required,
-                declared.only_with,
-                _is_list(hints[each.name]),
-                parts,
-            )
-        )
-    return tuple(found)
+def inline(default: Any = PydanticUndefined, **more: Any) -> Any:
+    """Declare a field whose keys are written beside the others, and left out all together where it is None."""
+    return Field(default, json_schema_extra={"inline": True}, **more)
 
 
-def as_mapping(part: Any) -> dict[str, Any]:
-    """The keys and values of one dataclass, and of those under it, as plain dicts and lists."""
-    found: dict[str, Any] = {}
-    for each in fields(part):
-        declared: Declaration | None = each.metadata.get(_DECLARED)
-        if declared is None:
-            continue
-        value = getattr(part, each.name)
-        if declared.inline:
-            found |= {} if value is None else as_mapping(value)
-        elif value is not None or declared.only_with is None:
-            found[declared.record_name or each.name] = _nested(value)
-    return found
+class Part(BaseModel):
+    """An object of the record. Construction refuses undeclared keys and wrong types; `read` takes what it can use."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any] | None) -> Self:
+        """Return the part as a file has it: what is missing or of another kind is None, an empty list or an empty part."""
+        return cls.model_validate(data, context=READING)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the keys and values to write, of the parts below too."""
+        written: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            value, declared = getattr(self, name), _declared(field)
+            if field.exclude:
+                continue
+            if declared.get("inline"):
+                written |= {} if value is None else value.as_dict()
+            elif value is not None or not declared["only_with"]:
+                written[field.alias or name] = _as_plain(value)
+        return written
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_declared(cls, data: Any, info: Any) -> Any:
+        if not info.context or isinstance(data, Part):
+            return data
+        if not isinstance(data, dict | None):
+            raise ValueError("not an object")
+        taken = {}
+        for name, field in cls.model_fields.items():
+            at = field.alias or name
+            if _declared(field).get("inline"):
+                taken[at] = data
+            elif field.is_required() or at in (data or {}):
+                taken[at] = (data or {}).get(at)
+        return taken
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _take_usable(cls, value: Any, handler: Any, info: Any) -> Any:
+        if not info.context:
+            return handler(value)
+        try:
+            value = handler(value)
+        except ValidationError:
+            kind = cls.model_fields[info.field_name].annotation
+            if typing.get_origin(kind) is list:
+                return []
+            return kind.read({}) if isinstance(kind, type) and issubclass(kind, Part) else None
+        if isinstance(value, str):
+            return printable(value)
+        if isinstance(value, float | int) and value and not SMALLEST <= abs(value) <= LARGEST:
+            return None
+        return value
 
 
-def _nested(value: Any) -> Any:
-    if is_dataclass(value):
-        return as_mapping(value)
-    if isinstance(value, dict):
-        return {name: _nested(item) for name, item in value.items()}
+def _declared(field: Any) -> dict[str, Any]:
+    return field.json_schema_extra or {}
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, Part):
+        return value.as_dict()
     if isinstance(value, (list, tuple)):
-        return [_nested(item) for item in value]
+        return [_as_plain(item) for item in value]
     return value
 
 
-def dataclasses_in(hint: Any) -> list[type]:
-    """Those that a type hint names, itself or in a union or a list; not those of a dict's values."""
-    if isinstance(hint, type) and is_dataclass(hint):
+class KeyInfo(NamedTuple):
+    """A key with those it is under: `limit.link_gbps`; `loops[].step_s` where each object of a list has it."""
+
+    key: str
+    unit: str
+    meaning: str
+    only_with: str | None
+
+
+def list_keys(part: type[Part], under: str = "", only_with: str | None = None) -> Iterator[KeyInfo]:
+    """Yield all keys of a part, each object before what is in it. A condition of an object holds for all that is in it."""
+    seen = set()
+    for name, field in part.model_fields.items():
+        declared, hint = _declared(field), str(field.annotation)
+        parts = _parts_of(field.annotation)
+        if field.exclude:
+            continue
+        if declared.get("inline"):
+            for inner in parts:
+                yield from list_keys(inner, under, only_with)
+            continue
+        at, condition = f"{under}{field.alias or name}", declared["only_with"] or only_with
+        yield KeyInfo(at, declared["unit"], field.description or "", condition)
+        many = "[]" if hint.startswith("list") or "[list" in hint else ""
+        for inner in parts:
+            for each in list_keys(inner, f"{at}{many}.", condition):
+                if each.key not in seen:
+                    seen.add(each.key)
+                    yield each
+
+
+def required_keys(part: type[Part]) -> Iterator[str]:
+    """Yield the top-level keys that every record of a run that succeeded has, in the order in which they are written."""
+    for name, field in part.model_fields.items():
+        declared = _declared(field)
+        if declared.get("inline"):
+            for inner in _parts_of(field.annotation):
+                yield from required_keys(inner)
+        elif declared["required"]:
+            yield field.alias or name
+
+
+def _parts_of(hint: Any) -> list[type[Part]]:
+    """Return the parts that a type hint names: itself, in a union or in a list."""
+    if isinstance(hint, type) and issubclass(hint, Part):
         return [hint]
-    if typing.get_origin(hint) in (list, tuple, typing.Union, types.UnionType):
-        return [one for argument in typing.get_args(hint) for one in dataclasses_in(argument)]
-    return []
-
-
-def _is_list(hint: Any) -> bool:
-    """A list of objects."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return any(_is_list(argument) for argument in typing.get_args(hint))
-    return typing.get_origin(hint) in (list, tuple) and bool(dataclasses_in(hint))
-
-
-def _merged(kinds: list[tuple[Key, ...]]) -> tuple[Key, ...]:
-    """The keys of objects of several kinds under one name, each once."""
-    by_name: dict[str, Key] = {}
-    for kind in kinds:
-        for one in kind:
-            by_name.setdefault(one.name, one)
-    return tuple(by_name.values())
+    return [part for argument in typing.get_args(hint) for part in _parts_of(argument)]

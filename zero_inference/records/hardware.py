@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-from zero_inference.records.field import inline, key
+from zero_inference.records.field import Part, inline, key
 
 # What bounds a pass, in words.
 RATE_WORDS = {
@@ -26,8 +26,7 @@ _COPIED = ("byte", "bytes that the first rank copied in that time")
 _RATE = ("GB/s", "`copied_bytes` / `busy_s`; null if nothing was copied", "gbps_while_busy")
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(Part):
     """What the hardware does, measured in this process, in GB/s of 1e9 bytes and TFLOP/s of 1e12. The link's adds up all ranks at once, the
     disk's all nodes; the others are one device's. None: does not apply, or the device had no memory left to measure it."""
 
@@ -70,8 +69,7 @@ class Rates:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StepBounds:
+class StepBounds(Part):
     """Seconds that one decode step takes at least, by each rate that applies."""
 
     device_memory: float | None = key("s", "to read weights and KV cache", only_with="a known rate", default=None)
@@ -86,8 +84,7 @@ class StepBounds:
     disk: float | None = key("s", "to read from disk", only_with="--disk-offload and a known rate", default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(Part):
     """The roofline of the decode: measured rates, the least time by each, which one binds, and the share reached."""
 
     rates: Rates = inline()
@@ -102,8 +99,12 @@ class Limit:
     fraction_of_limit: float | None = key("share", "`floor_decode_s` / decode latency", required="when measured")
 
 
-@dataclass(frozen=True, slots=True)
-class LinkUse:
+def _rate_while_busy(given: dict[str, Any]) -> float | None:
+    copied_bytes, busy_s = given.get("copied_bytes"), given.get("busy_s")
+    return copied_bytes / busy_s / 1e9 if busy_s and copied_bytes is not None else None
+
+
+class LinkUse(Part):
     """How the link of this rank spent the last decode steps; the four times add up to that from first to last copy."""
 
     steps: int = key(
@@ -127,10 +128,7 @@ class LinkUse:
         "layers for the decode steps that had been copied by the time the last layer of the prefill was computed",
         only_with=_STREAM,
     )
-    gb_per_s_while_busy: float | None = key(*_RATE, init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "gb_per_s_while_busy", self.copied_bytes / self.busy_s / 1e9 if self.busy_s else None)
+    gb_per_s_while_busy: float | None = key(*_RATE, default_factory=_rate_while_busy)
 
     @property
     def busy_share(self) -> float:
@@ -139,8 +137,7 @@ class LinkUse:
         return self.busy_s / total if total else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TracedLinkUse:
+class TracedLinkUse(Part):
     """The same of an engine that keeps no timeline, read from a trace."""
 
     busy_s: float = key(*_BUSY)
@@ -151,16 +148,14 @@ class TracedLinkUse:
     gb_per_s_while_busy: float | None = key(*_RATE)
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(Part):
     """One that this process sees."""
 
     name: str | None = key("", "name of the GPU, from its driver", only_with="a GPU")
     memory_bytes: int | None = key("byte", "total memory of the GPU", only_with="a GPU")
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
+class Environment(Part):
     """Machine, versions and checkout; null for what cannot be found out."""
 
     cpu_model: str = key("", "name of the processor")

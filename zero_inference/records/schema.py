@@ -1,53 +1,57 @@
-"""The record of a run: every key that is written into it, its unit and its meaning, said here once (those of the loops, the limit,
-`quality`, `environment` and the plan's in loops.py, limit.py, scores.py, machine.py and planned.py).
+"""The record of a run, one line of a .jsonl file: every key with its unit and meaning (hardware.py and scores.py have the rest).
 
-Schema 1: keys of bytes a second end in `gbps` there and mean GB/s of 1e9 bytes; the attributes say `gb_per_s`.
-`zero-inference report --fields` prints what stands here.
+Schema 1: keys of bytes a second end in `gbps` and mean GB/s of 1e9 bytes; the attributes say `gb_per_s`.
+`zero-inference report --fields` and docs/record.md print what stands here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, get_type_hints
+from typing import Any, Final, Literal
+
+from pydantic import ConfigDict, Field, model_validator
 
 from zero_inference.config.options import ENGINES
-from zero_inference.records.field import dataclasses_in, inline, key
-from zero_inference.records.hardware import Environment, Limit, LinkUse, TracedLinkUse
-from zero_inference.records.scores import Tasks, TaskScores
+from zero_inference.records.field import Number, Part, inline, key, required_keys
+from zero_inference.records.hardware import Environment, Limit, LinkUse, Rates, TracedLinkUse
+from zero_inference.records.scores import Tasks
 
 
-@dataclass(frozen=True, slots=True)
-class MovedPerStep:
+class MovedPerStep(Part):
     """Bytes moved per decode step, counted, and how long the cores worked; null where there was no decode step."""
 
-    host_to_device_bytes_per_step: float | None = key(
+    host_to_device_bytes_per_step: Number | None = key(
         "byte", "weights, KV cache, and results of the host's cores", required="when measured"
     )
-    device_to_host_bytes_per_step: float | None = key("byte", "KV cache, and inputs for the host's cores")
-    disk_read_bytes_per_step: float | None = key("byte", "weights read from disk", required="when measured")
-    cores_bytes_per_step: float | None = key(
+    device_to_host_bytes_per_step: Number | None = key("byte", "KV cache, and inputs for the host's cores")
+    disk_read_bytes_per_step: Number | None = key("byte", "weights read from disk", required="when measured")
+    cores_bytes_per_step: Number | None = key(
         "byte", "weights and KV cache that the host's cores read in host memory", default=None
     )
     cores_busy_s_per_step: float | None = key(
         "s", "time the host's cores were computing; the rest of the step they waited for the device", default=None
     )
 
+    @classmethod
+    def unknown(cls) -> MovedPerStep:
+        return cls(
+            host_to_device_bytes_per_step=None, device_to_host_bytes_per_step=None, disk_read_bytes_per_step=None
+        )
 
-@dataclass(frozen=True, slots=True)
-class ExpertUse:
+
+class ExpertUse(Part):
     """Of the experts that tokens chose in the decode steps, what came of those that device memory keeps; counted."""
 
     hit_rate: float = key("share", "share of the choices (one token, one expert) whose expert was in device memory")
-    saved_bytes_per_step: float = key(
+    saved_bytes_per_step: Number = key(
         "byte", "bytes of experts that the host's cores did not have to read because of that"
     )
-    fetched_bytes_per_step: float = key(
+    fetched_bytes_per_step: Number = key(
         "byte",
         "bytes of experts that the device read over the link, while the CPU multiplied others; also counted in `transfers`",
         default=0.0,
     )
-    loaded_bytes_per_step: float | None = key(
+    loaded_bytes_per_step: Number | None = key(
         "byte",
         "bytes of experts copied to the device to be kept there, apart from fetched ones; also counted in `transfers`",
         only_with="records from before fetched experts stayed on the device",
@@ -55,8 +59,7 @@ class ExpertUse:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
+class Loop(Part):
     """One `generate` call; times are the maximum over ranks.
 
     Attributes:
@@ -68,12 +71,11 @@ class Loop:
     decode_s: float = key("s", "time from the first token to the last", required="when measured")
     total_s: float = key("s", "prefill plus decode", required="when measured")
     step_s: list[float] = key("s", "time of each decode step", required="when measured")
-    moved: MovedPerStep = MovedPerStep(None, None, None)
-    experts: ExpertUse | None = None
+    moved: MovedPerStep = Field(default_factory=MovedPerStep.unknown, exclude=True)
+    experts: ExpertUse | None = Field(None, exclude=True)
 
 
-@dataclass(frozen=True, slots=True)
-class MachineLoad:
+class MachineLoad(Part):
     """How busy the machine was before the run loaded anything."""
 
     load_average_before: float = key(
@@ -82,8 +84,7 @@ class MachineLoad:
     usable_cores: float = key("cores", "cores this process may use, by CPU affinity and cgroup")
 
 
-@dataclass(frozen=True, slots=True)
-class SlowestStep:
+class SlowestStep(Part):
     """One decode step; `loop` and `step` are counted from 1."""
 
     loop: int = key("", "loop, counted from 1")
@@ -91,8 +92,7 @@ class SlowestStep:
     step_s: float = key("s", "time of the step")
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSpread:
+class DecodeSpread(Part):
     """How far the decode times of a run differ."""
 
     decode_latency_min_s: float | None = key("s", "decode latency of the fastest loop; null with one loop or G = 1")
@@ -111,8 +111,7 @@ class DecodeSpread:
 _AUTO = "--engine, --quant-bits or --batch-size auto"
 
 
-@dataclass(frozen=True, slots=True)
-class AutoChoice:
+class AutoChoice(Part):
     """What the plan found of what was left open."""
 
     options: list[str] = key("", "options that were given as auto", only_with=_AUTO)
@@ -130,8 +129,7 @@ _RANGE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
+class Predicted(Part):
     """What the plan said before anything was loaded, under the names of what was measured."""
 
     load_s: float | None = key(
@@ -144,22 +142,22 @@ class Predicted:
     decode_s: float | None = key("s", "decode latency; null if the machine was not measured before")
     decode_range_s: list[float] | None = key("s", _RANGE.format("`decode_s`"), default=None)
     bound_by: str | None = key("", "what takes most of a decode step")
-    weight_bytes: int = key("byte", "weights as the engine stores them")
-    peak_gpu_bytes: int | None = key("byte", "peak device memory; null without a GPU")
-    peak_host_bytes: int | None = key(
+    weight_bytes: Number = key("byte", "weights as the engine stores them")
+    peak_gpu_bytes: Number | None = key("byte", "peak device memory; null without a GPU")
+    peak_host_bytes: Number | None = key(
         "byte", "peak host memory of a process; null if the machine was not measured before"
     )
-    host_to_device_bytes_per_step: int = key("byte", "weights and KV cache copied to the devices in a decode step")
-    device_to_host_bytes_per_step: int = key("byte", "KV cache copied from the devices in a decode step")
-    disk_read_bytes_per_step: int = key("byte", "weights read from disk in a decode step")
-    cores_bytes_per_step: int = key(
+    host_to_device_bytes_per_step: Number = key("byte", "weights and KV cache copied to the devices in a decode step")
+    device_to_host_bytes_per_step: Number = key("byte", "KV cache copied from the devices in a decode step")
+    disk_read_bytes_per_step: Number = key("byte", "weights read from disk in a decode step")
+    cores_bytes_per_step: Number = key(
         "byte", "weights and KV cache read by the host's cores in a decode step; of experts, the expected number"
     )
 
 
 SCHEMA_VERSION = 1
-STATUS_OK = "ok"
-STATUS_FAILED = "failed"
+STATUS_OK: Final = "ok"
+STATUS_FAILED: Final = "failed"
 
 _STREAM = "--engine stream"
 _CORES = "--engine stream with --cpu-compute auto or above 0"
@@ -168,8 +166,7 @@ _GRAPH = "--engine stream with --decode-graph auto or on"
 _QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Part):
     """What was asked for, as it was resolved: known before anything is loaded."""
 
     timestamp: str = key("", "start of the run, ISO 8601 with time zone", required="always")
@@ -215,18 +212,21 @@ class Request:
     chosen: AutoChoice | None = key("", "what the plan chose for options given as auto; null if none", default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Part):
     """What the loops gave."""
 
-    model_bytes: int = key("byte", "all parameters at 2 bytes each, see utils.model_bytes", required="when measured")
-    cache_bytes: int = key("byte", "KV cache at 2 bytes per element, see utils.cache_bytes", required="when measured")
-    hidden_bytes: int = key(
+    model_bytes: Number = key("byte", "all parameters at 2 bytes each, see utils.model_bytes", required="when measured")
+    cache_bytes: Number = key(
+        "byte", "KV cache at 2 bytes per element, see utils.cache_bytes", required="when measured"
+    )
+    hidden_bytes: Number = key(
         "byte",
         "hidden states of prompt and generated tokens at 2 bytes per element, see utils.hidden_bytes",
         required="when measured",
     )
-    weight_bytes: int = key("byte", "exact size of the weights as stored, including scales", required="when measured")
+    weight_bytes: Number = key(
+        "byte", "exact size of the weights as stored, including scales", required="when measured"
+    )
     load_s: float = key(
         "s",
         "time until every rank has its weights in place; compiling (compile_s) and checking the norm kernels is not included",
@@ -257,12 +257,12 @@ class Measured:
     )
     total_latency_s: float = key("s", "one generate call; median over loops", required="when measured")
     total_throughput: float = key("token/s", "B G / total latency", required="when measured")
-    peak_gpu_bytes: int | None = key(
+    peak_gpu_bytes: Number | None = key(
         "byte",
         "peak device memory during the measured loops; null without a GPU",
         required="when measured",
     )
-    peak_host_bytes: int = key("byte", "peak resident memory of the process", required="when measured")
+    peak_host_bytes: Number = key("byte", "peak resident memory of the process", required="when measured")
     output_ids_sha256: str = key(
         "",
         "SHA-256 of the token ids that the last loop generated, see measure.result.output_ids_sha256",
@@ -296,8 +296,7 @@ class Measured:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CpuBackendUse:
+class CpuBackendUse(Part):
     """How the host's cores take part, and the rates by which that was decided; those are null where the share was given."""
 
     threads: int = key("threads", "threads that multiply; with a GPU one per physical core")
@@ -344,8 +343,7 @@ class CpuBackendUse:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeGraph:
+class DecodeGraph(Part):
     """Whether decode steps are CUDA graphs, and how one step compared that was computed in both ways; null where none was."""
 
     unused_because: str | None = key("", "why graphs are not used; null if they are")
@@ -360,18 +358,17 @@ class DecodeGraph:
     tried: bool = key("", "whether recording a graph was tried", default=False)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamPlacement:
+class StreamPlacement(Part):
     """What the stream engine placed where."""
 
     resident_layers: int = key("layers", "layers whose weights stay on the device")
     streamed_layers: int = key("layers", "layers that are copied to the device in every step")
     ring_depth: int = key("slots", "copied layers that are on the device at the same time")
-    slot_bytes: int = key("byte", "stored size of the largest layer that is copied")
-    resident_bytes: int = key("byte", "weights that stay on the device, with slots for experts")
-    workspace_bytes: int = key("byte", "device memory that weights are dequantized into")
-    fetched_bytes: int = key("byte", "weights that are copied to the device in each decode step")
-    computed_bytes: int = key(
+    slot_bytes: Number = key("byte", "stored size of the largest layer that is copied")
+    resident_bytes: Number = key("byte", "weights that stay on the device, with slots for experts")
+    workspace_bytes: Number = key("byte", "device memory that weights are dequantized into")
+    fetched_bytes: Number = key("byte", "weights that are copied to the device in each decode step")
+    computed_bytes: Number = key(
         "byte",
         "weights the host's cores read in each decode step; of experts, the expected number if all are equally likely",
     )
@@ -386,7 +383,7 @@ class StreamPlacement:
         only_with=_EXPERTS,
         default=None,
     )
-    expert_slot_bytes: int | None = key("byte", "stored size of all those experts", only_with=_EXPERTS, default=None)
+    expert_slot_bytes: Number | None = key("byte", "stored size of all those experts", only_with=_EXPERTS, default=None)
     cores: CpuBackendUse | None = key(
         "", "the host's cores; null if they do not multiply", only_with=_CORES, default=None
     )
@@ -399,8 +396,7 @@ class StreamPlacement:
     decode_graph: DecodeGraph | None = key("", "decode steps as CUDA graphs", only_with=_GRAPH, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineFacts(Part):
     """What an engine says of the model that it loaded."""
 
     stream: StreamPlacement | None = key("", "where the engine put the weights", only_with=_STREAM, default=None)
@@ -418,51 +414,99 @@ class EngineFacts:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Quality:
+class Quality(Part):
     """The scores, if any were asked for."""
 
-    by_task: dict[str, TaskScores] | None = key("", "scores by task; null without --quality", "quality", parts=Tasks)
+    by_task: Tasks | None = key("", "scores by task; null without --quality", "quality")
 
 
-@dataclass(slots=True)
-class Result:
-    """What became of a request, filled on the way: None is what the run did not get to know."""
+class Result(Part):
+    """What became of a request, filled during the run; None is unknown."""
+
+    model_config = ConfigDict(frozen=False)
 
     norm_modules_patched: int = key("modules", "norms computed by this package's kernels", default=0)
     machine: MachineLoad | None = inline(default=None)
     measured: Measured | None = inline(default=None)
     quality: Quality | None = inline(default=None)
     engine: EngineFacts | None = inline(default=None)
-    environment: Mapping[str, Any] | None = key(
-        "", "the machine and library versions", required="when measured", parts=Environment, default=None
+    environment: Environment | None = key(
+        "", "the machine and library versions", required="when measured", default=None
     )
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
-        """Take what a loaded model says of itself.
+        """Take the facts of a loaded model: fields of `EngineFacts`, and `norm_modules_patched`.
 
         Raises:
-            ValueError: a fact that is not declared here.
+            ValueError: a fact that is not declared, or of another type.
         """
-        declared = {each.name for each in fields(EngineFacts)}
-        if odd := sorted(facts.keys() - declared - {"norm_modules_patched"}):
-            raise ValueError(f"the engine says {', '.join(odd)}, which records.schema does not declare")
-        known = {name: facts[name] for name in declared & facts.keys()}
-        hints = get_type_hints(EngineFacts)
-        for name, value in known.items():
-            kinds = dataclasses_in(hints[name])
-            if kinds and isinstance(value, Mapping):
-                known[name] = kinds[0](**value)
-        self.engine = EngineFacts(**known)
         self.norm_modules_patched = facts.get("norm_modules_patched", 0)
+        self.engine = EngineFacts(**{name: value for name, value in facts.items() if name != "norm_modules_patched"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(Part):
     """One line of a .jsonl file: the keys that every record has come first, the others after them."""
 
-    schema_version: int = key("", "version of this record format", required="always", default=SCHEMA_VERSION)
-    status: str = key("", f"'{STATUS_OK}', or '{STATUS_FAILED}', with the reason in `error`", required="always")
+    schema_version: Literal[1] = key("", "version of this record format", required="always", default=SCHEMA_VERSION)
+    status: Literal["ok", "failed"] = key(
+        "", f"'{STATUS_OK}', or '{STATUS_FAILED}', with the reason in `error`", required="always"
+    )
     request: Request = inline()
     result: Result = inline()
     error: str | None = key("", "why the run failed", only_with=f"status '{STATUS_FAILED}'", default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the keys and values to write; required keys that are unknown are null."""
+        return dict.fromkeys(REQUIRED) | super().as_dict()
+
+    @model_validator(mode="after")
+    def _check_whole(self, info: Any) -> Record:
+        if not info.context:
+            if self.status == STATUS_OK and (self.result.measured is None or self.result.environment is None):
+                raise ValueError("the record of a run that succeeded lacks its measurements or its environment")
+            if self.status == STATUS_FAILED and not self.error:
+                raise ValueError("the record of a run that failed lacks its error")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_older(cls, data: Any, info: Any) -> Any:
+        """Bring a record of an older version of this package to today's keys."""
+        if not info.context or not isinstance(data, dict):
+            return data
+        if not isinstance(data.get("options"), dict):
+            data = data | {"options": _options_of(data.get("argv"))}
+        limit = data.get("limit")
+        if isinstance(limit, dict) and "bound_by" not in limit:  # only link and disk were known then
+            data = data | {"limit": limit | {"bound_by": _link_or_disk(data, limit)}}
+        return data
+
+
+REQUIRED = tuple(required_keys(Record))
+
+
+def _options_of(argv: Any) -> dict[str, str]:
+    """Return the options of a command line by field name: `yes` for a flag without a value; the last one counts."""
+    found: dict[str, str] = {}
+    name = None
+    for word in argv if isinstance(argv, list) else ():
+        if isinstance(word, str) and word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = value or "yes"
+        elif isinstance(word, str) and name is not None:
+            found[name] = word if found[name] == "yes" else f"{found[name]} {word}"
+    return found
+
+
+def _link_or_disk(data: dict[str, Any], limit: dict[str, Any]) -> str:
+    """Return which of the two takes longer for a decode step."""
+    moved, rates = MovedPerStep.read(data.get("transfers")), Rates.read(limit)
+    link_s, disk_s = (
+        (nbytes or 0) / gb_per_s if gb_per_s else 0.0
+        for nbytes, gb_per_s in (
+            (moved.host_to_device_bytes_per_step, rates.link_gb_per_s),
+            (moved.disk_read_bytes_per_step, rates.disk_gb_per_s),
+        )
+    )
+    return "disk" if disk_s > link_s else "link"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from zero_inference.config.parser import examples
 from zero_inference.errors import UsageError
-from zero_inference.records.fields import described
+from zero_inference.records.field import list_keys
 from zero_inference.records.read import warn
-from zero_inference.records.schema import STATUS_FAILED
+from zero_inference.records.schema import STATUS_FAILED, Record
 from zero_inference.report.columns import COLUMNS, SAID_IN_WORDS
 from zero_inference.report.prediction import print_predictions
 from zero_inference.report.run import in_order, model_in_short, short_folders
@@ -206,7 +206,7 @@ def field_rows() -> list[dict[str, str]]:
             "unit": one.unit,
             "meaning": "; ".join(filter(None, (one.meaning, one.only_with and f"only with {one.only_with}"))),
         }
-        for one in described()
+        for one in list_keys(Record)
     ]
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from zero_inference.errors import RunError
 from zero_inference.measure import steadiness
 from zero_inference.quality import evaluate as quality
-from zero_inference.records.field import as_mapping
 from zero_inference.records.hardware import Limit, LinkUse, TracedLinkUse
 from zero_inference.records.schema import DecodeGraph, EngineFacts, ExpertUse, Measured, MovedPerStep, Request, Result
 from zero_inference.records.write import RunLog
@@ -92,7 +91,7 @@ def print_results(request: Request, result: Result) -> None:
     print(printable(run_in_words(request)))
     print(times_table(measured, colour=sys.stdout.isatty(), width=width), end="")
     lines = [sizes_in_words(request, measured, engine), *_explanations(request, result)]
-    lines += [quality.in_words(task, as_mapping(scores)) for task, scores in (scored.by_task or {}).items()]
+    lines += [quality.in_words(task, scores.as_dict()) for task, scores in scored.by_task or () if scores is not None]
     for line in lines:
         print(textwrap.fill(printable(line), width, subsequent_indent="  ", break_long_words=False))
     sys.stdout.flush()

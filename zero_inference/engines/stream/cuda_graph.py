@@ -284,7 +284,9 @@ class StepGraph:
             if self.placed is self.prefetcher.placement:
                 return self._repeat(call)
             self.prefetcher.has_begun = True
-            self.report(DecodeGraph("weights were placed anew behind the last step of a graph", tried=True))
+            self.report(
+                DecodeGraph(unused_because="weights were placed anew behind the last step of a graph", tried=True)
+            )
         if self.placed is not self.prefetcher.placement:  # another block is fetched, or one less
             self._forget()
             self.placed, self.usual_steps, self.tried = self.prefetcher.placement, 0, False
@@ -354,7 +356,16 @@ class StepGraph:
             self._give_up("a graph is slower", difference, graph_s, usual_s)
         else:
             self.tried = True
-            self.report(DecodeGraph(None, difference, graph_s, usual_s, self.recording.graphs, tried=True))
+            self.report(
+                DecodeGraph(
+                    unused_because=None,
+                    difference=difference,
+                    graph_s=graph_s,
+                    launched_s=usual_s,
+                    graphs=self.recording.graphs,
+                    tried=True,
+                )
+            )
         self.prefetcher.balance.begin_again()
         return output
 
@@ -367,7 +378,11 @@ class StepGraph:
     ) -> None:
         self.given_up, self.tried = True, False
         self._forget()
-        self.report(DecodeGraph(reason, difference, graph_s, launched_s, tried=True))
+        self.report(
+            DecodeGraph(
+                unused_because=reason, difference=difference, graph_s=graph_s, launched_s=launched_s, tried=True
+            )
+        )
 
     def _forget(self) -> None:
         """Let go of the graph and its memory, which what its calls bring is a part of."""

@@ -156,7 +156,9 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
             "cores": None if plan.cores is None else plan.cores.facts(placement.computed_bytes),
             "no_attention_because": plan.no_attention,
             "head_bits": None if plan.head is None else plan.head.scheme.bits,
-            "decode_graph": None if plan.job.config.decode_graph == "off" else DecodeGraph(plan.no_graph or TOO_SHORT),
+            "decode_graph": None
+            if plan.job.config.decode_graph == "off"
+            else DecodeGraph(unused_because=plan.no_graph or TOO_SHORT),
         }
     }
     if plan.scheme is not None:

@@ -155,13 +155,13 @@ class Timeline:
             slot_wait += max(0.0, until_free - not_begun)
             host_late += not_begun - between_passes + (0.0 if copy.first else asked_late)
         return LinkUse(
-            decode[-1].pass_index - decode[0].pass_index + 1,
-            busy,
-            slot_wait,
-            host_late,
-            step_start,
-            sum(copy.nbytes for copy in decode[1:]),
-            self._ahead_bytes(),
+            steps=decode[-1].pass_index - decode[0].pass_index + 1,
+            busy_s=busy,
+            slot_wait_s=slot_wait,
+            host_late_s=host_late,
+            step_start_s=step_start,
+            copied_bytes=sum(copy.nbytes for copy in decode[1:]),
+            ahead_bytes=self._ahead_bytes(),
         )
 
     def waited_for_link_s(self, first: int) -> float:
