@@ -154,7 +154,7 @@ def run_one(trials: Trials, candidate: Candidate, results: Path, left_s: float) 
     ended = run_child(
         command_of(candidate, tokens, folder / f"{name}.log"),
         folder / f"{name}.out",
-        limit_s=min(limit_s, left_s),
+        timeout_s=min(limit_s, left_s),
         records=lambda: read_records(records) if records.exists() else [],
         is_good=lambda record: record.get("status") == STATUS_OK,
     )
@@ -163,7 +163,7 @@ def run_one(trials: Trials, candidate: Candidate, results: Path, left_s: float) 
     rate, failed = (ended.record or {}).get("decode_throughput"), None
     if rate is None:
         why = f"ended as it took longer than {limit_s:.0f} s" if ended.code is None else f"exit code {ended.code}"
-        failed = why if ended.code is None else last_error_line(ended.said(), ANY_ERROR) or why
+        failed = why if ended.code is None else last_error_line(ended.read_output(), ANY_ERROR) or why
     return {"tokens": tokens, "measured_tokens_per_s": rate, "failed": failed, "log": f"trials/{name}.jsonl"}
 
 

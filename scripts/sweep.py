@@ -110,7 +110,7 @@ def why_ended(ended: ChildRun, limit_s: float | None) -> str:
     """What a run that left no record said last: its own error rather than the launcher's remarks after it."""
     if ended.code is None:
         return f"ended as it took longer than --time-limit {limit_s:g}"
-    words = last_error_line(ended.said(), ANY_ERROR)
+    words = last_error_line(ended.read_output(), ANY_ERROR)
     return f"exit code {ended.code}, no output" if words is None else f"{words} (exit code {ended.code})"
 
 
@@ -123,7 +123,7 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         [_launcher(args.launcher), *command[1:]],
         args.log_dir / f"{case.label()}.out",
         env=os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": paths},
-        limit_s=args.time_limit,
+        timeout_s=args.time_limit,
         records=lambda: _matching(case, args.log_dir),
         is_good=_is_good,
     )

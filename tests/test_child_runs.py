@@ -44,13 +44,13 @@ GOOD, BAD = {"status": "ok", "n": 1}, {"status": "failed", "error": "no"}
 )
 def test_the_record_is_the_one_that_the_run_added(old, new, code, found, tmp_path):
     ended = run(tmp_path, *new, code=code, old=old)
-    assert (ended.record, ended.code, ended.said()) == (found, code, "said\n")
+    assert (ended.record, ended.code, ended.read_output()) == (found, code, "said\n")
 
 
 def test_a_run_that_takes_too_long_is_ended_with_all_it_started(tmp_path):
     program = f"sleep 1000 & echo $! > {tmp_path}/pid; sleep 1000"
     begin = time.monotonic()
-    ended = run_child(["sh", "-c", program], tmp_path / "output", limit_s=1.5)
+    ended = run_child(["sh", "-c", program], tmp_path / "output", timeout_s=1.5)
     assert ended.code is None and ended.record is None and 1.5 <= time.monotonic() - begin < 15
     left = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE

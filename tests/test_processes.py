@@ -17,8 +17,8 @@ from conftest import ROOT
 from zero_inference.utils.processes import process_group
 
 RUN = (
-    "import sys; sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nfrom zero_inference.utils.processes import run_with_group\n"
-    "print(run_with_group(['sh', '-c', sys.argv[2]], Path('out')))"
+    "import sys; sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nfrom zero_inference.utils.processes import run_child\n"
+    "print(run_child(['sh', '-c', sys.argv[2]], Path('out')).code)"
 )
 
 

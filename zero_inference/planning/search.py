@@ -333,5 +333,7 @@ def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say:
     )
     rate = (ended.record or {}).get("decode_throughput")
     if rate is None:
-        say(f"run {number} failed: {last_error_line(ended.said()) or f'exit code {ended.code}'}: {candidate.command()}")
+        say(
+            f"run {number} failed: {last_error_line(ended.read_output()) or f'exit code {ended.code}'}: {candidate.command()}"
+        )
     return rate

@@ -1,4 +1,5 @@
-"""Start children that run no file of the current folder, end them with all that they started, and end with the own launcher."""
+"""Child processes: started isolated from the current folder, ended with all that they started and with this process. Also the signals
+that stop a process, the launchers above it, and the command lines that start a run."""
 
 from __future__ import annotations
 
@@ -13,87 +14,66 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+import psutil
 
 from zero_inference.utils.format import printable
 from zero_inference.utils.progress import current_progress
 
-if TYPE_CHECKING:
-    import psutil
-
-
-GRACE_S = 15
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GRACE_S = 15  # between SIGTERM and SIGKILL
 POLL_S = 0.1
+LAUNCHER_POLL_S = 1.0
+SCRIPT = "run_model.py"
+LOCAL_RANK = "--local-rank"
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 _PRELUDE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1))\n"
-LOOK_S = 1.0
-# Launchers by what Python runs: a script, a module, or the code of `isolated_python`.
-LAUNCHERS = re.compile(
-    r"(deepspeed|torchrun|accelerate|zero-inference|run_model\.py)$|(deepspeed\.launcher|torch\.distributed|accelerate\.commands)\."
-    r"|zero_inference($|\.)|[\s\S]*(run_module\('torch\.distributed\.run'|run_module\('zero_inference'|processes import lead)"
-)
+_LEAD = "from zero_inference.utils.processes import lead; lead(sys.argv[1:])"
 
 
 def isolated_python(code: str, *arguments: str) -> list[str]:
-    """A command that runs `code` with `arguments` in sys.argv[1:], and with this process's own module path.
+    """Return a command that runs `code` with `arguments` in sys.argv[1:] and with this process's module path.
 
-    Isolated mode alone would not find the package in a checkout, and without it `python -c` and `python -m` look for modules in
-    the current folder first, where a file may be called torch.py. (`-P` is newer than Python 3.10.)
+    Isolated mode alone would not find the package in a checkout, and without it `python -c` and `python -m` search the current
+    folder first, where a file may be called torch.py. (`-P` is newer than Python 3.10.)
     """
     paths = [os.path.abspath(path) for path in sys.path]
     return [sys.executable, "-I", "-c", _PRELUDE + code, json.dumps([*paths, _PACKAGE_PARENT]), *arguments]
 
 
 def isolated_module(name: str, *arguments: str) -> list[str]:
-    """`python -m name arguments`, as of `isolated_python`."""
+    """Return the command of `python -m name arguments`, isolated like `isolated_python`."""
     return isolated_python(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)
 
 
 def isolated_ranks(name: str, ranks: int, *arguments: str) -> list[str]:
-    """The same in `ranks` processes of this machine, started by torchrun where they are several."""
+    """Return the command of `isolated_module` in `ranks` processes of this host, started by torchrun if there are several."""
     command = isolated_module(name, *arguments)
     if ranks == 1:
         return command
-    return isolated_module(
-        "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python", *command
-    )
-
-
-def run_in_group(
-    command: Sequence[str], output: Path, env: Mapping[str, str] | None = None, limit_s: float | None = None
-) -> int:
-    """Run `command` in a process group of its own, all that it prints in `output`; its exit code.
-
-    However this ends, also by an exception or SIGKILL, nothing of the group goes on: a rank left behind would keep its memory. So a
-    process between, which sees the end of this one by that of a pipe, leads the group and what else is in its session.
-    (PR_SET_PDEATHSIG reaches the first process alone, and deepspeed's launcher, for one, tells its ranks nothing.)
-
-    Raises:
-        OSError: `output` cannot be written.
-        subprocess.TimeoutExpired: it took longer than `limit_s`, and was ended.
-    """
-    with output.open("w") as out, process_group(command, stdout=out, stderr=subprocess.STDOUT, env=env) as leader:
-        return leader.wait(limit_s)
+    launch = ("--standalone", "--nproc-per-node", str(ranks), "--no-python")
+    return isolated_module("torch.distributed.run", *launch, *command)
 
 
 @contextlib.contextmanager
 def process_group(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
-    """Start `command` in a process group of its own, and end what is left of it at the end of the block.
+    """Run `command` in a session of its own, of which nothing is left at the end of the block, nor after SIGKILL of this process.
 
-    Also SIGKILL of this process leaves nothing: see `run_in_group`.
+    A process between, `lead`, sees by the end of a pipe that this one has ended, and ends the session: a rank left behind would
+    keep its memory. (PR_SET_PDEATHSIG reaches the first process alone, and deepspeed's launcher does not stop its ranks.)
 
     Args:
         options: of subprocess.Popen, but not stdin.
 
     Yields:
-        a process that ends as `command` does, when all of the group has ended.
+        a process that ends as `command` does, once all of the session has ended.
     """
     leader = None
     try:
-        with defer_signals():  # a signal between its start and its name here would leave it running
+        with defer_signals():  # a signal between Popen and the assignment would leave it running
             leader = subprocess.Popen(
                 isolated_python(_LEAD, *command), stdin=subprocess.PIPE, start_new_session=True, **options
             )
@@ -103,14 +83,14 @@ def process_group(command: Sequence[str], **options: Any) -> Iterator[subprocess
             leader.stdin.close()
             try:
                 leader.wait()
-            except (KeyboardInterrupt, SystemExit):  # a further stop signal: go on without waiting
+            except (KeyboardInterrupt, SystemExit):  # a further stop signal: do not wait
                 leader.terminate()
                 leader.wait()
 
 
 def run_with_parent(parent: int, command: Sequence[str]) -> NoReturn:
-    """Run `command` in a process group, and end with its exit code, or with the process `parent`, which has started this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent ends this process, if it ends
+    """Run `command` in a process group; end with its exit code, or when the process `parent`, which started this one, ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal: the parent ends this process, if it ends
     with process_group(command) as leader:
         while os.getppid() == parent:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,24 +98,19 @@ def run_with_parent(parent: int, command: Sequence[str]) -> NoReturn:
     os._exit(1)
 
 
-_LEAD = "from zero_inference.utils.processes import lead; lead(sys.argv[1:])"
-
-
 def lead(command: Sequence[str]) -> NoReturn:
-    """Run `command` in a session of its own and end as it does, but end the session where stdin ends, and at once on SIGTERM."""
-    import psutil  # noqa: F401 (the handler of a signal cannot begin to import it)
-
+    """Run `command` in a session of its own and end as it does; end the session when stdin ends, and at once on SIGTERM."""
     process: subprocess.Popen | None = None
-    signal.signal(signal.SIGTERM, lambda *_: process is not None and _send(process, signal.SIGKILL))
+    signal.signal(signal.SIGTERM, lambda *_: process is not None and _signal_session(process, signal.SIGKILL))
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end_with_parent() -> None:
         sys.stdin.read()
-        _end_group(process)
+        _end_session(process)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     code = process.wait()
-    _end_group(process)
+    _end_session(process)
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
@@ -143,24 +118,22 @@ def lead(command: Sequence[str]) -> NoReturn:
     os._exit(code)  # the thread may be reading
 
 
-def _end_group(process: subprocess.Popen) -> None:
-    """End the session that `process` leads, harder after `GRACE_S` seconds."""
+def _end_session(process: subprocess.Popen) -> None:
+    """End the session that `process` leads: SIGTERM, and SIGKILL after `GRACE_S`."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline, sent = time.monotonic() + GRACE_S, int(number)
-        while _send(process, sent) and time.monotonic() < deadline:
+        while _signal_session(process, sent) and time.monotonic() < deadline:
             process.poll()  # reaps the first process
             sent = 0 if number == signal.SIGTERM else sent
             time.sleep(0.05)
 
 
-def _send(process: subprocess.Popen, number: int) -> bool:
-    """Return whether anything runs in the session that `process` leads. Sends it a signal, or none for 0.
+def _signal_session(process: subprocess.Popen, number: int) -> bool:
+    """Send a signal (0 for none) to the session that `process` leads, and return whether anything still runs in it.
 
-    The group alone is not enough: ninja gives each compiler a group of its own, and leaves it running when ninja is killed (by SIGKILL, or
-    by SIGPIPE because its reader has ended).
+    Signalling the process group is not enough: ninja gives each compiler a group of its own, and leaves it running when ninja is
+    killed (by SIGKILL, or by SIGPIPE because its reader has ended).
     """
-    import psutil
-
     found = False
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):  # it has ended, or is not ours
@@ -168,6 +141,99 @@ def _send(process: subprocess.Popen, number: int) -> bool:
                 found = True
                 os.kill(pid, number)
     return found
+
+
+# Runs of run_model.py as children, for `zero-inference compare` and scripts/sweep.py.
+
+Record = dict[str, Any]
+PROGRESS_TAIL_BYTES = 4096  # more than the last line of an output
+PROGRESS = re.compile(r" so far| to go|\.\.\.\s*$")  # as utils.progress writes it
+RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s*")  # written by launchers
+OWN_ERROR = re.compile("error: ")  # how run_model.py begins its error message
+ANY_ERROR = re.compile(
+    r"(?i:([\w.]+: )?error: )|[\w.]*(Error|Exception): *\S"
+)  # argparse's, and the end of a traceback
+
+
+@dataclass(frozen=True)
+class ChildRun:
+    """How a child run ended.
+
+    Attributes:
+        code: exit code, negative after a signal; None after a timeout.
+        output: file with all that it printed.
+        record: the record it wrote; None without one, or if it contradicts the exit code.
+    """
+
+    code: int | None
+    output: Path
+    record: Record | None = None
+
+    def read_output(self) -> str:
+        return self.output.read_text(errors="replace")
+
+
+def run_child(
+    command: Sequence[str],
+    output: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+    records: Callable[[], list[Record]] = list,
+    is_good: Callable[[Record], bool] = lambda record: True,
+) -> ChildRun:
+    """Run `command` to its end. A stop signal, an exception or the timeout ends all its processes first (`process_group`).
+
+    Args:
+        output: file for what it prints.
+        timeout_s: None waits for ever.
+        records: reads the records that may be of this run; called before and after, and the new ones count.
+        is_good: whether a record is of a successful run, which a run that failed cannot have written.
+
+    Raises:
+        OSError: `output` cannot be written; nothing was run.
+    """
+    before = records()
+    detail = current_progress().with_detail(lambda: last_progress(output))
+    with output.open("w") as out, detail:
+        try:
+            with process_group(command, stdout=out, stderr=subprocess.STDOUT, env=env) as leader:
+                code = leader.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+    new = records()
+    for record in before:
+        if record in new:
+            new.remove(record)
+    last = new[-1] if new else None
+    return ChildRun(code, output, last if last is not None and (code == 0 or not is_good(last)) else None)
+
+
+def last_progress(output: Path) -> str | None:
+    """Return the last progress line in `output`, such as "generating: loop 2 of 3, ..."; None without one."""
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, output.stat().st_size - PROGRESS_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((RANK_PREFIX.sub("", line.strip()) for line in reversed(lines) if PROGRESS.search(line)), None)
+
+
+def last_error_line(output: str, error: re.Pattern[str] = OWN_ERROR) -> str | None:
+    """Return the last line that begins with `error`, rather than a launcher's remarks after it; else the last line, None without one."""
+    lines = [RANK_PREFIX.sub("", line.strip()) for line in output.splitlines()]
+    lines = [line for line in lines if line]
+    return next((line for line in reversed(lines) if error.match(line)), lines[-1] if lines else None)
+
+
+# The launchers above this process.
+
+# Launchers by what Python runs: a script, a module, or the code of `isolated_python`.
+LAUNCHERS = re.compile(
+    r"(deepspeed|torchrun|accelerate|zero-inference|run_model\.py)$|(deepspeed\.launcher|torch\.distributed|accelerate\.commands)\."
+    r"|zero_inference($|\.)|[\s\S]*(run_module\('torch\.distributed\.run'|run_module\('zero_inference'|processes import lead)"
+)
 
 
 def end_now(reason: str) -> None:
@@ -180,11 +246,11 @@ def end_now(reason: str) -> None:
 class LauncherWatch:
     """Ends this process when a launcher above it has ended, also by SIGKILL.
 
-    Launchers are torchrun, both processes of deepspeed, accelerate, and this package's own commands. Shells are not: a run that
-    was started with nohup or setsid outlives its shell.
+    Launchers are torchrun, both processes of deepspeed, accelerate, and this package's commands. Shells are not: a run that was
+    started with nohup or setsid outlives its shell.
 
     Attributes:
-        end: called with the reason; a run that has a record to leave replaces it.
+        end: called with the reason; a run that has a record to write replaces it.
     """
 
     def __init__(self) -> None:
@@ -192,16 +258,16 @@ class LauncherWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Call it early: a launcher that has ended before this is not found. Later calls do nothing."""
+        """Call it early: a launcher that has ended before is not found. Later calls do nothing."""
         if self._thread is None:
             launchers = launchers_above()
-            self._thread = threading.Thread(target=self._look, args=(launchers,), name="launcher watch", daemon=True)
+            self._thread = threading.Thread(target=self._poll, args=(launchers,), name="launcher watch", daemon=True)
             if launchers:
                 self._thread.start()
 
-    def _look(self, launchers: list[psutil.Process]) -> None:
+    def _poll(self, launchers: list[psutil.Process]) -> None:
         while all(map(_is_alive, launchers)):
-            time.sleep(LOOK_S)
+            time.sleep(LAUNCHER_POLL_S)
         self.end("the launcher has ended")
 
 
@@ -210,8 +276,6 @@ launcher_watch = LauncherWatch()
 
 def launchers_above() -> list[psutil.Process]:
     """Return the launchers that started this process, nearest first, also with shells between."""
-    import psutil  # later, because it is not needed by all that starts processes
-
     found = []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents():
@@ -233,21 +297,19 @@ def _is_launcher(words: Sequence[str]) -> bool:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    import psutil
-
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals that ask a process to end. They become exceptions, so that what it holds is released and a record is written.
 
 
 def exit_on_stop() -> None:
-    """SIGTERM and SIGHUP raise SystemExit(128 + number), as SIGINT raises KeyboardInterrupt. What is ignored (nohup) stays so.
+    """Make SIGTERM and SIGHUP raise SystemExit(128 + number), as SIGINT raises KeyboardInterrupt; ignored ones (nohup) stay ignored.
 
-    Only the main thread can say so; in another one nothing changes.
+    Only the main thread can set handlers; in another one nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -257,14 +319,14 @@ def exit_on_stop() -> None:
 
 
 def ignore_stop() -> None:
-    """From here on nothing but SIGKILL interrupts this process: it is ending, and says why."""
+    """Let only SIGKILL interrupt this process from here on: it is ending, and prints why."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
 
 
-@contextmanager
+@contextlib.contextmanager
 def restore_signals() -> Iterator[None]:
-    """At the end signals do what they did before."""
+    """Restore the signal handlers at the end of the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -277,13 +339,10 @@ def restore_signals() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-@contextmanager
+@contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Signals that arrive inside take effect at its end. A launcher sends a second one right behind the first.
-
-    Only the main thread runs signal handlers; in another one there is nothing to hold.
-    """
-    if threading.current_thread() is not threading.main_thread():
+    """Let stop signals take effect at the end of the block. A launcher sends a second one right after the first."""
+    if threading.current_thread() is not threading.main_thread():  # which alone runs signal handlers
         yield
         return
     arrived: dict[int, None] = {}  # each once, in order
@@ -299,99 +358,14 @@ def defer_signals() -> Iterator[None]:
             signal.raise_signal(received)
 
 
-Record = dict[str, Any]
-STAGE_BYTES = 4096  # of the end of an output: more than its last line
-PROGRESS = re.compile(r" so far| to go|\.\.\.\s*$")  # as runtime.progress writes it
-LAUNCHED = re.compile(r"^\[rank\d+\]:\s*")
-OWN_ERROR = re.compile("error: ")  # how run_model.py begins the line that says why it ends
-ANY_ERROR = re.compile(
-    r"(?i:([\w.]+: )?error: )|[\w.]*(Error|Exception): *\S"
-)  # argparse's, and the end of a traceback
-
-
-@dataclass(frozen=True)
-class ChildRun:
-    """How a child run ended.
-
-    Attributes:
-        code: its exit code, negative where a signal ended it; None where it took longer than its limit.
-        output: the file with all that it printed.
-        record: what it recorded, None where that cannot be told or contradicts the exit code.
-    """
-
-    code: int | None
-    output: Path
-    record: Record | None = None
-
-    def said(self) -> str:
-        """All that it printed."""
-        return self.output.read_text(errors="replace")
-
-
-def run_child(
-    command: Sequence[str],
-    output: Path,
-    *,
-    env: Mapping[str, str] | None = None,
-    limit_s: float | None = None,
-    records: Callable[[], list[Record]] = list,
-    is_good: Callable[[Record], bool] = lambda record: True,
-) -> ChildRun:
-    """Run `command` to its end. A stop signal, an exception or `limit_s` ends all its processes first (see `run_in_group`).
-
-    Args:
-        output: file for what it prints.
-        limit_s: longest that it may take; None waits for ever.
-        records: those that may be of this run, as they are on disk; asked before and after, and what is new counts.
-        is_good: whether a record says that the run went well, which a run that ended otherwise cannot have written.
-
-    Raises:
-        OSError: `output` cannot be written; nothing was run.
-    """
-    before = records()
-    try:
-        with current_progress().with_detail(lambda: last_progress(output)):
-            code = run_in_group(command, output, env, limit_s)
-    except subprocess.TimeoutExpired:
-        code = None
-    new = records()
-    for record in before:
-        if record in new:
-            new.remove(record)
-    last = new[-1] if new else None
-    return ChildRun(code, output, last if last is not None and (code == 0 or not is_good(last)) else None)
-
-
-def last_progress(output: Path) -> str | None:
-    """The last line of progress that a run has written so far, such as "generating: loop 2 of 3, ..."; None where there is none."""
-    try:
-        with output.open("rb") as file:
-            file.seek(max(0, output.stat().st_size - STAGE_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return None
-    return next((LAUNCHED.sub("", line.strip()) for line in reversed(lines) if PROGRESS.search(line)), None)
-
-
-def last_error_line(output: str, error: re.Pattern[str] = OWN_ERROR) -> str | None:
-    """The last line that begins as `error`, rather than a launcher's remarks after it; else the last line, None where none is.
-
-    `[rank0]: ` before a line, which launchers write, is left out.
-    """
-    lines = [LAUNCHED.sub("", line.strip()) for line in output.splitlines()]
-    lines = [line for line in lines if line]
-    return next((line for line in reversed(lines) if error.match(line)), lines[-1] if lines else None)
-
-
-SCRIPT = "run_model.py"
-LOCAL_RANK = "--local-rank"
+# Command lines that start a run: run_model.py in a clone, else `zero-inference run`.
 
 
 def run_command(options: Sequence[str], launched_ranks: int | None = None) -> str:
-    """A line for the shell that runs with `options`.
+    """Return the shell command that runs with `options` in the current folder.
 
     Args:
-        launched_ranks: how many the deepspeed launcher starts; None starts a single process without a launcher.
+        launched_ranks: number of ranks for the deepspeed launcher; None starts a single process without a launcher.
     """
     in_clone = Path(SCRIPT).is_file()
     if launched_ranks is None:
@@ -403,12 +377,12 @@ def run_command(options: Sequence[str], launched_ranks: int | None = None) -> st
 
 
 def as_installed_command(text: str) -> str:
-    """Commands with run_model.py as they are typed without a clone."""
+    """Return `text` with its commands for a clone as commands of the installed package."""
     return text.replace(f"python {SCRIPT}", "zero-inference run").replace(f" {SCRIPT}", " --module zero_inference run")
 
 
 def move_rank_option(argv: list[str]) -> list[str]:
-    """The deepspeed launcher writes the rank before all other words, also before the command whose option it is (`--module`)."""
+    """Move the rank option after the command whose option it is: the deepspeed launcher (`--module`) writes it first."""
     if len(argv) > 2 and argv[1].replace("_", "-").startswith(f"{LOCAL_RANK}="):
         return [argv[0], argv[2], argv[1], *argv[3:]]
     return argv
