@@ -106,7 +106,7 @@ def test_of_tasks_inside_each_other_the_inner_one_is_shown_on_a_terminal(clock, 
             outer.refresh()
             assert shown() == "outer: 1 of 2"
             inner.at("something")
-            assert shown() == "inner: something"
+            assert shown() == "inner: something, 1 s so far"
         assert shown() is None
         ByteProgress(progress, "loading", 2 * GIB).at(GIB)
         assert shown().startswith("loading: 1.00 of 2.00 GiB")
