@@ -277,7 +277,7 @@ class Prefetcher:
         if before in (PassKind.SHORT_PROMPT, PassKind.LONG):
             self.after[before] = self.kind
         if self.ring is not None:
-            self.ring.follow(self._fetched_in(self.kind), self._fetched_in(self.after[self.kind]))
+            self.ring.begin_pass(self._fetched_in(self.kind), self._fetched_in(self.after[self.kind]))
 
     @property
     def is_decode(self) -> bool:
@@ -315,7 +315,7 @@ class Prefetcher:
         self.tokens, self.kind = self.recorded
         self.cpu_computed = self._computed_in(self.kind)
         if self.ring is not None:
-            self.ring.follow_fixed_order()
+            self.ring.begin_fixed_pass()
 
     def _before(self, index: int):
         layout, resident, stays = self.layouts[index], index in self.store.resident, self._stays(index)

@@ -1,6 +1,6 @@
-"""Streams and events of a device, and what stands for them on a CPU, where everything happens at once.
+"""Streams and events of a device, with stand-ins for a CPU, where all work is done at once.
 
-The ring is written against these, so that a CPU-only machine runs the same schedule as a GPU.
+The ring buffer is written against these, so that a machine without a GPU runs the same schedule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class HostEvent:
-    """A moment on the host clock, with the methods of `torch.cuda.Event` that are used here."""
+    """A time of the host clock, with the methods of `torch.cuda.Event` that are used here."""
 
     def __init__(self) -> None:
         self.time_s: float | None = None
@@ -24,31 +24,28 @@ class HostEvent:
         self.time_s = time.perf_counter()
 
     def elapsed_time(self, later: HostEvent) -> float:
-        """Milliseconds from this event to `later`."""
+        """Return the milliseconds from this event to `later`."""
         return (later.time_s - self.time_s) * 1e3
 
     def synchronize(self) -> None:
-        """Nothing to wait for: what was asked of a CPU is done."""
+        pass  # a CPU has done what was queued
 
 
 class HostStream:
-    """The order of calls on a CPU."""
+    """The stream of a CPU, on which nothing has to wait."""
 
     def wait_event(self, event: HostEvent) -> None:
-        """Nothing to wait for."""
+        pass
 
     def wait_stream(self, stream: HostStream) -> None:
-        """Nothing to wait for."""
+        pass
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        pass
 
 
 class DeviceStreams:
-    """Makes streams and events for `device`.
-
-    Events of a GPU keep the time, which costs nothing on the device: they tell afterwards where the link stood idle.
-    """
+    """Creates streams and events of `device`. Events of a GPU keep their time, for the trace; that costs nothing on the device."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -58,28 +55,27 @@ class DeviceStreams:
         return torch.cuda.Stream(self.device) if self.on_gpu else HostStream()
 
     def current(self):
-        """The stream on which the model computes."""
+        """Return the stream on which the model computes."""
         return torch.cuda.current_stream(self.device) if self.on_gpu else HostStream()
 
     def event(self):
         return torch.cuda.Event(enable_timing=True) if self.on_gpu else HostEvent()
 
     def blocking_event(self):
-        """An event without a time, whose `synchronize` leaves the core to others."""
+        """Return an event without a time, whose `synchronize` leaves the CPU core to other threads."""
         return torch.cuda.Event(blocking=True) if self.on_gpu else HostEvent()
 
     def record_event(self, stream):
-        """A new event behind everything that `stream` was given so far."""
+        """Return a new event after everything queued on `stream` so far."""
         event = self.event()
         event.record(stream)
         return event
 
     def on(self, stream):
-        """Context in which work goes to `stream`."""
+        """Return a context in which work goes to `stream`."""
         return torch.cuda.stream(stream) if self.on_gpu else contextlib.nullcontext()
 
     def make_current(self, stream) -> None:
-        """Let work of this thread go to `stream` from now on."""
         if self.on_gpu:
             torch.cuda.set_stream(stream)
 
@@ -89,22 +85,21 @@ class DeviceStreams:
 
 
 class ComputeStream:
-    """Makes every call of a module compute on a stream of its own, in order with what the caller asked before and asks after.
+    """Runs every call of a module on its own stream, in order with the caller's work before and after.
 
-    On H200s that copy at once, copies are 2 to 4% slower where kernels run on the caller's stream, and where the host reads a
-    result before it is there: what a caller does with the output of a language model is to choose a token and read it, and the
-    read waits in a copy engine of the GPU. Only both together help, which is measured and not explained (docs/performance.md).
-    One GPU alone loses nothing.
+    On H200s that copy at once, copies are 2 to 4% slower where kernels run on the caller's stream, and where the host reads a result
+    before it is there: callers of a language model choose a token and read it, and that read waits in a copy engine of the GPU. Only
+    both changes together help, which is measured and not explained (docs/performance.md). One GPU alone loses nothing.
 
     Args:
-        host_waits: a call returns, to the host too, when its layers are done.
+        host_waits: a call returns when its layers are done on the device.
     """
 
     def __init__(self, module: nn.Module, streams: DeviceStreams, host_waits: bool):
         self.streams, self.stream = streams, streams.stream()
         self.done = streams.blocking_event() if host_waits else None
-        self.callers: Any = None  # while a call is under way
-        self.depth = 0  # of calls and of `entered`, which a step that is repeated as a graph is within its call
+        self.callers: Any = None  # stream of the caller, during a call
+        self.depth = 0  # of calls and of `entered`: a graph is replayed within the call of its step
         self.hooks = [
             module.register_forward_pre_hook(self._begin),
             module.register_forward_hook(self._end, always_call=True),
@@ -133,7 +128,7 @@ class ComputeStream:
 
     def _end(self, module, args, output) -> None:
         if not self.depth:
-            return  # the call broke off before it began
+            return  # the call failed before it began
         self.depth -= 1
         if self.depth:
             return
