@@ -20,8 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_inference.cpu.hand_off import CapturedCalls, DirectCalls, HandOff
 from zero_inference.engines.base import Job
-from zero_inference.engines.stream.prefetch import Prefetcher
-from zero_inference.engines.stream.ring import BetweenGraphs
+from zero_inference.engines.stream.prefetch import BetweenGraphs, Prefetcher
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.errors import RunError, UsageError
 from zero_inference.kernels.decode_attention import using_decode_attention

@@ -18,7 +18,7 @@ from zero_inference.engines.stream.layout import BlockStore, BlockViews, Packed,
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import BlockCodes, experts_in_groups, modules_from_codes
 from zero_inference.engines.stream.rebalance import Rebalancer
-from zero_inference.engines.stream.ring import BetweenGraphs, RingBuffer
+from zero_inference.engines.stream.ring import RingBuffer
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.trace import Timeline
 from zero_inference.kernels.groups import GroupQuantization, dequantize
@@ -26,6 +26,10 @@ from zero_inference.models.frozen import set_data
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
+
+
+# Runs its argument, which is the host's work between two CUDA graphs of a step, now and in every replay
+BetweenGraphs = Callable[[Callable[[], Any]], Any]
 
 
 class PassKind(Enum):
