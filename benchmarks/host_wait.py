@@ -19,12 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def main() -> int:
     from benchmarks.common.engine_run import loaded_by_options
+    from zero_inference.engines.stream.prefetch import Prefetcher
     from zero_inference.measure import loops
     from zero_inference.models.prompts import random_ids
     from zero_inference.utils.ranks import stop_process_group
 
     config, spec, ranks, loaded = loaded_by_options(__doc__.split("\n")[0])
-    prefetcher = loaded.close.__self__
+    cells = (cell.cell_contents for cell in loaded.modules_changed.__closure__)
+    prefetcher = next(each for each in cells if isinstance(each, Prefetcher))
     ids = random_ids(config.seed, config.batch_size // ranks.world_size, config.prompt_len, spec.text_config.vocab_size)
     step_bytes = ranks.world_size * sum(prefetcher.store.share_bytes(layer) for layer in prefetcher.ring.order)
 

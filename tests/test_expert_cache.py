@@ -59,7 +59,7 @@ def kept(mixtures, monkeypatch):  # noqa: F811
 @pytest.fixture
 def fetching(monkeypatch):
     """fetching(share, most): the stream engine's plans fetch this share of missed experts, as a machine with a GPU may."""
-    with_cores = stream_plan._with_cores
+    with_cores = stream_plan._plan_with_cpu
 
     def set_share(share: float, most: int) -> None:
         def placed(job, *arguments):
@@ -70,7 +70,7 @@ def fetching(monkeypatch):
                 placement = replace(placement, quota=quota if any(quota) else ())
             return placement, *others
 
-        monkeypatch.setattr(stream_plan, "_with_cores", placed)
+        monkeypatch.setattr(stream_plan, "_plan_with_cpu", placed)
 
     return set_share
 
@@ -557,7 +557,7 @@ def test_record_and_output_say_what_was_kept(mixtures, run_model):  # noqa: F811
     assert dry.code == done.code == 0, done.stderr
     stream, experts = done.record["stream"], done.record["experts"]
     total = round(stream["expert_slots"] * 3)
-    said = f"the device also keeps the {total} most used of the 24 experts in host memory: {format_bytes(stream['expert_slot_bytes'])}"
+    said = f"the device also caches the {total} most used of the 24 experts in host memory: {format_bytes(stream['expert_slot_bytes'])}"
     assert said in dry.stdout and said in done.stderr and 0 < total < 24
     names = ("hit_rate", "saved_bytes_per_step", "fetched_bytes_per_step")
     assert set(experts) == set(names) and 0 < experts["hit_rate"] < 1

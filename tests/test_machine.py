@@ -295,12 +295,12 @@ def test_rates_of_attention_are_those_of_its_heads():
     asked = "--model llama-2-13b --dummy --dtype bfloat16 --engine stream --quant-bits 4 --prompt-len 512 --gen-len 8"
     options = f"{asked} --kv-offload --batch-size 8"
     plans = [planned(options, ProfiledMachine(each)).weights for each in (attending, MACHINE)]
-    assert [each.placement.host_bytes for each in plans] == [0, 0] and all(each.cores.attends for each in plans)
-    assert [each.cores.rates.attention_gb_per_s(True) for each in plans] == [pytest.approx(100.0), 120.0]
-    extra_s = plans[0].cores.kv_bytes / 1e9 * (1 / 100 - 1 / 120)
+    assert [each.placement.host_bytes for each in plans] == [0, 0] and all(each.cpu.attends for each in plans)
+    assert [each.cpu.rates.attention_gb_per_s(True) for each in plans] == [pytest.approx(100.0), 120.0]
+    extra_s = plans[0].cpu.kv_bytes / 1e9 * (1 / 100 - 1 / 120)
     assert plans[0].cost_terms.step_cpu.wait_s - plans[1].cost_terms.step_cpu.wait_s == pytest.approx(extra_s)
     on_device = planned(asked, ProfiledMachine(attending)).weights
-    assert on_device.cores is None, "nothing for them in host memory"
+    assert on_device.cpu is None, "nothing for them in host memory"
 
 
 def test_attention_of_the_cores_is_measured():
@@ -363,12 +363,8 @@ def test_a_device_fetches_no_more_experts_than_it_misses():
             "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4",
             resolve_machine(None, f"gpus=1x{gib}GiB,{rates}"),
         )
-        assert (
-            plan.weights.cores_bytes >= 0 and "over the link; the host's cores multiply " in plan.weights.in_words()[0]
-        )
-        said.append(
-            "cores multiply 0 bytes (the experts that tokens choose, of 16.9 GiB)" in plan.weights.in_words()[0]
-        )
+        assert plan.weights.cores_bytes >= 0 and "over the link; the CPU multiplies " in plan.weights.in_words()[0]
+        said.append("CPU multiplies 0 bytes (the chosen experts of 16.9 GiB)" in plan.weights.in_words()[0])
     assert said == [False, True]
 
 
@@ -553,7 +549,7 @@ def test_cores_take_their_part_as_the_file_says():
     machine = ProfiledMachine(MACHINE)
     plan = planned(options, machine).weights
     moved = plan.moved_per_step()
-    assert len(plan.cores.cpus) == 15 and plan.cores.instructions == "amx"
+    assert len(plan.cpu.cpus) == 15 and plan.cpu.instructions == "amx"
     # 100 GB/s and 50 GB/s, less the meetings and what the device reads
     assert 1.5 < moved.cores_bytes_per_step / moved.host_to_device_bytes_per_step < 2.0
     bound_by, step_s = step_bound(plan, MACHINE)
@@ -565,7 +561,7 @@ def test_cores_take_their_part_as_the_file_says():
     alone = planned(f"{options} --cpu-compute off", machine).weights
     assert step_bound(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
     no_rates = ProfiledMachine(MACHINE.model_copy(update={"cores": None}))
-    assert "the rate of the host's cores is not known" in planned(options, no_rates).weights.cores_stay_out
+    assert "the rate of the host's cores is not known" in planned(options, no_rates).weights.no_cpu
     with pytest.raises(UsageError, match="test was measured with 15 threads"):
         planned(f"{options} --cpu-threads 4", machine)
 

@@ -357,10 +357,10 @@ def test_cores_stay_out_where_host_memory_does_not_hold_all_experts(no_gpu, monk
     job = a_mixture_on_a_gpu_of_16_gib()
     monkeypatch.setattr(machine, "available_host_bytes", lambda: 40 << 30)
     large = stream_plan.plan(job)
-    assert large.cores is not None and large.placement.expert_slots
+    assert large.cpu is not None and large.placement.expert_slots
     monkeypatch.setattr(machine, "available_host_bytes", lambda: large.placement.host_bytes - 1)
     small = stream_plan.plan(job)
-    assert small.cores is None and small.cores_stay_out.startswith("host memory has no space for the experts")
+    assert small.cpu is None and small.no_cpu.startswith("host memory has no space for the experts")
     assert small.placement.host_bytes < large.placement.host_bytes
 
 
@@ -370,7 +370,7 @@ def test_a_ring_that_no_decode_step_needs_leaves_its_memory_to_experts(no_gpu):
     def planned(**options) -> tuple[Placement, Placement, int]:
         job = a_mixture_on_a_gpu_of_16_gib(**options)
         scheme = GroupQuantization(4, job.config.group_size, job.spec.dtype)
-        before = replace(stream_plan._residency(job, scheme, divided=True), few_tokens=1)
+        before = replace(stream_plan._place(job, scheme, divided=True), few_tokens=1)
         before = before.with_cpu_shares(1.0, 1.0).with_budget_used()
         return before, stream_plan.without_spare_slots(job, before, scheme), job.free_device_bytes
 
@@ -421,12 +421,12 @@ def test_attention_that_the_cores_do_not_know_stays_on_the_device(no_gpu, tmp_pa
     ).save_pretrained(tmp_path)  # fmt: skip
     options = dict(engine="stream", dummy=True, gpu_memory=0, kv_offload=True)
     found = plan_for(tmp_path, **options, cpu_compute="1").weights
-    assert found.cores.share == 1 and not found.cores.attends and found.carries_kv
-    assert found.no_attention.startswith("diffllama has an attention of its own")
-    assert f"the cores do not attend over keys and values: {found.no_attention}" in found.in_words()
+    assert found.cpu.share == 1 and not found.cpu.attends and found.carries_kv
+    assert found.no_cpu_attention.startswith("diffllama has an attention of its own")
+    assert f"the CPU backend does not compute attention: {found.no_cpu_attention}" in found.in_words()
     found = plan_for(tmp_path, **options, cpu_compute="off").weights
-    assert found.no_attention == found.cores_stay_out == "--cpu-compute off" and "attend" not in str(found.in_words())
-    assert plan_for(tmp_path, **options | {"kv_offload": False}, cpu_compute="1").weights.no_attention is None
+    assert found.no_cpu_attention == found.no_cpu == "--cpu-compute off" and "attend" not in str(found.in_words())
+    assert plan_for(tmp_path, **options | {"kv_offload": False}, cpu_compute="1").weights.no_cpu_attention is None
 
 
 def describe_job_without_memory(config, ranks):

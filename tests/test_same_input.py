@@ -41,7 +41,9 @@ def test_ids_are_those_of_products_one_by_one(family, of_layer, gpu_memory, chec
     found = generate(loaded, spec, ranks, loops=1).output_ids
     loaded.close()
     assert set(products) == of_layer
-    monkeypatch.setattr(SharedInput, "saw", lambda self, name, x, alike: None)  # then nothing is known to go together
+    monkeypatch.setattr(
+        SharedInput, "observe", lambda self, name, x, alike: None
+    )  # then nothing is known to go together
     products.clear()
     loaded, spec, ranks = load(checkpoints(family), **placed)
     one_by_one = generate(loaded, spec, ranks, loops=1).output_ids
@@ -84,7 +86,7 @@ def test_which_go_together_is_what_was_called_with_one_tensor():
     same = SharedInput()
     x, y = torch.zeros(BATCH), torch.ones(BATCH)
     for name, tensor in (("a", x), ("bb", x), ("odd", x), ("other size", x), ("ccc", y), ("d", x)):
-        same.saw(name, tensor, lambda one, other: one != "other size")
+        same.observe(name, tensor, lambda one, other: one != "other size")
     assert same.together == {
         "a": ("a", "bb", "odd"),
         "bb": ("a", "bb", "odd"),
@@ -98,5 +100,5 @@ def test_which_go_together_is_what_was_called_with_one_tensor():
     same.product("a", x, make)
     same.product("a", y, make)
     assert len(asked) == 3 and same.input is y
-    same.ends()
+    same.end_block()
     assert same.input is None and not same.ready

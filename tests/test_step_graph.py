@@ -55,7 +55,7 @@ def steps(monkeypatch):
 
             def again():
                 counted["repeated"] += 1
-                found.repeat()
+                found.replay()
 
             return cuda_graph.CapturedStep(found.output, again, found.graphs)
 
@@ -243,9 +243,9 @@ def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkey
     loaded, spec, ranks = load(folder, **placed)
     found_ahead = iter([-(10**9), 10**9])  # bytes: all for the cores, and then all for the link
     prefetcher, timed, tried = prefetcher_of(loaded), [], []
-    monkeypatch.setattr(type(prefetcher.balance), "_look", lambda *_: next(found_ahead))
-    own = cuda_graph.StepGraph._trial
-    monkeypatch.setattr(cuda_graph.StepGraph, "_trial", lambda self, call: tried.append(len(timed)) or own(self, call))
+    monkeypatch.setattr(type(prefetcher.rebalancer), "_look", lambda *_: next(found_ahead))
+    own = cuda_graph.StepGraph._verify
+    monkeypatch.setattr(cuda_graph.StepGraph, "_verify", lambda self, call: tried.append(len(timed)) or own(self, call))
     assert loaded.steps_to_settle() == 0, "nothing is known of decode steps yet"
     found = generate(
         loaded, spec, ranks, gen_len, warmup=warmup, around_loops=lambda: timed.append(prefetcher.placement)
@@ -284,7 +284,7 @@ def test_without_memory_for_a_trial_the_run_goes_on(checkpoints, monkeypatch):
 
     monkeypatch.setattr(cuda_graph, "visible_positions", exhausted)
     used = used_with_right_ids(checkpoints("llama"))
-    assert used.tried and used.unused_because == "it could not be tried (CUDA out of memory.)"
+    assert used.tried and used.unused_because == "it could not be verified (CUDA out of memory.)"
 
 
 def test_padded_prompts(checkpoints, steps):
@@ -372,7 +372,7 @@ def test_a_step_that_cannot_be_recorded(checkpoints, monkeypatch):
     found = generate(loaded, spec, ranks, LONG)
     assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
     assert loaded.facts["stream"]["decode_graph"].unused_because == (
-        "a graph could not be recorded (operation not permitted when stream is capturing)"
+        "the capture failed (operation not permitted when stream is capturing)"
     )
     loaded.close()
 
@@ -385,7 +385,7 @@ def test_a_model_that_waits_for_the_device(checkpoints):
     found = generate(loaded, spec, ranks, LONG)
     reason = loaded.facts["stream"]["decode_graph"].unused_because
     assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
-    assert (reason or "").startswith("a graph could not be recorded") == (loaded.device.type == "cuda")
+    assert (reason or "").startswith("the capture failed") == (loaded.device.type == "cuda")
     loaded.close()
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()  # an allocator that still recorded would refuse,

@@ -126,7 +126,7 @@ def test_passes_in_any_order_fetch_what_they_need_and_no_more(depth, checkpoints
 
 def prefetcher_of(loaded) -> Prefetcher:
     """What the engine installed in the model."""
-    cells = [cell.cell_contents for cell in loaded.close.__closure__]
+    cells = [cell.cell_contents for cell in loaded.modules_changed.__closure__]
     return next(each for each in cells if isinstance(each, Prefetcher))
 
 
@@ -161,7 +161,7 @@ def test_blocks_that_change_hands_while_tokens_are_generated(family, bits, graph
         placed.append(len(after.cpu_computed))
         return after
 
-    monkeypatch.setattr(prefetcher.balance, "of", moved)
+    monkeypatch.setattr(prefetcher.rebalancer, "of", moved)
     found = generate(loaded, spec, ranks, 6 * GEN)
     loaded.close()
     assert torch.equal(found.output_ids, ids)
@@ -176,10 +176,10 @@ def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cores(chec
     monkeypatch.setattr(cpu.CpuBackend, "__init__", chosen_by_plan(cpu.CpuBackend.__init__))
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.4")
     prefetcher = prefetcher_of(loaded)
-    assert 0 not in prefetcher.placement.cpu_computed and 0 in prefetcher.core_blocks
+    assert 0 not in prefetcher.placement.cpu_computed and 0 in prefetcher.cpu_blocks
     loaded.model.model.layers[0].self_attn = Skipped()
     assert generate(loaded, spec, ranks).loops[-1].moved.cores_busy_s_per_step > 0
-    assert 0 not in prefetcher.known and prefetcher.known >= prefetcher.placement.cpu_computed
+    assert 0 not in prefetcher.learned and prefetcher.learned >= prefetcher.placement.cpu_computed
     loaded.close()
 
 

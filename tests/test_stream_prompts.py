@@ -124,7 +124,7 @@ def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, k
     loaded, spec, ranks = kept("qwen3_moe", 3, decode_graph="on")
     prefetcher, inside, waits = prefetcher_of(loaded), [False], []
     prefetcher.team.few_rows = 0  # as a plan for one sequence would have it of two
-    outside, own = prefetcher._outside_of_graphs, ExpertCache.await_gathering
+    outside, own = prefetcher._outside_graphs, ExpertCache.await_gathering
 
     def outside_of_graphs(work):
         def noted():
@@ -135,7 +135,7 @@ def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, k
 
         return outside(noted)
 
-    monkeypatch.setattr(prefetcher, "_outside_of_graphs", outside_of_graphs)
+    monkeypatch.setattr(prefetcher, "_outside_graphs", outside_of_graphs)
     monkeypatch.setattr(ExpertCache, "await_gathering", lambda self: waits.append(inside[0]) or own(self))
     kinds = kinds_of(loaded)
     assert torch.equal(generate(loaded, spec, ranks, loops=2).output_ids, expected)
@@ -215,7 +215,7 @@ def test_a_model_of_the_api_takes_prompts_of_all_lengths(graph, checkpoints, sho
         assert {PassKind.SHORT_PROMPT, PassKind.LONG, PassKind.DECODE} == set(kinds) and kinds.count(
             PassKind.SHORT_PROMPT
         ) == 5
-        assert prefetcher.after[PassKind.SHORT_PROMPT] is prefetcher.after[PassKind.LONG] is PassKind.DECODE
+        assert prefetcher.next_kind[PassKind.SHORT_PROMPT] is prefetcher.next_kind[PassKind.LONG] is PassKind.DECODE
 
 
 MACHINES = ("h100-big-models", "h100-predicted")
@@ -231,7 +231,7 @@ def test_link_and_cores_end_a_prompt_of_a_mixture_together(name):
     shares = {}
     for tokens in (16, 128, 512):
         plan = planned(f"{QWEN} --prompt-len {tokens}", machine_at(name))
-        weights, cores = plan.weights, plan.weights.cores
+        weights, cores = plan.weights, plan.weights.cpu
         shares[tokens] = cores.prompt_share
         assert cores.prompt_rows == tokens and weights.placement.prompt_cpu_computed < set(
             weights.placement.expert_blocks
@@ -250,12 +250,12 @@ def test_a_dense_model_shares_prompts_of_a_few_tokens_and_no_long_ones():
     options = "--model llama-3.1-70b --dummy --engine stream --quant-bits 4 --gpu-memory 17.4 --gen-len 8"
     few = planned(f"{options} --prompt-len 16", machine_at("h100-predicted"))
     found = few.weights.placement
-    assert 0.2 < few.weights.cores.prompt_share < 0.6
+    assert 0.2 < few.weights.cpu.prompt_share < 0.6
     assert all(found.blocks[block].feed_forward for block in found.prompt_cpu_computed)
     assert few.times.prefill.seconds < without_short_prompts(few).times.prefill.seconds / 1.2
     for tokens in (MOST_PROMPT_ROWS + 1, 512):
         long = planned(f"{options} --prompt-len {tokens}", machine_at("h100-predicted"))
-        assert long.weights.cores.prompt_rows == 0 and not long.weights.placement.prompt_cpu_computed
+        assert long.weights.cpu.prompt_rows == 0 and not long.weights.placement.prompt_cpu_computed
         assert "prompts of up to" not in str(long.weights.in_words())
 
 
@@ -263,7 +263,7 @@ def test_codes_with_scales_in_other_dtypes_than_bfloat16_cross_the_link_in_promp
     """The rates of codes are measured with scales in bfloat16."""
     for dtype, rows in (("float16", 0), ("float32", 0), ("bfloat16", 128)):
         plan = planned(f"{QWEN} --prompt-len 128 --dtype {dtype}", machine_at(MACHINES[0]))
-        assert plan.weights.cores.prompt_rows == rows
+        assert plan.weights.cpu.prompt_rows == rows
 
 
 def test_weights_that_are_not_page_locked_come_whole():
@@ -284,13 +284,13 @@ def test_a_share_that_was_given_bounds_that_of_prompts():
     asked, auto = (
         planned(f"{QWEN} --prompt-len 16 --cpu-compute {share}", machine_at(MACHINES[0])) for share in ("0.4", "auto")
     )
-    assert 0.3 < asked.weights.cores.prompt_share <= 0.42 < auto.weights.cores.prompt_share
+    assert 0.3 < asked.weights.cpu.prompt_share <= 0.42 < auto.weights.cpu.prompt_share
     off = planned(f"{QWEN} --prompt-len 128 --cpu-compute off", machine_at(MACHINES[0]))
-    assert off.weights.cores is None and not off.weights.placement.prompt_cpu_computed
+    assert off.weights.cpu is None and not off.weights.placement.prompt_cpu_computed
 
 
 def test_hidden_states_that_need_much_page_locked_memory_keep_the_cores_out(monkeypatch):
     plan = planned(f"{QWEN} --prompt-len 128", machine_at(MACHINES[0]))
     needed = stream_cores.hand_off_bytes(plan.weights.placement, 128, 2)[0]
     monkeypatch.setattr(stream_cores, "MOST_CROSSED_BYTES", needed - 1)
-    assert planned(f"{QWEN} --prompt-len 128", machine_at(MACHINES[0])).weights.cores.prompt_rows == 0
+    assert planned(f"{QWEN} --prompt-len 128", machine_at(MACHINES[0])).weights.cpu.prompt_rows == 0

@@ -442,7 +442,7 @@ def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
     )
     assert sooner.step.seconds < later.step.seconds < 40 * 0.03
     assert copying.weights.in_words() == [
-        "the host's cores are not used: a step in which they attend is predicted to take longer"
+        "the CPU computes nothing: a step with CPU attention is predicted to take longer"
     ]
     assert times_of(f"{options} --cpu-compute 0.5", slow)[0].weights.cost_terms.cpu_attention_layers == 40, (
         "as it was asked for"
@@ -450,7 +450,7 @@ def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
     weights = times_of(f"{options} --gpu-memory 0", slow)[0].weights
     assert weights.cost_terms.cpu_attention_layers == 0 and weights.cores_bytes > 0, "they multiply all the same"
     assert weights.in_words()[-1] == (
-        "keys and values cross the link: a step in which they attend is predicted to take longer"
+        "keys and values cross the link: a step with CPU attention is predicted to take longer"
     )
     both = machine.model_copy(update={"engine_overheads": of_attending(0.03, 0.03)})
     assert times_of(options, both)[0].weights.cost_terms.cpu_attention_layers == 40, "copying costs as much"
@@ -486,7 +486,7 @@ def test_the_cores_attend_sooner_where_keys_and_values_are_not_page_locked():
     assert (locked.weights.cost_terms.cpu_attention_layers, pageable.weights.cost_terms.cpu_attention_layers) == (0, 40)
     assert locked_times.step.seconds < times.step.seconds < locked.weights.carried_kv_bytes / 10e9
     with_weights = times_of(f"{options} --gpu-memory 0", machine)[0].weights
-    assert with_weights.cost_terms.cpu_attention_layers == 40 and with_weights.cores.kv_slowness == 5.5
+    assert with_weights.cost_terms.cpu_attention_layers == 40 and with_weights.cpu.kv_slowness == 5.5
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -721,7 +721,7 @@ def test_link_and_cores_end_a_step_together_where_they_may_exchange_blocks():
     machine = FAST.model_copy(update={"cores": MACHINE.cores})
     options = "--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0"
     weights = times_of(options, machine)[0].weights
-    link, cores = weights.cores.rates.link_gb_per_s, weights.cores.rates.cores_gb_per_s
+    link, cores = weights.cpu.rates.link_gb_per_s, weights.cpu.rates.cores_gb_per_s
     fetched, computed = (each / 1e9 for each in (weights.fetched_bytes, weights.placement.computed_bytes))
     assert weights.rebalanced_s(0.0500, 0.0512) == (0.0500, 0.0512), "a run does not change that"
     for link_s, others_s in ((0.05, 0.06), (0.06, 0.05)):

@@ -66,7 +66,7 @@ class CpuBlock:
             name: _weight(module.get_submodule(name), name, layout, buffer, workers.scheme) for name in block.linears
         }
         self.tasks: dict[tuple[str, ...], Task] = {}
-        self.same_input = SharedInput()
+        self.shared_input = SharedInput()
         self.task = self._feed_forward_task(block)
         self.suits = True  # until it is given more rows than the pass has tokens: compressed keys and values of all positions, say
 
@@ -86,19 +86,19 @@ class CpuBlock:
             tokens: of the pass.
         """
         self.suits &= x.numel() // x.shape[-1] <= max(tokens, self.workers.few_rows)
-        return self.same_input.product(name, x, self._products)
+        return self.shared_input.product(name, x, self._products)
 
     def saw(self, name: str, x: torch.Tensor) -> None:
         """Module `name` was called with `x`, and the device computed it."""
-        self.same_input.saw(name, x, self._alike)
+        self.shared_input.observe(name, x, self._alike)
 
     def learned(self) -> None:
         """The device has computed the block once. If the model reads a weight without calling its module, that has to be on the device."""
-        self.suits &= self.task is not None or self.same_input.together.keys() == self.weights.keys()
+        self.suits &= self.task is not None or self.shared_input.together.keys() == self.weights.keys()
 
     def ends(self) -> None:
         """The block was called to its end: its input may go."""
-        self.same_input.ends()
+        self.shared_input.end_block()
 
     def _products(self, names: tuple[str, ...], x: torch.Tensor) -> list[torch.Tensor]:
         outs = self.workers.calls(self._task_of(names), x.reshape(-1, x.shape[-1]))

@@ -1,8 +1,14 @@
-"""A step of a model as CUDA graphs: one, or where weights are fetched, one up to each time that the host has to do something between.
+"""Decode steps as CUDA graphs: when one is captured (`why_no_graph`), how (`capture_cuda_graphs`), and its replay (`StepGraph`).
 
-The host asks the ring for a block before it is used, and gives its slot back behind that. Both order streams by events, and asking for a
-block also queues copies, which a graph cannot hold because each step's copies run into the next step. So a recording ends
-there, the ring is asked, and another recording begins; the same happens when the graphs are launched.
+With few sequences a step's kernels take the device a few milliseconds, and Python several times that to launch one by one; a graph is
+launched at once. It is captured in the first generation and repeats the same kernels on the same memory. So a streamed block has to
+come into the same slot each time, and what changes from step to step is in tensors (`StepInputs`): ids, positions, the cache's next
+position, and a mask over all positions that the cache has room for. Before a graph is used, one step is computed both ways, and logits,
+keys and values are compared.
+
+A step that streams weights is a sequence of graphs. The host acquires a slot before a block and releases it afterwards; both order
+streams by events, and releasing also queues copies, which a graph cannot hold because they run into the next step. So the capture ends
+there, the host does its work, and the next graph begins; the replay does the same.
 """
 
 from __future__ import annotations
@@ -27,179 +33,45 @@ from zero_inference.kernels.decode_attention import using_decode_attention
 from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions
 from zero_inference.records.schema import DecodeGraph
 
-Step = Callable[[], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class CapturedStep:
-    """A step that can be repeated.
-
-    Attributes:
-        output: of the step; each repetition overwrites it.
-        repeat: does the step once more.
-        graphs: that it is made of.
-    """
-
-    output: torch.Tensor
-    repeat: Callable[[], None]
-    graphs: int
-
-
-Capture = Callable[[Step, Prefetcher], CapturedStep]
-
-
-def capture_cuda_graphs(step: Step, prefetcher: Prefetcher) -> CapturedStep:
-    """Record `step` without running it; the ring does its part, as it would in the step.
-
-    Raises:
-        RuntimeError: it does something that cannot be recorded, such as waiting for the device. The next step can be computed as usual.
-    """
-    recorder = _GraphSequence()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # the memory of graphs is not taken from there
-    with prefetcher.compute.entered(), _asking(prefetcher, recorder.between):
-        recorder.begin()
-        try:
-            output = step()
-            recorder.end()
-        except BaseException:
-            recorder.abandon()
-            raise
-    parts = recorder.parts
-
-    def repeat() -> None:
-        with prefetcher.compute.entered():
-            for part in parts:
-                part()
-
-    return CapturedStep(output, repeat, recorder.graphs)
-
-
-def capture_calls(step: Step, prefetcher: Prefetcher) -> CapturedStep:
-    """What stands for graphs on a CPU: the same step, called again, with blocks in the same slots."""
-    recorder = _Calls()
-    with _asking(prefetcher, recorder.between):
-        output = step()
-
-    def repeat() -> None:
-        recorder.place = 0
-        with _asking(prefetcher, recorder.between):
-            output.copy_(step())
-
-    return CapturedStep(output, repeat, len(recorder.found) + 1)
-
-
-class _Calls:
-    """What the ring answered in the first call of a step, and has to answer in all others."""
-
-    def __init__(self) -> None:
-        self.found: list[int | None] = []
-        self.place = 0
-
-    def between(self, call: Callable[[], Any]) -> Any:
-        slot = call()
-        if self.place == len(self.found):
-            self.found.append(slot)
-        _as_before(slot, self.found[self.place])
-        self.place += 1
-        return slot
-
-
-class _GraphSequence:
-    """Graphs one behind the other, which share their memory, and what the host does between them."""
-
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.graph: torch.cuda.CUDAGraph | None = None  # that is recorded
-        self.parts: list[Callable[[], Any]] = []
-        self.graphs = 0
-
-    def begin(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-
-    def end(self) -> None:
-        assert self.graph is not None
-        graph, self.graph = self.graph, None
-        with warnings.catch_warnings():  # where the ring is asked twice in a row, there is nothing between
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            graph.capture_end()
-        self.parts.append(graph.replay)
-        self.graphs += 1
-
-    def abandon(self) -> None:
-        """After an error. PyTorch, before 2.12, goes on to take a recording to be under way: `empty_cache` and random numbers fail then."""
-        device, ended = torch.cuda.current_device(), self.graph is None
-        with contextlib.suppress(RuntimeError):  # it is invalid
-            if self.graph is not None:
-                self.graph.capture_end()
-                ended = True
-        with contextlib.suppress(RuntimeError):  # it was ended
-            torch._C._cuda_endAllocateToPool(device, self.pool)
-        if not ended:
-            with contextlib.suppress(RuntimeError):  # else its part of the pool is never given back
-                torch._C._cuda_releasePool(device, self.pool)
-        with contextlib.suppress(RuntimeError):
-            generator = torch.cuda.default_generators[device]
-            generator.graphsafe_set_state(generator.clone_state())  # a copy is not in a recording
-
-    def between(self, call: Callable[[], Any]) -> Any:
-        self.end()
-        found = call()
-        self.parts.append(lambda: _as_before(call(), found))
-        self.begin()
-        return found
-
-
-@contextlib.contextmanager
-def _asking(prefetcher: Prefetcher, between: BetweenGraphs) -> Iterator[None]:
-    """Within it what the prefetcher asks of its ring is done by `between`."""
-    prefetcher.between = between
-    try:
-        yield
-    finally:
-        prefetcher.between = None
-
-
-def _as_before(slot: int | None, recorded: int | None) -> None:
-    if slot != recorded:
-        raise RunError(f"a block is in slot {slot}, but its graph reads slot {recorded}; use --decode-graph off.")
-
-
-# One behind the other, computed as usual right before: libraries take their memory, and blocks are placed and used as in the step to come.
+# Eager steps in a row right before a capture: libraries take their memory, and blocks are placed and used as in the step to come
 EAGER_STEPS = 2
-# Relative, by dtype, against the model launched with a mask over the positions there are; with no mask attention sums in another order, and
+# Relative, by dtype, against an eager step with a mask over the positions there are; with no mask attention sums in another order, and
 # the roundings of 40 layers add up to 5 % in bfloat16. A position or a mask that is wrong by one makes several times as much.
 MAX_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
-# One step of each is timed, which says so much of the steps to come; and a graph needs no Python, which other work may hold up.
+# One step of each kind is timed, which says only so much of the steps to come; and other work cannot hold up a graph as it does Python
 MAX_SLOWDOWN = 1.1
 RANKS = "there are several ranks"
 KEYS_IN_HOST = "keys and values are in host memory"
 TRACED = "--trace shows each layer"
-REMEDIES = {  # by reason, where there is something to do about it
+REMEDIES = {  # by reason; "use --decode-graph off" for the others
     RANKS: "use one process, or --decode-graph off",
     KEYS_IN_HOST: "drop one of --kv-offload and --decode-graph",
     TRACED: "drop one of the two",
 }
+# Arguments of a decode step that the graph reads from tensors, and values that other arguments must have
+IN_TENSORS = {"input_ids", "position_ids", "cache_position", "attention_mask", "past_key_values"}
+EXPECTED = {"use_cache": (None, True), "return_dict": (None, True), "logits_to_keep": (0, 1)}
+
+Step = Callable[[], torch.Tensor]
 
 
 def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
-    """Why a decode step of this run is not recorded, in a few words; None where it is.
+    """Return why decode steps of this run are not captured, in a few words; None where they may be.
 
     Args:
-        in_groups: it dequantizes experts in several groups, of which the host reads how many rows each has.
+        in_groups: a step dequantizes experts in several groups, of which the host reads how many rows each has.
 
     Raises:
-        UsageError: it was asked for, and cannot be.
+        UsageError: `--decode-graph on` is impossible.
     """
-    config, several = job.config, job.ranks.world_size > 1
+    config = job.config
     if config.decode_graph == "off":
         return "--decode-graph off"
     attention = (
         getattr(job.spec.text_config, "_attn_implementation", None) or job.empty_model.model.config._attn_implementation
     )
     reasons = {
-        RANKS: several,
+        RANKS: job.ranks.world_size > 1,
         KEYS_IN_HOST: config.kv_offload,
         TRACED: config.trace is not None,
         "its attention is not PyTorch's": attention != "sdpa",
@@ -214,93 +86,93 @@ def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
 
 
 class StepGraph:
-    """Stands before `model.forward`, and repeats a graph where a call is a decode step like the one that was recorded.
+    """Replaces `model.forward`: captures a decode step, verifies it, and replays it for calls like the captured one.
+
+    In a generation with one cache: `EAGER_STEPS` eager steps, a capture before the next one, one step both ways (`_verify`), then replays.
+    After rebalancing all of that happens again.
 
     Args:
         model: a transformers model for generation, all of it on the device.
         dtype: of its attention.
-        record: `cuda_graphs` or `repeated_call`.
-        prefetcher: of the model's blocks.
-        calls: those that the model makes of the host's cores; None where it makes none.
-        always: use it where it is slower, too.
-        report: told what came of it, once it is known.
+        capture: `capture_cuda_graphs` or `capture_calls`.
+        calls: the model's calls of the CPU backend; None where it makes none.
+        always: use the graph even if it is slower.
+        report: gets the outcome once it is known.
     """
 
     def __init__(
         self,
         model: Any,
         dtype: torch.dtype,
-        record: Capture,
+        capture: Capture,
         prefetcher: Prefetcher,
         calls: DirectCalls | HandOff | None,
         always: bool,
         report: Callable[[DecodeGraph], None],
     ):
-        self.model, self.dtype, self.record = model, dtype, record
+        self.model, self.dtype, self.capture = model, dtype, capture
         self.prefetcher, self.calls, self.always, self.report = prefetcher, calls, always, report
         self.own = model.forward
-        self.cache: DeviceKVCache | None = None  # of the step that is recorded
-        self.usual_steps = 0
-        self.placed = prefetcher.placement  # in the steps that are counted
+        self.cache: DeviceKVCache | None = None  # of the captured step
+        self.eager_steps = 0
+        self.placement = prefetcher.placement  # in the eager steps that are counted
         self.given_up = False
         self.inputs: StepInputs | None = None
-        self.recording: CapturedStep | None = None
-        self.recorded_calls: CapturedCalls | None = None
-        self.tried = False
+        self.captured: CapturedStep | None = None
+        self.captured_calls: CapturedCalls | None = None
+        self.verified = False
 
-        @functools.wraps(self.own)  # generate looks at its arguments
+        @functools.wraps(self.own)  # generate inspects its arguments
         def forward(*args: Any, **call: Any) -> Any:
             return self._forward(*args, **call)
 
         model.forward = forward
 
     def close(self) -> None:
-        """Give the model its own forward back, and let go of the graph."""
+        """Restore the model's forward and release the graph."""
         self.model.__dict__.pop("forward", None)
-        self._forget()
+        self._release()
         self.cache, self.given_up = None, True
 
     def modules_changed(self) -> None:
-        """Launch each step from now on: an adapter may be switched on or off between two, and a hook wants to be called."""
+        """Compute each step eagerly from now on: an adapter may be switched on or off between two steps, and hooks have to be called."""
         if not self.given_up:
             self._give_up("modules were wrapped, replaced or hooked")
 
     def steps_to_settle(self) -> int:
-        """Decode steps behind a prefill until a graph has been tried; 0 once it has, where it will not be, and before the first one."""
-        if self.given_up or self.cache is None or (self.tried and self.placed is self.prefetcher.placement):
+        """Return the decode steps after a prefill until the graph is verified; 0 if it is, will not be, or before the first step."""
+        if self.given_up or self.cache is None or (self.verified and self.placement is self.prefetcher.placement):
             return 0
-        return 1 if self.recording is not None else EAGER_STEPS + 2  # those before, one to record and one to try
+        return 1 if self.captured is not None else EAGER_STEPS + 2  # and one to capture, one to verify
 
     def _forward(self, *args: Any, **call: Any) -> Any:
         if self.given_up or args or not is_decode_step(call):
-            self.usual_steps = 0
+            self.eager_steps = 0
             return self.own(*args, **call)
         if not self._fits(call):
-            self._forget()
-            self.cache, self.usual_steps, self.tried = call["past_key_values"], 0, False
-        if self.tried:
+            self._release()
+            self.cache, self.eager_steps, self.verified = call["past_key_values"], 0, False
+        if self.verified:
             self.prefetcher.begin_pass(call["input_ids"].numel())
-            if self.placed is self.prefetcher.placement:
-                return self._repeat(call)
+            if self.placement is self.prefetcher.placement:
+                return self._replay(call)
             self.prefetcher.has_begun = True
-            self.report(
-                DecodeGraph(unused_because="weights were placed anew behind the last step of a graph", tried=True)
-            )
-        if self.placed is not self.prefetcher.placement:  # another block is fetched, or one less
-            self._forget()
-            self.placed, self.usual_steps, self.tried = self.prefetcher.placement, 0, False
-        if self.recording is not None:
-            return self._trial(call)
-        self.usual_steps += 1
-        if self.usual_steps > EAGER_STEPS:
-            self._record(call)  # by now a block that turned out to be no work for the cores is fetched
+            self.report(DecodeGraph(unused_because="blocks were rebalanced after the last step of a graph", tried=True))
+        if self.placement is not self.prefetcher.placement:  # re-capture: another block is streamed, or one less
+            self._release()
+            self.placement, self.eager_steps, self.verified = self.prefetcher.placement, 0, False
+        if self.captured is not None:
+            return self._verify(call)
+        self.eager_steps += 1
+        if self.eager_steps > EAGER_STEPS:
+            self._capture(call)  # by now blocks that turned out not to suit the CPU are streamed
         return self.own(**call)
 
     def _fits(self, call: dict[str, Any]) -> bool:
         same_batch = self.inputs is None or self.inputs.ids.shape == call["input_ids"].shape
         return call["past_key_values"] is self.cache and same_batch
 
-    def _record(self, call: dict[str, Any]) -> None:
+    def _capture(self, call: dict[str, Any]) -> None:
         cache = call["past_key_values"]
         inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype)
         inputs.fill(call)
@@ -311,81 +183,63 @@ class StepGraph:
                 return self.own(**fixed).logits
 
         self.prefetcher.fix_slots()
-        self.prefetcher.begin_again()
+        self.prefetcher.begin_captured_pass()
         try:
-            with contextlib.nullcontext() if self.calls is None else self.calls.capturing() as self.recorded_calls:
-                self.recording = self.record(step, self.prefetcher)
+            with contextlib.nullcontext() if self.calls is None else self.calls.capturing() as self.captured_calls:
+                self.captured = self.capture(step, self.prefetcher)
             self.inputs = inputs
-        except Exception as error:  # whatever the model's code does that a graph cannot hold
-            self._give_up(f"a graph could not be recorded ({_first_line(error)})")
+        except Exception as error:  # anything in the model's code that a graph cannot hold
+            self._give_up(f"the capture failed ({_first_line(error)})")
 
-    def _repeat(self, call: dict[str, Any]) -> CausalLMOutputWithPast:
-        assert self.inputs is not None and self.recording is not None
+    def _replay(self, call: dict[str, Any]) -> CausalLMOutputWithPast:
+        assert self.inputs is not None and self.captured is not None
         self.inputs.fill(call)
-        if self.calls is not None and self.recorded_calls is not None:
-            self.calls.replay(self.recorded_calls)
-        self.recording.repeat()
+        if self.calls is not None and self.captured_calls is not None:
+            self.calls.replay(self.captured_calls)
+        self.captured.replay()
         cache = call["past_key_values"]
         cache.advance(1)
-        return CausalLMOutputWithPast(logits=self.recording.output, past_key_values=cache)
+        return CausalLMOutputWithPast(logits=self.captured.output, past_key_values=cache)
 
-    def _trial(self, call: dict[str, Any]) -> Any:
-        """A step as a graph, launched with a mask, which is compared, and launched as usual, which counts."""
+    def _verify(self, call: dict[str, Any]) -> Any:
+        """Compute a step as a graph, eagerly with a mask to compare, and as usual, which is the one that counts."""
         cache, place = call["past_key_values"], call["past_key_values"].get_seq_length()
         streams = self.prefetcher.timeline.streams
         try:
             for _ in range(2):  # the first time takes longer
-                self.prefetcher.begin_again()
-                graph_s, output = _timed(lambda: self._repeat(call), streams)
+                self.prefetcher.begin_captured_pass()
+                graph_s, output = _timed(lambda: self._replay(call), streams)
                 cache.advance(-1)
             of_graph = [output.logits[:, -1].clone(), *cache.at(place)]
             output = self.own(**call | {"attention_mask": visible_positions(call, self.dtype)})
-            launched = [output.logits[:, -1].clone(), *cache.at(place)]
-            differences = [_difference(one, other) for one, other in zip(of_graph, launched)]
+            eager = [output.logits[:, -1].clone(), *cache.at(place)]
+            differences = [_difference(one, other) for one, other in zip(of_graph, eager)]
             cache.advance(-1)
         except (torch.OutOfMemoryError, RunError) as error:
             cache.advance(place - cache.get_seq_length())
-            self._give_up(f"it could not be tried ({_first_line(error)})")
+            self._give_up(f"it could not be verified ({_first_line(error)})")
             return self.own(**call)
-        usual_s, output = _timed(lambda: self.own(**call), streams)
+        eager_s, output = _timed(lambda: self.own(**call), streams)
         difference = float(torch.stack(differences).max())  # NaN, if one of them is
+        measured: dict[str, Any] = {"difference": difference, "graph_s": graph_s, "launched_s": eager_s}
         if not difference <= MAX_DIFFERENCE[self.dtype]:
-            self._give_up(f"a graph's results differ by {difference:.1e}", difference, graph_s, usual_s)
-        elif graph_s > MAX_SLOWDOWN * usual_s and not self.always:
-            self._give_up("a graph is slower", difference, graph_s, usual_s)
+            self._give_up(f"a graph's results differ by {difference:.1e}", **measured)
+        elif graph_s > MAX_SLOWDOWN * eager_s and not self.always:
+            self._give_up("a graph is slower", **measured)
         else:
-            self.tried = True
-            self.report(
-                DecodeGraph(
-                    unused_because=None,
-                    difference=difference,
-                    graph_s=graph_s,
-                    launched_s=usual_s,
-                    graphs=self.recording.graphs,
-                    tried=True,
-                )
-            )
-        self.prefetcher.balance.begin_again()
+            self.verified = True
+            self.report(DecodeGraph(unused_because=None, graphs=self.captured.graphs, tried=True, **measured))
+        self.prefetcher.rebalancer.begin_again()
         return output
 
-    def _give_up(
-        self,
-        reason: str,
-        difference: float | None = None,
-        graph_s: float | None = None,
-        launched_s: float | None = None,
-    ) -> None:
-        self.given_up, self.tried = True, False
-        self._forget()
-        self.report(
-            DecodeGraph(
-                unused_because=reason, difference=difference, graph_s=graph_s, launched_s=launched_s, tried=True
-            )
-        )
+    def _give_up(self, reason: str, **measured: Any) -> None:
+        self.given_up, self.verified = True, False
+        self._release()
+        self.report(DecodeGraph(unused_because=reason, tried=True, **measured))
 
-    def _forget(self) -> None:
-        """Let go of the graph and its memory, which what its calls bring is a part of."""
-        self.inputs = self.recording = self.recorded_calls = None
+    def _release(self) -> None:
+        """Release the graph and its memory, which the results of captured CPU calls are a part of."""
+        self.inputs = self.captured = self.captured_calls = None
 
 
 def _first_line(error: Exception) -> str:
@@ -393,12 +247,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Of their norms, relative to that of `other`; on the device."""
+    """Return the norm of the difference, relative to that of `other`, on the device."""
     return (one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-30)
 
 
 def _timed(work: Callable[[], Any], streams: DeviceStreams) -> tuple[float, Any]:
-    """Seconds until the device has done it, and what it returned."""
+    """Return the seconds until the device has done `work`, and its result."""
     streams.synchronize()
     start = time.perf_counter()
     result = work()
@@ -406,15 +260,149 @@ def _timed(work: Callable[[], Any], streams: DeviceStreams) -> tuple[float, Any]
     return time.perf_counter() - start, result
 
 
-# Of a call of the model: what the graph has in tensors, and what has to be as it is in a plain generation.
-IN_TENSORS = {"input_ids", "position_ids", "cache_position", "attention_mask", "past_key_values"}
-USUAL = {"use_cache": (None, True), "return_dict": (None, True), "logits_to_keep": (0, 1)}
+@dataclass(frozen=True)
+class CapturedStep:
+    """
+    Attributes:
+        output: of the step; each replay overwrites it.
+        graphs: number of graphs of a step.
+    """
+
+    output: torch.Tensor
+    replay: Callable[[], None]
+    graphs: int
+
+
+Capture = Callable[[Step, Prefetcher], CapturedStep]
+
+
+def capture_cuda_graphs(step: Step, prefetcher: Prefetcher) -> CapturedStep:
+    """Capture `step` without running it; the ring buffer does its part, as it would in the step.
+
+    Raises:
+        RuntimeError: it does something that cannot be captured, such as waiting for the device. The next step can be computed as usual.
+    """
+    sequence = _GraphSequence()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # graphs do not take their memory from there
+    with prefetcher.compute.entered(), _between_graphs(prefetcher, sequence.between):
+        sequence.begin()
+        try:
+            output = step()
+            sequence.end()
+        except BaseException:
+            sequence.abandon()
+            raise
+    parts = sequence.parts
+
+    def replay() -> None:
+        with prefetcher.compute.entered():
+            for part in parts:
+                part()
+
+    return CapturedStep(output, replay, sequence.graphs)
+
+
+def capture_calls(step: Step, prefetcher: Prefetcher) -> CapturedStep:
+    """Stand in for graphs on a CPU: call `step` again for each replay, with blocks in the same slots."""
+    sequence = _CallSequence()
+    with _between_graphs(prefetcher, sequence.between):
+        output = step()
+
+    def replay() -> None:
+        sequence.position = 0
+        with _between_graphs(prefetcher, sequence.between):
+            output.copy_(step())
+
+    return CapturedStep(output, replay, len(sequence.slots) + 1)
+
+
+class _CallSequence:
+    """The slots that the ring buffer returned in the first call of a step, and has to return in all others."""
+
+    def __init__(self) -> None:
+        self.slots: list[int | None] = []
+        self.position = 0
+
+    def between(self, call: Callable[[], Any]) -> Any:
+        slot = call()
+        if self.position == len(self.slots):
+            self.slots.append(slot)
+        _check_slot(slot, self.slots[self.position])
+        self.position += 1
+        return slot
+
+
+class _GraphSequence:
+    """Graphs one after the other, which share their memory, and the host's work between them."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.graph: torch.cuda.CUDAGraph | None = None  # under capture
+        self.parts: list[Callable[[], Any]] = []
+        self.graphs = 0
+
+    def begin(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        assert self.graph is not None
+        graph, self.graph = self.graph, None
+        with warnings.catch_warnings():  # between two requests to the ring in a row there is nothing
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            graph.capture_end()
+        self.parts.append(graph.replay)
+        self.graphs += 1
+
+    def between(self, call: Callable[[], Any]) -> Any:
+        self.end()
+        slot = call()
+        self.parts.append(lambda: _check_slot(call(), slot))
+        self.begin()
+        return slot
+
+    def abandon(self) -> None:
+        """Clean up after an error. PyTorch before 2.12 believes that the capture goes on: `empty_cache` and random numbers fail then."""
+        device, ended = torch.cuda.current_device(), self.graph is None
+        with contextlib.suppress(RuntimeError):  # it is invalid
+            if self.graph is not None:
+                self.graph.capture_end()
+                ended = True
+        with contextlib.suppress(RuntimeError):  # it was ended
+            torch._C._cuda_endAllocateToPool(device, self.pool)
+        if not ended:
+            with contextlib.suppress(RuntimeError):  # else its part of the pool is never given back
+                torch._C._cuda_releasePool(device, self.pool)
+        with contextlib.suppress(RuntimeError):
+            generator = torch.cuda.default_generators[device]
+            generator.graphsafe_set_state(generator.clone_state())  # a copy is in no capture
+
+
+@contextlib.contextmanager
+def _between_graphs(prefetcher: Prefetcher, between: BetweenGraphs) -> Iterator[None]:
+    """Let `between` run what the prefetcher asks of its ring buffer."""
+    prefetcher.between_graphs = between
+    try:
+        yield
+    finally:
+        prefetcher.between_graphs = None
+
+
+def _check_slot(slot: int | None, captured: int | None) -> None:
+    if slot != captured:
+        raise RunError(f"a block is in slot {slot}, but its graph reads slot {captured}; use --decode-graph off.")
 
 
 @dataclass
 class StepInputs:
-    """What changes from step to step, in memory that stays: ids and positions int64 [batch, 1], place int64 [1], mask
-    [batch, 1, 1, positions] in the model's dtype."""
+    """What changes from step to step, in memory that stays.
+
+    Attributes:
+        ids, positions: int64 [B, 1].
+        place: the cache's next position, int64 [1].
+        mask: added to attention scores, [B, 1, 1, positions of the cache], in the model's dtype.
+    """
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -423,23 +411,23 @@ class StepInputs:
 
     @classmethod
     def like(cls, ids: torch.Tensor, length: int, dtype: torch.dtype) -> StepInputs:
-        """Empty, for `ids` [batch, 1] and a cache of `length` positions."""
+        """Return uninitialized inputs for `ids` [B, 1] and a cache of `length` positions."""
         mask = torch.empty(ids.shape[0], 1, 1, length, dtype=dtype, device=ids.device)
         return cls(torch.empty_like(ids), torch.empty_like(ids), ids.new_empty(1), mask)
 
     def instead_of(self, call: dict[str, Any]) -> dict[str, Any]:
-        """`call` with these tensors in place of its own."""
+        """Return `call` with these tensors in place of its own."""
         known = {"cache_position": self.place} if call.get("cache_position") is not None else {}
         return call | known | {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": self.mask}
 
     def fill(self, call: dict[str, Any]) -> None:
-        """With those of `call`, whose cache has not got its keys and values yet."""
+        """Copy those of `call`, whose cache does not hold the step's keys and values yet."""
         length = call["past_key_values"].get_seq_length()
         self.ids.copy_(call["input_ids"])
         self.positions.copy_(call["position_ids"])
         self.place.fill_(length)
         self.mask.fill_(torch.finfo(self.mask.dtype).min)
-        seen, given = self.mask[:, 0, 0, : length + 1], call.get("attention_mask")
+        seen, given = self.mask[:, 0, 0, : length + 1], call.get("attention_mask")  # [B, length + 1]
         if given is None:
             seen.zero_()
         else:
@@ -447,8 +435,7 @@ class StepInputs:
 
 
 def visible_positions(call: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    """A mask of `dtype`, [batch, 1, 1, positions], to be added, over the positions that a decode step sees: what transformers makes of
-    its attention mask, or what none says."""
+    """Return the mask [B, 1, 1, positions] that transformers would add for the positions that a decode step sees."""
     ids, length = call["input_ids"], call["past_key_values"].get_seq_length() + 1
     mask = torch.zeros(ids.shape[0], 1, 1, length, dtype=dtype, device=ids.device)
     given = call.get("attention_mask")
@@ -456,23 +443,19 @@ def visible_positions(call: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_decode_step(call: dict[str, Any]) -> bool:
-    """Whether a call of a model has one more token for each sequence of a `DeviceKVCache`, and asks for nothing but logits."""
+    """Return whether a call has one more token for each sequence of a `DeviceKVCache`, and asks for nothing but logits."""
     ids, cache, positions = call.get("input_ids"), call.get("past_key_values"), call.get("position_ids")
     if not (torch.is_tensor(ids) and ids.dim() == 2 and ids.shape[1] == 1 and isinstance(cache, DeviceKVCache)):
         return False
-    if (
-        not torch.is_tensor(positions)
-        or positions.shape != ids.shape
-        or not 0 < cache.get_seq_length() < cache.max_length
-    ):
+    if not torch.is_tensor(positions) or positions.shape != ids.shape:
+        return False
+    length = cache.get_seq_length()
+    if not 0 < length < cache.max_length:
         return False
     place, mask = call.get("cache_position"), call.get("attention_mask")
     if place is not None and (not torch.is_tensor(place) or place.shape != (1,)):
         return False
-    if mask is not None and (not torch.is_tensor(mask) or mask.shape != (ids.shape[0], cache.get_seq_length() + 1)):
+    if mask is not None and (not torch.is_tensor(mask) or mask.shape != (ids.shape[0], length + 1)):
         return False
-    return all(_is_usual(name, value) for name, value in call.items() if name not in IN_TENSORS)
-
-
-def _is_usual(name: str, value: Any) -> bool:
-    return not torch.is_tensor(value) and value in USUAL.get(name, (None, False))
+    others = ((name, value) for name, value in call.items() if name not in IN_TENSORS)
+    return all(not torch.is_tensor(value) and value in EXPECTED.get(name, (None, False)) for name, value in others)

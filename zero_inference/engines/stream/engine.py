@@ -1,11 +1,21 @@
-"""Our layer streaming: decoder layers wait in page-locked host memory and pass through a ring of device slots.
+"""The stream engine: weights in page-locked host memory are streamed through a ring buffer of device slots, or computed by the CPU.
 
-The model is transformers' own and stays whole; hooks before and after each decoder layer see to it that its parameters
-point at the layer's bytes while it computes.
+How a weight gets from a checkpoint to a product:
+
+1. `plan` (plan.py) decides with `placement.plan_placement` which blocks are resident, streamed or CPU-computed, and how many ring slots
+   there are (`placement.default_ring_depth`). blocks.py divides layers into blocks, layout.py lays each out as one buffer.
+2. `load` reads the shards parameter by parameter. `_WeightLoader` quantizes each and writes it into its block's buffer (layout.BlockStore),
+   in host memory or on the device; vocabulary.py has the input embedding and the output head.
+3. `Prefetcher` (prefetch.py) hooks the blocks of transformers' own model. In each pass the ring buffer (ring.py) copies streamed blocks
+   into slots ahead of use; before a block computes, its parameters are pointed at its slot, or dequantized into a workspace, or products.py
+   multiplies the codes. A CPU-computed block is handed to the CPU backend instead (cpu.py, expert_cache.py).
+4. After the first decode steps rebalance.py moves blocks between link and CPU, and `StepGraph` (cuda_graph.py) captures a step as CUDA
+   graphs and replays it. trace.py keeps the times of copies and blocks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -31,63 +41,69 @@ from zero_inference.utils.transfers import Transfers
 TOO_SHORT = "no generation was long enough to try a graph"
 
 connect = new_process_group  # for the all-gathers, on which no other code issues collectives
-__all__ = ["check", "connect", "load", "plan"]  # as engines/base.py says
+__all__ = ["check", "connect", "load", "plan"]  # the engine protocol of engines/base.py
 
 
 def check(plan: StreamPlan) -> None:
-    """Nothing beyond what every engine needs."""
+    pass  # it needs nothing beyond what every engine needs
 
 
 def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedModel:
-    """Fill the block store, place the rest on the device, and hook the ring and the cores into the model."""
+    """Load the weights as planned, and hook prefetcher, CPU backend and graphs into the model."""
     job, placement, scheme = plan.job, plan.placement, plan.scheme
     model, ranks = job.empty_model.model, job.ranks
     store = BlockStore(placement.layouts, set(placement.resident), ranks, plan.pinned, placement.cpu_computed)
     prefix, layers = decoder_layers(model)
-    placed = _WeightLoader(model, prefix, placement, store, scheme, ranks.device, plan.head)
-    load_weights(model, job.spec, job.config.seed, ranks.device, placed.adopt, progress)
+    weights = _WeightLoader(model, prefix, placement, store, scheme, ranks.device, plan.head)
+    load_weights(model, job.spec, job.config.seed, ranks.device, weights.adopt, progress)
     store.complete()
     # more than was planned where a checkpoint unties what config.json ties
-    placement.outside_bytes = sum(p.nbytes for name, p in model.named_parameters() if name not in placed.where)
-    placement.outside_bytes += plan.cost_terms.head_stored_bytes
+    outside = (p.nbytes for name, p in model.named_parameters() if name not in weights.block_of)
+    placement.outside_bytes = sum(outside) + plan.cost_terms.head_stored_bytes
     model.to(ranks.device)  # buffers
     if job.on_gpu:
-        torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the remainders stay unusable
+        torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the rest stays unusable
     transfers = Transfers()
-    team = CpuBackend(plan.cores, job, placement, store, scheme, transfers) if plan.cores is not None else None
-    prefetcher = Prefetcher(model, placement, store, scheme, ranks, transfers, job.group, team)
-    head = None
+    cpu = None if plan.cpu is None else CpuBackend(plan.cpu, job, placement, store, scheme, transfers)
+    prefetcher = Prefetcher(model, placement, store, scheme, ranks, transfers, job.group, cpu)
+    closing = contextlib.ExitStack()  # runs in reverse order
+    if weights.embedding is not None:
+        closing.callback(weights.embedding.close)
+    closing.callback(prefetcher.close)
+    if cpu is not None:
+        closing.callback(cpu.close)  # before the memory that it reads
     if plan.head is not None:
-        head = QuantizedHead(model.get_submodule(plan.head.module), plan.head, placed.packed_head, prefetcher.workspace)
-
+        module = model.get_submodule(plan.head.module)
+        head = QuantizedHead(module, plan.head, weights.packed_head, prefetcher.workspace)
+        closing.callback(head.close)
     cpu_attention = None
-    if team is not None and team.plan.attends:
+    if cpu is not None and cpu.plan.attends:
         patch_attention(model)
-        cpu_attention = team.attention()
+        cpu_attention = cpu.attention()
 
     facts = _facts(plan, model)
-    prefetcher.changed = lambda placement: facts["stream"].update(_divided(placement))
-    graph = _step_graph(plan, prefetcher, team, facts)
+    prefetcher.on_placement_changed = lambda placement: facts["stream"].update(_bytes_per_step(placement))
+    graph: StepGraph | None = None
+    if plan.no_graph is None:
+        graph = StepGraph(
+            model,
+            job.spec.dtype,
+            capture_cuda_graphs if job.on_gpu else capture_calls,
+            prefetcher,
+            None if cpu is None else cpu.calls,
+            job.config.decode_graph == "on",
+            lambda outcome: facts["stream"].update(decode_graph=outcome),
+        )
+        closing.callback(graph.close)
 
-    def steps_to_settle() -> int:  # the division is looked at behind the trial of a graph
+    def steps_to_settle() -> int:  # rebalancing follows the verification of a graph
         of_graph = 0 if graph is None else graph.steps_to_settle()
-        return of_graph or prefetcher.balance.steps_to_settle()
+        return of_graph or prefetcher.rebalancer.steps_to_settle()
 
     def modules_changed(modules: set[nn.Module]) -> None:
         prefetcher.modules_changed(modules)
         if graph is not None:
             graph.modules_changed()
-
-    def close() -> None:
-        if graph is not None:
-            graph.close()
-        if head is not None:
-            head.close()
-        if team is not None:
-            team.close()  # before what it reads goes
-        prefetcher.close()
-        if placed.embedding is not None:
-            placed.embedding.close()
 
     return LoadedModel(
         model=model,
@@ -96,52 +112,30 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         weight_bytes=placement.stored_bytes,
         transfers=transfers,
         facts=facts,
-        close=close,
+        close=closing.close,
         timeline=prefetcher.timeline,
         preallocated_cache=plan.preallocated_cache,
-        cores=None if plan.cores is None else plan.cores.facts(placement.computed_bytes),
+        cores=None if plan.cpu is None else plan.cpu.facts(placement.computed_bytes),
         cpu_attention=cpu_attention,
         page_locked=[store.buffers[block] for block in placement.in_host_memory] if plan.pinned else (),
         steps_to_settle=steps_to_settle,
         modules_changed=modules_changed,
-        writable=[p for name, p in layers.named_parameters(prefix) if name not in placed.where],
+        writable=[p for name, p in layers.named_parameters(prefix) if name not in weights.block_of],
     )
 
 
-def _step_graph(
-    plan: StreamPlan, prefetcher: Prefetcher, team: CpuBackend | None, facts: dict[str, Any]
-) -> StepGraph | None:
-    job, calls = plan.job, None if team is None else team.calls
-    if plan.no_graph is not None:
-        return None
-
-    def report(graph: DecodeGraph) -> None:
-        facts["stream"]["decode_graph"] = graph
-
-    record = capture_cuda_graphs if job.on_gpu else capture_calls
-    always = job.config.decode_graph == "on"
-    return StepGraph(job.empty_model.model, job.spec.dtype, record, prefetcher, calls, always, report)
-
-
-def _divided(placement: Placement) -> dict[str, int]:
-    """What goes each way in a decode step."""
+def _bytes_per_step(placement: Placement) -> dict[str, int]:
     return {
         "fetched_bytes": placement.nbytes_of(placement.streamed) + round(placement.fetched_expert_bytes),
         "computed_bytes": placement.computed_bytes,
     }
 
 
-def _kept_experts(placement: Placement) -> dict[str, Any]:
-    """What device memory keeps of the experts that the cores multiply."""
-    slots = placement.expert_slots
-    mean = sum(slots.values()) / len(placement.cpu_computed.intersection(placement.expert_blocks)) if slots else None
-    return {"expert_slots": mean, "expert_slot_bytes": placement.expert_slot_bytes or None}
-
-
 def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
-    """What the record says of where the weights are."""
-    placement = plan.placement
+    """Return the engine's fields of the record."""
+    placement, slots = plan.placement, plan.placement.expert_slots
     streamed = placement.layers_of(placement.in_host_memory)
+    cached = sum(slots.values()) / len(placement.cpu_computed.intersection(placement.expert_blocks)) if slots else None
     facts: dict[str, Any] = {
         "stream": {
             "resident_layers": placement.layers - len(streamed),
@@ -151,10 +145,11 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
             "resident_bytes": placement.resident_bytes,
             "embedding_on_host": placement.embedding is not None,
             "workspace_bytes": placement.workspace_bytes,
-            **_divided(placement),
-            **_kept_experts(placement),
-            "cores": None if plan.cores is None else plan.cores.facts(placement.computed_bytes),
-            "no_attention_because": plan.no_attention,
+            **_bytes_per_step(placement),
+            "expert_slots": cached,
+            "expert_slot_bytes": placement.expert_slot_bytes or None,
+            "cores": None if plan.cpu is None else plan.cpu.facts(placement.computed_bytes),
+            "no_attention_because": plan.no_cpu_attention,
             "head_bits": None if plan.head is None else plan.head.scheme.bits,
             "decode_graph": None
             if plan.job.config.decode_graph == "off"
@@ -168,7 +163,11 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
 
 
 class _WeightLoader:
-    """Takes each parameter over as it is read: into the store, the embedding's host memory, the head's codes, or onto the device."""
+    """Stores each parameter as it is read: in its block, the embedding in host memory, the head's codes, or as it is on the device.
+
+    Attributes:
+        block_of: full name of a parameter -> its block, and its name there.
+    """
 
     def __init__(
         self,
@@ -184,7 +183,7 @@ class _WeightLoader:
         self.packed_head: tuple[torch.Tensor, ...] = ()
         self.model, self.table = model, placement.embedding
         self.embedding: HostEmbedding | None = None
-        self.where = {
+        self.block_of = {
             block.full_name(prefix, stored.name): (index, stored.name)
             for index, (block, layout) in enumerate(zip(placement.blocks, placement.layouts))
             for stored in layout.parameters
@@ -196,19 +195,17 @@ class _WeightLoader:
         elif self.table is not None and name == self.table.weight:
             module = self.model.get_submodule(self.table.module)
             self.embedding = HostEmbedding(module, parameter.data, self.store.pinned)
-        elif name not in self.where:
+        elif name in self.block_of:
+            block, own_name = self.block_of[name]
+            self.store.put(block, own_name, parameter.data, self.scheme)
+        else:
             parameter.data = parameter.data.to(self.device)
             return
-        else:
-            block, own_name = self.where[name]
-            self.store.put(block, own_name, parameter.data, self.scheme)
-        parameter.data = torch.empty(
-            0, dtype=parameter.dtype, device=self.device
-        )  # until the prefetcher points it at a slot
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)  # until its block is called
 
 
 def _quantized_share(model: nn.Module, placement: Placement, head: HeadWeight | None) -> tuple[int, list[str], int]:
-    """Elements that are quantized, names of matrices that are not, and all elements."""
+    """Return the number of quantized elements, the names of matrices that are not quantized, and the number of all elements."""
     prefix, _ = decoder_layers(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if placement.embedding is not None:

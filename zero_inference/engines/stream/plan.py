@@ -1,4 +1,8 @@
-"""What a run of the stream engine places where: decided from its options, the empty model and measured rates, before a weight is read."""
+"""The plan of a stream run: what is resident, streamed or CPU-computed, from options, the empty model and measured rates.
+
+`plan` places blocks on device and host (`placement.plan_placement`), gives some to the CPU (`cpu_plan.plan_cpu`), and then tries rings of
+fewer slots (`with_ring_for_cpu`). No weight is read for it.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +46,13 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.format import format_bytes, three_digits
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
-# Of the activations, an estimate of what the allocator holds in free blocks that are too small for what is asked for next: it keeps
-# those of hidden states while a feed-forward takes larger ones. Llama-3.1-405B with 32 x 128 tokens ran with 2.68 GB set aside for both and
-# not with 2.15 (docs/performance.md); this makes 2.77.
-UNUSABLE_SHARE = 0.5
-# Slots that are tried where the CPU multiplies beside the link, and how much shorter the step has to be predicted than with more slots.
-RING_DEPTHS_WITH_CORES, SHORTER = (12, 8, 6, 5, 4), 0.98
-SLOWER_ATTENTION = "a step in which they attend is predicted to take longer"  # why they stay out
+# Share of the activations that the allocator is estimated to hold in free blocks too small for the next request: it keeps those of hidden
+# states while a feed-forward takes larger ones. Llama-3.1-405B with 32 x 128 tokens ran with 2.68 GB set aside for both and not with 2.15
+# (docs/performance.md); this makes 2.77.
+FRAGMENTED_SHARE = 0.5
+# Numbers of ring slots that are tried where the CPU multiplies too, and the share of the step's time that fewer slots have to reach.
+RING_DEPTHS_WITH_CPU, SHORTER = (12, 8, 6, 5, 4), 0.98
+SLOWER_ATTENTION = "a step with CPU attention is predicted to take longer"
 
 
 @dataclass(frozen=True)
@@ -56,36 +60,32 @@ class StreamPlan(EnginePlan):
     """
     Attributes:
         scheme: None where weights keep 16 bits.
-        cores: how the host's cores take part; None if they do not.
-        cores_stay_out: why they do not, in a few words; None if they do, or if nothing is in host memory.
+        cpu: what the CPU computes; None if nothing.
+        no_cpu: why it computes nothing, in a few words; None if it does, or if nothing is in host memory.
         no_graph: why decode steps are not CUDA graphs, in a few words; None if they may be.
-        no_attention: why the cores do not attend over keys and values in host memory, in a few words; None if they do, or if there are
-            none.
-        head: the output head where it is quantized; None where it keeps its dtype.
+        no_cpu_attention: why keys and values in host memory cross the link, in a few words; None if the CPU attends, or if there are none.
+        head: the output head if it is quantized; None where it keeps its dtype.
     """
 
     placement: Placement
     scheme: GroupQuantization | None
-    cores: CpuPlan | None = None
-    cores_stay_out: str | None = None
+    cpu: CpuPlan | None = None
+    no_cpu: str | None = None
     no_graph: str | None = None
-    no_attention: str | None = None
+    no_cpu_attention: str | None = None
     head: HeadWeight | None = None
 
     def prepare(self) -> None:
-        """See `EnginePlan`."""
         job = self.job
-        if (self.scheme is not None or self.cores is not None) and job.on_gpu:
+        if (self.scheme is not None or self.cpu is not None) and job.on_gpu:
             load_extension(None if job.ranks.is_first and job.config.verbose > 0 else lambda line: None)
 
     @property
     def least_free_device_bytes(self) -> int:
-        """See `EnginePlan`."""
-        activations = int((1 + UNUSABLE_SHARE) * self.job.activation_bytes)
+        activations = int((1 + FRAGMENTED_SHARE) * self.job.activation_bytes)
         return self.footprint.device + self.job.cache_device_bytes + activations + RESERVE_BYTES
 
     def as_stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """See `EnginePlan`."""
         if name not in self._packed:
             return values
         scheme, transposed = self._packed[name]
@@ -111,17 +111,16 @@ class StreamPlan(EnginePlan):
     @functools.cached_property
     def _in_prompt(self) -> tuple[Placement, ConcurrentRates] | None:
         """Return the placement in a short prompt, and its rates; None where the CPU multiplies none of it."""
-        if self.cores is None or self.cores.prompt_rates is None:
+        if self.cpu is None or self.cpu.prompt_rates is None:
             return None
-        placed = self.placement.for_short_prompt(self.cores.prompt_rows, multiplies_many(self.scheme))
-        return placed, self.cores.prompt_rates
+        placed = self.placement.for_short_prompt(self.cpu.prompt_rows, multiplies_many(self.scheme))
+        return placed, self.cpu.prompt_rates
 
     @functools.cached_property
     def cost_terms(self) -> CostTerms:
-        """See `EnginePlan`."""
-        job, found, cores = self.job, self.placement, self.cores
-        rates = None if cores is None else cores.rates
-        cpu_gb_per_s = None if cores is None else cores.of_step_gb_per_s(found.computed_bytes)
+        job, found, cpu = self.job, self.placement, self.cpu
+        rates = None if cpu is None else cpu.rates
+        cpu_gb_per_s = None if cpu is None else cpu.of_step_gb_per_s(found.computed_bytes)
         beside = rates is not None and cpu_gb_per_s is not None
         described = job.machine.profile()
         link_gb_per_s = None if described is None else described.link_gb_per_s
@@ -146,10 +145,10 @@ class StreamPlan(EnginePlan):
             fused_rows=FUSED_ROWS if fused else 0,
             head_plain_bytes=0 if self.head is None else self.head.plain_bytes,
             head_stored_bytes=0 if self.head is None else self.head.stored_bytes,
-            dequantizes_on_cpu=job.config.quantized and not job.on_gpu and cores is None,
-            step_cpu=CpuWork(*self._cpu_shares(found), 0.0 if cores is None else cores.waited_s(found)),
+            dequantizes_on_cpu=job.config.quantized and not job.on_gpu and cpu is None,
+            step_cpu=CpuWork(*self._cpu_shares(found), 0.0 if cpu is None else cpu.waited_s(found)),
             prefill_cpu=prefill_cpu,
-            cpu_attention_layers=len(job.sizes.kv_widths) if cores is not None and cores.attends else 0,
+            cpu_attention_layers=len(job.sizes.kv_widths) if cpu is not None and cpu.attends else 0,
             cpu_alone_s=0.0 if rates is None else found.computed_bytes / (rates.cores_alone_gb_per_s * 1e9),
             cpu_rate_unknown=self._cpu_rate_unknown,
             depends_on_routing=any(block in found.cpu_computed for block in found.expert_blocks),
@@ -157,64 +156,54 @@ class StreamPlan(EnginePlan):
 
     @property
     def _cpu_rate_unknown(self) -> bool:
-        """See `EnginePlan`."""
         job = self.job
-        if self.cores is not None or job.config.cpu_share is not None or not (job.on_gpu and self.placement.host_bytes):
+        if self.cpu is not None or job.config.cpu_share is not None or not (job.on_gpu and self.placement.host_bytes):
             return False
         elsewhere = None if job.machine.is_here else job.machine.profile()
         several = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
         return several or (elsewhere is not None and elsewhere.cores is None)
 
     def alternative(self) -> StreamPlan | None:
-        """See `EnginePlan`. The cores were chosen to attend by bandwidth alone; this plan leaves attention on the device, in case what the
-        host does for each layer costs more."""
-        if self.cores is None or not (self.cores.attends and self.cores.automatic):
+        """Return the plan without CPU attention, which was chosen by bandwidth alone; what the host does for each layer may cost more."""
+        if self.cpu is None or not (self.cpu.attends and self.cpu.automatic):
             return None
         try:
             found = plan(self.job, may_attend=False)
         except DoesNotFit:  # layers that are not divided need more memory
             return None
-        if found.cores:
-            return replace(found, no_attention=SLOWER_ATTENTION)
-        return replace(found, cores_stay_out=SLOWER_ATTENTION, no_attention=SLOWER_ATTENTION)
+        if found.cpu:
+            return replace(found, no_cpu_attention=SLOWER_ATTENTION)
+        return replace(found, no_cpu=SLOWER_ATTENTION, no_cpu_attention=SLOWER_ATTENTION)
 
     def without_short_prompts(self) -> StreamPlan | None:
-        """See `EnginePlan`."""
-        if self.cores is None or not self.cores.prompt_rows:
+        if self.cpu is None or not self.cpu.prompt_rows:
             return None
-        cores = replace(self.cores, prompt_rows=0, prompt_share=0.0, prompt_rates=None)
-        return replace(self, placement=replace(self.placement, prompt_cpu_computed=frozenset()), cores=cores)
+        cpu = replace(self.cpu, prompt_rows=0, prompt_share=0.0, prompt_rates=None)
+        return replace(self, placement=replace(self.placement, prompt_cpu_computed=frozenset()), cpu=cpu)
 
     @property
     def why_whole_layers(self) -> str:
-        """See `EnginePlan`."""
         blocks, _, _ = _laid_out(self.job, self.scheme, divided=True)
         if not any(block.experts is not None and block.computable for block in blocks or ()):
             return "the CPU does not multiply experts of this form"
-        if self.cores:
+        if self.cpu:
             return "the CPU multiplies only a part of them"
-        return (
-            f"the CPU computes nothing: {self.cores_stay_out}" if self.job.on_gpu else "PyTorch computes whole layers"
-        )
+        return f"the CPU computes nothing: {self.no_cpu}" if self.job.on_gpu else "PyTorch computes whole layers"
 
     @property
     def gpu_memory_bytes(self) -> int | None:
-        """See `EnginePlan`."""
         return self.placement.reserved_bytes
 
     @property
     def ring_depth(self) -> int | None:
-        """See `EnginePlan`."""
         return self.placement.ring_depth if self.placement.ring_depth >= MIN_RING_DEPTH else None
 
     @property
     def copies_own_memory(self) -> bool:
-        """See `EnginePlan`."""
         return self.pinned and self.placement.host_bytes > 0
 
     @property
     def graphs(self) -> bool:
-        """See `EnginePlan`."""
         return self.no_graph is None and self.job.on_gpu
 
     def _cpu_shares(self, found: Placement) -> tuple[float, float]:
@@ -232,179 +221,151 @@ class StreamPlan(EnginePlan):
         )
 
     def rebalanced_s(self, link_s: float, others_s: float) -> tuple[float, float]:
-        """See `EnginePlan`; what `Balance` does behind the first steps. Where the cores attend, their work grows from token to token, and
-        in the steps that it looks at they do not yet have more of it than the link."""
-        cores, found = self.cores, self.placement
-        if cores is None or cores.rates is None or cores.attends or not cores.automatic or not found.streamed:
+        """Return (link, others) seconds after rebalancing. CPU attention grows from token to token, so with it nothing is moved to the CPU
+        in the first steps."""
+        cpu, found = self.cpu, self.placement
+        if cpu is None or cpu.rates is None or cpu.attends or not cpu.automatic or not found.streamed:
             return link_s, others_s
-        link, multiplied = cores.rates.link_gb_per_s * 1e9, cores.rates.cores_gb_per_s * 1e9
+        link, multiplied = cpu.rates.link_gb_per_s * 1e9, cpu.rates.cores_gb_per_s * 1e9
         step = MeasuredStep(
             whole=max(link_s, others_s),
             link=link_s,
             cores=found.computed_bytes / multiplied,
             waited=max(0.0, link_s - others_s),
         )
-        moved = found.rebalanced(bytes_to_move(cores, found, step), found.computable)
+        moved = found.rebalanced(bytes_to_move(cpu, found, step), found.computable)
         nbytes = found.nbytes_of(found.cpu_computed) - found.nbytes_of(moved.cpu_computed)
         return link_s + nbytes / link, others_s - nbytes / multiplied
 
     def overlapped_s(self, link_s: float, others_s: float) -> float:
-        """See `EnginePlan`."""
-        of_cores = (
-            {} if self.cores is None or self.cores.rates is None else cpu_block_s(self.placement, self.cores.rates)
-        )
+        of_cores = {} if self.cpu is None or self.cpu.rates is None else cpu_block_s(self.placement, self.cpu.rates)
         return overlapped_step_s(self.placement, of_cores, link_s, others_s, self.graphs)
 
     def in_words(self) -> list[str]:
-        """See `EnginePlan`."""
-        found = self.placement
-        who = "the host's cores are not used" if self.job.on_gpu else "PyTorch computes all layers"
-        unused = f"{who}: {self.cores_stay_out}"
-        crosses = []
-        if self.no_attention not in (None, self.cores_stay_out) and self.job.ranks.world_size == 1:
-            place = (
-                "keys and values cross the link" if self.job.on_gpu else "the cores do not attend over keys and values"
-            )
-            crosses = [f"{place}: {self.no_attention}"]
+        found, on_gpu = self.placement, self.job.on_gpu
+        no_cpu = f"{'the CPU computes nothing' if on_gpu else 'PyTorch computes all layers'}: {self.no_cpu}"
+        no_cpu_attention = []
+        if self.no_cpu_attention not in (None, self.no_cpu) and self.job.ranks.world_size == 1:
+            effect = "keys and values cross the link" if on_gpu else "the CPU backend does not compute attention"
+            no_cpu_attention = [f"{effect}: {self.no_cpu_attention}"]
         if not found.in_host_memory:
-            kept_out = self.cores is None and self.cores_stay_out and self.job.config.kv_offload
-            return [*([unused] if kept_out else []), *crosses]
+            offloaded = self.cpu is None and self.no_cpu and self.job.config.kv_offload
+            return [*([no_cpu] if offloaded else []), *no_cpu_attention]
         line = f"each decode step {self.fetched_in_words()}"
-        if self.cores is None:
-            return [
-                line,
-                *([unused] if self.cores_stay_out else []),
-                *crosses,
-                *self.dequantized_in_words(),
-            ]
-        copied = f"{line}; " if self.job.on_gpu or found.streamed else "in each decode step "
-        lines = [f"{copied}{cores_in_words(self.cores, found)}", *rates_in_words(self.cores)]
-        return lines + prompts_in_words(self.cores) + crosses + experts_in_words(found)
+        if self.cpu is None:
+            return [line, *([no_cpu] if self.no_cpu else []), *no_cpu_attention, *self.dequantized_in_words()]
+        copies = f"{line}; " if on_gpu or found.streamed else "in each decode step "
+        first, *others = cpu_in_words(self.cpu, found)
+        return [f"{copies}{first}", *others, *no_cpu_attention, *experts_in_words(found)]
 
     def places_in_words(self) -> str:
-        """See `EnginePlan`."""
         found = self.placement
         all_in_one = not (found.in_host_memory or found.embedding) or not self.job.on_gpu
         return super().places_in_words() if all_in_one else places_in_words(found)
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
-    """Decide what stays on the device, and what the cores multiply of the rest.
+    """Plan a run.
 
     Args:
-        may_attend: whether the cores may attend over keys and values in host memory.
+        may_attend: whether the CPU may compute attention over keys and values in host memory.
 
     Raises:
-        UsageError: no decoder layers to stream, a group size that does not divide, a device too small (DoesNotFit), or cores that
-            cannot do what was asked.
+        UsageError: no decoder layers to stream, a group size that does not divide, a device too small (DoesNotFit), or a share for the CPU
+            that it cannot compute.
     """
     config, model = job.config, job.empty_model.model
     scheme = None
     if config.quantized:
         scheme = GroupQuantization(config.quant_bits, config.group_size, job.spec.dtype)
         job.empty_model.cached(("groups", scheme), lambda: check_groups(model, scheme))
-    no_graph, out = why_no_graph(job), why_no_cpu_compute(job)
-    reason = out
+    no_graph, no_cpu_at_all = why_no_graph(job), why_no_cpu_compute(job)
+    no_cpu = no_cpu_at_all
     placement: Placement | None = None
-    cores: CpuPlan | None = None
-    if reason is None:
-        placement, cores, reason = _with_cores(job, scheme, job.on_gpu and not no_graph, may_attend)
+    cpu: CpuPlan | None = None
+    if no_cpu is None:
+        placement, cpu, no_cpu = _plan_with_cpu(job, scheme, job.on_gpu and not no_graph, may_attend)
     if placement is None:
-        placement = _residency(job, scheme, divided=False)
+        placement = _place(job, scheme, divided=False)
     if _reads_group_sizes(job, placement):
         no_graph = no_graph or why_no_graph(job, in_groups=True)
     host, pinned = placement.host_bytes // job.ranks.world_size + placement.embedding_bytes, job.pin_weights
-    footprint = Footprint(device=placement.device_bytes, host=host, pinned=host if pinned else 0)
-    attends = cores is not None and cores.attends
-    no_attention = None
+    attends = cpu is not None and cpu.attends
+    no_cpu_attention = None
     if config.kv_offload and not attends:
-        no_attention = out or why_no_cpu_attention(job) or reason or SLOWER_ATTENTION
+        no_cpu_attention = no_cpu_at_all or why_no_cpu_attention(job) or no_cpu or SLOWER_ATTENTION
+    has_cache = "past_key_values" in inspect.signature(type(model).forward).parameters
     return StreamPlan(
         job,
-        footprint,
+        Footprint(device=placement.device_bytes, host=host, pinned=host if pinned else 0),
         pinned,
         placement,
         scheme,
-        cores,
-        reason,
+        cpu,
+        no_cpu,
         no_graph,
-        no_attention,
+        no_cpu_attention,
         _head(job, scheme, placement.layouts),
         weight_bytes=placement.stored_bytes,
         fetched_bytes=placement.nbytes_of(placement.streamed)
         + round(placement.fetched_expert_bytes)
         + job.rank_batch * placement.row_bytes,
-        cores_bytes=0 if cores is None else placement.computed_bytes + (cores.kv_bytes if attends else 0),
+        cores_bytes=0 if cpu is None else placement.computed_bytes + (cpu.kv_bytes if attends else 0),
         carries_kv=not attends,
-        preallocated_cache="past_key_values" in inspect.signature(type(model).forward).parameters
-        and not job.window_only_in_cache,
+        preallocated_cache=has_cache and not job.window_only_in_cache,
     )
 
 
-def _with_cores(
+def _plan_with_cpu(
     job: Job, scheme: GroupQuantization | None, graphs: bool, may_attend: bool
 ) -> tuple[Placement | None, CpuPlan | None, str | None]:
-    """Layers divided into blocks, and what the cores do with them; or why they stay out, if there is something for them at all.
-
-    Raises:
-        UsageError: see `plan`.
-    """
-    config, divided = job.config, _residency(job, scheme, divided=True)
+    """Return the placement of layers divided into blocks and what the CPU computes of it, or why it computes nothing; three times None
+    where there is nothing in host memory."""
+    config, divided = job.config, _place(job, scheme, divided=True)
     if not divided.in_host_memory and not config.kv_offload:
         if config.cpu_share is not None:
             raise UsageError(
-                f"--cpu-compute {config.cpu_compute}: all weights are on the device, so the cores have nothing to compute; lower "
+                f"--cpu-compute {config.cpu_compute}: all weights are on the device, so the CPU has nothing to compute; lower "
                 "--gpu-memory, or drop --cpu-compute."
             )
         return None, None, None
-    placed, cores = plan_cpu(job, divided, scheme, graphs, may_attend)
-    if isinstance(cores, str):
-        return None, None, cores
-    placed, cores = with_ring_for_cores(job, placed, cores, scheme, graphs, may_attend)
+    placed, cpu = plan_cpu(job, divided, scheme, graphs, may_attend)
+    if isinstance(cpu, str):
+        return None, None, cpu
+    placed, cpu = with_ring_for_cpu(job, placed, cpu, scheme, graphs, may_attend)
     placed = without_spare_slots(job, placed, scheme)
     needed = placed.host_bytes + placed.embedding_bytes + job.kv_host_bytes
-    if cores.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
-        return None, None, "host memory has no space for the experts that the device keeps as well"
-    return *plan_short_prompts(job, placed, cores, scheme, graphs), None
+    if cpu.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
+        return None, None, "host memory has no space for the experts in the GPU's cache as well"
+    return *plan_short_prompts(job, placed, cpu, scheme, graphs), None
 
 
-def with_ring_for_cores(
-    job: Job,
-    found: Placement,
-    cores: CpuPlan,
-    scheme: GroupQuantization | None,
-    graphs: bool,
-    may_attend: bool,
+def with_ring_for_cpu(
+    job: Job, found: Placement, cpu: CpuPlan, scheme: GroupQuantization | None, graphs: bool, may_attend: bool
 ) -> tuple[Placement, CpuPlan]:
-    """Return `found` and `cores`, or those of the ring of fewer slots whose decode step is shortest: where the CPU multiplies most of what
-    is in host memory, the link is not what a step waits for, and memory of slots is worth more as resident layers."""
+    """Return `found` and `cpu`, or those of the ring of fewer slots whose decode step is shortest: where the CPU multiplies most of what
+    is in host memory, a step does not wait for the link, and memory of slots is worth more as resident layers."""
     config = job.config
-    chosen = config.ring_depth is not None or config.gpu_memory is not None
-    if (
-        chosen
-        or job.free_device_bytes is None
-        or job.ranks.world_size > 1
-        or not cores.automatic
-        or cores.rates is None
-    ):
-        return found, cores
-    best, best_s = (found, cores), decode_step_s(found, cores, graphs)
-    for depth in (each for each in RING_DEPTHS_WITH_CORES if each < found.ring_depth):
-        placed, plan = plan_cpu(job, _residency(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend)
-        if not isinstance(plan, str) and (found_s := decode_step_s(placed, plan, graphs)) < SHORTER * best_s:
-            best, best_s = (placed, plan), found_s
+    given = config.ring_depth is not None or config.gpu_memory is not None
+    one_gpu = job.free_device_bytes is not None and job.ranks.world_size == 1
+    if given or not one_gpu or not cpu.automatic or cpu.rates is None:
+        return found, cpu
+    best, best_s = (found, cpu), decode_step_s(found, cpu, graphs)
+    for depth in (each for each in RING_DEPTHS_WITH_CPU if each < found.ring_depth):
+        placed, other = plan_cpu(job, _place(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend)
+        if not isinstance(other, str) and (step_s := decode_step_s(placed, other, graphs)) < SHORTER * best_s:
+            best, best_s = (placed, other), step_s
     return best
 
 
 def without_spare_slots(job: Job, found: Placement, scheme: GroupQuantization | None) -> Placement:
-    """`found`, planned anew with a ring of the usual depth where decode steps fetch nothing: more slots would only cover what the host does
-    between these. Their memory holds experts instead, or stays free."""
+    """Return the placement with `DEFAULT_RING_DEPTH` slots where decode steps stream nothing, which more slots could only do earlier. Their
+    memory holds experts instead, or stays free."""
     if found.streamed or job.config.ring_depth is not None or found.ring_depth <= DEFAULT_RING_DEPTH:
         return found
-    placed = replace(_residency(job, scheme, divided=True, depth=DEFAULT_RING_DEPTH), few_tokens=found.few_tokens)
-    placed = (
-        placed.with_cpu_shares(1.0, 1.0).with_quota(found.quota, spare_slots(job, placed.ring_depth)).with_budget_used()
-    )
+    placed = replace(_place(job, scheme, divided=True, depth=DEFAULT_RING_DEPTH), few_tokens=found.few_tokens)
+    placed = placed.with_cpu_shares(1.0, 1.0).with_quota(found.quota, spare_slots(job, placed.ring_depth))
+    placed = placed.with_budget_used()
     return found if placed.streamed else placed
 
 
@@ -438,33 +399,38 @@ def _reads_group_sizes(job: Job, placement: Placement) -> bool:
     return job.on_gpu and job.rank_batch > FUSED_ROWS and any(0 < each.group < each.plain.shape[0] for each in stored)
 
 
-def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Placement:
+def _place(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Placement:
+    """Place whole layers, or blocks of layers if `divided`. The input embedding is in host memory unless everything fits on the device."""
     config, ranks = job.config, job.ranks.world_size
-    blocks, layouts, all_outside = _laid_out(job, scheme, divided)
-    slots = depth or config.ring_depth
+    blocks, layouts, all_outside_bytes = _laid_out(job, scheme, divided)
 
-    def decided(on_host: EmbeddingTable | None) -> Placement:
-        outside = all_outside - (0 if on_host is None else on_host.nbytes)
-        budget, others = None, ""
+    def place(embedding: EmbeddingTable | None) -> Placement:
+        outside_bytes = all_outside_bytes - (0 if embedding is None else embedding.nbytes)
+        left, others = None, ""
         if job.free_device_bytes is not None:
-            activations = int((1 + UNUSABLE_SHARE) * job.activation_bytes)
-            budget = job.free_device_bytes - outside - job.cache_device_bytes - activations - RESERVE_BYTES
-            others = others_in_words(job, outside, activations, RESERVE_BYTES, on_host is None)
-        found = plan_placement(layouts, outside, budget, config.gpu_memory, slots, ranks, blocks, others)
-        return replace(found, embedding=on_host, gathers=job.pin_weights or not job.on_gpu)
+            activations = int((1 + FRAGMENTED_SHARE) * job.activation_bytes)
+            left = job.free_device_bytes - outside_bytes - job.cache_device_bytes - activations - RESERVE_BYTES
+            others = (
+                f" by {'embedding and head' if embedding is None else 'the output head'} ({format_bytes(outside_bytes)}), "
+                f"KV cache ({format_bytes(job.cache_device_bytes)}), activations ({format_bytes(activations)}) "
+                f"and a reserve ({format_bytes(RESERVE_BYTES)}), of {format_bytes(job.free_device_bytes)} free"
+            )
+        slots = depth or config.ring_depth
+        found = plan_placement(layouts, outside_bytes, left, config.gpu_memory, slots, ranks, blocks, others)
+        return replace(found, embedding=embedding, gathers=job.pin_weights or not job.on_gpu)
 
     embedding = table_for_host(job)
     if embedding is None:
-        return decided(None)
-    with contextlib.suppress(DoesNotFit):  # it may without the embedding
-        found = decided(None)
+        return place(None)
+    with contextlib.suppress(DoesNotFit):  # it may fit without the embedding
+        found = place(None)
         if not found.in_host_memory:
             return found
-    return decided(embedding)
+    return place(embedding)
 
 
 def places_in_words(found: Placement) -> str:
-    """Where the weights are, of a model that has some in host memory, beside a GPU."""
+    """Describe where the weights are, for a GPU with some of them in host memory."""
     hosted = found.layers_of(found.in_host_memory)
     embedding = f"{format_bytes(found.embedding_bytes)} of input embedding"
     if not hosted:
@@ -477,73 +443,49 @@ def places_in_words(found: Placement) -> str:
     return f"{found.layers - len(hosted)} of {found.layers} layers on the device, {len(hosted)} {host}"
 
 
-def others_in_words(job: Job, outside_bytes: int, activations: int, reserve: int, embeds: bool) -> str:
-    """Return what takes the device memory that layers do not get; `embeds`: the input embedding is on the device."""
-    outside = "embedding and head" if embeds else "the output head"
-    return (
-        f" by {outside} ({format_bytes(outside_bytes)}), KV cache ({format_bytes(job.cache_device_bytes)}), "
-        f"activations ({format_bytes(activations)}) and a reserve ({format_bytes(reserve)}), "
-        f"of {format_bytes(job.free_device_bytes or 0)} free"
-    )
-
-
 def experts_in_words(found: Placement) -> list[str]:
-    """Return lines about the experts in host memory that the device keeps, and fetches."""
+    """Describe which experts in host memory the device caches and fetches."""
     lines = []
     if slots := found.expert_slots:
         number = sum(found.blocks[block].experts.number for block in found.expert_blocks)
         lines.append(
-            f"the device also keeps the {sum(slots.values())} most used of the {number} experts in host memory: "
+            f"the device also caches the {sum(slots.values())} most used of the {number} experts in host memory: "
             f"{format_bytes(found.expert_slot_bytes)}"
         )
     if found.quota:
         lines.append(
-            f"of {len(found.quota) - 1} chosen experts that the device does not keep, it fetches {found.quota[-1]} itself, and "
-            "the CPU multiplies the others"
+            f"of {len(found.quota) - 1} chosen experts that are not cached, the device fetches {found.quota[-1]}, and the CPU multiplies "
+            "the others"
         )
     return lines
 
 
-def cores_in_words(cores: CpuPlan, found: Placement) -> str:
-    """What the host's cores do in a decode step."""
-    threads = len(cores.cpus)
-    who = f"{threads} thread{'s' * (threads > 1)} ({cores.instructions})" if cores.instructions else "the host's cores"
-    one = bool(cores.instructions) and threads == 1
-    tasks = [f"multipl{'ies' if one else 'y'} {_products_in_words(found)}"] if found.cpu_computed else []
-    if cores.attends:
-        tasks.append(f"attend{'s' * one} over {format_bytes(cores.kv_bytes)} of keys and values")
-    for_ranks = f" for {cores.ranks} ranks" if cores.ranks > 1 else ""
-    line = f"{who} {' and '.join(tasks)} in host memory{for_ranks}"
-    if cores.kv_bytes and cores.ranks > 1:
-        line += "; keys and values cross the link, because each rank has its own"
-    return line
-
-
-def prompts_in_words(cores: CpuPlan) -> list[str]:
-    """Return a line about the prompts in which the CPU multiplies a share, if there are any."""
-    if not cores.prompt_rows:
-        return []
-    share = f"{cores.prompt_share:.0%} of the weights in host memory"
-    return [f"prompts of up to {cores.prompt_rows} tokens: the CPU multiplies {share}, the rest crosses the link"]
-
-
-def _products_in_words(found: Placement) -> str:
-    """Of the cores; of experts, as many as tokens are expected to choose."""
-    stored = sum(found.layouts[block].stored_bytes for block in found.cpu_computed)
-    chosen = f" (the experts that tokens choose, of {format_bytes(stored)})" if stored > found.computed_bytes else ""
-    return f"{format_bytes(found.computed_bytes)}{chosen}"
-
-
-def rates_in_words(cores: CpuPlan) -> list[str]:
-    """A line about the rates that the plan is made with, where they are known."""
-    if cores.rates is None:
-        return []
-    rates, tokens = cores.rates, cores.few_rows * cores.ranks
-    link, link_alone, found, alone = map(
-        three_digits,
-        (rates.link_gb_per_s, rates.link_alone_gb_per_s, rates.cores_gb_per_s, rates.cores_alone_gb_per_s),
-    )
-    return [
-        f"working side by side: link{'s' * (cores.ranks > 1)} {link} GB/s (alone {link_alone}), "
-        f"cores {found} GB/s (alone {alone}) with {tokens} token{'s' * (tokens > 1)} a pass"
-    ]
+def cpu_in_words(cpu: CpuPlan, found: Placement) -> list[str]:
+    """Describe what the CPU computes in decode steps, at which rates, and in which prompts."""
+    threads = len(cpu.cpus)
+    who = f"{threads} CPU thread{'s' * (threads > 1)} ({cpu.instructions})" if cpu.instructions else "the CPU"
+    one = threads == 1 or not cpu.instructions
+    tasks = []
+    if found.cpu_computed:
+        stored = sum(found.layouts[block].stored_bytes for block in found.cpu_computed)
+        chosen = f" (the chosen experts of {format_bytes(stored)})" if stored > found.computed_bytes else ""
+        tasks.append(f"multipl{'ies' if one else 'y'} {format_bytes(found.computed_bytes)}{chosen}")
+    if cpu.attends:
+        tasks.append(f"attend{'s' * one} over {format_bytes(cpu.kv_bytes)} of keys and values")
+    for_ranks = f" for {cpu.ranks} ranks" if cpu.ranks > 1 else ""
+    lines = [f"{who} {' and '.join(tasks)} in host memory{for_ranks}"]
+    if cpu.kv_bytes and cpu.ranks > 1:
+        lines[0] += "; keys and values cross the link, because each rank has its own"
+    if cpu.rates is not None:
+        rates, tokens = cpu.rates, cpu.few_rows * cpu.ranks
+        lines.append(
+            f"side by side: link{'s' * (cpu.ranks > 1)} {three_digits(rates.link_gb_per_s)} GB/s "
+            f"(alone {three_digits(rates.link_alone_gb_per_s)}), CPU {three_digits(rates.cores_gb_per_s)} GB/s "
+            f"(alone {three_digits(rates.cores_alone_gb_per_s)}) with {tokens} token{'s' * (tokens > 1)} a pass"
+        )
+    if cpu.prompt_rows:
+        share = f"{cpu.prompt_share:.0%} of the weights in host memory"
+        lines.append(
+            f"prompts of up to {cpu.prompt_rows} tokens: the CPU multiplies {share}, the rest crosses the link"
+        )
+    return lines

@@ -1,4 +1,7 @@
-"""Modules that multiply with int8 and int4 codes as they are stored, so that a short pass need not dequantize their weights."""
+"""Modules that multiply with int8 and int4 codes as they are stored, so that a short pass does not dequantize their weights.
+
+Linear modules that are called with the same input one after the other, as queries, keys and values are, share one product.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +34,25 @@ from zero_inference.models.experts import FusedExperts
 
 # x, slot, combination and tokens of `linear_groups_indexed` -> [pairs, rows]
 Times = Callable[[torch.Tensor, torch.Tensor, Combination | None, int], torch.Tensor]
+Products = Callable[[tuple[str, ...], torch.Tensor], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class CodesModule:
-    """A module that can do without its plain weights.
+    """A module that can compute without its plain weights.
 
     Attributes:
         weights: their names, relative to the block.
-        most_tokens: of a pass in which it is worth it.
-        forward: what it computes then, with the arguments of its own.
-        saw: told the arguments of a call that it computes itself.
+        most_tokens: the longest pass in which multiplying codes is faster than dequantizing.
+        forward: computes the module from codes, with the module's arguments.
+        observe: gets the arguments of a call that the module computes from plain weights.
     """
 
     module: nn.Module
     weights: tuple[str, ...]
     most_tokens: int
     forward: Callable[..., torch.Tensor]
-    saw: Callable[..., None] = lambda *args: None
+    observe: Callable[..., None] = lambda *args: None
 
 
 def modules_from_codes(
@@ -59,12 +63,11 @@ def modules_from_codes(
     packed_now: Callable[[str], Packed],
     mixtures: Mapping[str, FusedExperts],
 ) -> BlockCodes:
-    """Linear modules where the device has a kernel for them, and modules of experts.
+    """Return the linear modules of a block for which the device has a kernel, and its modules of experts.
 
     Args:
-        places: where the block can lie, one for all that are aligned alike: by a weight's name its parts there, for those that are
-            quantized.
-        packed_now: the parts of a weight where it lies when the module is called.
+        places: the quantized weights of the block by name, in one slot of each alignment.
+        packed_now: returns a weight in the slot where it is when the module is called.
         mixtures: modules of experts by name.
     """
     found: list[CodesModule] = []
@@ -73,8 +76,8 @@ def modules_from_codes(
         if type(module) is nn.Linear:
             weight = weight_of(name)
             if load_extension() and _can_fuse(layout, [weight], places, scheme):
-                forward, saw = partial(linears.product, name), partial(linears.saw, name)
-                found.append(CodesModule(module, (weight,), FUSED_ROWS, forward, saw))
+                forward, observe = partial(linears.product, name), partial(linears.observe, name)
+                found.append(CodesModule(module, (weight,), FUSED_ROWS, forward, observe))
         elif name in mixtures:
             experts = mixtures[name]
             weights = experts.weights_in(name)
@@ -91,74 +94,115 @@ def modules_from_codes(
                 for stored, bias in zip((first, last), biases)
             ]
             found.append(CodesModule(module, weights, most, experts_forward(experts, times[0], times[1])))
-    return BlockCodes(found, linears.same_input)
+    return BlockCodes(found, linears.shared_input)
 
 
 def weight_of(name: str) -> str:
-    """The name of the weight of a linear module of that name."""
+    """Return the name of the weight of linear module `name`."""
     return f"{name}.weight" if name else "weight"
 
 
 class BlockCodes:
-    """Which weights of a block a short pass does without, because their modules multiply with the codes.
+    """The weights of a block that stay quantized in a short pass, because their modules multiply the codes.
 
     Args:
-        found: its modules that can; `same_input` is that of the linear ones.
+        shared_input: of its linear modules.
     """
 
-    def __init__(self, found: Sequence[CodesModule] = (), same_input: SharedInput | None = None):
-        self.found, self.same_input = found, same_input
+    def __init__(self, found: Sequence[CodesModule] = (), shared_input: SharedInput | None = None):
+        self.found, self.shared_input = found, shared_input
         self.most_tokens = {weight: each.most_tokens for each in found for weight in each.weights}
         self.called: set[str] = set()
 
-    def saw(self, found: CodesModule, *args: Any) -> None:
-        """A module computed a call with `args` itself."""
+    def observe(self, found: CodesModule, *args: Any) -> None:
+        """Note a call with `args` that a module computed from plain weights."""
         self.called.update(found.weights)
-        found.saw(*args)
+        found.observe(*args)
 
-    def learned(self) -> None:
-        """The block was computed with plain weights once. The model itself reads those whose module was not called."""
+    def finish_learning(self) -> None:
+        """After the first call of the block, exclude weights whose modules were not called: the model itself reads those."""
         self.most_tokens = {weight: most for weight, most in self.most_tokens.items() if weight in self.called}
 
-    def serve(self, weight: str, tokens: int) -> bool:
-        """Whether a pass of so many tokens does without a plain weight."""
+    def multiplies(self, weight: str, tokens: int) -> bool:
+        """Return whether a pass of `tokens` tokens multiplies the codes of `weight`."""
         return tokens <= self.most_tokens.get(weight, 0)
 
-    def ends(self) -> None:
-        """The block was called to its end."""
-        if self.same_input is not None:
-            self.same_input.ends()
+    def end_block(self) -> None:
+        if self.shared_input is not None:
+            self.shared_input.end_block()
+
+
+class SharedInput:
+    """Finds the modules of a block that are called with the same tensor; from then on the call of the first computes all of them.
+
+    Attributes:
+        together: by name of a module, those that are computed with it, in order.
+    """
+
+    def __init__(self) -> None:
+        self.together: dict[str, tuple[str, ...]] = {}
+        self.input: torch.Tensor | None = None  # of the last call
+        self.group: list[str] = []
+        self.ready: dict[str, torch.Tensor] = {}
+
+    def observe(self, name: str, x: torch.Tensor, alike: Callable[[str, str], bool]) -> None:
+        """Note that module `name` computed `x` by itself.
+
+        Args:
+            alike: whether the products of two modules can be one.
+        """
+        if name in self.together:
+            return
+        if x is self.input and alike(name, self.group[0]):
+            self.group.append(name)
+        else:
+            self.input, self.group = x, [name]
+        for each in self.group:
+            self.together[each] = tuple(self.group)
+
+    def product(self, name: str, x: torch.Tensor, products: Products) -> torch.Tensor:
+        """Return the product of module `name` with x [..., columns], and compute those of its group with it.
+
+        Args:
+            products: of the named modules with x: [..., rows] each.
+        """
+        if x is not self.input or name not in self.ready:
+            names = self.together.get(name, (name,))
+            self.input, self.ready = x, dict(zip(names, products(names, x)))
+        return self.ready.pop(name)
+
+    def end_block(self) -> None:
+        """Release the block's input."""
+        self.input, self.group, self.ready = None, [], {}
 
 
 class Linears:
-    """`linear_groups` for the linear modules of a block, without the questions that `can_fuse` has answered: asked each time, they
-    would cost Python more than the product takes. Weights that lie one behind the other, and take one input, are one weight.
+    """`linear_groups` for the linear modules of a block, without the checks that `can_fuse` has made: in each call they would cost Python
+    more than the product takes. Weights that follow each other in memory, and take one input, are one weight.
 
     Args:
-        packed_now: the parts of a weight where it lies when its module is called.
+        packed_now: returns a weight in the slot where it is when its module is called.
     """
 
     def __init__(self, block: nn.Module, scheme: GroupQuantization, packed_now: Callable[[str], Packed]):
         self.linears = {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
         self.scheme, self.packed_now = scheme, packed_now
-        self.same_input = SharedInput()
-        self.orders: dict[tuple[str, ...], tuple[str, ...]] = {}  # of names, in memory
-        self.joined: dict[tuple[tuple[str, ...], int], tuple[torch.Tensor, ...] | None] = {}  # by names and place
+        self.shared_input = SharedInput()
+        self.orders: dict[tuple[str, ...], tuple[str, ...]] = {}  # names in the order of memory
+        self.joined: dict[tuple[tuple[str, ...], int], tuple[torch.Tensor, ...] | None] = {}  # by names and address
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """What module `name` computes."""
-        return self.same_input.product(name, x, self._products)
+        return self.shared_input.product(name, x, self._products)
 
-    def saw(self, name: str, x: torch.Tensor) -> None:
-        """It computed that itself."""
-        self.same_input.saw(name, x, self._alike)
+    def observe(self, name: str, x: torch.Tensor) -> None:
+        self.shared_input.observe(name, x, self._alike)
 
     def _alike(self, one: str, other: str) -> bool:
         a, b = self.linears[one], self.linears[other]
         return a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
 
     def _products(self, names: tuple[str, ...], x: torch.Tensor) -> Sequence[torch.Tensor]:
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        flat = x.reshape(-1, x.shape[-1]).contiguous()  # [tokens, columns]
         in_memory = self._in_memory(names)
         packed = self._packed(in_memory)
         if packed is None or flat.shape[0] > FUSED_ROWS or flat.data_ptr() % ALIGNMENT:
@@ -176,13 +220,13 @@ class Linears:
         return linear_groups(x, codes, scales, minima, bits, group_size, module.out_features, module.bias)
 
     def _in_memory(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """In the order in which their weights lie, which is that of all places."""
+        """Return the names in the order of their weights in memory, which is the same in all slots."""
         if names not in self.orders:
             self.orders[names] = tuple(sorted(names, key=lambda name: self.packed_now(weight_of(name))[0].data_ptr()))
         return self.orders[names]
 
     def _packed(self, names: tuple[str, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Codes, scales, minima and biases of all, where they lie now; None where they do not follow each other."""
+        """Return codes, scales, minima and biases of all as one tensor each; None where they do not follow each other in memory."""
         key = names, self.packed_now(weight_of(names[0]))[0].data_ptr()
         if key not in self.joined:
             parts = [self.packed_now(weight_of(name))[:3] for name in names]
@@ -195,7 +239,7 @@ class Linears:
 
 
 def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensors as one, if each begins where the one before ends."""
+    """Return the tensors as one, flat; None unless each begins where the one before ends."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -208,14 +252,14 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def experts_forward(experts: FusedExperts, first: Times, last: Times) -> Callable[..., torch.Tensor]:
-    """What a module of experts computes, of those alone that tokens chose."""
+    """Return a forward of a module of experts that multiplies with the chosen experts alone."""
     combination = combination_of(experts)
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        slot = top_k_index.to(torch.int64).reshape(-1)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])  # [tokens, H]
+        slot = top_k_index.to(torch.int64).reshape(-1)  # [tokens * chosen]
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
-        rows = last(first(x, slot, combination, len(x)), slot, None, len(x))
+        rows = last(first(x, slot, combination, len(x)), slot, None, len(x))  # [tokens * chosen, H]
         out = WeightedRows(weights.contiguous(), rows).total()
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
@@ -253,14 +297,14 @@ def experts_in_groups(
         ends = torch.searchsorted(numbers, every, right=True).to(torch.int32)
         bounds = [0, *ends[group - 1 : -1 : group].tolist(), len(order)] if several else [0, len(order)]
         dtype = torch.promote_types(x.dtype, weights.dtype)
-        rows = torch.empty(len(order), x.shape[1], dtype=dtype, device=x.device)
-        for place, (begin, end) in enumerate(pairwise(bounds)):
+        rows = torch.empty(len(order), x.shape[1], dtype=dtype, device=x.device)  # [pairs, H]
+        for number, (begin, end) in enumerate(pairwise(bounds)):
             if begin == end:
                 continue
             pairs, own = order[begin:end], numbers[begin:end]
-            of_group = ends[place * group :][:group] - begin
-            inner = product(x[pairs // top_k_index.shape[-1]], first(place), of_group, experts.first_bias, own)
-            outer = product(experts.combined(inner), last(place), of_group, experts.last_bias, own)
+            of_group = ends[number * group :][:group] - begin
+            inner = product(x[pairs // top_k_index.shape[-1]], first(number), of_group, experts.first_bias, own)
+            outer = product(experts.combined(inner), last(number), of_group, experts.last_bias, own)
             rows[pairs] = outer * weights[pairs]
         return rows.view(len(x), -1, x.shape[1]).sum(1).view(hidden_states.shape).to(hidden_states.dtype)
 
@@ -268,7 +312,7 @@ def experts_in_groups(
 
 
 def combination_of(experts: FusedExperts) -> Combination:
-    """Return what `experts` make of their first product."""
+    """Return how kernels combine the first product of `experts`: activation, gate and limits."""
     gated = INTERLEAVED if experts.interleaved else UP_FIRST if experts.gate_is_second else GATE_FIRST
     return Combination(
         gated if experts.gated else ACTIVATED,
@@ -289,7 +333,7 @@ def _times(
     combination: Combination | None,
     tokens: int,
 ) -> torch.Tensor:
-    """Rows times the experts of a fused parameter that is stored as `shape` [experts, rows, columns]."""
+    """Multiply `x` with the experts `slot` of a fused parameter that is stored as `shape` [experts, rows, columns]."""
     number, rows, _ = shape
     codes, scales, minima = (part.view(number, -1) for part in packed()[:3])
     x, added = x.to(scales.dtype), None if bias is None else bias()
@@ -311,50 +355,3 @@ def _can_fuse(
             if not can_fuse(x, codes, scales, minima, scheme.bits, scheme.group_size):
                 return False
     return True
-
-
-Products = Callable[[tuple[str, ...], torch.Tensor], Sequence[torch.Tensor]]
-
-
-class SharedInput:
-    """Which modules of a block are called so is seen where they compute for themselves; from then on the first one's call computes all.
-
-    Attributes:
-        together: by name of a module, those that are computed with it, in order.
-    """
-
-    def __init__(self) -> None:
-        self.together: dict[str, tuple[str, ...]] = {}
-        self.input: torch.Tensor | None = None  # of the products that were made or seen last
-        self.group: list[str] = []
-        self.ready: dict[str, torch.Tensor] = {}
-
-    def saw(self, name: str, x: torch.Tensor, alike: Callable[[str, str], bool]) -> None:
-        """Module `name` was called with `x`, and computed by itself.
-
-        Args:
-            alike: whether the products of two modules can be made together.
-        """
-        if name in self.together:
-            return
-        if x is self.input and alike(name, self.group[0]):
-            self.group.append(name)
-        else:
-            self.input, self.group = x, [name]
-        for each in self.group:
-            self.together[each] = tuple(self.group)
-
-    def product(self, name: str, x: torch.Tensor, products: Products) -> torch.Tensor:
-        """Of module `name` with x; those of the others with the same input are made with it.
-
-        Args:
-            products: of the named modules with x [..., columns]: [..., rows] each.
-        """
-        if x is not self.input or name not in self.ready:
-            names = self.together.get(name, (name,))
-            self.input, self.ready = x, dict(zip(names, products(names, x)))
-        return self.ready.pop(name)
-
-    def ends(self) -> None:
-        """The block was called to its end: its input may go."""
-        self.input, self.group, self.ready = None, [], {}
