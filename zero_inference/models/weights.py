@@ -27,7 +27,7 @@ from zero_inference.errors import RunError, UsageError, is_out_of_memory
 from zero_inference.models.checkpoint_files import Shards, shorten_names
 from zero_inference.models.empty_model import parameter_names, parameter_slots
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.quantized import INSTEAD, without_floats
+from zero_inference.models.quantized import INSTEAD, integer_keys
 from zero_inference.models.spec import ModelSpec
 
 REPEATED = 0.6  # share of drawn tokens that repeat one of the last `RECENT` of their sequence
@@ -167,14 +167,14 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
 
     shards = Shards(spec.checkpoint_folder(), spec.fp8_blocks, spec.dtype)
     mapping = get_model_conversion_mapping(model)
-    ties = _resolve_ties(model, shards, _keys_of_ties(model, mapping, shards.where))
+    ties = _resolve_ties(model, shards, _keys_of_ties(model, mapping, shards.file_of))
     left_out: list[str] = []
     convert = _converter(model, mapping, spec.dtype, left_out)
     adopted: set[int] = set()
     unset = set(model.state_dict())
     for keys in shards.layers():
-        shards.check_readable(keys)
-        with shards.opened(keys) as tensors:
+        shards.check_complete(keys)
+        with shards.open(keys) as tensors:
             unset &= convert(tensors, shards.folder)
         del tensors
         _tie(model, ties)
@@ -256,13 +256,13 @@ def _resolve_ties(model, shards: Shards, stored_as: dict[str, str]) -> list[list
             continue
         # in the order of the model, whose first name is the one that the others are tied to
         present = [stored_as[name] for name in names if name in stored_as]
-        with shards.opened([stored for key in present for stored in shards.with_scale(key)]) as tensors:
+        with shards.open([stored for key in present for stored in shards.with_scale(key)]) as tensors:
             equal = len(present) < 2 or all(torch.equal(tensors[present[0]][:], tensors[key][:]) for key in present[1:])
         if equal:
             ties.append(names)
             for key in present[1:]:
                 for stored in shards.with_scale(key):
-                    del shards.where[stored]
+                    del shards.file_of[stored]
             continue
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
         model.config.tie_word_embeddings = False
@@ -332,7 +332,7 @@ def _converter(
             if is_out_of_memory(error):
                 raise
             raise RunError(f"{folder}: the checkpoint cannot be read ({error}); fetch it again.") from error
-        for key in without_floats(tensors):
+        for key in integer_keys(tensors):
             if (
                 key not in info.unexpected_keys
                 and key.rpartition(".")[2] not in buffers

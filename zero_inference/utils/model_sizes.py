@@ -12,17 +12,17 @@ from typing import Any
 
 # The families whose published sizes come from the closed formula for a classical block.
 CLASSICAL_MODEL_TYPES = ("opt", "bloom")
+# Entries of a config's `layer_types` that keep no keys and values.
+LAYER_TYPES_WITHOUT_KV = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp", "dummy"}
 
 
 def model_bytes(config: Any, *, parameters: int | None = None) -> int:
-    """Bytes of all parameters at 2 bytes each.
+    """Return the bytes of all parameters at 2 bytes each.
 
-    An object without a `model_type` (it only needs `hidden_size` h, `num_hidden_layers` L and
-    `vocab_size` V), OPT and BLOOM follow the closed formula of FlexGen (Sheng et al. 2023):
-    per layer `h(3h+1) + h(h+1) + h(4h+1) + 4h(h+1) + 4h`, and `V(h+1)` once. It counts weights and
-    biases of a classical block, but no positions, so it is 0.03% below the exact count of opt-66b and
-    1.2% below that of opt-125m. Every other transformers config is counted exactly, see
-    `exact_parameter_bytes`; `parameters` is that count, where a model of `config` is there already.
+    An object without a `model_type` (it only needs `hidden_size` h, `num_hidden_layers` L and `vocab_size` V), OPT and BLOOM follow the
+    closed formula of FlexGen (Sheng et al. 2023): per layer `h(3h+1) + h(h+1) + h(4h+1) + 4h(h+1) + 4h`, and `V(h+1)` once. It counts
+    weights and biases of a classical block, but no positions, so it is 0.03% below the exact count of opt-66b and 1.2% below that of
+    opt-125m. Every other transformers config is counted exactly; `parameters` is that count, if known already.
     """
     if getattr(config, "model_type", None) and config.model_type not in CLASSICAL_MODEL_TYPES:
         return exact_parameter_bytes(config) if parameters is None else 2 * parameters
@@ -34,12 +34,10 @@ def model_bytes(config: Any, *, parameters: int | None = None) -> int:
 
 
 def exact_parameter_bytes(config: Any, dtype_bytes: int = 2) -> int:
-    """`dtype_bytes` times the parameters of the model that `auto_class` builds from `config`.
+    """Return `dtype_bytes` times the parameters of the model that `auto_class` builds from `config`; tied weights count once.
 
-    Built on the meta device, so nothing is allocated (0.4 s for Llama-3.1-405B, imports apart); `config`
-    is left as it was. A tied weight counts once.
-
-    Raises what transformers raises for a config it has no causal language model for.
+    Built on the meta device (0.4 s for Llama-3.1-405B, imports apart). Raises what transformers raises for a config it has no causal
+    language model for.
     """
     import torch
 
@@ -49,43 +47,12 @@ def exact_parameter_bytes(config: Any, dtype_bytes: int = 2) -> int:
     with _without_zero3(), torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trusted)
     model.tie_weights()
-    unique = {id(parameter): parameter.numel() for parameter in model.parameters(recurse=True)}
-    return dtype_bytes * sum(unique.values())
-
-
-def auto_class(config: Any) -> Any:
-    """Return transformers' auto class that builds a language model from `config`: of a wrapper of one (vision, audio) that of wrappers.
-
-    Raises:
-        ValueError: neither has one for it, with the kind of model that it is, such as "an encoder-decoder".
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationMixin
-
-    if type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(config, "auto_map", ()):
-        return AutoModelForCausalLM
-    if text_config(config).is_encoder_decoder or config.is_encoder_decoder:
-        raise ValueError("an encoder-decoder")
-    sees, hears = (hasattr(config, part) for part in ("vision_config", "audio_config"))
-    wrappers = AutoModelForMultimodalLM._model_mapping
-    kind = "a vision-language model" if sees else "an audio-language model" if hears else "no causal language model"
-    if not sees and not hears and type(config) in wrappers:
-        kind = "a multimodal model"
-    if type(config) not in wrappers:
-        raise ValueError(kind)
-    made = wrappers[type(config)]
-    if getattr(made, "generate", None) is not GenerationMixin.generate:
-        raise ValueError(f"{kind} with a way of its own to generate")
-    return AutoModelForMultimodalLM
-
-
-def is_wrapper(config: Any) -> bool:
-    """Return whether `config` is of a language model with an encoder of images or sound."""
-    return any(hasattr(config, part) for part in ("vision_config", "audio_config"))
+    return dtype_bytes * sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextlib.contextmanager
 def _without_zero3() -> Iterator[None]:
-    """Hides a live HfDeepSpeedConfig: under it from_config partitions parameters, each then has 0 elements."""
+    """Hide a live HfDeepSpeedConfig: under it from_config partitions parameters, each then has 0 elements."""
     from transformers.integrations import deepspeed as integration
 
     reference = getattr(integration, "_hf_deepspeed_config_weak_ref", None)
@@ -100,37 +67,69 @@ def _without_zero3() -> Iterator[None]:
         integration.set_hf_deepspeed_config(live)
 
 
+def auto_class(config: Any) -> Any:
+    """Return AutoModelForCausalLM, or AutoModelForMultimodalLM for a language model that is wrapped with encoders of images or sound.
+
+    Raises:
+        ValueError: transformers cannot generate text with it; the message is the kind of model, such as "an encoder-decoder".
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationMixin
+
+    if type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(config, "auto_map", ()):
+        return AutoModelForCausalLM
+    if text_config(config).is_encoder_decoder or config.is_encoder_decoder:
+        raise ValueError("an encoder-decoder")
+    wrappers = AutoModelForMultimodalLM._model_mapping
+    if hasattr(config, "vision_config"):
+        kind = "a vision-language model"
+    elif hasattr(config, "audio_config"):
+        kind = "an audio-language model"
+    else:
+        kind = "a multimodal model" if type(config) in wrappers else "no causal language model"
+    if type(config) not in wrappers:
+        raise ValueError(kind)
+    if getattr(wrappers[type(config)], "generate", None) is not GenerationMixin.generate:
+        raise ValueError(f"{kind} with its own `generate`")
+    return AutoModelForMultimodalLM
+
+
+def is_wrapper(config: Any) -> bool:
+    """Return whether `config` is of a language model with an encoder of images or sound."""
+    return hasattr(config, "vision_config") or hasattr(config, "audio_config")
+
+
 def text_config(config: Any) -> Any:
-    """The config of the text decoder: the nested one of a multimodal config, else `config` itself."""
+    """Return the config of the text decoder: the nested one of a multimodal config, else `config` itself."""
     get = getattr(config, "get_text_config", None)
     return get(decoder=True) if callable(get) else config
 
 
 def cache_bytes(config: Any, batch_size: int, seq_len: int) -> int:
-    """Bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, kv_width] per layer.
+    """Return the bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, kv_width] per layer.
 
-    This is the log's figure. What a model really caches can differ (latent attention, layers that share a cache or keep none): see
+    This is the log's figure. The bytes that a model caches can differ (latent attention, layers that share a cache or have none): see
     `zero_inference.engines.base.Job.kv_bytes`.
     """
     config = text_config(config)
     return 2 * batch_size * seq_len * config.num_hidden_layers * kv_width(config) * 2
 
 
-WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp", "dummy"}  # of a config's layer_types
+def hidden_bytes(config: Any, batch_size: int, seq_len: int) -> int:
+    """Return the bytes of the hidden states [batch_size, seq_len, h] at 2 bytes an element."""
+    return batch_size * seq_len * text_config(config).hidden_size * 2
 
 
 def kv_layers(config: Any) -> int:
-    """Return how many layers of a text config keep K and V: not those of a hybrid that have other state or none."""
+    """Return how many layers of a text config have keys and values: not those of a hybrid with other state or none."""
     kinds = getattr(config, "layer_types", None)
     count: int = config.num_hidden_layers
-    return sum(kind not in WITHOUT_KEYS for kind in kinds[:count]) if kinds else count
+    return sum(kind not in LAYER_TYPES_WITHOUT_KV for kind in kinds[:count]) if kinds else count
 
 
 def kv_width(config: Any) -> int:
-    """Elements of K, and as many of V, of one position in one layer.
+    """Return the elements of K, and as many of V, of one position in one layer.
 
-    `num_key_value_heads * head_dim` of a text config that names its heads; these may be wider than h (gemma-7b) or narrower.
-    Any other object has only h.
+    `num_key_value_heads * head_dim` of a text config that names its heads; may be wider than h (gemma-7b) or narrower. Else h.
     """
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
@@ -139,23 +138,16 @@ def kv_width(config: Any) -> int:
 
 
 def heads_of_key(config: Any) -> int:
-    """Query heads that share a cached key head; 1 where a config does not name its heads."""
+    """Return how many query heads share a key head; 1 for a config that does not name its heads."""
     heads = getattr(config, "num_attention_heads", None) or 1
     return max(1, heads // max(1, _kv_heads(config, heads)))
 
 
 def _kv_heads(config: Any, heads: int) -> int:
-    """KV heads that are cached, of `heads` attention heads."""
     kv_heads = getattr(config, "num_key_value_heads", None)
     if kv_heads is not None:
         return kv_heads
-    # Falcon-7B and StarCoder say it with a flag. Falcon's newer layout repeats K and V to all
-    # attention heads before it caches them.
+    # Falcon-7B and StarCoder set a flag instead. Falcon's newer layout repeats K and V to all attention heads before it caches them.
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
     return heads
-
-
-def hidden_bytes(config: Any, batch_size: int, seq_len: int) -> int:
-    """Bytes of the hidden states [batch_size, seq_len, h] at 2 bytes an element."""
-    return batch_size * seq_len * text_config(config).hidden_size * 2
