@@ -32,8 +32,9 @@ from zero_inference.architectures import statistics as stats
 from zero_inference.architectures.arms import Arm, check_arm, plan_found, read_arms, speed_only, why_ended
 from zero_inference.architectures.command import quick_rates
 from zero_inference.architectures.comparison import frame_of, quality_rows, schedule
-from zero_inference.cli import console_main, run_config, run_parser
+from zero_inference.cli import console_main, run_parser
 from zero_inference.config.parser import option_rows
+from zero_inference.config.run_options import parse_options
 from zero_inference.errors import UsageError
 from zero_inference.measure import loops
 from zero_inference.utils import GB
@@ -352,7 +353,7 @@ def test_warm_up_ends_when_loops_are_alike():
 )
 def test_arms_that_cannot_be_meant(models, arms, shared, words):
     with pytest.raises(UsageError) as refused:
-        read_arms(models, arms, shared, run_config)
+        read_arms(models, arms, shared, parse_options)
     assert words in str(refused.value)
 
 
@@ -361,7 +362,7 @@ def test_arms_are_models_or_configurations():
         ["facebook/opt-125m", "other/opt-125m", "opt-1.3b"],
         ["half price=--quant_bits 4 --engine stream --batch-size 2"],
         ["--dummy", "--batch-size", "4"],
-        run_config,
+        parse_options,
     )
     assert [arm.name for arm in arms] == ["facebook/opt-125m", "other/opt-125m", "opt-1.3b", "half price"]
     assert [arm.config.batch_size for arm in arms] == [4, 4, 4, 2] and arms[3].config.quant_bits == 4
@@ -408,9 +409,9 @@ def test_the_runs_without_scores_are_valid_too(tmp_path):
         "--pass-at-k",
         "1,2",
     ]
-    arms = read_arms(["a", "b"], [], asked, run_config)
+    arms = read_arms(["a", "b"], [], asked, parse_options)
     assert [arm.config.pass_at_k for arm in arms] == [(1, 2)] * 2
-    assert all(run_config(speed_only(arm.options)).quality == () for arm in arms)
+    assert all(parse_options(speed_only(arm.options)).quality == () for arm in arms)
 
 
 def test_the_last_words_of_a_run(tmp_path):
@@ -543,7 +544,7 @@ def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, copied_runs
 def test_an_estimate_comes_before_the_first_run(tmp_path, monkeypatch, no_gpu):
     """From the plan's prediction, or on a CPU from bytes and products at rates that take a moment to measure."""
     words = "--model opt-125m --dummy --engine resident --dtype float32 --prompt-len 16 --gen-len 5 --loops 2"
-    arm = Arm("a", tuple(words.split()), run_config(words.split()))
+    arm = Arm("a", tuple(words.split()), parse_options(words.split()))
     assert command.expected_run_s(arm, plan_found(arm, tmp_path), 1) is None
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(tmp_path / "none.json"))
     assert check_arm(arm, ["--warmup", "1"], tmp_path) is None
@@ -591,7 +592,7 @@ def test_the_table_of_recorded_runs(tmp_path, capsys):
     from zero_inference.architectures import table
     from zero_inference.utils.tables import render, shown_columns
 
-    arms = read_arms([], ["fp16=--model x", "int4=--model x --quant-bits 4", "gone=--model y"], [], run_config)
+    arms = read_arms([], ["fp16=--model x", "int4=--model x --quant-bits 4", "gone=--model y"], [], parse_options)
 
     def record(slow: float, accuracy: float, number: int) -> dict:
         steps = [0.01 * slow * (1 + 0.001 * (number + step)) for step in range(10)]

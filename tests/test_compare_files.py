@@ -8,7 +8,8 @@ import pytest
 
 from zero_inference.architectures.arms import read_arms
 from zero_inference.architectures.command import new_folder
-from zero_inference.cli import console_main, run_config
+from zero_inference.cli import console_main
+from zero_inference.config.run_options import parse_options
 from zero_inference.errors import UsageError
 
 
@@ -27,7 +28,7 @@ def test_a_log_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, capfd)
 
 def test_long_names_make_files_and_hostile_ones_are_refused():
     """A long one was OSError: File name too long."""
-    first, second = read_arms([], [f"{'é' * 300}=--model opt-125m", f"{'n' * 300}=--model opt-125m"], [], run_config)
+    first, second = read_arms([], [f"{'é' * 300}=--model opt-125m", f"{'n' * 300}=--model opt-125m"], [], parse_options)
     assert len(f"{first.file_stem}-10000.jsonl".encode()) < 255 and len(f"{second.file_stem}-check.out") < 255
     with pytest.raises(UsageError, match="write a name"):
-        read_arms([], ["a\x1b[31m=--model opt-125m", "b=--model opt-125m"], [], run_config)
+        read_arms([], ["a\x1b[31m=--model opt-125m", "b=--model opt-125m"], [], parse_options)
