@@ -10,8 +10,7 @@ import time
 import pytest
 
 from zero_inference.architectures import command as compare
-from zero_inference.cli import console_main
-from zero_inference.config.run_options import parse_options
+from zero_inference.cli import console_main, parse_options
 from zero_inference.measure.loops import Remaining
 from zero_inference.planning import search
 from zero_inference.utils import progress as progress_module
@@ -95,14 +94,24 @@ def test_a_caller_that_knows_better_gives_the_time_to_go(clock):
 def test_of_tasks_inside_each_other_the_inner_one_is_shown_on_a_terminal(clock, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     progress = Progress(True, clock)
-    shown = []
-    monkeypatch.setattr(progress, "_show", lambda live: shown.append(live and str(live.renderable.text)))
+
+    def shown() -> str | None:
+        return progress._live and progress._live.tasks[0].description
+
     with progress.task("outer", 2) as outer:
         outer.at("1 of 2")
+        assert shown() == "outer: 1 of 2"
         with progress.task("inner") as inner:
+            clock.now += 1
             outer.refresh()
+            assert shown() == "outer: 1 of 2"
             inner.at("something")
-    assert shown == ["outer: 1 of 2", "inner: something", None, None]
+            assert shown() == "inner: something, 1 s so far"
+        assert shown() is None
+        ByteProgress(progress, "loading", 2 * GIB).at(GIB)
+        assert shown().startswith("loading: 1.00 of 2.00 GiB")
+        assert progress._live.tasks[0].completed == GIB and progress._live.tasks[0].total == 2 * GIB
+    assert shown() is None
 
 
 def test_bytes_are_told_with_their_rate(clock, capsys):

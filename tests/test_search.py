@@ -816,7 +816,7 @@ def test_the_best_are_tried(kept_here, copied_runs, tmp_path):
 
 def test_a_configuration_without_anything_open_stays_as_it_is():
     config = RunConfig(model="opt-125m", dummy=True)
-    assert choose(config, None, None, None, print) == (config, None)
+    assert choose(config, None, None, None, print) == (config, None, None)
     with pytest.raises(UsageError, match="--engine quick: choose one of"):
         RunConfig(engine="quick").validate()
 

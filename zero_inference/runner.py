@@ -1,4 +1,4 @@
-"""One run, from a RunConfig to a log and a record: what happens in which order, and nothing else."""
+"""One run, from a RunConfig to a log and a record; the command line and `zero_inference.run` both start it here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from transformers.utils import logging as transformers_logging
 
 from zero_inference.config.run_config import RunConfig, non_default_options
 from zero_inference.config.run_options import save_options
@@ -18,6 +20,7 @@ from zero_inference.kernels.build import compile_s
 from zero_inference.measure import steadiness
 from zero_inference.measure.result import measured_of
 from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
+from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.preset_table import find_preset
 from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
@@ -44,14 +47,13 @@ Questions = dict[str, list[dict]]
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A run that went well.
-
+class FinishedRun:
+    """
     Attributes:
-        files: the log and the record, with all that they say.
+        files: the log and the record.
         output_ids: int64 [batch, gen_len], of the last loop.
         tokenizer: None where the model has none.
-        ends: the ids that end a text.
+        ends: ids that end a text.
     """
 
     files: RunLog
@@ -60,20 +62,30 @@ class Finished:
     ends: frozenset[int]
 
 
+class _Resolved(NamedTuple):
+    """What is run, with `auto` resolved; the empty model is there where a search has built it."""
+
+    config: RunConfig
+    spec: ModelSpec
+    chosen: AutoChoice | None
+    empty_model: EmptyModel | None
+
+
 def run(
     config: RunConfig, argv: list[str], local_rank: int | None = None, publish: Callable[..., None] = publish
-) -> Finished | None:
-    """Do what `config` asks: write the log and the record and print the results, or only the plan for `--dry-run`, which returns None.
+) -> FinishedRun | None:
+    """Run `config`, write its log and record, and publish the results; with `--dry-run` print the plan and return None.
 
     Args:
-        publish: what the first rank does with the results; called as `report.results.publish` is.
+        publish: called by the first rank with the results, as `report.results.publish` is.
 
     Raises:
         UsageError: it cannot work; nothing was loaded or written.
-        RunError: it failed on the way; a record with status 'failed' was written.
+        RunError: it failed; a record with status 'failed' was written.
     """
     config = config.validate()
-    _quiet_libraries(config.verbose)
+    if config.verbose < 2:
+        transformers_logging.set_verbosity_error()
     machine = resolve_machine(config.machine, config.assume)
     ranks = machine.ranks_there(detect_ranks(local_rank))
     with use_progress(Progress(enabled=ranks.is_first and config.verbose > 0)) as progress:
@@ -87,12 +99,13 @@ def _run(
     machine: Machine,
     progress: Progress,
     publish: Callable[..., None],
-) -> Finished | None:
+) -> FinishedRun | None:
     compiled_before_s = compile_s()  # by an earlier run in this process
     check_single_process(config, ranks)
     check_launch(config, ranks, machine)
-    asked = config
-    config, spec, chosen = _resolved(config, ranks, machine, progress)
+    resolved = _resolve(config, ranks, machine, progress)
+    given = config
+    config, spec = resolved.config, resolved.spec
     questions = quality.prepare(config)
     quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
@@ -101,17 +114,17 @@ def _run(
         )
     if config.dry_run:
         if config.save_config and ranks.is_first:
-            _save_options(config.save_config, asked)
-        _dry_run(config, spec, ranks, machine, chosen.goal if chosen else None)
+            _save_options(config.save_config, given)
+        _dry_run(resolved, ranks, machine)
         return None
-    request = request_of(config, spec, ranks, argv).model_copy(update={"chosen": chosen})
+    request = request_of(config, spec, ranks, argv).model_copy(update={"chosen": resolved.chosen})
     files = RunLog.at(log_path(config, ranks), request, Result(environment=Environment(**describe_environment())))
     refuse_shared_files(
         config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
     )
     files.check()
     with record_failures(config, ranks, files, release=close_all) as watch:
-        output_ids, tokenizer, prompts = _measured(config, spec, ranks, files, progress, questions, compiled_before_s)
+        output_ids, tokenizer, prompts = _measure(resolved, ranks, files, progress, questions, compiled_before_s)
         progress.clear()
         ranks.barrier()
     ends = eos_token_ids(spec, tokenizer)
@@ -123,25 +136,22 @@ def _run(
         leave_process_group(ranks)
         raise
     stop_process_group()
-    return Finished(files, output_ids, tokenizer, ends)
+    return FinishedRun(files, output_ids, tokenizer, ends)
 
 
-def _resolved(
-    config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress
-) -> tuple[RunConfig, ModelSpec, AutoChoice | None]:
-    """What is run: the model, and what the plan finds of what was left open."""
-    spec = _spec(config, ranks, progress)
+def _resolve(config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress) -> _Resolved:
+    spec = _resolve_spec(config, ranks, progress)
     config = with_prompt_length(config, spec)
     check_model(config, spec)
-    found, chosen = choose(config, spec, ranks, machine, progress.say)
+    found, chosen, empty_model = choose(config, spec, ranks, machine, progress.say)
     if chosen is not None:
         check_launch(found, ranks, machine)
         check_model(found, spec)
-    return found, spec, chosen
+    return _Resolved(found, spec, chosen, empty_model)
 
 
-def _spec(config: RunConfig, ranks: Ranks, progress: Progress) -> ModelSpec:
-    """For a plan the built-in configuration does, where a preset cannot be fetched, or not by this user."""
+def _resolve_spec(config: RunConfig, ranks: Ranks, progress: Progress) -> ModelSpec:
+    """A dry run takes the built-in configuration of a preset that cannot be fetched."""
     try:
         return resolve_model(config, ranks.device.type)
     except UsageError as error:
@@ -157,38 +167,37 @@ def _save_options(path: str, asked: RunConfig) -> None:
     print(f"options: {path}", file=sys.stderr, flush=True)
 
 
-def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine, goal: str | None) -> None:
+def _dry_run(resolved: _Resolved, ranks: Ranks, machine: Machine) -> None:
+    config, spec, chosen, empty_model = resolved
     plan: Plan | DoesNotFit
     faster = []
     with contextlib.redirect_stdout(sys.stderr):  # libraries print there, and stdout is for the plan
-        job = build_job(config, spec, ranks, machine=machine)
+        job = build_job(config, spec, ranks, machine=machine, empty_model=empty_model)
         try:
             plan = make_plan(job)
             plan.check()
-            faster = faster_than(plan, goal) if plan.fits else []
+            faster = faster_than(plan, chosen.goal if chosen else None) if plan.fits else []
         except DoesNotFit as error:
             plan = error
     if ranks.is_first:
         print_plan(job, plan, faster)
 
 
-def _measured(
-    config: RunConfig,
-    spec: ModelSpec,
+def _measure(
+    resolved: _Resolved,
     ranks: Ranks,
     files: RunLog,
     progress: Progress,
     questions: Questions,
     compiled_before_s: float,
 ) -> tuple[Any, Any, list[str]]:
-    """All that may fail on the way: (generated ids int64 [batch, gen_len], tokenizer, prompts in short). Fills `files`."""
+    """Plan, load and measure; fill `files`. Return the generated ids (int64 [batch, gen_len]), the tokenizer, and the prompts in short."""
+    config, spec, _, empty_model = resolved
     start_process_group(ranks)
     refuse_other_requests(config, spec, ranks, questions)
-    plan = plan_run(config, spec, ranks)
+    plan = plan_run(config, spec, ranks, empty_model)
     files.request = files.request.model_copy(update={"pin_memory": plan.weights.pinned})
-    if (
-        config.disk_offload and not plan.weights.footprint.disk
-    ):  # all are below the least that the engine writes to disk
+    if config.disk_offload and not plan.weights.footprint.disk:  # all are smaller than what the engine writes to disk
         files.move(log_path(config, ranks, "cpu"), files.request.model_copy(update={"weights_place": "cpu"}))
     check_memory(plan)
     ids, tokenizer, note = prompt_ids(config, spec)
@@ -227,10 +236,3 @@ def _note_results(session: Session, files: RunLog, progress: Progress) -> None:
         with files.noting("trace", trace):
             if (use := write_trace(session, Path(trace))) is not None:
                 files.result.measured = files.result.measured.model_copy(update={"link_use": use})
-
-
-def _quiet_libraries(verbose: int) -> None:
-    from transformers.utils import logging as transformers_logging
-
-    if verbose < 2:
-        transformers_logging.set_verbosity_error()

@@ -18,10 +18,11 @@ import torch
 from zero_inference.api.calls import Calls, planned_for, scoring_bytes
 from zero_inference.api.process import LOADED, free_memory, left_as_found
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.base import LoadedModel
+from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.machine import LocalMachine
 from zero_inference.measure.session import loaded_model
+from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.frozen import FrozenParameter, freeze, refusal
 from zero_inference.models.prompts import disable_cudnn_attention
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
@@ -119,12 +120,12 @@ def _planned(config: RunConfig, max_length: int | None, scoring: bool, progress:
         raise UsageError(f"max_length={max_length}: {spec.name} has {spec.max_positions} positions; use at most that.")
     config = planned_for(config, max_length)
     check_model(config, spec)
-    config, chosen = choose(config, spec, ranks, machine, progress.say)
+    config, chosen, empty_model = choose(config, spec, ranks, machine, progress.say)
     if chosen is not None:
         check_launch(config, ranks, machine)
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
-    plan = make_plan(_job(config, spec, ranks, scoring))
+    plan = make_plan(_job(config, spec, ranks, scoring, empty_model))
     plan.check()
     check_memory(plan)
     if chosen is not None and (line := hint(plan, replace(chosen, goal="latency"))):  # a batch is what the caller has
@@ -132,8 +133,8 @@ def _planned(config: RunConfig, max_length: int | None, scoring: bool, progress:
     return plan
 
 
-def _job(config: RunConfig, spec: ModelSpec, ranks: Ranks, scoring: bool) -> Any:
-    job = build_job(config, spec, ranks)
+def _job(config: RunConfig, spec: ModelSpec, ranks: Ranks, scoring: bool, empty_model: EmptyModel | None) -> Job:
+    job = build_job(config, spec, ranks, empty_model=empty_model)
     if job.free_device_bytes is None or not scoring:
         return job
     vocabulary = spec.text_config.vocab_size

@@ -22,7 +22,7 @@ from zero_inference.utils.format import format_bytes
 if TYPE_CHECKING:
     import torch
 
-    from zero_inference.runner import Finished
+    from zero_inference.runner import FinishedRun
 
 KEYWORDS = tuple(name for name in OPTIONS if name != "model" and name not in OF_DRY_RUNS)
 ELSEWHERE = {
@@ -219,7 +219,7 @@ def _keep(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None
     before()
 
 
-def _result_of(finished: Finished, log: bool) -> RunResult:
+def _result_of(finished: FinishedRun, log: bool) -> RunResult:
     files, tokenizer = finished.files, finished.tokenizer
     text = None
     if tokenizer is not None:

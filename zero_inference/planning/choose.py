@@ -11,6 +11,7 @@ from zero_inference.config.run_config import RunConfig, shell_words
 from zero_inference.errors import UsageError
 from zero_inference.hardware.cache import measure_if_needed
 from zero_inference.hardware.machine import Machine
+from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.spec import ModelSpec
 from zero_inference.planning.explain import Faster, faster_in_words, in_short, speed, why_none
 from zero_inference.planning.plan import Plan, build_job, plan_with
@@ -25,14 +26,16 @@ WORTH_A_LINE = 1.5  # times as fast; other options that gain less are not printe
 
 def choose(
     config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine, say: Callable[[str], None]
-) -> tuple[RunConfig, AutoChoice | None]:
-    """`config` with what it left open, and what was chosen over what; as it is where nothing was.
+) -> tuple[RunConfig, AutoChoice | None, EmptyModel | None]:
+    """Return `config` with `auto` resolved, what was chosen over what, and the empty model that the search has built.
+
+    Without `auto` the configuration is returned as it is, with None and None.
 
     Raises:
         UsageError: nothing fits.
     """
     if not config.auto:
-        return config, None
+        return config, None, None
     asked = _asked(config)
     if machine.is_here:
         measure_if_needed(say)
@@ -48,7 +51,7 @@ def choose(
         decode_throughput=best.tokens_per_s,
         over=[f"{command_of(each.config)}: {each.tokens_per_s:.4g} token/s" for each in others[:MOST_OTHERS]],
     )
-    return best.config, chosen
+    return best.config, chosen, job.empty_model
 
 
 def check_single_process(config: RunConfig, ranks: Ranks) -> None:

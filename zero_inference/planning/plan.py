@@ -19,7 +19,7 @@ from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.hardware.machine import LocalMachine, Machine
 from zero_inference.kv_cache.device import refuse_kv_offload
-from zero_inference.models.empty_model import build_empty_model
+from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.norms.choice import check_norm_kernels_option
 from zero_inference.planning.cost import RANGES, Range, Times, predict_load_s, predict_times
@@ -164,8 +164,9 @@ def build_job(
     group: Any = None,
     agreed: bool = False,
     machine: Machine = THIS_MACHINE,
+    empty_model: EmptyModel | None = None,
 ) -> Job:
-    """Build the model without weights and look at the device.
+    """Build the model without weights, unless it is given, and look at the device.
 
     Args:
         agreed: take the least free memory of all ranks; a collective.
@@ -174,7 +175,8 @@ def build_job(
     Raises:
         UsageError: transformers cannot build the model.
     """
-    return Job(config, spec, ranks, build_empty_model(spec), machine.free_device_bytes(ranks, agreed), group, machine)
+    empty_model = empty_model or build_empty_model(spec)
+    return Job(config, spec, ranks, empty_model, machine.free_device_bytes(ranks, agreed), group, machine)
 
 
 def _refuse_unplannable(job: Job) -> None:
@@ -219,15 +221,18 @@ def _with_cores_in_prompts(found: Plan) -> Plan:
     return found if gains else without
 
 
-def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Plan:
-    """`make_plan` of connected ranks, and what the machine must have besides memory. To be called by all ranks alike.
+def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: EmptyModel | None = None) -> Plan:
+    """Connect the ranks, plan, and check what the machine must have besides memory. Called by all ranks alike.
+
+    Args:
+        empty_model: where a search has built it.
 
     Raises:
         UsageError: it cannot work here.
     """
     group = engine_module(config.engine).connect(ranks)
     try:
-        plan = make_plan(build_job(config, spec, ranks, group, agreed=True))
+        plan = make_plan(build_job(config, spec, ranks, group, agreed=True, empty_model=empty_model))
     except DoesNotFit as error:
         raise DoesNotFit(f"{error} --dry-run shows which options would.") from error
     plan.check()
