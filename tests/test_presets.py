@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from zero_inference import utils
 from zero_inference.models import preset_table
-from zero_inference.models.empty_model import OwnPages, build_empty_model
+from zero_inference.models.empty_model import MappedAllocations, build_empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils import model_sizes
 
@@ -124,7 +124,7 @@ def test_large_zeros_of_a_model_that_is_built_touch_no_memory():
     for block in freed:
         libc.free(block)
     before = resident_bytes()
-    with OwnPages():
+    with MappedAllocations():
         zeros = torch.zeros(2, 1 << 28)
         assert torch.zeros(3).tolist() == [0, 0, 0] and torch.zeros((2, 2), dtype=torch.int8).dtype == torch.int8
     assert resident_bytes() - before < 1 << 28, "2 GiB of float32"

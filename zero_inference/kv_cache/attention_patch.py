@@ -168,7 +168,7 @@ def _small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Callable[[], N
         return call
 
     for number in range(len(kinds.positions)) if run else ():
-        for position in kinds.run_of(number):
+        for position in kinds.layers_to_run(number):
             run[position].forward = computing_once(run[position].forward, number)
     return copied, results.clear
 

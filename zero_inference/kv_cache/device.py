@@ -18,9 +18,16 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.models.sizes import KEY_VALUE_LAYERS, cache_class, new_cache
+from zero_inference.models.sizes import cache_class, new_cache
 
 T = TypeVar("T")
+
+KEY_VALUE_LAYERS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+}  # of a config's layer_types
 
 
 def other_layer_types(config) -> set[str]:

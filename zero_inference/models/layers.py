@@ -1,4 +1,9 @@
-"""Finding the decoder layers of any model: found, not listed by family."""
+"""The decoder layers of any model, found by structure and not listed by family; and which of them are identical.
+
+A pass without weights runs a few layers of each kind, and repeats their counts for the others. Layers are of one kind if they have the same
+modules, parameters, buffers and attributes, apart from their own index, and the same entries in the config's per-layer lists. An attribute
+of unknown type makes a kind of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +22,43 @@ from zero_inference.utils.model_sizes import text_config
 
 T = TypeVar("T")
 
+KNOWN_CODE = ("transformers.", "torch.")  # a checkpoint's own code may store anything between layers
+COMPARED_BYTES = 8 << 30  # of reference layers in host memory, for comparison; a layer of Llama-3.1-405B has 6.4e9
+INDEX_NAMES = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx"}
+
 
 def cache_per_module(read: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
-    """`read`, whose answer for a module is kept as long as the module: a model is planned for many options, and stays as it is."""
-    known: weakref.WeakKeyDictionary[nn.Module, T] = weakref.WeakKeyDictionary()
+    """Cache the results of `read` as long as the module lives: a model is planned for many options and does not change meanwhile."""
+    results: weakref.WeakKeyDictionary[nn.Module, T] = weakref.WeakKeyDictionary()
 
     @functools.wraps(read)
-    def answer(module: nn.Module) -> T:
-        if module not in known:
-            known[module] = read(module)
-        return known[module]
+    def cached(module: nn.Module) -> T:
+        if module not in results:
+            results[module] = read(module)
+        return results[module]
 
-    return answer
+    return cached
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Name and ModuleList of the decoder layers: the longest ModuleList that is not inside another one.
+    """Return the name and the ModuleList of the decoder layers: the longest ModuleList that is not inside another one.
 
-    Those of the language model, where it is one part of several: a vision tower may have more layers.
+    Of a model with a vision tower, which may have more layers, those of the language model.
 
     Raises:
         UsageError: the model has no ModuleList of layers.
     """
     name, decoder = _language_model(model)
-    others = _other_configs(model)
-    found = list(_lists_in(decoder, name, others)) or list(_lists_in(model, "", others))
+    others = _configs_of_towers(model)
+    found = list(_outer_lists(decoder, name, others)) or list(_outer_lists(model, "", others))
     if not found:
         raise UsageError(f"{type(model).__name__} has no list of decoder layers to offload: use --engine resident.")
     return max(found, key=lambda pair: len(pair[1]))
 
 
 def unused_tower_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a wrapper that text does not use, such as those of its vision tower and projector; none of another model."""
-    if not _other_configs(model):
+    """Return the parameters of a multimodal model that text does not use, such as those of its vision tower and projector."""
+    if not _configs_of_towers(model):
         return []
     head = model.get_output_embeddings()
     used = {id(p) for part in (_language_model(model)[1], head) if part is not None for p in part.parameters()}
@@ -57,61 +66,58 @@ def unused_tower_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _language_model(model: nn.Module) -> tuple[str, nn.Module]:
-    """Name and module of the part that transformers says decodes; the model itself where it names none."""
+    """Return the name and module of transformers' `get_decoder`; the model itself if it has none."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     return next(((name, module) for name, module in model.named_modules() if module is decoder), ("", model))
 
 
-def _other_configs(model: nn.Module) -> set[type]:
-    """Classes of the configurations of a wrapper's other parts, such as its vision tower."""
+def _configs_of_towers(model: nn.Module) -> set[type]:
+    """Return the config classes of a multimodal model's other parts, such as its vision tower."""
     config = getattr(model, "config", None)
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
     return {type(part) for part in parts} - {type(None), type(config), type(text_config(config))}
 
 
-def _lists_in(module: nn.Module, name: str, others: set[type]) -> Iterator[tuple[str, nn.ModuleList]]:
+def _outer_lists(module: nn.Module, name: str, towers: set[type]) -> Iterator[tuple[str, nn.ModuleList]]:
     if isinstance(module, nn.ModuleList) and len(module):
         yield name, module
         return
     for own_name, child in module.named_children():
-        if type(getattr(child, "config", None)) not in others:
-            yield from _lists_in(child, f"{name}.{own_name}" if name else own_name, others)
-
-
-KNOWN_CODE = ("transformers.", "torch.")  # a checkpoint's own may keep anything between layers
-COMPARED_BYTES = 8 << 30  # of layers that are kept in host memory to compare with; a layer of Llama-3.1-405B has 6.4e9
-NAMES_OF_INDEX = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx"}
+        if type(getattr(child, "config", None)) not in towers:
+            yield from _outer_lists(child, f"{name}.{own_name}" if name else own_name, towers)
 
 
 @dataclass(frozen=True)
 class LayerKinds:
     """
     Attributes:
-        positions: of the decoder layers in their list, by kind, in order. Empty where layers are not to be told apart.
+        positions: of the decoder layers in their list, by kind, in order. Empty if it is unknown which are identical.
     """
 
     positions: tuple[tuple[int, ...], ...]
 
-    def run_of(self, kind: int) -> list[int]:
-        """Positions of the layers that run: the first, and the second and the last to see that they do the same."""
+    def layers_to_run(self, kind: int) -> list[int]:
+        """Return the positions of the layers that run: the first, and the second and the last to check that they do the same."""
         each = self.positions[kind]
         return sorted({*each[:2], each[-1]})
 
     @property
     def first(self) -> dict[int, int]:
-        """By position the first layer of its kind."""
+        """Position -> the first layer of its kind."""
         return {position: each[0] for each in self.positions for position in each}
 
     @property
     def repeated(self) -> dict[int, int]:
-        """Of the layers that do not run, by position, the first of their kind."""
+        """Position of a layer that does not run -> the first layer of its kind."""
         return {position: each[0] for each in self.positions for position in each[2:-1]}
 
 
 @cache_per_module
 def layer_kinds(model: nn.Module) -> LayerKinds:
-    """Those of a model as transformers builds it. No kinds where code is not that of transformers, or where layers share something with
-    each other or with the rest of the model."""
+    """Group the decoder layers of a model as transformers builds it by kind.
+
+    No kinds if code is not that of transformers, or if layers share something with each other or with the rest of the model.
+    """
     try:
         _, layers = decoder_layers(model)
     except UsageError:
@@ -119,16 +125,15 @@ def layer_kinds(model: nn.Module) -> LayerKinds:
     known = all(type(module).__module__.startswith(KNOWN_CODE) for module in model.modules())
     if not known or _share_something(model, layers):
         return LayerKinds(())
-    of_config = _by_config(model.config, len(layers))
+    entries = _entries_of_config(model.config, len(layers))
     kinds: dict[Any, list[int]] = {}
     for position, layer in enumerate(layers):
-        kinds.setdefault((of_config[position], _held(layer, position)), []).append(position)
+        kinds.setdefault((entries[position], _contents(layer, position)), []).append(position)
     return LayerKinds(tuple(map(tuple, kinds.values())))
 
 
 def first_layer_bytes(model: nn.Module) -> dict[int, int]:
-    """Return the bytes of the first layer of each kind, by position. Where kinds are not known it is the first layer alone; a model without
-    a list of decoder layers has none."""
+    """Return the bytes of the first layer of each kind, by position: of the first layer alone if kinds are unknown, {} without layers."""
     try:
         _, layers = decoder_layers(model)
     except UsageError:
@@ -138,32 +143,32 @@ def first_layer_bytes(model: nn.Module) -> dict[int, int]:
 
 
 def copy_with_few_layers(model: nn.Module, kinds: LayerKinds) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """A copy of `model` in whose list of layers one that runs stands for those that do not.
+    """Copy `model`; in its list of layers each that does not run is the object of one that runs.
 
     Returns:
-        it, and by position the layers that run; none where each of them does, and stands for itself alone.
+        the copy, and by position the layers that run; {} if all do.
     """
     if not kinds.repeated:
         return copy.deepcopy(model), {}
     _, layers = decoder_layers(model)
-    made: dict[int, Any] = {}  # as `copy.deepcopy` keeps them
+    memo: dict[int, Any] = {}  # of copy.deepcopy
     run = {
-        position: copy.deepcopy(layers[position], made)
+        position: copy.deepcopy(layers[position], memo)
         for kind in range(len(kinds.positions))
-        for position in kinds.run_of(kind)
+        for position in kinds.layers_to_run(kind)
     }
-    made |= {id(layers[position]): run[other] for position, other in kinds.repeated.items()}
-    return copy.deepcopy(model, made), run
+    memo |= {id(layers[position]): run[other] for position, other in kinds.repeated.items()}
+    return copy.deepcopy(model, memo), run
 
 
 def _share_something(model: nn.Module, layers: nn.ModuleList) -> bool:
-    """Whether a module, parameter or buffer of a layer is one of another layer or of the rest of the model too."""
-    parts = [_objects(layer.modules()) for layer in layers]
-    parts.append(_objects(module for _, module in model.named_modules(memo={layers})))
+    """Return whether a module, parameter or buffer of a layer belongs to another layer or to the rest of the model too."""
+    parts = [_object_ids(layer.modules()) for layer in layers]
+    parts.append(_object_ids(module for _, module in model.named_modules(memo={layers})))
     return len(set().union(*parts)) < sum(map(len, parts))
 
 
-def _objects(modules: Iterable[nn.Module]) -> set[int]:
+def _object_ids(modules: Iterable[nn.Module]) -> set[int]:
     found: set[int] = set()
     for module in modules:
         tensors = (*module._parameters.values(), *module._buffers.values())
@@ -171,51 +176,44 @@ def _objects(modules: Iterable[nn.Module]) -> set[int]:
     return found
 
 
-def _by_config(config: Any, count: int) -> list[tuple]:
-    """Of each layer its entries in those lists of the configuration that have as many as there are layers."""
+def _entries_of_config(config: Any, count: int) -> list[tuple]:
+    """Return for each layer its entries in the config's lists of `count` entries; a list of all indices tells nothing."""
     lists = [
         value
         for each in {id(part): part for part in (config, config.get_text_config())}.values()
         for value in vars(each).values()
-        if isinstance(value, list | tuple)
-        and len(value) == count
-        and list(value) != list(range(count))  # but a list of all
+        if isinstance(value, list | tuple) and len(value) == count and list(value) != list(range(count))
     ]
-    return [tuple(_described(value[position]) for value in lists) for position in range(count)]
+    return [tuple(_comparable(value[position]) for value in lists) for position in range(count)]
 
 
-def _held(layer: nn.Module, position: int) -> tuple:
-    """What tells kinds apart, in values that can be compared."""
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple(_tensors(module)),
-            tuple(
-                (key, "its index" if key in NAMES_OF_INDEX and value == position else _described(value))
-                for key, value in vars(module).items()
-                if key not in ("_parameters", "_buffers", "_modules")
-            ),
+def _contents(layer: nn.Module, position: int) -> tuple:
+    """Return names, types, tensors and attributes of all modules, as values that are equal for layers of one kind."""
+    found = []
+    for name, module in layer.named_modules():
+        tensors = tuple(
+            (own, tensor if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype))
+            for own, tensor in (*module._parameters.items(), *module._buffers.items())
         )
-        for name, module in layer.named_modules()
-    )
+        attributes = tuple(
+            (key, "its index" if key in INDEX_NAMES and value == position else _comparable(value))
+            for key, value in vars(module).items()
+            if key not in ("_parameters", "_buffers", "_modules")
+        )
+        found.append((name, type(module), tensors, attributes))
+    return tuple(found)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple]:
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        yield name, None if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _described(value: Any) -> Any:
-    """Equal of equal values; of an object that may do anything, only of the same one."""
+def _comparable(value: Any) -> Any:
+    """Return a hashable that is equal for equal plain values, and for other objects only if they are the same object."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return type(value), value
     if isinstance(value, list | tuple):
-        return type(value), tuple(map(_described, value))
+        return type(value), tuple(map(_comparable, value))
     if isinstance(value, functools.partial):
-        return type(value), _described((value.func, value.args, value.keywords))
+        return type(value), _comparable((value.func, value.args, value.keywords))
     if isinstance(value, set | frozenset):
-        return type(value), frozenset(map(_described, value))
+        return type(value), frozenset(map(_comparable, value))
     if isinstance(value, dict):
-        return type(value), tuple((_described(key), _described(each)) for key, each in value.items())
+        return type(value), tuple((_comparable(key), _comparable(each)) for key, each in value.items())
     return type(value), id(value)

@@ -1,4 +1,7 @@
-"""A forward pass of a model without weights, on the meta device, where tensors have shapes and no bytes: for those who count."""
+"""Forward passes of a model without weights on the meta device, where tensors have shapes and no bytes, for observers that count.
+
+Of identical decoder layers (`models.layers`) a few run; the calls of the others are repeated from what was observed of these.
+"""
 
 from __future__ import annotations
 
@@ -17,125 +20,213 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from zero_inference.models.layers import LayerKinds, copy_with_few_layers, layer_kinds
 
+# More than any model has that computes its positions at once; recurrent ones that loop over them are estimated.
+MOST_OPERATORS = 40_000
+
 
 class LayersDiffer(Exception):
     """Layers of one kind did different things, or a call did something that cannot be repeated."""
 
 
+class TooManyOperators(Exception):
+    """A pass has more than `MOST_OPERATORS`."""
+
+
 class LayerObserver(ABC):
-    """What someone who counts saw of a layer's call, and adds for a call that is repeated."""
+    """Counts something in calls of decoder layers, and adds it again for calls that are repeated."""
 
     @abstractmethod
-    def start(self) -> Any:
-        """What `seen` has to know of the time before the call."""
+    def begin_call(self) -> Any:
+        """Return the state that `end_call` needs."""
 
     @abstractmethod
-    def seen(self, start: Any, position: int, made: set[int]) -> Any:
-        """Of the call since `start`; equal if two calls did the same. Raises NotAlike where it cannot be repeated.
+    def end_call(self, start: Any, position: int, made: set[int]) -> Any:
+        """Return the counts of a call since `start`: equal for calls that did the same.
 
         Args:
             position: of the layer in the list.
             made: storages that the call has made and returned.
+
+        Raises:
+            LayersDiffer: the call cannot be repeated.
         """
 
     @abstractmethod
-    def repeat(self, position: int, seen: Any, made: list[torch.Tensor]) -> None:
-        """Count `seen` once more.
+    def repeat_call(self, position: int, counts: Any, made: list[torch.Tensor]) -> None:
+        """Add the `counts` of an `end_call` once more.
 
         Args:
-            position: of the layer whose call is not run.
-            made: as many tensors as there are storages that a call makes and returns.
+            position: of the layer that is not run.
+            made: a new tensor for each storage that the call made and returned.
         """
 
-    def unseen(self) -> AbstractContextManager:
-        """For what does not belong to the pass."""
+    def paused(self) -> AbstractContextManager:
+        """Within it, operators do not belong to the pass."""
         return nullcontext()
 
 
-@dataclass(frozen=True)
-class _Made:
-    """A tensor that a call returns: one of storage number `storage` among those that it makes."""
+class PassObserver(LayerObserver, TorchDispatchMode):
+    """Is called for each operator of a pass, except in calls of layers that are repeated.
 
-    storage: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def within(self, memory: torch.Tensor) -> torch.Tensor:
-        return memory.view(self.dtype).as_strided(self.size, self.stride, self.offset)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What a call returns, and what was seen of it.
-
-    Attributes:
-        leaves: each a `_Made`, the number of the argument that it is, in a tuple, or a plain value.
-        storages: bytes of those that it makes.
+    Raises TooManyOperators after `MOST_OPERATORS`, repeated ones included.
     """
 
-    leaves: tuple
-    structure: TreeSpec
-    storages: tuple[int, ...]
-    seen: Any
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators_seen = 0
+        self.is_paused = False
 
-    def repeat(self, position: int, given: list, watching: LayerObserver) -> Any:
-        with watching.unseen():
-            memory = [torch.empty(nbytes, dtype=torch.uint8, device="meta") for nbytes in self.storages]
-            leaves = [self._leaf(each, given, memory) for each in self.leaves]
-        watching.repeat(position, self.seen, memory)
-        return tree_unflatten(leaves, self.structure)
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self.is_paused:
+            return function(*args, **(kwargs or {}))
+        self.count(1)
+        given = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
+        out = function(*args, **(kwargs or {}))
+        self.on_operator(function, args, kwargs or {}, given, out)
+        return out
 
-    @staticmethod
-    def _leaf(leaf: Any, given: list, memory: list[torch.Tensor]) -> Any:
-        if isinstance(leaf, _Made):
-            return leaf.within(memory[leaf.storage])
-        return given[leaf[0]] if isinstance(leaf, tuple) else leaf
+    def count(self, operators: int) -> None:
+        self.operators_seen += operators
+        if self.operators_seen > MOST_OPERATORS:
+            raise TooManyOperators
+
+    @abstractmethod
+    def on_operator(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
+        """Called after an operator; `given` are the storages of its arguments as they were before."""
+
+    def on_module_call(self, module: nn.Module) -> None:
+        """Called before a module's forward."""
+
+    def on_module_return(self) -> None:
+        """Called after it."""
+
+    def on_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
+        """Called for PyTorch's attention, which returns `out`."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See `LayerObserver`."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
 
-class Repeating:
-    """Has each of a model's layers compute in its first call alone. Calls with arguments of the same shapes have to do the same.
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
-    Attributes:
-        repeated: calls, up to now.
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return an id of its storage, unique while that is alive."""
+    return tensor.untyped_storage()._cdata
+
+
+Observer = TypeVar("Observer", bound=LayerObserver)
+OperatorObserver = TypeVar("OperatorObserver", bound=PassObserver)
+
+
+def observe_pass(
+    model: Any, dtype: torch.dtype, tokens: int, past: int | None, make: Callable[[Any], OperatorObserver]
+) -> OperatorObserver | None:
+    """Observe one sequence's pass of `tokens` tokens after `past` others (None: without a cache).
+
+    PyTorch's attention counts as one operator that stores no scores, like its fast kernels.
+
+    Args:
+        model: without weights; it is not changed.
+        dtype: of parameters and buffers.
+        make: makes the observer, given the copy of `model` on the meta device that will run.
+
+    Returns:
+        the observer; None if the model cannot run there: it reads values, has operators without meta functions, or too many.
     """
 
-    def __init__(self, run: dict[int, nn.Module], kinds: LayerKinds, watching: LayerObserver) -> None:
+    def run(copied: Any, observer: PassObserver) -> None:
+        one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(copied.forward).parameters else {}
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+        cache = {} if past is None else {"past_key_values": _passing_cache(copied.config, past)}
+        with _no_padding(), _module_hooks(observer), _AttentionWithoutScores(observer), observer:
+            copied(input_ids=ids, **cache, use_cache=past is not None, **one)
+
+    return run_on_meta(model, dtype, make, run)
+
+
+def run_on_meta(
+    model: Any, dtype: torch.dtype, make: Callable[[Any], Observer], run: Callable[[Any, Observer], None]
+) -> Observer | None:
+    """Have `run` call a copy of `model` on the meta device, with a few layers of each kind; with all, if they turn out to differ.
+
+    Args:
+        make, dtype: as of `observe_pass`.
+        run: given the copy and its observer.
+
+    Returns:
+        the observer; None if the model cannot run there.
+    """
+    kinds = layer_kinds(model)
+    for each in (kinds, LayerKinds(())) if kinds.repeated else (kinds,):
+        copied, layers = copy_with_few_layers(model, each)
+        copied.to("meta", dtype)
+        observer = make(copied)
+        repeater = _LayerRepeater(layers, each, observer)
+        try:
+            with torch.no_grad():
+                run(copied, observer)
+            return observer
+        except LayersDiffer:
+            continue
+        except Exception as error:  # the model's own code may raise anything
+            if isinstance(error, TooManyOperators) or not repeater.repeated:
+                return None
+    return None
+
+
+class _LayerRepeater:
+    """Lets each layer of a copied model compute in its first call only; later calls stand for other layers and are repeated.
+
+    Calls with arguments of the same shapes have to do the same.
+
+    Attributes:
+        repeated: number of repeated calls so far.
+    """
+
+    def __init__(self, layers: dict[int, nn.Module], kinds: LayerKinds, observer: LayerObserver) -> None:
         """
         Args:
-            run: by position, as `copy_with_few_layers` gives them; those that stand for no others are left as they are.
+            layers: by position, as `copy_with_few_layers` returns them.
         """
         self.repeated = 0
-        self._watching = watching
-        self._calls: dict[Any, _Call] = {}  # of all kinds
-        self._given: list[Any] = []  # what calls were told apart by: nothing else gets the id of what is kept
-        self._weights = {storage_of(tensor) for layer in run.values() for tensor in layer.parameters()}
+        self._observer = observer
+        self._calls: dict[Any, _Call] = {}  # by kind and arguments
+        self._given: list[Any] = []  # keeps arguments alive, which calls are told apart by the ids of
+        self._weights = {storage_of(tensor) for layer in layers.values() for tensor in layer.parameters()}
         for kind, positions in enumerate(kinds.positions):
             others = positions[2:-1]
-            for position in kinds.run_of(kind) if others else ():
-                layer = run[position]
+            for position in kinds.layers_to_run(kind) if others else ():
+                layer = layers[position]
                 later = iter(others if position == positions[0] else ())
-                layer.forward = self._in_place_of(layer.forward, kind, position, later)
+                layer.forward = self._replace(layer.forward, kind, position, later)
 
-    def _in_place_of(self, forward: Callable, kind: int, position: int, others: Iterator[int]) -> Callable:
+    def _replace(self, forward: Callable, kind: int, position: int, others: Iterator[int]) -> Callable:
+        """Return a forward that computes once, as `position`, and then repeats the calls of `others`."""
         ran = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran
             given, structure = tree_flatten((args, kwargs))
-            key = kind, str(structure), _in_values(given, self._weights)
+            key = kind, str(structure), _describe_arguments(given, self._weights)
             if ran:
                 other = next(others, None)
                 if other is None or key not in self._calls:
                     raise LayersDiffer
                 self.repeated += 1
-                return self._calls[key].repeat(other, given, self._watching)
+                return self._calls[key].repeat(other, given, self._observer)
             ran = True
             self._given += [each for each in given if not isinstance(each, torch.Tensor)]
-            start = self._watching.start()
+            start = self._observer.begin_call()
             out = forward(*args, **kwargs)
-            found = _call(out, given, lambda made: self._watching.seen(start, position, made))
+            found = _record_call(out, given, lambda made: self._observer.end_call(start, position, made))
             if self._calls.setdefault(key, found) != found:
                 raise LayersDiffer
             return out
@@ -143,8 +234,47 @@ class Repeating:
         return call
 
 
-def _in_values(given: list, weights: set[int]) -> tuple:
-    """Arguments in values that can be compared: which tensors share memory, and shapes, for nobody looks at what is in them."""
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that a call returns, in storage number `storage` of those that it makes."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The result of a layer's call and what was counted in it.
+
+    Attributes:
+        leaves: each a `_Made`, a tuple with the index of the argument that it is, or a plain value.
+        storages: bytes of those that it makes.
+    """
+
+    leaves: tuple
+    structure: TreeSpec
+    storages: tuple[int, ...]
+    counts: Any
+
+    def repeat(self, position: int, given: list, observer: LayerObserver) -> Any:
+        with observer.paused():
+            memory = [torch.empty(nbytes, dtype=torch.uint8, device="meta") for nbytes in self.storages]
+            leaves = [self._leaf(each, given, memory) for each in self.leaves]
+        observer.repeat_call(position, self.counts, memory)
+        return tree_unflatten(leaves, self.structure)
+
+    @staticmethod
+    def _leaf(leaf: Any, given: list, memory: list[torch.Tensor]) -> Any:
+        if isinstance(leaf, _Made):
+            return memory[leaf.storage].view(leaf.dtype).as_strided(leaf.size, leaf.stride, leaf.offset)
+        return given[leaf[0]] if isinstance(leaf, tuple) else leaf
+
+
+def _describe_arguments(given: list, weights: set[int]) -> tuple:
+    """Return a hashable that is equal for calls that compute the same: shapes, and which tensors share memory, but not their values."""
     storages: dict[int, int] = {}
     return tuple(
         (
@@ -158,18 +288,18 @@ def _in_values(given: list, weights: set[int]) -> tuple:
     )
 
 
-def _call(out: Any, given: list, seen: Callable[[set[int]], Any]) -> _Call:
+def _record_call(out: Any, given: list, end_call: Callable[[set[int]], Any]) -> _Call:
     leaves, structure = tree_flatten(out)
-    positions = {id(each): index for index, each in reversed([*enumerate(given)])}
+    index_of = {id(each): index for index, each in reversed([*enumerate(given)])}
     not_made = {storage_of(each) for each in given if isinstance(each, torch.Tensor)}
-    storages: dict[int, int] = {}
+    storages: dict[int, int] = {}  # storage -> bytes
     numbers: dict[int, int] = {}
     found: list[Any] = []
     for leaf in leaves:
         if _is_plain(leaf):
             found.append(leaf)
-        elif id(leaf) in positions:
-            found.append((positions[id(leaf)],))
+        elif id(leaf) in index_of:
+            found.append((index_of[id(leaf)],))
         elif isinstance(leaf, torch.Tensor) and storage_of(leaf) not in not_made:
             key = storage_of(leaf)
             storages[key] = leaf.untyped_storage().nbytes()
@@ -177,155 +307,27 @@ def _call(out: Any, given: list, seen: Callable[[set[int]], Any]) -> _Call:
             found.append(_Made(number, leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.storage_offset()))
         else:
             raise LayersDiffer
-    return _Call(tuple(found), structure, tuple(storages.values()), seen(set(storages)))
+    return _Call(tuple(found), structure, tuple(storages.values()), end_call(set(storages)))
 
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Names it while it is alive."""
-    return tensor.untyped_storage()._cdata
-
-
-Counted = TypeVar("Counted", bound=LayerObserver)
-Watched = TypeVar("Watched", bound="PassObserver")
-# More than any model has that computes its positions at once; recurrent ones that loop over them are estimated.
-MOST_OPERATORS = 40_000
-
-
-class TooManyOperators(Exception):
-    """Of a pass; see `MOST_OPERATORS`."""
-
-
-class PassObserver(LayerObserver, TorchDispatchMode):
-    """Sees each operator of a pass, but for those of layers' calls that are repeated.
-
-    Raises TooManyOperators behind `MOST_OPERATORS`, with those that are repeated.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators_seen = 0
-        self.looks_away = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.looks_away:
-            return function(*args, **(kwargs or {}))
-        self.count(1)
-        given = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
-        out = function(*args, **(kwargs or {}))
-        self.saw(function, args, kwargs or {}, given, out)
-        return out
-
-    def count(self, operators: int) -> None:
-        self.operators_seen += operators
-        if self.operators_seen > MOST_OPERATORS:
-            raise TooManyOperators
-
-    @abstractmethod
-    def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
-        """An operator has run.
-
-        Args:
-            given: storages of the arguments, as they were before.
-        """
-
-    def saw_module(self, module: torch.nn.Module) -> None:
-        """A module is called."""
-
-    def left_module(self) -> None:
-        """The call that began last has ended."""
-
-    def saw_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
-        """PyTorch's attention was called, and returns `out`."""
-
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Operators that do not belong to the pass."""
-        self.looks_away = True
-        try:
-            yield
-        finally:
-            self.looks_away = False
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def observe_pass(
-    model: Any, dtype: torch.dtype, tokens: int, past: int | None, make: Callable[[Any], Watched]
-) -> Watched | None:
-    """One sequence's pass of `tokens` tokens that follow `past` others, watched; None for a pass without a cache.
-
-    Attention counts as one operator that keeps no scores, as PyTorch's fast kernels do it, where the model calls PyTorch's.
-
-    Args:
-        model: without weights; it is left as it is.
-        dtype: of parameters and buffers.
-        make: what watches the pass, given the copy of `model` on the meta device that will run.
-
-    Returns:
-        what watched. None where the model cannot run there: if it looks at values, has operators that know no meta device, or too many.
-    """
-
-    def run(shapes: Any, watching: PassObserver) -> None:
-        one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(shapes.forward).parameters else {}
-        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-        cache = {} if past is None else {"past_key_values": _passing_cache(shapes.config, past)}
-        with _no_padding(), _seeing_modules(watching), _AttentionWithoutScores(watching), watching:
-            shapes(input_ids=ids, **cache, use_cache=past is not None, **one)
-
-    return run_on_meta(model, dtype, make, run)
-
-
-def run_on_meta(
-    model: Any, dtype: torch.dtype, make: Callable[[Any], Counted], run: Callable[[Any, Counted], None]
-) -> Counted | None:
-    """Have `run` call a copy of `model` on the meta device. Of identical layers (`models.layers`) a few run; where they turn out not to
-    be, all of them.
-
-    Args:
-        make, dtype: as of `observe_pass`.
-        run: given the copy, and what `make` made.
-
-    Returns:
-        what `make` made; None where the model cannot run there.
-    """
-    kinds = layer_kinds(model)
-    for each in (kinds, LayerKinds(())) if kinds.repeated else (kinds,):
-        shapes, few = copy_with_few_layers(model, each)
-        shapes.to("meta", dtype)
-        counting = make(shapes)
-        repeating = Repeating(few, each, counting)
-        try:
-            with torch.no_grad():
-                run(shapes, counting)
-            return counting
-        except LayersDiffer:
-            continue
-        except Exception as error:  # whatever the model's own code raises
-            if isinstance(error, TooManyOperators) or not repeating.repeated:
-                return None
-    return None
-
-
 @contextmanager
-def _seeing_modules(watching: PassObserver) -> Iterator[None]:
-    def called(module: torch.nn.Module, args: tuple) -> None:
-        if not watching.looks_away:
-            watching.saw_module(module)
+def _module_hooks(observer: PassObserver) -> Iterator[None]:
+    def before(module: nn.Module, args: tuple) -> None:
+        if not observer.is_paused:
+            observer.on_module_call(module)
 
-    def ended(module: torch.nn.Module, args: tuple, output: Any) -> None:
-        if not watching.looks_away:
-            watching.left_module()
+    def after(module: nn.Module, args: tuple, output: Any) -> None:
+        if not observer.is_paused:
+            observer.on_module_return()
 
     hooks = torch.nn.modules.module
     handles = (
-        hooks.register_module_forward_pre_hook(called),
-        hooks.register_module_forward_hook(ended, always_call=True),
+        hooks.register_module_forward_pre_hook(before),
+        hooks.register_module_forward_hook(after, always_call=True),
     )
     try:
         yield
@@ -336,29 +338,32 @@ def _seeing_modules(watching: PassObserver) -> Iterator[None]:
 
 @contextmanager
 def _no_padding() -> Iterator[None]:
-    """Transformers may look at an attention mask that a model has made itself, as OPT does with version 5.17: it is all ones."""
+    """Have transformers take an attention mask as all ones: it may read one that a model has made, as OPT does in version 5.17."""
     from transformers import masking_utils
 
-    looks = getattr(masking_utils, "fast_all", None)
-    if looks is not None:
+    fast_all = getattr(masking_utils, "fast_all", None)
+    if fast_all is not None:
         masking_utils.fast_all = lambda mask: True
     try:
         yield
     finally:
-        if looks is not None:
-            masking_utils.fast_all = looks
+        if fast_all is not None:
+            masking_utils.fast_all = fast_all
 
 
 def _passing_cache(config: Any, past: int) -> Any:
-    """A cache that hands on keys and values behind `past` others, and keeps none. Without any, transformers would look at positions."""
+    """Return a cache that returns keys and values of `past` positions and the new ones, and stores none.
+
+    Without a cache transformers would read position ids.
+    """
     from transformers import DynamicCache
 
-    def longer(new: torch.Tensor) -> torch.Tensor:
+    def lengthen(new: torch.Tensor) -> torch.Tensor:  # [B, heads, tokens, width]
         return new.new_empty(*new.shape[:-2], past + new.shape[-2], new.shape[-1]) if past else new
 
     class Passing(DynamicCache):
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return longer(key_states), longer(value_states)
+            return lengthen(key_states), lengthen(value_states)
 
         def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
             return past
@@ -371,18 +376,18 @@ def _passing_cache(config: Any, past: int) -> Any:
 
 
 class _AttentionWithoutScores(TorchFunctionMode):
-    """PyTorch's attention as its fast kernels do it: nothing but the output."""
+    """PyTorch's attention as one operator that makes only its output."""
 
-    def __init__(self, watching: PassObserver) -> None:
+    def __init__(self, observer: PassObserver) -> None:
         super().__init__()
-        self.watching = watching
+        self.observer = observer
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is torch.nn.functional.scaled_dot_product_attention:
             query, key, value = args[:3]
             batch, heads, length, _ = query.shape
             out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-            self.watching.saw_attention(query, key, value, out)
+            self.observer.on_attention(query, key, value, out)
             return out
         if function is torch.Tensor.__contains__:  # transformers looks for the padding token among the ids
             return False

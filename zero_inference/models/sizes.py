@@ -1,7 +1,6 @@
-"""Exact sizes of a model and of what a run of it keeps beside its weights, counted before any weight is read.
+"""Exact sizes of a model, its cache and its activations, counted before any weight is read; plans are based on these.
 
-What is decided is decided by these, and by the parameters themselves where an engine lays them out. The rounder formulas of
-`zero_inference.utils` are for the log.
+The rounder formulas of `zero_inference.utils` are for the log.
 """
 
 from __future__ import annotations
@@ -28,31 +27,25 @@ from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.format import first_line
 from zero_inference.utils.model_sizes import is_wrapper, kv_layers, kv_width
 
-KEY_VALUE_LAYERS = {
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "attention",
-}  # of a config's layer_types
+ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator rounds up to a multiple of this
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What `model_sizes` counted. Tied weights count once.
+    """Counts of `count_sizes`. Tied weights count once.
 
     Attributes:
         parameters: elements of all parameters.
         parameter_bytes: their bytes, each in the dtype that it is computed in.
-        idle_parameters: elements that a token of one sequence does not touch: rows of an embedding, experts not chosen, a wrapper's
-            vision tower.
+        idle_parameters: elements that a token of one sequence does not touch: rows of an embedding, experts not chosen, a vision tower.
         idle_bytes: the bytes of those, unquantized.
-        idle_expert_bytes: of those, what experts are.
-        chooses_experts: whether a token leaves experts out.
-        kv_widths: elements of keys and values together that a position adds to the cache, of each layer that keeps any.
-        state_bytes: of a sequence's other state in the cache, such as that of recurrences: at any length, and for each position.
+        idle_expert_bytes: the experts' part of `idle_bytes`.
+        chooses_experts: whether a token uses only some experts.
+        kv_widths: elements of keys and values together that a position adds to the cache, of each layer that has any.
+        state_bytes: of a sequence's other state in the cache, such as that of recurrences: at any length, and per position.
         added_positions: that the model puts in the cache before a sequence's own.
         writes_weights: whether a pass changes weights, as RWKV's first one does.
-        refuses_text: what the model says of token ids without images or sound; None where it takes them.
+        refuses_text: the model's error for token ids without images or sound; None if it accepts them.
     """
 
     parameters: int
@@ -68,14 +61,14 @@ class ModelSizes:
     refuses_text: str | None = None
 
 
-def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
-    """Count a model without weights (see `models.empty_model`). To be called before an engine fills it: it may take parameters apart."""
+def count_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
+    """Count a model without weights. To be called before an engine fills it: engines may take parameters apart."""
     idle_experts = _idle_experts(model, spec)
     towers = unused_tower_parameters(model)
     idle = _idle_rows(model, {id(p) for p in towers}) + idle_experts + [(p.numel(), p.dtype) for p in towers]
     refusals: list[str] = []
-    cached = _cached_by(model, refusals)
-    widths = _kv_widths_by_config(spec) if cached is None else cached.widths()
+    cached = _observe_cache(model, refusals)
+    text = spec.text_config
     return ModelSizes(
         parameters=sum(p.numel() for p in model.parameters()),
         parameter_bytes=parameter_bytes(model),
@@ -83,7 +76,7 @@ def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
         idle_bytes=sum(numel * dtype.itemsize for numel, dtype in idle),
         idle_expert_bytes=sum(numel * dtype.itemsize for numel, dtype in idle_experts),
         chooses_experts=any(numel for numel, _ in idle_experts),
-        kv_widths=tuple(widths),
+        kv_widths=tuple([2 * kv_width(text)] * kv_layers(text) if cached is None else cached.kv_widths()),
         state_bytes=(0, 0) if cached is None else cached.state_bytes(spec.dtype),
         added_positions=0 if cached is None else cached.added_positions(),
         writes_weights=cached is not None and cached.writes_weights,
@@ -92,47 +85,22 @@ def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all parameters, tied ones once."""
+    """Return the bytes of all parameters, tied ones once."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def traced_kv_widths(model: torch.nn.Module) -> list[int] | None:
-    """Elements of keys and values of one position, of each layer that caches any, by one token through `model` on the meta device.
+    """Return the elements of keys and values of one position, of each layer that caches any, from a pass of one token on the meta device.
 
-    That is what the model itself puts in a cache: latent attention caches other widths than its heads have, and layers may
-    differ, share a cache or keep none. None where the model cannot run there, because it looks at values.
+    Latent attention caches other widths than its heads have, and layers may differ, share a cache or have none. None if the model
+    cannot run there.
     """
-    found = _cached_by(model)
-    return None if found is None else found.widths()
-
-
-def _cached_by(model: torch.nn.Module, refusals: list[str] | None = None) -> _Cached | None:
-    """Run one token, and return what it leaves in a cache; see `traced_kv_widths`.
-
-    Args:
-        refusals: gets what the model says where it does not accept its inputs.
-    """
-
-    def run(shapes: torch.nn.Module, cached: _Cached) -> None:
-        ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-        known = inspect.signature(type(shapes).forward).parameters
-        name = "cache_params" if "cache_params" in known and "past_key_values" not in known else "past_key_values"
-        before = [parameter._version for parameter in shapes.parameters()]
-        try:
-            shapes(input_ids=ids, use_cache=True, **{name: cached.cache})
-        except ValueError as error:
-            if refusals is not None:
-                refusals.append(first_line(error))
-            raise
-        cached.writes_weights = before != [parameter._version for parameter in shapes.parameters()]
-
-    # grouped matrix products have no other dtype there
-    return run_on_meta(model, torch.bfloat16, lambda shapes: _Cached(new_cache(model.config, cache_class(model))), run)
+    found = _observe_cache(model)
+    return None if found is None else found.kv_widths()
 
 
 def cache_class(model: torch.nn.Module) -> Any:
-    """Return the class of cache that `model` asks for by the annotation of its `past_key_values`: transformers' DynamicCache, or a subclass
-    with state of its own."""
+    """Return transformers' DynamicCache, or the subclass with more state by which `model` annotates its `past_key_values`."""
     from transformers import DynamicCache
 
     for module in model.modules():
@@ -144,24 +112,56 @@ def cache_class(model: torch.nn.Module) -> Any:
 
 
 def new_cache(config: Any, kind: Any) -> Any:
-    """Return an empty cache of transformers, of the class `kind` that `cache_class` gives."""
+    """Return an empty cache of transformers, of the class `kind` that `cache_class` returns."""
     from transformers import DynamicCache
 
     return DynamicCache(config=config) if kind is DynamicCache else kind()
 
 
-class _Kept(NamedTuple):
-    """Elements that a layer keeps of one token: keys and values; other state, at any length and for each position; and of the former,
-    what is in float32 whatever the model is in."""
+def _observe_cache(model: torch.nn.Module, refusals: list[str] | None = None) -> _CacheObserver | None:
+    """Run one token on the meta device, and return what it leaves in a cache.
+
+    Args:
+        refusals: gets the model's error if it does not accept its inputs.
+    """
+
+    def run(copied: torch.nn.Module, observer: _CacheObserver) -> None:
+        ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+        arguments = inspect.signature(type(copied).forward).parameters
+        mamba = "cache_params" in arguments and "past_key_values" not in arguments
+        before = [parameter._version for parameter in copied.parameters()]
+        try:
+            copied(input_ids=ids, use_cache=True, **{"cache_params" if mamba else "past_key_values": observer.cache})
+        except ValueError as error:
+            if refusals is not None:
+                refusals.append(first_line(error))
+            raise
+        observer.writes_weights = before != [parameter._version for parameter in copied.parameters()]
+
+    def make(copied: torch.nn.Module) -> _CacheObserver:
+        return _CacheObserver(new_cache(model.config, cache_class(model)))
+
+    return run_on_meta(model, torch.bfloat16, make, run)  # the only dtype of grouped matrix products there
+
+
+class _LayerState(NamedTuple):
+    """Elements that a layer caches of one token.
+
+    Attributes:
+        keys_and_values: per position.
+        state: other state, at any length.
+        state_per_position: other state that grows.
+        float32_state: the part of `state` in float32 whatever the model is in.
+    """
 
     keys_and_values: int = 0
     state: int = 0
-    of_position: int = 0
-    in_float32: int = 0
+    state_per_position: int = 0
+    float32_state: int = 0
 
 
-def _kept_in(cache: Any) -> dict[int, _Kept]:
-    """Return by index what each layer of a cache keeps. A cache of a class of its own may have more lists with an entry per layer."""
+def _read_cache(cache: Any) -> dict[int, _LayerState]:
+    """Return by index the state of each layer of a cache. A model's own cache class may have more lists with an entry per layer."""
     lists = [value for name, value in vars(cache).items() if isinstance(value, list) and name != "layers"]
     found = {}
     for index, layer in enumerate(cache.layers):
@@ -170,92 +170,156 @@ def _kept_in(cache: Any) -> dict[int, _Kept]:
         grows = tensors_in([value for name, value in others.items() if name.endswith("keys")])
         states = tensors_in([value for name, value in others.items() if not name.endswith("keys")])
         states = [each for each in states if each.is_meta and each.is_floating_point()]
-        found[index] = _Kept(_elements(pair), _elements(states), _elements(grows), _float32(states))
+        found[index] = _LayerState(_elements(pair), _elements(states), _elements(grows), _float32_elements(states))
     for index, state in enumerate(zip(*lists)):
         states = tensors_in(state)
-        before = found.get(index, _Kept())
+        before = found.get(index, _LayerState())
         found[index] = before._replace(
-            state=before.state + _elements(states), in_float32=before.in_float32 + _float32(states)
+            state=before.state + _elements(states),
+            float32_state=before.float32_state + _float32_elements(states),
         )
-    return {index: kept for index, kept in found.items() if any(kept)}
+    return {index: state for index, state in found.items() if any(state)}
 
 
 def _elements(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _float32(tensors: list[torch.Tensor]) -> int:
+def _float32_elements(tensors: list[torch.Tensor]) -> int:
     return _elements([tensor for tensor in tensors if tensor.dtype == torch.float32])
 
 
-class _Cached(LayerObserver):
+class _CacheObserver(LayerObserver):
     """Notes what decoder layers put in a cache, and whether the pass changed weights."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.writes_weights = cache, False
-        self.repeated: dict[int, _Kept] = {}
+        self.repeated: dict[int, _LayerState] = {}
 
-    def kept(self) -> list[_Kept]:
-        """Return what each layer keeps, of those that keep anything, in order."""
-        found = _kept_in(self.cache) | self.repeated
+    def layers(self) -> list[_LayerState]:
+        found = _read_cache(self.cache) | self.repeated
         return [found[index] for index in sorted(found)]
 
-    def widths(self) -> list[int]:
-        """Return the elements of keys and values of each layer that keeps any, in order."""
-        return [kept.keys_and_values for kept in self.kept() if kept.keys_and_values]
+    def kv_widths(self) -> list[int]:
+        return [layer.keys_and_values for layer in self.layers() if layer.keys_and_values]
 
     def added_positions(self) -> int:
-        """See `ModelSizes`."""
         keys = tensors_in([getattr(layer, "keys", None) for layer in self.cache.layers])
-        return max((each.shape[2] for each in keys if each.dim() == 4), default=1) - 1
+        return max((each.shape[2] for each in keys if each.dim() == 4), default=1) - 1  # [B, heads, positions, width]
 
     def state_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """See `ModelSizes`."""
         at_any_length = sum(
-            (kept.state - kept.in_float32) * dtype.itemsize + 4 * kept.in_float32 for kept in self.kept()
+            (layer.state - layer.float32_state) * dtype.itemsize + 4 * layer.float32_state for layer in self.layers()
         )
-        return at_any_length, sum(kept.of_position for kept in self.kept()) * dtype.itemsize
+        return at_any_length, sum(layer.state_per_position for layer in self.layers()) * dtype.itemsize
 
-    def start(self) -> dict[int, _Kept]:
+    def begin_call(self) -> dict[int, _LayerState]:
         """See `LayerObserver`."""
-        return _kept_in(self.cache)
+        return _read_cache(self.cache)
 
-    def seen(self, start: dict[int, _Kept], position: int, made: set[int]) -> _Kept | None:
-        """See `LayerObserver`. The index in the cache has to be the layer's own, or nobody knows which the others' are."""
-        new = {index: kept for index, kept in _kept_in(self.cache).items() if start.get(index) != kept}
+    def end_call(self, start: dict[int, _LayerState], position: int, made: set[int]) -> _LayerState | None:
+        """See `LayerObserver`. The index in the cache has to be the layer's own, or the others' indices would be unknown."""
+        new = {index: state for index, state in _read_cache(self.cache).items() if start.get(index) != state}
         if new.keys() - {position}:
             raise LayersDiffer
         return new.get(position)
 
-    def repeat(self, position: int, seen: _Kept | None, made: list[torch.Tensor]) -> None:
+    def repeat_call(self, position: int, counts: _LayerState | None, made: list[torch.Tensor]) -> None:
         """See `LayerObserver`."""
-        if seen is not None:
-            self.repeated[position] = seen
+        if counts is not None:
+            self.repeated[position] = counts
 
 
-def logits_bytes(spec: ModelSpec) -> int:
-    """Of a sequence, while its token is chosen: a row in the model's dtype, and that of this and of the step before in float32."""
-    return spec.text_config.vocab_size * (spec.dtype.itemsize + 2 * 4)
+def prefill_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int | None:
+    """Return the peak bytes of tensors in the prefill of one sequence of `prompt_len` tokens, without weights, keys and values.
+
+    Scales with the number of sequences. A model whose operators support only bfloat16 on the meta device, as grouped matrix products do,
+    is counted in that. None if it cannot run there, or loops over positions.
+
+    Args:
+        model: without weights, as `empty_model.build_on_meta` builds it; it is not changed.
+        dtype: of the hidden states.
+    """
+    for tried in dict.fromkeys((dtype, torch.bfloat16)):
+        memory = observe_pass(model, tried, prompt_len, 0, lambda copied: _MemoryObserver())
+        if memory is not None:
+            return memory.peak * dtype.itemsize // tried.itemsize
+    return None
+
+
+class _MemoryObserver(PassObserver):
+    """Adds up the storages that operators make while they are alive.
+
+    Attributes:
+        now, peak: bytes.
+        alive: storage -> its number, in the order in which they were made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.alive: dict[int, int] = {}
+        self.made = 0
+
+    def on_operator(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
+        """See `PassObserver`."""
+        for tensor in tensors_in(out):
+            if storage_of(tensor) not in given:
+                self._add(tensor.untyped_storage())
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        if key in self.alive:
+            return
+        self.alive[key] = self.made = self.made + 1
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._remove, key, nbytes)
+
+    def _remove(self, key: int, nbytes: int) -> None:
+        del self.alive[key]
+        self.now -= nbytes
+
+    def begin_call(self) -> tuple[set[int], int, int, int]:
+        """See `LayerObserver`."""
+        before = set(self.alive.values()), self.peak, self.now, self.operators_seen
+        self.peak = self.now
+        return before
+
+    def end_call(self, start: tuple[set[int], int, int, int], position: int, made: set[int]) -> tuple[int, int]:
+        """See `LayerObserver`. Tensors that the call stores elsewhere, as in a cache, cannot be repeated."""
+        before, peak, now, operators = start
+        if set(self.alive.values()) != before | {self.alive.get(storage, -1) for storage in made}:
+            raise LayersDiffer
+        added = self.peak - now
+        self.peak = max(self.peak, peak)
+        return added, self.operators_seen - operators
+
+    def repeat_call(self, position: int, counts: tuple[int, int], made: list[torch.Tensor]) -> None:
+        """See `LayerObserver`."""
+        added, operators = counts
+        self.peak = max(self.peak, self.now + added)
+        self.count(operators)
+        for tensor in made:
+            self._add(tensor.untyped_storage())
 
 
 def estimate_prefill_bytes(spec: ModelSpec, prompt_len: int) -> int:
-    """Of a sequence, where `activations.prefill_peak_bytes` finds nothing: six hidden states and three MLP inner states of the prompt."""
+    """Estimate `prefill_peak_bytes` of a model that cannot run on the meta device: six hidden states and three MLP inner states."""
     config = spec.text_config
     h = config.hidden_size
-    inner = next(
-        (v for k in ("intermediate_size", "ffn_dim", "n_inner") if isinstance(v := getattr(config, k, None), int)),
-        4 * h,
-    )
+    names = ("intermediate_size", "ffn_dim", "n_inner")
+    inner = next((value for name in names if isinstance(value := getattr(config, name, None), int)), 4 * h)
     return prompt_len * (6 * h + 3 * inner) * spec.dtype.itemsize
 
 
-def _kv_widths_by_config(spec: ModelSpec) -> list[int]:
-    text = spec.text_config
-    return [2 * kv_width(text)] * kv_layers(text)
+def logits_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a sequence's logits while its token is chosen: in the model's dtype, and of two steps in float32."""
+    return spec.text_config.vocab_size * (spec.dtype.itemsize + 2 * 4)
 
 
 def _idle_rows(model: Any, counted: set[int]) -> list[tuple[int, torch.dtype]]:
-    """Elements, with their dtype, of embeddings that are no head, but for the parameters whose ids are `counted` already."""
+    """Return elements and dtype of embeddings that are not tied to the head, except parameters with ids in `counted`."""
     head = model.get_output_embeddings()
     return [
         (module.weight.numel(), module.weight.dtype)
@@ -267,100 +331,22 @@ def _idle_rows(model: Any, counted: set[int]) -> list[tuple[int, torch.dtype]]:
 
 
 def _idle_experts(model: Any, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:
-    """Elements, with their dtype, of the experts that a token does not choose."""
+    """Return elements and dtype of the experts that a token does not choose."""
     number, chosen = spec.experts
     return [(p.numel() * (number - chosen) // number, p.dtype) for p in expert_parameters(model, spec)]
 
 
 def expert_parameters(model: Any, spec: ModelSpec) -> Iterator[torch.nn.Parameter]:
-    """Those of experts that a token may leave out."""
+    """Yield the parameters of experts that a token may leave out."""
     number, _ = spec.experts
     for name, module in model.named_modules():
-        if number and f".{name}.".count(".experts.") and not _multiplies_all(module):
+        if number and ".experts." in f".{name}." and not _uses_all_experts(module):
             for p in module.parameters(recurse=False):
                 if p.dim() == 3 and p.shape[0] == number or p.dim() == 2:
                     yield p
 
 
-def _multiplies_all(experts: torch.nn.Module) -> bool:
-    """Whether a module of stacked experts is not told which were chosen, as that of Llama 4: a token goes through all of them."""
+def _uses_all_experts(experts: torch.nn.Module) -> bool:
+    """Return whether a module of stacked experts gets only hidden states and no choice, as that of Llama 4."""
     stacked = any(p.dim() == 3 for p in experts.parameters(recurse=False))
     return stacked and len(inspect.signature(type(experts).forward).parameters) == 2  # self and the hidden states
-
-
-ALLOCATION_BYTES = 512  # that CUDA's caching allocator of PyTorch rounds up to
-
-
-def prefill_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int | None:
-    """Most bytes of tensors that the prefill of one sequence of `prompt_len` tokens holds at once, without weights, keys and values that
-    stay. Those of several sequences are as many times as large.
-
-    A model whose operators know bfloat16 alone on the meta device, as grouped matrix products do, is counted in that. None where it cannot
-    run there at all, because it looks at values, or where it loops over positions.
-
-    Args:
-        model: without weights, as `empty_model.build_on_meta` makes it; it is left as it is.
-        dtype: of the hidden states.
-    """
-    for tried in dict.fromkeys((dtype, torch.bfloat16)):
-        alive = observe_pass(model, tried, prompt_len, 0, lambda shapes: _Alive())
-        if alive is not None:
-            return alive.most * dtype.itemsize // tried.itemsize
-    return None
-
-
-class _Alive(PassObserver):
-    """Adds up the storages that operators make, while they are there.
-
-    Attributes:
-        now, most: bytes.
-        known: by storage the number of it, in the order in which they were made.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.known: dict[int, int] = {}
-        self.made = 0
-
-    def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
-        """See `PassObserver`."""
-        for tensor in tensors_in(out):
-            if storage_of(tensor) not in given:
-                self._note(tensor.untyped_storage())
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        if key in self.known:
-            return
-        self.known[key] = self.made = self.made + 1
-        self.now += nbytes
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._forget, key, nbytes)
-
-    def _forget(self, key: int, nbytes: int) -> None:
-        del self.known[key]
-        self.now -= nbytes
-
-    def start(self) -> tuple[set[int], int, int, int]:
-        """See `LayerObserver`."""
-        before = set(self.known.values()), self.most, self.now, self.operators_seen
-        self.most = self.now
-        return before
-
-    def seen(self, start: tuple[set[int], int, int, int], position: int, made: set[int]) -> tuple[int, int]:
-        """See `LayerObserver`. What the call keeps elsewhere, as in a cache, cannot be repeated."""
-        before, most, now, operators = start
-        if set(self.known.values()) != before | {self.known.get(storage, -1) for storage in made}:
-            raise LayersDiffer
-        peak = self.most - now
-        self.most = max(self.most, most)
-        return peak, self.operators_seen - operators
-
-    def repeat(self, position: int, seen: tuple[int, int], made: list[torch.Tensor]) -> None:
-        """See `LayerObserver`."""
-        peak, operators = seen
-        self.most = max(self.most, self.now + peak)
-        self.count(operators)
-        for tensor in made:
-            self._note(tensor.untyped_storage())
