@@ -8,10 +8,8 @@ on neither Python nor torch.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,16 +17,14 @@ from typing import Any
 
 import torch
 
-from zero_inference.kernels.build import find_compiler, new_build, time_compiling
-from zero_inference.kernels.extension import (
-    COMPLETE,
-    CPU_SOURCES,
+from zero_inference.kernels.build import (
+    cached_library,
     compiler_error_line,
-    file_digest,
-    is_complete,
-    source_folder,
+    find_compiler,
+    hashed_name,
+    print_stderr,
 )
-from zero_inference.utils.files import extensions_folder, hold_lock, make_folder
+from zero_inference.kernels.extension import CPU_SOURCES, source_folder
 from zero_inference.utils.processes import process_group
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # zero_inference::cpu::Dtype
@@ -50,9 +46,7 @@ def load_library(progress_message: Callable[[str], None] | None = None) -> ctype
     if not _tried:
         _tried = True
         try:
-            _library = open_library(
-                find_or_build(progress_message or (lambda line: print(line, file=sys.stderr, flush=True)))
-            )
+            _library = open_library(find_or_build(progress_message or print_stderr))
             _reason = None
         except Exception as error:  # no compiler, a full disk, a library of another system: callers can do without
             _reason = compiler_error_line(error)
@@ -92,17 +86,11 @@ def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -
     compiler = find_compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     name = library_name(*compiler, version, *extra_flags)
-    folder = make_folder(extensions_folder()) / name
-    library = folder / f"{name}.so"
-    if is_complete(library):
-        return library
-    with time_compiling(), hold_lock(folder.with_suffix(".lock")):
-        if not is_complete(library):
-            say("compiling the CPU kernels (once per machine, some seconds) ...")
-            with new_build(folder) as building:
-                build(compiler, building, building / library.name, extra_flags)
-                (building / COMPLETE).write_bytes(file_digest(building / library.name))
-    return library
+
+    def build_into(folder: Path) -> None:
+        build(compiler, folder, folder / f"{name}.so", extra_flags)
+
+    return cached_library(name, build_into, "the CPU kernels", "some seconds", say)[0]
 
 
 def sources() -> list[Path]:
@@ -111,13 +99,9 @@ def sources() -> list[Path]:
 
 def library_name(*parts: str) -> str:
     """Return a name with a hash of the sources, the machine type, the flags and `parts`, so that any change gives a new library."""
-    digest = hashlib.sha256()
-    for file in sorted((source_folder() / CPU_SOURCES).iterdir()):
-        if file.is_file():
-            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    for part in (platform.machine(), *FLAGS, *parts):
-        digest.update(f"{part}\0".encode())
-    return f"zero_inference_cpu_{digest.hexdigest()[:16]}"
+    folder = source_folder() / CPU_SOURCES
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    return hashed_name("zero_inference_cpu", folder, files, (platform.machine(), *FLAGS, *parts))
 
 
 def build(compiler: Sequence[str], folder: Path, library: Path, extra_flags: Sequence[str] = ()) -> None:

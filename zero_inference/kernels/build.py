@@ -1,25 +1,32 @@
-"""Compiling at first use: compilers end with this process, and write to a folder that takes its place only when it is complete."""
+"""Compile native libraries at first use: for CUDA (kernels/extension.py), for the CPU (cpu/library.py) and DeepSpeed's.
+
+One process compiles while others wait; its compilers end with it, and write to a folder that takes its final name when it is complete.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 import shlex
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from zero_inference.utils.files import extensions_folder, hold_lock, make_folder
 from zero_inference.utils.processes import isolated_python
+from zero_inference.utils.progress import QUIET_S, current_progress
 
-HOW_TO_INSTALL = (
+INSTALL_COMPILER = (
     "install g++ 10 or newer (Debian and Ubuntu: apt install g++; RHEL: dnf install gcc-c++), or set CXX to clang++ 14"
 )
-# torch starts ninja itself, and kills it alone. This stands in for it: what compiles runs in a group that ends with this process.
+# torch starts ninja itself, and kills it alone. This replaces it: what compiles runs in a group that ends with this process.
 NINJA = """#!/bin/sh
 [ "$1" != --version ] || exec {ninja} "$@"
 case "$({ninja} -n "$@" 2>&1)" in *"no work to do"*) exec {ninja} "$@" ;; esac
@@ -28,36 +35,90 @@ exec {in_group} {ninja} "$@"
 _IN_GROUP = (
     "from zero_inference.utils.processes import run_with_parent; run_with_parent(int(sys.argv[1]), sys.argv[2:])"
 )
-BUILDING = ".building-"  # begins the name of a folder that is being compiled in
-_compiled_s = 0.0
+BUILDING = ".building-"  # prefix of a folder in which something is being compiled
+COMPLETE = "complete"  # file beside a finished library, with its digest
+_compile_s = 0.0
 
 
 def compile_s() -> float:
     """Return the seconds that this process has compiled, or waited for another process that did."""
-    return _compiled_s
+    return _compile_s
 
 
 @contextlib.contextmanager
 def time_compiling() -> Iterator[None]:
     """Count the block as compiling."""
-    global _compiled_s
+    global _compile_s
     start = time.perf_counter()
     try:
         yield
     finally:
-        _compiled_s += time.perf_counter() - start
+        _compile_s += time.perf_counter() - start
+
+
+def hashed_name(prefix: str, folder: Path, files: Iterable[Path], parts: Sequence[str | None]) -> str:
+    """Return `prefix` with a hash of `files` below `folder` and of `parts`, so that any change gives a library beside the old one."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
+    for part in parts:
+        digest.update(f"{part}\0".encode())
+    return f"{prefix}_{digest.hexdigest()[:16]}"
+
+
+def cached_library(
+    name: str,
+    build: Callable[[Path], None],
+    what: str,
+    duration: str,
+    say: Callable[[str], None],
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Path, bool]:
+    """Return the library `name` of the cache folder, and whether it was compiled now.
+
+    A library that has lost its end is compiled again: it would end the process when it is loaded.
+
+    Args:
+        build: compiles it into a folder, as `NAME.so`.
+        what, duration: for the line that `say` gets before it is compiled.
+        check: raises, before that line, where it cannot be compiled.
+
+    Raises OSError for files, and what `check` and `build` raise.
+    """
+    folder = make_folder(extensions_folder()) / name
+    library = folder / f"{name}.so"
+    if _is_complete(library):
+        return library, False
+    with time_compiling(), hold_lock(folder.with_suffix(".lock")):
+        if _is_complete(library):
+            return library, False
+        check()
+        say(f"compiling {what} (once per machine, {duration}) ...")
+        with current_progress().slow(f"compiling {what}", QUIET_S), new_build(folder) as building:
+            build(building)
+            (building / COMPLETE).write_bytes(_digest(building / library.name))
+    return library, True
+
+
+def _is_complete(library: Path) -> bool:
+    mark = library.with_name(COMPLETE)
+    return mark.exists() and library.exists() and mark.read_bytes() == _digest(library)
+
+
+def _digest(file: Path) -> bytes:
+    return hashlib.sha256(file.read_bytes()).hexdigest().encode()
 
 
 @contextlib.contextmanager
 def new_build(folder: Path) -> Iterator[Path]:
-    """Yield a new folder to compile in, of the same name. It replaces `folder` at the end; an error removes it.
+    """Yield a new folder to compile in, of the same name, which replaces `folder` at the end; an error removes it.
 
-    Hold a lock on `folder` meanwhile: what builds of it left that were killed is removed.
+    Hold a lock on `folder`: what killed builds have left is removed.
     """
-    beginning = f"{BUILDING}{folder.name}-"
-    for left in folder.parent.glob(f"{beginning}*"):
+    prefix = f"{BUILDING}{folder.name}-"
+    for left in folder.parent.glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
-    place = Path(tempfile.mkdtemp(prefix=beginning, dir=folder.parent))
+    place = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         place.chmod(folder.parent.stat().st_mode & 0o777)  # mkdtemp's is for this user alone
         (place / folder.name).mkdir()
@@ -74,8 +135,8 @@ def torch_build_environment(place: Path, **changes: str) -> Iterator[None]:
     of the first and compiles everything again.
 
     Args:
-        place: folder for a program that stands in for ninja.
-        changes: of the environment.
+        place: folder for the program that replaces ninja.
+        changes: to the environment variables.
     """
     path = _search_path()
     if ninja := shutil.which("ninja", path=path):
@@ -100,9 +161,9 @@ def torch_build_environment(place: Path, **changes: str) -> Iterator[None]:
 
 
 def find_compiler() -> list[str]:
-    """Return the command of CXX, which may bring arguments ("ccache g++"), else g++ or c++ of PATH.
+    """Return the command of CXX, which may have arguments ("ccache g++"), else g++ or c++ of PATH.
 
-    Raises RuntimeError where none is there.
+    Raises RuntimeError where none is found.
     """
     wanted = os.environ.get("CXX", "").strip()
     try:
@@ -115,12 +176,12 @@ def find_compiler() -> list[str]:
             raise RuntimeError(
                 f"no C++ compiler: {command} of CXX={wanted} was not found on PATH; unset CXX, or name another one"
             )
-        raise RuntimeError(f"no C++ compiler: g++ and c++ were not found on PATH; {HOW_TO_INSTALL}")
+        raise RuntimeError(f"no C++ compiler: g++ and c++ were not found on PATH; {INSTALL_COMPILER}")
     return [found, *arguments]
 
 
 def check_nvcc() -> None:
-    """Raises RuntimeError where CUDA sources cannot be compiled."""
+    """Raise RuntimeError where CUDA sources cannot be compiled."""
     from torch.utils import cpp_extension
 
     if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
@@ -133,11 +194,25 @@ def check_nvcc() -> None:
 
 
 def check_ninja() -> None:
-    """Raises RuntimeError where torch's builds cannot be started."""
+    """Raise RuntimeError where torch's builds cannot be started."""
     if shutil.which("ninja", path=_search_path()) is None:
         raise RuntimeError("ninja was not found on PATH; pip install ninja")
 
 
 def _search_path() -> str:
-    """Return PATH with this environment's programs first, which need not be activated."""
+    """Return PATH with this environment's programs first, as it need not be activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def compiler_error_line(error: Exception) -> str:
+    """Return the line of a compiler's or linker's output that names the error, else its first line."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    telling = [
+        line for line in lines[1:] if re.search(r"\berror\b|cannot find|cannot open|undefined symbol|not found", line)
+    ]
+    return (telling or lines)[0][:300]
+
+
+def print_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
