@@ -1,6 +1,6 @@
-"""When Python's garbage collector looks for cycles: not while libraries are imported, and while steps are timed only at what is new.
+"""Python's garbage collector: off while libraries are imported, and limited to new objects while steps are timed.
 
-A full collection looks at every object there is, those of torch and transformers too.
+A full collection visits every object, those of torch and transformers too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _postponed = False
 
 @contextlib.contextmanager
 def postpone_collections() -> Iterator[None]:
-    """No collection until `resume_collections` or the end, which leaves the collector as it was before.
+    """Disable the collector until `resume_collections` or the end of the block, which restores it.
 
-    For the time in which libraries are imported: that makes many objects and hardly any garbage (docs/performance.md, "Start of a run").
+    For imports of libraries: they make many objects and hardly any garbage (docs/performance.md, "Start of a run").
     """
     global _postponed
     enabled = gc.isenabled()
@@ -35,7 +35,7 @@ def postpone_collections() -> Iterator[None]:
 
 
 def resume_collections() -> None:
-    """End `postpone_collections`: collect again, but look at nothing that exists already. Does nothing outside of it."""
+    """End `postpone_collections`: freeze existing objects (gc.freeze), then enable the collector. Does nothing outside of it."""
     global _postponed
     if _postponed:
         _postponed = False
@@ -45,13 +45,13 @@ def resume_collections() -> None:
 
 @contextlib.contextmanager
 def freeze_existing_objects() -> Iterator[None]:
-    """Keep what exists already out of the collections: nothing is launched during one, and a full one outlasts a ring of layers. Where
-    some of it was kept out before, all of it is from now on."""
-    kept_out = gc.get_freeze_count() > 0
+    """Freeze existing objects within the block: a full collection launches nothing for longer than a ring of layers lasts. If some were
+    frozen before, all stay frozen."""
+    were_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        if not kept_out:
+        if not were_frozen:
             gc.unfreeze()

@@ -1,13 +1,14 @@
 """Exactly sized host memory, page-locked on request.
 
-torch rounds each pinned tensor up to a power of two, which costs up to half of the host memory for weights; mapping the
-pages and registering them with CUDA costs what the tensor holds, rounded to a page.
+torch rounds each pinned tensor up to a power of two, which wastes up to half of the host memory for weights. Pages that are mapped and
+registered with CUDA here take the tensor's bytes, rounded up to a page.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import resource
 import weakref
@@ -22,14 +23,12 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device, not for 
 
 
 def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
-    """Host tensor of exactly `shape`, of any values; page-locked and usable by asynchronous copies where `pinned`.
+    """Return an uninitialized host tensor; page-locked, for asynchronous copies, if `pinned`.
 
     Raises:
-        RunError: the memory is not there, or may not be locked.
+        RunError: there is not enough memory, or it may not be locked.
     """
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     nbytes = numel * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)
@@ -45,13 +44,13 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
     if pinned:
         _fault_in(flat)
         page_lock(flat)
-        # with the tensor goes the buffer, and the finalizer keeps the pages mapped until they are unregistered
+        # the buffer is freed with the tensor; the finalizer keeps the pages mapped until they are unregistered
         weakref.finalize(buffer, _release, flat.data_ptr(), pages).atexit = False
     return flat.view(shape)
 
 
 def host_copy(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `values`, with strides as those of `torch.empty_like`, in new host memory that is not page-locked. Raises as
+    """Return a copy of `values` in new host memory that is not page-locked, with the strides of `torch.empty_like`. Raises like
     `host_empty`."""
     flat = host_empty((values.numel(),), values.dtype, pinned=False)
     _fault_in(flat)
@@ -60,12 +59,12 @@ def host_copy(values: torch.Tensor) -> torch.Tensor:
 
 
 def _fault_in(flat: torch.Tensor) -> None:
-    """Let all of PyTorch's threads fault in the pages of `flat`; CUDA would fault in page after page in one thread."""
+    """Fault in the pages of `flat` with all of PyTorch's threads; CUDA would do it in one thread."""
     flat.view(torch.uint8).zero_()
 
 
 def refused(nbytes: int, error: OSError) -> str:
-    """What to say where the system gives no memory."""
+    """Return the error message where the system refuses memory."""
     return (
         f"{format_bytes(nbytes)} of host memory was asked for and refused ({error.strerror}); "
         "quantize the weights, use --disk-offload or a machine with more memory."
@@ -73,7 +72,7 @@ def refused(nbytes: int, error: OSError) -> str:
 
 
 def page_lock(tensor: torch.Tensor) -> None:
-    """Register the pages of `tensor` with CUDA; whoever has mapped them unregisters them before they go.
+    """Register the pages of `tensor` with CUDA; they must be unregistered (`page_unlock`) before they are unmapped.
 
     Raises:
         RunError: they may not be locked.
@@ -89,7 +88,7 @@ def page_lock(tensor: torch.Tensor) -> None:
 
 
 def page_unlock(pointer: int) -> None:
-    """The opposite of `page_lock`, of the memory that begins at `pointer`."""
+    """Undo `page_lock` of the memory that begins at `pointer`."""
     torch.cuda.cudart().cudaHostUnregister(pointer)
 
 

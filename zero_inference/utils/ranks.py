@@ -1,4 +1,4 @@
-"""Ranks: who this process is among its peers, and the few collectives the measuring needs."""
+"""The ranks of a run, its process group, and the few collectives that it needs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from zero_inference.errors import UsageError
 
 MOST_RANKS = 1 << 20
 HOW_TO_LAUNCH = "start with deepspeed or torchrun, or unset it to run one process"
-TIMEOUT = datetime.timedelta(
-    minutes=30
-)  # of a collective: a prefill can take long, and a rank that is gone is noticed elsewhere
-_variables: list[str] = []  # of the environment, that DeepSpeed reads in each pass, and that no launcher has set
-_users = 0  # of the process group, that are no run: a loaded model, or the program that calls this package
+# Of a collective: a prefill can take long, and a dead rank is noticed by utils.watch.
+TIMEOUT = datetime.timedelta(minutes=30)
+_variables: list[str] = []  # set here because DeepSpeed reads them in each pass, and no launcher had set them
+_users = 0  # of the process group besides a run: a loaded model, or the program that calls this package
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all of a run, as its launcher (deepspeed, torchrun or none) said."""
+    """This process among the ranks of a run, as set by its launcher (deepspeed, torchrun or none)."""
 
     rank: int
     world_size: int
@@ -43,7 +42,7 @@ class Ranks:
         return max(1, self.world_size // self.local_world_size)
 
     def maximum(self, values: list[float]) -> list[float]:
-        """Element-wise maximum of `values` over all ranks."""
+        """Return the element-wise maximum of `values` over all ranks."""
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -51,11 +50,9 @@ class Ranks:
         return tensor.tolist()
 
     def minimum(self, value: float) -> float:
-        """The least `value` of all ranks."""
         return -self.maximum([-value])[0]
 
     def total(self, value: int) -> int:
-        """Sum of `value` over all ranks."""
         if self.world_size == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
@@ -63,16 +60,16 @@ class Ranks:
         return int(tensor.item())
 
     def free_device_bytes(self, agreed: bool = False) -> int | None:
-        """Free memory of this rank's device, None where nothing limits it (a CPU).
+        """Return the free memory of this rank's device; None for a CPU.
 
         Args:
-            agreed: the least of all ranks; a collective, for what all of them have to decide alike.
+            agreed: return the minimum over all ranks; a collective, for decisions that must be equal on all.
         """
         free = device_free_bytes(self.device)
         return int(self.minimum(free)) if agreed and free is not None else free
 
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Concatenate equally shaped `rows` [b, n] of all ranks along dim 0, in rank order, on the host."""
+        """Return equally shaped `rows` [b, n] of all ranks concatenated along dim 0, in rank order, on the host."""
         if self.world_size == 1:
             return rows.cpu()
         parts = [torch.empty_like(rows) for _ in range(self.world_size)]
@@ -80,7 +77,7 @@ class Ranks:
         return torch.cat(parts).cpu()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order. Anything that pickles."""
+        """Return the picklable `value` of every rank, in rank order."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -93,18 +90,18 @@ class Ranks:
 
 
 def device_free_bytes(device: torch.device) -> int | None:
-    """Bytes that CUDA says are free on `device`, None for a CPU."""
+    """Return the free bytes of a CUDA device; None for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def detect_ranks(local_rank: int | None = None) -> Ranks:
-    """Read the launcher's environment. Starts nothing.
+    """Return the ranks by the launcher's environment. Starts nothing.
 
     Args:
-        local_rank: what `--local_rank` said; the environment's LOCAL_RANK wins over it.
+        local_rank: of `--local_rank`; the environment's LOCAL_RANK overrides it.
 
     Raises:
-        UsageError: what it says cannot be.
+        UsageError: the values contradict each other.
     """
     world = _launched("WORLD_SIZE", 1, least=1, most=MOST_RANKS)
     # torchrun's name, then the deepspeed launcher's
@@ -129,7 +126,7 @@ def detect_ranks(local_rank: int | None = None) -> Ranks:
 
 
 def _launched(name: str, default: int, least: int, most: int) -> int:
-    """A number from the launcher's environment."""
+    """Return a number from the launcher's environment."""
     text = os.environ.get(name, str(default))
     value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
     if not least <= value <= most:
@@ -141,7 +138,7 @@ def _launched(name: str, default: int, least: int, most: int) -> int:
 
 
 def start_process_group(ranks: Ranks) -> None:
-    """Initialise torch.distributed: NCCL on CUDA, gloo on CPU. A single rank needs no port and no launcher."""
+    """Initialize torch.distributed: NCCL on CUDA, gloo on CPU. A single rank needs no port and no launcher."""
     for name, value in (("RANK", ranks.rank), ("LOCAL_RANK", ranks.local_rank), ("WORLD_SIZE", ranks.world_size)):
         if name not in os.environ:
             os.environ[name] = str(value)
@@ -155,15 +152,15 @@ def start_process_group(ranks: Ranks) -> None:
     if ranks.world_size == 1:
         hook = sys.excepthook
         dist.init_process_group(**where, store=dist.HashStore(), rank=0, world_size=1)
-        sys.excepthook = hook  # torch's says "[rank0]:" before each line of a traceback, for ever
+        sys.excepthook = hook  # torch's prefixes each line of later tracebacks with "[rank0]:"
     else:
         dist.init_process_group(**where, timeout=TIMEOUT)
 
 
 def new_process_group(ranks: Ranks) -> dist.ProcessGroup | None:
-    """A process group of all ranks with its own communicator, whose order of calls is nobody else's; None for one rank.
+    """Return a process group of all ranks with a communicator of its own, for calls in another order; None for one rank.
 
-    Both communicators are there when it returns, with the device memory that NCCL takes for them.
+    Both communicators, with the device memory that NCCL takes for them, exist when it returns.
     """
     if ranks.world_size == 1:
         return None
@@ -174,7 +171,7 @@ def new_process_group(ranks: Ranks) -> dist.ProcessGroup | None:
 
 
 def stop_process_group() -> None:
-    """Leave the process group, unless somebody else in this process uses it. Variables that were set for it go with it: other libraries
+    """Destroy the process group unless it has another user in this process, and unset the variables that were set for it: other libraries
     would take them for a launcher's."""
     if _users:
         return
@@ -186,29 +183,29 @@ def stop_process_group() -> None:
 
 @contextlib.contextmanager
 def keep_process_group() -> Iterator[None]:
-    """Within it a process group that is there already is not stopped: it is the caller's."""
+    """Keep an existing process group, the caller's, from being stopped within the block."""
     global _users
-    kept = int(dist.is_initialized())
-    _users += kept
+    existing = int(dist.is_initialized())
+    _users += existing
     try:
         yield
     finally:
-        _users -= kept
+        _users -= existing
 
 
 def hold_process_group(ranks: Ranks) -> Callable[[], None]:
-    """Start the process group, if it is not there, for longer than one run; returns what lets go of it."""
+    """Start the process group, if there is none, for longer than one run; return a function that releases it."""
     global _users
     if dist.is_initialized() and not _users:
-        _users += 1  # the caller's own, which stays
+        _users += 1  # the caller's, which stays
     start_process_group(ranks)
     _users += 1
-    held = [True]
+    releases = contextlib.ExitStack()  # so that a second call does nothing
+    releases.callback(_release_process_group)
+    return releases.close
 
-    def release() -> None:
-        global _users
-        if held.pop() if held else False:
-            _users -= 1
-            stop_process_group()
 
-    return release
+def _release_process_group() -> None:
+    global _users
+    _users -= 1
+    stop_process_group()

@@ -1,4 +1,4 @@
-"""The known names that a mistyped one was probably meant to be."""
+"""What an error message suggests: known names close to a mistyped one, and numbers that divide."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def closest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Up to `most` of `known` that resemble `name`, the closest first. Case does not count."""
+    """Return up to `most` of `known` that resemble `name`, ignoring case, the closest first."""
     spellings: dict[str, str] = {}
     for each in known:
         spellings.setdefault(each.lower(), each)
@@ -15,22 +15,22 @@ def closest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
-    """`did you mean X?`, or nothing where no known name is close."""
+    """Return `did you mean X?`, or nothing if no known name is close."""
     near = closest(name, known, most)
     return f"did you mean {', '.join(near)}?" if near else ""
 
 
 def nearest_multiples(asked: int, parts: int) -> list[int]:
-    """The multiples of `parts` on either side of `asked`, from 1 up; `asked` itself where it is one."""
+    """Return the positive multiples of `parts` on either side of `asked`, or `asked` itself if it is one."""
     below = asked // parts * parts
     return [value for value in dict.fromkeys((below, -(-asked // parts) * parts)) if value > 0]
 
 
 def nearest_divisor(asked: int, whole: int, among: Iterable[int], packs: int = 1) -> int | None:
-    """The one of `among` that divides `whole` and is nearest to `asked` by its ratio, the larger of two; None where none does.
+    """Return the value of `among` that divides `whole` and is nearest to `asked` by ratio, the larger of two; None if none divides.
 
     Args:
-        packs: has to divide `whole` too, or there is none.
+        packs: must divide `whole` too, or there is none.
     """
     fitting = [size for size in among if whole % size == 0 and whole % packs == 0]
     return min(fitting, key=lambda size: (max(size / asked, asked / size), -size), default=None)

@@ -1,10 +1,12 @@
-"""Rows of figures as text: for a terminal, as Markdown, CSV or JSON. A column is declared once, and every format follows."""
+"""Tables of values as text: for a terminal, as Markdown, CSV or JSON. A column is declared once for all formats."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,25 +16,25 @@ from zero_inference.utils.format import one_line, printable
 
 FORMATS = ("table", "md", "csv", "json")
 NOT_KNOWN = "-"
-PIPED_WIDTH = 100  # of a table where stdout is no terminal
+PIPED_WIDTH = 100  # of a table if stdout is not a terminal
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: what reads it, prints it and sorts by it follows from here.
+    """A column of a table, with what reading, printing and sorting need.
 
     Attributes:
         name: key of a row, and the name in csv and json.
-        header: what people read above it, with the unit.
-        show: text of a value in SI units.
+        header: printed above it, with the unit.
+        show: formats a value in SI units.
         dtype: pandas dtype of the values; numbers are right-aligned.
-        width: characters kept for a value where rows are printed before the next ones are known.
-        key: where a record holds the value, dotted where nested; the name where not said.
-        shown: when a report of runs keeps it: `always`, where the runs differ in it (`differs`), where any run has it (`present`),
-            or only on request (`detail`: measured values differ between any two runs, which tells nothing about the choice).
+        width: characters reserved for a value where rows are printed before the next ones are known.
+        key: key of the value in a record, dotted if nested; the name by default.
+        shown: when a report of runs shows it: `always`, if the runs differ in it (`differs`), if any run has it (`present`), or only
+            on request (`detail`: measured values, which differ between any two runs).
         best_first: sorts from the largest down.
-        whole: its texts are not folded where a terminal is too narrow for the table.
-        of: what makes the value of a record that holds it under no key; `key` is then not looked up.
+        whole: its texts are not folded if the terminal is too narrow.
+        of: computes the value from a record that has no key for it.
     """
 
     name: str
@@ -59,7 +61,6 @@ class Column:
 
 
 def texts_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[list[str]]:
-    """What people read: a list of texts for each row."""
     return [[column.text(row) for column in columns] for row in rows]
 
 
@@ -73,10 +74,13 @@ def render(
     turn: bool = False,
     gap: int = 3,
 ) -> str:
-    """The rows as text that ends in a newline; a key that a row lacks, or None, is a value that is not known.
+    """Return the rows as text that ends in a newline; a missing key or None is an unknown value.
 
-    `table` and `md` are for people, `csv` and `json` for programs, in full precision under the columns' names. With `turn`, a
-    table wider than `width` gets a line for each column instead, so that few rows of many figures can be read on any terminal.
+    `table` and `md` have formatted values, `csv` and `json` full precision under the columns' names.
+
+    Args:
+        turn: transpose a table wider than `width`, so that few rows of many columns fit any terminal.
+
     Raises ValueError for another format.
     """
     if format == "csv":
@@ -87,58 +91,48 @@ def render(
         writer.writerows([printable(value) if isinstance(value, str) else value for value in row] for row in values)
         return out.getvalue()
     if format == "json":
-        return (
-            json.dumps(
-                [{column.name: row.get(column.name) for column in columns} for row in rows], indent=2, allow_nan=False
-            )
-            + "\n"
-        )
+        objects = [{column.name: row.get(column.name) for column in columns} for row in rows]
+        return json.dumps(objects, indent=2, allow_nan=False) + "\n"
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; there are {', '.join(FORMATS)}")
     texts = texts_of(rows, columns)
     if format == "md":
         return markdown(columns, texts)
     if turn and width and texts and max(map(len, terminal_table(columns, texts, False, None).splitlines())) > width:
-        columns, texts = turned(columns, texts)
+        columns, texts = transpose(columns, texts)
     return terminal_table(columns, texts, colour, width, gap)
 
 
-def turned(columns: Sequence[Column], texts: list[list[str]]) -> tuple[list[Column], list[list[str]]]:
-    """The same table with rows and columns exchanged; the first column's texts become the headers."""
+def transpose(columns: Sequence[Column], texts: list[list[str]]) -> tuple[list[Column], list[list[str]]]:
+    """Transpose a table; the first column's texts become the headers."""
     headers = [Column("", columns[0].header, dtype="string"), *(Column("", row[0]) for row in texts)]
     return headers, [[column.header, *(row[index] for row in texts)] for index, column in enumerate(columns) if index]
 
 
 def shown_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
-    """The columns that any row has a value for."""
+    """Return the columns that any row has a value for."""
     return [column for column in columns if any(row.get(column.name) is not None for row in rows)]
 
 
 def markdown(columns: Sequence[Column], texts: list[list[str]]) -> str:
-    """A pipe table of `texts`."""
+    """Return `texts` as a Markdown table."""
     from tabulate import tabulate
 
-    return (
-        tabulate(
-            [[text.replace("|", r"\|") for text in row] for row in texts],
-            headers=[column.header for column in columns],
-            tablefmt="pipe",
-            colalign=["right" if column.numeric else "left" for column in columns] if texts else None,
-            disable_numparse=True,
-        )
-        + "\n"
-    )
+    cells = [[text.replace("|", r"\|") for text in row] for row in texts]
+    headers = [column.header for column in columns]
+    aligned = ["right" if column.numeric else "left" for column in columns] if texts else None
+    return tabulate(cells, headers=headers, tablefmt="pipe", colalign=aligned, disable_numparse=True) + "\n"
 
 
 def pipe_row(cells: Sequence[str]) -> str:
-    """A row of a Markdown table as it is, without `markdown`'s padding."""
+    """Return a row of a Markdown table, without `markdown`'s padding."""
     return f"| {' | '.join(cells)} |"
 
 
 def terminal_table(
     columns: Sequence[Column], texts: list[list[str]], colour: bool, width: int | None, gap: int = 3
 ) -> str:
-    """A table of `texts` for a terminal of `width` columns, as wide as needed without one. The column named `error` is red.
+    """Return `texts` as a table of at most `width` characters a line, if given. The column named `error` is red.
 
     `gap` is the number of characters between two columns, at least 1.
     """
@@ -147,9 +141,8 @@ def terminal_table(
     from rich.table import Table
     from rich.text import Text
 
-    head = (
-        box.SIMPLE_HEAD if colour else box.Box("    \n    \n -- \n" + "    \n" * 5, ascii=True)
-    )  # plain where it is not a terminal
+    plain = box.Box("    \n    \n -- \n" + "    \n" * 5, ascii=True)
+    head = box.SIMPLE_HEAD if colour else plain
     table = Table(box=head, pad_edge=False, show_edge=False, padding=(0, (gap - 1) // 2, 0, gap // 2))
     for column in columns:
         # Folded, never cut: a table too wide for the terminal still holds every digit.
@@ -172,10 +165,9 @@ def terminal_table(
 
 
 class RowPrinter:
-    """Prints rows on stdout one by one, as soon as each is there: `table`, `md` and `csv`. The head comes with the first row.
+    """Prints rows to stdout one by one, as soon as each is known: `table`, `md` and `csv`. The header comes with the first row.
 
-    A table's columns are as wide as the longest word of their header or their `width`; a value that is longer moves the rest of
-    its line.
+    A table's columns are as wide as the longest word of their header or their `width`; a longer value shifts the rest of its line.
     """
 
     def __init__(self, columns: Sequence[Column], format: str, gap: int = 2):
@@ -185,7 +177,7 @@ class RowPrinter:
 
     @property
     def width(self) -> int:
-        """Characters of a line of a table, its last column's values apart."""
+        """Characters of a line of a table, longer values apart."""
         return sum(self.widths) + len(self.gap) * (len(self.widths) - 1)
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -233,11 +225,8 @@ def print_rows(
     folded: bool = True,
     gap: int = 3,
 ) -> None:
-    """`render` on stdout, in the width and with the colours of the terminal, if it is one; else `piped_width` columns wide. Where it
-    is not `folded`, a table is as wide as its columns."""
-    import shutil
-    import sys
-
+    """Print `render` to stdout: in the width and with the colours of a terminal, else `piped_width` characters wide. A table that is not
+    `folded` is as wide as its columns."""
     terminal = sys.stdout.isatty()
     width = (shutil.get_terminal_size().columns if terminal else piped_width) if folded else None
     print(render(rows, columns, format, colour=terminal, width=width, turn=turn, gap=gap), end="", flush=True)

@@ -1,4 +1,4 @@
-"""Counters of what is moved and read."""
+"""Counters of the bytes that a run moves and reads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class ExpertCounts(NamedTuple):
-    """What became so far of the experts that tokens chose, where device memory keeps some of those in host memory.
+    """Totals of the expert cache, for experts in host memory of which some are cached in device memory.
 
     Attributes:
-        choices: of a token and an expert.
-        hits: those whose expert was on the device.
-        saved_bytes: of experts that the host's cores did not have to read because of that.
-        fetched_bytes: of experts that the device read over the link, while the cores multiplied the others.
+        choices: (token, expert) pairs.
+        hits: choices whose expert was in device memory.
+        saved_bytes: bytes of experts that the CPU did not have to read because of hits.
+        fetched_bytes: bytes of experts that the device read over the link while the CPU computed the others.
     """
 
     choices: int
@@ -25,13 +25,13 @@ class ExpertCounts(NamedTuple):
 
 @dataclass
 class Transfers:
-    """Bytes moved so far by this rank, raised by whoever moves them.
+    """Bytes moved so far by this rank; the code that moves them adds to the counters.
 
     Attributes:
-        cores_bytes: of weights, keys and values that the host's cores read where they lie, instead of sending them.
-        cores_counts: what they count themselves beside that, because only they know it: experts that tokens chose.
-        cores_busy_s: seconds that they have worked so far; None where there are none, or another rank counts.
-        expert_counts: how often those were on the device, up to the last `snapshot`; None where none are kept there.
+        cores_bytes: bytes of weights, keys and values that the CPU read from host memory.
+        cores_counts: returns the bytes that only the CPU backend can count: experts that tokens chose.
+        cores_busy_s: returns the seconds that the CPU has computed; None without a CPU backend, or if another rank counts.
+        expert_counts: returns the totals of the expert cache; None without one.
     """
 
     host_to_device_bytes: int = 0
@@ -43,11 +43,12 @@ class Transfers:
     expert_counts: Callable[[], ExpertCounts] | None = None
 
     def snapshot(self) -> tuple[int, int, int, int]:
+        """Return bytes so far: host to device, device to host, read from disk, read by the CPU."""
         cores = self.cores_bytes + (0 if self.cores_counts is None else self.cores_counts())
         fetched = 0 if self.expert_counts is None else self.expert_counts().fetched_bytes
         return self.host_to_device_bytes + fetched, self.device_to_host_bytes, self.disk_read_bytes, cores
 
     def settle(self) -> None:
-        """Add what the cores counted so far, as they end."""
+        """Add what the CPU backend counted, before it is closed."""
         *_, self.cores_bytes = self.snapshot()
         self.cores_counts = self.cores_busy_s = None

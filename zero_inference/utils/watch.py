@@ -1,10 +1,10 @@
-"""A rank that dies or stops must not leave the others waiting: each tells the others that it lives, and ends when one falls silent.
+"""Heartbeats between ranks: a rank that dies or stops must not leave the others waiting.
 
-A rank that waits for another sits inside a collective or a device call, where Python runs no signal handler and raises no error.
-And the store through which ranks tell each other lies in a process that may stop itself: a question to it then blocks, whatever
-time limit it has. So there are two threads. One beats and asks, and may get stuck. The other only looks at how long ago there was
-an answer. It ends the process, after a few seconds in which the main thread may do so itself, when another rank was silent for too
-long, or the launcher asked this process to stop.
+A rank that waits for another is inside a collective or a device call, where Python runs no signal handler and raises no error. And
+the store for heartbeats is in a process that may itself stop: a request then blocks, whatever its timeout. (Collectives time out
+after 30 minutes only.) So there are two threads. One sends and reads heartbeats, and may get stuck. The other only checks how old
+the last ones are. It ends the process, a few seconds after the main thread could have done so, when another rank was silent for too
+long or the launcher sent a stop signal.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ SILENT_S = 15.0
 JOIN_S = 300.0  # until the first beat: processes start at different times, and import from disks of different speed
 GRACE_S = 5.0
 ANSWER_S = 3.0
-DONE, FAILED = b"done", b"failed"  # instead of a beat: the last word of a rank
-STORE = -1  # among ranks: whoever keeps the store
+DONE, FAILED = b"done", b"failed"  # the last value of a rank, instead of a beat
+STORE = -1  # beside the ranks: the process that holds the store
 
 
 class PeerWatch:
-    """Watches the other ranks of a run and its launchers, between `start` and `stop`.
+    """Watches the other ranks of a run and its launchers, from `start` to `stop`.
 
     Args:
-        report: called with the reason before the process ends, to leave a record and no files; what it returns is printed.
+        report: called with the reason before the process ends, to write a record and remove files; its result is printed.
 
     Attributes:
         store: this run's key-value store, None with one rank.
@@ -48,11 +48,11 @@ class PeerWatch:
         self.connected = threading.Event()
         self.store: dist.TCPStore | None = None
         self.store_is_gone = False
-        self.heard: dict[int, Any] = {}  # by rank its last beat, by STORE how often it answered
+        self.heard: dict[int, Any] = {}  # rank -> last beat; STORE -> number of answers
         self.threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Call it before the ranks first wait for each other."""
+        """Start; to be called before the ranks first wait for each other."""
         launcher_watch.end = self._give_up
         launcher_watch.start()
         if self.ranks.world_size > 1:
@@ -62,13 +62,13 @@ class PeerWatch:
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
             self.threads = [
                 threading.Thread(target=work, name=name, daemon=True)
-                for work, name in ((self._beat, "peer beat"), (self._judge, "peer watch"))
+                for work, name in ((self._beat, "peer beat"), (self._check, "peer watch"))
             ]
             for thread in self.threads:
                 thread.start()
 
     def stop(self, failed: bool = False) -> None:
-        """Say the last word to the others: silence means nothing from here on, and failure ends them too."""
+        """Stop, and set this rank's last value: silence is ignored from here on, and failure ends the others too."""
         launcher_watch.end = end_now
         first = not self.stopping.is_set()
         self.stopping.set()
@@ -76,23 +76,23 @@ class PeerWatch:
             for thread in self.threads:
                 thread.join(2 * BEAT_S)
             signal.set_wakeup_fd(-1)
-            self._ask(lambda store: store.set(store_key(self.ranks.rank), (FAILED if failed else DONE).decode()))
+            self._request(lambda store: store.set(store_key(self.ranks.rank), (FAILED if failed else DONE).decode()))
 
     def claims_failure(self) -> bool:
-        """True for the one rank that asks first, so that a run that fails on several leaves one record. Where the store does not
-        answer, it is better said twice than never."""
-        return not self.threads or self._ask(lambda store: store.add(store_key("failure"), 1)) in (None, 1)
+        """Return True for the first rank that calls it, so that a run that fails on several leaves one record. Without an answer of the
+        store, True: two records are better than none."""
+        return not self.threads or self._request(lambda store: store.add(store_key("failure"), 1)) in (None, 1)
 
-    def _ask(self, question: Callable[[dist.TCPStore], Any]) -> Any:
-        """The store's answer, None where there is none within ANSWER_S."""
+    def _request(self, request: Callable[[dist.TCPStore], Any]) -> Any:
+        """Return the store's answer; None if there is none within ANSWER_S."""
         answers = []
 
-        def ask() -> None:
+        def send() -> None:
             with contextlib.suppress(Exception):  # RuntimeError or DistNetworkError: the others are gone already
                 if self.connected.wait(ANSWER_S):
-                    answers.append(question(self.store))
+                    answers.append(request(self.store))
 
-        thread = threading.Thread(target=ask, daemon=True)
+        thread = threading.Thread(target=send, daemon=True)
         thread.start()
         thread.join(ANSWER_S)
         return answers[0] if answers else None
@@ -101,7 +101,7 @@ class PeerWatch:
         others = [rank for rank in range(self.ranks.world_size) if rank != self.ranks.rank]
         count = 0
         try:
-            # a connection of its own, that it need not share with the collectives
+            # a connection that is not shared with the collectives
             self.store = dist.TCPStore(
                 os.environ["MASTER_ADDR"],
                 int(os.environ["MASTER_PORT"]),
@@ -120,8 +120,8 @@ class PeerWatch:
         except Exception:
             self.store_is_gone = True
 
-    def _judge(self) -> None:
-        """Silence is counted in this thread's own seconds: while the whole process is stopped, nobody is silent."""
+    def _check(self) -> None:
+        """Count silence in this thread's own seconds: while the whole process is stopped, no rank is silent."""
         sources = [STORE, *(rank for rank in range(self.ranks.world_size) if rank != self.ranks.rank)]
         last: dict[int, Any] = {}
         silent_s = dict.fromkeys(sources, 0.0)
@@ -132,7 +132,7 @@ class PeerWatch:
                 last[source] = beat
             if lost := self._lost(last, silent_s):
                 self._give_up(f"{lost}; the output of that rank says why, if anything does")
-            if number := self._told_to_stop():
+            if number := self._received_signal():
                 self._give_up(stopped_by(number, self.ranks))
 
     def _lost(self, last: dict[int, Any], silent_s: dict[int, float]) -> str | None:
@@ -148,7 +148,7 @@ class PeerWatch:
                 return f"{who} has said nothing for {SILENT_S:.0f} s"
         return None
 
-    def _told_to_stop(self) -> int | None:
+    def _received_signal(self) -> int | None:
         try:
             numbers = os.read(self.signals, 64)
         except BlockingIOError:
@@ -168,7 +168,7 @@ class PeerWatch:
 
 
 def stopped_by(number: int, ranks: Ranks) -> str:
-    """Return what to say of a run that signal `number` ended."""
+    """Return the error of a run that signal `number` ended."""
     words = f"stopped by {signal.Signals(number).name}"
     if ranks.world_size == 1:
         return words
@@ -176,7 +176,7 @@ def stopped_by(number: int, ranks: Ranks) -> str:
 
 
 def lost_connection(error: BaseException, ranks: Ranks) -> str | None:
-    """What to say where `error` is a collective's that another rank left; None for any other error."""
+    """Return the message for an `error` of a collective that another rank left; None for any other error."""
     text = (str(error).strip().splitlines() or [""])[0]
     if ranks.world_size > 1 and any(
         sign in text for sign in ("Connection reset by peer", "Connection closed by peer", "Connection refused", "NCCL")
@@ -186,6 +186,6 @@ def lost_connection(error: BaseException, ranks: Ranks) -> str | None:
 
 
 def store_key(rank: int | str) -> str:
-    """The name in the store of a rank's beat, or of something else that the ranks agree on, in this attempt of an elastic launcher."""
+    """Return the key in the store of a rank's beat, or of another value, for this attempt of an elastic launcher."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"zero_inference/{attempt}/{rank}"
