@@ -13,22 +13,22 @@ PRELUDE = f"""
 import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from zero_inference.utils import distributed
+from zero_inference.utils import ranks as group
 from zero_inference.measure import rates as measured_rates
 from zero_inference.config.run_config import RunConfig
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import describe_job, make_plan, plan_run
 rank = int(os.environ["RANK"])
-ranks = distributed.detect_ranks()
+ranks = group.detect_ranks()
 """
 PREFETCH = (
     PRELUDE
     + """
 free = [1 << 34, 300_000][rank]  # bytes; a decoder layer has 0.2 MB
-distributed.device_free_bytes = lambda device: free
+group.device_free_bytes = lambda device: free
 config = RunConfig(model=sys.argv[1], dtype="float32", cpu_offload=True, batch_size=2, prompt_len=8, gen_len=4).validate()
 spec = resolve_model(config, "cpu")
-distributed.start_process_group(ranks)
+group.start_process_group(ranks)
 if rank == 1:  # what a plan asks is asked of one rank alone, and must wait for nobody
     make_plan(describe_job(config, spec, ranks))
 loaded = plan_run(config, spec, ranks).load()
@@ -37,7 +37,7 @@ output = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new
 zero = loaded.facts["ds_config"]["zero_optimization"]
 print("RESULT", json.dumps({"free": ranks.free_device_bytes(), "zero": zero, "ids": output.tolist()}))
 loaded.close()
-distributed.stop_process_group()  # or a gloo thread that outlives Python's end may abort the process
+group.stop_process_group()  # or a gloo thread that outlives Python's end may abort the process
 """
 )
 DISKS = (
@@ -52,10 +52,10 @@ def disk_read_gb_per_s(folder, file_bytes):
 
 real, measured_rates.disk_read_gb_per_s = measured_rates.disk_read_gb_per_s, disk_read_gb_per_s
 config = RunConfig(model="opt-125m", dummy=True, disk_offload=True, offload_dir=sys.argv[1], batch_size=2).validate()
-distributed.start_process_group(ranks)
+group.start_process_group(ranks)
 rates = measured_rates.measure_rates(config, resolve_model(config, "cpu"), ranks, measured_rates.LinkRate(ranks), 1)
 print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rates.disk_gb_per_s}))
-distributed.stop_process_group()
+group.stop_process_group()
 """
 )
 
@@ -112,7 +112,7 @@ AGREE = (
 from dataclasses import replace
 from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.errors import UsageError
-distributed.start_process_group(ranks)
+group.start_process_group(ranks)
 config = RunConfig(model=sys.argv[1], engine="resident", batch_size=2, log_dir=f"logs{rank}").validate()
 other = RunConfig(**config.as_dict() | {"model": os.path.join(os.path.dirname(sys.argv[1]), "other")})
 spec, found = resolve_model(config, "cpu"), []
@@ -131,7 +131,7 @@ tried(refuse_other_inputs, spec, ranks, ids)
 tried(refuse_other_inputs, spec, ranks, ids + rank)
 tried(refuse_other_inputs, [spec, resolve_model(other, "cpu")][rank], ranks, ids)
 print("RESULT", json.dumps(found))
-distributed.stop_process_group()
+group.stop_process_group()
 """
 )
 

@@ -26,7 +26,7 @@ import torch
 from test_stream import load
 from test_stream_cores import prefetcher_of
 from zero_inference.kv_cache.device import DeviceKVCache
-from zero_inference.measure import generation
+from zero_inference.measure.loops import measure_loops
 from zero_inference.models.prompts import random_ids
 from zero_inference.utils.ranks import detect_ranks, start_process_group, stop_process_group
 
@@ -51,7 +51,7 @@ for options in cases:
     loaded, spec, _ = load(options.pop("folder"), batch_size={BATCH}, prompt_len={PROMPT}, gen_len={GEN}, **options)
     own = random_ids(0, {BATCH}, {PROMPT}, {VOCAB})[2 * ranks.rank : 2 * ranks.rank + 2]
     cache = DeviceKVCache(spec.config, {PROMPT + GEN})
-    found = generation.measure(loaded, own, {GEN}, 2, 0, ranks, lambda: cache.reset() or cache)
+    found = measure_loops(loaded, own, {GEN}, 2, 0, ranks, lambda: cache.reset() or cache)
     prefetcher = prefetcher_of(loaded)
     ranks.barrier()
     results.append(dict(
