@@ -17,7 +17,7 @@ from zero_inference.utils import ranks as group
 from zero_inference.measure import rates as measured_rates
 from zero_inference.config.run_config import RunConfig
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.plan import describe_job, make_plan, plan_run
+from zero_inference.planning.plan import build_job, make_plan, plan_run
 rank = int(os.environ["RANK"])
 ranks = group.detect_ranks()
 """
@@ -30,7 +30,7 @@ config = RunConfig(model=sys.argv[1], dtype="float32", cpu_offload=True, batch_s
 spec = resolve_model(config, "cpu")
 group.start_process_group(ranks)
 if rank == 1:  # what a plan asks is asked of one rank alone, and must wait for nobody
-    make_plan(describe_job(config, spec, ranks))
+    make_plan(build_job(config, spec, ranks))
 loaded = plan_run(config, spec, ranks).load()
 ids = torch.arange(8).view(1, 8) + 3
 output = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
