@@ -1,7 +1,9 @@
-"""How a block of a decoder layer lies in memory: one contiguous buffer, the same in host memory and in a device slot."""
+"""The memory of a block: its layout as one contiguous buffer, the same in host memory and in a device slot; the buffers themselves
+(`BlockStore`); and the tensors in them (`BlockViews`)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -16,10 +18,11 @@ from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.shared_memory import SharedMemory
 
-VECTOR = 16  # bytes that kernels for codes read at once
+VECTOR_BYTES = 16  # that kernels for codes read at once
 BUFFER_ALIGNMENT = 256  # what cudaMalloc gives; a matrix multiplication picks its kernel by alignment
 # Bytes of a group of experts, dequantized. Qwen3-30B-A3B has one group a layer, DeepSeek-V3 20 (all 256 experts would take 14 GiB).
 GROUP_BYTES = 768 << 20
+PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,10 @@ class TensorSpan:
 
     @property
     def nbytes(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor inside `buffer`, a uint8 tensor; a view, not a copy."""
+        """Return a view of `buffer`, a uint8 tensor."""
         return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -47,7 +47,7 @@ class StoredParameter:
     """A parameter as it is stored.
 
     Attributes:
-        plain: where the model finds its values: in the block's buffer, or in the workspace if it is quantized. Of experts in groups the
+        plain: its values as the model reads them: in the block's buffer, or in the workspace if it is quantized. Of experts in groups the
             workspace holds one group.
         packed: codes (uint8), scales and minima in the block's buffer; None if this parameter is not quantized.
         transposed: the values are stored as [..., out, in], where the model has [..., in, out].
@@ -64,32 +64,31 @@ class StoredParameter:
 
     @property
     def module(self) -> str:
-        """Name of the module that it belongs to."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def pieces(self) -> tuple[TensorSpan, ...]:
+        """Its tensors in the block's buffer."""
+        return self.packed or (self.plain,)
 
     def values(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the parameter, which is not quantized, as the model reads it, a view of the block's buffer."""
         plain = self.plain.of(buffer)
         return plain.mT if self.transposed else plain
 
-    @property
-    def pieces(self) -> tuple[TensorSpan, ...]:
-        """What lies in the block's buffer."""
-        return self.packed or (self.plain,)
-
 
 @dataclass
 class BlockLayout:
     """The parameters of one block; names are relative to its module.
 
-    Parameters that are not quantized come first. Then come the codes of all matrices, their scales, and their minima, so that matrices
-    which follow each other are one with the rows of all.
+    Parameters that are not quantized come first, then the codes of all matrices, their scales, and their minima, so that consecutive
+    matrices are one with the rows of all.
 
     The workspace holds the matrices that are dequantized for the whole call of the block, and then those of one module at a time.
 
     Attributes:
         nbytes: length of the buffer, a multiple of `BUFFER_ALIGNMENT` times the number of ranks.
-        stored_bytes: what the tensors in it take, without the gaps.
+        stored_bytes: bytes of the tensors in it, without gaps.
         workspace_bytes: length of the workspace; 0 for a block without quantization.
     """
 
@@ -116,12 +115,12 @@ def lay_out(
     module_only: Collection[str] = (),
     experts: Iterable[Sequence[str]] = (),
 ) -> BlockLayout:
-    """Lay out `parameters`, which may be on the meta device, by name.
+    """Return the layout of `parameters`, which may be on the meta device, by name.
 
     Args:
-        scheme: how matrices are quantized; None keeps every parameter as it is.
+        scheme: how matrices are quantized; None stores every parameter as it is.
         ranks: the buffer is padded so that it divides by them.
-        exact: names of matrices that are kept as they are.
+        exact: names of matrices that are not quantized.
         transposed: names of matrices [..., in, out], which are stored as [..., out, in]: groups, and the CPU's products, run along in.
         module_only: names of those that are dequantized for each call of their own module.
         experts: names of the fused weights of each module of experts; they are dequantized in groups of `GROUP_BYTES` at most, or of one
@@ -129,48 +128,47 @@ def lay_out(
     """
     layout = BlockLayout()
     own = [(name, parameter.mT if name in transposed else parameter) for name, parameter in parameters]
-    packed = [(name, p) for name, p in own if scheme is not None and scheme.can_quantize(p) and name not in exact]
-    end = 0  # of what lies in the buffer so far
+    packed = {name: p for name, p in own if scheme is not None and scheme.can_quantize(p) and name not in exact}
+    end = 0  # of the buffer so far
     for name, parameter in own:
-        if all(parameter is not other for _, other in packed):
-            end = end if parameter.dim() == 1 else _aligned(end)  # biases that follow each other are one
-            piece = TensorSpan(end, tuple(parameter.shape), parameter.dtype)
-            end += -(-piece.nbytes // VECTOR) * VECTOR
-            layout.parameters.append(StoredParameter(name, piece, transposed=name in transposed))
+        if name not in packed:
+            end = end if parameter.dim() == 1 else _aligned(end)  # consecutive biases are one
+            span = TensorSpan(end, tuple(parameter.shape), parameter.dtype)
+            end += _aligned(span.nbytes, VECTOR_BYTES)
+            layout.parameters.append(StoredParameter(name, span, transposed=name in transposed))
     end = _aligned(end)
-    kinds: list[list[TensorSpan]] = [[], [], []]
-    for kind, pieces in enumerate(kinds):
-        for _, parameter in packed:
+    kinds: list[list[TensorSpan]] = [[], [], []]  # codes, scales, minima
+    for kind, spans in enumerate(kinds):
+        for parameter in packed.values():
             codes, groups = scheme.packed_bytes(parameter.numel()), parameter.numel() // scheme.group_size
-            pieces.append(TensorSpan(end, (groups if kind else codes,), parameter.dtype if kind else torch.uint8))
-            end += -(-pieces[-1].nbytes // VECTOR) * VECTOR
+            spans.append(TensorSpan(end, (groups if kind else codes,), parameter.dtype if kind else torch.uint8))
+            end += _aligned(spans[-1].nbytes, VECTOR_BYTES)
         end = _aligned(end)
-    grouped = _grouped({name: parameter for name, parameter in packed if name in module_only}, experts)
-    whole = sum(_aligned(parameter.nbytes) for name, parameter in packed if name not in module_only)
-    begun, of_modules = (
-        0,
-        dict.fromkeys((name.rpartition(".")[0] for name in module_only), whole),
-    )  # bytes of the workspace
-    layout.workspace_bytes = whole
-    for (name, parameter), *pieces in zip(packed, *kinds):
-        module, group = name.rpartition(".")[0], grouped.get(name, 0)
-        offset = begun if name not in module_only else whole if group else of_modules[module]
-        ended = offset + _aligned(parameter.nbytes // parameter.shape[0] * group if group else parameter.nbytes)
-        if name in module_only:
-            of_modules[module] = ended
+    layout.nbytes = _aligned(end, BUFFER_ALIGNMENT * ranks)
+
+    groups_of = _expert_groups({name: p for name, p in packed.items() if name in module_only}, experts)
+    per_block = sum(_aligned(p.nbytes) for name, p in packed.items() if name not in module_only)
+    block_end, module_ends = 0, dict[str, int]()  # of the workspace; each module's weights begin at `per_block`
+    layout.workspace_bytes = per_block
+    for (name, parameter), *spans in zip(packed.items(), *kinds):
+        module, group = name.rpartition(".")[0], groups_of.get(name, 0)
+        nbytes = _aligned(parameter.nbytes // parameter.shape[0] * group if group else parameter.nbytes)
+        if name in module_only:  # groups of a module's experts are dequantized by turns, into the same memory
+            offset = per_block if group else module_ends.get(module, per_block)
+            module_ends[module] = offset + nbytes
         else:
-            begun = ended
-        layout.workspace_bytes = max(layout.workspace_bytes, ended)
+            offset = block_end
+            block_end += nbytes
+        layout.workspace_bytes = max(layout.workspace_bytes, offset + nbytes)
         plain = TensorSpan(offset, tuple(parameter.shape), parameter.dtype)
         layout.parameters.append(
-            StoredParameter(name, plain, tuple(pieces), name in transposed, name in module_only, group)
+            StoredParameter(name, plain, tuple(spans), name in transposed, name in module_only, group)
         )
-    layout.nbytes = -(-end // (BUFFER_ALIGNMENT * ranks)) * BUFFER_ALIGNMENT * ranks
-    layout.stored_bytes = sum(piece.nbytes for stored in layout.parameters for piece in stored.pieces)
+    layout.stored_bytes = sum(span.nbytes for stored in layout.parameters for span in stored.pieces)
     return layout
 
 
-def _grouped(weights: dict[str, torch.Tensor], experts: Iterable[Sequence[str]]) -> dict[str, int]:
+def _expert_groups(weights: dict[str, torch.Tensor], experts: Iterable[Sequence[str]]) -> dict[str, int]:
     """Return by name of fused weights how many experts are dequantized at a time."""
     found: dict[str, int] = {}
     for names in experts:
@@ -181,17 +179,18 @@ def _grouped(weights: dict[str, torch.Tensor], experts: Iterable[Sequence[str]])
     return found
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
-
-
-PAGE = 4096
+def _aligned(nbytes: int, alignment: int = BUFFER_ALIGNMENT) -> int:
+    return -(-nbytes // alignment) * alignment
 
 
 class BlockStore:
-    """Filled parameter by parameter while a checkpoint is read. Host memory is taken when a block's first one comes, or at once if it is
-    shared; that of blocks on the device at once, so that it does not lie between what loading takes for a while, and which could not be
-    given back then.
+    """The buffers of all blocks: page-locked in host memory or, if resident, on the device.
+
+    They are filled parameter by parameter while a checkpoint is read. Memory of resident blocks is allocated at once, so that it does not
+    fragment what loading takes for a while; host memory when a block's first parameter comes.
+
+    Over several ranks each has its own share of every buffer in host memory; a resident block is whole on each. CPU-computed blocks are in
+    memory that the ranks share: each fills and copies its own share there, and the CPU reads the whole.
 
     Args:
         read_whole: blocks in host memory of which more than this rank's share is read here.
@@ -224,7 +223,7 @@ class BlockStore:
         """Store parameter `name` of `block`, quantized on the device if its layout says so.
 
         Raises:
-            RunError: host memory is exhausted or may not be page-locked, or `values` do not fill the place laid out for them.
+            RunError: host memory is exhausted or may not be page-locked, or `values` have another shape or dtype than was laid out.
         """
         stored = self.layouts[block][name]
         if stored.transposed:
@@ -237,60 +236,63 @@ class BlockStore:
             )
         tensors = (values,) if stored.packed is None else quantize(values.to(self.ranks.device), scheme)
         buffer = self._buffer(block)
-        for piece, tensor in zip(stored.pieces, tensors):
-            self._write(buffer, piece, tensor, whole=block in self.resident)
+        for span, tensor in zip(stored.pieces, tensors):
+            self._write(buffer, span, tensor, whole=block in self.resident)
 
     def complete(self) -> None:
-        """All ranks have put everything. Raises RunError where shared memory may not be page-locked."""
+        """Page-lock shared memory after all ranks have put everything.
+
+        Raises:
+            RunError: it may not be page-locked.
+        """
         if self.memory is not None:
             self.memory.settle(self.pinned)
 
     def whole(self, block: int) -> torch.Tensor:
-        """A block that is `read_whole`, uint8 [nbytes]."""
+        """Return a block of `read_whole`, uint8 [nbytes]."""
         return self.buffers[block] if self.ranks.world_size == 1 else self.shared[block]
 
     def close(self) -> None:
-        """Let go of the memory."""
         self.buffers.clear()
         self.shared.clear()
         self.memory = None
 
     def share_bytes(self, block: int) -> int:
-        """Bytes of `block` that this rank keeps in host memory."""
+        """Return the bytes of `block` that this rank has in host memory."""
         return 0 if block in self.resident else self.layouts[block].nbytes // self.ranks.world_size
 
     def _share(self, blocks: list[int]) -> None:
         starts = [0]
         for block in blocks:
-            starts.append(starts[-1] + -(-self.layouts[block].nbytes // PAGE) * PAGE)
+            starts.append(starts[-1] + _aligned(self.layouts[block].nbytes, PAGE_BYTES))
         self.memory = SharedMemory(starts[-1], self.ranks)
         for block, start in zip(blocks, starts):
             self.shared[block] = self.memory.bytes[start : start + self.layouts[block].nbytes]
 
     def _buffer(self, block: int) -> torch.Tensor:
         if block not in self.buffers:
+            nbytes = self.share_bytes(block)
             if block in self.shared:
-                self.buffers[block] = self.shared[block][self.ranks.rank * self.share_bytes(block) :][
-                    : self.share_bytes(block)
-                ]
+                self.buffers[block] = self.shared[block][self.ranks.rank * nbytes :][:nbytes]
             else:
-                self.buffers[block] = host_empty((self.share_bytes(block),), torch.uint8, self.pinned)
+                self.buffers[block] = host_empty((nbytes,), torch.uint8, self.pinned)
         return self.buffers[block]
 
-    def _write(self, buffer: torch.Tensor, piece: TensorSpan, tensor: torch.Tensor, whole: bool) -> None:
+    def _write(self, buffer: torch.Tensor, span: TensorSpan, tensor: torch.Tensor, whole: bool) -> None:
+        """Write the part of `tensor` that is in this rank's share of the block, or all of it."""
         raw = tensor.contiguous().view(-1).view(torch.uint8)
         first = 0 if whole else self.ranks.rank * buffer.numel()
-        start, end = max(piece.offset, first), min(piece.offset + piece.nbytes, first + buffer.numel())
+        start, end = max(span.offset, first), min(span.offset + span.nbytes, first + buffer.numel())
         if start < end:
-            buffer[start - first : end - first].copy_(raw[start - piece.offset : end - piece.offset])
+            buffer[start - first : end - first].copy_(raw[start - span.offset : end - span.offset])
 
 
 class Packed(NamedTuple):
-    """A quantized weight as it is stored.
+    """A quantized weight in a buffer.
 
     Attributes:
-        parts: what is dequantized at a time, a group of experts or the whole weight: codes, scales, minima, and the place in the workspace.
-        plain: that place as the model reads the weight; of the first group if there are several.
+        parts: what is dequantized at a time, a group of experts or the whole weight: codes, scales, minima, and values in the workspace.
+        plain: those values as the model reads the weight; of the first group if there are several.
     """
 
     codes: torch.Tensor
@@ -301,10 +303,8 @@ class Packed(NamedTuple):
 
 
 class BlockViews:
-    """Views, which are found when a block first lies at a place, and are kept. Blocks of one layout share those in a slot: blocks times
-    slots are thousands, and a slot's views are the same memory whichever block is in it.
-
-    A place is a slot of the ring, or None: the block's own buffer.
+    """The tensors of each block, made when a block is first in a slot, and cached. Blocks of one layout share those of a slot: blocks times
+    slots are thousands, and a slot's views are the same memory whichever block is in it. Slot None is the block's own buffer.
 
     Args:
         slots: of the ring buffer, uint8 each; none where all blocks are on the device.
@@ -317,31 +317,26 @@ class BlockViews:
         self.layouts, self.store, self.slots, self.workspace = layouts, store, slots, workspace
         first: dict[int, int] = {}
         self.first = [first.setdefault(id(layout), index) for index, layout in enumerate(layouts)]  # of its layout
-        self.found_plain: dict[tuple[int, int | None], list[torch.Tensor]] = {}  # by block and place, as `_key` says
+        self.found_plain: dict[tuple[int, int | None], list[torch.Tensor]] = {}  # by `_key`
         self.found_packed: dict[tuple[int, int | None], dict[str, Packed]] = {}
-        unlike: dict[
-            int, int
-        ] = {}  # by what `can_fuse` asks of an address: torch aligns memory by more, so one is found
+        # one slot of each alignment that `can_fuse` distinguishes: torch aligns memory by more, so there is one
+        alignments: dict[int, int] = {}
         for slot, memory in enumerate(slots):
-            unlike.setdefault(memory.data_ptr() % ALIGNMENT, slot)
-        self.unlike_slots = list(unlike.values())
-
-    def buffer(self, block: int, slot: int | None) -> torch.Tensor:
-        """Of `block`, uint8 [nbytes]."""
-        return self.store.buffers[block] if slot is None else self.slots[slot][: self.layouts[block].nbytes]
+            alignments.setdefault(memory.data_ptr() % ALIGNMENT, slot)
+        self.unlike_slots = list(alignments.values())
 
     def places(self, block: int) -> Sequence[int | None]:
-        """Some of those where `block` can lie: kernels that take its codes there take them at all places."""
+        """Return some slots of `block`: kernels that take its codes in these take them in all."""
         return (None,) if block in self.store.resident else self.unlike_slots
 
     def plain(self, block: int, slot: int | None) -> list[torch.Tensor]:
-        """Its parameters as the model reads them, in the order of its layout: in the workspace if they are quantized. Without those that
-        are dequantized for each call of their module."""
+        """Return its parameters as the model reads them, in the order of its layout: in the workspace if they are quantized. Those that
+        are dequantized for each call of their module are not among them."""
         key = self._key(block, slot)
         if key not in self.found_plain:
             packed = self.packed(block, slot)
             with torch.inference_mode(False):  # a view of inference mode could not be used outside it
-                buffer = self.buffer(block, slot)
+                buffer = self._buffer(block, slot)
                 self.found_plain[key] = [
                     stored.values(buffer) if stored.packed is None else packed[stored.name].plain
                     for stored in self.layouts[block].parameters
@@ -350,11 +345,11 @@ class BlockViews:
         return self.found_plain[key]
 
     def packed(self, block: int, slot: int | None) -> dict[str, Packed]:
-        """By name those parameters of it that are quantized."""
+        """Return its quantized parameters by name."""
         key = self._key(block, slot)
         if key not in self.found_packed:
             with torch.inference_mode(False):
-                buffer = self.buffer(block, slot)
+                buffer = self._buffer(block, slot)
                 self.found_packed[key] = {
                     stored.name: self._packed(stored, buffer)
                     for stored in self.layouts[block].parameters
@@ -362,8 +357,18 @@ class BlockViews:
                 }
         return self.found_packed[key]
 
+    def close(self) -> None:
+        self.found_plain.clear()
+        self.found_packed.clear()
+
+    def _key(self, block: int, slot: int | None) -> tuple[int, int | None]:
+        return (block, None) if slot is None else (self.first[block], slot)
+
+    def _buffer(self, block: int, slot: int | None) -> torch.Tensor:
+        return self.store.buffers[block] if slot is None else self.slots[slot][: self.layouts[block].nbytes]
+
     def _packed(self, stored: StoredParameter, buffer: torch.Tensor) -> Packed:
-        codes, scales, minima = (piece.of(buffer) for piece in stored.packed)
+        codes, scales, minima = (span.of(buffer) for span in stored.packed)
         plain, parts = stored.plain, []
         number, group = (plain.shape[0], stored.group) if stored.group else (1, 1)
         for first in range(0, number, group):
@@ -373,11 +378,3 @@ class BlockViews:
             parts.append((*some, replace(plain, shape=shape).of(self.workspace)))
         values = parts[0][-1]
         return Packed(codes, scales, minima, tuple(parts), values.mT if stored.transposed else values)
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self.found_plain.clear()
-        self.found_packed.clear()
-
-    def _key(self, block: int, slot: int | None) -> tuple[int, int | None]:
-        return (block, None) if slot is None else (self.first[block], slot)
