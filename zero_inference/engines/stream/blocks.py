@@ -1,11 +1,11 @@
-"""The blocks that decoder layers are divided into: what has one home, and is fetched or multiplied by the cores as a whole.
+"""Divides decoder layers into blocks: what is resident, streamed or CPU-computed as a whole.
 
-Found by what a module holds and not by family: a block is a child of the layer with matrices in it, or of a mixture, whose experts
-are one block. The cores can multiply one whose matrices are all weights of linear modules, and experts of the usual forms. A layer in
-which no child can be multiplied by them is one block.
+Blocks are found by what a module holds and not by family: a block is a child of the layer with matrices in it, or of a mixture, whose
+experts are one block. The CPU can multiply blocks whose matrices are all weights of linear modules, and experts of the usual forms. A layer
+without such a child is one block.
 
-Weights come with the call of their block, so a layer is divided only where a traced pass shows that nothing else reads them. What is
-read otherwise stays on the device: all that is read outside of its layer's call, and small parts of a layer.
+A block's weights are there for its call only, so a layer is divided only where a traced pass shows that nothing else reads them. The
+rest stays on the device: what is read outside of its layer's call, and small parts of a layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zero_inference.models.operators import Reads, trace_reads
 from zero_inference.utils.model_sizes import text_config
 
 PYTORCH = ("builtins", "torch.")  # modules of classes that read no weights of their child modules
-SMALL_SHARE = 1 / 16  # of a layer or block: that much may stay on the device, so that the cores can multiply the rest
+SMALL_SHARE = 1 / 16  # of a layer or block, that may stay on the device so that the CPU can multiply the rest
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Block:
     Attributes:
         layer: index of the decoder layer.
         module: the block's module, relative to the layer; empty for the layer itself.
-        parameters: names relative to the module, of those that live and move with the block.
-        linears: names relative to the module, of the linear modules whose products the cores can make; none if they cannot.
-        feed_forward: what the module computes with them, if that is known; then the cores make all of it at once.
-        experts: what the module computes if it is the experts of a mixture, of which the cores read those that are chosen.
+        parameters: names relative to the module, of those that are placed with the block.
+        linears: names relative to the module, of the linear modules that the CPU can multiply; empty if it cannot.
+        feed_forward: what the module computes with them, if that is known; then the CPU computes all of it at once.
+        experts: what the module computes if it is the experts of a mixture, of which the CPU reads those that are chosen.
         exact: names among `parameters` of matrices that are not quantized: routers, a thousandth of a mixture, and experts' biases.
         transposed: names among `parameters` of matrices [in, out], which are stored as [out, in].
         module_only: names among `parameters` that only their own module reads, in one call: they are dequantized for that call alone.
@@ -63,20 +63,45 @@ class Block:
 
     @property
     def computable(self) -> bool:
-        """Whether the cores can multiply it."""
+        """Whether the CPU can multiply it."""
         return bool(self.linears) or self.experts is not None
 
     def of(self, layer: nn.Module) -> nn.Module:
-        """The block's module in its `layer`."""
         return layer.get_submodule(self.module)
 
     def full_name(self, prefix: str, parameter: str) -> str:
-        """In the model whose decoder layers are called `prefix`."""
+        """Return the name of a parameter in the model whose decoder layers are named `prefix`."""
         return ".".join(filter(None, (prefix, str(self.layer), self.module, parameter)))
 
 
+def lay_out_blocks(
+    model: nn.Module, scheme: GroupQuantization | None, ranks: int, divided: bool
+) -> tuple[list[Block], list[BlockLayout], int]:
+    """Return the blocks of the decoder layers of a meta model, their layouts, and the bytes of the parameters in none of them.
+
+    Raises:
+        UsageError: the model has no list of decoder layers.
+    """
+    _, layers = decoder_layers(model)
+    shared = _shared(model, layers)
+    blocks = find_blocks(model, shared, divided)
+    first = {} if shared else layer_kinds(model).first
+    known: dict[tuple[int, str], BlockLayout] = {}
+    layouts, held = [], set()
+    for block in blocks:
+        module = block.of(layers[block.layer])
+        parameters = [(name, module.get_parameter(name)) for name in block.parameters]
+        held |= {id(parameter) for _, parameter in parameters}
+        key = first.get(block.layer, block.layer), block.module
+        if key not in known:
+            fused = [each.weights_in(name) for name, each in block.mixtures]
+            known[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed, block.module_only, fused)
+        layouts.append(known[key])
+    return blocks, layouts, _nbytes(p for p in model.parameters() if id(p) not in held)
+
+
 def find_blocks(model: nn.Module, shared: set[int], divided: bool) -> list[Block]:
-    """All blocks in the order in which layers and their children are listed.
+    """Return all blocks in the order in which layers and their children are listed.
 
     Args:
         shared: ids of parameters that do not belong to one layer alone.
@@ -99,35 +124,31 @@ def find_blocks(model: nn.Module, shared: set[int], divided: bool) -> list[Block
     return sum(blocks.values(), [])
 
 
-def lay_out_blocks(
-    model: nn.Module, scheme: GroupQuantization | None, ranks: int, divided: bool
-) -> tuple[list[Block], list[BlockLayout], int]:
-    """The blocks of the decoder layers of a meta model, their layouts, and the bytes of the parameters in none of them.
+def names_of(blocks: Sequence[Block]) -> list[str]:
+    """Return the names of blocks for the trace; empty where each block is a layer."""
+    if not any(block.module for block in blocks):
+        return []
+    return [f"layer {block.layer} {block.module}".strip() for block in blocks]
 
-    Raises:
-        UsageError: the model has no list of decoder layers.
-    """
-    _, layers = decoder_layers(model)
-    shared = _shared(model, layers)
-    blocks = find_blocks(model, shared, divided)
-    first = {} if shared else layer_kinds(model).first
-    known: dict[tuple[int, str], BlockLayout] = {}
-    layouts, held = [], set()
-    for block in blocks:
-        module = block.of(layers[block.layer])
-        parameters = [(name, module.get_parameter(name)) for name in block.parameters]
-        held |= {id(parameter) for _, parameter in parameters}
-        key = first.get(block.layer, block.layer), block.module
-        if key not in known:
-            fused = [each.weights_in(name) for name, each in block.mixtures]
-            known[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed, block.module_only, fused)
-        layouts.append(known[key])
-    outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in held)
-    return blocks, layouts, outside
+
+def check_groups(model: nn.Module, scheme: GroupQuantization) -> None:
+    """Raise UsageError where the group size does not divide the last dimension of a decoder layer's matrix."""
+    prefix, layers = decoder_layers(model)
+    first = layer_kinds(model).first
+    for index, layer in enumerate(layers):
+        if first.get(index, index) != index:
+            continue
+        experts = dict(_experts_in(layer, None, {}))
+        transposed, biases = _transposed_in(layer, experts), _biases_of(experts)
+        for name, parameter in layer.named_parameters():
+            parameter = parameter.mT if name in transposed else parameter
+            wide = _is_wide(parameter) and name not in biases  # others may stay as they are
+            if wide and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
+                raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
 
 
 def _shared(model: nn.Module, layers: nn.ModuleList) -> set[int]:
-    """Ids of parameters that are of several layers, of one and of the rest of the model, or are read outside of their layer's call."""
+    """Return ids of parameters that several layers have, or a layer and the rest of the model, or that are read outside of their layer."""
     alike, reads, prefix = layer_kinds(model).first, trace_reads(model), decoder_layers(model)[0]
     outside = set()
     for index, layer in enumerate(layers if reads is not None else ()):
@@ -144,40 +165,8 @@ def _shared(model: nn.Module, layers: nn.ModuleList) -> set[int]:
     return outside | {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > uses[key]}
 
 
-def names_of(blocks: Sequence[Block]) -> list[str]:
-    """For the trace; none where each block is a layer."""
-    if not any(block.module for block in blocks):
-        return []
-    return [f"layer {block.layer} {block.module}".strip() for block in blocks]
-
-
-def _nbytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
-
-
-def is_wide(parameter: nn.Parameter) -> bool:
-    """Whether it is a matrix with rows long enough for a projection, or several such."""
-    return parameter.dim() > 1 and parameter.shape[-1] >= LEAST_COLUMNS
-
-
-def check_groups(model: nn.Module, scheme: GroupQuantization) -> None:
-    """Raises UsageError where the group size does not divide the last dimension of a decoder layer's matrix."""
-    prefix, layers = decoder_layers(model)
-    first = layer_kinds(model).first
-    for index, layer in enumerate(layers):
-        if first.get(index, index) != index:
-            continue
-        experts = dict(_experts_in(layer, None, {}))
-        transposed, biases = transposed_in(layer, experts), biases_of(experts)
-        for name, parameter in layer.named_parameters():
-            parameter = parameter.mT if name in transposed else parameter
-            wide = is_wide(parameter) and name not in biases  # others may stay as they are
-            if wide and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
-                raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
-
-
 def _experts_in(layer: nn.Module, config: object, known: dict) -> Iterator[tuple[str, FusedExperts]]:
-    """Names and contents of the modules in `layer` that are experts. Those of one class and shape in `known` are not tried again."""
+    """Yield names and contents of the modules of experts in `layer`. `known` caches them by class and shapes."""
     for name, module in layer.named_modules():
         shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
         if name and any(len(shape) == 3 for shape in shapes):
@@ -190,20 +179,30 @@ def _experts_in(layer: nn.Module, config: object, known: dict) -> Iterator[tuple
                 yield name, replace(experts, chosen=experts_per_token(mixture, config, experts.number))
 
 
-def transposed_in(layer: nn.Module, experts: dict[str, FusedExperts]) -> set[str]:
-    """Names of the matrices in `layer` that are stored as [out, in], where the model has [in, out]; `experts` as of `_experts_in`."""
+def _transposed_in(layer: nn.Module, experts: dict[str, FusedExperts]) -> set[str]:
+    """Return names of the matrices in `layer` that are stored as [out, in], where the model has [in, out]."""
     linears = [f"{name}.weight" for name, module in layer.named_modules() if name and weight_layout(module) == COLUMNS]
     found = [f"{name}.{own}" for name, each in experts.items() if each.transposed for own in (each.first, each.last)]
     return {*linears, *found}
 
 
-def biases_of(experts: dict[str, FusedExperts]) -> set[str]:
-    """Names in the layer of the biases of its experts: matrices [number, rows] that take no part in a product."""
+def _biases_of(experts: dict[str, FusedExperts]) -> set[str]:
+    """Return names of the biases of experts: matrices [number, rows] that take no part in a product."""
     return {f"{name}.{own}" for name, each in experts.items() for own in each.biases}
 
 
+def _nbytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.nbytes for p in parameters)
+
+
+def _is_wide(parameter: nn.Parameter) -> bool:
+    """Return whether it is a matrix, or several, with rows long enough for a projection."""
+    return parameter.dim() > 1 and parameter.shape[-1] >= LEAST_COLUMNS
+
+
 class _Layer:
-    """
+    """Divides one layer.
+
     Args:
         experts: by name of their module in the layer.
         reads: of the model; None where it could not be traced, and only `whole` is of use.
@@ -220,44 +219,76 @@ class _Layer:
         traced: str,
     ):
         self.index, self.layer, self.shared, self.experts = index, layer, shared, experts
-        self.transposed, self.biases = transposed_in(layer, experts), biases_of(experts)
+        self.transposed, self.biases = _transposed_in(layer, experts), _biases_of(experts)
         self.reads, self.traced = reads, traced
 
     def whole(self) -> Block:
-        """The layer as one block."""
+        """Return the layer as one block."""
         owned = tuple(name for name, p in self.layer.named_parameters() if id(p) not in self.shared)
         return self._make("", owned, exact=self._exact(owned))
 
     def divided(self, prefix: str = "") -> list[Block]:
-        """A block for each child of the module `prefix` that holds matrices, where a mixture is divided likewise and its routers
-        stay on the device; nothing where a matrix belongs to no child that is called."""
+        """Return a block for each child of the module `prefix` that holds matrices. A mixture is divided likewise, and its routers stay on
+        the device. Empty where a matrix belongs to no child that is called."""
         found: list[Block] = []
-        if self._scattered(prefix):
+        if self._is_scattered(prefix):
             return found
         for name, child in self._children(prefix):
             if not self._wide(child) or self._is_router(prefix, child):
                 continue
             parts = self.divided(name) if self._holds_experts(name) else []
+            called_once = self.reads.once_a_call(f"{self.traced}.{name}", self.traced)
             if parts:
                 found += parts
-            elif self._comes_with_its_calls(name, child):
+            elif called_once and self._alone_reads(name, child):
                 found.append(self._block(name, child))
             elif _nbytes(child.parameters()) > SMALL_SHARE * _nbytes(self.layer.parameters()):
                 return []
         return found
 
-    def _comes_with_its_calls(self, name: str, module: nn.Module) -> bool:
-        """Return whether module `name` is called at most once a layer, and nothing else reads its parameters."""
-        return self._reads_its_own(name, module) and self.reads.once_a_call(f"{self.traced}.{name}", self.traced)
+    def _block(self, name: str, module: nn.Module) -> Block:
+        owned = [(own_name, p) for own_name, p in module.named_parameters() if id(p) not in self.shared]
+        names = tuple(own_name for own_name, _ in owned)
+        whole = len(owned) == len(list(module.named_parameters()))
+        if name in self.experts:
+            experts = self.experts[name] if whole else None
+            return self._make(name, names, experts=experts, exact=self._among(self.biases, names, name))
+        linears = {
+            part: child
+            for part, child in module.named_modules()
+            if weight_layout(child) is not None and self._alone_reads(f"{name}.{part}".rstrip("."), child)
+        }
+        in_linears = {id(p) for child in linears.values() for p in child.parameters()}
+        others = [p for _, p in owned if _is_wide(p) and id(p) not in in_linears]
+        if not whole or not linears or _nbytes(others) > SMALL_SHARE * _nbytes(module.parameters()):
+            return self._make(name, names, exact=self._exact(names, name) if self._holds_experts(name) else ())
+        names = tuple(own_name for own_name, p in owned if id(p) in in_linears)
+        return self._make(name, names, linears=tuple(linears), feed_forward=detect_mlp(module))
 
-    def _reads_its_own(self, name: str, module: nn.Module) -> bool:
+    def _make(self, name: str, names: tuple[str, ...], **others: Any) -> Block:
+        """Return the block of module `name` with the parameters `names`, relative to it."""
+        start = f"{name}." if name else ""
+        mixtures = tuple(
+            (full[len(start) :], experts) for full, experts in self.experts.items() if f"{full}.".startswith(start)
+        )
+        return Block(
+            self.index,
+            name,
+            names,
+            transposed=self._among(self.transposed, names, name),
+            module_only=tuple(each for each in names if self._is_module_only(f"{start}{each}", name)),
+            mixtures=mixtures,
+            **others,
+        )
+
+    def _alone_reads(self, name: str, module: nn.Module) -> bool:
         """Return whether only calls of module `name` read its parameters."""
         full = f"{self.traced}.{name}"
         return all(self.reads.only_inside(f"{full}.{own}", full) for own, _ in module.named_parameters())
 
     def _wide(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
-        """Matrices of `module` that move with the layer."""
-        return [p for p in module.parameters(recurse) if is_wide(p) and id(p) not in self.shared]
+        """Return the matrices of `module` that are placed with the layer."""
+        return [p for p in module.parameters(recurse) if _is_wide(p) and id(p) not in self.shared]
 
     def _children(self, prefix: str) -> list[tuple[str, nn.Module]]:
         module = self.layer.get_submodule(prefix)
@@ -266,8 +297,8 @@ class _Layer:
     def _holds_experts(self, name: str) -> bool:
         return any(each.startswith(f"{name}.") for each in self.experts)
 
-    def _scattered(self, prefix: str) -> bool:
-        """Whether matrices of this module are its own, or in a list, which is not called itself."""
+    def _is_scattered(self, prefix: str) -> bool:
+        """Return whether matrices of this module are its own, or in a list, which is not called itself."""
         module = self.layer.get_submodule(prefix)
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
         return bool(self._wide(module, recurse=False)) or any(self._wide(child) for child in lists)
@@ -289,7 +320,7 @@ class _Layer:
         return tuple(name for name in names if (f"{prefix}.{name}" if prefix else name) in found)
 
     def _is_router(self, prefix: str, child: nn.Module) -> bool:
-        """Whether `child` of `prefix`, beside experts, decides about them: no feed-forward, and of at most a row for each."""
+        """Return whether `child` of `prefix`, beside experts, routes to them: no feed-forward, and at most a row for each expert."""
         beside = next((each for name, each in self.experts.items() if name.rpartition(".")[0] == prefix), None)
         matrices = [p for p in child.parameters() if p.dim() > 1]
         return (
@@ -297,41 +328,6 @@ class _Layer:
             and bool(matrices)
             and all(p.numel() <= beside.number * p.shape[-1] for p in matrices)
             and detect_mlp(child) is None
-        )
-
-    def _block(self, name: str, module: nn.Module) -> Block:
-        owned = [(own_name, p) for own_name, p in module.named_parameters() if id(p) not in self.shared]
-        names = tuple(own_name for own_name, _ in owned)
-        whole = len(owned) == len(list(module.named_parameters()))
-        if name in self.experts:
-            experts = self.experts[name] if whole else None
-            return self._make(name, names, experts=experts, exact=self._among(self.biases, names, name))
-        linears = {
-            part: child
-            for part, child in module.named_modules()
-            if weight_layout(child) is not None and self._reads_its_own(f"{name}.{part}".rstrip("."), child)
-        }
-        in_linears = {id(p) for child in linears.values() for p in child.parameters()}
-        others = [p for _, p in owned if is_wide(p) and id(p) not in in_linears]
-        if not whole or not linears or _nbytes(others) > SMALL_SHARE * _nbytes(module.parameters()):
-            return self._make(name, names, exact=self._exact(names, name) if self._holds_experts(name) else ())
-        names = tuple(own_name for own_name, p in owned if id(p) in in_linears)
-        return self._make(name, names, linears=tuple(linears), feed_forward=detect_mlp(module))
-
-    def _make(self, name: str, names: tuple[str, ...], **others: Any) -> Block:
-        """Return the block of module `name` with the parameters `names`, relative to it."""
-        start = f"{name}." if name else ""
-        mixtures = tuple(
-            (full[len(start) :], experts) for full, experts in self.experts.items() if f"{full}.".startswith(start)
-        )
-        return Block(
-            self.index,
-            name,
-            names,
-            transposed=self._among(self.transposed, names, name),
-            module_only=tuple(each for each in names if self._is_module_only(f"{start}{each}", name)),
-            mixtures=mixtures,
-            **others,
         )
 
     def _is_module_only(self, parameter: str, block: str) -> bool:

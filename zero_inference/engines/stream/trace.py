@@ -1,4 +1,4 @@
-"""When each layer was copied and computed, so that a run can say where the link stood idle and why."""
+"""The timeline of copies and blocks, from which a run reports how long the link was idle and why."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.records.hardware import LinkUse
 
-KEPT = 8192  # copies and layers; older ones are forgotten, so that a long generation does not grow
+MAX_EVENTS = 8192  # copies and blocks that are stored, so that memory does not grow with a long generation
 
 
 @dataclass
 class BlockSpan:
-    """One block's computation, on the device or by the cores.
+    """The computation of a block, on the device or by the CPU; all times are events.
 
     Attributes:
-        pass_start: when the first block of the same call of the model began.
-        reached: when the device came to a block that is fetched, and began to wait for it.
-        pass_index: which call of the model it is part of, 0 for the prefill.
+        pass_start: when the first block of the same pass began.
+        reached: when the device came to a streamed block, and began to wait for it.
+        pass_index: number of the call of the model, 0 for the prefill.
     """
 
     block: int
@@ -36,13 +36,14 @@ class BlockSpan:
 
 @dataclass
 class Copy:
-    """One block's copy to the device; events of the copy stream, and the one that the slot waited for.
+    """The copy of a block to the device; all times are events.
 
     Attributes:
-        freed_by: the computation that used the slot before; None for a slot that was empty.
-        pass_index: which call of the model it was asked in, 0 for the prefill.
-        first: the first that was asked for in this call.
-        gather: start and end of the all-gather behind it; None for one rank.
+        slot_free: after the last use of the slot.
+        freed_by: the computation that used the slot before; None for an empty slot.
+        pass_index: number of the call of the model in which it was requested, 0 for the prefill.
+        first: it was the first request of this pass.
+        gather: start and end of the all-gather after it; None for one rank.
     """
 
     block: int
@@ -56,7 +57,7 @@ class Copy:
     gather: tuple[Any, Any] | None = None
 
 
-def within(most: float, value: float) -> float:
+def _clamp(value: float, most: float) -> float:
     return min(most, max(0.0, value))
 
 
@@ -64,7 +65,7 @@ class Timeline:
     """Events of the latest generation. Recording one costs a microsecond of the host and nothing on the device.
 
     Args:
-        names: of the blocks; "layer 0" and so on where not given.
+        names: of the blocks; "layer 0" and so on if empty.
     """
 
     def __init__(self, streams: DeviceStreams, names: Sequence[str] = ()):
@@ -74,25 +75,25 @@ class Timeline:
 
     def restart(self) -> None:
         """Forget everything: a generation begins."""
-        self.copies: deque[Copy] = deque(maxlen=KEPT)
-        self.spans: deque[BlockSpan] = deque(maxlen=KEPT)
+        self.copies: deque[Copy] = deque(maxlen=MAX_EVENTS)
+        self.spans: deque[BlockSpan] = deque(maxlen=MAX_EVENTS)
         self.origin = self.streams.record_event(self.streams.current())
         self.pass_index = -1
-        self.pass_start: Any = None  # of the first block of this call of the model; None before it
-        self.asked = 0  # copies in this call of the model
-        self.ahead: list[Copy] = []  # those of the first decode step that were asked for before it
+        self.pass_start: Any = None  # of the first block of this pass; None before it
+        self.requested = 0  # copies in this pass
+        self.ahead: list[Copy] = []  # of the first decode step, those that were requested before it
         self.prefill_end: Any = None
 
     def begin_pass(self, pending: int) -> None:
-        """A call of the model, for which `pending` blocks have been asked already."""
+        """Begin a pass for which `pending` blocks were requested before."""
         self.pass_index += 1
-        self.asked, self.pass_start = 0, None
+        self.requested, self.pass_start = 0, None
         if self.pass_index == 1 and pending:
             self.ahead, self.prefill_end = list(self.copies)[-pending:], self.spans[-1].end
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it no block is recorded: what is asked for is not computed now."""
+        """Record no block within it: a capture computes nothing."""
         self.is_paused = True
         try:
             yield
@@ -112,13 +113,12 @@ class Timeline:
         end: Any,
         gather: tuple[Any, Any] | None = None,
     ) -> None:
-        self.copies.append(
-            Copy(block, nbytes, slot_free, freed_by, start, end, self.pass_index, self.asked == 0, gather)
-        )
-        self.asked += 1
+        first = self.requested == 0
+        self.copies.append(Copy(block, nbytes, slot_free, freed_by, start, end, self.pass_index, first, gather))
+        self.requested += 1
 
     def block_reached(self) -> Any:
-        """The moment from which the device waits for a block that is fetched, for `block_begins`."""
+        """Return the event from which the device waits for a streamed block, for `block_begins`."""
         return None if self.is_paused else self.streams.record_event(self.streams.current())
 
     def block_begins(self, block: int, reached: Any = None) -> None:
@@ -130,12 +130,11 @@ class Timeline:
         self.spans.append(BlockSpan(block, start, self.pass_start, reached=reached, pass_index=self.pass_index))
 
     def block_ends(self) -> None:
-        if self.is_paused:
-            return
-        self.spans[-1].end = self.streams.record_event(self.streams.current())
+        if not self.is_paused:
+            self.spans[-1].end = self.streams.record_event(self.streams.current())
 
     def link_use(self, first: int = 1) -> LinkUse | None:
-        """What the link did in the decode steps from call `first` of the model on; None before the second copy there."""
+        """Return what the link did in passes from `first` on, the gaps between copies by cause; None before the second copy there."""
         decode = [copy for copy in self.copies if copy.pass_index >= first]
         if len(decode) < 2:
             return None
@@ -146,10 +145,10 @@ class Timeline:
             gap = max(0.0, self._between(before.end, copy.start))
             between_passes = not_begun = until_free = 0.0
             if copy.freed_by is not None:
-                between_passes = within(gap, self._between(before.end, copy.freed_by.pass_start))
-                not_begun = within(gap, self._between(before.end, copy.freed_by.start))
+                between_passes = _clamp(self._between(before.end, copy.freed_by.pass_start), gap)
+                not_begun = _clamp(self._between(before.end, copy.freed_by.start), gap)
             if copy.slot_free is not None:
-                until_free = within(gap, self._between(before.end, copy.slot_free))
+                until_free = _clamp(self._between(before.end, copy.slot_free), gap)
             asked_late = gap - max(until_free, not_begun)
             step_start += between_passes + (asked_late if copy.first else 0.0)
             slot_wait += max(0.0, until_free - not_begun)
@@ -165,67 +164,52 @@ class Timeline:
         )
 
     def waited_for_link_s(self, first: int) -> float:
-        """Seconds that the device waited for blocks to arrive, from call `first` of the model on."""
+        """Return the seconds that the device waited for blocks to arrive, in passes from `first` on."""
         self.streams.synchronize()
         waits = [span for span in self.spans if span.pass_index >= first and span.reached is not None]
         return sum(self._between(span.reached, span.start) for span in waits)
 
     def _ahead_bytes(self) -> int:
-        """Copies that were half done count by the share of their time."""
+        """Return the bytes that were copied for the first decode step before the prefill ended; a copy under way counts in part."""
         total = 0.0
         for copy in self.ahead:
             spent = self._between(copy.start, copy.end)
             total += copy.nbytes * (
-                within(spent, self._between(copy.start, self.prefill_end)) / spent if spent else 1.0
+                _clamp(self._between(copy.start, self.prefill_end), spent) / spent if spent else 1.0
             )
         return int(total)
 
     def write_chrome_trace(self, path: Path) -> None:
-        """Write what is kept as a Chrome trace: a row each for copies, layers and all-gathers. Times in microseconds.
+        """Write the events as a Chrome trace (chrome://tracing, Perfetto): a row each for copies, blocks and all-gathers, in microseconds.
 
-        Format: Trace Event Format, complete events ("ph": "X"); chrome://tracing and Perfetto read it.
+        Format: Trace Event Format, complete events ("ph": "X").
         """
         self.streams.synchronize()
+        rows = ("host to device copies", "blocks of decoder layers" if self.names else "decoder layers", "all-gathers")
         events: list[dict] = [
             {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
-            for row, name in (
-                (0, "host to device copies"),
-                (1, "blocks of decoder layers" if self.names else "decoder layers"),
-                (2, "all-gathers"),
-            )
+            for row, name in enumerate(rows)
         ]
         for copy in self.copies:
             seconds = self._between(copy.start, copy.end)
-            events.append(
-                self._span(0, f"copy {self._name(copy.block)}", copy.start, copy.end)
-                | {
-                    "args": {
-                        "bytes": copy.nbytes,
-                        "GB/s": round(copy.nbytes / seconds / 1e9, 2) if seconds else None,
-                        "token": copy.pass_index,
-                    }
-                }
-            )
+            rate = round(copy.nbytes / seconds / 1e9, 2) if seconds else None
+            args = {"bytes": copy.nbytes, "GB/s": rate, "token": copy.pass_index}
+            events.append(self._event(0, f"copy {self._name(copy.block)}", copy.start, copy.end) | {"args": args})
             if copy.gather is not None:
-                events.append(self._span(2, f"gather {self._name(copy.block)}", *copy.gather))
+                events.append(self._event(2, f"gather {self._name(copy.block)}", *copy.gather))
         events += [
-            self._span(1, self._name(span.block), span.start, span.end) for span in self.spans if span.end is not None
+            self._event(1, self._name(span.block), span.start, span.end) for span in self.spans if span.end is not None
         ]
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _name(self, block: int) -> str:
         return self.names[block] if self.names else f"layer {block}"
 
-    def _span(self, row: int, name: str, start: Any, end: Any) -> dict:
-        return {
-            "ph": "X",
-            "pid": 0,
-            "tid": row,
-            "name": name,
-            "ts": self._between(self.origin, start) * 1e6,
-            "dur": self._between(start, end) * 1e6,
-        }
+    def _event(self, row: int, name: str, start: Any, end: Any) -> dict:
+        times_us = {"ts": self._between(self.origin, start) * 1e6, "dur": self._between(start, end) * 1e6}
+        return {"ph": "X", "pid": 0, "tid": row, "name": name, **times_us}
 
     @staticmethod
     def _between(earlier: Any, later: Any) -> float:
+        """Return seconds."""
         return earlier.elapsed_time(later) / 1e3

@@ -1,7 +1,7 @@
-"""The input embedding in page-locked host memory, of which a pass reads the rows of its tokens.
+"""The two matrices of the size of the vocabulary: the input embedding in host memory, and the output head in 8 bits.
 
-Its table is as large as the output head, and a decode step reads a row a token: 16 KiB of 1.96 GiB in Llama-3.1-70B. Device memory
-holds layers instead.
+In Llama-3.1-70B each takes 1.96 GiB in 16 bits, as much as four of its layers in 4 bits. A decode step reads 16 KiB of the embedding, a row
+a token, and all of the head. Their device memory holds layers instead.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from zero_inference.models.empty_model import parameter_names
 from zero_inference.models.operators import trace_reads
 from zero_inference.utils.host_memory import host_empty
 
+HEAD_BITS = 8
+HEAD_ROWS_MULTIPLE = 256  # so that parts of a head begin at addresses from which kernels read vectors
+HEAD_CHUNK_BYTES = 64 << 20  # of a head in 16 bits, quantized at a time
+
 
 class EmbeddingTable(NamedTuple):
     """The weight of a model's input embedding.
@@ -41,12 +45,11 @@ class EmbeddingTable(NamedTuple):
 
     @property
     def weight(self) -> str:
-        """Name of the parameter."""
         return f"{self.module}.weight"
 
 
 def table_for_host(job: Job) -> EmbeddingTable | None:
-    """Return the table of the job's model if it may be in host memory; None where it has to be on the device."""
+    """Return the input embedding of the job's model if it may be in host memory; None where it has to be on the device."""
     if not device_reads_rows(job):
         return None
     return job.empty_model.cached("embedding table", lambda: find_table(job.empty_model.model))
@@ -59,8 +62,8 @@ def device_reads_rows(job: Job) -> bool:
 
 
 def find_table(model: Any) -> EmbeddingTable | None:
-    """Return the table of the input embedding of `model`, which is an empty model; None if it is not one that only `nn.Embedding.forward`
-    reads: tied to the head, scaled by a forward of its own, or read by other code."""
+    """Return the input embedding of an empty `model`; None unless only `nn.Embedding.forward` reads it: it may be tied to the head, scaled
+    by a forward of its own, or read by other code."""
     try:
         embedding = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):  # a checkpoint's own code may not say which it is
@@ -101,14 +104,8 @@ class HostEmbedding:
         return out
 
     def close(self) -> None:
-        """Let go of the memory."""
         self.module.__dict__.pop("forward", None)
         self.table = self.table.new_empty(0, 0)
-
-
-HEAD_BITS = 8
-HEAD_ROWS_MULTIPLE = 256  # so that the parts of a head begin where kernels read vectors
-HEAD_CHUNK_BYTES = 64 << 20  # of a head in 16 bits, at a time
 
 
 class HeadWeight(NamedTuple):
@@ -125,7 +122,6 @@ class HeadWeight(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Name of the head."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -180,7 +176,7 @@ class QuantizedHead:
 
     Args:
         packed: of `HeadWeight.packed`.
-        workspace: uint8, of at least a row in the model's dtype: nothing else uses it while the head is called.
+        workspace: uint8, at least a row in the model's dtype; nothing else uses it during the head's call.
     """
 
     def __init__(
@@ -194,7 +190,7 @@ class QuantizedHead:
         module.forward = self.logits
 
     def logits(self, input: torch.Tensor) -> torch.Tensor:
-        """Return what the head computes: for few tokens by a product with the codes, else with a part of the rows after the other."""
+        """Return logits [..., rows] of `input` [..., columns]: few tokens multiply codes, more multiply chunks of dequantized rows."""
         (count, columns), size, bias = self.weight.shape, self.weight.scheme.group_size, self.module.bias
         codes, scales, minima = self.packed
         x = input.reshape(-1, columns)
@@ -216,6 +212,5 @@ class QuantizedHead:
         return out.view(*input.shape[:-1], count)
 
     def close(self) -> None:
-        """Let go of the memory; the head cannot compute any more."""
         self.module.__dict__.pop("forward", None)
         self.packed, self.rows = (), self.rows.new_empty(0, 0)
