@@ -13,8 +13,9 @@ from zero_inference.cpu.hand_off import HostSide
 from zero_inference.cpu.library import load_library
 from zero_inference.cpu.pool import SPIN_US, CpuPool
 from zero_inference.engines.stream.placement import Placement
-from zero_inference.hardware import bench_cpu
-from zero_inference.hardware.bench_cpu import CallOverhead, CpuBench, CpuProducts
+from zero_inference.hardware import bench_cpu, cpu_workloads
+from zero_inference.hardware.bench_cpu import CallOverhead, CpuBench
+from zero_inference.hardware.cpu_workloads import CpuProducts
 from zero_inference.hardware.rates import CPU_BLOCK_BYTES, ConcurrentRates
 from zero_inference.kernels.groups import GroupQuantization
 
@@ -50,21 +51,21 @@ class PlayedLink:
 class PlayedBench(bench_cpu.CpuBench):
     def __init__(self, device, cpus, rows, columns):
         self.device, self.columns, self.link = device, columns, PlayedLink()
-        self.cores = CpuPool(cpus, SPIN_US)
+        self.pool = CpuPool(cpus, SPIN_US)
 
     def hand_off_s(self, dtype, rows, rounds=3) -> float:
         return 1e-5 * rows
 
     def close(self) -> None:
-        self.cores.close()
+        self.pool.close()
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(bench_cpu, "CPU_BLOCK_BYTES", 8 << 20)
-    monkeypatch.setattr(bench_cpu, "SHORT_BYTES", 2 << 20)
-    monkeypatch.setattr(bench_cpu, "uncached_block_bytes", lambda: 8 << 20)
-    monkeypatch.setattr(bench_cpu, "EXPERT_COLUMNS", COLUMNS)
+    monkeypatch.setattr(cpu_workloads, "CPU_BLOCK_BYTES", 8 << 20)
+    monkeypatch.setattr(cpu_workloads, "SHORT_BYTES", 2 << 20)
+    monkeypatch.setattr(cpu_workloads, "uncached_block_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(cpu_workloads, "EXPERT_COLUMNS", COLUMNS)
     monkeypatch.setattr(bench_cpu, "CpuBench", PlayedBench)
     monkeypatch.setattr(bench_cpu, "COLUMNS", COLUMNS)
     monkeypatch.setattr(bench_cpu, "ALONE_S", 0.01)
@@ -83,15 +84,15 @@ def test_every_format_is_visited_with_every_number_of_tokens(monkeypatch):
         visit(bench, weights, rows, seen)
 
     monkeypatch.setattr(bench_cpu, "_visit", counted)
-    found = measured()
-    assert [(each.format, each.rows) for each in found.products] == [
+    read_gb_per_s, rates = measured()
+    assert [(each.format, each.rows) for each in rates] == [
         (name, rows) for name in ("bfloat16", "float16", "int8", "int4") for rows in (1, 8, 32)
     ]
     assert len(visits) == 3 * 12 and visits[:12] == visits[12:24] == visits[24:], "all of them before the next visit"
-    for each in found.products:
+    for each in rates:
         assert each.link_gb_per_s == 50.0 and each.hand_off_s == pytest.approx(1e-5 * each.rows)
         assert 0 < each.cores_gb_per_s <= each.cores_alone_gb_per_s and min(each.call_s, each.expert_s) >= 0
-    assert found.read_gb_per_s > 0
+    assert read_gb_per_s > 0
 
 
 def test_meetings_are_measured_one_behind_the_other_in_the_same_place(monkeypatch):
@@ -103,7 +104,7 @@ def test_meetings_are_measured_one_behind_the_other_in_the_same_place(monkeypatc
             pass
 
         def record(self):
-            asked.append(bench.crossing.number)
+            asked.append(bench.hand_off.number)
 
         def synchronize(self):
             pass
@@ -135,15 +136,15 @@ def test_meetings_are_measured_one_behind_the_other_in_the_same_place(monkeypatc
 def test_attention_is_measured_in_the_memory_of_whole_layers(dtype, monkeypatch):
     """One kind after the other, in the same memory."""
     monkeypatch.setattr(bench_cpu, "BusyLink", lambda device: PlayedLink())
-    monkeypatch.setattr(bench_cpu, "uncached_block_bytes", lambda: 40 << 20)
+    monkeypatch.setattr(cpu_workloads, "uncached_block_bytes", lambda: 40 << 20)
     monkeypatch.setattr(bench_cpu, "ATTENTION_ALONE_S", 0.01)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     bench = bench_cpu.AttentionBench(torch.device("cpu"), (-1, -1), dtype)
-    layers = bench.kept.numel() / bench_cpu.layer_bytes(dtype)
-    assert layers == int(layers) and bench.kept.numel() >= 80 << 20
+    layers = bench.memory.numel() / cpu_workloads.layer_bytes(dtype)
+    assert layers == int(layers) and bench.memory.numel() >= 80 << 20
     for heads in (1, 4):
-        found = bench.measured(dtype, heads)
+        found = bench.measure(dtype, heads)
         assert 0 < found.beside_link_gb_per_s <= found.alone_gb_per_s
     bench.close()
 
@@ -151,18 +152,18 @@ def test_attention_is_measured_in_the_memory_of_whole_layers(dtype, monkeypatch)
 def test_a_visit_takes_the_rate_of_long_calls_from_those_beside_the_link(monkeypatch):
     bench = PlayedBench(torch.device("cpu"), (-1, -1), 1, COLUMNS)
     asked = []
-    bench.besides = lambda products, rows, gb_per_s: asked.append((rows, gb_per_s)) or CallOverhead(0.0, 0.0)
+    bench.call_overhead = lambda products, rows, gb_per_s: asked.append((rows, gb_per_s)) or CallOverhead(0.0, 0.0)
     monkeypatch.setattr(bench_cpu, "rates_together", lambda calls, link: (50.0, 80.0 + 20.0 * len(seen.alone)))
-    seen = bench_cpu._Seen()
-    bench_cpu._visit(bench, bench_cpu._weights(bench)["int4"], 8, seen)
+    seen = bench_cpu._Samples()
+    bench_cpu._visit(bench, bench_cpu._all_products(bench)["int4"], 8, seen)
     assert asked == [(8, 100.0)] and seen.cores == [100.0, 100.0] and seen.link == [50.0, 50.0]
     bench.close()
 
 
 def test_the_median_of_the_visits_counts():
     besides = [CallOverhead(0.0, 1e-5), CallOverhead(1e-4, 2e-5), CallOverhead(3e-5, 0.0)]
-    seen = bench_cpu._Seen([50.0, 40.0, 51.0], [90.0, 100.0, 95.0], [93.0, 120.0, 92.0], besides)
-    found = bench_cpu._rates("int4", 1, seen, 6e-5)
+    seen = bench_cpu._Samples([50.0, 40.0, 51.0], [90.0, 100.0, 95.0], [93.0, 120.0, 92.0], besides)
+    found = bench_cpu._median_rates("int4", 1, seen, 6e-5)
     assert (found.link_gb_per_s, found.cores_gb_per_s, found.cores_alone_gb_per_s) == (50.0, 93.0, 93.0)
     assert (found.call_s, found.expert_s, found.hand_off_s) == (3e-5, 1e-5, 6e-5)
 
@@ -170,8 +171,8 @@ def test_the_median_of_the_visits_counts():
 def test_all_formats_lie_in_the_same_memory():
     """On a small machine four times as much would be too much."""
     bench = PlayedBench(torch.device("cpu"), (-1, -1), 32, COLUMNS)
-    weights = bench_cpu._weights(bench)
-    assert {id(each.kept) for each in weights.values()} == {id(weights["bfloat16"].kept)}
+    weights = bench_cpu._all_products(bench)
+    assert {id(each.memory) for each in weights.values()} == {id(weights["bfloat16"].memory)}
     for each in weights.values():
         for calls in (each.calls(2), each.calls(2, short=True), each.expert_calls(2)):
             assert calls.one() == calls.nbytes and not torch.isnan(calls.out).any()
@@ -190,7 +191,7 @@ def test_calls_multiply_with_weights_of_the_size_that_was_asked_for(dtype, schem
         wanted = (2 << 20) if short else (8 << 20)
         assert 0.7 * wanted <= calls.nbytes <= wanted
         assert all(calls.one() == calls.nbytes for _ in range(2 * len(calls.tasks))), "around and around"
-        assert len(calls.tasks) * calls.nbytes <= weights.kept.numel()
+        assert len(calls.tasks) * calls.nbytes <= weights.memory.numel()
         assert torch.isfinite(calls.out).all()
     finally:
         team.close()
@@ -201,9 +202,9 @@ def test_experts_are_read_by_a_call():
     try:
         weights = CpuProducts(team, torch.bfloat16, INT4, COLUMNS)
         calls = weights.expert_calls(3)
-        assert len(calls.tasks) > 0 and len(calls.tasks) * 2 * calls.nbytes <= weights.kept.numel(), "half of them"
+        assert len(calls.tasks) > 0 and len(calls.tasks) * 2 * calls.nbytes <= weights.memory.numel(), "half of them"
         read = team.chosen_bytes()
-        assert calls.one() == calls.nbytes == 8 * 3 * 256 * weights.stored_bytes_of(COLUMNS)
+        assert calls.one() == calls.nbytes == 8 * 3 * 256 * weights._row_bytes(COLUMNS)
         assert team.chosen_bytes() - read == calls.nbytes, "each once, though three rows chose it"
     finally:
         team.close()
@@ -219,17 +220,17 @@ def test_the_time_of_a_call_besides_its_bytes():
         experts = weights.expert_calls(1).nbytes
         assert len({0, short, long, experts}) == 4
         times = {0: 1.0, short: 3.0, experts: 12.0}
-        bench._seconds_of_call = lambda calls: times[calls.nbytes]
+        bench._call_s = lambda calls: times[calls.nbytes]
         rate = long / 9.0 / 1e9
-        found = bench.besides(weights, 1, rate)
+        found = bench.call_overhead(weights, 1, rate)
         assert found.call_s == pytest.approx(2.0 - 6.0 * short / (long - short))
         line = 3.0 + (experts - short) * 6.0 / (long - short)
         assert found.expert_s == pytest.approx((12.0 - line) / 8)
         times |= {short: 1.5, experts: 0.5}
-        found = bench.besides(weights, 1, rate)
+        found = bench.call_overhead(weights, 1, rate)
         assert found.call_s < 0 and found.expert_s < 0
-        seen = bench_cpu._Seen([50.0], [90.0], [95.0], [found])
-        rates = bench_cpu._rates("int4", 1, seen, 6e-5)
+        seen = bench_cpu._Samples([50.0], [90.0], [95.0], [found])
+        rates = bench_cpu._median_rates("int4", 1, seen, 6e-5)
         assert (rates.call_s, rates.expert_s) == (0.0, 0.0), "a median below nothing is nothing"
         bench.close()
     finally:

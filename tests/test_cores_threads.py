@@ -92,7 +92,7 @@ from zero_inference.cpu.attention import attention
 from zero_inference.cpu.pool import CpuPool
 from zero_inference.cpu.products import linear_groups, quantize
 from zero_inference.errors import RunError
-from zero_inference.hardware.bench_cpu import read_gb_per_s
+from zero_inference.hardware.bench_cpu import measure_read_gb_per_s
 from zero_inference.kernels.groups import GroupQuantization
 
 weight, x, threads = torch.randn(4096, 64), torch.randn(3, 64), 256
@@ -112,7 +112,7 @@ assert all(torch.equal(*pair) for pair in zip(quantize(weight, scheme), codes))
 with pytest.raises(RunError, match="256 CPU threads could not be started"):
     CpuPool([-1] * threads, spin_us=0)
 with pytest.raises(RunError, match="256 CPU threads could not be started"):
-    read_gb_per_s((-1,) * threads, memory=torch.zeros(1 << 16, dtype=torch.uint8))
+    measure_read_gb_per_s((-1,) * threads, memory=torch.zeros(1 << 16, dtype=torch.uint8))
 os._exit(0)
 """
 

@@ -23,7 +23,7 @@ def asked(monkeypatch, code: str, **options) -> tuple[dict, list[str]]:
     said: list[str] = []
     with contextlib.closing(OverheadProcess(**options)) as process:
         process.wait_until_ready(said.append)
-        return process.measured(said.append), said
+        return process.measure(said.append), said
 
 
 def test_it_measures_when_it_is_told_to(monkeypatch):
@@ -76,7 +76,7 @@ def test_it_ends_with_the_process_that_asked(tmp_path):
     assert not list(tmp_path.glob("zero-inference-thin-*"))
 
 
-@pytest.mark.parametrize("ends", [OverheadProcess.close, lambda process: process.measured(lambda line: None)])
+@pytest.mark.parametrize("ends", [OverheadProcess.close, lambda process: process.measure(lambda line: None)])
 def test_it_ends_with_all_that_it_started_however_far_it_is(ends, monkeypatch):
     """Such as a compiler, which would go on writing."""
     code = """
@@ -121,7 +121,7 @@ def test_the_host_is_measured_while_nothing_is_loaded_beside_it(kind, visits, mo
         def wait_until_ready(self, say):
             done.append("ready")
 
-        def measured(self, say):
+        def measure(self, say):
             done.append("engines")
             return {"library_bytes": {"deepspeed": 5}} | ({"process_bytes": 7} if kind == "cuda" else {})
 
@@ -132,7 +132,7 @@ def test_the_host_is_measured_while_nothing_is_loaded_beside_it(kind, visits, mo
     monkeypatch.setattr(measure_profile, "LaunchBench", Launching)
     monkeypatch.setattr(measure_profile, "measure_cores", lambda *_: done.append("cores"))
     monkeypatch.setattr(measure_profile, "make_report", lambda *_: {"rooflines": []})
-    monkeypatch.setattr(measure_profile, "_description", described)
+    monkeypatch.setattr(measure_profile, "_profile", described)
     ranks = Ranks(0, 1, 0, 1, torch.device(kind))
     _, basics = measure_profile.measure_this_machine(ranks, Engines(), None, lambda line: None)
     assert done[:5] == ["launching", "ready", "visit", "engines", "cores"] and done.count("visit") == visits

@@ -19,7 +19,7 @@ from zero_inference.engines.stream.cpu_plan import NO_LINK, SEVERAL_GPUS, why_no
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware import measure_profile
 from zero_inference.hardware.bench_copies import rate_alone, uncached_block_bytes
-from zero_inference.hardware.bench_cpu import CpuAttention, CpuRates
+from zero_inference.hardware.cpu_workloads import CpuAttention
 from zero_inference.hardware.machine import ProfiledMachine, resolve_machine
 from zero_inference.hardware.profile import (
     MEASURED_WITH,
@@ -600,7 +600,7 @@ def test_what_cores_give_beside_the_link_is_kept(monkeypatch):
         def __init__(self, device, cpus):
             assert cpus == (1, 2, 3)
 
-        def measured(self, dtype, heads):
+        def measure(self, dtype, heads):
             if (dtype, heads) == (torch.float16, 8):
                 raise RunError("no host memory is left")
             return AttentionRates(90.0 / heads, 100.0 / heads)
@@ -608,14 +608,14 @@ def test_what_cores_give_beside_the_link_is_kept(monkeypatch):
         def close(self):
             lines.append("closed")
 
-    found = CpuRates(128.0, (rates("int4", 1, 100.0), rates("int4", 8, 80.0)))
-    monkeypatch.setattr(measure_profile, "measure_cpu_rates", lambda device, cpus: found)
+    products = rates("int4", 1, 100.0), rates("int4", 8, 80.0)
+    monkeypatch.setattr(measure_profile, "measure_cpu_rates", lambda device, cpus: (128.0, products))
     monkeypatch.setattr(measure_profile, "AttentionBench", Attending)
     monkeypatch.setattr(measure_profile, "cpus_of_host", lambda ranks: (1, 2, 3))
     monkeypatch.setattr(measure_profile, "load_extension", lambda: True)
     ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
     cores = measure_profile.measure_cores(ranks, lines.append)
-    assert (cores.threads, cores.read_gb_per_s, cores.products) == (3, 128.0, found.products)
+    assert (cores.threads, cores.read_gb_per_s, cores.products) == (3, 128.0, products)
     assert [(each.format, each.heads, each.gb_per_s, each.alone_gb_per_s) for each in cores.attention] == [
         ("bfloat16", 1, 90.0, 100.0),
         ("bfloat16", 4, 22.5, 25.0),

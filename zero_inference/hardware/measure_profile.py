@@ -1,4 +1,4 @@
-"""This machine, measured for a file: what `zero-inference link --save` writes."""
+"""Measure the hardware profile of this machine for `zero-inference link --save` and for the cache."""
 
 from __future__ import annotations
 
@@ -53,17 +53,19 @@ from zero_inference.utils.format import first_line
 from zero_inference.utils.progress import Task, current_progress
 from zero_inference.utils.ranks import Ranks
 
-DEVICE_ROWS = (*ROWS, 128)
-# With one token more than codes are multiplied as they are, these are restored first; from some hundred on operations bind.
+CPU_ROWS = (*ROWS, 128)
+# From FUSED_ROWS + 1 tokens on, codes are dequantized before they are multiplied; from some hundred on operations bind.
 GPU_ROWS = (*ROWS, FUSED_ROWS + 1, 128, 512, 2048, 8192)
-MATMUL = "matmul_{}_tflops"  # names of rooflines
+
+Say = Callable[[str], None]  # takes warnings
+Step = Callable[[str], None]  # takes the name of a step that begins
 
 
 @dataclass(frozen=True)
 class Basics:
-    """What is found before this process measures anything else: see `HardwareProfile`."""
+    """What is measured first, while this process is small; fields as in `HardwareProfile`."""
 
-    launching: LaunchBench
+    launch_bench: LaunchBench
     process_bytes: int
     measuring_bytes: int
     library_bytes: dict[str, int]
@@ -71,73 +73,74 @@ class Basics:
 
 
 def measure_this_machine(
-    ranks: Ranks, engines: OverheadProcess, disk: Path | None, say: Callable[[str], None]
+    ranks: Ranks, engines: OverheadProcess, disk: Path | None, say: Say
 ) -> tuple[dict[str, Any], HardwareProfile]:
-    """What `link.report` tells, and what a file keeps.
+    """Return the report that `zero-inference link` prints, and the profile.
 
     Args:
-        engines: started before, so that it is ready.
-        disk: a folder whose disk is measured.
-        say: told what could not be measured.
+        engines: started before, so that it loads libraries meanwhile.
+        disk: a folder whose disk is measured, too.
     """
-    on_gpu, others = ranks.device.type == "cuda", CpuContention()
+    on_gpu, contention = ranks.device.type == "cuda", CpuContention()
     with current_progress().task("measuring this machine", 7 if on_gpu else 5, ticking=True) as task:
         step = Steps(task)
         basics = measure_basics(ranks, engines, say, step)
-        cores = measure_cores(ranks, say, step)
-        if on_gpu:  # ten seconds later, and once more; without one a host is as fast as it was
-            basics.launching.visit()
+        cpu = measure_cores(ranks, say, step)
+        if on_gpu:  # ten seconds later, and once more after the report: shared hosts change; without a GPU it made no difference
+            basics.launch_bench.visit()
         step("rates of links, memory and products")
-        report = make_report(ranks, disk, cores)
+        report = make_report(ranks, disk, cpu)
         if on_gpu:
-            basics.launching.visit()
-        return report, _description(ranks, basics, cores, report["rooflines"], disk, say, step, others)
+            basics.launch_bench.visit()
+        return report, _profile(ranks, basics, cpu, report["rooflines"], disk, say, step, contention)
 
 
 class Steps:
-    """Counts the steps of `task` as each begins."""
+    """Reports each step of `task` as it begins."""
 
     def __init__(self, task: Task):
         self.task, self.begun = task, 0
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, name: str) -> None:
         self.begun += 1
-        self.task.at(f"step {self.begun} of {self.task.total:g}, {what}", self.begun - 1)
+        self.task.at(f"step {self.begun} of {self.task.total:g}, {name}", self.begun - 1)
 
 
-def measure_basics(
-    ranks: Ranks, engines: OverheadProcess, say: Callable[[str], None], step: Callable[[str], None] = lambda what: None
-) -> Basics:
-    """To be called before anything else is measured: what that takes would stay with the process."""
+def measure_basics(ranks: Ranks, engines: OverheadProcess, say: Say, step: Step = lambda name: None) -> Basics:
+    """Measure host memory, launch overhead and engine overhead. Call it first: memory that other benchmarks take stays with the process."""
     step("how long the host takes to launch operators")
-    launching = LaunchBench(ranks.device)
-    # a run without a GPU measures its memory by copies of such blocks
+    launch_bench = LaunchBench(ranks.device)
+    # a run without a GPU measures host memory with two such blocks
     measuring_bytes = 0 if ranks.device.type == "cuda" else 2 * uncached_block_bytes()
     process_bytes = resident_host_bytes() + measuring_bytes
-    engines.wait_until_ready(say)  # a host that loads or compiles something is slower
-    launching.visit()
+    engines.wait_until_ready(say)  # loading and compiling slow the host
+    launch_bench.visit()
     step("what engines add to the model's own work")
-    found = engines.measured(say)
-    engine_overheads = tuple(EngineOverhead.model_validate(each) for each in found.get("engine_overheads", ()))
-    process_bytes = found.get("process_bytes", process_bytes)  # of one that has generated as runs do
-    return Basics(launching, process_bytes, measuring_bytes, found.get("library_bytes", {}), engine_overheads)
+    found = engines.measure(say)
+    return Basics(
+        launch_bench=launch_bench,
+        process_bytes=found.get("process_bytes", process_bytes),  # of a process that has generated as runs do
+        measuring_bytes=measuring_bytes,
+        library_bytes=found.get("library_bytes", {}),
+        engine_overheads=tuple(EngineOverhead.model_validate(each) for each in found.get("engine_overheads", ())),
+    )
 
 
-def _description(
+def _profile(
     ranks: Ranks,
     basics: Basics,
-    cores: CpuProfile | None,
+    cpu: CpuProfile | None,
     results: Sequence[Result],
     disk: Path | None,
-    say: Callable[[str], None],
-    step: Callable[[str], None],
-    others: CpuContention,
+    say: Say,
+    step: Step,
+    contention: CpuContention,
 ) -> HardwareProfile:
-    """What was found, with products on the device and loading, which are measured here."""
+    """Measure products on the device and loading, and return the profile of all that was measured."""
     on_gpu = ranks.device.type == "cuda"
     found = {each.roofline.name: each.value for each in results if each.value is not None}
     environment = describe_environment()
-    dtypes = {name: found.get(MATMUL.format(name)) for name in ("bfloat16", "float16", "float32")}
+    dtypes = {name: found.get(f"matmul_{name}_tflops") for name in ("bfloat16", "float16", "float32")}
     return HardwareProfile(
         source="measured",
         measured_with=MEASURED_WITH,
@@ -153,14 +156,14 @@ def _description(
         device_products=_device_products(ranks, say, step),
         matmul_tflops={name: value for name, value in dtypes.items() if value is not None},
         disk_gb_per_s=found.get("disk_read_gbps"),
-        cores=cores,
-        launches=basics.launching.found(),
+        cores=cpu,
+        launches=basics.launch_bench.found(),
         engine_overheads=basics.engine_overheads,
         loading=_loading(ranks, say, step),
         process_bytes=basics.process_bytes,
         measuring_bytes=basics.measuring_bytes,
         library_bytes=basics.library_bytes,
-        others_cpu_share=round(others.share(), 3),  # the last, with all that was measured
+        others_cpu_share=round(contention.share(), 3),  # last: it covers all measurements
     )
 
 
@@ -173,16 +176,14 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def _device_products(
-    ranks: Ranks, say: Callable[[str], None], step: Callable[[str], None]
-) -> tuple[DeviceProductRate, ...]:
+def _device_products(ranks: Ranks, say: Say, step: Step) -> tuple[DeviceProductRate, ...]:
     step("products on the device")
     on_gpu = ranks.device.type == "cuda"
+    tokens = GPU_ROWS if on_gpu else CPU_ROWS
     rates = []
     for name, (dtype, scheme) in FORMATS.items():
-        if name == ("float32" if on_gpu else "float16"):  # which no run there has by itself
+        if name == ("float32" if on_gpu else "float16"):  # no run chooses it by itself
             continue
-        tokens = GPU_ROWS if on_gpu else DEVICE_ROWS
         try:
             found = product_times(ranks.device, dtype, scheme, tokens)
         except torch.OutOfMemoryError as error:
@@ -199,7 +200,7 @@ def _device_products(
     return tuple(rates)
 
 
-def _loading(ranks: Ranks, say: Callable[[str], None], step: Callable[[str], None]) -> LoadingRates | None:
+def _loading(ranks: Ranks, say: Say, step: Step) -> LoadingRates | None:
     step("loading of weights")
     try:
         return measure_loading(ranks.device)
@@ -208,41 +209,37 @@ def _loading(ranks: Ranks, say: Callable[[str], None], step: Callable[[str], Non
         return None
 
 
-def measure_cores(
-    ranks: Ranks, say: Callable[[str], None], step: Callable[[str], None] = lambda what: None
-) -> CpuProfile | None:
-    """The rates of cores and link beside each other; None without a GPU, and where they cannot be measured, which is told."""
-    if ranks.device.type != "cuda" or load_library() is None:  # which the rooflines tell
+def measure_cores(ranks: Ranks, say: Say, step: Step = lambda name: None) -> CpuProfile | None:
+    """Measure CPU and link while both are busy. Returns None without a GPU, and where it fails, which `say` reports."""
+    if ranks.device.type != "cuda" or load_library() is None:  # the report says why there is no library
         return None
-    if not load_extension():  # it has the kernels that meet the cores
+    if not load_extension():  # it has the kernels of the hand-off
         say(f"warning: the cores were not measured while the link is busy: {extension.why_unavailable()}")
         return None
     cpus = cpus_of_host(ranks)
     step(f"{len(cpus)} cores while the link is busy")
     try:
-        found = measure_cpu_rates(ranks.device, cpus)
+        read_gb_per_s, products = measure_cpu_rates(ranks.device, cpus)
     except (RunError, torch.OutOfMemoryError) as error:
         say(f"warning: not measured: {first_line(error)}")
         return None
+    step(f"attention by {len(cpus)} cores while the link is busy")
     return CpuProfile(
         threads=len(cpus),
         instructions=best_instructions(),
-        read_gb_per_s=found.read_gb_per_s,
-        products=found.products,
-        attention=_attention(ranks, cpus, say, step),
+        read_gb_per_s=read_gb_per_s,
+        products=products,
+        attention=_attention(ranks, cpus, say),
     )
 
 
-def _attention(
-    ranks: Ranks, cpus: tuple[int, ...], say: Callable[[str], None], step: Callable[[str], None]
-) -> tuple[CpuAttentionRate, ...]:
-    step(f"attention by {len(cpus)} cores while the link is busy")
+def _attention(ranks: Ranks, cpus: tuple[int, ...], say: Say) -> tuple[CpuAttentionRate, ...]:
     rates = []
     names: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
     try:
         with contextlib.closing(AttentionBench(ranks.device, cpus)) as bench:
             for name, heads in itertools.product(names, ATTENTION_HEADS):
-                found = bench.measured(FORMATS[name][0], heads)
+                found = bench.measure(FORMATS[name][0], heads)
                 beside, alone = found.beside_link_gb_per_s, found.alone_gb_per_s
                 rates.append(CpuAttentionRate(format=name, heads=heads, gb_per_s=beside, alone_gb_per_s=alone))
     except (RunError, torch.OutOfMemoryError) as error:

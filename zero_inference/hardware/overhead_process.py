@@ -1,7 +1,7 @@
-"""What engines take besides the model's work: asked of a process of its own, with which their libraries stay. Loads no torch.
+"""The process that measures engine overhead: a process of its own, because an engine's library stays where it was imported.
 
-The process starts at once and loads its libraries, and where DeepSpeed is there compiles its kernel once, beside what else is
-measured meanwhile; it measures when it is told to, and nothing else happens then.
+It starts first, loads libraries and compiles DeepSpeed's kernel while this process measures other things, and measures when asked to, while
+nothing else happens. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 from zero_inference.config.options import ENGINES
 from zero_inference.utils.processes import isolated_module
 
-TIMEOUT_S = 600  # for what takes 20 s where nothing has to be compiled
+TIMEOUT_S = 600  # of what takes 20 s unless kernels are compiled
 READY = "ready"
 
 
 class OverheadProcess:
-    """`zero-inference link --engines`, from its start on; `close` ends it with all that it has started, however far it is.
+    """`zero-inference link --engines`, started at once; `close` ends it and all its children at any point.
 
     Args:
-        timeout_s: that it may take from its start on; it is ended then.
+        timeout_s: from its start, after which it is ended.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S):
@@ -39,7 +39,7 @@ class OverheadProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            start_new_session=True,  # a group of its own, with its compilers
+            start_new_session=True,  # a process group with its compilers
         )
         self._timeout_s, self._timed_out = timeout_s, False
         self._timer = threading.Timer(timeout_s, self._end_late)
@@ -47,24 +47,26 @@ class OverheadProcess:
         self._timer.start()
 
     def wait_until_ready(self, say: Callable[[str], None]) -> None:
-        """Until it has loaded its libraries, or has ended; `say` is told what takes longer."""
+        """Wait until it has loaded its libraries or has ended; `say` reports what takes longer."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.strip() == READY:
                 return
             say(line.strip())
 
-    def measured(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """Has it measure, when it is ready, and returns what `print_own_work` prints; nothing where it failed, which is told."""
+    def measure(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """Let it measure, and return what `print_engine_overheads` prints; nothing if it failed, which `say` reports."""
         last = (self._process.communicate("go\n")[0].splitlines() or [""])[-1]
         self._timer.cancel()
-        for line in self._stderr_lines():
+        errors = self._stderr_lines()
+        for line in errors:
             if line.startswith(ENGINES):
                 say(f"warning: not measured: {line}")
         if not self._process.returncode and last.startswith("{"):
             return json.loads(last)
-        silent = ["it printed no reason"]
-        why = f"it took longer than {self._timeout_s:g} s" if self._timed_out else (self._stderr_lines() or silent)[-1]
+        why = errors[-1] if errors else "it printed no reason"
+        if self._timed_out:
+            why = f"it took longer than {self._timeout_s:g} s"
         say(f"warning: engines were not measured: {why}")
         return {}
 
@@ -85,11 +87,11 @@ class OverheadProcess:
         self._end_group()
 
     def _end_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, and its number may be another's
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, and its id may have been reused
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def signal_ready() -> bool:
-    """In that process: that all is loaded; whether it is to measure, for which it waits."""
+    """In that process: report that everything is loaded, wait, and return whether to measure."""
     print(READY, flush=True)
     return bool(sys.stdin.readline())
