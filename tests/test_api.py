@@ -75,14 +75,14 @@ def test_a_loaded_model_is_one_of_transformers(way, checkpoints, plain, tmp_path
     """The same tokens and logits, for batches of any shape that was planned for, one behind the other."""
     with load(checkpoints("llama"), batch_size=3, max_length=24, **placed(way, tmp_path)) as model:
         assert isinstance(model, type(plain)) and model.device.type == "cpu" and model.dtype == torch.float32
-        shapes = [(3, 9), (2, 13), (3, 9)] + ([] if model._held.calls.config.kv_offload else [(5, 6)])
+        shapes = [(3, 9), (2, 13), (3, 9)] + ([] if model._state.memory.config.kv_offload else [(5, 6)])
         for seed, (rows, tokens) in enumerate(shapes):
             inputs = batch(rows, tokens, seed)
             expected = plain.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)
             found = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)
             assert torch.equal(found, expected)
         if "decode_graph" in WAYS[way]:
-            assert model._held.loaded.facts["stream"]["decode_graph"].unused_because is None
+            assert model._state.loaded.facts["stream"]["decode_graph"].unused_because is None
         inputs = batch(3, 20)
         with torch.no_grad():
             expected = plain(**inputs, labels=inputs["input_ids"])

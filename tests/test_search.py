@@ -16,6 +16,7 @@ from conftest import ROOT, need_lm_eval, without_gpus
 from test_machine import H200, MACHINE, job_of, planned
 from test_timing import FAST
 
+from zero_inference import load
 from zero_inference.cli import console_main, main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import parse_options
@@ -659,6 +660,15 @@ def test_what_is_left_open_is_found_and_recorded(kept_here, tmp_path, capfd):
     assert f"chosen: --engine {record['engine']} --quant-bits {record['quant_bits']} --batch-size 1: predicted " in err
     assert len(record["chosen"]["over"]) == 5 and all(": " in each for each in record["chosen"]["over"])
     assert record["chosen"]["decode_throughput"] == pytest.approx(2 / record["predicted"]["decode_s"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")
+def test_load_takes_what_the_plan_finds(kept_here, checkpoints):
+    ids, shape = torch.arange(3, 8)[None], {"dtype": "float32", "max_length": 12, "verbose": 0}
+    with load(checkpoints("llama"), engine="resident", **shape) as model:
+        expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with load(checkpoints("llama"), engine="auto", quant_bits="auto", **shape) as model:
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")

@@ -204,8 +204,8 @@ def test_a_model_of_the_api_takes_prompts_of_all_lengths(graph, checkpoints, sho
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     options = {"engine": "stream", "dtype": "float32", "gpu_memory": 0, "cpu_compute": "0.5", "decode_graph": graph}
     with zero_inference.load(folder, batch_size=1, **options) as model:
-        prefetcher = prefetcher_of(model._held.loaded)
-        kinds = kinds_of(model._held.loaded)
+        prefetcher = prefetcher_of(model._state.loaded)
+        kinds = kinds_of(model._state.loaded)
         for length in (5, 3, 12, 8, 1, 9, 7, 2):
             ids = random_ids(length, 1, length, VOCAB)
             chosen = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}

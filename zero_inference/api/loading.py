@@ -66,7 +66,7 @@ def load(
     check_keywords("load", placement, PLACEMENT, ELSEWHERE)
     config = make_config({"model": model, "engine": engine, "batch_size": batch_size, **placement})
     with garbage.postpone_collections():
-        from zero_inference.api.loaded import load_model
+        from zero_inference.api.placed_model import load_model
 
         return load_model(config, max_length, scoring)
 

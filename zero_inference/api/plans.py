@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_inference.api.keywords import check_keywords
 from zero_inference.api.loading import PLACEMENT
-from zero_inference.api.process import left_as_found
+from zero_inference.api.process import preserve_process_state
 from zero_inference.config.options import DEFAULTS
 from zero_inference.planning import command
 from zero_inference.planning.arguments import arguments_from_keywords
@@ -211,7 +211,7 @@ def plan(
         "max_host_memory": max_host_memory, "num_gpus": num_gpus,
     }  # fmt: skip
     args = arguments_from_keywords({"model": model, **given, **options})
-    with garbage.postpone_collections(), left_as_found(verbose=1):
+    with garbage.postpone_collections(), preserve_process_state(verbose=1):
         job, found = command.search(args)
         return _plans_of(args, job, found)
 

@@ -1,4 +1,4 @@
-"""What a call in somebody's process leaves as it found it: a notebook makes many of them, one behind the other."""
+"""State of the caller's process, which many calls share in a notebook: restored, and memory freed, after each call."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-# Models that `load` gave and nobody has unloaded.
+# Models of `load` that are not unloaded.
 LOADED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
-def left_as_found(verbose: int) -> Iterator[None]:
+def preserve_process_state(verbose: int) -> Iterator[None]:
     """Restore signal handlers and the verbosity of transformers at the end, and keep a process group that is there already.
 
     Args:
-        verbose: as --verbose; below 2, transformers says nothing but errors meanwhile.
+        verbose: as --verbose; below 2, transformers logs only errors meanwhile.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -37,7 +37,7 @@ def left_as_found(verbose: int) -> Iterator[None]:
 
 
 def free_memory() -> None:
-    """Give back what the last model held, on the device and in host memory: the next one is planned with what is free."""
+    """Free cached memory of the last model on the device and in host memory: the next one is planned with what is free."""
     import torch
 
     from zero_inference.models.weights import return_free_memory
@@ -45,6 +45,6 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         if not LOADED and (clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None)) is not None:
-            clear()  # one for each stream, and each model has its own streams; graphs of a model that is loaded use them
+            clear()  # one a stream; CUDA graphs of loaded models use theirs
         torch.cuda.empty_cache()
     return_free_memory()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_inference.api.keywords import check_keywords
-from zero_inference.api.process import free_memory, left_as_found
+from zero_inference.api.process import free_memory, preserve_process_state
 from zero_inference.config.options import OF_DRY_RUNS, OPTIONS
 from zero_inference.config.run_config import RunConfig, make_config, shell_words
 from zero_inference.errors import RunError, UsageError
@@ -193,7 +193,7 @@ def _measured(config: RunConfig, argv: list[str], log: bool) -> RunResult:
     with garbage.postpone_collections():
         from zero_inference.runner import run as run_once
 
-        with left_as_found(config.verbose), _memory_freed():
+        with preserve_process_state(config.verbose), _memory_freed():
             finished = run_once(config, argv, publish=_write if log else _keep)
             assert finished is not None, "a dry run has no result"
             return _result_of(finished, log)
