@@ -15,7 +15,7 @@ from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 from zero_inference.engines.stream import cpu_plan as stream_cores
 from zero_inference.engines.stream import expert_cache
 from zero_inference.engines.stream import plan as stream_plan
-from zero_inference.engines.stream.expert_cache import KEPT_USE, dispatch
+from zero_inference.engines.stream.expert_cache import USE_DECAY, dispatch
 from zero_inference.engines.stream.expert_slots import share_out
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split, fetch_quota
@@ -99,7 +99,7 @@ def test_fetched_and_read_bytes_are_those_of_the_choices(kept, fetching):
     fetching(0.5, 2)
     loaded, spec, ranks = kept("qwen3_moe", 2, 4, decode_graph="off")  # a graph calls no hooks
     cache, expected = cache_of(loaded), [0, 0]
-    for index, slots in cache.slots.items():
+    for index, slots in cache.by_block.items():
         block, size = prefetcher_of(loaded).placement.blocks[index], prefetcher_of(loaded).placement.expert_bytes(index)
 
         def note(module, args, slots=slots, size=size):
@@ -124,7 +124,7 @@ def divided(chosen, table: dict[int, int], uses: list[float], experts: int, quot
     """`dispatch` as a plain loop; `table` has the slots of the experts that are in one."""
     wanted = {e for e in chosen.flatten().tolist() if e < experts}
     for e in range(experts):
-        uses[e] = float(torch.tensor(uses[e]) * KEPT_USE + (e in wanted))  # in float32
+        uses[e] = float(torch.tensor(uses[e]) * USE_DECAY + (e in wanted))  # in float32
     missed = sorted(wanted - table.keys(), key=lambda e: (-uses[e], e))
     idle = sorted(table.keys() - wanted, key=lambda e: (uses[e], e))
     count = min(int(quota[len(missed)]), most)
@@ -177,18 +177,19 @@ def test_a_long_pass_fetches_what_is_in_no_slot(family, bits, slots, kept, fetch
     loaded, spec, ranks = kept(family, slots, bits)
     prefetcher, cache = prefetcher_of(loaded), cache_of(loaded)
     crosses = {
-        index: prefetcher.layouts[index].stored_bytes - slots * each.expert_bytes for index, each in cache.slots.items()
+        index: prefetcher.layouts[index].stored_bytes - slots * each.expert_bytes
+        for index, each in cache.by_block.items()
     }
     assert prefetcher.ring.gathered.keys() == crosses.keys()
     tables = []
     for turn in range(3):
-        for index, each in cache.slots.items():
+        for index, each in cache.by_block.items():
             layout, host = prefetcher.layouts[index], prefetcher.store.buffers[index]
             block = torch.full((layout.nbytes,), 255, dtype=torch.uint8, device=loaded.device)
             assert each.gather(block) == crosses[index]
             for piece in (piece for stored in layout.parameters for piece in stored.pieces):
                 assert torch.equal(piece.of(block).cpu(), piece.of(host)), (turn, index)
-        tables.append([each.table.tolist() for each in cache.slots.values()])
+        tables.append([each.table.tolist() for each in cache.by_block.values()])
         generate(loaded, spec, ranks, loops=1)
     assert tables[0] != tables[1]
     moved = loaded.transfers.host_to_device_bytes
@@ -271,12 +272,12 @@ class Watched:
         self.before: dict[int, list[int]] = {}  # by block, the table in the last short pass
         self.choices = self.hits = self.hit_bytes = self.missed_bytes = self.changes = 0
         layers = loaded.model.model.layers
-        for index in self.cache.slots:
+        for index in self.cache.by_block:
             block = self.prefetcher.placement.blocks[index]
             block.of(layers[block.layer]).register_forward_pre_hook(self._note(index))
 
     def _note(self, index: int):
-        slots = self.cache.slots[index]
+        slots = self.cache.by_block[index]
 
         def note(module, args) -> None:
             chosen = args[1].flatten().tolist()
@@ -287,7 +288,7 @@ class Watched:
             table = slots.table[: slots.experts.number].tolist()
             for weights in (slots.first, slots.last):
                 for expert, slot in enumerate(table):
-                    for own, waiting in zip(weights.kept, weights.waiting):
+                    for own, waiting in zip(weights.slots, weights.host):
                         assert slot < 0 or torch.equal(own[slot].cpu(), waiting[expert])
             assert sorted(slot for slot in table if slot >= 0) == sorted(set(table) - {-1}), "an expert for each slot"
             self.changes += table != self.before.get(index, table)
@@ -310,7 +311,7 @@ def test_ids_are_those_of_transformers_whatever_is_kept(family, slots, mixtures,
         fetching(share, most)
         loaded, spec, ranks = kept(family, slots, decode_graph="off")
         cache, watched = cache_of(loaded), Watched(loaded)
-        assert {each.numbers.numel() for each in cache.slots.values()} == {slots}
+        assert {each.slot_ids.numel() for each in cache.by_block.values()} == {slots}
         found = generate(loaded, spec, ranks, loops=3)
         assert torch.equal(found.output_ids, mixtures(family)[1]), (share, most)
         use = found.loops[-1].experts
@@ -356,8 +357,8 @@ def test_what_is_counted_is_what_tokens_chose(family, bits, kept, fetching):
     watched, transfers = Watched(loaded), loaded.transfers
     found = generate(loaded, spec, ranks, loops=1).loops[0]
     counts = transfers.expert_counts()
-    layers = len(watched.cache.slots)
-    k = prefetcher_of(loaded).placement.blocks[next(iter(watched.cache.slots))].experts.chosen
+    layers = len(watched.cache.by_block)
+    k = prefetcher_of(loaded).placement.blocks[next(iter(watched.cache.by_block))].experts.chosen
     assert counts.choices == watched.choices == layers * BATCH * k * (GEN - 1)
     assert counts.hits == watched.hits and 0 < counts.hits < counts.choices
     assert counts.saved_bytes == watched.hit_bytes
@@ -376,7 +377,7 @@ def test_a_long_pass_keeps_what_its_tokens_chose_most(kept):
     loaded, spec, ranks = kept("qwen3_moe", 3, decode_graph="off")
     watched = Watched(loaded)
     generate(loaded, spec, ranks, gen_len=2, loops=1)
-    for index, slots in watched.cache.slots.items():
+    for index, slots in watched.cache.by_block.items():
         used = watched.long[index]
         inside = [expert for expert, slot in enumerate(slots.table[: slots.experts.number].tolist()) if slot >= 0]
         assert len(inside) == 3
@@ -387,7 +388,7 @@ def test_a_pass_may_break_off_between_the_table_and_the_copy(mixtures, kept, fet
     fetching(1.0, 2)
     loaded, spec, ranks = kept("mixtral", 2)
     generate(loaded, spec, ranks, loops=1)
-    slots, products = list(cache_of(loaded).slots.values())[1], expert_cache.ExpertCache.products
+    slots, products = list(cache_of(loaded).by_block.values())[1], expert_cache.ExpertCache.products
 
     behind, recorded = [], DeviceStreams.record_event
 
@@ -409,7 +410,7 @@ def test_a_pass_may_break_off_between_the_table_and_the_copy(mixtures, kept, fet
 def test_a_prompt_may_break_off_while_slots_are_filled(mixtures, kept, monkeypatch):  # noqa: F811
     loaded, spec, ranks = kept("mixtral", 2)
     generate(loaded, spec, ranks, loops=1)
-    slots = list(cache_of(loaded).slots.values())[1]
+    slots = list(cache_of(loaded).by_block.values())[1]
 
     def broken(experts, buffer):
         raise KeyboardInterrupt
@@ -426,15 +427,15 @@ def test_device_memory_is_taken_as_planned(kept):
     for bits in FORMS:
         loaded, _, _ = kept("qwen2_moe", 2, bits)
         placement, cache = prefetcher_of(loaded).placement, cache_of(loaded)
-        assert sum(slots.nbytes for slots in cache.slots.values()) == placement.expert_slot_bytes > 0
+        assert sum(slots.nbytes for slots in cache.by_block.values()) == placement.expert_slot_bytes > 0
         resident = sum(prefetcher_of(loaded).store.buffers[index].nbytes for index in placement.resident)
         assert resident + placement.expert_slot_bytes == placement.resident_bytes <= placement.reserved_bytes
         assert loaded.facts["stream"]["resident_bytes"] == placement.resident_bytes
         assert loaded.facts["stream"]["expert_slots"] == 2
         layers = [loaded.facts["stream"][f"{kind}_layers"] for kind in ("resident", "streamed")]
         assert layers == [2, 2], "of four, every other one has experts, which wait in host memory"
-        layer = next(iter(cache.slots))
-        assert cache.slots[layer].expert_bytes * placement.blocks[layer].experts.number == sum(
+        layer = next(iter(cache.by_block))
+        assert cache.by_block[layer].expert_bytes * placement.blocks[layer].experts.number == sum(
             piece.nbytes for stored in placement.layouts[layer].parameters for piece in stored.pieces
         )
 

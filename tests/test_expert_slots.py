@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero_inference.cpu.experts import COUNTS
-from zero_inference.engines.stream.expert_cache import KEPT_USE, ExpertCache, FetchConfig
+from zero_inference.engines.stream.expert_cache import USE_DECAY, ExpertCache, FetchConfig
 from zero_inference.engines.stream.expert_slots import expert_bytes
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.streams import DeviceStreams
@@ -99,7 +99,7 @@ def test_experts_in_slots_and_no_others_are_computed(dtype, bits, form):
     slots.take(torch.tensor([[6, 2], [6, 4], [4, 6], [2, 4], [4, 0]]), buffer)
     kept = {expert for expert in range(NUMBER) if slots.table[expert] >= 0}
     assert kept == {2, 4, 6}
-    one_by_one = 2 * sum(KEPT_USE**passes for passes in range(5))  # of five tokens with two experts each
+    one_by_one = 2 * sum(USE_DECAY**passes for passes in range(5))  # of five tokens with two experts each
     shares = torch.tensor([1, 0, 2, 0, 4, 0, 3]) / 10
     assert torch.allclose(slots.uses[:NUMBER], one_by_one * shares)
     numbers = torch.stack([torch.randperm(NUMBER)[:4] for _ in range(9)])
@@ -119,7 +119,7 @@ def test_a_fetched_expert_is_computed_in_the_pass_that_fetches_it_and_kept(form)
     numbers = torch.tensor([[6, 1, 3], [1, 4, 5]])
     for kept, fetched in (({6, 4, 1}, 1), ({6, 4, 1}, None)):  # then those that are missed have no place to go to
         x, weights = torch.randn(2, HIDDEN), torch.rand(2, 3)
-        division = slots.divide(numbers)
+        division = slots.dispatch(numbers)
         assert division.fetched.tolist() == [-1 if fetched is None else fetched]
         found = slots.products(x, division, weights)
         out = sum((weights[..., None] * rows.view(2, 3, -1)).sum(1) for rows in found[1:])

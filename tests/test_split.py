@@ -210,7 +210,7 @@ def watched(monkeypatch, plan: CpuPlan, uses, waited_s: float = 0.0, step_s=(0.2
     timeline = SimpleNamespace(
         link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - rebalance.FIRST_PASS), pass_index=7
     )
-    team = SimpleNamespace(plan=plan, cores=SimpleNamespace(busy_s=lambda: looks["now"]))
+    team = SimpleNamespace(plan=plan, pool=SimpleNamespace(busy_s=lambda: looks["now"]))
     return Rebalancer(team, timeline)
 
 

@@ -36,7 +36,7 @@ def short(monkeypatch):
         def placed(job, placement, plan, scheme, graphs):
             return placement.with_prompt_share(share), replace(plan, prompt_rows=rows, prompt_share=share)
 
-        monkeypatch.setattr(stream_plan, "with_short_prompts", placed)
+        monkeypatch.setattr(stream_plan, "plan_short_prompts", placed)
 
     return set_share
 
@@ -105,11 +105,11 @@ def test_a_prompt_divides_kept_experts_and_counts_each_choice(bits, many, mixtur
     short(1.0, TOKENS)
     loaded, spec, ranks = kept("qwen3_moe", 3, bits)
     counted = []
-    for slots in cache_of(loaded).slots.values():
+    for slots in cache_of(loaded).by_block.values():
         own = slots.count
         slots.count = lambda chosen, own=own: counted.append(len(chosen)) or own(chosen)
     assert torch.equal(generate(loaded, spec, ranks, loops=3).output_ids, expected)
-    assert counted == [TOKENS] * 3 * len(cache_of(loaded).slots), (
+    assert counted == [TOKENS] * 3 * len(cache_of(loaded).by_block), (
         "in the first prompt, which fills the slots, and in both others"
     )
 
@@ -139,7 +139,7 @@ def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, k
     monkeypatch.setattr(ExpertCache, "await_gathering", lambda self: waits.append(inside[0]) or own(self))
     kinds = kinds_of(loaded)
     assert torch.equal(generate(loaded, spec, ranks, loops=2).output_ids, expected)
-    assert kind is kinds[-1] and all(waits) and len(waits) >= len(kinds) * len(cache_of(loaded).slots)
+    assert kind is kinds[-1] and all(waits) and len(waits) >= len(kinds) * len(cache_of(loaded).by_block)
     assert loaded.facts["stream"]["decode_graph"].unused_because is None
 
 

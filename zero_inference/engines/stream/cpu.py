@@ -1,4 +1,4 @@
-"""A block in host memory that the cores multiply where it lies."""
+"""The CPU backend of the stream engine: its thread pool, and the blocks that it computes from host memory."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from zero_inference.utils.transfers import Transfers
 
 @dataclass(frozen=True)
 class CpuBlockContext:
-    """What blocks on the cores work with.
+    """What all CPU-computed blocks share.
 
     Attributes:
-        calls: how the model calls the cores.
-        scheme: how weights are stored; None where they keep 16 bits.
-        few_rows, rows: most tokens of a decode step, and of any pass that this is for.
+        calls: calls of the pool by the model.
+        scheme: quantization of weights; None for 16 bits.
+        few_rows, rows: most tokens of a decode step, and of any pass with the CPU.
     """
 
-    cores: CpuPool
+    pool: CpuPool
     calls: DirectCalls | HandOff
     scheme: GroupQuantization | None
     few_rows: int
@@ -45,12 +45,10 @@ class CpuBlockContext:
 
 
 class CpuBlock:
-    """The products of a block on the cores: of its feed-forward as one task, or of its linear modules.
-
-    Linear modules that take the same input become one task.
+    """A CPU-computed block: its feed-forward as one task, or its linear modules, of which those with the same input are one task.
 
     Args:
-        buffer: uint8, the block as it waits in host memory.
+        buffer: uint8, the block in host memory.
     """
 
     def __init__(
@@ -59,59 +57,59 @@ class CpuBlock:
         module: nn.Module,
         layout: BlockLayout,
         buffer: torch.Tensor,
-        workers: CpuBlockContext,
+        context: CpuBlockContext,
     ):
-        self.workers = workers
+        self.context = context
         self.weights = {
-            name: _weight(module.get_submodule(name), name, layout, buffer, workers.scheme) for name in block.linears
+            name: _weight(module.get_submodule(name), name, layout, buffer, context.scheme) for name in block.linears
         }
         self.tasks: dict[tuple[str, ...], Task] = {}
         self.shared_input = SharedInput()
         self.task = self._feed_forward_task(block)
-        self.suits = True  # until it is given more rows than the pass has tokens: compressed keys and values of all positions, say
+        self.usable = True  # until it gets more rows than the pass has tokens, such as compressed keys and values of all positions
 
     def call_linears(self) -> None:
-        """Multiply each linear module when it is called, from now on, and never the block as a whole."""
+        """From now on compute each linear module when it is called, and never the block as a whole."""
         self.task = None
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """All of the block, for hidden states [..., columns]."""
-        (out,) = self.workers.calls(self.task, x.reshape(-1, x.shape[-1]))
+        """Return the block's output for hidden states [..., columns]."""
+        (out,) = self.context.calls(self.task, x.reshape(-1, x.shape[-1]))
         return out.view(*x.shape[:-1], -1)
 
     def linear(self, name: str, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The product of module `name` with x [..., columns]; those of the others with the same input are made with it.
+        """Return the output of module `name` for x [..., columns]; modules with the same input are computed together.
 
         Args:
             tokens: of the pass.
         """
-        self.suits &= x.numel() // x.shape[-1] <= max(tokens, self.workers.few_rows)
+        self.usable &= x.numel() // x.shape[-1] <= max(tokens, self.context.few_rows)
         return self.shared_input.product(name, x, self._products)
 
-    def saw(self, name: str, x: torch.Tensor) -> None:
-        """Module `name` was called with `x`, and the device computed it."""
+    def observe(self, name: str, x: torch.Tensor) -> None:
+        """Note that the device computed module `name` for `x`, to learn which modules have the same input."""
         self.shared_input.observe(name, x, self._alike)
 
-    def learned(self) -> None:
-        """The device has computed the block once. If the model reads a weight without calling its module, that has to be on the device."""
-        self.suits &= self.task is not None or self.shared_input.together.keys() == self.weights.keys()
+    def finish_learning(self) -> None:
+        """Check after the first pass on the device that all modules were called: a weight that is read otherwise must be on the device."""
+        self.usable &= self.task is not None or self.shared_input.together.keys() == self.weights.keys()
 
-    def ends(self) -> None:
-        """The block was called to its end: its input may go."""
+    def end_block(self) -> None:
+        """Release the input, after the block's last module."""
         self.shared_input.end_block()
 
     def _products(self, names: tuple[str, ...], x: torch.Tensor) -> list[torch.Tensor]:
-        outs = self.workers.calls(self._task_of(names), x.reshape(-1, x.shape[-1]))
+        outs = self.context.calls(self._task_of(names), x.reshape(-1, x.shape[-1]))
         return [out.view(*x.shape[:-1], -1) for out in outs]
 
     def _alike(self, one: str, other: str) -> bool:
-        """Whether one prepared input serves both weights."""
+        """Return whether the kernels prepare the same input for both weights."""
         a, b = self.weights[one].matrix, self.weights[other].matrix
         return (a.bits, a.group, a.dtype, a.columns) == (b.bits, b.group, b.dtype, b.columns)
 
     def _task_of(self, names: tuple[str, ...]) -> Task:
         if names not in self.tasks:
-            self.tasks[names] = self._reserved([Stage([self.weights[name] for name in names])])
+            self.tasks[names] = self._add_block([Stage([self.weights[name] for name in names])])
         return self.tasks[names]
 
     def _feed_forward_task(self, block: Block) -> Task | None:
@@ -126,13 +124,13 @@ class CpuBlock:
         if len(weights) == 2 and not _same_form(weights[0].matrix, weights[1].matrix):
             return None
         combine = "gated" if len(weights) == 2 else "activation"
-        return self._reserved([Stage(weights, combine, found.activation), Stage([self.weights[found.last]])])
+        return self._add_block([Stage(weights, combine, found.activation), Stage([self.weights[found.last]])])
 
-    def _reserved(self, stages: list[Stage]) -> Task:
+    def _add_block(self, stages: list[Stage]) -> Task:
         numbers = {weight.matrix.dtype for stage in stages for weight in stage.weights}
-        (number,) = numbers  # a family may keep some modules in float32: input and output are of their weights' dtype
-        task = self.workers.cores.add_block(stages, next(dtype for dtype, known in DTYPES.items() if known == number))
-        self.workers.cores.reserve(task, self.workers.rows)
+        (number,) = numbers  # some families keep modules in float32: input and output have their dtype
+        task = self.context.pool.add_block(stages, next(dtype for dtype, known in DTYPES.items() if known == number))
+        self.context.pool.reserve(task, self.context.rows)
         return task
 
 
@@ -140,8 +138,8 @@ def _same_form(one: Matrix, other: Matrix) -> bool:
     return (one.bits, one.group, one.dtype, one.rows) == (other.bits, other.group, other.dtype, other.rows)
 
 
-def stored_matrix(stored: StoredParameter, buffer: torch.Tensor, scheme: GroupQuantization | None) -> Matrix:
-    """A weight [..., columns] where it lies in `buffer`; all dimensions before the last are rows."""
+def _stored_matrix(stored: StoredParameter, buffer: torch.Tensor, scheme: GroupQuantization | None) -> Matrix:
+    """Return the matrix of a weight [..., columns] in `buffer`; all dimensions before the last are rows."""
     columns = stored.plain.shape[-1]
     rows = math.prod(stored.plain.shape[:-1])
     tensors = [piece.of(buffer) for piece in stored.pieces]
@@ -155,7 +153,7 @@ def _weight(
     linear: nn.Module, name: str, layout: BlockLayout, buffer: torch.Tensor, scheme: GroupQuantization | None
 ) -> Weight:
     stored = layout[f"{name}.weight" if name else "weight"]
-    matrix = stored_matrix(stored, buffer, scheme)
+    matrix = _stored_matrix(stored, buffer, scheme)
     bias = None
     if linear.bias is not None:
         bias = layout[f"{name}.bias" if name else "bias"].plain.of(buffer)
@@ -164,7 +162,6 @@ def _weight(
 
 
 def _halves(weight: Weight) -> list[Weight]:
-    """The first and the second half of the rows."""
     matrix, halves = weight.matrix, []
     rows = matrix.rows // 2
     for half in range(2):
@@ -174,84 +171,81 @@ def _halves(weight: Weight) -> list[Weight]:
 
 
 class CpuExpertBlock:
-    """A block of experts as one task of the cores; arguments as of `CoreBlock`.
-
-    transformers calls the module of experts with hidden states [tokens, hidden] and what the router chose for each token.
+    """A CPU-computed block of experts as one task; arguments as of `CpuBlock`.
 
     Args:
-        on_device: the experts that the device multiplies while the CPU multiplies the others; None for none.
+        cache: the experts that the device multiplies meanwhile; None for none.
     """
 
-    suits = True  # as a `CoreBlock` has it
+    usable = True  # see `CpuBlock`
 
     def __init__(
         self,
         block: Block,
         layout: BlockLayout,
         buffer: torch.Tensor,
-        workers: CpuBlockContext,
+        context: CpuBlockContext,
         dtype: torch.dtype,
-        on_device: ExpertCache | None = None,
+        cache: ExpertCache | None = None,
     ):
         assert block.experts is not None
-        self.calls, self.dtype, self.on_device = workers.calls, dtype, on_device
-        use = None if on_device is None else on_device.use
-        self.few_rows, self.device_multiplies_many = workers.few_rows, multiplies_many(workers.scheme)
+        self.calls, self.dtype, self.cache = context.calls, dtype, cache
+        self.few_rows, self.device_multiplies_many = context.few_rows, multiplies_many(context.scheme)
         form = block.experts
-        between = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
-        self.task = add_experts(workers.cores, _experts(form, layout, buffer, workers.scheme), between, dtype, use)
-        workers.cores.reserve(self.task, workers.rows, block.experts.chosen)
+        activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
+        experts = _experts(form, layout, buffer, context.scheme)
+        self.task = add_experts(context.pool, experts, activation, dtype, None if cache is None else cache.counters)
+        context.pool.reserve(self.task, context.rows, form.chosen)
 
     def feed_forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """What the module computes: for hidden states [..., hidden], the numbers of the experts of each [tokens, k], and their
-        weights [tokens, k]."""
+        """Return the experts' output for hidden states [..., hidden], expert ids [tokens, k] and their weights [tokens, k]."""
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
         x = hidden_states.to(self.dtype).reshape(-1, hidden_states.shape[-1])
         numbers = top_k_index.to(torch.int64)
-        is_prompt = self.on_device is not None and len(numbers) > self.few_rows
+        is_prompt = self.cache is not None and len(numbers) > self.few_rows
         if is_prompt:
-            self.on_device.count(numbers)
-        if self.on_device is None or (is_prompt and not self.device_multiplies_many):
+            self.cache.count(numbers)
+        if self.cache is None or (is_prompt and not self.device_multiplies_many):
             (out,) = self.calls(self.task, x, Routing(numbers, weights))
         else:
-            out = self._beside_device(self.on_device, x, numbers, weights)
+            out = self._with_device(self.cache, x, numbers, weights)
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
-    def _beside_device(
-        self, on_device: ExpertCache, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+    def _with_device(
+        self, cache: ExpertCache, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum of all experts: of those in slots and fetched ones by the device, while the CPU multiplies the others."""
+        """Return the sum of all experts: the device multiplies cached and fetched ones while the CPU multiplies the others."""
         try:
-            division = on_device.divide(numbers)
-            choice = Routing(division.for_cpu, weights)
-            (out,) = self.calls(self.task, x, choice, lambda: on_device.products(x, division, weights))
+            dispatched = cache.dispatch(numbers)
+            routing = Routing(dispatched.for_cpu, weights)
+            (out,) = self.calls(self.task, x, routing, lambda: cache.products(x, dispatched, weights))
         except BaseException:
-            on_device.forget()
+            cache.invalidate()
             raise
         return out
 
-    def ends(self) -> None:
-        """The block was called to its end; nothing is kept from call to call."""
+    def end_block(self) -> None:
+        """Do nothing, see `CpuBlock.end_block`."""
 
 
 def _experts(
     experts: FusedExperts, layout: BlockLayout, buffer: torch.Tensor, scheme: GroupQuantization | None
 ) -> list[Expert]:
-    first, last = (stored_matrix(layout[name], buffer, scheme) for name in (experts.first, experts.last))
+    first, last = (_stored_matrix(layout[name], buffer, scheme) for name in (experts.first, experts.last))
     first_bias, last_bias = (
         layout[name].plain.of(buffer) if name else [None] * experts.number
         for name in (experts.first_bias, experts.last_bias)
     )
     inner, hidden = last.columns, last.rows // experts.number
-    together = experts.interleaved or not experts.gated  # of one product
+    is_one_product = experts.interleaved or not experts.gated
     width = (1 + experts.interleaved) * inner
     made = []
     for number in range(experts.number):
         begin, bias = number * (1 + experts.gated) * inner, first_bias[number]
         down, down_bias = last.part(number * hidden, hidden), last_bias[number]
-        if together:
+        if is_one_product:
             made.append(Expert(first.part(begin, width), None, down, bias, None, down_bias))
             continue
         products = [
@@ -264,7 +258,7 @@ def _experts(
 
 
 class CpuBackend:
-    """The threads of a run, and the blocks that they multiply. All ranks of a host have one together, with threads in the first of them."""
+    """The thread pool of a run, and the blocks that it computes. All ranks of a host share it; the first rank has the threads."""
 
     def __init__(
         self,
@@ -278,54 +272,54 @@ class CpuBackend:
         self.plan, self.placement, self.store, self.scheme = plan, placement, store, scheme
         self.dtype, self.few_rows = job.spec.dtype, plan.few_rows
         self.most_rows = max(plan.few_rows, plan.prompt_rows)
-        self.computable = (
-            placement.cpu_computed | placement.prompt_cpu_computed
-        )  # blocks that may be theirs at any time
+        # blocks that may be CPU-computed at any time
+        self.computable = placement.cpu_computed | placement.prompt_cpu_computed
         if plan.automatic:
             self.computable = self.computable.union(set(placement.computable) - set(placement.expert_blocks))
-        self.python_cpus: set[int] | None = None  # where this thread could run before
-        self.agreement: RankExchange | None = None
+        self.python_cpus: set[int] | None = None  # affinity of this thread before
+        self.exchange: RankExchange | None = None
         ranks, count = job.ranks, job.ranks.world_size
         self.experts: ExpertCaches | None = None  # with one rank
         if placement.expert_slots or placement.quota:
             self.experts = ExpertCaches(placement, store, scheme, ranks.device, transfers)
         if count == 1 and not job.on_gpu:
-            self.cores = CpuPool(plan.cpus, spin_us=0)
-            self.calls: DirectCalls | HandOff = DirectCalls(self.cores, transfers)
+            self.pool = CpuPool(plan.cpus, spin_us=0)
+            self.calls: DirectCalls | HandOff = DirectCalls(self.pool, transfers)
             return
         cpus = ranks.gather_objects(plan.cpus)[0]
         if job.on_gpu:
-            self.python_cpus = _leave_cores(cpus)
-        place = allocate_buffers(ranks, *self._crossed_bytes(job), pinned=job.on_gpu)
+            self.python_cpus = _leave_cpus(cpus)
+        buffers = allocate_buffers(ranks, *self._hand_off_bytes(job), pinned=job.on_gpu)
         spin_us = SPIN_US if job.on_gpu else 0
-        self.cores = CpuPool(cpus, spin_us, place.flags, ranks=count) if ranks.is_first else CpuPoolProxy(count)
+        self.pool = CpuPool(cpus, spin_us, buffers.flags, ranks=count) if ranks.is_first else CpuPoolProxy(count)
         side = StreamSide(ranks.device) if job.on_gpu else HostSide()
-        self.calls = HandOff(self.cores, side, place, transfers, ranks.rank)
+        self.calls = HandOff(self.pool, side, buffers, transfers, ranks.rank)
         if count > 1:
-            self.agreement = RankExchange(ranks.rank, count, place)
-            ranks.barrier()  # the first rank has lowered the flags
+            self.exchange = RankExchange(ranks.rank, count, buffers)
+            ranks.barrier()  # until the first rank has cleared the flags
 
     def block(self, index: int, module: nn.Module) -> CpuBlock | CpuExpertBlock:
-        """Block `index`, whose module in the model is `module`, with its task."""
+        """Return block `index`, whose module in the model is `module`, with its task."""
         block, layout = self.placement.blocks[index], self.placement.layouts[index]
-        workers = CpuBlockContext(self.cores, self.calls, self.scheme, self.few_rows, self.most_rows)
+        context = CpuBlockContext(self.pool, self.calls, self.scheme, self.few_rows, self.most_rows)
         if block.experts is not None:
-            on_device = None if self.experts is None else self.experts.slots.get(index)
-            return CpuExpertBlock(block, layout, self.store.whole(index), workers, self.dtype, on_device)
-        return CpuBlock(block, module, layout, self.store.whole(index), workers)
+            cache = None if self.experts is None else self.experts.by_block.get(index)
+            return CpuExpertBlock(block, layout, self.store.whole(index), context, self.dtype, cache)
+        return CpuBlock(block, module, layout, self.store.whole(index), context)
 
     def attention(self) -> PooledCpuAttention:
-        """Of the model's attention with these threads."""
         return PooledCpuAttention(self.calls, self.python_cpus)
 
-    def all_few(self, tokens: int) -> bool:
-        """Whether the cores may multiply in the pass that begins, of `tokens` tokens here: all ranks have as many, and few. All ranks call
-        it in each pass; those that score texts have passes of different lengths."""
-        found = [tokens] if self.agreement is None else self.agreement.all_gather(tokens)
+    def may_compute(self, tokens: int) -> bool:
+        """Return whether the CPU may compute in the next pass, of `tokens` tokens in this rank: all ranks have equally many, and few.
+
+        All ranks call it in each pass; when they score texts, their passes have different lengths.
+        """
+        found = [tokens] if self.exchange is None else self.exchange.all_gather(tokens)
         return len(set(found)) == 1 and tokens <= self.few_rows
 
     def close(self) -> None:
-        """Wait for the calls under way, and end the threads."""
+        """Wait for the calls in flight, and end the threads."""
         self.calls.close()
         if self.experts is not None:
             self.experts.close()
@@ -333,17 +327,19 @@ class CpuBackend:
             os.sched_setaffinity(0, self.python_cpus)
             self.python_cpus = None
 
-    def _crossed_bytes(self, job: Job) -> tuple[int, int]:
-        """What a call of a rank brings and takes at most."""
-        brought, taken = hand_off_bytes(self.placement, self.most_rows, self.dtype.itemsize)
-        attended = (0, 0)
-        if self.plan.attends:
-            attended = attention_hand_off_bytes(job.spec.config, self.few_rows, self.dtype.itemsize)
-        return max(brought, attended[0]), max(taken, attended[1])
+    def _hand_off_bytes(self, job: Job) -> tuple[int, int]:
+        """Return the bytes of the largest input and output of a rank's call."""
+        inputs, outputs = hand_off_bytes(self.placement, self.most_rows, self.dtype.itemsize)
+        if not self.plan.attends:
+            return inputs, outputs
+        attention_inputs, attention_outputs = attention_hand_off_bytes(
+            job.spec.config, self.few_rows, self.dtype.itemsize
+        )
+        return max(inputs, attention_inputs), max(outputs, attention_outputs)
 
 
-def _leave_cores(cpus: tuple[int, ...]) -> set[int] | None:
-    """Keep this thread, which asks for everything, off the cores that multiply; where it could run before, None if it may go on."""
+def _leave_cpus(cpus: tuple[int, ...]) -> set[int] | None:
+    """Keep this thread, which queues everything, off the pool's CPUs; return its affinity before, None if it has no other CPU."""
     before = os.sched_getaffinity(0)
     others = before - set(cpus)
     if not others:

@@ -1,4 +1,4 @@
-"""Whether and how the host's cores take part: which blocks they multiply, decided by measured rates, and on which CPUs."""
+"""The CPU's part in a run of the stream engine: which blocks it computes, decided by measured rates, and on which CPUs."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from zero_inference.records.schema import CpuBackendUse
 from zero_inference.utils.format import three_digits
 from zero_inference.utils.model_sizes import heads_of_key
 
-WHY_NOT_ATTENDED = "why the cores cannot attend"  # of a model, known once
+CPU_ATTENTION_TRIAL = "why the CPU cannot attend"  # key of the empty model's cache
 NO_LINK = "no GPU, so no weights cross PCIe"
 # Two H100s, Llama-2-13B in 4 bits: batch 2 26.9 token/s without the CPU, 21.2 with it; batch 16 194 and 126 (`h100-x2`).
 SEVERAL_GPUS = "several GPUs are faster without them; --cpu-compute SHARE uses them all the same"
-# Short prompts: products are measured with up to `MEASURED_ROWS` rows of a weight, and their rate is taken to fall as 1 / rows above (int4,
-# 15 threads: 62 GB/s with 32 rows, 37 with 64, 19 with 128). Some experts get several times the mean of rows: blocks are planned with
-# `UNEVEN_ROWS` times it. Hidden states cross to the CPU and back at `CROSSED_GB_PER_S` beside a busy link (4.9 to 10 on four hosts:
+# Short prompts: products are measured with up to `MEASURED_ROWS` rows, and their rate is assumed to fall as 1 / rows above (int4, 15
+# threads: 62 GB/s with 32 rows, 37 with 64, 19 with 128). Some experts get several times the mean number of rows: blocks are planned with
+# `UNEVEN_ROWS` times the mean. Hand-offs copy hidden states at `CROSSED_GB_PER_S` with a busy link (4.9 to 10 on four hosts:
 # `crossing_s` by rows).
 MEASURED_ROWS, MOST_PROMPT_ROWS, CROSSED_GB_PER_S, UNEVEN_ROWS = 32, 128, 5.0, 2.0
-MOST_CROSSED_BYTES = 64 << 20  # of the page-locked memory for them, each way
+MOST_CROSSED_BYTES = 64 << 20  # of page-locked hand-off buffers, each way
 
 
 @dataclass(frozen=True)
 class CpuPlan:
     """
     Attributes:
-        cpus: a thread of the host's first rank on each; -1 for one that is not bound to a core.
-        share: of the bytes in host memory, that the cores are to multiply.
-        few_rows: the most tokens of a decode step of a rank; in longer passes everything is fetched, except in short prompts.
-        rates: what the share was computed from; None without a GPU.
-        attends: whether the cores attend over keys and values in host memory.
-        kv_bytes: those in host memory that a decode step reads, on average, of all ranks.
-        kv_slowness: how many times as long the link takes for a byte of them as for one of page-locked memory.
-        automatic: the share was found, not asked for.
-        ranks: whose rows they multiply together.
-        link_rests: nothing crosses the link but hidden states: no weights are in host memory.
-        instructions: the instruction set of their products.
-        prompt_rows: the most tokens of a prompt in which they multiply, too; 0 for none.
-        prompt_share: of the bytes in host memory, that they multiply in such a prompt.
-        prompt_rates: what `prompt_share` was computed from; None where it was not.
+        cpus: CPUs of the first rank's pool threads; -1 for a thread that is not bound.
+        share: share of the bytes in host memory that the CPU multiplies.
+        few_rows: most tokens of a rank's decode step; longer passes fetch everything, except short prompts.
+        rates: measured rates that gave the share; None without a GPU.
+        attends: whether the CPU attends over keys and values in host memory.
+        kv_bytes: keys and values in host memory that a decode step reads, on average, of all ranks.
+        kv_slowness: link seconds per byte of them, relative to page-locked memory.
+        automatic: the share was planned, not given by the user.
+        ranks: whose rows are multiplied together.
+        link_rests: no weights are in host memory, so only hidden states cross the link.
+        instructions: instruction set of the products.
+        prompt_rows: most tokens of a prompt in which the CPU multiplies, too; 0 for none.
+        prompt_share: share of the bytes in host memory that the CPU multiplies in such a prompt.
+        prompt_rates: rates that gave `prompt_share`, or None.
     """
 
     cpus: tuple[int, ...]
@@ -70,22 +70,22 @@ class CpuPlan:
 
     @property
     def carried_bytes(self) -> float:
-        """Of page-locked memory, that take the link as long as the keys and values that cross it."""
+        """Return the bytes of page-locked memory that take the link as long as the keys and values that cross it."""
         return 0.0 if self.attends else self.kv_bytes * self.kv_slowness
 
     def attention_s(self, rates: ConcurrentRates) -> float:
-        """Seconds of a decode step's attention by the cores."""
+        """Return the seconds of CPU attention in a decode step."""
         return self.kv_bytes / (rates.attention_gb_per_s(self.link_rests) * 1e9) if self.attends else 0.0
 
     def waited_s(self, placement: Placement) -> float:
-        """Seconds of a decode step in which the device waits for them: their work and the meetings for it; 0 without rates."""
+        """Return the seconds of a decode step in which the device waits for the CPU, hand-offs included; 0 without rates."""
         if self.rates is None:
             return 0.0
-        meetings_s = placement.layers * self.rates.hand_off_s if self.attends else 0.0
-        return sum(cpu_block_s(placement, self.rates).values()) + self.attention_s(self.rates) + meetings_s
+        hand_offs_s = placement.layers * self.rates.hand_off_s if self.attends else 0.0
+        return sum(cpu_block_s(placement, self.rates).values()) + self.attention_s(self.rates) + hand_offs_s
 
     def facts(self, computed_bytes: int) -> CpuBackendUse:
-        """For the record."""
+        """Return the record's fields, for so many bytes computed in a decode step."""
         of_both = ("link_alone_gb_per_s", "link_gb_per_s", "cores_gb_per_s", "cores_alone_gb_per_s")
         names = (*of_both, "read_gb_per_s", "device_gb_per_s")
         return CpuBackendUse(
@@ -103,11 +103,11 @@ class CpuPlan:
         )
 
     def in_steps_gb_per_s(self, placement: Placement, busy_s: float) -> float:
-        """GB/s of products as seen in steps that kept the cores busy for `busy_s` each; the plan's rate where experts leave open
-        what was read.
+        """Return the GB/s of products in steps that kept the CPU busy for `busy_s` each; the planned rate with experts, whose bytes read
+        are unknown.
 
         Raises:
-            ValueError: there are no rates.
+            ValueError: no rates were measured.
         """
         if self.rates is None:
             raise ValueError("no rates were measured")
@@ -118,19 +118,19 @@ class CpuPlan:
         return self.rates.cores_gb_per_s * expected_s / busy_s
 
     def of_step_gb_per_s(self, computed_bytes: int) -> float | None:
-        """Of products, and of attention over keys and values, each with its part of the bytes."""
-        rates, attended = self.rates, self.kv_bytes if self.attends else 0
-        if rates is None or not computed_bytes + attended:
+        """Return the mean GB/s of products and attention in a decode step."""
+        rates, attention_bytes = self.rates, self.kv_bytes if self.attends else 0
+        if rates is None or not computed_bytes + attention_bytes:
             return None
         products_s = computed_bytes / (rates.cores_gb_per_s * 1e9)
-        return (computed_bytes + attended) / (products_s + self.attention_s(rates)) / 1e9
+        return (computed_bytes + attention_bytes) / (products_s + self.attention_s(rates)) / 1e9
 
 
 def why_no_cpu_compute(job: Job) -> str | None:
-    """Why the cores take no part in this run, whatever they could do, in a few words; None where they may.
+    """Return why the CPU cannot compute in this run, in a few words; None where it can.
 
     Raises:
-        UsageError: they were asked for, and cannot.
+        UsageError: --cpu-compute asks for it.
     """
     share, hosts = job.config.cpu_share, job.ranks.num_nodes
     if share == 0:
@@ -157,12 +157,12 @@ def why_no_cpu_compute(job: Job) -> str | None:
 
 
 def why_no_cpu_attention(job: Job) -> str | None:
-    """Return why the cores cannot attend over keys and values in host memory, in a few words; None where they can."""
+    """Return why the CPU cannot attend over keys and values in host memory, in a few words; None where it can."""
     if job.ranks.world_size > 1:
         return "each rank has its own"
-    if not job.empty_model.is_empty and WHY_NOT_ATTENDED not in job.empty_model.cache:
+    if not job.empty_model.is_empty and CPU_ATTENTION_TRIAL not in job.empty_model.cache:
         return "it was not tried before the weights were loaded"
-    reason = job.empty_model.cached(WHY_NOT_ATTENDED, lambda: why_cpu_cannot_attend(job.empty_model.model))
+    reason = job.empty_model.cached(CPU_ATTENTION_TRIAL, lambda: why_cpu_cannot_attend(job.empty_model.model))
     return reason and f"{job.spec.text_config.model_type} {reason}"
 
 
@@ -175,14 +175,14 @@ def multiplies_codes(job: Job) -> bool:
 def plan_cpu(
     job: Job, placement: Placement, scheme: GroupQuantization | None, graphs: bool, may_attend: bool = True
 ) -> tuple[Placement, CpuPlan | str]:
-    """The blocks of `placement` with those that the cores multiply, and how they do; or why they had better not.
+    """Return `placement` with CPU-computed blocks, and the plan for them; or why the CPU would not help.
 
     Args:
-        graphs: decode steps are CUDA graphs, whose blocks come into the same slots in every step.
-        may_attend: over keys and values in host memory.
+        graphs: decode steps are CUDA graphs, whose blocks are in the same slots in every step.
+        may_attend: whether the CPU may attend over keys and values in host memory.
 
     Raises:
-        UsageError: a share was asked for of a model that has nothing for them, or more threads than cores.
+        UsageError: --cpu-compute SHARE for a model without a suitable block, or more threads than cores.
     """
     config, ranks = job.config, job.ranks.world_size
     cpus = job.machine.cpus(job.ranks, config.cpu_threads)
@@ -212,7 +212,7 @@ def plan_cpu(
         link_rests=not placement.host_bytes,
     )
 
-    def fetching(placed: Placement) -> Placement:
+    def with_fetched_experts(placed: Placement) -> Placement:
         if not job.pin_weights or rates is None:
             return placed
         return placed.with_quota(fetch_quota(placed.with_budget_used(), rates), spare_slots(job, placed.ring_depth))
@@ -224,8 +224,8 @@ def plan_cpu(
                 f"--cpu-compute {config.cpu_compute}: this share of {job.spec.name} is less than half a block, and blocks are not divided; "
                 "use a larger share, or --cpu-compute off."
             )
-        if placement.with_budget_used().expert_slots:  # whose experts change by being fetched
-            placement = fetching(placement)
+        if placement.with_budget_used().expert_slots:  # they change only by fetching
+            placement = with_fetched_experts(placement)
         return placement.with_budget_used(), replace(plan, share=share)
     if isinstance(found, str):
         return placement, found
@@ -237,10 +237,10 @@ def plan_cpu(
         )
         return placement, f"they would hardly help ({rates_of_both})"
     plan = replace(plan, attends=best.attends, automatic=True)
-    # blocks of experts are so large that they may come late, though the link has time for them
+    # large blocks of experts may arrive late although the link has time for them: compare with computing all on the CPU
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
     placed = [placement.with_cpu_shares(share, best.of_others) for share in experts]
-    placed = [fetching(each).with_budget_used() for each in placed]
+    placed = [with_fetched_experts(each).with_budget_used() for each in placed]
     placement = min(placed, key=lambda each: decode_step_s(each, plan, graphs))
     share = placement.nbytes_of(placement.cpu_computed) / max(1, placement.host_bytes)
     return placement, replace(plan, share=share)
@@ -249,10 +249,10 @@ def plan_cpu(
 def plan_short_prompts(
     job: Job, placement: Placement, plan: CpuPlan, scheme: GroupQuantization | None, graphs: bool
 ) -> tuple[Placement, CpuPlan]:
-    """Return both with the blocks that the CPU multiplies in prompts of up to the planned length; unchanged where there are none.
+    """Return both with the blocks that the CPU computes in prompts of up to the planned length; unchanged where there are none.
 
-    Codes are measured with scales in bfloat16. With others they are far slower, in float16 because AMX takes 8 rows at a time: 128 tokens
-    of Llama-2-13B took 0.31 s with a sixth of the weights on the CPU (docs/performance.md).
+    Rates of quantized weights are measured with bfloat16 scales. Others are far slower, float16 because AMX then takes 8 rows at a time:
+    128 tokens of Llama-2-13B took 0.31 s with a sixth of the weights on the CPU (docs/performance.md).
 
     Args:
         graphs: as of `plan_cpu`.
@@ -290,14 +290,14 @@ def plan_short_prompts(
 
 
 def spare_slots(job: Job, depth: int) -> int | None:
-    """Return how many slots of a ring of `depth` may be given up, as `Placement.with_quota` takes it."""
-    if job.config.gpu_memory is not None:  # the budget of what stays; the device may have more
+    """Return how many slots of a ring buffer of `depth` may be given up, for `Placement.with_quota`."""
+    if job.config.gpu_memory is not None:  # the budget of resident weights; the device may have more
         return None
     return 0 if job.config.ring_depth is not None else max(0, depth - DEFAULT_RING_DEPTH)
 
 
 def cpu_block_s(placement: Placement, rates: ConcurrentRates) -> dict[int, float]:
-    """Seconds in which the device waits for the cores' products of each block."""
+    """Return the seconds that the device waits for the CPU, by block."""
     return {
         block: sum(
             each.nbytes / (rates.cores_gb_per_s * 1e9) + rates.call_overhead_s(each.nbytes, each.experts)
@@ -308,8 +308,10 @@ def cpu_block_s(placement: Placement, rates: ConcurrentRates) -> dict[int, float
 
 
 def decode_step_s(placement: Placement, plan: CpuPlan, graphs: bool) -> float:
-    """Return the seconds of a decode step whose link and cores wait for each other; of the device, what it reads of its own blocks.
-    `plan.rates` are known."""
+    """Return the seconds of a decode step in which link, CPU and the device's reads of resident blocks wait for each other.
+
+    `plan.rates` must be known.
+    """
     rates = plan.rates
     assert rates is not None
     others_s = plan.waited_s(placement) + placement.nbytes_of(placement.resident) / (rates.device_gb_per_s * 1e9)
@@ -320,14 +322,14 @@ def decode_step_s(placement: Placement, plan: CpuPlan, graphs: bool) -> float:
 
 
 def hand_off_bytes(placement: Placement, rows: int, element_bytes: int) -> tuple[int, int]:
-    """Return the most bytes that a call for a block's products with `rows` rows brings to the CPU, and takes back."""
+    """Return the bytes of the largest input and output of a block's hand-off with `rows` rows."""
     width = _widest(placement) * rows * element_bytes
-    chosen = (choice_bytes(block.experts, rows) for block in placement.blocks or () if block.experts)
-    return width + max(chosen, default=0), width
+    routing = (_routing_bytes(block.experts, rows) for block in placement.blocks or () if block.experts)
+    return width + max(routing, default=0), width
 
 
 def _widest(placement: Placement) -> int:
-    """Elements of the widest input row, or of all output rows of a block together."""
+    """Return the elements of the widest input row, or of a block's output rows together."""
     widths = [0]
     for index in placement.in_host_memory:
         shapes = [
@@ -338,7 +340,7 @@ def _widest(placement: Placement) -> int:
 
 
 def _kv_slowness(job: Job, rates: ConcurrentRates | None) -> float:
-    """See `CpuPlan`; 1 where the rate of other memory is not known."""
+    """Return `CpuPlan.kv_slowness`; 1 where the rate of pageable memory is unknown."""
     described = None if job.config.pin_kv_cache else job.machine.profile()
     if rates is None or described is None or not described.pageable_link_gb_per_s:
         return 1.0
@@ -346,14 +348,14 @@ def _kv_slowness(job: Job, rates: ConcurrentRates | None) -> float:
 
 
 def _is_alone(job: Job) -> bool:
-    """Whether other ranks, of several, do not plan this too: for --dry-run, and for options that would fit."""
+    """Return whether one of several ranks plans without the others: for --dry-run, and for suggested options."""
     return job.ranks.world_size > 1 and job.group is None
 
 
 def _rates(
     job: Job, scheme: GroupQuantization | None, cpus: tuple[int, ...], can_attend: bool
 ) -> ConcurrentRates | str:
-    """Or why they are not known."""
+    """Return the measured rates, or why they are unknown."""
     if job.machine.is_here and _is_alone(job):
         return "their rates are only measured in a run, by all ranks together"
     config = job.spec.text_config
@@ -362,6 +364,6 @@ def _rates(
     return job.machine.concurrent_rates(job.ranks, cpus, work)
 
 
-def choice_bytes(experts: FusedExperts, rows: int) -> int:
-    """What a choice of `rows` rows takes behind their hidden states, each part from a cache line on."""
+def _routing_bytes(experts: FusedExperts, rows: int) -> int:
+    """Return the bytes of a `Routing` of `rows` rows in a hand-off, each tensor from a cache line on."""
     return rows * experts.chosen * (torch.int64.itemsize + torch.float32.itemsize) + 3 * FLAG_BYTES

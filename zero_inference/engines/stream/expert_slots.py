@@ -1,4 +1,4 @@
-"""How many single experts of each layer the device keeps, from a byte budget; and what is spread evenly over layers."""
+"""Sizes of experts, and how many of each layer a byte budget holds in the expert cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from zero_inference.models.experts import FusedExperts
 
 
 def expert_bytes(layout: BlockLayout, experts: FusedExperts) -> int:
-    """Bytes of one expert as it is stored, scales and minima included."""
+    """Return the bytes of one expert as stored, scales and minima included."""
     return sum(piece.nbytes for name in experts.parameters for piece in layout[name].pieces) // experts.number
 
 
 def expert_memory(layout: BlockLayout, experts: FusedExperts, count: int) -> tuple[int, int]:
-    """Return the bytes that `count` experts take on the device: of their first weights, and of their last ones, with biases."""
+    """Return the device bytes of `count` experts: of their first weights, and of their last ones, with biases."""
 
     def nbytes(*names: str) -> int:
         sizes = [
@@ -27,11 +27,11 @@ def expert_memory(layout: BlockLayout, experts: FusedExperts, count: int) -> tup
 
 
 def share_out(numbers: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
-    """How many experts of each layer the budget holds: as many of one as of the other, as near as whole experts come to it.
+    """Return how many experts of each layer the budget holds: equally many, or one more in layers that are evenly spread.
 
     Args:
-        numbers: of experts, of each layer.
-        sizes: bytes of one of them.
+        numbers: experts of each layer.
+        sizes: bytes of one expert of each layer.
     """
 
     def taken(most: int) -> int:
@@ -46,7 +46,7 @@ def share_out(numbers: Sequence[int], sizes: Sequence[int], budget: int) -> list
 
 
 def spread(sizes: Sequence[int], budget: int) -> set[int]:
-    """The largest number of items whose bytes `sizes` the budget holds, evenly spaced."""
+    """Return the indices of as many evenly spaced items as the budget holds; `sizes` are their bytes."""
     count = len(sizes)
     for kept in range(count, 0, -1):
         chosen = {int((index + 0.5) * count / kept) for index in range(kept)}

@@ -165,7 +165,11 @@ class Prefetcher:
         self.tokens = tokens
         if tokens != sys.maxsize:
             self.transfers.host_to_device_bytes += tokens * self.placement.row_bytes
-        few = self.cpu is not None and self.cpu.all_few(tokens) and self._cpu_blocks_in(PassKind.DECODE) <= self.learned
+        few = (
+            self.cpu is not None
+            and self.cpu.may_compute(tokens)
+            and self._cpu_blocks_in(PassKind.DECODE) <= self.learned
+        )
         self._update_placement(few)
         before, self.kind = self.kind, self._kind_of(tokens, few)
         self.cpu_computed = self._cpu_blocks_in(self.kind)
@@ -211,7 +215,7 @@ class Prefetcher:
 
     def _update_placement(self, few: bool) -> None:
         """Stream blocks that turned out not to suit the CPU, and let the rebalancer move others. `few`: the pass has few tokens."""
-        for index in [index for index, block in self.cpu_blocks.items() if not block.suits]:
+        for index in [index for index, block in self.cpu_blocks.items() if not block.usable]:
             del self.cpu_blocks[index]
         placed = self.placement
         if not self.cpu_blocks.keys() >= placed.cpu_computed:
@@ -239,7 +243,7 @@ class Prefetcher:
                 self.timeline.block_begins(index)
             if self.experts is not None and slot is not None:
                 chosen = args[1] if len(args) > 1 else kwargs.get("top_k_index")  # experts of each token
-                self.experts.seen(index, chosen, self.ring.buffer_in(index, slot))
+                self.experts.refill(index, chosen, self.ring.buffer_in(index, slot))
             if layout.workspace_bytes:
                 self.packed[index] = self.views.packed(index, slot)
                 for name in whole:
@@ -260,7 +264,7 @@ class Prefetcher:
                 self._empty(self.parameters[index])
             self.codes[index].end_block()
             if index in self.cpu_blocks:
-                self.cpu_blocks[index].ends()
+                self.cpu_blocks[index].end_block()
             if not resident and not on_cpu:
                 self._outside_graphs(self.ring.release)
             if not resident:
@@ -292,7 +296,7 @@ class Prefetcher:
         self.codes[index].finish_learning()
         cpu_block = self.cpu_blocks.get(index)
         if isinstance(cpu_block, CpuBlock):
-            cpu_block.learned()
+            cpu_block.finish_learning()
 
     # Parameters
 
@@ -388,7 +392,7 @@ class Prefetcher:
                 linear,
                 lambda x, name=name: cpu_block.linear(name, x, self.tokens),
                 lambda: index in self.cpu_computed,
-                lambda x, name=name: cpu_block.saw(name, x),
+                lambda x, name=name: cpu_block.observe(name, x),
             )
 
     def modules_changed(self, modules: set[nn.Module]) -> None:
@@ -398,7 +402,7 @@ class Prefetcher:
             if modules.isdisjoint(self.modules[index].modules()):
                 continue
             if isinstance(cpu_block, CpuExpertBlock):
-                cpu_block.suits = False
+                cpu_block.usable = False
             elif cpu_block.task is not None:
                 cpu_block.call_linears()
                 self._install_cpu_linears(index, cpu_block)

@@ -1,4 +1,4 @@
-"""The division between link and cores, corrected by what the first decode steps show."""
+"""Rebalance: move blocks between link and CPU after the first decode steps, by their measured times."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from zero_inference.engines.stream.cpu_plan import CpuPlan
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.trace import Timeline
 
-# Of few tokens one behind the other, counted from 1: the first one follows a prefill, a trial or another division.
+# Consecutive passes of few tokens, counted from 1: the first one follows a prefill, a trial or another placement.
 FIRST_PASS, LAST_PASS = 2, 7
 MOST_LOOKS = 2
-LEAST_AHEAD = 0.03  # of a step, that link or cores are ahead of the other: less is not worth a change
-# Of a step, that the cores must be busy. Where they are less, Python is the bottleneck, and more work for the link would not help.
+LEAST_AHEAD = 0.03  # of a step, by which link or CPU must be ahead of the other to rebalance
+# Of a step, that the CPU must be busy. Otherwise Python is the bottleneck, and more work for the link would not help.
 LEAST_BUSY_SHARE = 0.7
 
 
 class Rebalancer:
-    """Looks at passes `FIRST_PASS` to `LAST_PASS` that follow each other, corrects the division, and looks again.
+    """Measures consecutive passes `FIRST_PASS` to `LAST_PASS`, rebalances, and measures again, up to `MOST_LOOKS` times.
 
     Args:
-        team: None where there is nothing to divide.
+        team: None where nothing can move.
     """
 
     def __init__(self, team: CpuBackend | None, timeline: Timeline):
         self.team, self.timeline = team, timeline
         self.passes, self.looks = 0, 0
-        self.done = team is None or not team.plan.automatic  # a share that was asked for stays
-        self.has_few = False  # whether passes of few tokens were seen
+        self.done = team is None or not team.plan.automatic  # a share given by the user stays
+        self.has_few = False  # whether there was a pass of few tokens
         self.start = 0.0, 0.0
-        self.first = 1  # call of the model that is looked at
+        self.first = 1  # call of the model that is measured first
 
     def begin_again(self) -> None:
-        """Passes so far are not like those to come."""
+        """Forget the passes so far, which are not like those to come."""
         self.passes = 0
 
     def steps_to_settle(self) -> int:
-        """Decode steps behind a prefill until it has looked once more; 0 where it will not, and before the first of few tokens."""
+        """Return the decode steps after a prefill until it may rebalance; 0 where it will not, and before the first pass of few tokens."""
         return 0 if self.done or not self.has_few else LAST_PASS
 
     def of(self, placement: Placement, few: bool, candidates: Collection[int]) -> Placement:
-        """The placement for the pass that begins, which is of few tokens or not; `candidates` are blocks that may go to the cores."""
+        """Return the placement for the next pass, of few tokens or not; `candidates` are blocks that may become CPU-computed."""
         self.has_few |= few
         if self.done or not few or self.team is None:
             self.passes = 0
             return placement
         self.passes += 1
-        now = time.perf_counter(), self.team.cores.busy_s()
+        now = time.perf_counter(), self.team.pool.busy_s()
         if self.passes == FIRST_PASS:
             self.start, self.first = now, self.timeline.pass_index
         if self.passes != LAST_PASS:
@@ -65,9 +65,9 @@ class Rebalancer:
         return changed
 
     def _look(self, plan: CpuPlan, placement: Placement, step_s: float, busy_s: float) -> int | None:
-        """Return `bytes_to_move` of the passes that were looked at; None where nothing crossed the link in them."""
+        """Return `bytes_to_move` of the measured passes; None where nothing crossed the link in them."""
         if not placement.streamed:
-            return 0  # the plan had its reasons
+            return 0  # as planned
         use = self.timeline.link_use(self.first)  # waits for the device
         if use is None or not use.gb_per_s_while_busy:
             return None
@@ -78,13 +78,13 @@ class Rebalancer:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A decode step as it was measured, in seconds.
+    """Measured seconds of a decode step.
 
     Attributes:
-        whole: what it took.
-        link: what the link needs for the copies of one. Its busy time is no measure: in the first steps it also fills the ring.
-        cores: time the cores were busy.
-        waited: time the device waited for blocks; the cores were idle then.
+        whole: of all.
+        link: of the step's copies at the measured rate; not the busy time, because in the first steps the link also fills the ring.
+        cores: that the CPU was busy.
+        waited: that the device waited for blocks; the CPU was idle then.
     """
 
     whole: float
@@ -94,8 +94,8 @@ class MeasuredStep:
 
 
 def link_s_of_step(plan: CpuPlan, placement: Placement, gb_per_s: float) -> float:
-    """Seconds of the link in a decode step: for the weights at the rate of a rank's own copies of them, `gb_per_s`, or for weights and the
-    keys and values that cross it at the rate of a link alone. These are copied beside each other, which lowers the former rate."""
+    """Return the seconds of the link in a decode step: the weights at `gb_per_s`, the measured rate of a rank's copies, or, if longer,
+    weights with keys and values at the rate of a link alone, since both are copied at the same time."""
     weights = placement.nbytes_of(placement.streamed)
     weights_s = weights / (plan.ranks * gb_per_s * 1e9)
     if plan.attends or plan.rates is None:
@@ -104,12 +104,12 @@ def link_s_of_step(plan: CpuPlan, placement: Placement, gb_per_s: float) -> floa
 
 
 def bytes_to_move(plan: CpuPlan, placement: Placement, step: MeasuredStep) -> int:
-    """Bytes of the cores' work that the link takes over, so that both end a step together; negative where the cores take over the link's.
+    """Return the bytes to move from the CPU to the link so that both end a step together; negative: from the link to the CPU.
 
-    The plan does not know how long the device computes for itself, in which the cores cannot work. A step takes that, the cores' work
-    and the time that the device waits for the link. So without that wait the cores would be done `step.waited` earlier, and the link
-    could be done `step.whole - step.link` earlier: it is ahead of them by the difference, and each byte that it gets brings both nearer.
-    Where the cores attend, their work grows from token to token, and they get no more of it for being ahead in the first steps.
+    A step takes the device's own computing, which the plan does not know and in which the CPU cannot work, the CPU's work and the device's
+    wait for the link. Without that wait the CPU would be done `step.waited` earlier, and the link could be done `step.whole - step.link`
+    earlier: it is ahead by the difference, which each moved byte reduces on both sides. With CPU attention, whose work grows with each
+    token, no bytes move to the CPU.
     """
     rates = plan.rates
     ahead_s = step.whole - step.link - step.waited
