@@ -27,8 +27,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from sweep_cases import AXES, Case, expand, options_of  # noqa: E402
 
-from zero_inference.records.read import read_records, value_at  # noqa: E402
+from zero_inference.records.field import as_number  # noqa: E402
+from zero_inference.records.read import read_records  # noqa: E402
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK  # noqa: E402
+from zero_inference.report.run import Run  # noqa: E402
 from zero_inference.report.terminal import print_short  # noqa: E402
 from zero_inference.utils.format import printable  # noqa: E402
 from zero_inference.utils.processes import (  # noqa: E402
@@ -138,12 +140,12 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 def _is_good(record: dict[str, Any]) -> bool:
     """Whether it is of a run that ended well, with the speed that it is there for."""
-    return record.get("status") == STATUS_OK and value_at(record, "total_throughput", "Float64") is not None
+    return record.get("status") == STATUS_OK and as_number(record.get("total_throughput")) is not None
 
 
 def outcome(record: dict[str, Any]) -> str:
     if _is_good(record):
-        return f"{value_at(record, 'total_throughput', 'Float64'):.3f} token/s"
+        return f"{float(record['total_throughput']):.3f} token/s"
     return f"failed: {' '.join(str(record.get('error')).split())}"
 
 
@@ -195,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
         where = "" if _is_good(results[-1]) else f" (see {args.log_dir / case.label()}.out)"
         say(outcome(results[-1]) + where)
 
-    print_short(results)
+    print_short([Run.read(record) for record in results])
     return 0 if all(map(_is_good, results)) else 1
 
 

@@ -11,6 +11,7 @@ from zero_inference.records.hardware import HOST_COPY
 from zero_inference.report.html.labels import make_runs
 from zero_inference.report.html.places import MARK_RADIUS, TEXT_HEIGHT, Box, places_beside
 from zero_inference.report.html.roofline import roofline
+from zero_inference.report.run import Run
 from zero_inference.utils.format import format_bytes, three_digits
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -210,7 +211,7 @@ def test_without_a_gpu_there_is_no_link_to_draw(tmp_path):
 
 
 def test_thousands_of_runs_are_drawn_in_part_and_said_to_be():
-    runs = make_runs([machine_record() for _ in range(321)])
+    runs = make_runs([Run.read(machine_record()) for _ in range(321)])
     (drawing,) = roofline(runs)
     assert "Of 321 runs here, the first 320 of the table are drawn." in drawing.caption
     assert len(marks(ElementTree.fromstring(drawing.svg), "runs-link")) == 320

@@ -88,7 +88,7 @@ def many_records(count):
 def odd_records():
     scores = {
         "mmlu": {"accuracy": 0.42, "stderr": 0.0123},
-        "hellaswag": {"acc": 0.51, "acc_norm": 0.55, "acc_norm_stderr": 0.021},
+        "hellaswag": {"accuracy": 0.51, "acc_norm": 0.55, "acc_norm_stderr": 0.021},
         "humaneval": {"pass_at_k": {"1": 0.12, "10": 0.31}, "n": 10},
         "perplexity": {"perplexity": 12.34},
     }
@@ -344,7 +344,10 @@ def test_quality_stands_in_the_runs_row_with_its_error_and_in_a_figure(tmp_path)
     head, first, second = page.rows
     assert [row[head.index("mmlu accuracy")] for row in (first, second)] == ["42.0 ± 1.2 %", "39.7 ± 1.2 %"]
     assert first[head.index("humaneval pass@10")] == "31.0 %" and second[head.index("humaneval pass@10")] == "-"
-    assert first[head.index("hellaswag acc_norm")] == "55.0 ± 2.1 %" and first[head.index("hellaswag acc")] == "51.0 %"
+    assert (
+        first[head.index("hellaswag acc_norm")] == "55.0 ± 2.1 %"
+        and first[head.index("hellaswag accuracy")] == "51.0 %"
+    )
     assert first[head.index("perplexity")] == "12.34"
     assert {"Quality: mmlu accuracy", "Quality: perplexity", "Quality: humaneval pass@1"} < set(page.texts("h3"))
 
@@ -406,7 +409,7 @@ def test_what_the_loops_cannot_tell_apart_is_not_called_fastest(tmp_path):
 
 def test_the_loops_of_a_record_spread_as_their_times_do():
     def spread(*times, key="decode_s"):
-        return Run(1, {"loops": [{"decode_s": each} for each in times]}).loop_spread(key)
+        return Run.read({"loops": [{"decode_s": each} for each in times]}).loop_spread(key)
 
     assert spread(1.0, 1.2, 0.9) == pytest.approx(0.3) and spread(2.0, 2.0) == 0
     assert (
@@ -415,7 +418,7 @@ def test_the_loops_of_a_record_spread_as_their_times_do():
         and spread(1.0, None, "x") is None
         and spread(1.0, 2.0, key="total_s") is None
     )
-    assert Run(1, {"loops": 3}).loop_spread("decode_s") is None
+    assert Run.read({"loops": 3}).loop_spread("decode_s") is None
 
 
 def test_the_table_says_in_words_where_weights_are_and_what_binds(tmp_path):
@@ -454,7 +457,7 @@ def test_link_time_is_drawn_for_the_runs_that_observed_it(tmp_path):
 
 def test_what_binds_is_said_for_new_and_old_records_alike():
     def bound(**changes):
-        return summary.bound_in_words(make_runs([make_record(**changes)])[0])
+        return summary.bound_in_words(make_runs([Run.read(make_record(**changes))])[0])
 
     assert (
         bound(limit=limit("matmul", 0.912, matmul_tflops=600.0))
@@ -481,7 +484,9 @@ def test_what_binds_is_said_for_new_and_old_records_alike():
 def test_a_throughput_that_varies_manifold_is_given_as_its_range(tmp_path):
     """On a busy host the same run took 17 times as long: neither of the two, nor what lies between, is a headline."""
     page = page_of(tmp_path, [rich_record(step_s=0.01), rich_record(step_s=0.17)])
-    rates = [run.decode_throughput for run in make_runs([rich_record(step_s=0.01), rich_record(step_s=0.17)])]
+    rates = [
+        run.decode_throughput for run in make_runs([Run.read(rich_record(step_s=step_s)) for step_s in (0.01, 0.17)])
+    ]
     low, high = (f"{each:.3g}" for each in sorted(rates))
     assert f"{low} to {high} token/s in" in page.words and "differ 17-fold" in page.words
     steady = page_of(tmp_path, [rich_record(step_s=0.01), rich_record(step_s=0.011)])

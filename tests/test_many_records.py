@@ -11,7 +11,7 @@ from test_report import make_record
 
 from zero_inference.records import read
 from zero_inference.report.html.drawing import MOST_ROWS, ROWS_AT_ONCE, Row, row_figures
-from zero_inference.report.runs import load_records
+from zero_inference.report.runs import load_runs
 from zero_inference.utils import write_benchmark_log
 
 
@@ -23,7 +23,7 @@ def test_thousands_of_blocks_without_their_records_are_read_at_once(tmp_path):
     block = (tmp_path / "run.log").read_text()
     (tmp_path / "run.log").write_text(block * 4000)
     start = time.monotonic()
-    assert len(load_records(tmp_path)) == 8000
+    assert len(load_runs(tmp_path)) == 8000
     assert time.monotonic() - start < 10
 
 
@@ -38,7 +38,7 @@ def test_a_line_without_end_takes_no_more_memory_than_the_longest_record(tmp_pat
             file.write(b"\n" + line)
     tracemalloc.start()
     try:
-        assert len(load_records(tmp_path)) == 2
+        assert len(load_runs(tmp_path)) == 2
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -47,7 +47,7 @@ def test_a_line_without_end_takes_no_more_memory_than_the_longest_record(tmp_pat
 
 def test_a_file_name_with_a_line_break_makes_no_second_line(tmp_path, capsys):
     (tmp_path / "x\nerror: something else.jsonl").write_text("no record\n")
-    load_records(tmp_path)
+    load_runs(tmp_path)
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 

@@ -13,9 +13,12 @@ from conftest import write_record
 from zero_inference.cli import console_main
 from zero_inference.errors import UsageError
 from zero_inference.report import command
-from zero_inference.report import runs as report
+from zero_inference.report.columns import BY_NAME, COLUMNS, differing_columns
+from zero_inference.report.run import Run
+from zero_inference.report.runs import load_runs, parse_log_name
 from zero_inference.report.terminal import short_table
 from zero_inference.utils import GB, get_filename, write_benchmark_log
+from zero_inference.utils.tables import render
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -49,6 +52,14 @@ def log_block(folder, name, record):
     )  # fmt: skip
 
 
+def values(runs, name):
+    return [BY_NAME[name].value(run) for run in runs]
+
+
+def names_of(columns):
+    return [column.name for column in columns]
+
+
 def run_main(*words):
     import argparse
 
@@ -61,9 +72,9 @@ def test_a_run_with_block_and_record_is_listed_once(tmp_path):
     record = make_record()
     log_block(tmp_path, "Qwen2.5-x", record)
     write_record(tmp_path / "Qwen2.5-x.jsonl", record)
-    frame = report.load_runs(tmp_path)
-    assert frame["file"].tolist() == ["Qwen2.5-x.jsonl"]
-    assert frame["total_throughput"].tolist() == [9.1234567]
+    runs = load_runs(tmp_path)
+    assert values(runs, "file") == ["Qwen2.5-x.jsonl"]
+    assert values(runs, "total_throughput") == [9.1234567]
 
 
 def test_a_repeated_run_and_an_old_block_in_the_same_log_are_told_apart(tmp_path):
@@ -73,24 +84,24 @@ def test_a_repeated_run_and_an_old_block_in_the_same_log_are_told_apart(tmp_path
         log_block(tmp_path, name, record)
     for record in (make_record(), make_record(), make_record(status="failed", error="out of\nmemory")):
         write_record(tmp_path / f"{name}.jsonl", record)
-    frame = report.load_runs(tmp_path)
-    assert frame["status"].tolist() == ["ok", "ok", "failed", "ok"]
-    assert frame["file"].tolist() == [f"{name}.jsonl"] * 3 + [f"{name}.log"]
-    assert frame["total_throughput"].tolist()[3] == 8.0
+    runs = load_runs(tmp_path)
+    assert values(runs, "status") == ["ok", "ok", "failed", "ok"]
+    assert values(runs, "file") == [f"{name}.jsonl"] * 3 + [f"{name}.log"]
+    assert values(runs, "total_throughput")[3] == 8.0
 
 
 def test_blocks_without_decode_match_their_record(tmp_path):
     record = make_record(gen_len=1, decode_throughput=None)
     log_block(tmp_path, "a", record)
     write_record(tmp_path / "a.jsonl", record)
-    assert len(report.load_runs(tmp_path)) == 1
+    assert len(load_runs(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("cpu, disk", [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("kv, quantized", [(False, False), (True, False), (False, True), (True, True)])
 def test_log_names_are_parsed_back(cpu, disk, kv, quantized):
     name = get_filename("org/my-bs3-model-7b", 24, 513, 31, cpu, disk, 2, 3, kv, quantized, prefix="stream")
-    assert report.parse_log_name(name) == {
+    assert parse_log_name(name) == {
         "model": "my-bs3-model-7b", "engine": "stream", "num_nodes": 2, "world_size": 6, "batch_size": 24,
         "prompt_len": 513, "gen_len": 31, "quant_bits": None if quantized else 16,
         "weight_quantize": True if quantized else None, "cpu_offload": cpu, "disk_offload": disk, "kv_offload": kv,
@@ -100,7 +111,7 @@ def test_log_names_are_parsed_back(cpu, disk, kv, quantized):
 def test_logs_of_older_tools_say_what_name_and_block_say(tmp_path):
     log_block(tmp_path, get_filename("opt-66b", 7, 129, 33, False, True, 1, 2, False, True), make_record())
     log_block(tmp_path, "my own name", make_record(decode_throughput=None))
-    (row, own) = report.load_runs(tmp_path).to_dict("records")
+    row, own = ({column.name: column.value(run) for column in COLUMNS} for run in load_runs(tmp_path))
     assert (row["engine"], row["world_size"]) == ("deepspeed", 2)
     assert row["disk_offload"] is True and row["weight_quantize"] is True
     assert row["total_throughput"] == 9.123 and row["peak_gpu_bytes"] == 12 * GB
@@ -112,29 +123,29 @@ def test_only_columns_that_tell_runs_apart_are_kept(tmp_path):
     write_record(tmp_path / "a.jsonl", make_record(quant_bits=4, timestamp="later", load_s=2.0))
     always = ["model", "engine", "total_throughput", "decode_throughput", "decode_weights_gbps", "prefill_latency_s"]
     always += ["fraction_of_limit", "bound_by", "peak_gpu_bytes"]
-    frame = report.load_runs(tmp_path)
-    assert set(report.differing_columns(frame).columns) == {*always, "quant_bits", "weights"}
-    assert list(report.differing_columns(frame[:1]).columns) == always
+    runs = load_runs(tmp_path)
+    assert set(names_of(differing_columns(runs))) == {*always, "quant_bits", "weights"}
+    assert names_of(differing_columns(runs[:1])) == always
     write_record(tmp_path / "a.jsonl", make_record(status="failed", error="no room", quant_bits=8, dtype=None))
     # that the failed run knew no dtype is no difference
-    assert set(report.differing_columns(report.load_runs(tmp_path)).columns) == {
+    assert set(names_of(differing_columns(load_runs(tmp_path)))) == {
         *always,
         "quant_bits",
         "weights",
         "error",
     }
     log_block(tmp_path, get_filename("opt-66b", 7, 129, 33, True, False, 1, 1, False, True), make_record())
-    assert {"dtype", "weight_quantize"} < set(report.differing_columns(report.load_runs(tmp_path)).columns)
+    assert {"dtype", "weight_quantize"} < set(names_of(differing_columns(load_runs(tmp_path))))
 
 
 def test_csv_and_json_keep_every_digit_in_si_units(tmp_path):
     write_record(tmp_path / "a.jsonl", make_record())
     write_record(tmp_path / "a.jsonl", make_record(status="failed", error="x", limit=None, decode_throughput=None))
-    frame = report.load_runs(tmp_path)
-    first, second = csv.DictReader(io.StringIO(report.render(frame, "csv")))
+    runs = load_runs(tmp_path)
+    first, second = csv.DictReader(io.StringIO(render(runs, COLUMNS, "csv")))
     assert float(first["prefill_latency_s"]) == 1 / 3 and first["model_bytes"] == "131399321792"
     assert first["cache_bytes"] == str(2**60 + 1) and second["fraction_of_limit"] == ""
-    first, second = json.loads(report.render(frame, "json"))
+    first, second = json.loads(render(runs, COLUMNS, "json"))
     assert first["decode_throughput"] == 10 / 3 and first["cache_bytes"] == 2**60 + 1
     assert first["cpu_offload"] is True and second["decode_throughput"] is None and first["peak_host_bytes"] is None
 
@@ -143,36 +154,38 @@ def test_table_has_units_and_shows_failures_in_red_on_one_line(tmp_path):
     write_record(tmp_path / "a.jsonl", make_record(model="a[b]"))
     failed = make_record(status="failed", error="asked 1\n found [red]", total_throughput=None)
     write_record(tmp_path / "a.jsonl", failed)
-    frame = report.differing_columns(report.load_runs(tmp_path))
-    header, _, first, second = report.render(frame, "table").splitlines()
+    runs = load_runs(tmp_path)
+    columns = differing_columns(runs)
+    header, _, first, second = render(runs, columns, "table").splitlines()
     assert "total (token/s)" in header and "peak GPU (GiB)" in header
     assert first.split()[:3] == ["a[b]", "deepspeed", "9.12"] and " 75.1 " in first and "12.0" in first
     assert second.endswith("asked 1 found [red]")
     # Right-aligned: the digits end where the header does.
     assert first.index("12.0") + len("12.0") == header.index("peak GPU (GiB)") + len("peak GPU (GiB)")
-    assert "\x1b[31masked 1 found [red]" in report.render(frame, "table", colour=True)
+    assert "\x1b[31masked 1 found [red]" in render(runs, columns, "table", colour=True)
 
 
 def test_a_narrow_terminal_loses_no_digit(tmp_path):
     write_record(tmp_path / "a.jsonl", make_record())
-    text = report.render(report.differing_columns(report.load_runs(tmp_path)), "table", width=30)
+    runs = load_runs(tmp_path)
+    text = render(runs, differing_columns(runs), "table", width=30)
     assert all(len(line) <= 30 for line in text.splitlines()) and "…" not in text
 
 
 def test_markdown_is_a_table_with_escaped_bars(tmp_path):
     write_record(tmp_path / "a.jsonl", make_record(model="a|b"))
-    header, rule, row = report.render(report.differing_columns(report.load_runs(tmp_path)), "md").splitlines()
+    runs = load_runs(tmp_path)
+    header, rule, row = render(runs, differing_columns(runs), "md").splitlines()
     assert header.count("|") == rule.count("|") == row.count("|") - 1
     assert r"a\|b" in row and "9.12" in row and "link" in row
 
 
 def test_every_column_prints_in_every_format(tmp_path):
     write_record(tmp_path / "a.jsonl", make_record(peak_host_bytes=1, cold_total_s=1.0))
-    frame = report.load_runs(tmp_path)
-    assert list(frame.columns) == [column.name for column in report.COLUMNS]
-    assert "2 x H" in report.render(frame, "table") and "2 x H" in report.render(frame, "md")
+    runs = load_runs(tmp_path)
+    assert "2 x H" in render(runs, COLUMNS, "table") and "2 x H" in render(runs, COLUMNS, "md")
     with pytest.raises(ValueError, match="xml"):
-        report.render(frame, "xml")
+        render(runs, COLUMNS, "xml")
 
 
 def test_throughput_sorts_best_first_and_latency_ascending(tmp_path, capsys):
@@ -244,12 +257,13 @@ def test_quality_stands_in_the_row_of_its_run(tmp_path):
     }
     write_record(tmp_path / "a.jsonl", make_record(quant_bits=4, quality=quality))
     write_record(tmp_path / "b.jsonl", make_record(quality=None))
-    frame = report.differing_columns(report.load_runs(tmp_path))
-    row = frame.iloc[0]
+    runs = load_runs(tmp_path)
+    columns = differing_columns(runs)
+    row = {column.name: column.value(runs[0]) for column in columns}
     assert (row["mmlu_accuracy"], row["mmlu_stderr"]) == (0.3125, 0.058)
     assert (row["hellaswag_accuracy"], row["hellaswag_acc_norm"], row["humaneval_pass_at_1"]) == (0.5, 0.75, 0.2)
-    assert row["perplexity"] == 12.5 and "perplexity_stderr" not in frame
-    assert "31.2" in report.render(frame, "md")
+    assert row["perplexity"] == 12.5 and "perplexity_stderr" not in row
+    assert "31.2" in render(runs, columns, "md")
 
 
 def test_decode_time_stands_beside_its_prediction_where_a_record_has_one(tmp_path, capsys):
@@ -275,19 +289,19 @@ def test_predictions_that_no_plan_makes_give_no_ratio(tmp_path):
             file.write(json.dumps(make_record(predicted=predicted)) + "\n")
     for measured in (None, 0.0, -2.0, "x"):
         write_record(tmp_path / "b.jsonl", make_record(predicted={"decode_s": 2.5}, decode_latency_s=measured))
-    frame = report.load_runs(tmp_path)
-    assert len(frame) == 15 and frame["decode_over_predicted"].isna().all()
-    assert "decode_over_predicted" not in report.differing_columns(frame)
+    runs = load_runs(tmp_path)
+    assert len(runs) == 15 and set(values(runs, "decode_over_predicted")) == {None}
+    assert "decode_over_predicted" not in names_of(differing_columns(runs))
 
 
 def test_the_ratio_of_committed_runs_is_that_of_the_prediction_report():
     folder = Path(__file__).parents[1] / "benchmarks" / "results" / "h200-beside"
-    frame = report.load_runs(folder).set_index("file")["decode_over_predicted"]
+    found = {run.file: run.time_over_predicted("decode_s") for run in load_runs(folder)}
     # from prediction.txt, which `report --prediction` wrote
     said = {"deepspeed13b-int4": 49.8, "llama13b-bf16-bs1-auto": 3.3, "llama70b-int4-20gib-bs1-auto": -7.2}
     for name, percent in said.items():
-        assert 100 * (frame[f"{name}.jsonl"] - 1) == pytest.approx(percent, abs=0.05)
-    assert frame.notna().sum() == 8
+        assert 100 * (found[f"{name}.jsonl"] - 1) == pytest.approx(percent, abs=0.05)
+    assert sum(ratio is not None for ratio in found.values()) == 8
 
 
 def printed(capsys, *words):
@@ -374,7 +388,7 @@ def test_a_failed_run_has_a_short_note_below_the_table(tmp_path, capsys):
 def test_a_narrow_terminal_hides_columns_and_says_which(tmp_path):
     records = [make_record(quant_bits=bits, prompt_len=length) for bits, length in ((4, 128), (16, 512))]
     for width in (40, 60, 80, 100, 200):
-        lines = short_table(records, False, width).splitlines()
+        lines = short_table([Run.read(record) for record in records], False, width).splitlines()
         assert max(map(len, lines)) <= width
         assert ("hidden for width" in " ".join(lines)) == (width < 80)
         assert any(line.startswith("token/s") and "bound" in above for above, line in zip(lines, lines[1:]))
@@ -389,7 +403,7 @@ def works(*works):
 
 
 def below_the_rule(records, width, *sort):
-    lines = short_table(records, False, width, *sort).splitlines()
+    lines = short_table([Run.read(record) for record in records], False, width, *sort).splitlines()
     rule = next(index for index, line in enumerate(lines) if set(line) == {"-"})
     return lines[rule - 1], lines[rule + 1 :]
 
@@ -406,7 +420,7 @@ def test_runs_of_equal_work_stand_below_a_heading_that_says_it_the_fastest_first
         *("a, batch 8, prompt 512", "4.00", "3.00"),
         *("b, batch 8, prompt 64", "70.0", "50.0"),
     ]
-    assert "9 generated" in short_table(records, False, width).partition("token/s")[0]
+    assert "9 generated" in short_table([Run.read(record) for record in records], False, width).partition("token/s")[0]
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -423,7 +437,7 @@ def test_where_most_runs_did_other_work_it_stands_in_columns_that_no_width_hides
 )
 def test_the_column_that_was_sorted_by_is_shown_at_any_width(name, header):
     records = [make_record(load_s=2.5, batch_size=1), make_record(load_s=3.5, batch_size=2)]
-    assert header in short_table(records, False, 50, name).partition("---")[0]
+    assert header in short_table([Run.read(record) for record in records], False, 50, name).partition("---")[0]
 
 
 def test_predictions_fit_a_hundred_columns_and_say_what_a_figure_means(capsys, monkeypatch):
@@ -440,7 +454,7 @@ def test_predictions_fit_a_hundred_columns_and_say_what_a_figure_means(capsys, m
 
 def test_the_prediction_report_counts_the_times_within_their_ranges(tmp_path, capsys):
     said = {"prefill_s": 1.0, "prefill_range_s": [0.9, 1.1], "decode_s": 1.0, "decode_range_s": [0.9, 1.1]}
-    odd = [None, "x", [1.0], [0.9, "1.1"], {"low": 1}, [None, None]]
+    odd = [None, "x", [1.0], [0.9, "x"], {"low": 1}, [None, None]]
     records = [make_record(predicted=said, prefill_latency_s=1.05, decode_latency_s=each) for each in (0.8, 0.95, 1.2)]
     records += [make_record(predicted=said | {"decode_range_s": each}, prefill_latency_s=1.2) for each in odd]
     (tmp_path / "runs.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))

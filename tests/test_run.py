@@ -499,7 +499,7 @@ def test_weights_of_a_run_without_offload_are_on_the_cpu_where_there_is_no_gpu(c
             log.with_suffix(suffix).read_bytes()
         )
     for folder in (tmp_path, tmp_path / "old"):
-        assert load_runs(folder)["engine"].tolist() == [engine]
+        assert [run.engine for run in load_runs(folder)] == [engine]
         sweep = subprocess.run(
             [
                 sys.executable,

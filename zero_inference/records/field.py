@@ -5,6 +5,7 @@ A field says its unit and meaning once, in `key`. An `inline` field's own keys a
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -76,13 +77,13 @@ class Part(BaseModel):
             return data
         if not isinstance(data, dict | None):
             raise ValueError("not an object")
+        data = data or {}
         taken = {}
-        for name, field in cls.model_fields.items():
-            at = field.alias or name
-            if _declared(field).get("inline"):
+        for at, is_inline, is_required in _entries(cls):
+            if is_inline:
                 taken[at] = data
-            elif field.is_required() or at in (data or {}):
-                taken[at] = (data or {}).get(at)
+            elif is_required or at in data:
+                taken[at] = data.get(at)
         return taken
 
     @field_validator("*", mode="wrap")
@@ -99,9 +100,23 @@ class Part(BaseModel):
             return kind.read({}) if isinstance(kind, type) and issubclass(kind, Part) else None
         if isinstance(value, str):
             return printable(value)
-        if isinstance(value, float | int) and value and not SMALLEST <= abs(value) <= LARGEST:
-            return None
-        return value
+        return value if not isinstance(value, float | int) or as_number(value) is not None else None
+
+
+def as_number(value: Any) -> float | None:
+    """Return `value` as a float; None if it is no number, not finite, or so large or small that sums and ratios would not be."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if number == 0 or SMALLEST <= abs(number) <= LARGEST else None
+
+
+@functools.cache
+def _entries(part: type[Part]) -> list[tuple[str, bool, bool]]:
+    """Return (key, whether it is inline, whether it is required) of each field."""
+    fields = part.model_fields.items()
+    return [(field.alias or name, bool(_declared(field).get("inline")), field.is_required()) for name, field in fields]
 
 
 def _declared(field: Any) -> dict[str, Any]:

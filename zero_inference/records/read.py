@@ -1,4 +1,4 @@
-"""Reading many records, also old and damaged ones of schema 1, and four-line logs of older tools."""
+"""Reads the lines of record files, damaged ones too, and the four-line logs of older tools."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zero_inference.records.field import as_number
 from zero_inference.utils import GB
 from zero_inference.utils.format import printable
 from zero_inference.utils.log import LOG_LINES
 
 LONGEST_LINE = 64 << 20  # bytes, of records and logs that are read; a record of 100,000 steps has 2 MB
 MOST_DEEP = 32  # levels of lists and objects in a record that is read; those written here have 5
-SMALLEST, LARGEST = 1e-15, 1e20  # of any quantity of a run, in SI units
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a .jsonl file, or of all *.jsonl files of a folder in the order of their names.
+    """Return the records of a .jsonl file, or of all *.jsonl files of a folder in the order of their names, as JSON objects.
 
-    A line that cannot be used (a writer that died, a full disk, no object, nested deeper than MOST_DEEP) is left out, and so is
-    a file of a folder that cannot be read; one line on stderr for each file says how many, where and why the first. NaN and
-    infinities read as None. Raises FileNotFoundError if `path` is not there, and OSError where a single file cannot be read.
+    Lines that are no JSON object or nested deeper than `MOST_DEEP` are skipped, and so are unreadable files of a folder, with one line
+    on stderr for each file. NaN and infinities are None.
+
+    Raises:
+        OSError: `path` does not exist, or is a file that cannot be read.
     """
     path = Path(path)
     if not path.is_dir():
@@ -63,7 +65,7 @@ def _records_of(file: Path) -> list[dict[str, Any]]:
 
 
 def _lines_of(file: str | os.PathLike[str]) -> Iterator[bytes]:
-    """The lines of a file, one in memory at a time; one that is longer than LONGEST_LINE is cut there, so it is no record."""
+    """Yield the lines of a file; one longer than `LONGEST_LINE` is cut there, so it is no record."""
     with open(file, "rb") as lines:
         while line := lines.readline(LONGEST_LINE):
             rest = line
@@ -78,41 +80,11 @@ def _is_deep(value: Any, left: int) -> bool:
 
 
 def warn(line: str) -> None:
-    """A line on stderr that may hold names and paths of any kind, also with line breaks."""
+    """Print a line on stderr that may contain names and paths of any kind."""
     print(printable(line).replace("\n", "\ufffd"), file=sys.stderr)
 
 
-def value_at(record: Mapping[str, Any], key: str, dtype: str) -> Any:
-    """The value at a dotted key, as the pandas dtype (Int64, Float64, boolean, string); None where it is missing, or of another
-    kind, as in records of older or other tools, or a number that no run has (see `number_of`, and 64 bits for Int64)."""
-    value: Any = record
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    if value is None:
-        return None
-    if dtype == "string":
-        return printable(value if isinstance(value, str) else json.dumps(value))
-    if dtype == "boolean":
-        return bool(value) if isinstance(value, (bool, int, float)) else None
-    if dtype == "Float64":
-        return number_of(value)
-    try:
-        number = int(value)  # as it is, not by way of float, which would round above 2**53
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if -(2**63) <= number < 2**63 else None
-
-
-def number_of(value: Any) -> float | None:
-    """`value` as a float; None if it is none, not finite, or so large or small that sums and ratios of such would not be."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if number == 0 or SMALLEST <= abs(number) <= LARGEST else None
-
-
-# A first line may stand behind a line that a power cut tore.
+# A block may begin after the rest of a line that was torn by a power cut.
 _LOG_PATTERNS = tuple(
     re.compile(
         ("" if number else ".*?")
@@ -124,10 +96,10 @@ _LOG_KEYS = tuple((key, unit) for line in LOG_LINES for _, unit, key in line)
 
 
 def parse_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The blocks of a .log file, oldest first, each under the record's names for the same quantities.
+    """Return the blocks of a .log file, oldest first, each with the keys of the record.
 
-    Sizes come back as whole bytes (from three decimals of a GB, so to about 0.5 MB), latencies in s,
-    throughputs in token/s, `nan` as None. Lines that are no block are left out with a warning on stderr.
+    Sizes are in bytes (from three decimals of a GB, so exact to about 0.5 MB), latencies in s, throughputs in token/s; `nan` is None.
+    Other lines are skipped with a warning on stderr.
     """
     lines = [line.decode(errors="replace").rstrip() for line in _lines_of(path)]
     blocks: list[dict[str, Any]] = []
@@ -155,7 +127,7 @@ def parse_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _from_log(text: str, unit: str) -> float | int | None:
-    value = number_of(float(text))
+    value = as_number(float(text))
     if value is None:
         return None
     return round(value * GB) if unit == "GB" else value

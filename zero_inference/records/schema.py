@@ -477,7 +477,8 @@ class Record(Part):
         if not isinstance(data.get("options"), dict):
             data = data | {"options": _options_of(data.get("argv"))}
         limit = data.get("limit")
-        if isinstance(limit, dict) and "bound_by" not in limit:  # only link and disk were known then
+        if isinstance(limit, dict) and limit.get("bound_by") is None and limit.get("fraction_of_limit") is not None:
+            # only link and disk were known then
             data = data | {"limit": limit | {"bound_by": _link_or_disk(data, limit)}}
         return data
 

@@ -1,33 +1,21 @@
-"""The columns of a report of runs: what is read from a record, what each format shows, and what `--sort` accepts."""
+"""The columns of a report: every one that csv, json, md and the page know, and those of the table in the terminal."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_inference.report.prediction import time_over_predicted
-from zero_inference.report.run import BOUND_NAMES, Run, given_number, where
-from zero_inference.utils.format import decimals, one_line, three_digits
+from zero_inference.records.schema import STATUS_OK
+from zero_inference.report.run import BOUND_NAMES, Run, differing_options, short_folders
+from zero_inference.utils.format import decimals, format_short_time, one_line, three_digits
 from zero_inference.utils.tables import Column
 
 
 def _gib(value: float) -> str:
     return three_digits(value / 2**30)
-
-
-def _weights(record: Mapping[str, Any]) -> str:
-    return Run(0, dict(record)).weights
-
-
-def _where(record: Mapping[str, Any]) -> str | None:
-    return where(Run(0, dict(record)))
-
-
-def _bound_by(record: Mapping[str, Any]) -> str | None:
-    return Run(0, dict(record)).bound_by
 
 
 def _bound_name(value: str) -> str:
@@ -42,119 +30,330 @@ def _percent_number(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
+def _gpus(run: Run) -> str | None:
+    environment = run.record.result.environment
+    return None if environment is None else json.dumps([gpu.as_dict() for gpu in environment.gpus])
+
+
 def _gpu_names(value: str) -> str:
-    try:
-        counts = Counter(str(gpu["name"]) for gpu in json.loads(value))
-    except (ValueError, TypeError, KeyError, RecursionError):  # another tool's list: as it is
-        return one_line(value)
+    counts = Counter(gpu.get("name") for gpu in json.loads(value))
     return one_line(", ".join(f"{count} x {name}" for name, count in counts.items()) or "none")
 
 
-def _commit(value: str) -> str:
-    return one_line(value)[:9]
+def _task(name: str, attribute: str, k: int | None = None) -> Callable[[Run], float | None]:
+    """Return what reads a score of a task, that of `k` programs where it is a dict."""
+
+    def read(run: Run) -> float | None:
+        value = getattr(getattr(run.tasks, name), attribute, None)
+        return value if k is None else (value or {}).get(k)
+
+    return read
 
 
-def _score(name: str, header: str, key: str, show=_percent_number, best_first: bool = False) -> Column:
-    return Column(name, header, show, key=f"quality.{key}", shown="present", best_first=best_first)
+def _asked(name: str, header: str, *args: Any, **more: Any) -> Column:
+    """Return a column of the request, shown where runs differ in it."""
+    return Column(name, header, *args, **{"shown": "differs", "of": lambda run: getattr(run.request, name), **more})
 
 
+def _measured(name: str, header: str, *args: Any, **more: Any) -> Column:
+    return Column(name, header, *args, **{"of": lambda run: getattr(run.measured, name), **more})
+
+
+TEXT: dict[str, Any] = {"dtype": "string"}
+WHOLE: dict[str, Any] = {"dtype": "Int64"}
+FLAG: dict[str, Any] = {"dtype": "boolean"}
+DETAIL: dict[str, Any] = {"shown": "detail"}
+PRESENT: dict[str, Any] = {"shown": "present"}
+BEST_FIRST: dict[str, Any] = {"best_first": True}
+# Each with its standard error, as shares of 1 or perplexities.
+SCORES = (
+    Column("mmlu_accuracy", "mmlu (%)", _percent_number, of=_task("mmlu", "accuracy"), **PRESENT, **BEST_FIRST),
+    Column("mmlu_stderr", "+- (%)", _percent_number, of=_task("mmlu", "stderr"), **PRESENT),
+    Column(
+        "hellaswag_accuracy",
+        "hellaswag (%)",
+        _percent_number,
+        of=_task("hellaswag", "accuracy"),
+        **PRESENT,
+        **BEST_FIRST,
+    ),
+    Column("hellaswag_stderr", "+- (%)", _percent_number, of=_task("hellaswag", "stderr"), **PRESENT),
+    Column(
+        "hellaswag_acc_norm",
+        "hellaswag norm (%)",
+        _percent_number,
+        of=_task("hellaswag", "acc_norm"),
+        **PRESENT,
+        **BEST_FIRST,
+    ),
+    Column("hellaswag_acc_norm_stderr", "+- (%)", _percent_number, of=_task("hellaswag", "acc_norm_stderr"), **PRESENT),
+    Column(
+        "humaneval_pass_at_1",
+        "humaneval pass@1 (%)",
+        _percent_number,
+        of=_task("humaneval", "pass_at_k", 1),
+        **PRESENT,
+        **BEST_FIRST,
+    ),
+    Column("humaneval_stderr", "+- (%)", _percent_number, of=_task("humaneval", "stderr", 1), **PRESENT),
+    Column("perplexity", "perplexity", three_digits, of=_task("perplexity", "perplexity"), **PRESENT),
+    Column("perplexity_stderr", "+-", three_digits, of=_task("perplexity", "stderr"), **PRESENT),
+)
 COLUMNS = (
-    Column("model", "model", dtype="string"),
-    Column("engine", "engine", dtype="string"),
-    Column("dtype", "dtype", dtype="string", shown="differs"),
-    Column("num_nodes", "nodes", dtype="Int64", shown="differs"),
-    Column("world_size", "ranks", dtype="Int64", shown="differs"),
-    Column("batch_size", "batch", dtype="Int64", shown="differs"),
-    Column("prompt_len", "prompt (tokens)", dtype="Int64", shown="differs"),
-    Column("gen_len", "gen (tokens)", dtype="Int64", shown="differs"),
-    Column("quant_bits", "weights (bits)", dtype="Int64", shown="differs"),
-    Column("quant_group_size", "group", dtype="Int64", shown="differs"),
-    # Only for rows read from a log's name, which says that weights were quantized but not to how many bits.
-    Column("weight_quantize", "quantized", _yes_no, dtype="boolean", shown="differs"),
-    Column("weights", "weights", dtype="string", of=_weights, shown="differs"),
-    Column("where", "where", dtype="string", of=_where, shown="differs"),
-    Column("cpu_offload", "CPU offload", _yes_no, dtype="boolean", shown="differs"),
-    Column("disk_offload", "disk offload", _yes_no, dtype="boolean", shown="differs"),
-    Column("kv_offload", "KV offload", _yes_no, dtype="boolean", shown="differs"),
+    _asked("model", "model", shown="always", **TEXT),
+    _asked("engine", "engine", shown="always", **TEXT),
+    _asked("dtype", "dtype", **TEXT),
+    _asked("num_nodes", "nodes", **WHOLE),
+    _asked("world_size", "ranks", **WHOLE),
+    _asked("batch_size", "batch", **WHOLE),
+    _asked("prompt_len", "prompt (tokens)", **WHOLE),
+    _asked("gen_len", "gen (tokens)", **WHOLE),
+    _asked("quant_bits", "weights (bits)", **WHOLE),
+    _asked("quant_group_size", "group", **WHOLE),
+    _asked("weight_quantize", "quantized", _yes_no, of=lambda run: run.weight_quantize, **FLAG),
+    _asked("weights", "weights", of=lambda run: run.weights, **TEXT),
+    _asked("where", "where", of=lambda run: run.where, **TEXT),
+    _asked("cpu_offload", "CPU offload", _yes_no, **FLAG),
+    _asked("disk_offload", "disk offload", _yes_no, **FLAG),
+    _asked("kv_offload", "KV offload", _yes_no, **FLAG),
+    _asked("gpu_memory", "GPU memory (GiB)", three_digits, of=lambda run: run.given_number("gpu_memory")),
+    _asked("ring_depth", "ring depth", decimals(0), of=lambda run: run.given_number("ring_depth")),
+    _asked("cpu_compute", "CPU compute", **TEXT),
+    _asked("cpu_threads", "CPU threads", **WHOLE),
+    _asked("pin_memory", "pinned", _yes_no, **FLAG),
+    _asked("norm_kernels", "norm kernels", **TEXT),
+    _asked("dummy", "dummy", _yes_no, **FLAG),
+    _asked("gpus", "GPUs", _gpu_names, of=_gpus, **TEXT),
+    _asked(
+        "git_commit", "commit", lambda value: one_line(value)[:9], of=lambda run: run.environment.git_commit, **TEXT
+    ),
+    _measured("total_throughput", "total (token/s)", three_digits, **BEST_FIRST),
+    _measured("decode_throughput", "decode (token/s)", three_digits, **BEST_FIRST),
     Column(
-        "gpu_memory",
-        "GPU memory (GiB)",
+        "decode_weights_gbps",
+        "weights (GB/s)",
         three_digits,
-        of=functools.partial(given_number, name="gpu_memory"),
-        shown="differs",
+        of=lambda run: run.measured.decode_weights_gb_per_s,
+        **BEST_FIRST,
     ),
-    Column(
-        "ring_depth", "ring depth", decimals(0), of=functools.partial(given_number, name="ring_depth"), shown="differs"
-    ),
-    Column("cpu_compute", "CPU compute", dtype="string", shown="differs"),
-    Column("cpu_threads", "CPU threads", dtype="Int64", shown="differs"),
-    Column("pin_memory", "pinned", _yes_no, dtype="boolean", shown="differs"),
-    Column("norm_kernels", "norm kernels", dtype="string", shown="differs"),
-    Column("dummy", "dummy", _yes_no, dtype="boolean", shown="differs"),
-    Column("gpus", "GPUs", _gpu_names, dtype="string", key="environment.gpus", shown="differs"),
-    Column("git_commit", "commit", _commit, dtype="string", key="environment.git_commit", shown="differs"),
-    Column("total_throughput", "total (token/s)", three_digits, best_first=True),
-    Column("decode_throughput", "decode (token/s)", three_digits, best_first=True),
-    Column("decode_weights_gbps", "weights (GB/s)", three_digits, best_first=True),
-    Column("prefill_latency_s", "prefill (s)", three_digits),
+    _measured("prefill_latency_s", "prefill (s)", three_digits),
     Column(
         "decode_over_predicted",
         "decode / predicted",
         decimals(2),
-        shown="present",
-        of=functools.partial(time_over_predicted, name="decode_s"),
+        of=lambda run: run.time_over_predicted("decode_s"),
+        **PRESENT,
     ),
-    Column("fraction_of_limit", "of limit (%)", _percent_number, key="limit.fraction_of_limit", best_first=True),
-    Column("bound_by", "bound by", _bound_name, dtype="string", of=_bound_by, shown="present"),
+    Column(
+        "fraction_of_limit",
+        "of limit (%)",
+        _percent_number,
+        of=lambda run: run.limit.fraction_of_limit,
+        **BEST_FIRST,
+    ),
+    Column("bound_by", "bound by", _bound_name, of=lambda run: run.bound_by, **TEXT, **PRESENT),
     Column(
         "expert_hit_rate",
         "experts on GPU (%)",
         _percent_number,
-        key="experts.hit_rate",
-        shown="present",
-        best_first=True,
+        of=lambda run: run.measured.experts and run.measured.experts.hit_rate,
+        **PRESENT,
+        **BEST_FIRST,
     ),
-    Column("peak_gpu_bytes", "peak GPU (GiB)", _gib, dtype="Int64"),
-    _score("mmlu_accuracy", "mmlu (%)", "mmlu.accuracy", best_first=True),
-    _score("mmlu_stderr", "+- (%)", "mmlu.stderr"),
-    _score("hellaswag_accuracy", "hellaswag (%)", "hellaswag.accuracy", best_first=True),
-    _score("hellaswag_stderr", "+- (%)", "hellaswag.stderr"),
-    _score("hellaswag_acc_norm", "hellaswag norm (%)", "hellaswag.acc_norm", best_first=True),
-    _score("hellaswag_acc_norm_stderr", "+- (%)", "hellaswag.acc_norm_stderr"),
-    _score("humaneval_pass_at_1", "humaneval pass@1 (%)", "humaneval.pass_at_k.1", best_first=True),
-    _score("humaneval_stderr", "+- (%)", "humaneval.stderr.1"),
-    _score("perplexity", "perplexity", "perplexity.perplexity", three_digits),
-    _score("perplexity_stderr", "+-", "perplexity.stderr", three_digits),
-    Column("prefill_throughput", "prefill (token/s)", three_digits, shown="detail", best_first=True),
-    Column("decode_latency_s", "decode (s)", three_digits, shown="detail"),
-    Column("predicted_prefill_s", "predicted prefill (s)", three_digits, key="predicted.prefill_s", shown="detail"),
-    Column("predicted_decode_s", "predicted decode (s)", three_digits, key="predicted.decode_s", shown="detail"),
-    Column("total_latency_s", "total (s)", three_digits, shown="detail"),
-    Column("load_s", "load (s)", three_digits, shown="detail"),
-    Column("cold_total_s", "cold (s)", three_digits, shown="detail"),
-    Column("link_gbps", "link (GB/s)", three_digits, key="limit.link_gbps", shown="detail", best_first=True),
-    Column("floor_decode_s", "decode limit (s)", three_digits, key="limit.floor_decode_s", shown="detail"),
-    Column("expert_slots", "experts kept", decimals(1), key="stream.expert_slots", shown="detail"),
+    _measured("peak_gpu_bytes", "peak GPU (GiB)", _gib, **WHOLE),
+    *SCORES,
+    _measured("prefill_throughput", "prefill (token/s)", three_digits, **DETAIL, **BEST_FIRST),
+    _measured("decode_latency_s", "decode (s)", three_digits, **DETAIL),
+    Column(
+        "predicted_prefill_s",
+        "predicted prefill (s)",
+        three_digits,
+        of=lambda run: run.predicted.prefill_s,
+        **DETAIL,
+    ),
+    Column("predicted_decode_s", "predicted decode (s)", three_digits, of=lambda run: run.predicted.decode_s, **DETAIL),
+    _measured("total_latency_s", "total (s)", three_digits, **DETAIL),
+    _measured("load_s", "load (s)", three_digits, **DETAIL),
+    _measured("cold_total_s", "cold (s)", three_digits, **DETAIL),
+    Column(
+        "link_gbps", "link (GB/s)", three_digits, of=lambda run: run.limit.rates.link_gb_per_s, **DETAIL, **BEST_FIRST
+    ),
+    Column("floor_decode_s", "decode limit (s)", three_digits, of=lambda run: run.limit.floor_decode_s, **DETAIL),
+    Column("expert_slots", "experts kept", decimals(1), of=lambda run: run.stream.expert_slots, **DETAIL),
     Column(
         "expert_saved_bytes",
         "experts saved (GiB/step)",
         _gib,
-        key="experts.saved_bytes_per_step",
-        shown="detail",
-        best_first=True,
+        of=lambda run: run.measured.experts and run.measured.experts.saved_bytes_per_step,
+        **DETAIL,
+        **BEST_FIRST,
     ),
-    Column("model_bytes", "model at 16 bits (GiB)", _gib, dtype="Int64", shown="detail"),
-    Column("weight_bytes", "stored weights (GiB)", _gib, dtype="Int64", shown="detail"),
-    Column("cache_bytes", "KV cache (GiB)", _gib, dtype="Int64", shown="detail"),
-    Column("hidden_bytes", "hidden (GiB)", _gib, dtype="Int64", shown="detail"),
-    Column("peak_host_bytes", "peak host (GiB)", _gib, dtype="Int64", shown="detail"),
-    Column("output_ids_sha256", "ids sha256", dtype="string", shown="detail"),
-    Column("timestamp", "time", dtype="string", shown="detail"),
-    Column("folder", "folder", dtype="string", shown="differs"),
-    Column("file", "file", dtype="string", shown="detail"),
-    Column("status", "status", dtype="string", shown="detail"),
-    Column("error", "error", dtype="string", shown="present"),
+    _measured("model_bytes", "model at 16 bits (GiB)", _gib, **WHOLE, **DETAIL),
+    _measured("weight_bytes", "stored weights (GiB)", _gib, **WHOLE, **DETAIL),
+    _measured("cache_bytes", "KV cache (GiB)", _gib, **WHOLE, **DETAIL),
+    _measured("hidden_bytes", "hidden (GiB)", _gib, **WHOLE, **DETAIL),
+    _measured("peak_host_bytes", "peak host (GiB)", _gib, **WHOLE, **DETAIL),
+    _measured("output_ids_sha256", "ids sha256", **TEXT, **DETAIL),
+    _asked("timestamp", "time", **TEXT, **DETAIL),
+    Column("folder", "folder", of=lambda run: run.folder, shown="differs", **TEXT),
+    Column("file", "file", of=lambda run: run.file, **TEXT, **DETAIL),
+    Column("status", "status", of=lambda run: run.record.status, **TEXT, **DETAIL),
+    Column("error", "error", of=lambda run: run.record.error, **TEXT, **PRESENT),
 )
-# What `weights` and `where` say in words.
-SAID_IN_WORDS = ("dtype", "quant_bits", "weight_quantize", "cpu_offload", "disk_offload", "kv_offload", "pin_memory")
 BY_NAME = {column.name: column for column in COLUMNS}
+# What `weights` and `where` combine.
+SAID_IN_WORDS = ("dtype", "quant_bits", "weight_quantize", "cpu_offload", "disk_offload", "kv_offload", "pin_memory")
+
+
+def differing_columns(runs: Sequence[Run]) -> list[Column]:
+    """Return the columns in which the runs differ, and those that are always shown.
+
+    A value that only some runs have is a difference, but not one that is missing only from failed runs.
+    """
+    good = [run for run in runs if run.record.status == STATUS_OK]
+
+    def is_shown(column: Column) -> bool:
+        if column.shown == "differs":
+            known = {column.value(run) for run in runs} - {None}
+            return len(known) > 1 or len({column.value(run) for run in good}) > 1
+        return column.shown == "always" or (
+            column.shown == "present" and any(column.value(run) is not None for run in runs)
+        )
+
+    return [column for column in COLUMNS if is_shown(column)]
+
+
+def sort_runs(runs: Sequence[Run], name: str) -> list[Run]:
+    """Return the runs by one column, best first where larger is better, otherwise ascending; runs without a value last."""
+    column = BY_NAME[name]
+    known = [run for run in runs if column.value(run) is not None]
+    unknown = [run for run in runs if column.value(run) is None]
+    return sorted(known, key=column.value, reverse=column.best_first) + unknown
+
+
+# The table in the terminal.
+
+LONGEST_FOLDER = 16  # characters; its end distinguishes it
+WORK = ("model", "batch", "prompt", "gen")  # headers of what comparable runs agree in
+# Headers of columns of `COLUMNS` in the terminal.
+_HEADERS = {
+    "decode_throughput": "decode\ntoken/s",
+    "fraction_of_limit": "of\nlimit",
+    "bound_by": "bound\nby",
+    "prefill_latency_s": "TTFT\n(s)",
+    "total_throughput": "total\ntoken/s",
+    "decode_over_predicted": "time /\nplan",
+    "peak_gpu_bytes": "peak GPU\n(GiB)",
+    "batch_size": "batch",
+    "prompt_len": "prompt",
+    "gen_len": "gen",
+    "weights": "bits",
+    "world_size": "ranks",
+    **{name: name for name in ("model", "engine", "where", "folder", "file")},
+}
+# Options listed first, as a narrow terminal cuts the last.
+FIRST_OPTIONS = ("cpu-compute", "cpu-threads", "decode-graph", "norm-kernels", "gpu-memory", "ring-depth")
+BOUNDS = {"link_and_cores": "link+cores", "device_memory": "memory", "host_memory": "memory", "matmul": "products"}
+
+
+def fitted(header: str, of: Callable[[Any], str | None], rank: int, right: bool = True, **more: Any) -> Column:
+    """Return a column of texts for a table that fits the terminal."""
+    return Column("", header, of=of, rank=rank, **{"longest": 24, "dtype": "Float64" if right else "string", **more})
+
+
+def result_columns(runs: Sequence[Run]) -> list[Column]:
+    def figure(value: float | None, failed: bool) -> str | None:
+        return None if value is None or failed else three_digits(value)
+
+    def decode(run: Run) -> str | None:
+        return "failed" if run.failed else figure(run.measured.decode_throughput, run.failed)
+
+    def step(run: Run) -> str | None:
+        decode_s, steps = run.measured.decode_latency_s, (run.request.gen_len or 0) - 1
+        return (
+            format_short_time(decode_s / steps) if decode_s and decode_s > 0 and steps > 0 and not run.failed else None
+        )
+
+    def of_limit(run: Run) -> str | None:
+        return None if run.share_of_limit is None else f"{run.share_of_limit:.1%}"
+
+    def of_plan(run: Run) -> str | None:
+        ratio = None if run.failed else run.time_over_predicted("decode_s")
+        return None if ratio is None else f"{ratio:.2f}"
+
+    def peak(run: Run) -> str | None:
+        nbytes = run.measured.peak_gpu_bytes
+        return None if nbytes is None or run.failed else _gib(nbytes)
+
+    found = [
+        *[fitted("#", lambda run: str(run.number), 0)] * any(run.failed for run in runs),
+        fitted("decode\ntoken/s", decode, 0),
+        fitted("of\nlimit", of_limit, 1),
+        fitted("bound\nby", lambda run: BOUNDS.get(run.bound_by, run.bound_by), 1, right=False, longest=12),
+        fitted("TTFT\n(s)", lambda run: figure(run.measured.prefill_latency_s, run.failed), 4),
+        fitted("step", step, 6),
+        fitted("total\ntoken/s", lambda run: figure(run.measured.total_throughput, run.failed), 8),
+        fitted("time /\nplan", of_plan, 7),
+        fitted("peak GPU\n(GiB)", peak, 9),
+    ]
+    for metric in dict.fromkeys(score.metric for run in runs for score in run.quality):
+        found.append(fitted(metric.replace(" ", "\n", 1), _score(metric), 3))
+    return found
+
+
+def _score(metric: str) -> Callable[[Run], str | None]:
+    return lambda run: next((score.text for score in run.quality if score.metric == metric), None)
+
+
+def setting_columns(runs: Sequence[Run]) -> list[Column]:
+    """Return the columns of what was run."""
+
+    def setting(header: str, of: Callable[[Run], Any], rank: int, right: bool = False, **more: Any) -> Column:
+        return fitted(header, of, rank, right, setting=True, **more)
+
+    def folder(run: Run) -> str | None:
+        name = folders[run.number - 1]
+        return name if name is None or len(name) <= LONGEST_FOLDER else f"…{name[1 - LONGEST_FOLDER :]}"
+
+    folders = short_folders([run.folder for run in runs])
+    options = _options_in_words(runs)
+    found = [
+        setting("model", lambda run: run.short_model, 0),
+        setting("engine", lambda run: run.request.engine, 0, longest=12),
+        setting("bits", lambda run: run.weights if run.weights != "dtype unknown" else None, 1),
+        setting("where", lambda run: run.where, 2, longest=26),
+        setting("batch", lambda run: run.request.batch_size, 0, right=True, words="batch {}"),
+        setting("prompt", lambda run: run.request.prompt_len, 0, right=True, words="prompt {}"),
+        setting("gen", lambda run: run.request.gen_len, 0, right=True, words="{} generated"),
+        setting("ranks", lambda run: run.request.world_size, 1, right=True, words="{} ranks"),
+        setting("options", lambda run: options[run.number - 1], 3, longest=200, least=16),
+        setting("folder", folder, 5, words=""),
+        setting("gpu", lambda run: (run.gpus or "").replace("NVIDIA ", "") or None, 5),
+        setting("commit", lambda run: (run.environment.git_commit or "")[:9] or None, 10, words=""),
+    ]
+    alike = Counter(tuple(each.value(run) for each in found) for run in runs)
+    if max(alike.values()) > 1:  # only the file distinguishes them
+        found.append(setting("file", lambda run: run.file, 11, longest=32, words=""))
+    return found
+
+
+def with_sorted(columns: Sequence[Column], name: str) -> list[Column]:
+    """Return the columns with that of `--sort`, which is never hidden, as it explains the order."""
+    header = _HEADERS.get(name)
+    if any(column.header == header for column in columns):
+        return [dataclasses.replace(column, rank=0) if column.header == header else column for column in columns]
+    column = BY_NAME[name]
+    return [dataclasses.replace(column, header=column.header.replace(" (", "\n(", 1), longest=24), *columns]
+
+
+def _options_in_words(runs: Sequence[Run]) -> list[str | None]:
+    """Return for each run the options in which the runs differ, such as `gpu-memory 20, cpu-compute off`."""
+    differing = differing_options(runs)
+    names = sorted(
+        differing, key=lambda name: FIRST_OPTIONS.index(name) if name in FIRST_OPTIONS else len(FIRST_OPTIONS)
+    )
+    found = []
+    for index in range(len(runs)):
+        given = [(name, value) for name in names if (value := differing[name][index]) is not None]
+        found.append(", ".join(name if value == "yes" else f"{name} {value}" for name, value in given) or None)
+    return found

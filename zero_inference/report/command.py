@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from zero_inference.config.parser import examples
 from zero_inference.errors import UsageError
 from zero_inference.records.field import list_keys
 from zero_inference.records.read import warn
-from zero_inference.records.schema import STATUS_FAILED, Record
-from zero_inference.report.columns import COLUMNS, SAID_IN_WORDS
+from zero_inference.records.schema import Record
+from zero_inference.report.columns import BY_NAME, COLUMNS, SAID_IN_WORDS, SCORES, differing_columns, sort_runs
 from zero_inference.report.prediction import print_predictions
-from zero_inference.report.run import in_order, model_in_short, short_folders
-from zero_inference.report.runs import (
-    SUFFIXES,
-    columns_of,
-    differing_columns,
-    load_tree,
-    print_frame,
-    rows_of,
-    runs_frame,
-    sort_runs,
-)
+from zero_inference.report.run import Run, model_in_short, short_folders
+from zero_inference.report.runs import SUFFIXES, in_order, load_tree
 from zero_inference.report.terminal import print_short
 from zero_inference.utils.files import check_output_file
 from zero_inference.utils.processes import run_command
 from zero_inference.utils.tables import FORMATS, Column, print_rows, texts_of
-
-if TYPE_CHECKING:
-    import pandas
-
 
 FIRST = ("model", "decode_throughput", "fraction_of_limit", "bound_by")  # on the page, as a phone shows no more
 
@@ -84,64 +71,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _ordered(args: argparse.Namespace, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For the table and the page: by --sort, else runs of equal work together, the fastest first."""
-    order = in_order(records)
-    if args.sort:
-        frame = runs_frame(records)
-        order = sort_runs(frame.assign(row=range(len(frame))), args.sort)["row"].tolist()
-    return [records[index] for index in order]
+def _ordered(args: argparse.Namespace, runs: list[Run]) -> list[Run]:
+    """Return the runs for the table and the page: by --sort, else runs of equal work together, the fastest first."""
+    return sort_runs(runs, args.sort) if args.sort else in_order(runs)
 
 
-def _shown_on_page(frame: pandas.DataFrame, all_columns: bool) -> pandas.DataFrame:
-    """The main results, then what differs, or all other columns."""
-    # the page has columns of its own for scores, each with its error
-    left_out = [column.name for column in COLUMNS if column.key.startswith("quality.")]
-    shown = frame
+def _columns_of_page(runs: list[Run], all_columns: bool) -> list[Column]:
+    """Return the main results, then what differs, or all other columns; the page has columns of its own for scores."""
+    names = {column.name for column in (COLUMNS if all_columns else differing_columns(runs))}
+    names -= {column.name for column in SCORES}
     if not all_columns:
-        shown, left_out = differing_columns(frame), [*left_out, *SAID_IN_WORDS, "error"]
-        if (frame["status"] == STATUS_FAILED).any():
-            shown = shown.assign(status=frame["status"])
-    names = [name for name in shown.columns if name not in left_out]
-    return shown[[*(name for name in FIRST if name in names), *(name for name in names if name not in FIRST)]]
+        names -= {*SAID_IN_WORDS, "error"}
+        if any(run.failed for run in runs):
+            names.add("status")
+    shown = [*(name for name in FIRST if name in names), *(name for name in BY_NAME if name in names - {*FIRST})]
+    return [BY_NAME[name] for name in shown]
 
 
-def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+def _write_html(args: argparse.Namespace, runs: list[Run]) -> None:
     from zero_inference.report.html.page import Table, write_page
 
-    records = _ordered(args, records)
-    frame = runs_frame(records)
-    frame = frame.assign(folder=short_folders(frame["folder"].tolist()))
-    models = {model: model_in_short(model) for model in frame["model"].dropna().unique()}
+    runs = _ordered(args, runs)
+    folders = short_folders([run.folder for run in runs])
+    models = {run.request.model: model_in_short(run.request.model) for run in runs if run.request.model}
+    columns = _columns_of_page(runs, args.all_columns)
+    rows = [
+        {column.name: column.value(run) for column in columns} | {"folder": folder}
+        for run, folder in zip(runs, folders)
+    ]
     if len(set(models.values())) == len(models):
-        frame = frame.assign(model=frame["model"].map(models, na_action="ignore"))
-    shown = _shown_on_page(frame, args.all_columns)
-    columns, rows = columns_of(shown), rows_of(shown)
-    values = [list(row.values()) for row in rows]
+        rows = [row | {"model": models.get(row["model"])} for row in rows]
+    columns = [dataclasses.replace(column, of=None) for column in columns]
     table = Table(
         [column.header for column in columns],
         [column.numeric for column in columns],
         texts_of(rows, columns),
-        values,
+        [[column.value(row) for column in columns] for row in rows],
         in_order=not args.sort,
     )
-    write_page(args.html, _named(args.log_dir), records, table)
+    write_page(args.html, _named(args.log_dir), runs, table)
     warn(f"page: {args.html}")
 
 
-def _print_runs(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    """On stdout. The table is in short forms and fits the terminal, unless all columns are asked for."""
+def _print_runs(args: argparse.Namespace, runs: list[Run]) -> None:
+    """Print the runs; the table is in short forms and fits the terminal, unless all columns are asked for."""
     if args.format == "table" and not args.all_columns:
-        print_short(_ordered(args, records), args.sort)
+        print_short(_ordered(args, runs), args.sort)
         return
-    frame = runs_frame(records)
     if args.sort:
-        frame = sort_runs(frame, args.sort)
-    if not args.all_columns:
-        frame = differing_columns(frame)
-        if args.format == "md":  # for people
-            frame = frame.drop(columns=list(SAID_IN_WORDS), errors="ignore")
-    print_frame(frame, args.format, folded=False)
+        runs = sort_runs(runs, args.sort)
+    columns = list(COLUMNS) if args.all_columns else differing_columns(runs)
+    if args.format == "md" and not args.all_columns:  # for people
+        columns = [column for column in columns if column.name not in SAID_IN_WORDS]
+    print_rows(runs, columns, args.format, folded=False)
 
 
 def _named(folders: Sequence[Path]) -> str:
@@ -175,19 +157,19 @@ def main(args: argparse.Namespace) -> int:
     if args.fields:
         print_fields(args.format)
         return 0
-    records = load_tree(args.log_dir)
+    runs = load_tree(args.log_dir)
     if args.html:
-        _write_html(args, records)
-    if not records:
+        _write_html(args, runs)
+    if not runs:
         what = f"no run in the .log and .jsonl files of {_named(args.log_dir)}"
         warn(f"{'warning' if args.html else 'error'}: {what}; {run_command(['...'])} makes one")
         return 0 if args.html else 2
     if args.prediction:
-        if not print_predictions(records, args.format):
+        if not print_predictions(runs, args.format):
             warn(f"error: no record in {_named(args.log_dir)} has a prediction; runs of this version do")
             return 2
         return 0
-    _print_runs(args, records)
+    _print_runs(args, runs)
     return 0
 
 

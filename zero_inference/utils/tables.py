@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_inference.utils.format import one_line, printable
+from zero_inference.utils.format import LONGEST_TEXT, one_line, printable
 
 FORMATS = ("table", "md", "csv", "json")
 NOT_KNOWN = "-"
@@ -21,20 +21,24 @@ PIPED_WIDTH = 100  # of a table if stdout is not a terminal
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, with what reading, printing and sorting need.
+    """A column of a table, from which reading, printing and sorting follow.
 
     Attributes:
         name: key of a row, and the name in csv and json.
-        header: printed above it, with the unit.
-        show: formats a value in SI units.
-        dtype: pandas dtype of the values; numbers are right-aligned.
-        width: characters reserved for a value where rows are printed before the next ones are known.
-        key: key of the value in a record, dotted if nested; the name by default.
-        shown: when a report of runs shows it: `always`, if the runs differ in it (`differs`), if any run has it (`present`), or only
-            on request (`detail`: measured values, which differ between any two runs).
-        best_first: sorts from the largest down.
-        whole: its texts are not folded if the terminal is too narrow.
-        of: computes the value from a record that has no key for it.
+        header: what people read above it, with the unit.
+        show: text of a value in SI units.
+        dtype: Int64, Float64, boolean or string; numbers are right-aligned.
+        width: characters reserved for a value where rows are printed one by one.
+        of: value of a row that is no mapping; None looks `name` up.
+        whole: texts are not folded where a terminal is too narrow for the table.
+        shown: when a report of runs shows it: `always`, where runs differ (`differs`), where any run has it (`present`) or only on
+            request (`detail`).
+        best_first: sorted in descending order.
+        rank: in a table that fits the terminal, columns of the highest rank are hidden first; 0 stays.
+        longest: characters of a text there; more are cut out of the middle.
+        least: characters to which texts are cut before a column of a lower rank is hidden; 0 never cuts.
+        setting: what was run: hidden there if all rows agree, and named above in `words`. Otherwise a result.
+        words: format of a setting named above the table; empty leaves it out.
     """
 
     name: str
@@ -42,30 +46,42 @@ class Column:
     show: Callable[[Any], str] = one_line
     dtype: str = "Float64"
     width: int = 7
-    key: str = ""
+    of: Callable[[Any], Any] | None = None
+    whole: bool = False
     shown: str = "always"
     best_first: bool = False
-    whole: bool = False
-    of: Callable[[Mapping[str, Any]], Any] | None = None
-
-    def __post_init__(self) -> None:
-        if not self.key:
-            object.__setattr__(self, "key", self.name)
+    rank: int = 0
+    longest: int = LONGEST_TEXT
+    least: int = 0
+    setting: bool = False
+    words: str = "{}"
 
     @property
     def numeric(self) -> bool:
         return self.dtype in ("Int64", "Float64")
 
-    def text(self, row: Mapping[str, Any]) -> str:
-        return NOT_KNOWN if row.get(self.name) is None else printable(self.show(row[self.name]))
+    def value(self, row: Any) -> Any:
+        return self.of(row) if self.of else row.get(self.name)
+
+    def text(self, row: Any) -> str:
+        value = self.value(row)
+        return NOT_KNOWN if value is None else shorten_middle(printable(self.show(value)), self.longest)
 
 
-def texts_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[list[str]]:
+def shorten_middle(text: str, longest: int) -> str:
+    """Return at most `longest` characters of `text`, with the middle cut out."""
+    if len(text) <= longest:
+        return text
+    head = longest // 2
+    return f"{text[:head]}…{text[len(text) - (longest - head - 1) :]}"
+
+
+def texts_of(rows: Sequence[Any], columns: Sequence[Column]) -> list[list[str]]:
     return [[column.text(row) for column in columns] for row in rows]
 
 
 def render(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Any],
     columns: Sequence[Column],
     format: str,
     *,
@@ -87,11 +103,11 @@ def render(
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow([column.name for column in columns])
-        values = ([row.get(column.name) for column in columns] for row in rows)
+        values = ([column.value(row) for column in columns] for row in rows)
         writer.writerows([printable(value) if isinstance(value, str) else value for value in row] for row in values)
         return out.getvalue()
     if format == "json":
-        objects = [{column.name: row.get(column.name) for column in columns} for row in rows]
+        objects = [{column.name: column.value(row) for column in columns} for row in rows]
         return json.dumps(objects, indent=2, allow_nan=False) + "\n"
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; there are {', '.join(FORMATS)}")
@@ -109,9 +125,9 @@ def transpose(columns: Sequence[Column], texts: list[list[str]]) -> tuple[list[C
     return headers, [[column.header, *(row[index] for row in texts)] for index, column in enumerate(columns) if index]
 
 
-def shown_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
+def shown_columns(rows: Sequence[Any], columns: Sequence[Column]) -> list[Column]:
     """Return the columns that any row has a value for."""
-    return [column for column in columns if any(row.get(column.name) is not None for row in rows)]
+    return [column for column in columns if any(column.value(row) is not None for row in rows)]
 
 
 def markdown(columns: Sequence[Column], texts: list[list[str]]) -> str:
@@ -217,7 +233,7 @@ class RowPrinter:
 
 
 def print_rows(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Any],
     columns: Sequence[Column],
     format: str,
     turn: bool = False,

@@ -109,7 +109,7 @@ def _percent_step(most: float) -> float:
 def phases(runs: list[Run]) -> list[Drawing]:
     rows = []
     for run in runs:
-        prefill, decode = run.amount("prefill_latency_s"), run.amount("decode_latency_s")
+        prefill, decode = run.measured.prefill_latency_s, run.measured.decode_latency_s
         if not run.failed and prefill is not None and prefill >= 0 and (prefill + max(0.0, decode or 0)) > 0:
             rows.append(
                 Row(
@@ -136,7 +136,7 @@ def link_use(runs: list[Run]) -> list[Drawing]:
     rows = []
     for run in runs:
         if use := run.link_use:
-            rate = run.amount("link_use.gbps_while_busy")
+            rate = run.measured.link_use.gb_per_s_while_busy
             rows.append(
                 Row(run.label, run.rest, f"{rate:.1f} GB/s" if rate else "", tuple(use[name] for name in LINK_PARTS))
             )

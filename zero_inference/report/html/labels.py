@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zero_inference.report.run import OF_SPEED, Run, clean, differing_options
@@ -16,16 +16,18 @@ _WORK: dict[str, Callable[[Any], str]] = {
 }
 
 
-def make_runs(records: list[dict[str, Any]]) -> list[Run]:
-    """The records as runs numbered in their order, each labelled by what tells it from the others."""
-    several_gpus = len({name for record in records for name in Run(0, record).gpu_names}) > 1
-    runs = [Run(number, record, several_gpus) for number, record in enumerate(records, start=1)]
+def make_runs(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs numbered in their order, each labelled by what distinguishes it from the others."""
+    several_gpus = len({name for run in runs for name in run.gpu_names}) > 1
+    runs = [
+        dataclasses.replace(run, number=number, several_gpus=several_gpus) for number, run in enumerate(runs, start=1)
+    ]
     models = len({run.model for run in runs}) > 1
-    work = {key: words for key, words in _WORK.items() if len({run.whole(key) for run in runs}) > 1}
+    work = {key: words for key, words in _WORK.items() if len({getattr(run.request, key) for run in runs}) > 1}
     options = _options(runs)
     labelled = []
     for run in runs:
-        known = [words(value) for key, words in work.items() if (value := run.whole(key)) is not None]
+        known = [words(value) for key, words in work.items() if (value := getattr(run.request, key)) is not None]
         rest = ", ".join([run.short_model] * models + known)
         labelled.append(dataclasses.replace(run, options=tuple(options[run.number]), rest=rest))
     return labelled
@@ -38,7 +40,7 @@ def _options(runs: list[Run]) -> dict[int, list[str]]:
         alike.setdefault((run.group, run.setting), []).append(run)
     found: dict[int, list[str]] = {run.number: [] for run in runs}
     for each in alike.values():
-        for name, values in differing_options([run.record for run in each]).items():
+        for name, values in differing_options(each).items():
             for run, value in zip(each, values):
                 if name in OF_SPEED and value is not None:
                     found[run.number].append(clean(f"{name} {value}"))

@@ -58,7 +58,7 @@ def machines_of(runs: list[Run]) -> list[Machine]:
 
 
 def _point(run: Run) -> Point | None:
-    batch, speed, share = run.whole("batch_size"), run.decode_throughput, run.share_of_limit
+    batch, speed, share = run.request.batch_size, run.decode_throughput, run.share_of_limit
     if not speed or not batch or batch < 0 or not run.bound_by or (nbytes := _bytes_per_step(run)) <= 0:
         return None
     return Point(run, run.bound_by, nbytes / batch, speed, speed / share if share else None)
@@ -69,34 +69,34 @@ def _bytes_per_step(run: Run) -> float:
     if run.bound_by == "disk":
         return _moved(run, "disk_read")
     outside = _outside(run) if _has_link(run) and run.bound_by != run.memory else 0.0
-    step_s, rate = run.amount("limit.floor_step_s.device_memory"), rates(run).get(run.memory)
+    step_s, rate = run.limit.floor_step_s.device_memory, rates(run).get(run.memory)
     return outside or (step_s or 0.0) * (rate or 0.0)
 
 
 def _outside(run: Run) -> float:
     """Bytes of a step that the link owes, see `planning.limits.decode_limits`, and that the cores read."""
-    steps = (run.whole("gen_len") or 0) - 1
-    ahead = (run.amount("limit.link_ahead_bytes") or 0.0) / steps if steps > 0 else 0.0
+    steps = (run.request.gen_len or 0) - 1
+    ahead = (run.limit.link_ahead_bytes or 0.0) / steps if steps > 0 else 0.0
     return max(0.0, _moved(run, "host_to_device") - ahead) + _moved(run, "cores")
 
 
 def _moved(run: Run, what: str) -> float:
-    return max(0.0, run.amount(f"transfers.{what}_bytes_per_step") or 0.0)
+    return max(0.0, getattr(run.measured.transfers, f"{what}_bytes_per_step") or 0.0)
 
 
 def _has_link(run: Run) -> bool:
-    return run.text("limit.link_kind") != HOST_COPY
+    return run.limit.rates.link_kind != HOST_COPY
 
 
 def rates(run: Run) -> dict[str, float]:
     """Bytes/s of all devices together, by what binds; those of the link, of cores beside it and of the disk are so in the record."""
-    link, cores = run.amount("limit.link_beside_cores_gbps"), run.amount("limit.cores_gbps")
-    device = run.amount("limit.device_copy_gbps")
+    link, cores = run.limit.rates.link_beside_cores_gb_per_s, run.limit.rates.cores_gb_per_s
+    device = run.limit.rates.device_copy_gb_per_s
     known = {
-        "link": run.amount("limit.link_gbps") if _has_link(run) else None,
+        "link": run.limit.rates.link_gb_per_s if _has_link(run) else None,
         "link_and_cores": link + cores if link and cores and _has_link(run) else None,
-        "disk": run.amount("limit.disk_gbps"),
-        run.memory: device * max(1, run.whole("world_size") or 1) if device else None,
+        "disk": run.limit.rates.disk_gb_per_s,
+        run.memory: device * max(1, run.request.world_size or 1) if device else None,
     }
     return {bound: 1e9 * rate for bound, rate in known.items() if rate and rate > 0}
 
@@ -123,10 +123,10 @@ def _hardware(run: Run) -> tuple:
     """The names by which machines are told apart."""
     return (
         tuple(run.gpu_names),
-        run.text("environment.cpu_model"),
-        run.whole("environment.cpu_cores"),
-        run.whole("world_size"),
-        run.whole("num_nodes"),
+        run.environment.cpu_model,
+        run.environment.cpu_cores,
+        run.request.world_size,
+        run.request.num_nodes,
         _has_link(run),
     )
 
@@ -148,7 +148,7 @@ def _by_link(points: list[Point]) -> list[list[Point]]:
 
 def _name(points: list[Point], found: dict[str, tuple[float, float]], several: bool) -> str:
     run = points[0].run
-    cpu, cores, ranks = run.text("environment.cpu_model"), run.whole("environment.cpu_cores"), run.whole("world_size")
+    cpu, cores, ranks = run.environment.cpu_model, run.environment.cpu_cores, run.request.world_size
     parts = [run.gpus or ("no GPU" if cpu else "machine not recorded")]
     if cpu:
         parts.append(f"{cpu} with {cores} cores" if cores else cpu)

@@ -32,13 +32,13 @@ class Table:
     in_order: bool
 
 
-def write_page(path: Path, source: str, records: list[dict[str, Any]], table: Table) -> None:
-    """Write the page about `records`, which came from the folder `source`.
+def write_page(path: Path, source: str, runs: list[Run], table: Table) -> None:
+    """Write the page about `runs`, which came from the folder `source`.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    page = render_page(source, records, table)
+    page = render_page(source, runs, table)
     try:
         with write_atomically(path) as file:
             file.write_text(page, encoding="utf-8")
@@ -48,14 +48,14 @@ def write_page(path: Path, source: str, records: list[dict[str, Any]], table: Ta
         ) from error
 
 
-def render_page(source: str, records: list[dict[str, Any]], table: Table) -> str:
+def render_page(source: str, runs: list[Run], table: Table) -> str:
     """The page as text. All text from records is escaped, by Jinja in the page and by the XML writers in the drawings."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((FOLDER / "page.html").read_text(encoding="utf-8"))
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
-    runs = make_runs(records)
+    runs = make_runs(runs)
     found = summary.findings(runs)
     subjects = figures.all_figures(runs)
     leading = [drawing for drawing in subjects[0] if not drawing.folded][:1] if subjects and found else []
@@ -80,9 +80,7 @@ def render_page(source: str, records: list[dict[str, Any]], table: Table) -> str
         rows=_rows(runs, table),
         subjects=[rest for each in subjects if (rest := [drawing for drawing in each if drawing not in leading])],
         failed=[
-            (run.number, ", ".join(filter(None, (run.setting, run.rest))), run.text("error") or "no error was recorded")
-            for run in runs
-            if run.failed
+            (run.number, ", ".join(filter(None, (run.setting, run.rest))), run.error) for run in runs if run.failed
         ],
     )
 
@@ -113,7 +111,7 @@ def _scores(runs: list[Run]) -> list[str]:
 
 def _machines(runs: list[Run]) -> str:
     counts = Counter(
-        run.gpus or ("no GPU" if run.record.get("environment") else "machine not recorded") for run in runs
+        run.gpus or ("no GPU" if run.record.result.environment else "machine not recorded") for run in runs
     )
     if len(counts) == 1:
         return next(iter(counts))
@@ -121,5 +119,5 @@ def _machines(runs: list[Run]) -> str:
 
 
 def _times(runs: list[Run]) -> str:
-    days = sorted(time[:10] for run in runs if (time := run.text("timestamp")))
+    days = sorted(time[:10] for run in runs if (time := run.request.timestamp))
     return "" if not days else days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from zero_inference.report.html.drawing import ROOM, Drawing, Row, row_figures
 from zero_inference.report.html.svg import GRID, INK, SERIES
-from zero_inference.report.prediction import time_over_predicted, within_in_words
+from zero_inference.report.prediction import within_in_words
 from zero_inference.report.run import Run
 
 DECODE_WITHIN, PREFILL_WITHIN = 0.10, 0.15  # the bands, to either side of 1
@@ -70,7 +70,7 @@ def predicted_against_measured(runs: list[Run]) -> list[Drawing]:
         _ratio_axis(axes, low, high)
 
     caption = _caption([row.data for row in rows])
-    if line := within_in_words([run.record for run, ratios in found if ratios.known]):
+    if line := within_in_words([run for run, ratios in found if ratios.known]):
         caption += f" {line[0].upper()}{line[1:]}."
     if any(not low <= ratio <= high for ratio in known):
         caption += " An arrow: beyond the edge."
@@ -87,9 +87,7 @@ def predicted_against_measured(runs: list[Run]) -> list[Drawing]:
 
 
 def _ratios(run: Run) -> _Ratios:
-    return _Ratios(
-        run.number, time_over_predicted(run.record, "decode_s"), time_over_predicted(run.record, "prefill_s")
-    )
+    return _Ratios(run.number, run.time_over_predicted("decode_s"), run.time_over_predicted("prefill_s"))
 
 
 def _distance(ratio: float) -> float:

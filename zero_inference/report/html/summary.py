@@ -67,7 +67,7 @@ def _finding(runs: list[Run]) -> Finding | None:
         return run.decode_throughput
 
     def total(run: Run) -> float | None:
-        return None if run.failed else run.amount("total_throughput")
+        return None if run.failed else run.measured.total_throughput
 
     of, phase, key = (decode, "decode", "decode_s") if any(decode(run) for run in runs) else (total, "total", "total_s")
     ranked = sorted((run for run in runs if of(run)), key=of, reverse=True)
@@ -132,7 +132,7 @@ def _within_spread(best: Run, other: Run, of: Callable[[Run], float], key: str) 
 
 
 def _named(run: Run) -> str:
-    batch = run.whole("batch_size")
+    batch = run.request.batch_size
     return run.setting if batch is None else f"{run.setting}, batch {batch}"
 
 
@@ -157,28 +157,32 @@ def _what_took_the_rest(run: Run) -> str:
         return "the rest is computing and starting operators, which a larger --batch-size shares"
     if run.bound_by == "disk":
         return "weights in host memory need no disk (--cpu-offload), if it is large enough"
-    if run.text("engine") in ("deepspeed", "accelerate"):
+    if run.request.engine in ("deepspeed", "accelerate"):
         return "copies wait for the computation, and --engine stream copies meanwhile"
     return "--trace FILE shows what the copies and the layers waited for"
 
 
 def _limit_named(run: Run) -> str:
-    def with_rate(name: str, key: str, unit: str, moved: str | None = None) -> str:
-        rate, size = run.amount(key), run.amount(moved) if moved else None
+    def with_rate(name: str, rate: float | None, unit: str, size: float | None = None) -> str:
         of_step = f"{format_bytes(size)} a step at " if size and size > 0 else ""
         return name + (f" ({of_step}{three_digits(rate)} {unit})" if rate else "")
 
     names = {
         "link": lambda: with_rate(
-            "the host-to-device link", "limit.link_gbps", "GB/s", "transfers.host_to_device_bytes_per_step"
+            "the host-to-device link",
+            run.limit.rates.link_gb_per_s,
+            "GB/s",
+            run.measured.transfers.host_to_device_bytes_per_step,
         ),
         "link_and_cores": lambda: (
-            with_rate("the link", "limit.link_beside_cores_gbps", "GB/s")
-            + with_rate(" and the host's cores", "limit.cores_gbps", "GB/s")
+            with_rate("the link", run.limit.rates.link_beside_cores_gb_per_s, "GB/s")
+            + with_rate(" and the host's cores", run.limit.rates.cores_gb_per_s, "GB/s")
         ),
-        "disk": lambda: with_rate("the disk", "limit.disk_gbps", "GB/s", "transfers.disk_read_bytes_per_step"),
-        "device_memory": lambda: with_rate("device memory", "limit.device_copy_gbps", "GB/s"),
-        "host_memory": lambda: with_rate("host memory", "limit.device_copy_gbps", "GB/s"),
-        "matmul": lambda: with_rate("matrix products", "limit.matmul_tflops", "TFLOP/s"),
+        "disk": lambda: with_rate(
+            "the disk", run.limit.rates.disk_gb_per_s, "GB/s", run.measured.transfers.disk_read_bytes_per_step
+        ),
+        "device_memory": lambda: with_rate("device memory", run.limit.rates.device_copy_gb_per_s, "GB/s"),
+        "host_memory": lambda: with_rate("host memory", run.limit.rates.device_copy_gb_per_s, "GB/s"),
+        "matmul": lambda: with_rate("matrix products", run.limit.rates.matmul_tflops, "TFLOP/s"),
     }
     return names.get(run.bound_by, lambda: run.bound_by)()

@@ -35,7 +35,7 @@ def throughput(runs: list[Run]) -> list[Drawing]:
     for each setting, which looks the same in all panels. Models and lengths with a single run share one drawing of bars."""
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
-        if run.decode_throughput and (run.whole("batch_size") or 0) > 0:
+        if run.decode_throughput and (run.request.batch_size or 0) > 0:
             groups.setdefault(run.group, []).append(run)
     alone = [members[0] for members in groups.values() if len(members) == 1]
     several = sorted((members for members in groups.values() if len(members) > 1), key=len, reverse=True)
@@ -49,7 +49,7 @@ def throughput(runs: list[Run]) -> list[Drawing]:
 
 
 def _batches(runs: list[Run]) -> list[int]:
-    return sorted({run.whole("batch_size") for run in runs})
+    return sorted({run.request.batch_size for run in runs})
 
 
 def _looks(groups: list[list[Run]]) -> dict[str, int]:
@@ -95,13 +95,13 @@ def _bar_rows(runs: list[Run], several_groups: bool, several_batches: bool) -> l
     """`data` is (token/s, its limit or None), medians where a setting ran more than once."""
     alike: dict[tuple, list[Run]] = {}
     for run in runs:
-        alike.setdefault((run.group, run.setting, run.whole("batch_size")), []).append(run)
+        alike.setdefault((run.group, run.setting, run.request.batch_size), []).append(run)
     rows = []
     for each in alike.values():
         run, speed = each[0], statistics.median(run.decode_throughput for run in each)
         limits = [run.decode_throughput / run.share_of_limit for run in each if run.share_of_limit]
-        rest = [run.short_model] * several_groups + [f"batch {run.whole('batch_size')}"] * several_batches
-        rest += [f"prompt {run.whole('prompt_len')}", f"{run.whole('gen_len')} generated"] * several_groups
+        rest = [run.short_model] * several_groups + [f"batch {run.request.batch_size}"] * several_batches
+        rest += [f"prompt {run.request.prompt_len}", f"{run.request.gen_len} generated"] * several_groups
         slowest, fastest = (pick(run.decode_throughput for run in each) for pick in (min, max))
         apart = f", {format_number(slowest)} to {format_number(fastest)}" if fastest > UNSTEADY * slowest else ""
         several = f" ({len(each)} runs{apart})" if len(each) > 1 else ""
@@ -139,12 +139,12 @@ def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded:
     _draw_legend(figure, axes, panel)
     title = f"Throughput against batch size: {runs[0].group_name}"
     caption = "Tokens per second of all sequences together, in decode; higher is better. "
-    if len({(run.setting, run.whole("batch_size")) for run in runs}) < len(runs):
+    if len({(run.setting, run.request.batch_size) for run in runs}) < len(runs):
         caption += "The median where a setting ran more than once."
     best = max(runs, key=lambda run: run.decode_throughput)
     described = (
         f"{len(lines)} settings at batch {', '.join(map(str, panel.batches))}. "
-        f"Highest: {format_number(best.decode_throughput)} token/s by {best.setting} at batch {best.whole('batch_size')}."
+        f"Highest: {format_number(best.decode_throughput)} token/s by {best.setting} at batch {best.request.batch_size}."
     )
     return Drawing(title, caption.strip(), embedded(figure, name, title, described), folded)
 
@@ -194,7 +194,7 @@ def _draw_legend(figure, axes, panel: _Panel) -> None:
 def _medians(runs: list[Run]) -> list[tuple[float, float]]:
     speeds: dict[int, list[float]] = {}
     for run in runs:
-        speeds.setdefault(run.whole("batch_size"), []).append(run.decode_throughput)
+        speeds.setdefault(run.request.batch_size, []).append(run.decode_throughput)
     return [(batch, statistics.median(values)) for batch, values in sorted(speeds.items())]
 
 
