@@ -1,9 +1,12 @@
-"""Random weights for runs that need no checkpoint: seeded by name, so that order, rank and engine do not matter.
+"""Give each parameter of an empty model its values: from a checkpoint, one decoder layer at a time, or random.
 
-A mixture of experts with random weights of one size, fed its own greedy tokens, chooses the same few experts in every step: the
-residual stream is soon dominated by what all tokens have in common. Text does not: an LRU cache of a quarter of the experts hits
-two thirds of the choices, a fixed set of an eighth a tenth of them (llama.cpp #27861). `--dummy-routing text` gives
-such choices: embeddings are large enough (`embedding_std`) that the token decides what the routers choose in every layer, and
+Renaming, fusing and casting of tensors is transformers' (`convert_and_load_state_dict_in_model`): it gets the checkpoint's keys layer by
+layer instead of all at once, so every family that it supports loads, fused experts included.
+
+Random weights (--dummy) are seeded by name, so that order, rank and engine do not matter. Fed its own greedy tokens, a mixture with random
+weights chooses the same few experts in every step: the residual stream is soon dominated by the component that all tokens share. With text,
+an LRU cache of a quarter of the experts hits two thirds of the choices, a fixed set of an eighth a tenth of them (llama.cpp #27861).
+`--dummy-routing text` reproduces this: embeddings are large enough (`embedding_std`) that the token decides the choices in every layer, and
 tokens are drawn by `draw_tokens`, which repeats recent ones. Scaling a router's weights would change none of its choices.
 """
 
@@ -30,76 +33,27 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.models.quantized import INSTEAD, integer_keys
 from zero_inference.models.spec import ModelSpec
 
+logger = logging.getLogger(__name__)
+# Causal masks and rotary tables that older versions of transformers stored in each layer.
+OUTDATED_BUFFERS = re.compile(r"\b(attn|attention)\.bias$|\.(masked_bias|causal_mask|inv_freq|cos_cached|sin_cached)$")
+MULTI_TOKEN = re.compile("nextn|mtp", re.IGNORECASE)  # fields of a config for multi-token prediction
+TRIMMED_BYTES = 64 << 20  # of dummy weights between two `return_free_memory`: a layer or two of a small model
+Adopt = Callable[[str, nn.Parameter], None]
+Progress = Callable[[int], None]
+_observers: list[Adopt] = []  # of `observe_loading`
+
 REPEATED = 0.6  # share of drawn tokens that repeat one of the last `RECENT` of their sequence
 RECENT = 6
 WEIGHT_STD = 0.02  # the init of GPT-2, OPT and Llama; keeps 16-bit activations finite through every preset
 
 
-def fill_dummy(tensor: torch.Tensor, name: str, seed: int, std: float = WEIGHT_STD) -> torch.Tensor:
-    """Fill `tensor` in place where it lies and return it.
-
-    Matrices are N(0, std^2), norm weights 1 + N(0, 0.02^2), biases N(0, 0.02^2). The values depend on `seed`, `name`,
-    shape, dtype, `std` and the kind of device alone.
-    """
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    tensor.normal_(0.0, std if tensor.dim() > 1 else WEIGHT_STD, generator=generator)
-    if tensor.dim() == 1 and not name.endswith("bias"):
-        tensor.add_(1.0)
-    return tensor
-
-
-def embedding_std(text_config: Any) -> float:
-    """Return the standard deviation of a mixture's embeddings with `--dummy-routing text`, 1 or more.
-
-    Attention averages over tokens, which keeps the component that all of them share. With weights of `WEIGHT_STD` a layer amplifies it
-    by g = WEIGHT_STD^2 sqrt(hidden x heads x head_dim) and adds it to a residual stream of deviation s, so its square grows by
-    g^2 / s^2 a layer; s^2 = L g^2 bounds the growth over L layers by a factor of e. The result is 8 for Qwen3-30B-A3B, where an LRU
-    cache of a quarter of the experts then hits 60 to 64% in all 48 layers (benchmarks/expert_reuse.py).
-    """
-    heads = text_config.num_attention_heads
-    widths = (getattr(text_config, name, None) for name in ("v_head_dim", "head_dim"))
-    head_dim = next(filter(None, widths), text_config.hidden_size // heads)
-    gain = WEIGHT_STD**2 * math.sqrt(text_config.hidden_size * heads * head_dim)
-    return max(1.0, gain * math.sqrt(text_config.num_hidden_layers))
-
-
-def draw_tokens(prompts: torch.Tensor, count: int, vocab_size: int, seed: int) -> torch.Tensor:
-    """Return the tokens int64 [B, count] to feed after `prompts` int64 [B, P]; a row depends on its prompt and `seed` alone.
-
-    Each repeats one of the last `RECENT` tokens of its row with probability `REPEATED`, and is uniform over the vocabulary otherwise.
-    """
-    rows = []
-    for prompt in prompts.cpu():
-        digest = hashlib.sha256(seed.to_bytes(8, "little") + prompt.numpy().tobytes()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        repeats = (torch.rand(count, generator=generator) < REPEATED).tolist()
-        fresh = torch.randint(vocab_size, (count,), generator=generator).tolist()
-        back = torch.randint(RECENT, (count,), generator=generator).tolist()
-        row = prompt.tolist()
-        for repeat, new, distance in zip(repeats, fresh, back):
-            row.append(row[-1 - min(distance, len(row) - 1)] if repeat else new)
-        rows.append(row[len(prompt) :])
-    return torch.tensor(rows, dtype=torch.int64)
-
-
-logger = logging.getLogger(__name__)
-# Causal masks and rotary tables that older versions of transformers stored in each layer.
-OUTDATED_BUFFERS = re.compile(r"\b(attn|attention)\.bias$|\.(masked_bias|causal_mask|inv_freq|cos_cached|sin_cached)$")
-PREDICTS_MORE = re.compile("nextn|mtp", re.IGNORECASE)  # fields of a config that announce multi-token prediction
-RETURNED_BYTES = 64 << 20  # of dummy weights, between two returns of freed memory: a layer or two of a small model
-Adopt = Callable[[str, nn.Parameter], None]
-Progress = Callable[[int], None]
-_seers: list[Adopt] = []  # as `observe_loading` has them
-
-
 def load_weights(
     model, spec: ModelSpec, seed: int, device: torch.device, adopt: Adopt, progress: Progress = lambda done: None
 ) -> None:
-    """Give every parameter of an `empty_model` its values in its dtype, and hand each to `adopt(name, parameter)` once.
+    """Give every parameter of an empty model its values in its dtype, and pass each to `adopt(name, parameter)` once.
 
-    Persistent buffers that the checkpoint holds are set in the model, in host memory. One that it lacks keeps the value that
-    the model starts with, as in transformers, and a warning says so; dummy weights leave all buffers as they are.
+    Persistent buffers in the checkpoint are set in the model, in host memory. Others keep their initial values, as in transformers, with a
+    warning; dummy weights leave all buffers unchanged.
 
     Args:
         device: where dummy weights are drawn; checkpoint weights come in host memory.
@@ -108,13 +62,13 @@ def load_weights(
 
     Raises:
         RunError: a file is damaged, a parameter is missing, a tensor has another shape, has no place in its decoder layer, or is
-            quantized in a form that is not read.
+            quantized in a format that is not read.
     """
-    seers = tuple(_seers)
+    observers = tuple(_observers)
 
     def show_and_adopt(name: str, parameter: nn.Parameter) -> None:
-        for see in seers:
-            see(name, parameter)
+        for observe in observers:
+            observe(name, parameter)
         adopt(name, parameter)
 
     if spec.dummy:
@@ -126,39 +80,38 @@ def load_weights(
 
 
 @contextmanager
-def observe_loading(see: Adopt) -> Iterator[None]:
-    """Within it, `see` is shown each parameter that is loaded, before the engine adopts it."""
-    _seers.append(see)
+def observe_loading(observe: Adopt) -> Iterator[None]:
+    """Within it, call `observe` for each parameter that is loaded, before the engine adopts it."""
+    _observers.append(observe)
     try:
         yield
     finally:
-        _seers.remove(see)
+        _observers.remove(observe)
 
 
 def _draw_weights(
     model, seed: int, device: torch.device, adopt: Adopt, progress: Progress, std_of_embeddings: float
 ) -> None:
-    unreturned = 0
-    # a checkpoint's own code may not say which it is
+    untrimmed = 0
+    # a checkpoint's own code may lack get_input_embeddings
     embedding = None if std_of_embeddings == WEIGHT_STD else model.get_input_embeddings().weight
-    parameters, places = list(model.named_parameters()), parameter_slots(model)
+    parameters, slots = list(model.named_parameters()), parameter_slots(model)
     for name, parameter in parameters:
         size = parameter.numel() * parameter.element_size()
-        if unreturned + size >= RETURNED_BYTES:
+        if untrimmed + size >= TRIMMED_BYTES:
             return_free_memory()
-            unreturned = 0
-        # no name for the values: whoever takes the parameter apart lets go of them
+            untrimmed = 0
         std = std_of_embeddings if parameter is embedding else WEIGHT_STD
         drawn = nn.Parameter(
             fill_dummy(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), name, seed, std),
             requires_grad=False,
         )
-        for holder, own_name in places[id(parameter)]:
+        for holder, own_name in slots[id(parameter)]:
             holder[own_name] = drawn
         adopt(name, drawn)
         del drawn
         progress(size)
-        unreturned += size
+        untrimmed += size
     return_free_memory()
 
 
@@ -210,20 +163,20 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
 
 
 def _announced(key: str, model, spec: ModelSpec) -> bool:
-    """Return whether config.json says of a tensor that the model has no place for that the file holds it.
+    """Return whether config.json explains a tensor that the model has no parameter for.
 
-    That is multi-token prediction (as many layers after the last one as it says, or a module with "mtp" in its name), and all but the
-    language model where the model is built from a wrapper's text configuration.
+    That is multi-token prediction (the configured number of layers after the last one, or a module with "mtp" in its name), and all but
+    the language model if the model is built from a multimodal model's text config.
     """
     configs = {id(part): part for part in (spec.config, spec.text_config)}.values()
-    more = [value for part in configs for name, value in vars(part).items() if PREDICTS_MORE.search(name) and value]
+    more = [value for part in configs for name, value in vars(part).items() if MULTI_TOKEN.search(name) and value]
     parts = key.split(".")
     if more and any("mtp" in part for part in parts):
         return True
     layer = _layer_in(key, model)
     if more and layer is not None:
-        behind = layer[0] - layer[1]
-        return behind < max(value if isinstance(value, int) else behind + 1 for value in more)
+        extra = layer[0] - layer[1]
+        return extra < max(value if isinstance(value, int) else extra + 1 for value in more)
     if model.config is spec.config:
         return False
     own = {name for part in (model, model.get_decoder()) for name, _ in part.named_children()}
@@ -232,7 +185,7 @@ def _announced(key: str, model, spec: ModelSpec) -> bool:
 
 
 def _layer_in(key: str, model) -> tuple[int, int] | None:
-    """Return the decoder layer that a checkpoint's key names and the number of layers; None for another key, or without a list of them."""
+    """Return the decoder layer that a checkpoint's key names, and the number of layers; None for another key."""
     try:
         prefix, layers = decoder_layers(model)
     except UsageError:
@@ -243,18 +196,18 @@ def _layer_in(key: str, model) -> tuple[int, int] | None:
 
 
 def _resolve_ties(model, shards: Shards, stored_as: dict[str, str]) -> list[list[str]]:
-    """Return the names of each tied parameter, of those whose tie the checkpoint keeps.
+    """Return the names of each parameter that stays tied.
 
-    Where the checkpoint holds several names of a parameter, one of equal tensors is enough, and different tensors are not tied.
+    If the checkpoint has several of them, only one of equal tensors is read, and different tensors are untied.
 
     Args:
-        stored_as: the checkpoint's key of a name of the model, where it has one.
+        stored_as: a name in the model -> its key in the checkpoint.
     """
     ties = []
     for names in parameter_names(model).values():
         if len(names) < 2:
             continue
-        # in the order of the model, whose first name is the one that the others are tied to
+        # in the model's order: the others are tied to its first name
         present = [stored_as[name] for name in names if name in stored_as]
         with shards.open([stored for key in present for stored in shards.with_scale(key)]) as tensors:
             equal = len(present) < 2 or all(torch.equal(tensors[present[0]][:], tensors[key][:]) for key in present[1:])
@@ -274,7 +227,7 @@ def _resolve_ties(model, shards: Shards, stored_as: dict[str, str]) -> list[list
 
 
 def _keys_of_ties(model, mapping: list, keys: Iterable[str]) -> dict[str, str]:
-    """Return the checkpoint's key of each name of a tied parameter, by transformers' own renaming."""
+    """Return the checkpoint's key of each name of a tied parameter, by transformers' renaming."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     tied = {name for names in parameter_names(model).values() if len(names) > 1 for name in names}
@@ -297,7 +250,7 @@ def _keys_of_ties(model, mapping: list, keys: Iterable[str]) -> dict[str, str]:
 
 
 def _tie(model, ties: list[list[str]]) -> None:
-    """Put the side of a tie that was read in the places of the others."""
+    """Put the parameter of each tie that was read under its other names."""
     for names in ties:
         read = next((p for name in names if (p := model.get_parameter(name)).device.type != "meta"), None)
         if read is not None:
@@ -309,10 +262,9 @@ def _tie(model, ties: list[list[str]]) -> None:
 def _converter(
     model, mapping: list, dtype: torch.dtype, left_out: list[str]
 ) -> Callable[[dict[str, Any], Path], set[str]]:
-    """What reads a group of tensors into the model, and returns the names of the model's tensors that were not in it.
+    """Return a function that reads a group of tensors into the model, and returns the names of the model's tensors that were not in it.
 
-    Names that the family expects to be missing are not among them. `left_out` takes the keys that the model has no place for, but for
-    those that the family expects.
+    Names that the family expects to be missing are not among them. Unexpected keys of the checkpoint are appended to `left_out`.
     """
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -322,7 +274,7 @@ def _converter(
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
 
     def convert(tensors: dict[str, Any], folder: Path) -> set[str]:
-        # no dtype plan: a tensor whose place in the empty model has another dtype than `dtype` is cast to that one
+        # no dtype plan: each tensor is cast to the dtype of its parameter in the empty model
         load_config = LoadStateDictConfig(
             pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping
         )
@@ -342,8 +294,15 @@ def _converter(
                     f"{folder}: {key} holds integers, a quantization format that is not supported; {INSTEAD}."
                 )
         model._adjust_missing_and_unexpected_keys(info)
-        _refuse_unexpected(model, folder, info.unexpected_keys)
-        left_out.extend(sorted(key for key in info.unexpected_keys if not OUTDATED_BUFFERS.search(key)))
+        unexpected = sorted(key for key in info.unexpected_keys if not OUTDATED_BUFFERS.search(key))
+        for key in unexpected:
+            # layers after the model's last one are ignored, as in transformers: DeepSeek-V3 stores its multi-token prediction there
+            if (layer := _layer_in(key, model)) and layer[0] < layer[1]:
+                raise RunError(
+                    f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
+                    f"checkpoint is another model's, or quantized in an unsupported format; {INSTEAD}."
+                )
+        left_out.extend(unexpected)
         if info.mismatched_keys:
             name, found, expected = sorted(info.mismatched_keys)[0]
             raise RunError(
@@ -359,21 +318,55 @@ def _converter(
     return convert
 
 
-def _refuse_unexpected(model, folder: Path, keys: set[str]) -> None:
-    """Raises RunError for a key that belongs to a decoder layer of the model, which has no such tensor.
-
-    Layers behind the model's last one are left out, as in transformers: DeepSeek-V3 keeps its multi-token prediction there.
-    """
-    for key in sorted(keys):
-        layer = _layer_in(key, model)
-        if layer and layer[0] < layer[1] and not OUTDATED_BUFFERS.search(key):
-            raise RunError(
-                f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
-                f"checkpoint is another model's, or quantized in an unsupported format; {INSTEAD}."
-            )
-
-
 def return_free_memory() -> None:
-    """Give freed heap memory back to the system (glibc): it keeps what gaps of finished work left, layer after layer."""
+    """Give freed heap memory back to the system: glibc keeps the gaps that each layer leaves."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def fill_dummy(tensor: torch.Tensor, name: str, seed: int, std: float = WEIGHT_STD) -> torch.Tensor:
+    """Fill `tensor` in place and return it.
+
+    Matrices are N(0, std^2), norm weights 1 + N(0, 0.02^2), biases N(0, 0.02^2). The values depend on `seed`, `name`,
+    shape, dtype, `std` and the kind of device alone.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    tensor.normal_(0.0, std if tensor.dim() > 1 else WEIGHT_STD, generator=generator)
+    if tensor.dim() == 1 and not name.endswith("bias"):
+        tensor.add_(1.0)
+    return tensor
+
+
+def embedding_std(text_config: Any) -> float:
+    """Return the standard deviation of a mixture's embeddings with `--dummy-routing text`, 1 or more.
+
+    Attention averages over tokens, which keeps the component that all of them share. With weights of `WEIGHT_STD` a layer amplifies it
+    by g = WEIGHT_STD^2 sqrt(hidden x heads x head_dim) and adds it to a residual stream of deviation s, so its square grows by
+    g^2 / s^2 a layer; s^2 = L g^2 bounds the growth over L layers by a factor of e. The result is 8 for Qwen3-30B-A3B, where an LRU
+    cache of a quarter of the experts then hits 60 to 64% in all 48 layers (benchmarks/expert_reuse.py).
+    """
+    heads = text_config.num_attention_heads
+    widths = (getattr(text_config, name, None) for name in ("v_head_dim", "head_dim"))
+    head_dim = next(filter(None, widths), text_config.hidden_size // heads)
+    gain = WEIGHT_STD**2 * math.sqrt(text_config.hidden_size * heads * head_dim)
+    return max(1.0, gain * math.sqrt(text_config.num_hidden_layers))
+
+
+def draw_tokens(prompts: torch.Tensor, count: int, vocab_size: int, seed: int) -> torch.Tensor:
+    """Return the tokens int64 [B, count] to feed after `prompts` int64 [B, P]; a row depends on its prompt and `seed` alone.
+
+    Each repeats one of the last `RECENT` tokens of its row with probability `REPEATED`, and is uniform over the vocabulary otherwise.
+    """
+    rows = []
+    for prompt in prompts.cpu():
+        digest = hashlib.sha256(seed.to_bytes(8, "little") + prompt.numpy().tobytes()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        repeats = (torch.rand(count, generator=generator) < REPEATED).tolist()
+        fresh = torch.randint(vocab_size, (count,), generator=generator).tolist()
+        back = torch.randint(RECENT, (count,), generator=generator).tolist()
+        row = prompt.tolist()
+        for repeat, new, distance in zip(repeats, fresh, back):
+            row.append(row[-1 - min(distance, len(row) - 1)] if repeat else new)
+        rows.append(row[len(prompt) :])
+    return torch.tensor(rows, dtype=torch.int64)
