@@ -1,8 +1,10 @@
-"""Reading what a module computes, where that is the experts of a mixture: found by trying it, not listed by family.
+"""Recognize the experts and routers of mixtures by calling small copies of them, not by a list of families.
 
-transformers keeps the weights of all experts of a layer in two fused parameters, and their biases in two more, in a module that is
-called with hidden states and what the router chose. A small copy of such a module is called with random weights, and its result
-compared with what the cores would compute of them, in each of the forms that they know.
+transformers stores the weights of all experts of a layer in two fused parameters, and their biases in two more, in a module that is called
+with hidden states and the router's choice. A small copy with random weights is compared with each form that the CPU backend computes.
+
+A router of transformers returns logits, weights and numbers of the chosen experts. A copy of each with random weights is compared with one
+kernel, which then replaces all but the product that makes the logits.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from zero_inference.kernels.extension import operators_of
 from zero_inference.models.layers import cache_per_module
 from zero_inference.models.mlp import ACTIVATIONS
 
-AGREE = 1e-5  # relative: formulas of one activation differ by less, two activations by 1e-3 or more
-# Of inputs: near 1 the activations differ most, and a bound that a family sets to what they may reach shows far from it.
+TOLERANCE = 1e-5  # relative: formulas of one activation differ by less, two activations by 1e-3 or more
+# Of inputs: near 1 activations differ most; a family's limit of their values shows only with large inputs.
 SCALES = (1.0, 300.0)
-# What each row of the small copy's input chooses; some experts are chosen by all, and some by none.
+# Experts chosen by each row of the small copy's input; some are chosen by all, some by none.
 NUMBERS = ((0, 3), (3, 1), (3, 0), (1, 3), (3, 4))
 SMALL_EXPERTS, SMALL_INNER, SMALL_HIDDEN = 6, 8, 24
-# Attributes of routers and fields of configs that say how many experts a token chooses.
+# Attributes of routers and fields of configs with the number of experts that a token chooses.
 CHOSEN = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 
@@ -48,12 +50,12 @@ class FusedExperts:
         number: of experts.
         gated: whether there are gate and up.
         gate_is_second: up's rows come first.
-        chosen: how many a token chooses; `number` where nothing says it.
+        chosen: number that a token chooses; `number` if unknown.
         transposed: the model has both parameters as [number, in, out].
         interleaved: rows of gate and up alternate, gate's first.
         first_bias, last_bias: names of the parameters [number, rows]; empty without biases.
-        limit: of gate and up before anything is made of them.
-        up_offset: is added to up.
+        limit: clamps gate and up.
+        up_offset: added to up.
     """
 
     first: str
@@ -76,15 +78,13 @@ class FusedExperts:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of all that an expert has a part of."""
         return self.first, self.last, *self.biases
 
     def weights_in(self, module: str) -> tuple[str, ...]:
-        """Names of the weights where the experts' module is called `module`."""
         return tuple(f"{module}.{own}" if module else own for own in (self.first, self.last))
 
     def combined(self, product: torch.Tensor) -> torch.Tensor:
-        """Return what `last` multiplies, [..., inner], made of the first product [..., 2 x inner or inner] with its bias."""
+        """Return the input of `last`, [..., inner], from the first product [..., 2 x inner or inner] with its bias."""
         if not self.gated:
             return ACTIVATIONS[self.activation](product)
         gate, up = (product[..., ::2], product[..., 1::2]) if self.interleaved else product.chunk(2, -1)
@@ -95,13 +95,13 @@ class FusedExperts:
         return ACTIVATIONS[self.activation](gate) * (up + self.up_offset if self.up_offset else up)
 
     def share_read(self, tokens: int) -> float:
-        """Of the experts, what a pass of `tokens` tokens is expected to read if each chooses uniformly and for itself."""
+        """Return the expected share of experts that `tokens` tokens read if each chooses uniformly and independently."""
         return 1 - (1 - self.chosen / self.number) ** tokens
 
 
 @cache_per_module
 def detect_experts(module: nn.Module) -> FusedExperts | None:
-    """What `module`, which may be on the meta device, computes; None where it is something else. `chosen` is not known yet."""
+    """Return the form of `module`, which may be on the meta device, without `chosen`; None if it is no module of experts."""
     named = dict(module.named_parameters())
     weights = [name for name, parameter in named.items() if parameter.dim() == 3]
     biases = [name for name, parameter in named.items() if parameter.dim() == 2]
@@ -116,13 +116,13 @@ def detect_experts(module: nn.Module) -> FusedExperts | None:
         try:
             if (found := _match_form(module, form)) is not None:
                 return found
-        except Exception:  # it runs the module's own code, which may do with its input whatever it likes
+        except Exception:  # it runs the module's code
             return None
     return None
 
 
 def _forms(named: dict[str, nn.Parameter], weights: list[str], biases: list[str]) -> Iterator[FusedExperts]:
-    """Yield the forms that the shapes allow; what is computed between the two products is not known yet."""
+    """Yield the forms that the shapes allow, without the computation between the two products."""
     for (first, last), transposed, gated in itertools.product((weights, weights[::-1]), (False, True), (True, False)):
         one, other = ((named[name].mT if transposed else named[name]).shape for name in (first, last))
         number, hidden, inner = other
@@ -136,7 +136,7 @@ def _forms(named: dict[str, nn.Parameter], weights: list[str], biases: list[str]
 
 
 def experts_per_token(module: nn.Module, config: Any, number: int) -> int:
-    """How many of `number` experts a token chooses: as the mixture `module` or its router says, or else the model's config."""
+    """Return how many of `number` experts a token chooses, by the mixture `module`, its router or the model's config."""
     for source in (module, *module.children(), config):
         for name in CHOSEN:
             value = getattr(source, name, None)
@@ -146,9 +146,9 @@ def experts_per_token(module: nn.Module, config: Any, number: int) -> int:
 
 
 def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
-    """Return `form` with activation, order and limits as the module has them; None where no such form agrees with it."""
-    forward = inspect.unwrap(type(module).forward)  # what the class says, without the kernels that may stand in for it
-    numbers_of_its_own = {float(value) for value in vars(module).values() if type(value) in (int, float) and value > 0}
+    """Return `form` with the activation, order and limits that give the outputs of `module`; None if none does."""
+    forward = inspect.unwrap(type(module).forward)  # without kernels that may replace it
+    positive_attributes = {float(value) for value in vars(module).values() if type(value) in (int, float) and value > 0}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         small = _small_copy(module, form)
@@ -158,7 +158,7 @@ def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
         inputs = [scale * torch.randn(len(NUMBERS), hidden, dtype=torch.float64) for scale in SCALES]
         found = [forward(small, x, numbers, weights) for x in inputs]
         orders = ((False, False), (True, False), (False, True)) if form.gated else ((False, False),)
-        limits = (math.inf, *sorted(numbers_of_its_own)) if form.gated else (math.inf,)
+        limits = (math.inf, *sorted(positive_attributes)) if form.gated else (math.inf,)
         for limit, up_offset, activation in itertools.product(limits, (0.0, 1.0)[: 1 + form.gated], ACTIVATIONS):
             for gate_is_second, interleaved in orders:
                 experts = replace(
@@ -169,9 +169,7 @@ def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
                     limit=limit,
                     up_offset=up_offset,
                 )
-                if all(
-                    _equal_outputs(one, _computed(experts, small, x, numbers, weights)) for one, x in zip(found, inputs)
-                ):
+                if all(_is_equal(one, _computed(experts, small, x, numbers, weights)) for one, x in zip(found, inputs)):
                     return experts
     return None
 
@@ -179,7 +177,7 @@ def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
 def _small_copy(module: nn.Module, form: FusedExperts) -> nn.Module:
     """Return a copy of `module` with few and small experts, with random parameters in float64.
 
-    Its whole numbers that are a dimension of the weights become the small one; dimensions that are equal stay so.
+    Integer attributes that equal a dimension of the weights become the small one; equal dimensions stay equal.
     """
     last = getattr(module, form.last)
     number, hidden, inner = (last.mT if form.transposed else last).shape
@@ -208,7 +206,7 @@ def _small_copy(module: nn.Module, form: FusedExperts) -> nn.Module:
 def _computed(
     experts: FusedExperts, module: nn.Module, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """What the cores compute of `x` [rows, hidden] with the weights of `module`."""
+    """Return the output of the form `experts` for `x` [rows, hidden] with the weights of `module`."""
     first, last = (getattr(module, name) for name in (experts.first, experts.last))
     if experts.transposed:
         first, last = first.mT, last.mT
@@ -216,31 +214,28 @@ def _computed(
         getattr(module, name) if name else None for name in (experts.first_bias, experts.last_bias)
     )
     out = torch.zeros_like(x)
-    for row, place, number in _pairs(numbers):
-        product = first[number] @ x[row]
-        hidden = experts.combined(product if first_bias is None else product + first_bias[number])
-        product = last[number] @ hidden
-        out[row] += weights[row, place] * (product if last_bias is None else product + last_bias[number])
+    for row, chosen in enumerate(numbers.tolist()):
+        for weight, number in zip(weights[row], chosen):
+            product = first[number] @ x[row]
+            hidden = experts.combined(product if first_bias is None else product + first_bias[number])
+            product = last[number] @ hidden
+            out[row] += weight * (product if last_bias is None else product + last_bias[number])
     return out
 
 
-def _pairs(numbers: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    for row, chosen in enumerate(numbers.tolist()):
-        for place, number in enumerate(chosen):
-            yield row, place, number
-
-
-def _equal_outputs(one: Any, other: torch.Tensor) -> bool:
+def _is_equal(one: Any, other: torch.Tensor) -> bool:
     return (
-        torch.is_tensor(one) and one.shape == other.shape and float((one - other).norm()) <= AGREE * float(other.norm())
+        torch.is_tensor(one)
+        and one.shape == other.shape
+        and float((one - other).norm()) <= TOLERANCE * float(other.norm())
     )
 
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRIAL_TOKENS = 128
-WIDE = 300.0  # times their hidden states: softmax over all experts makes zeros of most
-ROUNDINGS = {torch.float32: 8}  # of weights, as sums of another order differ by; one of other dtypes
+WIDE = 300.0  # factor of hidden states for which softmax over all experts is 0 for most
+ROUNDINGS = {torch.float32: 8}  # by which weights may differ, for sums in another order; 1 for other dtypes
 
 LIBRARY = operators_of(__name__)
 LIBRARY.define(
@@ -273,11 +268,11 @@ LIBRARY.impl("choose_experts", choose_experts_reference, "CompositeExplicitAutog
 
 @dataclass(frozen=True)
 class RouterForm:
-    """Arguments of the kernel that make it compute what a router does.
+    """Arguments of the kernel with which it equals a router.
 
     Attributes:
         dtype: of hidden states and the router's weight.
-        logits_dtype: of the logits that it returns.
+        logits_dtype: of the logits that the router returns.
     """
 
     k: int
@@ -288,14 +283,14 @@ class RouterForm:
     logits_dtype: torch.dtype
 
     def of(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the router does: logits, weights and numbers."""
+        """Return the router's output: logits, weights and numbers."""
         choice = (self.k, self.softmax_first, self.normalized, self.in_float32)
         return logits.to(self.logits_dtype), *torch.ops.zero_inference.choose_experts(logits, *choice)
 
 
 def detect_routers(model: nn.Module, device: torch.device) -> dict[str, RouterForm]:
-    """Return the routers of `model`, which may be on the meta device, that compute what the kernel does on `device`; by name."""
-    known: dict[Any, RouterForm | None] = {}  # layers of a kind are alike
+    """Return by name the routers of `model`, which may be on the meta device, that the kernel equals on `device`."""
+    known: dict[Any, RouterForm | None] = {}  # by type, attributes and shapes
     found = {}
     for name, module in model.named_modules():
         if _may_route(module):
@@ -312,7 +307,7 @@ def detect_routers(model: nn.Module, device: torch.device) -> dict[str, RouterFo
 
 
 def install_routing_kernel(model: nn.Module, found: dict[str, RouterForm]) -> None:
-    """Let the routers `found` of a loaded model use the kernel; a router whose `forward` something else replaced stays as it is."""
+    """Let the routers `found` of a loaded model use the kernel, except those whose `forward` is replaced already."""
     for name, routing in found.items():
         module = model.get_submodule(name)
         if "forward" not in vars(module):
@@ -341,7 +336,7 @@ def _may_route(module: nn.Module) -> bool:
     weight = own.get("weight")
     return (
         not type(module).__module__.startswith("torch.")
-        and not isinstance(module, nn.Linear)  # the cores may multiply such a one, or an adapter wrap it
+        and not isinstance(module, nn.Linear)  # the CPU may compute such a one, or an adapter wrap it
         and weight is not None
         and own.keys() <= {"weight", "bias"}
         and weight.dim() == 2
@@ -353,7 +348,7 @@ def _may_route(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _match_router(module: nn.Module, device: torch.device) -> RouterForm | None:
-    """Return what `module` computes: of the forms that choose the same experts the one whose weights differ least, if only by roundings."""
+    """Return the form that chooses the same experts as `module` with the closest weights, if they differ only by roundings."""
     router, draw = copy.copy(module), torch.Generator().manual_seed(0)
     vars(router)["_parameters"] = {
         name: nn.Parameter(
@@ -378,12 +373,12 @@ def _match_router(module: nn.Module, device: torch.device) -> RouterForm | None:
             routing = RouterForm(k, softmax_first, normalized, in_float32, dtype, own_logits.dtype)
             _, weights, numbers = routing.of(logits)
             same = weights.dtype == own_weights.dtype and torch.equal(numbers[rows], own_numbers[rows])
-            if not softmax_first:  # which ranks experts whose softmax over all is 0
+            if not softmax_first:  # this form also ranks experts whose softmax over all is 0
                 same = same and torch.equal(routing.of(wide_logits)[2][wide_rows], own_wide[2][wide_rows])
             if same:
                 of_rows, own_of_rows = weights[rows].double(), own_weights[rows].double()
                 differing[routing] = float(((of_rows - own_of_rows) / own_of_rows).abs().max())
-    except Exception:  # it runs the module's own code, which may do with its input whatever it likes
+    except Exception:  # it runs the module's code
         return None
     best = min(differing, key=differing.__getitem__, default=None)
     allowed = ROUNDINGS.get(own_weights.dtype, 1) * torch.finfo(own_weights.dtype).eps
@@ -391,7 +386,7 @@ def _match_router(module: nn.Module, device: torch.device) -> RouterForm | None:
 
 
 def _without_equals(logits: Tensor, k: int) -> Tensor:
-    """Return the rows whose largest logits are all different: equal ones may come in any order. At least one in 16 is such."""
+    """Return the rows whose largest logits all differ: equal ones may come in any order. Raise ValueError if fewer than 1 in 16 do."""
     rows = (logits.topk(k + 1, -1).values.diff(dim=-1) != 0).all(-1).nonzero().view(-1)
     if 16 * rows.numel() < logits.shape[0]:
         raise ValueError("too many equal logits")

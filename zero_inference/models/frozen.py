@@ -1,4 +1,4 @@
-"""Parameters that only an engine may write: it keeps the bytes elsewhere and brings them for each pass, so a change would be lost."""
+"""Parameters that only an engine may write: their bytes are stored elsewhere and copied for each pass, so a change would be lost."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "o
 WRITING = {name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")} - HARMLESS
 WRITING |= {"__setitem__", *(f"__i{name}__" for name in OPERATORS)}
 
-set_data = torch.Tensor.data.__set__  # for an engine's passes: no question asked
+set_data = torch.Tensor.data.__set__  # for an engine's passes: without the check of the caller
 
 
 def freeze(parameter: nn.Parameter) -> None:
-    """Let only engines write `parameter`; anything else that does raises UsageError."""
+    """Let only engines write `parameter`; other code that does gets a UsageError."""
     parameter.__class__ = FrozenParameter
 
 
 class FrozenParameter(nn.Parameter):
     """A parameter whose values, in place or by `data`, only engines may write. Operators take it as any parameter."""
 
-    # else each operator would ask Python first
+    # else each operator would call Python
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @property
@@ -44,21 +44,21 @@ class FrozenParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        if values is self:  # `Module.to` of what is there already
+        if values is self:  # `Module.to` without a change
             return
         if not _caller_is_engine():
             raise refusal("`data` of a parameter was set")
         set_data(self, values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with the values that are here now."""
+        """Return a plain parameter with the present values."""
         plain = torch.Tensor.data.__get__(self)
         memo[id(self)] = nn.Parameter(copy.deepcopy(plain), self.requires_grad)
         return memo[id(self)]
 
 
 class _FrozenValues(torch.Tensor):
-    """The values that `data` of a frozen parameter returns, and views of them: reading works, writing raises UsageError."""
+    """`data` of a frozen parameter, and views of it: reading works, writing raises UsageError."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -82,7 +82,7 @@ def _share_memory(one: torch.Tensor, other: Any) -> bool:
 
 
 def _caller_is_engine() -> bool:
-    """Return whether an engine's code uses this property or method."""
+    """Return whether the caller of this property or method is an engine's code."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith(ENGINES)
 
 

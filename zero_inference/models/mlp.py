@@ -1,4 +1,4 @@
-"""Reading what a module computes, where that is the feed-forward part of a layer: found in its graph, not listed by family."""
+"""Recognize the MLP of a decoder layer by tracing it, not by a list of families."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Mlp:
     """`last(f(first(x)))`, or gated: `last(f(gate(x)) * up(x))`. Names are of linear modules, relative to the module.
 
     Attributes:
-        first: one name; or, gated, those of gate and up. One name twice: its rows are those of gate and then those of up.
+        first: one name; or, gated, those of gate and up. The same name twice is one linear with the rows of gate, then those of up.
         activation: f, a key of `ACTIVATIONS`.
-        gate_is_second: of a name that stands twice: up's rows come first.
+        gate_is_second: of one linear: up's rows come first.
     """
 
     first: tuple[str, ...]
@@ -50,24 +50,25 @@ class Mlp:
 
 @cache_per_module
 def detect_mlp(module: nn.Module) -> Mlp | None:
-    """What `module`, which may be on the meta device, computes of one tensor; None where it is something else."""
-    linears = {
-        part for part in module.modules() if weight_layout(part) is not None
-    }  # before tracing: they are called for it
+    """Return the form of `module`, which may be on the meta device; None if it is no MLP."""
+    # before tracing, as it calls them
+    linears = {part for part in module.modules() if weight_layout(part) is not None}
     try:
         graph = _Tracer(linears).trace(module)
         if sum(node.op == "placeholder" for node in graph.nodes) != 1:
             return None
         output = next(node for node in graph.nodes if node.op == "output").args[0]
-        return _Reader(module).feed_forward(output)
-    except Exception:  # symbolic tracing runs the module's own code, which may do with its input whatever it likes
+        return _GraphReader(module).mlp(output)
+    except Exception:  # tracing runs the module's code, which may fail on proxies
         return None
 
 
 @cache_per_module
 def weight_layout(module: nn.Module) -> str | None:
-    """Return how a module that adds one product with its `weight` and its `bias` stores that weight: `ROWS` as `nn.Linear`, `COLUMNS` as
-    transformers' Conv1D; None for a module that computes anything else. Found by calling a small copy, in float64."""
+    """Return how a linear module stores its weight: `ROWS` as `nn.Linear`, `COLUMNS` as transformers' Conv1D; None for other modules.
+
+    Found by calling a small copy in float64.
+    """
     if type(module) is nn.Linear:
         return ROWS
     own = {name: parameter.dim() for name, parameter in module.named_parameters()}
@@ -77,7 +78,7 @@ def weight_layout(module: nn.Module) -> str | None:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             return _tried_form(module)
-    except Exception:  # it runs the module's own code, which may do with its input whatever it likes
+    except Exception:  # it runs the module's code
         return None
 
 
@@ -109,7 +110,7 @@ def _tried_form(module: nn.Module) -> str | None:
 
 
 def name_activation(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """The key of `ACTIVATIONS` that `function` equals, by its values; None for another function."""
+    """Return the key of `ACTIVATIONS` with the same values as `function`; None for another function."""
     with torch.device("cpu"):
         x = torch.linspace(-9, 9, 1001)
         values = function(x)
@@ -127,34 +128,34 @@ class _Tracer(fx.Tracer):
         return module in self.linears or self.linears.isdisjoint(module.modules())
 
 
-class _NotThis(Exception):
+class _NoMlp(Exception):
     pass
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A linear module's result for the input: all of it (0 of 1 parts), or one of the parts that it was cut into."""
+    """A linear module's output for the MLP's input, or one of `parts` equal parts of it."""
 
     name: str
     part: int = 0
     parts: int = 1
 
 
-class _Reader:
+class _GraphReader:
     def __init__(self, module: nn.Module):
         self.module = module
 
-    def feed_forward(self, output: Any) -> Mlp:
+    def mlp(self, output: Any) -> Mlp:
         node = self._without_dropout(output)
         last = self._linear(node)
         if last is None:
-            raise _NotThis
+            raise _NoMlp
         node = self._without_dropout(node.args[0])
         activation = self._activation(node)
         if activation is not None:
             return Mlp((self._whole(activation[1]).name,), activation[0], last)
         if node.target not in (operator.mul, torch.mul, "mul") or len(node.args) != 2:
-            raise _NotThis
+            raise _NoMlp
         for gate, up in (node.args, node.args[::-1]):
             activation = self._activation(self._without_dropout(gate))
             if activation is not None:
@@ -166,12 +167,12 @@ class _Reader:
             return Mlp((gate.name, up.name), activation, last)
         if gate.name == up.name and gate.parts == up.parts == 2 and gate.part != up.part:
             return Mlp((gate.name, up.name), activation, last, gate_is_second=gate.part == 1)
-        raise _NotThis
+        raise _NoMlp
 
     def _whole(self, node: Any) -> _Product:
         product = self._product(node)
         if product.parts != 1:
-            raise _NotThis
+            raise _NoMlp
         return product
 
     def _product(self, node: Any) -> _Product:
@@ -179,14 +180,14 @@ class _Reader:
         name = self._linear(node)
         if name is not None:
             if node.args[0].op != "placeholder":
-                raise _NotThis
+                raise _NoMlp
             return _Product(name)
         if node.target is operator.getitem and node.args[0].target in ("chunk", torch.chunk):
             cut, part = node.args[0], node.args[1]
             arguments = dict(zip(("chunks", "dim"), cut.args[1:])) | dict(cut.kwargs)
             if arguments.get("chunks") == 2 and arguments.get("dim") == -1:
                 return _Product(self._whole(cut.args[0]).name, part, 2)
-        raise _NotThis
+        raise _NoMlp
 
     def _linear(self, node: fx.Node) -> str | None:
         if node.op == "call_module" and weight_layout(self._module(node)) is not None:
@@ -194,7 +195,7 @@ class _Reader:
         return None
 
     def _activation(self, node: fx.Node) -> tuple[str, Any] | None:
-        """Name of the function and the node that it takes, if `node` is a function of one tensor that is known."""
+        """Return the name of the activation and its input node; None if `node` is no known activation."""
         inputs = node.all_input_nodes
         if (
             len(inputs) != 1

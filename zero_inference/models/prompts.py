@@ -1,4 +1,4 @@
-"""The prompts of a run: [batch, prompt_len] token ids without padding."""
+"""The prompts of a run, [batch, prompt_len] token ids without padding, and the settings of greedy generation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-SHORT = 60  # characters of a prompt that are shown beside what was generated
+EXCERPT_LENGTH = 60  # characters of a prompt that are shown with its output
 TEMPLATE_S = 10.0  # templates of published models take milliseconds
 INSTEAD = "replace the tokenizer files, or remove them to run on random ids."
 TEXT = (
@@ -43,7 +43,7 @@ TEXT = (
 
 @dataclass(frozen=True)
 class PromptParts:
-    """The ids of a prompt: its text, and what its tokenizer or its chat template puts around it."""
+    """The ids of a prompt: its text, and those that its tokenizer or chat template puts around it."""
 
     before: list[int]
     text: list[int]
@@ -53,7 +53,7 @@ class PromptParts:
         return len(self.before) + len(self.text) + len(self.after)
 
     def of_length(self, length: int, filler: list[int]) -> list[int]:
-        """`length` ids: a long text keeps its beginning, a short one its end, behind as much of `filler` as is missing.
+        """Return `length` ids: the beginning of a long text, or a short one after as much of `filler` as is missing.
 
         Raises:
             ValueError: there is no room for any text.
@@ -67,7 +67,7 @@ class PromptParts:
 
 
 def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
-    """`config` with the length in tokens of its longest --prompt, where no other length was asked for.
+    """Return `config` with the length in tokens of its longest --prompt, unless --prompt-len is set.
 
     Raises:
         UsageError: the model has no tokenizer for --prompt, or no chat template for --chat.
@@ -89,7 +89,7 @@ def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
 
 
 def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, str | None]:
-    """The prompts of a run: ids int64 [batch, prompt_len], the tokenizer (None without one) and what to say about them, if anything.
+    """Return the prompts of a run: ids int64 [batch, prompt_len], the tokenizer (None without one) and a note to print, if any.
 
     Raises:
         UsageError: the prompts or the tokenizer cannot be used.
@@ -100,16 +100,25 @@ def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, s
             texts = [config.prompt[i % len(config.prompt)] for i in range(config.batch_size)]
         else:
             texts = read_prompts(config.prompts, config.batch_size)
-        return readable_ids(spec.name, tokenizer, texts, config.prompt_len, vocab_size, config.chat), tokenizer, None
+        with _explained(spec.name):
+            ids = encode_prompts(tokenizer, texts, config.prompt_len, config.chat)
+        if (largest := int(ids.max())) >= vocab_size:
+            raise UsageError(
+                f"--model {spec.name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens; "
+                f"{INSTEAD}"
+            )
+        return ids, tokenizer, None
     if config.prompts or config.prompt:
         raise _no_tokenizer(config, spec)
     note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"
     return random_ids(config.seed, config.batch_size, config.prompt_len, vocab_size), None, note
 
 
-def prompt_excerpts(config: RunConfig, ids: torch.Tensor, tokenizer: Any, most: int = SHORT) -> list[str]:
-    """Return the last line of each prompt (int64 [batch, prompt_len]), its end where it is longer than `most`, and with --chat that of
-    the message alone. Empty without a tokenizer."""
+def prompt_excerpts(config: RunConfig, ids: torch.Tensor, tokenizer: Any, most: int = EXCERPT_LENGTH) -> list[str]:
+    """Return the last line of each prompt (int64 [batch, prompt_len]), with --chat of the message; of a line longer than `most` its end.
+
+    Empty without a tokenizer.
+    """
     if tokenizer is None:
         return []
     texts: Sequence[str] = [tokenizer.decode(row, skip_special_tokens=True) for row in ids.tolist()]
@@ -125,44 +134,27 @@ def _end_of(text: str, most: int) -> str:
 
 
 def eos_token_ids(spec: ModelSpec, tokenizer: Any) -> frozenset[int]:
-    """The ids that end a text of this model, as its tokenizer, its config and its settings of generation say."""
-    said = [getattr(tokenizer, "eos_token_id", None), getattr(spec.text_config, "eos_token_id", None)]
+    """Return the ids that end a text of this model: of its tokenizer, its config and its generation_config.json."""
+    found = [getattr(tokenizer, "eos_token_id", None), getattr(spec.text_config, "eos_token_id", None)]
     folder = spec.snapshot.folder if spec.snapshot else spec.folder
     if folder is not None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            said.append(json.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id"))
-    each = [one for ids in said for one in (ids if isinstance(ids, list) else [ids])]
-    return frozenset(one for one in each if isinstance(one, int))
+            found.append(json.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id"))
+    flat = [one for ids in found for one in (ids if isinstance(ids, list) else [ids])]
+    return frozenset(one for one in flat if isinstance(one, int))
 
 
 def random_ids(seed: int, batch_size: int, prompt_len: int, vocab_size: int) -> torch.Tensor:
-    """Token ids int64 [batch_size, prompt_len] that depend on the four arguments alone."""
+    """Return token ids int64 [batch_size, prompt_len] that depend on the four arguments alone."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (batch_size, prompt_len), generator=generator)
-
-
-def readable_ids(
-    name: str, tokenizer, prompts: list[str], prompt_len: int, vocab_size: int, chat: bool = False
-) -> torch.Tensor:
-    """`encode_prompts`, all of them below `vocab_size`.
-
-    Raises:
-        UsageError: the tokenizer of model `name` cannot read the prompts, or is another model's.
-    """
-    with _explained(name):
-        ids = encode_prompts(tokenizer, prompts, prompt_len, chat)
-    if (largest := int(ids.max())) >= vocab_size:
-        raise UsageError(
-            f"--model {name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens; {INSTEAD}"
-        )
-    return ids
 
 
 def encode_prompts(tokenizer, prompts: list[str], prompt_len: int, chat: bool = False) -> torch.Tensor:
     """Tokenize each prompt to exactly `prompt_len` real tokens: int64 [len(prompts), prompt_len].
 
-    A long prompt keeps its beginning. A short one keeps its end and is led in by the built-in text, after whatever the
-    tokenizer puts at the start of a sequence, or with `chat` the chat template before the message.
+    A long prompt is cut at its end. Before a short one goes the built-in text, after the ids that the tokenizer puts at the start of a
+    sequence, or with `chat` the chat template puts before the message.
 
     Raises:
         ValueError: it makes no tokens of the built-in text.
@@ -180,14 +172,14 @@ def encode_prompts(tokenizer, prompts: list[str], prompt_len: int, chat: bool = 
 
 
 def prompt_parts(tokenizer, text: str, chat: bool) -> PromptParts:
-    """The ids of one prompt, as a message of a user with the beginning of an answer for `chat`."""
+    """Tokenize one prompt; with `chat` as a user's message, followed by the start of an answer."""
     if not chat:
         plain = tokenizer(text, add_special_tokens=False)["input_ids"]
         full = tokenizer(text)["input_ids"]
         return PromptParts(full[: _find(full, plain)], plain, [])
     full, other = (_message(tokenizer, each) for each in (text, TEXT[0] if text != TEXT[0] else TEXT[1]))
-    start = _same(full, other)
-    end = min(_same(full[::-1], other[::-1]), len(full) - start)
+    start = _common_prefix(full, other)
+    end = min(_common_prefix(full[::-1], other[::-1]), len(full) - start)
     return PromptParts(full[:start], full[start : len(full) - end], full[len(full) - end :])
 
 
@@ -200,10 +192,10 @@ def _message(tokenizer, text: str) -> list[int]:
 
 
 def _within(limit_s: float, template: Callable[[], list[int]]) -> list[int]:
-    """Return what `template` returns: a checkpoint's program, which may never end.
+    """Return the result of `template`: a program of the checkpoint, which may never end.
 
     Raises:
-        UsageError: it takes longer than `limit_s`; it is ended.
+        UsageError: it took longer than `limit_s`; it is terminated.
     """
     found: list[list[int]] = []
     errors: list[BaseException] = []
@@ -220,15 +212,14 @@ def _within(limit_s: float, template: Callable[[], list[int]]) -> list[int]:
     if thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         raise UsageError(
-            f"--chat: the chat template did not end within {limit_s:g} s; drop --chat, or mend the template."
+            f"--chat: the chat template did not end within {limit_s:g} s; drop --chat, or correct the template."
         )
     if errors:
         raise errors[0]
     return found[0]
 
 
-def _same(one: list[int], other: list[int]) -> int:
-    """How many ids two lists have in common at their beginning."""
+def _common_prefix(one: list[int], other: list[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
@@ -239,7 +230,7 @@ def _no_tokenizer(config: RunConfig, spec: ModelSpec) -> UsageError:
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Whatever a tokenizer's own code raises, as a UsageError."""
+    """Turn anything that a tokenizer's code raises into a UsageError."""
     try:
         yield
     except UsageError:
@@ -253,7 +244,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def read_prompts(path: str | None, batch_size: int) -> list[str]:
-    """`batch_size` prompts from a file of one prompt a line, or from the built-in text (repeated as needed).
+    """Return `batch_size` prompts from a file of one prompt a line, or from the built-in text (repeated as needed).
 
     Raises:
         UsageError: the file has fewer prompts than the batch needs.
@@ -261,7 +252,7 @@ def read_prompts(path: str | None, batch_size: int) -> list[str]:
     if path is None:
         return [TEXT[-1 - i % len(TEXT)] for i in range(batch_size)]
     try:
-        # not splitlines, which also ends a line at characters that stand inside of prompts: form feeds, U+2028
+        # not splitlines, which also splits at form feeds and U+2028, which prompts may contain
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompts {path}: cannot be read as UTF-8 text ({error}).") from error
@@ -280,10 +271,9 @@ def _find(full: list[int], part: list[int]) -> int:
 
 
 def greedy_config(new_tokens: int) -> GenerationConfig:
-    """Settings of `generate` for `new_tokens` tokens, each the likeliest, with a KV cache.
+    """Return settings of `generate` for exactly `new_tokens` tokens, each the likeliest, with a KV cache.
 
-    Row lengths are equal everywhere in this project, so the padding token is never seen. What is left open here `generate` takes
-    from the model: see `reset_generation_config`.
+    Rows have equal lengths, so the padding token is never used. Unset settings come from the model: see `reset_generation_config`.
     """
     from transformers import GenerationConfig
 
@@ -291,18 +281,16 @@ def greedy_config(new_tokens: int) -> GenerationConfig:
 
 
 def reset_generation_config(model) -> None:
-    """Take the checkpoint's sampling, forced tokens and stop words from `model`: they would change how much is generated and what."""
+    """Remove the checkpoint's sampling, forced tokens and stop words from `model`: they would change number and choice of tokens."""
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig()
 
 
 def disable_cudnn_attention() -> None:
-    """Take cuDNN's attention out of PyTorch's choice.
+    """Exclude cuDNN's attention from PyTorch's choice.
 
     Its decode step is not repeatable on an H200: float16 logits differed from run to run, enough to change greedy tokens
     (docs/performance.md).
     """
-    import torch
-
     torch.backends.cuda.enable_cudnn_sdp(False)
