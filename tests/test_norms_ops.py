@@ -151,7 +151,7 @@ ENDS = torch.tensor([1, 3, 6], dtype=torch.int32)
         (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(0, 3), torch.ones(0, 1), ENDS[:0]), ["offsets", "[0]"]),
         (
             lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS.flip(0)),
-            ["negative or fall", "3 at expert 1 behind 6"],
+            ["negative or fall", "3 at expert 1 after 6"],
         ),
         (
             lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS - 2),

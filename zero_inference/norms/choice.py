@@ -1,4 +1,4 @@
-"""Whether a run uses our norm kernels: --norm-kernels auto, cuda or off."""
+"""--norm-kernels auto, cuda or off: decide whether a run uses our norm kernels, after a trial of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from zero_inference.utils.format import first_line
 from zero_inference.utils.processes import isolated_python
 
 NO_DEVICE = "there is no CUDA device"
-LARGEST_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over norm
+MAX_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over norm
 _CHECK_ROWS = 5
 _TRIAL_S = 300
-# a process that tries them: it gets device, dtype and columns, and what it says behind "fault:" is wrong with them
+# program of the trial: its arguments are device, dtype and columns; it prints their fault after "fault:"
 TRIAL = """
 import sys, torch
 from zero_inference.kernels.extension import load_extension
@@ -31,7 +31,7 @@ print("fault:", find_fault(torch.device(sys.argv[1]), getattr(torch, sys.argv[2]
 
 
 def check_norm_kernels_option(asked: str, model_type: str) -> None:
-    """Raises UsageError for `cuda` with a family that is not in the table, before anything is compiled or loaded."""
+    """Raise UsageError for `cuda` with a family that is not in the table, before anything is compiled or loaded."""
     reason = patch.family_refusal(model_type) if asked == "cuda" else None
     if reason is not None:
         raise _refusal(reason)
@@ -46,15 +46,15 @@ def prepare_norm_kernels(
     say: Callable[[str], None],
     trial: str = TRIAL,
 ) -> str | None:
-    """Compile or load the kernels and try them on `device`; the reason why they are not to be used, or None.
+    """Compile or load the kernels and try them on `device`. Return why they are not used, or None.
 
     Args:
-        columns: hidden size of the model, which the trial uses.
-        say: gets the line that says what takes a minute, and one warning where kernels are there and wrong.
+        columns: hidden size of the model.
+        say: gets a line before a compilation that takes a minute, and a warning if the kernels are wrong.
         trial: as of `try_in_child`.
 
     Raises:
-        UsageError: `cuda` was asked for and is not possible.
+        UsageError: `cuda` is set and not possible.
     """
     if asked == "off":
         return "--norm-kernels off"
@@ -74,12 +74,10 @@ def prepare_norm_kernels(
 
 
 def try_in_child(device: torch.device, dtype: torch.dtype, columns: int, trial: str = TRIAL) -> str | None:
-    """`find_fault` in a process of its own, because a kernel that writes where it may not takes its process down.
-
-    A trial that went well is remembered, by library, device, dtype and columns.
+    """Run `find_fault` in a child process, which an illegal memory access of a kernel would end; cache a success.
 
     Args:
-        trial: the program that the process runs, see `TRIAL`.
+        trial: the program to run, see `TRIAL`.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     kind = str(dtype).removeprefix("torch.")
@@ -105,13 +103,13 @@ def try_in_child(device: torch.device, dtype: torch.dtype, columns: int, trial: 
 def apply_norm_kernels(
     asked: str, reason: str | None, model: nn.Module, say: Callable[[str], None], model_type: str | None = None
 ) -> dict[str, Any]:
-    """Patch `model` unless `reason` says why not; the record's fields about it.
+    """Patch `model` unless there is a `reason` against it; return the record's fields about it.
 
     Args:
         model_type: as of `patch_norms`.
 
     Raises:
-        RunError: `cuda` was asked for and this model has norms that are not in the table.
+        RunError: `cuda` is set and this model has norms that are not in the table.
     """
     if reason is None:
         reason = patch.patch_refusal(model, model_type)
@@ -125,10 +123,7 @@ def apply_norm_kernels(
 
 
 def find_fault(device: torch.device, dtype: torch.dtype, columns: int) -> str | None:
-    """Try the operators that models use on a few random rows: what is wrong, or None.
-
-    What is compared is `torch.ops.zero_inference` on `device` with the reference in float64 on the host.
-    """
+    """Compare the operators that models use on `device` with the reference in float64 on a few random rows. Return the fault, or None."""
     generator = torch.Generator().manual_seed(5)
 
     def rows(*shape: int) -> torch.Tensor:
@@ -136,22 +131,22 @@ def find_fault(device: torch.device, dtype: torch.dtype, columns: int) -> str | 
 
     x, residual, weight, bias = rows(_CHECK_ROWS, columns), rows(_CHECK_ROWS, columns), rows(columns), rows(columns)
     total = x + residual
-    there = [tensor.to(device) for tensor in (x, residual, weight, bias)]
-    total_there = total.to(device)
+    on_device = [tensor.to(device) for tensor in (x, residual, weight, bias)]
+    total_on_device = total.to(device)
     wide, wide_weight, wide_bias = total.double(), weight.double(), bias.double()
     try:
         rms = reference.rms_norm_ref(wide, wide_weight)
         layer = reference.layer_norm_ref(wide, wide_weight, wide_bias)
         found = {
-            "rms_norm": (ops.rms_norm(total_there, there[2]), rms),
-            "fused_add_rms_norm": (ops.fused_add_rms_norm(*there[:3])[0], rms),
-            "the sum of fused_add_rms_norm": (ops.fused_add_rms_norm(*there[:3])[1], wide),
-            "layer_norm": (ops.layer_norm(total_there, *there[2:]), layer),
-            "fused_add_layer_norm": (ops.fused_add_layer_norm(*there)[0], layer),
+            "rms_norm": (ops.rms_norm(total_on_device, on_device[2]), rms),
+            "fused_add_rms_norm": (ops.fused_add_rms_norm(*on_device[:3])[0], rms),
+            "the sum of fused_add_rms_norm": (ops.fused_add_rms_norm(*on_device[:3])[1], wide),
+            "layer_norm": (ops.layer_norm(total_on_device, *on_device[2:]), layer),
+            "fused_add_layer_norm": (ops.fused_add_layer_norm(*on_device)[0], layer),
         }
-        for name, (here, expected) in found.items():
-            error = float((here.cpu().double() - expected).norm() / expected.norm())
-            if not error <= LARGEST_ERROR[dtype]:  # nan too
+        for name, (result, expected) in found.items():
+            error = float((result.cpu().double() - expected).norm() / expected.norm())
+            if not error <= MAX_ERROR[dtype]:  # nan too
                 return (
                     f"{name} is off by {error:.1e} on {device} ({str(dtype).removeprefix('torch.')}, {columns} columns)"
                 )

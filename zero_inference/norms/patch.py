@@ -1,12 +1,11 @@
-"""Our norms in a loaded transformers model, by a table of families.
+"""Replace the norms of a loaded transformers model by our kernels, by a table of families.
 
-A patched norm keeps its module, its parameters and its hooks: only `forward` of the instance is another one, and `extra_repr`,
-so that `print(model)` shows it. So ZeRO-3 still gathers what it partitioned, the stream engine still moves whole layers, and
-`unpatch_norms` leaves no trace. Where a decoder
-layer adds the residual right before a norm, its forward is rewritten to hand both to the norm, which does both in one kernel.
+Modules, parameters and hooks stay: only `forward` and `extra_repr` of the instances are replaced. So ZeRO-3 still gathers partitioned
+parameters, the stream engine still moves whole layers, and `unpatch_norms` restores everything. If a decoder layer adds the residual right
+before a norm, its forward is rewritten to pass both to the norm, which does both in one kernel.
 
-Roundings follow each family, so that greedy tokens stay: Llama and its kin round the normalized value before they multiply with
-the weight, Gemma (whose weights are stored less 1) and layer norm round once at the end.
+Roundings are those of each family, so greedy tokens stay equal: Llama rounds the normalized value before it multiplies with the weight,
+Gemma (whose weights are stored less 1) and layer norm round once at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _STATE = "_zero_inference_norm_patches"
 
 @dataclass(frozen=True)
 class Norm:
-    """How one class of norm modules computes; `eps` names its attribute, `layer` is layer norm instead of rms norm."""
+    """Computation of a class of norm modules; `eps` is the name of its attribute, `layer` is layer norm instead of rms norm."""
 
     eps: str = "eps"
     layer: bool = False
@@ -38,13 +37,13 @@ class Norm:
 
     @property
     def operator(self) -> str:
-        """As PyTorch and its profiler know it."""
+        """Name in PyTorch and its profiler."""
         return f"zero_inference::{'layer_norm' if self.layer else 'rms_norm'}"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Norm classes by name, and which norm of a decoder layer follows on the addition of the residual (None: none does)."""
+    """Norm classes by name, and the norm of a decoder layer that follows the addition of the residual, if any."""
 
     norms: dict[str, Norm]
     layer_class: str | None = None
@@ -82,10 +81,10 @@ def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
     """Replace the norms of a loaded transformers model, and additions before them, by ours; all of them or none.
 
     Args:
-        model_type: the family of a part of a model, such as one decoder layer, which has no config of its own to say it.
+        model_type: the family, for a part of a model without a config, such as one decoder layer.
 
     Returns:
-        How many norm modules are patched now. 0 for a model that is left alone, with a warning that says why.
+        the number of patched norm modules. 0 with a warning that gives the reason if the model is not patched.
     """
     if hasattr(model, _STATE):
         return len({module for module, *_ in getattr(model, _STATE) if _is_norm(module)})
@@ -111,7 +110,7 @@ def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
 
 
 def unpatch_norms(model: nn.Module) -> None:
-    """Put back what `patch_norms` replaced; nothing happens to a model that is not patched."""
+    """Restore what `patch_norms` replaced, if anything."""
     for module, attribute, before in reversed(getattr(model, _STATE, [])):
         if before is None:
             delattr(module, attribute)
@@ -122,7 +121,7 @@ def unpatch_norms(model: nn.Module) -> None:
 
 
 def patch_refusal(model: nn.Module, model_type: str | None = None) -> str | None:
-    """Why `patch_norms` would leave this model alone, in a few words; None if it would not. Arguments as there."""
+    """Return why `patch_norms` does not patch this model; None if it does. Arguments as there."""
     model_type = model_type or getattr(getattr(model, "config", None), "model_type", None)
     reason = family_refusal(model_type)
     if reason is not None:
@@ -139,7 +138,7 @@ def patch_refusal(model: nn.Module, model_type: str | None = None) -> str | None
 
 
 def family_refusal(model_type: str | None) -> str | None:
-    """The same for a whole family."""
+    """Return why no model of this family is patched; None if they are."""
     return (
         None
         if model_type in FAMILIES
@@ -152,20 +151,20 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _set_forward(module: nn.Module, forward, patches: list) -> None:
-    # accelerate's hook is an own `forward` of the module, which calls what was there as `_old_forward`
+    # accelerate's hook is the instance's `forward`, which calls the previous one as `_old_forward`
     attribute = "_old_forward" if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward") else "forward"
     _set(module, attribute, forward, patches)
 
 
 def _set(module: nn.Module, attribute: str, function, patches: list) -> None:
-    """Make `function` a method of this instance alone; `patches` learns what was there."""
+    """Make `function` a method of this instance; append the previous one to `patches`."""
     patches.append((module, attribute, module.__dict__.get(attribute)))
     setattr(module, attribute, MethodType(function, module))
 
 
 @functools.cache
 def _norm_repr(kind: Norm):
-    """extra_repr(self): the class's own, and the operator that computes now."""
+    """Return extra_repr(self): that of the class, and the operator."""
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (type(self).extra_repr(self), f"kernel={kind.operator}")))
@@ -175,10 +174,10 @@ def _norm_repr(kind: Norm):
 
 @functools.cache
 def _norm_forward(kind: Norm):
-    """forward(self, hidden_states, residual=None) -> normalized, or with a residual (normalized sum, sum)."""
+    """Return forward(self, hidden_states, residual=None) -> normalized, or with a residual (normalized sum, sum)."""
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None):
-        if hidden_states.dtype != self.weight.dtype:  # a norm kept in float32: its own forward mixes dtypes as it likes
+        if hidden_states.dtype != self.weight.dtype:  # a norm in float32: dtypes mix as in the class's forward
             total = hidden_states if residual is None else hidden_states + residual
             normalized = type(self).forward(self, total)
             return normalized if residual is None else (normalized, total)
@@ -199,11 +198,10 @@ def _norm_forward(kind: Norm):
 
 @functools.cache
 def _fused_forward(layer_class: type[nn.Module], norm: str) -> Callable | None:
-    """The class's forward with `sum = a + b` and the `self.norm(sum)` behind it in one call; None if it has no such place.
+    """Return the class's forward with `sum = a + b` and the following `self.norm(sum)` in one call; None if it has none.
 
-    transformers writes the layers of a family out in full and changes them from version to version, so the code that is there
-    is rewritten, and not replaced by a copy that would grow old. In training the class's own forward runs, which knows
-    gradient checkpointing.
+    Its source is rewritten, not replaced by a copy, because transformers changes layers from version to version. In training the class's
+    forward runs, for gradient checkpointing.
     """
     own = layer_class.forward
     plain = inspect.unwrap(own)
@@ -220,7 +218,7 @@ def _fused_forward(layer_class: type[nn.Module], norm: str) -> Callable | None:
         for field in ("body", "orelse")
         if isinstance(block := getattr(node, field, None), list)
     ]
-    if not any([_fuse_block(block, norm) for block in blocks]):  # noqa: C419 - every block, also behind the first
+    if not any([_fuse_block(block, norm) for block in blocks]):  # noqa: C419 - every block, not only the first
         return None
     made: dict = {}
     code = compile(ast.fix_missing_locations(tree), f"<{layer_class.__qualname__} with fused norms>", "exec")
@@ -235,24 +233,22 @@ def _fused_forward(layer_class: type[nn.Module], norm: str) -> Callable | None:
 
 
 def _fuse_block(block: list[ast.stmt], norm: str) -> bool:
-    """Rewrite the first `sum = a + b` of a block that only names stand between it and a use of `self.norm(sum)`."""
+    """Rewrite the first `sum = a + b` of a block with `self.norm(sum)` after it, with nothing but `alias = sum` in between."""
     for index, statement in enumerate(block):
         match statement:
             case ast.Assign(
                 targets=[ast.Name(id=total)],
                 value=ast.BinOp(left=ast.Name(id=left), op=ast.Add(), right=ast.Name(id=right)),
             ):
-                behind = index + 1
-                while behind < len(block) and _is_alias(block[behind], total):
-                    behind += 1
+                use = index + 1
+                while use < len(block) and _is_alias(block[use], total):
+                    use += 1
                 calls = (
-                    [node for node in ast.walk(block[behind]) if _is_call(node, norm, total)]
-                    if behind < len(block)
-                    else []
+                    [node for node in ast.walk(block[use]) if _is_call(node, norm, total)] if use < len(block) else []
                 )
-                if len(calls) == 1 and isinstance(block[behind], ast.Assign):
+                if len(calls) == 1 and isinstance(block[use], ast.Assign):
                     block[index] = ast.parse(f"_normed, {total} = self.{norm}({left}, {right})").body[0]
-                    block[behind] = _Replace(calls[0]).visit(block[behind])
+                    block[use] = _Replace(calls[0]).visit(block[use])
                     return True
     return False
 

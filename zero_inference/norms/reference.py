@@ -1,7 +1,7 @@
 """The norms in plain PyTorch: float32 (float64 for float64 inputs) inside, one downcast at the end.
 
-`*_ref` is what every kernel is checked against, with autograd for its gradients. `*_backward_ref` are the closed formulas of
-those gradients, which the operators use where there is no kernel. All reductions run over the last dimension, of D elements.
+Kernels are checked against `*_ref`, with autograd for gradients. `*_backward_ref` are the closed formulas of the gradients, which the
+operators use without a kernel. All reductions run over the last dimension, of D elements.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 def rms_norm_ref(
     x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, round_first: bool = False
 ) -> Tensor:
-    """`x * rsqrt(mean(x^2) + eps) * (weight + weight_offset)` for x [..., D] and weight [D], in x's dtype.
+    """Return `x * rsqrt(mean(x^2) + eps) * (weight + weight_offset)` for x [..., D] and weight [D], in x's dtype.
 
-    `round_first` rounds the normalized value to x's dtype before it meets the weight, as transformers' Llama family does.
+    `round_first` rounds the normalized value to x's dtype before it is multiplied with the weight, as transformers' Llama family does.
     """
     wide = _wide(x)
     values = x.to(wide)
@@ -33,13 +33,13 @@ def fused_add_rms_norm_ref(
     weight_offset: float = 0.0,
     round_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(h), h) with h = x + residual, rounded to its dtype."""
+    """Return (rms_norm(h), h) with h = x + residual, rounded to its dtype."""
     total = x + residual
     return rms_norm_ref(total, weight, eps, weight_offset, round_first), total
 
 
 def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """torch's layer norm over the last dimension: x [..., D], weight and bias [D]."""
+    """Return torch's layer norm over the last dimension: x [..., D], weight and bias [D]."""
     wide = _wide(x)
     return torch.nn.functional.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps).to(x.dtype)
 
@@ -47,19 +47,19 @@ def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -
 def fused_add_layer_norm_ref(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(h), h) with h = x + residual, rounded to its dtype."""
+    """Return (layer_norm(h), h) with h = x + residual, rounded to its dtype."""
     total = x + residual
     return layer_norm_ref(total, weight, bias, eps), total
 
 
 def poly_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
-    """`w0 N(x^3) + w1 N(x^2) + w2 N(x) + b` with `N(z) = z * rsqrt(mean(z^2) + eps)`; weight [3], bias [1]."""
+    """Return `w0 N(x^3) + w1 N(x^2) + w2 N(x) + b` with `N(z) = z * rsqrt(mean(z^2) + eps)`; weight [3], bias [1]."""
     wide = _wide(x)
     return _poly(x.to(wide), weight.to(wide), bias.to(wide), eps).to(x.dtype)
 
 
 def fused_mul_poly_norm_ref(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
-    """`poly_norm(x) * mul`, multiplied before the downcast; mul has the shape of x."""
+    """Return `poly_norm(x) * mul`, multiplied before the downcast; mul has the shape of x."""
     wide = _wide(x)
     return (_poly(x.to(wide), weight.to(wide), bias.to(wide), eps) * mul.to(wide)).to(x.dtype)
 
@@ -67,14 +67,14 @@ def fused_mul_poly_norm_ref(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor
 def fused_mul_grouped_poly_norm_ref(
     x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor, eps: float = 1e-6
 ) -> Tensor:
-    """fused_mul_poly_norm with the weights of each row's expert: weight [E, 3], bias [E, 1], offsets int32 [E].
+    """Return fused_mul_poly_norm with the weights of each row's expert: weight [E, 3], bias [E, 1], offsets int32 [E].
 
     Row r (of x flattened to [rows, D]) uses the first expert with `r < offsets[e]`; rows past the last give zero.
     """
     wide = _wide(x)
     rows = x.reshape(-1, x.shape[-1])
-    row_weight, row_bias, inside = _of_rows(weight.to(wide), bias.to(wide), offsets, len(rows))
-    # padding rows are replaced, not only masked: their gradient has to be zero whatever they hold
+    row_weight, row_bias, inside = _row_weights(weight.to(wide), bias.to(wide), offsets, len(rows))
+    # padding rows are replaced, not only masked: their gradient must be zero even for NaN or inf
     values = torch.where(inside, rows.to(wide), 1.0)
     factors = torch.where(inside, mul.reshape(rows.shape).to(wide), 0.0)
     return (_poly(values, row_weight, row_bias, eps) * factors).to(x.dtype).reshape(x.shape)
@@ -83,7 +83,7 @@ def fused_mul_grouped_poly_norm_ref(
 def rms_norm_backward_ref(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dweight). With n = x s, s = rsqrt(mean(x^2) + eps), m = grad (weight + offset): dx = s (m - n mean(m n)).
+    """Return (dx, dweight). With n = x s, s = rsqrt(mean(x^2) + eps), m = grad (weight + offset): dx = s (m - n mean(m n)).
 
     `grad_sum` is the gradient of a fused sum h = x + residual, which is added to dx.
     """
@@ -96,13 +96,13 @@ def rms_norm_backward_ref(
         grad_x = m * eps * scale**3
     else:
         grad_x = scale * (m - normalized * (m * normalized).mean(-1, keepdim=True))
-    return _plus(grad_x, grad_sum).to(x.dtype), _over_rows(grads * normalized).to(weight.dtype)
+    return _add(grad_x, grad_sum).to(x.dtype), _sum_rows(grads * normalized).to(weight.dtype)
 
 
 def layer_norm_backward_ref(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias). With n the normalized x, s its scale, m = grad weight: dx = s (m - mean(m) - n mean(m n))."""
+    """Return (dx, dweight, dbias). With n the normalized x, s its scale, m = grad weight: dx = s (m - mean(m) - n mean(m n))."""
     wide = _wide(x)
     grads = grad.to(wide)
     centred = x.to(wide) - x.to(wide).mean(-1, keepdim=True)
@@ -111,16 +111,16 @@ def layer_norm_backward_ref(
     m = grads * weight.to(wide)
     grad_x = scale * (m - m.mean(-1, keepdim=True) - normalized * (m * normalized).mean(-1, keepdim=True))
     return (
-        _plus(grad_x, grad_sum).to(x.dtype),
-        _over_rows(grads * normalized).to(weight.dtype),
-        _over_rows(grads).to(weight.dtype),
+        _add(grad_x, grad_sum).to(x.dtype),
+        _sum_rows(grads * normalized).to(weight.dtype),
+        _sum_rows(grads).to(weight.dtype),
     )
 
 
 def poly_norm_backward_ref(
     grad: Tensor, x: Tensor, mul: Tensor | None, weight: Tensor, bias: Tensor, offsets: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(dx, dmul, dweight, dbias) of poly_norm and its fused forms; without mul the second is None.
+    """Return (dx, dmul, dweight, dbias) of poly_norm and its fused forms; dmul is None without mul.
 
     With c_p the weight of power p, r_p = rsqrt(mean(x^2p) + eps), h = grad mul, S_p = sum_i h_i x_i^p of a row:
     dx = sum_p c_p r_p p x^(p-1) (h - x^p r_p^2 S_p / D), dmul = grad poly, dc_p = sum over rows of r_p S_p, db = sum of h.
@@ -128,7 +128,7 @@ def poly_norm_backward_ref(
     wide = _wide(x)
     columns = x.shape[-1]
     values, grads = x.reshape(-1, columns).to(wide), grad.reshape(-1, columns).to(wide)
-    row_weight, row_bias, inside = _of_rows(weight.to(wide), bias.to(wide), offsets, len(values))
+    row_weight, row_bias, inside = _row_weights(weight.to(wide), bias.to(wide), offsets, len(values))
     if offsets is not None:
         values, grads = torch.where(inside, values, 1.0), torch.where(inside, grads, 0.0)
     factors = 1.0 if mul is None else torch.where(inside, mul.reshape(values.shape).to(wide), 0.0)
@@ -144,12 +144,12 @@ def poly_norm_backward_ref(
         sums.append(scale * total)
     sums.append(h.sum(-1, keepdim=True))
     grad_mul = None if mul is None else (grads * _poly(values, row_weight, row_bias, eps)).to(x.dtype).reshape(x.shape)
-    of_experts = _over_experts(torch.cat(sums, -1), offsets)
+    by_expert = _sum_by_expert(torch.cat(sums, -1), offsets)
     return (
         grad_x.to(x.dtype).reshape(x.shape),
         grad_mul,
-        of_experts[:, :3].to(weight.dtype).reshape(weight.shape),
-        of_experts[:, 3].to(bias.dtype).reshape(bias.shape),
+        by_expert[:, :3].to(weight.dtype).reshape(weight.shape),
+        by_expert[:, 3].to(bias.dtype).reshape(bias.shape),
     )
 
 
@@ -165,30 +165,30 @@ def _poly(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return cube * normalized(x**3) + square * normalized(x**2) + line * normalized(x) + bias
 
 
-def _of_rows(weight: Tensor, bias: Tensor, offsets: Tensor | None, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight [rows, 3], bias [rows, 1] and, [rows, 1], whether a row belongs to an expert at all."""
+def _row_weights(weight: Tensor, bias: Tensor, offsets: Tensor | None, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight [rows, 3], bias [rows, 1] and whether the row has an expert [rows, 1]; for all rows at once without offsets."""
     if offsets is None:
         return weight.reshape(1, 3), bias.reshape(1, 1), torch.ones((1, 1), dtype=torch.bool, device=weight.device)
-    expert = _experts(offsets, rows)
+    expert = _expert_of_row(offsets, rows)
     inside = (expert < len(offsets))[:, None]
     expert = expert.clamp(max=len(offsets) - 1)
     return weight[expert], bias.reshape(-1, 1)[expert], inside
 
 
-def _experts(offsets: Tensor, rows: int) -> Tensor:
+def _expert_of_row(offsets: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype, device=offsets.device), right=True)
 
 
-def _over_experts(sums: Tensor, offsets: Tensor | None) -> Tensor:
+def _sum_by_expert(sums: Tensor, offsets: Tensor | None) -> Tensor:
     if offsets is None:
         return sums.sum(0, keepdim=True)
     totals = sums.new_zeros(len(offsets) + 1, sums.shape[-1])
-    return totals.index_add_(0, _experts(offsets, len(sums)), sums)[:-1]
+    return totals.index_add_(0, _expert_of_row(offsets, len(sums)), sums)[:-1]
 
 
-def _over_rows(values: Tensor) -> Tensor:
+def _sum_rows(values: Tensor) -> Tensor:
     return values.reshape(-1, values.shape[-1]).sum(0)
 
 
-def _plus(grad: Tensor, other: Tensor | None) -> Tensor:
+def _add(grad: Tensor, other: Tensor | None) -> Tensor:
     return grad if other is None else grad + other.to(grad.dtype)
