@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def main() -> int:
     from benchmarks.common.engine_run import loaded_by_options
     from zero_inference.engines.stream.prefetch import Prefetcher
-    from zero_inference.measure import loops
+    from zero_inference.measure.loops import measure_loops
     from zero_inference.models.prompts import random_ids
     from zero_inference.utils.ranks import stop_process_group
 
@@ -41,7 +41,7 @@ def main() -> int:
         for name, changes in reversed(ways(prefetcher)) if turn % 2 else ways(prefetcher):
             kept = {attribute: getattr(prefetcher.compute, attribute) for attribute in changes}
             vars(prefetcher.compute).update(changes)
-            (loop,) = loops.measure_loops(loaded, ids, config.gen_len, 1, 0, ranks).loops
+            (loop,) = measure_loops(loaded, ids, config.gen_len, 1, 0, ranks).loops
             vars(prefetcher.compute).update(kept)
             measured.append((name, sorted(step_bytes / step_s / 1e9 for step_s in loop.step_s[1:])))
         link = (before + link_gb_per_s(ranks, loaded)) / 2

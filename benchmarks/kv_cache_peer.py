@@ -21,7 +21,7 @@ def main() -> int:
 
     from benchmarks.common.engine_run import loaded_by_options
     from zero_inference.kv_cache.host import HostKVCache
-    from zero_inference.measure import loops
+    from zero_inference.measure.loops import measure_loops
     from zero_inference.models.prompts import random_ids
     from zero_inference.utils.ranks import stop_process_group
 
@@ -40,7 +40,7 @@ def main() -> int:
             ("ours", fresh),
             ("transformers", lambda: DynamicCache(config=spec.config, offloading=on_cuda)),
         ):
-            measured = loops.measure_loops(loaded, ids, config.gen_len, config.loops, config.warmup, ranks, make_cache)
+            measured = measure_loops(loaded, ids, config.gen_len, config.loops, config.warmup, ranks, make_cache)
             steps = [step for loop in measured.loops for step in loop.step_s]
             outputs[name] = measured.output_ids
             print(

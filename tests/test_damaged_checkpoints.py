@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
-from zero_inference.measure.result import output_ids_sha256
+from zero_inference.measure.session import output_ids_sha256
 from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model

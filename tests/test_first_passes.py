@@ -188,7 +188,7 @@ def test_each_kind_of_layer_is_compared_as_it_is_stored(family, options, made, m
         name, parameter = list(plain.plain[position].named_parameters())[-3]
         module, _, leaf = name.rpartition(".")
         plain.plain[position].get_submodule(module)._parameters[leaf] = torch.nn.Parameter(-parameter, False)
-        seen.append((position, found, own(plain, position, placed, *call), dict(plain.left_out)))
+        seen.append((position, found, own(plain, position, placed, *call), dict(plain.skipped)))
         return found
 
     monkeypatch.setattr(ReferenceLayers, "_differs", differs)

@@ -15,7 +15,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed.quantization import plan_quantization
 from zero_inference.engines.stream.layout import BlockStore, lay_out
 from zero_inference.errors import RunError
-from zero_inference.measure.result import output_ids_sha256
+from zero_inference.measure.session import output_ids_sha256
 from zero_inference.models.empty_model import build_empty_model, build_on_meta
 from zero_inference.models.prompts import disable_cudnn_attention, greedy_config, random_ids, reset_generation_config
 from zero_inference.models.sizes import parameter_bytes

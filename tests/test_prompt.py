@@ -17,7 +17,7 @@ from zero_inference.config.options import LONGEST_PROMPT
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import parse_options
 from zero_inference.errors import UsageError
-from zero_inference.measure.result import output_ids_sha256
+from zero_inference.measure.session import output_ids_sha256
 from zero_inference.models import prompts
 from zero_inference.models.prompts import (
     TEXT,

@@ -12,7 +12,7 @@ import pytest
 
 import zero_inference
 from zero_inference import utils
-from zero_inference.measure.result import output_ids_sha256
+from zero_inference.measure.session import output_ids_sha256
 from zero_inference.records import schema
 from zero_inference.records.read import parse_log, read_records
 from zero_inference.records.schema import Loop, Record, Result

@@ -7,7 +7,7 @@ import json
 import pytest
 from conftest import replace
 
-from zero_inference.measure.steadiness import decode_evenness
+from zero_inference.measure.steadiness import decode_spread
 from zero_inference.planning.roofline import StepWork, decode_roofline
 from zero_inference.records.hardware import Environment, LinkUse, Rates, TracedLinkUse
 from zero_inference.records.schema import Loop, MachineLoad, Measured, MovedPerStep, Predicted, Quality, Request, Result
@@ -38,7 +38,7 @@ SCORES = {"accuracy": 0.5, "stderr": 0.25, "correct": 2, "total": 4, "outcomes":
 def measured(link_use) -> Measured:
     return Measured(
         model_bytes=24 << 30, cache_bytes=2**28, hidden_bytes=3, weight_bytes=13 << 29, load_s=1.0, compile_s=0.0, cold_total_s=None,
-        warmup_total_s=[], warmed_up=None, settling_s=[], loops=LOOPS, evenness=decode_evenness(LOOPS), prefill_latency_s=0.5,
+        warmup_total_s=[], warmed_up=None, settling_s=[], loops=LOOPS, evenness=decode_spread(LOOPS), prefill_latency_s=0.5,
         prefill_throughput=16.0, decode_latency_s=0.1, decode_throughput=40.0, total_latency_s=0.6,
         total_throughput=8.0, peak_gpu_bytes=2**30, peak_host_bytes=31 << 30, output_ids_sha256="ab", transfers=MOVED,
         decode_weights_gb_per_s=64.0, limit=decode_roofline(RATES, MOVED, 0, StepWork(10**9, 10**9), True, 4, 0.1),

@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from zero_inference.cli import main
-from zero_inference.measure.steadiness import decode_evenness, describe_slow_step, load_warning, spread_warning
+from zero_inference.measure.steadiness import decode_spread, describe_slow_step, load_warning, spread_warning
 from zero_inference.records.schema import Loop, MachineLoad
 from zero_inference.utils.format import three_digits
 
@@ -27,17 +27,17 @@ def loops_of(*step_s: list[float]) -> list[Loop]:
 
 
 def test_loops_that_differ_are_told_and_warned_of():
-    evenness = decode_evenness(loops_of([0.1] * 10, [0.1] * 10, [0.125] * 10))
+    evenness = decode_spread(loops_of([0.1] * 10, [0.1] * 10, [0.125] * 10))
     assert evenness.decode_spread == pytest.approx(0.25) and evenness.slowest_step_over_median == pytest.approx(1.0)
     assert describe_slow_step(evenness) is None  # the table has the range
     assert "25%" in spread_warning(evenness)
-    assert spread_warning(decode_evenness(loops_of([0.1] * 10, [0.109] * 10))) is None
+    assert spread_warning(decode_spread(loops_of([0.1] * 10, [0.109] * 10))) is None
 
 
 def test_a_step_that_stands_out_is_told_with_its_place_even_if_the_loops_agree():
     steps = [0.06] * 31
     stalled = [*steps[:6], 1.7, *steps[7:]]
-    evenness = decode_evenness(loops_of(stalled, stalled))
+    evenness = decode_spread(loops_of(stalled, stalled))
     assert evenness.decode_spread == 0 and evenness.slowest_step_over_median == pytest.approx(1.7 / 0.06)
     assert evenness.slowest_step_at.step == 7 and evenness.slowest_step_at.step_s == 1.7
     said = describe_slow_step(evenness)
@@ -55,7 +55,7 @@ def test_a_step_that_stands_out_is_told_with_its_place_even_if_the_loops_agree()
     ],
 )
 def test_nothing_is_said_that_cannot_be_known(loops, words):
-    evenness = decode_evenness(loops_of(*loops))
+    evenness = decode_spread(loops_of(*loops))
     said = describe_slow_step(evenness)
     assert (said is None) if words is None else said.startswith(words)
     assert (evenness.decode_spread is not None) == (len(loops) > 1 and bool(loops[0]))
@@ -95,7 +95,7 @@ def test_a_run_prints_and_records_the_spread_of_its_loops(checkpoints, tmp_path,
     assert ("of their median, so" in err) == (record["decode_spread"] > 0.1)
     assert ("load average was" in err) == (record["load_average_before"] > record["usable_cores"])
     assert (tmp_path / "three.log").read_text().count("\n") == 4, "older readers know four lines"
-    of_steps = decode_evenness(loops_of(*(loop["step_s"] for loop in record["loops"]))).as_dict()
+    of_steps = decode_spread(loops_of(*(loop["step_s"] for loop in record["loops"]))).as_dict()
     assert of_steps.keys() | {"load_average_before", "usable_cores", "weights_place"} <= record.keys()
     assert record["decode_latency_max_s"] == pytest.approx(of_steps["decode_latency_max_s"])
 

@@ -248,7 +248,7 @@ def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkey
     monkeypatch.setattr(cuda_graph.StepGraph, "_verify", lambda self, call: tried.append(len(timed)) or own(self, call))
     assert loaded.steps_to_settle() == 0, "nothing is known of decode steps yet"
     found = generate(
-        loaded, spec, ranks, gen_len, warmup=warmup, around_loops=lambda: timed.append(prefetcher.placement)
+        loaded, spec, ranks, gen_len, warmup=warmup, between_loops=lambda: timed.append(prefetcher.placement)
     )
     left = loaded.steps_to_settle()
     loaded.close()

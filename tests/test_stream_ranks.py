@@ -177,11 +177,11 @@ def test_codes_give_the_ids_of_the_dequantized_weights(bits, checkpoints, two_ra
 def ids_of_one_rank(folder: Path, **options) -> torch.Tensor:
     """Of the same engine without the cores."""
     from zero_inference.kv_cache.device import DeviceKVCache
-    from zero_inference.measure import loops
+    from zero_inference.measure.loops import measure_loops
 
     loaded, spec, ranks = load(folder, batch_size=BATCH, cpu_compute="off", **options)
     ids = random_ids(0, BATCH, PROMPT, VOCAB)
-    found = loops.measure_loops(loaded, ids, GEN, 1, 0, ranks, lambda: DeviceKVCache(spec.config, PROMPT + GEN))
+    found = measure_loops(loaded, ids, GEN, 1, 0, ranks, lambda: DeviceKVCache(spec.config, PROMPT + GEN))
     loaded.close()
     return found.output_ids
 

@@ -9,7 +9,7 @@ from conftest import VOCAB, build_model, plain_ids
 from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
-from zero_inference.measure.result import output_ids_sha256
+from zero_inference.measure.session import output_ids_sha256
 from zero_inference.models.prompts import random_ids
 
 

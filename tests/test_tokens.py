@@ -11,7 +11,7 @@ import torch
 from conftest import FAMILIES, VOCAB, build_model, plain_ids
 
 from zero_inference.cli import main
-from zero_inference.measure.result import output_ids_sha256
+from zero_inference.measure.session import output_ids_sha256
 from zero_inference.models.prompts import random_ids
 
 BATCH, PROMPT, GEN = 3, 13, 9

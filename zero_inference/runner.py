@@ -18,8 +18,7 @@ from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.hardware.machine import Machine, resolve_machine
 from zero_inference.kernels.build import compile_s
 from zero_inference.measure import steadiness
-from zero_inference.measure.result import measured_of
-from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
+from zero_inference.measure.session import Session, loaded_model, measure_run, summarize_measurement, write_trace
 from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.preset_table import find_preset
 from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
@@ -218,7 +217,7 @@ def _measure(
         progress.say(warning)
     with loaded_model(plan, progress) as (loaded, load_s, compare):
         session = measure_run(plan, loaded, ids, progress, compare)
-        files.result.measured = measured_of(session, load_s, compile_s() - compiled_before_s)
+        files.result.measured = summarize_measurement(session, load_s, compile_s() - compiled_before_s)
         _note_results(session, files, progress)
         files.result.quality = (
             score_run(plan.job, loaded, questions, tokenizer, files, progress) if questions else Quality(by_task=None)

@@ -1,5 +1,5 @@
-"""Check the first passes of a loaded model: its decoder layers compute what transformers' own do with the same weights, and logits are
-finite. Greedy selection gives ids from garbage and NaN too, and they mean nothing."""
+"""Check the first passes of a loaded model: its decoder layers compute the same as transformers' with the same weights, and logits are
+finite. Greedy selection would return ids from garbage and NaN, too."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from zero_inference.utils.host_memory import host_copy
 from zero_inference.utils.ranks import Ranks
 
 COMPARED_TOKENS = 4
-# Each with other tokens: of a single token that differs, its experts may have been chosen by a rounding.
+# Each with other tokens: for one token, rounding may choose other experts.
 COMPARED_TRIES = 3
 COMPARED_SHARE = 0.25  # of the host memory that the run leaves free, at most
-# As a share of what a layer adds to its input; the limits of CUDA graphs (engines/stream/cuda_graph.py). Garbage differs by 1 and more.
+# As a share of what a layer adds to its input; as for CUDA graphs (engines/stream/cuda_graph.py). Garbage differs by 1 or more.
 MOST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
 ROUNDINGS = 8  # of the layer's output, whose input may be much larger than what the layer adds
 
 
 class ReferenceLayers:
-    """The first decoder layer of each kind as transformers runs it on a CPU, with the weights that an engine is given; on the first rank.
-    Made before the engine loads.
+    """The first decoder layer of each kind as transformers runs it on a CPU, with the weights that the engine loads; on the first rank.
+    Created before the engine loads.
 
     Attributes:
-        plain: by position in the list of layers.
-        left_out: why a layer is not compared, in a few words, by position.
+        plain: the layers, by position in the model.
+        skipped: position -> why that layer is not compared.
     """
 
     def __init__(self, plan: EnginePlan):
         job, self.as_stored = plan.job, plan.as_stored
         self.plain: dict[int, torch.nn.Module] = {}
-        self.left_out: dict[int, str] = {}
+        self.skipped: dict[int, str] = {}
         self.places: dict[str, list[tuple[torch.nn.Module, str]]] = {}  # by a parameter's name in the model
         self.positions = first_layer_bytes(job.empty_model.model)
         if not self.positions or not job.ranks.is_first:
@@ -56,7 +56,7 @@ class ReferenceLayers:
         free = min(free, COMPARED_BYTES)
         for position, nbytes in self.positions.items():
             if nbytes > free:
-                self.left_out[position] = "host memory has no room for it beside the model"
+                self.skipped[position] = "host memory has no room for it beside the model"
                 continue
             free -= nbytes
             self.plain[position] = copy.deepcopy(layers[position])
@@ -65,8 +65,8 @@ class ReferenceLayers:
                 for name in names[id(parameter)]:
                     self.places.setdefault(name, []).append((self.plain[position].get_submodule(module), leaf))
 
-    def filled(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, weights that are loaded fill these layers too."""
+    def capture_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which weights that are loaded fill these layers, too."""
         return observe_loading(self._see)
 
     def _see(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -79,10 +79,10 @@ class ReferenceLayers:
 
     @torch.no_grad()
     def compare(self, loaded: LoadedModel, engine: str, vocabulary: int, ranks: Ranks) -> None:
-        """Run a few tokens through the loaded model, give the plain layers the same inputs, and compare; all ranks call it, once.
+        """Run a few tokens through the loaded model, and compare its layers with the plain ones on equal inputs. All ranks call it, once.
 
         Raises:
-            RunError: a layer computes something else; on all ranks.
+            RunError: a layer's output differs; on all ranks.
         """
         if not self.positions:
             return
@@ -113,7 +113,7 @@ class ReferenceLayers:
 
     @contextlib.contextmanager
     def _watched(self, model: Any) -> Iterator[dict[int, Any]]:
-        """Yield, by position, the arguments and the output of the first call of each layer that is compared."""
+        """Yield a dict: position -> arguments and output of the first call of each compared layer."""
         given: dict[int, Any] = {}
         calls: dict[int, Any] = {}
 
@@ -141,7 +141,7 @@ class ReferenceLayers:
                 hook.remove()
 
     def _differs(self, position: int, placed: Any, args: tuple, kwargs: dict, output: torch.Tensor) -> bool:
-        """Return whether most tokens differ by more than rounding. A few may: of two experts that score alike a rounding chooses."""
+        """Return whether most tokens differ by more than rounding. A few may: rounding chooses between two experts of equal score."""
         plain = self.plain[position]
         try:
             inputs = _first_tensor((*args, kwargs.get("hidden_states")))
@@ -149,11 +149,11 @@ class ReferenceLayers:
                 module, _, leaf = name.rpartition(".")
                 plain.get_submodule(module)._buffers[leaf] = buffer.detach().cpu()
             expected = _first_tensor(plain(*args, **kwargs))
-        except Exception as error:  # code that needs a GPU, or keeps something from call to call
-            self.left_out[position] = f"its code does not run so: {first_line(error)}"
+        except Exception as error:  # code that needs a GPU, or has state
+            self.skipped[position] = f"its code does not run so: {first_line(error)}"
             return False
         if not torch.isfinite(expected).all():
-            return False  # the weights are to blame
+            return False  # because of the weights
         one, other = (each.double().reshape(-1, each.shape[-1]) for each in (output, expected))
         added = (expected - inputs if inputs.shape == expected.shape else expected).double().reshape(other.shape)
         least = ROUNDINGS * torch.finfo(expected.dtype).eps * other.norm(dim=-1)
@@ -162,7 +162,7 @@ class ReferenceLayers:
 
 
 def _on_cpu(values: Any) -> Any:
-    """Return a copy of what a layer is given."""
+    """Return a copy of a layer's arguments on the CPU."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), values)
 
 
@@ -171,10 +171,10 @@ def _first_tensor(values: Any) -> torch.Tensor:
 
 
 class LogitsCheck:
-    """Looks at the raw logits of each forward of the first generation of `model`, all of real tokens; `require_finite` says later
-    what it saw. A prefill alone would not do: an expert may be chosen by a later token first.
+    """Checks the raw logits of each forward of the first generation of `model`. The prefill alone is not enough: a later token may be the
+    first to choose an expert.
 
-    The device decides and nobody waits for it there, so the generation that it looks at can be a timed one.
+    The check runs on the device without synchronization, so the generation may be a timed one; `require_finite` reads the results.
     """
 
     def __init__(self, model: Any):
@@ -185,13 +185,13 @@ class LogitsCheck:
         )
 
     def require_finite(self, dtype: torch.dtype, ranks: Ranks, again: Callable[[int], Any]) -> None:
-        """To be called behind each generation by all ranks alike; acts once.
+        """Raise for logits that were not finite. All ranks call it after each generation; only the first call acts.
 
         Args:
-            again: generates so many tokens once more, to find the layer that it begins in.
+            again: generates a number of tokens again, to find the layer in which it begins.
 
         Raises:
-            RunError: logits of any rank hold NaN or infinity; on all ranks, and names the token and the first such decoder layer.
+            RunError: logits of any rank have NaN or infinity; on all ranks; names the token and the first such decoder layer.
         """
         if not self.finite:
             return
@@ -211,12 +211,12 @@ class LogitsCheck:
 
 
 def _begins(model: Any, ranks: Ranks, again: Callable[[], Any]) -> str:
-    """Where the first value that is not finite in the last forward of `again` comes from: the earliest place of all ranks."""
+    """Return where the first value that is not finite appears in the last forward of `again`, on any rank."""
     try:
         prefix, layers = decoder_layers(model)
     except UsageError:  # a model without a list of them
         return "its decoder layers are not known"
-    finite: dict[int, torch.Tensor] = {}  # by layer; -1 is what goes into the first
+    finite: dict[int, torch.Tensor] = {}  # by layer; -1 is the input of the first
 
     def look(index: int, values: Any) -> None:
         values = values if torch.is_tensor(values) else values[0]
@@ -241,5 +241,5 @@ def _begins(model: Any, ranks: Ranks, again: Callable[[], Any]) -> str:
     first = int(ranks.minimum(min((index for index, seen in finite.items() if not seen), default=len(layers))))
     if first < 0:
         return "the embeddings are already not finite"
-    behind = "it begins after the decoder layers, in the last norm or the head"
-    return f"it begins in {prefix}.{first}" if first < len(layers) else behind
+    after = "it begins after the decoder layers, in the last norm or the head"
+    return f"it begins in {prefix}.{first}" if first < len(layers) else after

@@ -26,7 +26,7 @@ from zero_inference.hardware.overhead_process import signal_ready
 from zero_inference.hardware.profile import EngineOverhead
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kv_cache.choose import cache_factory
-from zero_inference.measure import loops
+from zero_inference.measure.loops import measure_loops
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import Plan, plan_run
@@ -179,7 +179,7 @@ class _Thin:
         make_cache = cache_factory(
             job.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.cpu_attention
         )
-        return loops.measure_loops(loaded, ids, TOKENS[kind], LOOPS[kind], warmup, job.ranks, make_cache).loops
+        return measure_loops(loaded, ids, TOKENS[kind], LOOPS[kind], warmup, job.ranks, make_cache).loops
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Running and timing the loops. Knows no engine: it is handed a model to call.
+"""Run and time the loops: greedy generations of equal length. Knows no engine, only a model to call.
 
-A step is timed by an event recorded behind the selection of its token (a clock on a CPU), through transformers'
-stopping criteria, so that timing adds no synchronisation to the step.
+A step is timed by an event recorded after the selection of its token (a clock on a CPU), through transformers' stopping criteria, so
+that timing adds no synchronization to the step.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import ExpertCounts
 
 SETTLED_LOOPS = 3
-MOST_SETTLING = 4  # generations after the warm-up, one for each choice that the stream engine may still have to make
+MAX_SETTLING = 4  # generations after the warm-up, one for each decision that the stream engine may still have to make
 
 
 @dataclass
 class Measurement:
-    """All loops of a run.
+    """The loops of a run.
 
     Attributes:
         output_ids: generated ids int64 [global batch, gen_len] of the last loop, on the host.
         warmup_s: total time of each warm-up loop.
-        warmed_up: whether the warm-up ended because its loops had become alike; None where that was not asked for.
-        settling_s: total time of each generation that followed the warm-up until the engine had settled.
+        warmed_up: whether the warm-up ended because its loops took equal times; None without `warmup_spread`.
+        settling_s: total time of each generation after the warm-up until the engine had settled.
     """
 
     loops: list[Loop] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Measurement:
 
     @property
     def cold_total_s(self) -> float | None:
-        """Total time of the first warm-up loop, None without warm-up."""
+        """Total time of the first warm-up loop; None without one."""
         return self.warmup_s[0] if self.warmup_s else None
 
     def median(self, name: str) -> float:
@@ -63,67 +63,67 @@ def measure_loops(
     warmup: int,
     ranks: Ranks,
     make_cache: Callable[[], Any] | None = None,
-    fed: torch.Tensor | None = None,
-    around_loops: Callable[[], None] = lambda: None,
+    forced_tokens: torch.Tensor | None = None,
+    between_loops: Callable[[], None] = lambda: None,
     progress: Callable[[str, float | None], None] = lambda words, left_s: None,
     warmup_spread: float | None = None,
 ) -> Measurement:
     """Run `warmup` and then `loops` greedy generations of exactly `gen_len` tokens.
 
-    After a warm-up, up to `MOST_SETTLING` more generations follow until the engine has settled, the last of which ends early.
+    After a warm-up, up to `MAX_SETTLING` more generations follow until the engine has settled; the last of them ends early.
 
     Args:
         ids: this rank's prompts, int64 [batch / ranks, prompt_len].
-        make_cache: gives the cache of a loop; None leaves it to transformers.
-        fed: int64 [batch / ranks, gen_len], the tokens to feed in place of those selected, which are still computed, timed and
+        make_cache: returns the KV cache of a loop; None leaves it to transformers.
+        forced_tokens: int64 [batch / ranks, gen_len], fed instead of the selected tokens, which are still computed, timed and
             returned; None feeds the selected ones.
-        around_loops: called before each measured loop and behind the last one.
-        progress: told after each token what is under way, and the seconds to go, where they are known.
-        warmup_spread: ends the warm-up as soon as its latest loops are `is_steady` to this share; `warmup` is then the most.
+        between_loops: called before each measured loop and after the last one.
+        progress: called after each token with what is under way, and the seconds left, if known.
+        warmup_spread: ends the warm-up as soon as its latest loops are `is_steady` within this share; `warmup` is then the maximum.
 
     Raises:
-        RunError: logits of the first loop are not finite; told behind it.
+        RunError: logits of the first generation are not finite.
     """
     disable_cudnn_attention()
     measurement, logits, remaining = Measurement(), LogitsCheck(loaded.model), Remaining(warmup + loops, gen_len)
 
-    def one(label: str, ends_early: Callable[[], bool] | None = None) -> tuple[Loop, torch.Tensor]:
-        def tell(step: int) -> None:
+    def generate(label: str, ends_early: Callable[[], bool] | None = None) -> tuple[Loop, torch.Tensor]:
+        def report(step: int) -> None:
             progress(f"{label}, token {step} of {gen_len}", remaining.token(step))
 
         remaining.begin(extra=ends_early is not None)
-        found = _one_loop(loaded, ids, gen_len, ranks, make_cache, fed, tell, ends_early)
+        found = _one_loop(loaded, ids, gen_len, ranks, make_cache, forced_tokens, report, ends_early)
         remaining.end()
         logits.require_finite(
             loaded.dtype,
             ranks,
-            lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, fed, lambda step: None),
+            lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, forced_tokens, lambda step: None),
         )
         return found
 
     for number in range(warmup):
-        measurement.warmup_s.append(one(f"warm-up {number + 1} of {warmup}")[0].total_s)
+        measurement.warmup_s.append(generate(f"warm-up {number + 1} of {warmup}")[0].total_s)
         if warmup_spread is not None:  # the times are those of all ranks, so all end together
             measurement.warmed_up = is_steady(measurement.warmup_s, warmup_spread)
             if measurement.warmed_up:
                 remaining.skip(warmup - number - 1)
                 break
-    for number in range(MOST_SETTLING if warmup else 0):  # alike on all ranks
+    for number in range(MAX_SETTLING if warmup else 0):  # alike on all ranks
         if not 0 < loaded.steps_to_settle() < gen_len:
             break
-        settling, _ = one(f"settling, generation {number + 1}", ends_early=lambda: not loaded.steps_to_settle())
+        settling, _ = generate(f"settling, generation {number + 1}", ends_early=lambda: not loaded.steps_to_settle())
         measurement.settling_s.append(settling.total_s)
     for number in range(loops):
-        around_loops()
-        loop, measurement.output_ids = one(f"loop {number + 1} of {loops}")
+        between_loops()
+        loop, measurement.output_ids = generate(f"loop {number + 1} of {loops}")
         measurement.loops.append(loop)
-    around_loops()
+    between_loops()
     measurement.output_ids = ranks.gather_rows(measurement.output_ids)
     return measurement
 
 
 def is_steady(times_s: list[float], share: float) -> bool:
-    """Whether the latest `SETTLED_LOOPS` times lie within `share` of their median."""
+    """Return whether the latest `SETTLED_LOOPS` times lie within `share` of their median."""
     latest = times_s[-SETTLED_LOOPS:]
     return len(latest) == SETTLED_LOOPS and relative_spread(latest) <= share
 
@@ -134,13 +134,13 @@ def _one_loop(
     gen_len: int,
     ranks: Ranks,
     make_cache,
-    fed: torch.Tensor | None,
+    forced_tokens: torch.Tensor | None,
     progress,
     ends_early: Callable[[], bool] | None = None,
 ) -> tuple[Loop, torch.Tensor]:
     clock = _StepClock(loaded, ids.shape[0], progress, ends_early or (lambda: False))
     inputs = ids.to(loaded.device)
-    feeding = [ForcedTokens(fed.to(loaded.device), ids.shape[1])] if fed is not None else []
+    feeding = [ForcedTokens(forced_tokens.to(loaded.device), ids.shape[1])] if forced_tokens is not None else []
     extra = {"past_key_values": make_cache()} if make_cache else {}
     ranks.barrier()
     clock.start()
@@ -167,10 +167,10 @@ def _one_loop(
 
 
 class ForcedTokens(StoppingCriteria):
-    """Feeds given tokens instead of those that `generate` selects: called after each selection, it replaces it and keeps it.
+    """Feeds given tokens instead of those that `generate` selects: called after each selection, it stores and replaces it.
 
     Attributes:
-        selected: int64 [B, G], what `generate` selected.
+        selected: int64 [B, G], the tokens that `generate` selected.
     """
 
     def __init__(self, tokens: torch.Tensor, prompt_len: int):
@@ -181,12 +181,12 @@ class ForcedTokens(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
         step = input_ids.shape[1] - self.prompt_len - 1
         self.selected[:, step] = input_ids[:, -1]
-        input_ids[:, -1] = self.tokens[:, step]  # of this tensor `generate` makes the next step's input
+        input_ids[:, -1] = self.tokens[:, step]  # `generate` makes the next step's input from this tensor
         return self.go_on
 
 
 class _StepClock(StoppingCriteria):
-    """Called by `generate` after each token is selected; stops it where `ends_early` says so."""
+    """Called by `generate` after the selection of each token; stops it once `ends_early` returns True."""
 
     def __init__(
         self, loaded: LoadedModel, batch_size: int, progress: Callable[[int], None], ends_early: Callable[[], bool]
@@ -196,7 +196,7 @@ class _StepClock(StoppingCriteria):
         self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
         self.marks: list[Any] = []
         self.moved: list[tuple[int, ...]] = []
-        self.busy_s = 0.0  # of the host's cores, up to the first token
+        self.busy_s = 0.0  # of the CPU backend, up to the first token
         self.experts: list[ExpertCounts] = []
 
     def start(self) -> None:
@@ -210,7 +210,7 @@ class _StepClock(StoppingCriteria):
         self.moved.append(transfers.snapshot())
         if len(self.moved) == 1 and transfers.cores_busy_s is not None:
             if self.on_device:
-                self.marks[0].synchronize()  # they multiply a share of a short prompt
+                self.marks[0].synchronize()  # the CPU computes a share of a short prompt
             self.busy_s = transfers.cores_busy_s()
         if transfers.expert_counts is not None:
             self.experts.append(transfers.expert_counts())
@@ -225,14 +225,14 @@ class _StepClock(StoppingCriteria):
         return event
 
     def seconds(self) -> list[float]:
-        """Time from the start to each token."""
+        """Return the time from the start to each token."""
         if not self.on_device:
             return [mark - self.first for mark in self.marks]
         self.marks[-1].synchronize()
         return [self.first.elapsed_time(mark) / 1e3 for mark in self.marks]
 
     def moved_per_decode_step(self) -> MovedPerStep:
-        """Averaged over the decode steps; None without any. Behind `seconds`, by which the cores have done what they were asked for."""
+        """Return averages over the decode steps, unknown without any. Call it after `seconds`, when the CPU has finished."""
         steps = len(self.moved) - 1
         if steps < 1:
             return MovedPerStep.unknown()
@@ -248,7 +248,7 @@ class _StepClock(StoppingCriteria):
         )
 
     def experts_of_decode(self) -> ExpertUse | None:
-        """Of the experts that device memory keeps; None without any, and where tokens chose none."""
+        """Return the use of the expert cache; None without one, and if tokens chose no experts."""
         if len(self.experts) < 2:
             return None
         choices, hits, saved, fetched = (last - first for first, last in zip(self.experts[0], self.experts[-1]))
@@ -261,27 +261,26 @@ class _StepClock(StoppingCriteria):
 
 
 class Remaining:
-    """Seconds to go, while generations of as many tokens each follow each other.
+    """Predicts the seconds left of a series of equal generations, from finished ones and the steps of the current one.
 
     Args:
-        generations: how many there will be; one that is not in the count can be begun with `extra`.
+        generations: their number; one beyond it can be begun with `extra`.
         gen_len: tokens of each.
         clock: seconds, as time.monotonic.
     """
 
     def __init__(self, generations: int, gen_len: int, clock: Callable[[], float] = time.monotonic):
         self._to_come, self._gen_len, self._clock = generations, gen_len, clock
-        self._latest_s: float | None = None  # of a whole generation: later ones are not cold
+        self._latest_s: float | None = None  # of a whole generation; the first ones are cold
         self._start = self._first = 0.0
         self._token = 0
 
     def begin(self, extra: bool = False) -> None:
-        """A generation starts."""
         self._to_come -= not extra
         self._start, self._token = self._clock(), 0
 
     def token(self, number: int) -> float | None:
-        """Token `number` of it, from 1, is there: seconds to the end of all, None where they cannot be told yet."""
+        """Return the seconds to the end of all, when token `number` (from 1) is generated; None if unknown yet."""
         now, self._token = self._clock(), number
         if number == 1:
             self._first = now
@@ -294,10 +293,10 @@ class Remaining:
         return max(0.0, whole_s - (now - self._start)) + whole_s * max(0, self._to_come)
 
     def end(self) -> None:
-        """The generation is over; one that ended early tells nothing."""
+        """End a generation; one that ended early predicts nothing."""
         if self._token == self._gen_len:
             self._latest_s = self._clock() - self._start
 
     def skip(self, generations: int) -> None:
-        """So many of those to come will not be."""
+        """Remove `generations` of those to come."""
         self._to_come -= generations

@@ -1,4 +1,4 @@
-"""How fast the hardware of a run is, measured in its process: the link in the minutes in which the loops run, the rest before them."""
+"""Rates of the hardware, measured in the process of the run: of the link between the loops, of the rest before them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from zero_inference.records.hardware import HOST_COPY, LinkUse, Rates
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep
 from zero_inference.utils.ranks import Ranks
 
-LEAST_BUSY = 0.98  # of the time, for a link that is hardly ever idle
+MIN_BUSY_SHARE = 0.98  # of a link that limits the steps
 
 
 class LinkRate:
-    """The links of all ranks, measured at the same time and as often as asked; all rounds together give the rate.
+    """The rate of the links of all ranks, measured at the same time, in rounds over the run.
 
-    A rate changes while nothing of this process does: without any engine two GPUs copied at 55.0 and then at 53.6 GB/s each within a
-    minute (benchmarks/results/h200-x2/gather_speed.txt). From before the loops alone it can be one that they exceed or never had.
-    It also depends on where the source lies; so `sources`, page-locked tensors (uint8 [bytes]) that the engine itself copies from,
-    are what is copied, as far as there are any.
+    Rates drift: without any engine two GPUs copied at 55.0 and then at 53.6 GB/s each within a minute
+    (benchmarks/results/h200-x2/gather_speed.txt), so one measurement before the loops may be too low or too high.
+
+    Args:
+        sources: page-locked tensors, uint8 [bytes], that the engine copies from. They are copied where there are any, because the rate
+            depends on the location of the source.
     """
 
     def __init__(self, ranks: Ranks, sources: Sequence[torch.Tensor] = ()):
@@ -37,11 +39,11 @@ class LinkRate:
         self.rounds: list[float] = []
 
     def measure(self, seconds: float) -> None:
-        """Add the rounds of about so many seconds. All ranks call it together.
+        """Add rounds for about `seconds`. All ranks call it together.
 
         Raises:
-            torch.OutOfMemoryError, RunError: the first measurement found no memory, or none that may be page-locked. Later ones,
-                between loops that are measured already, are left out then.
+            torch.OutOfMemoryError, RunError: the first measurement found no memory, or none that may be page-locked. Later ones, between
+                loops, are skipped then.
         """
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)  # an engine may still be filling its buffers
@@ -53,18 +55,18 @@ class LinkRate:
                 raise
 
     def of_all(self) -> Rate:
-        """The sum over the ranks, which call it together."""
+        """Return the sum over the ranks, which call it together."""
         return Rate(*(self.ranks.total(int(value * 1e6)) / 1e6 for value in rate_of(self.rounds)))
 
 
 class LoopMonitor:
-    """Called before each measured loop and behind the last: the link is measured there, in the minutes in which the loops run, the
-    rate of the loop's own copies is read, and the peak of device memory, which that measurement must not raise.
+    """Called before each measured loop and after the last: measures the link, and reads the rate of the loop's own copies and the peak of
+    device memory, which the measurement must not raise.
 
     Attributes:
-        peak_gpu_bytes: most device memory of this rank during the loops; None without a device.
-        uses: what this rank's link did in each loop; empty for an engine that does not watch it, and for loops of fewer than two
-            decode steps.
+        peak_gpu_bytes: peak device memory of this rank during the loops; None without a GPU.
+        uses: the use of this rank's link in each loop; empty for an engine without a timeline, and for loops of fewer than two decode
+            steps.
     """
 
     def __init__(self, link: LinkRate, timeline: Timeline | None = None):
@@ -84,27 +86,27 @@ class LoopMonitor:
 
     @property
     def reached_gb_per_s(self) -> float:
-        """GB/s (1e9 bytes) of this rank's own copies: the median of the loops in which its link was hardly ever idle, 0 without any.
+        """GB/s (1e9 bytes) of this rank's copies: the median of the loops in which its link was never idle, 0 without any.
 
-        Rates of idle links would not add up to what all links can do at once.
+        Rates of idle links would not add up to the rate of all links at once.
         """
         return statistics.median(
-            [use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share > LEAST_BUSY] or [0.0]
+            [use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share > MIN_BUSY_SHARE] or [0.0]
         )
 
     @property
     def while_busy_gb_per_s(self) -> float:
-        """The same of all loops, however long the link was idle. No step can have taken less than its bytes at this rate."""
+        """GB/s of the copies in all loops, while they ran: a lower bound of a step's time is its bytes at this rate."""
         return statistics.median([use.gb_per_s_while_busy or 0.0 for use in self.uses] or [0.0])
 
     @property
     def ahead_bytes(self) -> int:
-        """What this rank had copied of a loop's decode steps before the first of them, the median of the loops."""
+        """Bytes of a loop's decode steps that this rank had copied before the first of them, the median of the loops."""
         return int(statistics.median([use.ahead_bytes for use in self.uses] or [0]))
 
     @property
     def last_use(self) -> LinkUse | None:
-        """What this rank's link did in the last loop; None where nobody watched."""
+        """The use of this rank's link in the last loop; None if unknown."""
         return self.uses[-1] if self.uses else None
 
     def _look_back(self) -> None:
@@ -123,10 +125,10 @@ def measure_rates(
     weight_bytes: int,
     cores: CpuBackendUse | None = None,
 ) -> Rates:
-    """About a second on a GPU, a quarter without one, and more for a disk. What the cores give was measured for the plan.
+    """Measure the rates, in about a second on a GPU, a quarter without one, and longer for a disk. Those of the CPU are the plan's.
 
-    All ranks copy at the same time, as they do while they run; so do all nodes read, each a file as large as all weights
-    if `disk_read_gb_per_s` takes one of that size.
+    All ranks copy at the same time, as in a run, and all nodes read, each a file as large as all weights if `disk_read_gb_per_s` takes
+    one of that size.
     """
     on_gpu = ranks.device.type == "cuda"
     link.measure(seconds=LINK_S[ranks.device.type])
@@ -152,11 +154,11 @@ def measure_rates(
 
 
 def update_link_rate(rates: Rates, link: LinkRate, reached_gb_per_s: float = 0.0) -> Rates:
-    """`rates` with the link's rate of all rounds so far. All ranks call it together.
+    """Return `rates` with the link's rate of all rounds so far. All ranks call it together.
 
     Args:
-        reached_gb_per_s: that of this rank's own copies in the loops, 0 if it is not known. Where all ranks' together are more than
-            that of the rounds, the link can do that: others may use the host in just the moments between the loops.
+        reached_gb_per_s: rate of this rank's copies in the loops, 0 if unknown. If the ranks' sum exceeds that of the rounds, it is the
+            link's rate: other programs may use the host just between the loops.
     """
     rate = link.of_all()
     unknown = link.ranks.maximum([float(not reached_gb_per_s)])[0]
@@ -168,12 +170,12 @@ def update_link_rate(rates: Rates, link: LinkRate, reached_gb_per_s: float = 0.0
 
 
 def update_cpu_rate(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per_s: float) -> Rates:
-    """`rates` with what link and cores gave beside each other in the loops, where that is more than was measured for the plan: the cores
-    read ahead while they wait, and a host whose memory others use is not the same for minutes. All ranks call it together.
+    """Return `rates` with those of link and CPU together in the loops, where they exceed those measured for the plan: the CPU prefetches
+    while it waits, and other programs' use of memory changes within minutes. All ranks call it together.
 
     Args:
-        moved: in a step of this rank.
-        link_gb_per_s: that of this rank's own copies in the loops, 0 if it is not known.
+        moved: of a step of this rank.
+        link_gb_per_s: rate of this rank's copies in the loops, 0 if unknown.
     """
     if rates.cores_gb_per_s is None or rates.link_beside_cores_gb_per_s is None:
         return rates
@@ -188,12 +190,12 @@ def update_cpu_rate(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per
 
 
 def _disks_gb_per_s(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | None:
-    """The disks of all nodes together, each measured by its node's first rank; None where one of them cannot be measured."""
+    """Return the sum of all nodes' disks, each measured by its node's first rank; None if one cannot be measured."""
     ranks.barrier()
-    return_free_memory()  # that the link's measurement took, before this one takes more
+    return_free_memory()  # of the link's measurement, before this one takes more
     try:
         mine = disk_read_gb_per_s(config.offload_path, weight_bytes) if ranks.local_rank == 0 else 0.0
-    except RunError:  # the run itself has what it needs
+    except RunError:  # the run does not need the rate
         mine = None
     unknown = ranks.maximum([float(mine is None)])[0]
     total = ranks.total(int((mine or 0.0) * 1e6)) / 1e6
@@ -203,7 +205,7 @@ def _disks_gb_per_s(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float
 def _unless_out_of_memory(measure: Callable[[], float]) -> float | None:
     try:
         return measure()
-    except torch.OutOfMemoryError:  # what was measured for the model itself still stands
+    except torch.OutOfMemoryError:  # the measurements of the model stay valid
         return None
 
 

@@ -1,8 +1,9 @@
-"""A loaded model and its measurement: from a plan to loops and the rates beside them."""
+"""From a plan to a loaded model, its timed loops, and their summary for the record."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,40 +17,48 @@ from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.kv_cache.choose import cache_factory
-from zero_inference.measure import loops
+from zero_inference.measure import steadiness
 from zero_inference.measure.correctness import ReferenceLayers
+from zero_inference.measure.loops import Measurement, measure_loops
 from zero_inference.measure.rates import LinkRate, LoopMonitor, measure_rates, update_cpu_rate, update_link_rate
 from zero_inference.measure.trace import trace_generation
 from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.experts import detect_routers, install_routing_kernel
 from zero_inference.models.weights import draw_tokens, return_free_memory
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
+from zero_inference.planning import roofline
 from zero_inference.planning.cost import Range, seconds_in_words
+from zero_inference.planning.memory import log_sizes
 from zero_inference.planning.plan import Plan
 from zero_inference.records.hardware import Rates, TracedLinkUse
-from zero_inference.records.schema import Result
+from zero_inference.records.schema import Measured, MovedPerStep, Result
+from zero_inference.utils.environment import peak_host_bytes
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import format_bytes, three_digits
 from zero_inference.utils.progress import Progress
+from zero_inference.utils.ranks import Ranks
 
 
 @contextlib.contextmanager
 def loaded_model(
     plan: Plan, progress: Progress, compared: bool = True
 ) -> Iterator[tuple[LoadedModel, float, Callable[[], None]]]:
-    """Yield the model of `plan` with our kernels, the seconds that loading took without compiling, and a function to call before the
-    model is used: it compares a decoder layer of each kind with transformers' own. Release the model at the end.
+    """Load the model of `plan` with our kernels, and release it at the end of the block.
 
     Args:
-        compared: keep layers in host memory for that; else the function does nothing.
+        compared: keep reference layers in host memory, for `compare`.
+
+    Yields:
+        the model, the seconds that loading took without compiling, and `compare`: to be called before the model is used, it compares
+        a decoder layer of each kind with transformers' implementation.
 
     Raises:
         UsageError: --norm-kernels cuda, and they cannot be used.
-        RunError: loading went wrong.
+        RunError: loading failed, or a layer differs.
     """
-    job, asked = plan.job, plan.job.config.norm_kernels
+    job, norm_kernels = plan.job, plan.job.config.norm_kernels
     unused_because = prepare_norm_kernels(
-        asked,
+        norm_kernels,
         job.spec.config.model_type,
         job.ranks.device,
         job.spec.dtype,
@@ -60,11 +69,11 @@ def loaded_model(
     routers = detect_routers(job.empty_model.model, job.ranks.device) if fuses else {}
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
         plan.weights.prepare()
-    job.ranks.barrier()  # that a rank compiled kernels, or tried them, is not loading for the others either
+    job.ranks.barrier()  # time in which another rank compiles or tries kernels is not loading
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
-        plain = ReferenceLayers(plan.weights) if compared else None
-        with contextlib.nullcontext() if plain is None else plain.filled():
+        reference = ReferenceLayers(plan.weights) if compared else None
+        with contextlib.nullcontext() if reference is None else reference.capture_weights():
             loaded = plan.load(progress.loading(job.sizes.parameter_bytes))
     try:
         job.ranks.barrier()
@@ -75,8 +84,8 @@ def loaded_model(
         )
         for line in plan.weights.in_words():
             progress.say(line)
-        loaded.facts |= apply_norm_kernels(asked, unused_because, loaded.model, progress.say)
-        Result().add_facts(loaded.facts)  # refuses what the record does not declare: now, not after the loops
+        loaded.facts |= apply_norm_kernels(norm_kernels, unused_because, loaded.model, progress.say)
+        Result().add_facts(loaded.facts)  # raises for facts that the record does not declare: now, not after the loops
         if names := loaded.facts.get("not_quantized"):
             progress.say(
                 f"warning: {1 - loaded.facts['quantized_fraction']:.1%} of the weights are not quantized: "
@@ -86,29 +95,29 @@ def loaded_model(
         install_routing_kernel(loaded.model, routers)
         rotary = rotary_kernel(loaded.model, job.ranks.device, job.spec.dtype) if fuses else contextlib.nullcontext()
         with rotary:
-            yield loaded, load_s, lambda: None if plain is None else _compare(plain, plan, loaded, progress)
+            yield loaded, load_s, lambda: None if reference is None else _compare(reference, plan, loaded, progress)
     finally:
         loaded.close()
 
 
 def has_kernels(job: Job, progress: Progress) -> bool:
-    """Return whether there are compiled kernels for the job's device."""
+    """Return whether our CUDA kernels are available for the job's device."""
     return job.on_gpu and load_extension(progress.say)
 
 
 def _planned(plan: Plan) -> str:
-    """Return such as "; planned: 1.29 s (1.16 to 2)"; empty where it was not known."""
-    said = plan.predicted
-    if said.load_s is None or said.load_range_s is None:
+    """Return a text like "; planned: 1.29 s (1.16 to 2)"; empty if unknown."""
+    predicted = plan.predicted
+    if predicted.load_s is None or predicted.load_range_s is None:
         return ""
-    return f"; planned: {seconds_in_words(said.load_s, Range(*said.load_range_s))}"
+    return f"; planned: {seconds_in_words(predicted.load_s, Range(*predicted.load_range_s))}"
 
 
-def _compare(plain: ReferenceLayers, plan: Plan, loaded: LoadedModel, progress: Progress) -> None:
+def _compare(reference: ReferenceLayers, plan: Plan, loaded: LoadedModel, progress: Progress) -> None:
     job = plan.job
-    plain.compare(loaded, job.config.engine, job.spec.text_config.vocab_size, job.ranks)
-    for reason in dict.fromkeys(plain.left_out.values()):
-        which = shorten_names([f"layer {position}" for position, why in plain.left_out.items() if why == reason])
+    reference.compare(loaded, job.config.engine, job.spec.text_config.vocab_size, job.ranks)
+    for reason in dict.fromkeys(reference.skipped.values()):
+        which = shorten_names([f"layer {position}" for position, why in reference.skipped.items() if why == reason])
         progress.say(f"not compared with transformers' own code: decoder {which}: {reason}")
     return_free_memory()
 
@@ -119,41 +128,41 @@ class Session:
 
     Attributes:
         ids: this rank's prompts, int64 [batch / ranks, prompt_len].
-        make_cache: gives a loop its KV cache; None leaves it to transformers.
-        fed: tokens that loops feed, see `generation.measure`.
+        make_cache: returns the KV cache of a loop; None leaves it to transformers.
+        forced_tokens: see `measure_loops`.
     """
 
     plan: Plan
     loaded: LoadedModel
     ids: torch.Tensor
     make_cache: Callable[[], Any] | None
-    fed: torch.Tensor | None
-    measurement: loops.Measurement
+    forced_tokens: torch.Tensor | None
+    measurement: Measurement
     rates: Rates
-    around: LoopMonitor
+    monitor: LoopMonitor
 
 
 def measure_run(
     plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Progress, compare: Callable[[], None]
 ) -> Session:
-    """Time the loops of the prompts `ids` int64 [batch, prompt_len], and measure the machine between them.
+    """Time the loops of the prompts `ids` int64 [batch, prompt_len], and measure the hardware before and between them.
 
     Args:
-        compare: of `loaded_model`; called once the machine has been measured, before a pass takes memory of its own.
+        compare: of `loaded_model`; called after the first measurement of the hardware, before a pass takes memory.
     """
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
     link = LinkRate(ranks, loaded.page_locked)
     rates = measure_rates(config, job.spec, ranks, link, loaded.weight_bytes, loaded.cores)
     compare()
-    return_free_memory()  # that measuring took
-    around = LoopMonitor(link, loaded.timeline)
+    return_free_memory()  # of the measurement
+    monitor = LoopMonitor(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
     make_cache = cache_factory(config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.cpu_attention)
-    fed = None
+    forced_tokens = None
     if job.spec.dummy_routing == "text":
-        fed = draw_tokens(own, config.gen_len, job.spec.text_config.vocab_size, config.seed)
+        forced_tokens = draw_tokens(own, config.gen_len, job.spec.text_config.vocab_size, config.seed)
     with progress.task("generating") as task:
-        measurement = loops.measure_loops(
+        measurement = measure_loops(
             loaded,
             own,
             config.gen_len,
@@ -161,8 +170,8 @@ def measure_run(
             config.warmup,
             ranks,
             make_cache,
-            fed,
-            around_loops=around,
+            forced_tokens,
+            between_loops=monitor,
             progress=lambda words, left_s: task.at(words, left_s=left_s),
             warmup_spread=config.warmup_spread,
         )
@@ -171,22 +180,98 @@ def measure_run(
             f"warning: not settled: after {config.warmup} warm-up loops the last ones still differ by more than "
             f"{config.warmup_spread:.0%}"
         )
-    rates = update_link_rate(rates, link, around.reached_gb_per_s)
+    rates = update_link_rate(rates, link, monitor.reached_gb_per_s)
     if job.on_gpu:
-        rates = update_cpu_rate(rates, ranks, measurement.loops[-1].moved, around.while_busy_gb_per_s)
-    return Session(plan, loaded, own, make_cache, fed, measurement, rates, around)
+        rates = update_cpu_rate(rates, ranks, measurement.loops[-1].moved, monitor.while_busy_gb_per_s)
+    return Session(plan, loaded, own, make_cache, forced_tokens, measurement, rates, monitor)
 
 
 def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
-    """The last loop of an engine that watches itself; else a short generation more, under a profiler. All ranks call it.
+    """Write a Chrome trace: of the last loop if the engine has a timeline, else of a further short generation under a profiler.
 
-    Returns what the link did there, where it was traced anew. Raises OSError where the first rank cannot write `path`.
+    All ranks call it. Returns the link's use in that further generation. Raises OSError if the first rank cannot write `path`.
     """
     job, loaded = session.plan.job, session.loaded
     written = path if job.ranks.is_first else None
     if loaded.timeline is None:
-        return trace_generation(loaded, session.ids, job.config.gen_len, session.make_cache, session.fed, written)
+        return trace_generation(
+            loaded, session.ids, job.config.gen_len, session.make_cache, session.forced_tokens, written
+        )
     if written is not None:
         with write_atomically(written) as part:
             loaded.timeline.write_chrome_trace(part)
     return None
+
+
+def summarize_measurement(session: Session, load_s: float, compile_s: float) -> Measured:
+    """Return the measured part of the record, as sums and maxima over all ranks; they call it together."""
+    job, loaded, measurement, monitor = session.plan.job, session.loaded, session.measurement, session.monitor
+    config, ranks, log = job.config, job.ranks, log_sizes(job)
+    batch, steps = config.batch_size, config.gen_len - 1
+    prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
+    moved = _over_ranks(measurement.loops[-1].moved, ranks)
+    all_read = steps and not job.sizes.chooses_experts
+    work = roofline.step_work(job, loaded.weight_bytes, moved.cores_bytes_per_step or 0)
+    ahead_bytes = ranks.total(monitor.ahead_bytes)
+    limit = roofline.decode_roofline(session.rates, moved, ahead_bytes, work, job.on_gpu, steps, decode_s)
+    peak_gpu_bytes, host_bytes, compile_s = ranks.maximum(
+        [float(monitor.peak_gpu_bytes or 0), float(peak_host_bytes()), compile_s]
+    )
+    return Measured(
+        model_bytes=log.model_bytes,
+        cache_bytes=log.cache_bytes,
+        hidden_bytes=log.hidden_bytes,
+        weight_bytes=loaded.weight_bytes,
+        load_s=load_s,
+        compile_s=compile_s,
+        cold_total_s=measurement.cold_total_s,
+        warmup_total_s=measurement.warmup_s,
+        warmed_up=measurement.warmed_up,
+        settling_s=measurement.settling_s,
+        loops=measurement.loops,
+        evenness=steadiness.decode_spread(measurement.loops),
+        prefill_latency_s=prefill_s,
+        prefill_throughput=batch * config.prompt_len / prefill_s,
+        decode_latency_s=decode_s,
+        decode_throughput=batch * steps / decode_s if steps else None,
+        total_latency_s=total_s,
+        total_throughput=batch * config.gen_len / total_s,
+        peak_gpu_bytes=int(peak_gpu_bytes) if monitor.peak_gpu_bytes is not None else None,
+        peak_host_bytes=int(host_bytes),
+        output_ids_sha256=output_ids_sha256(measurement.output_ids),
+        transfers=moved,
+        decode_weights_gb_per_s=loaded.weight_bytes * steps / decode_s / 1e9 if all_read else None,
+        limit=limit,
+        link_use=monitor.last_use,
+        device=str(ranks.device.type),
+        experts=measurement.loops[-1].experts,
+        predicted=session.plan.predicted,
+    )
+
+
+def _over_ranks(mine: MovedPerStep, ranks: Ranks) -> MovedPerStep:
+    def total(value: float | None) -> int | None:
+        return None if value is None else ranks.total(int(value))
+
+    return MovedPerStep(
+        host_to_device_bytes_per_step=total(mine.host_to_device_bytes_per_step),
+        device_to_host_bytes_per_step=total(mine.device_to_host_bytes_per_step),
+        disk_read_bytes_per_step=total(mine.disk_read_bytes_per_step),
+        cores_bytes_per_step=total(mine.cores_bytes_per_step),
+        cores_busy_s_per_step=mine.cores_busy_s_per_step,
+    )
+
+
+def output_ids_sha256(ids: Any) -> str:
+    """Return the SHA-256, in hex, of generated ids [B, G] as int64 little-endian, row by row.
+
+    `ids` is a torch tensor of any device, a numpy array or nested lists. Raises ValueError unless it has two dimensions and integers.
+    """
+    import numpy as np
+
+    if hasattr(ids, "detach"):
+        ids = ids.detach().cpu().numpy()
+    array = np.asarray(ids)
+    if array.ndim != 2 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"ids must be integers [B, G], got {array.dtype} of shape {list(array.shape)}")
+    return hashlib.sha256(np.ascontiguousarray(array, dtype="<i8").tobytes()).hexdigest()

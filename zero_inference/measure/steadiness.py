@@ -1,4 +1,4 @@
-"""Whether a median can be trusted: how much the times of a run differ, and how busy the machine was before it. Imports no torch."""
+"""Checks of a run's times: how much they differ, and how busy the host was before. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from zero_inference.utils.environment import usable_cores
 
 UNEVEN_LOOPS = 0.10
 # All steps of a loop do the same work. In benchmarks/results the slowest step took at most 1.2 times the median step in 49 of 50
-# loops, and 2.2 times in one. Beyond 3, another program had the machine.
+# loops, and 2.2 times in one. Beyond 3, another program used the host.
 SLOW_STEP = 3.0
 FEWEST_STEPS = 3  # the median of two steps lies between them
 
 
 def relative_spread(times_s: Sequence[float]) -> float:
-    """(largest - smallest) / median."""
+    """Return (largest - smallest) / median."""
     return (max(times_s) - min(times_s)) / statistics.median(times_s)
 
 
-def decode_evenness(loops: Sequence[Loop]) -> DecodeSpread:
-    """How much decode times differ, over all loops and all their steps."""
+def decode_spread(loops: Sequence[Loop]) -> DecodeSpread:
+    """Return how much decode times differ, over loops and over their steps."""
     decode = [loop.decode_s for loop in loops if loop.step_s]
     compared = len(decode) > 1
     slowest = _slowest_step(loops)
@@ -36,7 +36,7 @@ def decode_evenness(loops: Sequence[Loop]) -> DecodeSpread:
 
 
 def describe_slow_step(evenness: DecodeSpread) -> str | None:
-    """One line for the results about a decode step that stands out, or None."""
+    """Return a line about a decode step that is much slower than the median, or None."""
     at = evenness.slowest_step_at
     if at is None or (evenness.slowest_step_over_median or 0) <= SLOW_STEP:
         return None
@@ -47,7 +47,7 @@ def describe_slow_step(evenness: DecodeSpread) -> str | None:
 
 
 def spread_warning(evenness: DecodeSpread) -> str | None:
-    """The warning for loops that differ by more than `UNEVEN_LOOPS`, or None."""
+    """Return the warning for loops that differ by more than `UNEVEN_LOOPS`, or None."""
     spread = evenness.decode_spread
     if spread is None or spread <= UNEVEN_LOOPS:
         return None
@@ -58,12 +58,12 @@ def spread_warning(evenness: DecodeSpread) -> str | None:
 
 
 def machine_load() -> MachineLoad:
-    """Load of the whole machine over the last minute. Call it before this run loads anything."""
+    """Return the host's load over the last minute. Call it before this run loads anything."""
     return MachineLoad(load_average_before=os.getloadavg()[0], usable_cores=usable_cores())
 
 
 def load_warning(load: MachineLoad) -> str | None:
-    """The warning for a machine that was busier than this run has cores, or None."""
+    """Return the warning for a load average above the usable cores, or None."""
     if load.load_average_before <= load.usable_cores:
         return None
     return (
@@ -73,7 +73,7 @@ def load_warning(load: MachineLoad) -> str | None:
 
 
 def _slowest_step(loops: Sequence[Loop]) -> tuple[float, int, int, float] | None:
-    """(times the median step of its loop, loop and decode step from 1, its seconds) of the step that stands out most."""
+    """Return (times the median step of its loop, loop and decode step from 1, its seconds) of the slowest step."""
     found = [
         (step_s / statistics.median(loop.step_s), number, step, step_s)
         for number, loop in enumerate(loops, start=1)

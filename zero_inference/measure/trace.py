@@ -1,7 +1,7 @@
-"""`--trace` for engines that keep no timeline of their own: one short generation under PyTorch's profiler.
+"""`--trace` for engines without a timeline: one short generation under PyTorch's profiler.
 
-Kineto sees the copies of any engine; spans around the decoder layers say what they belong to. A profiler slows the host
-down, so this is a generation of its own, behind the measured ones.
+Kineto records the copies of any engine; spans around the decoder layers tell which layer they belong to. A profiler slows the host
+down, so this is a separate generation after the measured ones.
 """
 
 from __future__ import annotations
@@ -32,22 +32,20 @@ def trace_generation(
     ids: torch.Tensor,
     gen_len: int,
     make_cache: Callable[[], Any] | None,
-    fed: torch.Tensor | None,
+    forced_tokens: torch.Tensor | None,
     path: Path | None,
 ) -> TracedLinkUse | None:
     """Generate up to `TRACED_TOKENS` tokens from `ids` [batch, prompt_len] and write a Chrome trace to `path`.
 
-    `fed` as of `generation.measure`.
-
-    Every rank has to call it, and generates also where the trace cannot be written; `path` None traces without writing.
-    Returns `link_use_in` of the trace, or None without a path.
+    All ranks call it, and generate also if the trace cannot be written; `path` None writes nothing and returns None.
+    Returns `link_use_in` of the trace. `forced_tokens` as for `measure_loops`.
 
     Raises OSError where the trace cannot be written.
     """
     tokens = min(gen_len, TRACED_TOKENS)
     inputs = ids.to(loaded.device)
     extra = {"past_key_values": make_cache()} if make_cache else {}
-    feeding = [ForcedTokens(fed.to(loaded.device), ids.shape[1])] if fed is not None else []
+    feeding = [ForcedTokens(forced_tokens.to(loaded.device), ids.shape[1])] if forced_tokens is not None else []
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if loaded.device.type == "cuda" else [])
     with ExitStack() as hooks, profile(activities=activities) as profiler:
         _mark_layers(loaded.model, hooks)
@@ -66,15 +64,15 @@ def trace_generation(
         profiler.export_chrome_trace(str(part))
         try:
             return link_use_in(json.loads(part.read_text())["traceEvents"])
-        except ValueError as error:  # Kineto does not say that the disk is full
+        except ValueError as error:  # Kineto does not report a full disk
             raise OSError(errno.EIO, "it is not whole; is the disk full?", str(path)) from error
 
 
 def link_use_in(events: list[dict]) -> TracedLinkUse | None:
-    """How long copies to the device ran and how long none did, over the decode steps of a Kineto trace.
+    """Return how long copies to the device ran and how long none did, over the decode steps of a Kineto trace.
 
-    The decode steps are the time from the second pass through the first decoder layer, seen from the host, to the last copy.
-    Overlapping copies count once. None where the trace holds no such copies (a CPU).
+    The decode steps are the time from the second pass through the first decoder layer on the host to the last copy. Overlapping
+    copies count once. None if the trace has no such copies (on a CPU).
     """
     begins = sorted(
         event["ts"] for event in events if event.get("name") == "layer 0" and event.get("cat") == "user_annotation"
@@ -103,7 +101,7 @@ def link_use_in(events: list[dict]) -> TracedLinkUse | None:
 
 
 def _mark_layers(model, hooks: ExitStack) -> None:
-    """Spans named 'layer N' around the decoder layers, until `hooks` closes."""
+    """Add spans named 'layer N' around the decoder layers, until `hooks` closes."""
     _, layers = decoder_layers(model)
     open_spans: list[record_function] = []
 
