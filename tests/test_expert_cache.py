@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, VOCAB
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cores import prefetcher_of
+from test_stream_cpu import prefetcher_of
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 
 from zero_inference.engines.stream import cpu_plan as stream_cores

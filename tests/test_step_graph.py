@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import FAMILIES, ROOT, VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cores import chosen_by_plan, prefetcher_of
+from test_stream_cpu import chosen_by_plan, prefetcher_of
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -10,7 +10,7 @@ import torch
 from conftest import FAMILIES, VOCAB, build_model, plain_ids
 from test_families import with_stream_weights
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cores import prefetcher_of
+from test_stream_cpu import prefetcher_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

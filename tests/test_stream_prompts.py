@@ -10,7 +10,7 @@ from conftest import ROOT, VOCAB, plain_ids
 from test_expert_cache import FORMS, cache_of, fetching, kept  # noqa: F401  (fixtures)
 from test_machine import planned
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cores import prefetcher_of
+from test_stream_cpu import prefetcher_of
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 from transformers import AutoModelForCausalLM
 

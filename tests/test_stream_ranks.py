@@ -24,7 +24,7 @@ import json, os, re, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
 from test_stream import load
-from test_stream_cores import prefetcher_of
+from test_stream_cpu import prefetcher_of
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.measure.loops import measure_loops
 from zero_inference.models.prompts import random_ids

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cores import prefetcher_of
+from test_stream_cpu import prefetcher_of
 
 from zero_inference.engines.stream.layout import BlockViews, TensorSpan, lay_out
 from zero_inference.kernels.groups import GroupQuantization

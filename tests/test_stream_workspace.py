@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_machine import planned
 from test_stream import generate, load
-from test_stream_cores import prefetcher_of
+from test_stream_cpu import prefetcher_of
 from test_stream_experts import a_model, ids_of_restored_weights
 from torch import nn
 from transformers import AutoModelForCausalLM

@@ -1,4 +1,1 @@
-"""Products on the host's cores, with weights where they lie in host memory.
-
-`products` are the operators, `library` builds and loads the kernels of csrc/cpu, `matrix` describes a weight to them.
-"""
+"""The CPU backend: a thread pool that multiplies weights in host memory (csrc/cpu), and the hand-off with a CUDA stream."""

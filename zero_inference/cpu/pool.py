@@ -20,12 +20,12 @@ CPUS = Path("sys/devices/system/cpu")
 
 
 def choose_cpus(
-    asked: int | None, numa_nodes: Sequence[int | None] = (None,), root: str = "/", allowed: set[int] | None = None
+    threads: int | None, numa_nodes: Sequence[int | None] = (None,), root: str = "/", allowed: set[int] | None = None
 ) -> list[int]:
     """Return logical CPUs for a host's pool threads, one per physical core, preferably near the GPUs.
 
     Args:
-        asked: number of threads; None takes all cores except one for the Python thread of each rank.
+        threads: how many; None takes all cores except one for the Python thread of each rank.
         numa_nodes: NUMA node of each rank's GPU, None for unknown. Other nodes are used only if none of these may be.
         root: root of the file system with /sys and /proc.
         allowed: CPUs that the process may use; None: its affinity.
@@ -39,14 +39,14 @@ def choose_cpus(
         free = [cpu for cpu in cores if cpu not in of_python]
         of_python += [cpu for cpu in free if node is None or _node_of(cpu, Path(root)) == node][:1] or free[:1]
     others = [cpu for cpu in cores if cpu not in of_python]
-    if asked is None:
+    if threads is None:
         return others or cores
-    if asked > len(cores):
+    if threads > len(cores):
         raise UsageError(
-            f"--cpu-threads {asked}: this process may use {len(cores)} physical cores; use {len(cores)} or fewer "
+            f"--cpu-threads {threads}: this process may use {len(cores)} physical cores; use {len(cores)} or fewer "
             "(hardware threads of one core would wait for each other)."
         )
-    return (of_python + others)[-asked:]
+    return (of_python + others)[-threads:]
 
 
 def choose_rank_cpus(

@@ -29,7 +29,7 @@ from zero_inference.utils.transfers import Transfers
 
 @dataclass(frozen=True)
 class CpuBlockContext:
-    """What all CPU-computed blocks share.
+    """Settings of all CPU-computed blocks.
 
     Attributes:
         calls: calls of the pool by the model.

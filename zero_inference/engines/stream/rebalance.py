@@ -23,13 +23,13 @@ class Rebalancer:
     """Measures consecutive passes `FIRST_PASS` to `LAST_PASS`, rebalances, and measures again, up to `MOST_LOOKS` times.
 
     Args:
-        team: None where nothing can move.
+        backend: None where nothing can move.
     """
 
-    def __init__(self, team: CpuBackend | None, timeline: Timeline):
-        self.team, self.timeline = team, timeline
+    def __init__(self, backend: CpuBackend | None, timeline: Timeline):
+        self.backend, self.timeline = backend, timeline
         self.passes, self.looks = 0, 0
-        self.done = team is None or not team.plan.automatic  # a share given by the user stays
+        self.done = backend is None or not backend.plan.automatic  # a share given by the user stays
         self.has_few = False  # whether there was a pass of few tokens
         self.start = 0.0, 0.0
         self.first = 1  # call of the model that is measured first
@@ -45,17 +45,17 @@ class Rebalancer:
     def of(self, placement: Placement, few: bool, candidates: Collection[int]) -> Placement:
         """Return the placement for the next pass, of few tokens or not; `candidates` are blocks that may become CPU-computed."""
         self.has_few |= few
-        if self.done or not few or self.team is None:
+        if self.done or not few or self.backend is None:
             self.passes = 0
             return placement
         self.passes += 1
-        now = time.perf_counter(), self.team.pool.busy_s()
+        now = time.perf_counter(), self.backend.pool.busy_s()
         if self.passes == FIRST_PASS:
             self.start, self.first = now, self.timeline.pass_index
         if self.passes != LAST_PASS:
             return placement
         step_s, busy_s = ((after - before) / (LAST_PASS - FIRST_PASS) for after, before in zip(now, self.start))
-        found = self._look(self.team.plan, placement, step_s, busy_s)
+        found = self._look(self.backend.plan, placement, step_s, busy_s)
         if found is None:
             return placement
         changed = placement.rebalanced(found, candidates) if found else placement

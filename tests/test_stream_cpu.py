@@ -131,7 +131,7 @@ def prefetcher_of(loaded) -> Prefetcher:
 
 
 def chosen_by_plan(own):
-    """`CoreTeam.__init__`, as if no share had been asked for."""
+    """`CpuBackend.__init__`, as if no share had been given."""
 
     def begin(self, plan, *args):
         own(self, replace(plan, automatic=True), *args)

@@ -1,4 +1,4 @@
-"""The meeting of a device's stream with the cores, by a device made of Python: its kernels copy and raise flags when they are called."""
+"""The hand-off between a device's stream and the CPU pool, with a simulated device whose kernels copy and raise flags when called."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_attended_cache import prompts, small_model
-from test_cores import error, plain, random
-from test_cores_experts import HIDDEN, Mixture, a_choice
+from test_cpu_attention_cache import prompts, small_model
+from test_cpu_experts import HIDDEN, Mixture, a_choice
+from test_cpu_pool import error, plain, random
 from transformers import DynamicCache
 
 from zero_inference.cpu.experts import CHOICES, COUNTS, HITS, Expert, ExpertActivation, WeightedRows, add_experts
@@ -69,7 +69,7 @@ class PythonSide:
 
 @pytest.fixture(params=[PythonSide, HostSide])
 def meet(request):
-    """meet(input_bytes, output_bytes) -> a Crossing of two threads, and its counters."""
+    """meet(input_bytes, output_bytes) -> a HandOff of two threads, and its counters."""
     made = []
 
     def make(input_bytes: int, output_bytes: int) -> tuple[HandOff, Transfers]:
@@ -83,7 +83,7 @@ def meet(request):
         cores.close()
 
 
-def test_a_place_serves_one_crossing(meet):
+def test_buffers_serve_one_hand_off(meet):
     """Its flags would tell another that calls have been made which have not."""
     calls, _ = meet(1 << 12, 1 << 12)
     place = HandOffBuffers(calls.pool.flags, calls.pool.flags[:0], calls.input, calls.output)
@@ -174,7 +174,7 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
     assert use[CHOICES] == 3 * 6 and use[HITS] == hits
 
 
-def test_calls_of_a_graph_are_asked_for_whenever_it_is_launched(meet, monkeypatch):
+def test_calls_of_a_graph_are_submitted_at_each_replay(meet, monkeypatch):
     weight, graph = random(ROWS, COLUMNS), []
     calls, transfers = meet(4 * COLUMNS, 4 * ROWS)
     task = calls.pool.add_block([Stage([plain(weight)])], torch.float32)
