@@ -121,7 +121,7 @@ def damaged(**changes):
         (damaged(link_gbps=0), "link_gbps 0: input should be greater than or equal to 0.000000001"),
         (damaged(link_gbps=5e-324), "link_gbps 5e-324: input should be greater than or equal to 0.000000001"),
         (damaged(link_gbps=float("inf")), "link_gbps inf: input should be a finite number"),
-        (damaged(link=55), "link is no key of a machine"),
+        (damaged(link=55), "link is no key of a hardware profile"),
         (damaged(gpus=[{"name": "a", "memory_bytes": 5}]), "gpus.0.free_bytes is missing"),
         (damaged(gpus=[{"name": "a", "memory_bytes": 5, "free_bytes": 6}]), "free_bytes 6 is more than memory_bytes 5"),
         (damaged(cores=damaged()["cores"] | {"products": []}), "cores.products: "),
@@ -255,7 +255,7 @@ def test_what_cannot_be_assumed(text, said, capfd):
 @pytest.mark.parametrize("option", ["--machine", "--assume"])
 def test_another_machine_is_only_planned_for(option, capfd):
     assert main(["run_model.py", "--model", "opt-125m", "--dummy", option, "gpus=1x24GiB,host=1GiB"]) == 2
-    assert "add --dry-run" in capfd.readouterr().err
+    assert "belongs to --dry-run" in capfd.readouterr().err
 
 
 def test_rates_between_those_that_were_measured():
@@ -437,7 +437,7 @@ def test_typical_machines_are_what_datasheets_say():
     assert "bfloat16" not in resolve_machine("t4", None).profile().matmul_tflops
     for each in TYPICAL:
         card = card_of(each.card)
-        one = each.description()
+        one = each.profile()
         assert one.device_gb_per_s == card.memory.value and one.gpus[0].memory_bytes == card.memory_bytes
         assert (
             one.matmul_tflops["float16"] == card.tflops["fp16"].value and len(find_typical(f"2x{each.name}").gpus) == 2
@@ -460,7 +460,6 @@ def test_what_is_assumed_of_a_typical_machine():
         ("2xrtx409", "did you mean 2xrtx4090"),
         ("0xrtx4090", "did you mean rtx4090"),
         ("gameboy", "no such file, and no typical machine of that name. There are rtx3090, rtx4090"),
-        ("", "--machine is empty"),
         ("rtx4090.json", "No such file or directory; `zero-inference link --save FILE`"),
     ],
 )

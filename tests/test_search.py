@@ -23,7 +23,7 @@ from zero_inference.config.run_options import parse_options
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware import cache
 from zero_inference.hardware.cache import cached_profile, profile_cache_path, why_outdated
-from zero_inference.hardware.machine import LimitedMachine, ProfiledMachine, resolve_machine
+from zero_inference.hardware.machine import ProfiledMachine, limit_memory, resolve_machine
 from zero_inference.hardware.profile import read_profile, write_profile
 from zero_inference.planning import explain, search
 from zero_inference.planning.choose import choose, faster_than, hint
@@ -53,7 +53,7 @@ LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul
 @pytest.fixture(scope="module")
 def found():
     """Of OPT-30B on an H200 of which 24 GiB may be used."""
-    machine = LimitedMachine(ProfiledMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=24 * GIB)
+    machine = limit_memory(ProfiledMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=24 * GIB)
     job = job_of("--model opt-30b --dummy --prompt-len 128 --engine stream", machine)
     return find_candidates(job, SearchSpace(batch_sizes=(1, 8, 32)))
 
@@ -519,11 +519,11 @@ def test_the_smallest_machine_is_one_that_does(capfd):
 
 def test_a_part_of_a_machine():
     whole = ProfiledMachine(MACHINE)
-    part = LimitedMachine(whole, device_bytes=10 * GIB, host_bytes=20 * GIB)
+    part = limit_memory(whole, device_bytes=10 * GIB, host_bytes=20 * GIB)
     ranks = whole.ranks_there(detect_ranks())
     assert (part.free_device_bytes(ranks, False), part.available_host_bytes()) == (10 * GIB, 20 * GIB)
-    assert LimitedMachine(whole, 999 * GIB).free_device_bytes(ranks, False) == whole.free_device_bytes(ranks, False)
-    assert LimitedMachine(whole).available_host_bytes() == whole.available_host_bytes() and not part.is_here
+    assert limit_memory(whole, 999 * GIB).free_device_bytes(ranks, False) == whole.free_device_bytes(ranks, False)
+    assert limit_memory(whole).available_host_bytes() == whole.available_host_bytes() and not part.is_here
     assert (part.gpus(), part.profile(), part.instructions()) == (1, MACHINE, "amx")
 
 
@@ -548,7 +548,7 @@ def test_a_kept_machine_is_used_until_something_changes(kept_here):
     assert why_outdated(here.model_copy(update={"versions": {}})).startswith("torch was None and is 2")
     assert why_outdated(here.model_copy(update={"gpus": MACHINE.gpus})) == "its GPUs have changed"
     earlier = here.model_copy(update={"measured_with": 1})
-    assert why_outdated(earlier) == "this version measures more of it"
+    assert why_outdated(earlier) == "the profile is from an older version"
     write_profile(earlier, path)
     assert cached_profile() is None
     path.write_text("{")
@@ -577,7 +577,7 @@ def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path,
     cache.measure_and_cache(lines.append)
     assert "measuring this machine again (torch was 2.11 and is " in lines[2]
     path.write_text("a letter")
-    with pytest.raises(UsageError, match="describes no machine; remove it"):
+    with pytest.raises(UsageError, match="but the file is none; remove it"):
         cache.measure_and_cache(lines.append)
     assert path.read_text() == "a letter"
 
@@ -955,7 +955,7 @@ def test_a_command_for_a_part_of_the_device_does_the_same_on_all_of_it(model):
     """Its ring has as many slots, and not as many as the whole device has room for."""
     whole = ProfiledMachine(FAST.model_copy(update={"cores": MACHINE.cores}))
     job = job_of(
-        f"--model {model} --dummy --prompt-len 128 --engine stream", LimitedMachine(whole, device_bytes=12 * GIB)
+        f"--model {model} --dummy --prompt-len 128 --engine stream", limit_memory(whole, device_bytes=12 * GIB)
     )
     found = find_candidates(job, SearchSpace(engines=("stream",), batch_sizes=(1, 8)))
     assert len(found.candidates) > 3

@@ -15,7 +15,7 @@ from zero_inference.cpu.library import load_library
 from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.engines.stream import cpu_plan
 from zero_inference.engines.stream.overlap import LEAST_GAIN
-from zero_inference.hardware.machine import LimitedMachine, ProfiledMachine
+from zero_inference.hardware.machine import ProfiledMachine, limit_memory
 from zero_inference.hardware.profile import (
     CpuAttentionRate,
     DeviceAttentionTime,
@@ -769,7 +769,7 @@ def test_blocks_that_come_late_count():
 
 def test_memory_of_ring_slots_holds_layers_where_the_cpu_multiplies_most_of_the_others():
     """The CPU reads two thirds of what is in host memory, so a link that is late costs less than the slots that would prevent it."""
-    machine = LimitedMachine(ProfiledMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=8 * GIB)
+    machine = limit_memory(ProfiledMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=8 * GIB)
     options = f"--model llama-2-13b --engine stream --quant-bits 4 {SIZES}"
     chosen, deep = planned(options, machine), planned(f"{options} --ring-depth 24", machine)
     assert chosen.weights.placement.ring_depth < 12 and chosen.weights.device_peak_bytes <= 8 * GIB

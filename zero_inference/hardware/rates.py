@@ -1,198 +1,48 @@
-"""Rates of cores and link beside each other, by format and tokens, read off a machine's description."""
+"""Rates that a plan needs, looked up in a hardware profile and interpolated between the measured numbers of tokens and heads.
+
+GB/s are 1e9 bytes a second. Rates are interpolated by their inverse: times grow along lines, in the steps that products add.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
+from zero_inference.hardware.profile import EngineOverhead, HardwareProfile
 from zero_inference.kernels.groups import GroupQuantization
 
-if TYPE_CHECKING:
-    from zero_inference.hardware.profile import CpuProfile, EngineOverhead, HardwareProfile
+COMPUTE_BOUND_ROWS = 2048  # tokens with which a GPU's products are bound by operations
+CPU_BLOCK_BYTES = 128 << 20  # weights of a CPU call when CPU products are measured
+ATTENTION_HEAD_DIM, ATTENTION_DTYPE = 128, torch.bfloat16  # of keys and values when device attention is measured
 
 
-MANY_ROWS = 2048  # that a GPU's products are bound by operations with
+@dataclass(frozen=True)
+class AttentionRates:
+    """Bytes of keys and values per second of CPU attention, while the link is busy and while it is idle."""
 
-
-def format_of(dtype: torch.dtype, scheme: GroupQuantization | None) -> str:
-    """What weights are called in a description."""
-    return str(dtype).removeprefix("torch.") if scheme is None else f"int{scheme.bits}"
-
-
-def concurrent_rates(description: HardwareProfile, what: str, rows: int) -> ConcurrentRates | str:
-    """The rates for weights of the format `what` and passes of `rows` tokens; or why there are none, in a few words."""
-    cores = description.cores
-    known = {
-        "the host's cores": cores,
-        "the link": description.link_gb_per_s,
-        "device memory": description.device_gb_per_s,
-    }
-    if missing := [name for name, found in known.items() if found is None]:
-        return f"the rate of {' and '.join(missing)} is not known"
-    assert cores is not None and description.link_gb_per_s is not None and description.device_gb_per_s is not None
-    points = sorted((each for each in cores.products if each.format == what), key=lambda each: each.rows)
-    if not points:
-        return f"their rate of {what} products is not known"
-
-    def at(name: str) -> float:
-        return 1 / interpolate([each.rows for each in points], [1 / getattr(each, name) for each in points], rows)
-
-    def seconds(name: str) -> float:
-        return interpolate([each.rows for each in points], [getattr(each, name) for each in points], rows)
-
-    return ConcurrentRates(
-        rows=rows,
-        link_alone_gb_per_s=description.link_gb_per_s,
-        link_gb_per_s=at("link_gb_per_s"),
-        cores_gb_per_s=at("cores_gb_per_s"),
-        cores_alone_gb_per_s=at("cores_alone_gb_per_s"),
-        read_gb_per_s=cores.read_gb_per_s,
-        hand_off_s=interpolate(
-            [each.rows for each in points], [_crossing_s(cores, each.rows) for each in points], rows
-        ),
-        device_gb_per_s=description.device_gb_per_s,
-        call_s=seconds("call_s"),
-        expert_s=seconds("expert_s"),
-    )
-
-
-def attended_gb_per_s(description: HardwareProfile, dtype: str, heads: int) -> AttentionRates | None:
-    """Of keys and values of `dtype` in host memory, where `heads` query heads share a key head; None where that was not measured."""
-    found = description.cores.attention if description.cores else ()
-    points = sorted((each for each in found if each.format == dtype), key=lambda each: each.heads)
-    if not points:
-        return None
-    places = [each.heads for each in points]
-    return AttentionRates(
-        beside_link_gb_per_s=1 / interpolate(places, [1 / each.gb_per_s for each in points], heads),
-        alone_gb_per_s=1 / interpolate(places, [1 / each.alone_gb_per_s for each in points], heads),
-    )
-
-
-def device_attention_s(
-    description: HardwareProfile, heads: int, key_heads: int, positions: int, row_bytes: float
-) -> float | None:
-    """Seconds of a layer's attention for one token of each sequence in device memory; None where that was not measured.
-
-    Args:
-        heads: query heads that share a key head.
-        key_heads: of all sequences.
-        positions: that each attends to.
-        row_bytes: of a position of a key head; a head with more of them counts as more heads.
-    """
-    found = {
-        (each.heads, each.key_heads, each.positions): each.seconds
-        for each in (description.launches.attention if description.launches else ())
-    }
-    columns, rows = (sorted({place[axis] for place in found}) for axis in (1, 2))
-    shared = [
-        number
-        for number in sorted({place[0] for place in found})
-        if all((number, column, row) in found for column in columns for row in rows)
-    ]
-    if not shared:
-        return None
-
-    def of_shared(number: int) -> float:
-        along = [interpolate(rows, [found[number, column, row] for row in rows], positions) for column in columns]
-        return interpolate(columns, along, key_heads * row_bytes / (ATTENTION_HEAD_DIM * ATTENTION_DTYPE.itemsize))
-
-    return interpolate(shared, [of_shared(number) for number in shared], heads)
-
-
-def _crossing_s(cores: CpuProfile, rows: int) -> float:
-    """The same whatever the weights' format is: so the median of what was measured beside all of them."""
-    return statistics.median(each.hand_off_s for each in cores.products if each.rows == rows)
-
-
-def product_time(description: HardwareProfile, what: str, rows: int) -> ProductTime | None:
-    """Of weights of the format `what` that the device multiplies with `rows` tokens; None where that is not known.
-
-    A GPU's products of more tokens than were measured take the slope of the last two points, if these are bound by operations.
-    """
-    points = sorted((each for each in description.device_products if each.format == what), key=lambda each: each.rows)
-    if not points:
-        return None
-    if rows > points[-1].rows and points[-1].rows < MANY_ROWS and description.gpus:
-        return None
-    places = [each.rows for each in points]
-    return ProductTime(
-        gb_per_s=1 / interpolate(places, [1 / each.gb_per_s for each in points], rows),
-        call_s=interpolate(places, [each.call_s for each in points], rows),
-    )
-
-
-def find_engine_overhead(description: HardwareProfile, engine: str, quant_bits: int) -> EngineOverhead | None:
-    """What an engine takes besides the model's work; of other bits where only those were measured, as long as both are quantized, or
-    neither is."""
-    of_engine = [
-        each
-        for each in description.engine_overheads
-        if each.engine == engine and not (each.kv_offload or each.resident)
-    ]
-    alike = [each for each in of_engine if (each.quant_bits == 16) == (quant_bits == 16)]
-    return min(alike, key=lambda each: abs(each.quant_bits - quant_bits), default=None)
-
-
-def dequantize_gb_per_s(own: EngineOverhead | None, dtype: str) -> float | None:
-    """Of weights that become `dtype` by the engine's own operator; what was measured of another dtype where that alone was."""
-    if own is None:
-        return None
-    of_float16 = own.restored_float16_gb_per_s if dtype == "float16" else None
-    return of_float16 or own.restored_gb_per_s
-
-
-def find_cpu_attention_overhead(description: HardwareProfile) -> EngineOverhead | None:
-    """The same where the cores attend over keys and values in host memory, for each layer."""
-    return next((each for each in description.engine_overheads if each.kv_offload and each.engine == "stream"), None)
-
-
-def find_kv_copy_overhead(description: HardwareProfile) -> EngineOverhead | None:
-    """The same where keys and values in host memory are copied to the device, for each layer."""
-    return next((each for each in description.engine_overheads if each.kv_offload and each.engine == "resident"), None)
-
-
-def find_dequantize_overhead(description: HardwareProfile) -> EngineOverhead | None:
-    """The same where quantized blocks are on the device, for each block."""
-    return next((each for each in description.engine_overheads if each.resident), None)
-
-
-def interpolate(places: Sequence[int], values: Sequence[float], place: float) -> float:
-    """The value at `place` on straight lines through the points, whose `places` ascend: of times, which grow in steps that products add.
-    Before the first as at the first; behind the last along the last line where that rises."""
-    if place <= places[0] or len(places) == 1:
-        return values[0]
-    upper = next((i for i in range(1, len(places)) if place <= places[i]), len(places) - 1)
-    lower = upper - 1
-    slope = (values[upper] - values[lower]) / (places[upper] - places[lower])
-    if place > places[upper]:
-        return values[upper] + max(0.0, slope) * (place - places[upper])
-    return values[lower] + slope * (place - places[lower])
-
-
-CPU_BLOCK_BYTES = 128 << 20  # of a feed-forward
+    beside_link_gb_per_s: float
+    alone_gb_per_s: float
 
 
 @dataclass(frozen=True)
 class ConcurrentRates:
-    """Rates in GB/s of 1e9 bytes; those of copies, and of both together, are medians of rounds.
+    """Rates of CPU and link while both are busy; medians.
 
     Attributes:
-        rows: of the products.
-        link_alone_gb_per_s: page-locked copies to the device while the cores rest.
-        link_gb_per_s, cores_gb_per_s: copies, and stored bytes of weights multiplied in calls of `CPU_BLOCK_BYTES`, at the same time.
-        cores_alone_gb_per_s: products while the link rests.
-        read_gb_per_s: host memory read by the cores, while the link is busy.
-        hand_off_s: from the moment when the device has an input for the cores to the one when it has their output, while the link is
-            busy, for a feed-forward between as many columns as the weights have, and of hardly any width.
-        device_gb_per_s: copies inside the memory of the device, read and written bytes both counted.
-        attended: keys and values that the cores attend over; None where that was not measured.
-        call_s: what a call of the cores takes besides its bytes and what one of hardly any width takes, while the link is busy.
-        expert_s: what a call that reads experts takes besides, for each of them.
+        rows: tokens of the products.
+        link_alone_gb_per_s: page-locked copies to the device while the CPU is idle.
+        link_gb_per_s, cores_gb_per_s: copies, and stored bytes multiplied in calls of `CPU_BLOCK_BYTES`, at the same time.
+        cores_alone_gb_per_s: products while the link is idle.
+        read_gb_per_s: host memory read by the CPU while the link is busy.
+        hand_off_s: from the device's input to the CPU's output while the link is busy, for a feed-forward of hardly any width.
+        device_gb_per_s: copies inside device memory, read plus written bytes.
+        attended: CPU attention; None if not measured.
+        call_s: of a CPU call beyond its bytes and a call of hardly any width, while the link is busy.
+        expert_s: of a CPU call beyond that, for each expert that it reads.
     """
 
     rows: int
@@ -208,40 +58,170 @@ class ConcurrentRates:
     expert_s: float = 0.0
 
     def attention_gb_per_s(self, link_rests: bool) -> float:
-        """Of keys and values; where that was not measured, what the cores read, which is more."""
+        """Return the rate of CPU attention; if not measured, that of reads, which is higher."""
         if self.attended is None:
             return self.read_gb_per_s
         return self.attended.alone_gb_per_s if link_rests else self.attended.beside_link_gb_per_s
 
     def call_overhead_s(self, nbytes: float, experts: float = 0.0) -> float:
-        """Seconds that a call for products of so many bytes, or of so many experts with them, takes besides these at `cores_gb_per_s`, in
-        which a call of `CPU_BLOCK_BYTES` has its `call_s`."""
+        """Return what a CPU call takes beyond `nbytes` at `cores_gb_per_s`; that rate includes the `call_s` of `CPU_BLOCK_BYTES`."""
         return self.hand_off_s + self.call_s * max(0.0, 1 - nbytes / CPU_BLOCK_BYTES) + self.expert_s * experts
 
 
 @dataclass(frozen=True)
-class AttentionRates:
-    """GB/s of 1e9 bytes of keys and values: while the link is busy, and while it rests."""
-
-    beside_link_gb_per_s: float
-    alone_gb_per_s: float
-
-
-@dataclass(frozen=True)
 class ProductTime:
-    """A product with a weight takes `call_s`, and its stored bytes at `gb_per_s`."""
+    """A product with a weight takes `call_s` and its stored bytes at `gb_per_s`."""
 
     gb_per_s: float
     call_s: float
 
     @classmethod
     def through(cls, points: Sequence[tuple[int, float]]) -> ProductTime:
-        """From bytes and seconds of weights of one or two sizes, the smaller one first."""
+        """Fit (bytes, seconds) of weights of one or two sizes, the smaller one first."""
         (least, least_s), (most, most_s) = points[0], points[-1]
         call_s = (least_s * most - most_s * least) / (most - least) if most > least else 0.0
-        # of many tokens it may be anything: operations count
+        # with many tokens the line can be anything: operations bind, not bytes
         call_s = min(max(0.0, call_s), 0.9 * least_s, 0.9 * most_s)
         return cls(most / (most_s - call_s) / 1e9, call_s)
 
 
-ATTENTION_HEAD_DIM, ATTENTION_DTYPE = 128, torch.bfloat16
+def format_of(dtype: torch.dtype, scheme: GroupQuantization | None) -> str:
+    """Return the name of a weight format in a profile."""
+    return str(dtype).removeprefix("torch.") if scheme is None else f"int{scheme.bits}"
+
+
+def concurrent_rates(profile: HardwareProfile, weight_format: str, rows: int) -> ConcurrentRates | str:
+    """Return the rates for weights of `weight_format` and passes of `rows` tokens, or a few words on why they are unknown."""
+    cores, link_gb_per_s, device_gb_per_s = profile.cores, profile.link_gb_per_s, profile.device_gb_per_s
+    if cores is None or link_gb_per_s is None or device_gb_per_s is None:
+        known = {"the host's cores": cores, "the link": link_gb_per_s, "device memory": device_gb_per_s}
+        return f"the rate of {' and '.join(name for name, found in known.items() if found is None)} is not known"
+    points = _points(cores.products, weight_format)
+    if not points:
+        return f"their rate of {weight_format} products is not known"
+    # a hand-off does not depend on the format: the median over formats
+    hand_offs = [statistics.median(each.hand_off_s for each in cores.products if each.rows == n) for n in _rows(points)]
+    return ConcurrentRates(
+        rows=rows,
+        link_alone_gb_per_s=link_gb_per_s,
+        link_gb_per_s=_rate_at(points, "link_gb_per_s", rows),
+        cores_gb_per_s=_rate_at(points, "cores_gb_per_s", rows),
+        cores_alone_gb_per_s=_rate_at(points, "cores_alone_gb_per_s", rows),
+        read_gb_per_s=cores.read_gb_per_s,
+        hand_off_s=interpolate(_rows(points), hand_offs, rows),
+        device_gb_per_s=device_gb_per_s,
+        call_s=interpolate(_rows(points), [each.call_s for each in points], rows),
+        expert_s=interpolate(_rows(points), [each.expert_s for each in points], rows),
+    )
+
+
+def attended_gb_per_s(profile: HardwareProfile, dtype: str, heads: int) -> AttentionRates | None:
+    """Return the rates of CPU attention with `heads` query heads per key head; None if not measured."""
+    found = profile.cores.attention if profile.cores else ()
+    points = sorted((each for each in found if each.format == dtype), key=lambda each: each.heads)
+    if not points:
+        return None
+    measured = [each.heads for each in points]
+    return AttentionRates(
+        beside_link_gb_per_s=1 / interpolate(measured, [1 / each.gb_per_s for each in points], heads),
+        alone_gb_per_s=1 / interpolate(measured, [1 / each.alone_gb_per_s for each in points], heads),
+    )
+
+
+def device_attention_s(
+    profile: HardwareProfile, heads: int, key_heads: int, positions: int, row_bytes: float
+) -> float | None:
+    """Return the time of one layer's decode attention in device memory; None if not measured.
+
+    Args:
+        heads: query heads per key head.
+        key_heads: of all sequences.
+        positions: of each sequence.
+        row_bytes: of one position of a key head; a larger head counts as more heads.
+    """
+    found = {
+        (each.heads, each.key_heads, each.positions): each.seconds
+        for each in (profile.launches.attention if profile.launches else ())
+    }
+    all_heads, all_key_heads, all_positions = (sorted({point[axis] for point in found}) for axis in range(3))
+    complete = [n for n in all_heads if all((n, k, p) in found for k in all_key_heads for p in all_positions)]
+    if not complete:
+        return None
+    usual_heads = key_heads * row_bytes / (ATTENTION_HEAD_DIM * ATTENTION_DTYPE.itemsize)
+
+    def with_heads(n: int) -> float:
+        by_key_heads = [
+            interpolate(all_positions, [found[n, k, p] for p in all_positions], positions) for k in all_key_heads
+        ]
+        return interpolate(all_key_heads, by_key_heads, usual_heads)
+
+    return interpolate(complete, [with_heads(n) for n in complete], heads)
+
+
+def product_time(profile: HardwareProfile, weight_format: str, rows: int) -> ProductTime | None:
+    """Return the time of a product on the device with `rows` tokens; None if unknown.
+
+    Beyond the measured numbers of tokens the slope of the last two points holds, on a GPU only if these are bound by operations.
+    """
+    points = _points(profile.device_products, weight_format)
+    if not points or (rows > points[-1].rows and points[-1].rows < COMPUTE_BOUND_ROWS and profile.gpus):
+        return None
+    call_s = interpolate(_rows(points), [each.call_s for each in points], rows)
+    return ProductTime(_rate_at(points, "gb_per_s", rows), call_s)
+
+
+def find_engine_overhead(profile: HardwareProfile, engine: str, quant_bits: int) -> EngineOverhead | None:
+    """Return the overhead of an engine; with other quantized bits if only those were measured."""
+    of_engine = [
+        each for each in profile.engine_overheads if each.engine == engine and not (each.kv_offload or each.resident)
+    ]
+    alike = [each for each in of_engine if (each.quant_bits == 16) == (quant_bits == 16)]
+    return min(alike, key=lambda each: abs(each.quant_bits - quant_bits), default=None)
+
+
+def find_cpu_attention_overhead(profile: HardwareProfile) -> EngineOverhead | None:
+    """Return the overhead of CPU attention, a piece a layer."""
+    return next((each for each in profile.engine_overheads if each.kv_offload and each.engine == "stream"), None)
+
+
+def find_kv_copy_overhead(profile: HardwareProfile) -> EngineOverhead | None:
+    """Return the overhead of copying keys and values from host memory to the device, a piece a layer."""
+    return next((each for each in profile.engine_overheads if each.kv_offload and each.engine == "resident"), None)
+
+
+def find_dequantize_overhead(profile: HardwareProfile) -> EngineOverhead | None:
+    """Return the overhead of quantized blocks that are resident on the device, a piece a block."""
+    return next((each for each in profile.engine_overheads if each.resident), None)
+
+
+def dequantize_gb_per_s(overhead: EngineOverhead | None, dtype: str) -> float | None:
+    """Return bytes of `dtype` per second that the engine's own operator dequantizes; of another dtype if only that was measured."""
+    if overhead is None:
+        return None
+    of_float16 = overhead.restored_float16_gb_per_s if dtype == "float16" else None
+    return of_float16 or overhead.restored_gb_per_s
+
+
+def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
+    """Return y at `x` on straight lines through the points (`xs` ascending): constant before the first point, and after the last one
+    along the last line if that rises."""
+    if x <= xs[0] or len(xs) == 1:
+        return ys[0]
+    upper = next((i for i in range(1, len(xs)) if x <= xs[i]), len(xs) - 1)
+    lower = upper - 1
+    slope = (ys[upper] - ys[lower]) / (xs[upper] - xs[lower])
+    if x > xs[upper]:
+        return ys[upper] + max(0.0, slope) * (x - xs[upper])
+    return ys[lower] + slope * (x - xs[lower])
+
+
+def _points(found: Sequence[Any], weight_format: str) -> list[Any]:
+    return sorted((each for each in found if each.format == weight_format), key=lambda each: each.rows)
+
+
+def _rows(points: Sequence[Any]) -> list[int]:
+    return [each.rows for each in points]
+
+
+def _rate_at(points: Sequence[Any], name: str, rows: int) -> float:
+    return 1 / interpolate(_rows(points), [1 / getattr(each, name) for each in points], rows)

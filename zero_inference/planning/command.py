@@ -107,7 +107,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _machine(args: argparse.Namespace) -> Machine:
     from zero_inference.hardware.cache import measure_if_needed
-    from zero_inference.hardware.machine import LimitedMachine, resolve_machine
+    from zero_inference.hardware.machine import limit_memory, resolve_machine
 
     machine = resolve_machine(args.machine, args.assume)
     if machine.is_here:
@@ -126,7 +126,7 @@ def _machine(args: argparse.Namespace) -> Machine:
             "--max-gpu-memory", args.max_gpu_memory, least, f"gpus={machine.gpus()}x{{:g}}GiB", description.name
         )
     device, host = (None if gib is None else int(gib * 2**30) for gib in (args.max_gpu_memory, args.max_host_memory))
-    return machine if device is None and host is None else LimitedMachine(machine, device, host)
+    return machine if device is None and host is None else limit_memory(machine, device, host)
 
 
 def _check_part(option: str, gib: float | None, there: int, instead: str, name: str) -> None:

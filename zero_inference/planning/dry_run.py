@@ -90,8 +90,8 @@ def _machine_rows(job: Job) -> list[Row]:
     if not isinstance(job.machine, ProfiledMachine):
         kept = job.machine.profile()
         return [("machine", caveat)] if kept is not None and (caveat := kept.caveat()) else []
-    rows = [("machine", job.machine.description.in_words())]
-    if caveat := job.machine.description.caveat():
+    rows = [("machine", job.machine.hardware_profile.in_words())]
+    if caveat := job.machine.hardware_profile.caveat():
         rows.append(("", caveat))
     gpus, ranks = job.machine.gpus(), job.ranks.local_world_size
     if gpus > ranks:
@@ -233,9 +233,9 @@ def _predicted(plan: Plan | None, verdict: Verdict) -> dict[str, Any]:
 
 def _limit(plan: Plan) -> dict[str, Any] | None:
     machine = plan.job.machine
-    if not isinstance(machine, ProfiledMachine) or rates_missing_for_bound(plan.weights, machine.description):
+    if not isinstance(machine, ProfiledMachine) or rates_missing_for_bound(plan.weights, machine.hardware_profile):
         return None
-    if (found := step_bound(plan.weights, machine.description)) is None:
+    if (found := step_bound(plan.weights, machine.hardware_profile)) is None:
         return None
     bound_by, step_s = found
     return {"decode_step_s": step_s, "decode_throughput": plan.job.config.batch_size / step_s, "bound_by": bound_by}

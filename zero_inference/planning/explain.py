@@ -131,9 +131,9 @@ def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> s
     machine = plan.job.machine
     if not isinstance(machine, ProfiledMachine):
         return None
-    if missing := rates_missing_for_bound(plan, machine.description):
+    if missing := rates_missing_for_bound(plan, machine.hardware_profile):
         return f"not known without the rate of {' and '.join(missing)}"
-    found = step_bound(plan, machine.description)
+    found = step_bound(plan, machine.hardware_profile)
     if found is None:
         return "not known, because the description of the machine has no rates"
     bound_by, step_s = found

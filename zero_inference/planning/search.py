@@ -15,7 +15,6 @@ from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANT_BITS, 
 from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, RunError, UsageError
-from zero_inference.hardware.machine import LimitedMachine
 from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.planning.cost import Times
 from zero_inference.planning.plan import Plan, plan_with
@@ -229,7 +228,7 @@ def _within_limits(job: Job, asked: dict[str, Any]) -> Plan:
     """The plan of `asked`. Where only a part of the device may be used, the stream engine's says how much of it weights take, and how many
     slots its ring has: its command is to do the same on the whole device."""
     plan = plan_with(job, **asked)
-    limited = isinstance(job.machine, LimitedMachine) and job.machine.device_bytes is not None
+    limited = job.machine.device_limit_bytes is not None
     kept = plan.weights.gpu_memory_bytes
     if not limited or kept is None or job.config.gpu_memory is not None:
         return plan
