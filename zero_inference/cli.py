@@ -1,4 +1,4 @@
-"""The command line: arguments become a RunConfig, errors become an exit code and one or two lines on stderr."""
+"""Entry points of run_model.py and `zero-inference`: commands, exit codes, and one or two lines on stderr for an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zero_inference.utils.progress import Progress, first_rank, importing
 
 FIRST_RANK_SPEAKS_S = 10.0
 DEFAULT_VERBOSE = DEFAULTS["verbose"]
-BROKEN_PIPE = 128 + signal.SIGPIPE  # what a shell says of a program whose reader left
+BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code in a shell when the reader has closed the pipe
 
 
 Action = Callable[[argparse.Namespace], int]
@@ -39,7 +39,7 @@ def run_command(args: argparse.Namespace, argv: list[str]) -> int:
     config = config_from_args(args)  # before torch is imported
     if model_argument(args) is None and not args.config and not config.json:
         Progress(config.verbose > 0 and first_rank()).say(f"no model was named, so this is the default, {config.model}")
-    if config.verbose < 2:  # where a rank is gone, torch's store warns with a page of C++ frames at each question
+    if config.verbose < 2:  # when a rank is gone, torch's store logs a page of C++ frames at each request
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with garbage.postpone_collections():
         with importing("torch and transformers", config.verbose > 0):
@@ -50,7 +50,6 @@ def run_command(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def run_parser() -> Parser:
-    """Of run_model.py."""
     parser = Parser(
         prog="run_model.py",
         allow_abbrev=False,
@@ -62,7 +61,7 @@ def run_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of run_model.py: returns the exit code."""
+    """Run run_model.py; return the exit code."""
     argv = sys.argv if argv is None else argv
     parser = run_parser()
     _prepare_streams()
@@ -71,11 +70,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parser:
-    """Of the `zero-inference` command.
+    """Return the parser of the `zero-inference` command.
 
     Args:
-        argv: the whole command line, which a run notes in its record.
-        after: the words behind `--`, which `compare` gives to every run.
+        argv: the whole command line, for the record of a run.
+        after: the words after `--`, which `compare` gives to every run.
     """
     from zero_inference.architectures import command as compare
     from zero_inference.hardware import command as link
@@ -120,7 +119,7 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
 
 
 def console_main(argv: list[str] | None = None) -> int:
-    """Entry point of the `zero-inference` command."""
+    """Run the `zero-inference` command; return the exit code."""
     argv = move_rank_option(sys.argv if argv is None else argv)
     from zero_inference.architectures.command import split
 
@@ -160,7 +159,7 @@ def _guarded(action: Callable[[], int], verbose: int) -> int:
         words = str(error) if known else f"{type(error).__name__}: {first[:400]} (--verbose 2 shows where)"
         rank = os.environ.get("RANK", "0")
         if isinstance(error, UsageError) and rank.isdigit() and int(rank):
-            time.sleep(FIRST_RANK_SPEAKS_S)  # usually it found the same, and its launcher ends this process meanwhile
+            time.sleep(FIRST_RANK_SPEAKS_S)  # which usually found the same; its launcher then ends this process
         _complain(words)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
@@ -169,12 +168,12 @@ def _guarded(action: Callable[[], int], verbose: int) -> int:
     finally:
         try:
             sys.stdout.flush()
-        except OSError:  # what cannot be written must not come up again at the end of the process
+        except OSError:  # or the interpreter would try to flush it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _need_current_folder() -> None:
-    """Without one, torch's mathematical library ends the process in words that help nobody."""
+    """Raise UsageError without one: torch's math library would abort the process."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -182,12 +181,12 @@ def _need_current_folder() -> None:
 
 
 def _complain(words: str) -> None:
-    with contextlib.suppress(OSError):  # stderr may be gone; the exit code still tells
+    with contextlib.suppress(OSError):  # stderr may be closed
         print(f"error: {printable(words)}", file=sys.stderr, flush=True)
 
 
 def _prepare_streams() -> None:
-    """Output that has nowhere to go must not end a run, nor end up in a file that got the number of a closed stream."""
+    """Open closed streams on /dev/null: output must not end a run, nor go to a file that got the stream's number."""
     for number in range(3):
         try:
             os.fstat(number)

@@ -1,10 +1,10 @@
-"""The two ways in which a run ends badly; `cli.py` turns them into exit codes."""
+"""Errors that end a run; `cli.py` turns them into exit codes."""
 
-# How --dry-run begins the line that says why a run would fail whose plan can be made nevertheless; `zero-inference compare` looks for it.
+# Begins the line of --dry-run about a run that would fail though it can be planned; `zero-inference compare` looks for it.
 ONLY_PLANNED = "warning: planned from the built-in configuration; a run would fail:"
 
 
-# How Linux, PyTorch on a CPU and PyTorch on a GPU report missing memory.
+# Messages of Linux, PyTorch on a CPU and PyTorch on a GPU about missing memory.
 NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "not enough memory", "out of memory", "unable to mmap")
 
 
@@ -13,11 +13,11 @@ class UsageError(Exception):
 
 
 class DoesNotFit(UsageError):
-    """Too little memory for what was asked; `--dry-run` goes on and says what would fit.
+    """Too little memory; `--dry-run` prints what would fit.
 
     Attributes:
-        FITS, VERDICT: how the first line of `--dry-run` begins where a run fits, and where it does not; `zero-inference compare` looks
-            for the latter.
+        FITS, VERDICT: begin the first line of `--dry-run` for a run that fits, and for one that does not; `zero-inference compare`
+            looks for the latter.
     """
 
     FITS = "It fits."
@@ -25,7 +25,7 @@ class DoesNotFit(UsageError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory was missing, also by the words of a library: then no file that was being read is to blame."""
+    """Return whether memory was missing, also by a library's message: then no file is to blame."""
     while True:
         text = str(error).lower()
         if isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY):
@@ -36,4 +36,4 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class RunError(Exception):
-    """A run that was asked for correctly and failed: exit code 1."""
+    """A valid run that failed: exit code 1."""

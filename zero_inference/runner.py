@@ -62,7 +62,7 @@ class FinishedRun:
 
 
 class _Resolved(NamedTuple):
-    """What is run, with `auto` resolved; the empty model is there where a search has built it."""
+    """The run with `auto` resolved; the empty model if a search has built it."""
 
     config: RunConfig
     spec: ModelSpec

@@ -1,4 +1,4 @@
-"""`load` and `unload`: the keywords of a loaded model. The work is in `loaded`, which imports torch."""
+"""`load` and `unload`. The work is in `placed_model`, which imports torch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def load(
     scoring: bool = True,
     **placement: Any,
 ) -> Any:
-    """A transformers model whose weights are where the engine has them: on the device, in host memory or on disk.
+    """Return a transformers model whose weights an engine has placed: on the device, in host memory or on disk.
 
         model = load("meta-llama/Llama-3.1-70B-Instruct", quant_bits=4)
         inputs = model.tokenizer("The capital of France is", return_tensors="pt")
         print(model.tokenizer.decode(model.generate(**inputs, max_new_tokens=16)[0]))
         model.unload()
 
-    What is returned is an instance of the model's own transformers class. `generate` takes what it always takes, a call returns
-    logits [batch, tokens, vocabulary], and what scores a transformers model scores this one, such as lm-eval's
+    It is an instance of the model's own transformers class. `generate` has its usual arguments, a call returns logits
+    [batch, tokens, vocabulary], and tools that score a transformers model score this one, such as lm-eval's
     `HFLM(pretrained=model, tokenizer=model.tokenizer)`. Inputs may be on any device. Weights cannot be moved,
     trained, changed or saved; PEFT's LoRA adapters work.
 

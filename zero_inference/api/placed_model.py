@@ -49,7 +49,7 @@ _of_parent: list[_State] = []  # in a forked child: what it must not release
 
 @dataclass
 class _State:
-    """What a loaded model needs besides its modules.
+    """The engine, memory, guard and lock of a loaded model.
 
     Attributes:
         releases: closes the engine, then releases the process group.
@@ -233,16 +233,16 @@ class PlacedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go. Parameters may be elsewhere, or empty."""
+        """The device of inputs. Parameters may be elsewhere, or empty."""
         return _state_of(self).loaded.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations. Parameters may be stored in codes."""
+        """The dtype of activations. Parameters may be quantized codes."""
         return _state_of(self).loaded.dtype
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' `generate`, for what memory was planned for. Raises UsageError for more."""
+        """Generate as transformers does, within the planned memory. Raises UsageError beyond it."""
         state, own = _state_of(self), super().generate  # type: ignore[misc]
         with state.call(self):
             return own(**state.memory.generate_arguments(self, own, *args, **kwargs))
@@ -265,10 +265,10 @@ class PlacedModel:
         return found
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: they are tied, and plain parameters in their place would not be the engine's."""
+        """Do nothing: weights are tied already, and new parameters would not be the engine's."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The model as it is where that is what is asked for.
+        """Return the model if it has this device and dtype already.
 
         Raises:
             UsageError: another device or dtype.
@@ -286,7 +286,7 @@ class PlacedModel:
         return self.to("cpu")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Apply what `half`, `float` and a wrapper's `to` do to each tensor. Raises UsageError where it moves or casts weights."""
+        """Apply `half`, `float` or a wrapper's `to` to each tensor. Raises UsageError if this moves or casts weights."""
         here = torch.empty(0, dtype=self.dtype, device=self.device)
         there, state = fn(here), _state_of(self)
         if (there.dtype, there.device) != (here.dtype, here.device):
@@ -354,7 +354,7 @@ class PlacedModel:
 
 
 def unload_all() -> None:
-    """Those that the program did not unload, before it ends."""
+    """Unload the remaining models before the program ends."""
     for model in list(LOADED):
         model.unload()
 

@@ -1,11 +1,10 @@
-"""`run`: the work of run_model.py from Python, with a result in place of the printed lines."""
+"""`run`: run_model.py from Python, with a result instead of printed lines."""
 
 from __future__ import annotations
 
 import html
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,6 @@ from zero_inference.utils.format import format_bytes
 
 if TYPE_CHECKING:
     import torch
-
-    from zero_inference.runner import FinishedRun
 
 KEYWORDS = tuple(name for name in OPTIONS if name != "model" and name not in OF_DRY_RUNS)
 ELSEWHERE = {
@@ -50,12 +47,12 @@ class RunResult:
 
     @property
     def prefill_s(self) -> float:
-        """Seconds to the first token; the median over loops, as all times here."""
+        """Seconds to the first token; all times are medians over loops."""
         return self.record["prefill_latency_s"]
 
     @property
     def decode_s(self) -> float:
-        """Seconds of all further tokens together."""
+        """Seconds from the first token to the last."""
         return self.record["decode_latency_s"]
 
     @property
@@ -81,23 +78,23 @@ class RunResult:
 
     @property
     def gpu_gib(self) -> float | None:
-        """Most device memory of the loops in GiB; None without a GPU."""
+        """Peak device memory of the loops in GiB; None without a GPU."""
         nbytes = self.record["peak_gpu_bytes"]
         return None if nbytes is None else nbytes / GB
 
     @property
     def host_gib(self) -> float:
-        """Most host memory of this process so far in GiB, with all that it held besides the run."""
+        """Peak host memory of this process in GiB, the caller's data included."""
         return self.record["peak_host_bytes"] / GB
 
     @property
     def bound_by(self) -> str | None:
-        """What limits a decode step here, such as "link"; None where nothing was found to."""
+        """The bound of a decode step, such as "link"; None if unknown."""
         return self.record["limit"]["bound_by"]
 
     @property
     def fraction_of_limit(self) -> float | None:
-        """Share of that limit which the decode steps reached, 0 to 1."""
+        """Fraction of that bound which the decode steps reached, 0 to 1."""
         return self.record["limit"]["fraction_of_limit"]
 
     @property
@@ -106,7 +103,7 @@ class RunResult:
         return self.record["quality"]
 
     def rows(self) -> dict[str, str]:
-        """The result in words, by what each says; what `repr` and a notebook show."""
+        """Return the lines that `repr` and a notebook show: label -> text."""
         record = self.record
         offload = {"cpu": "host memory", "disk": "disk", "gpu": "the device"}[record["weights_place"]]
         found = {
@@ -126,7 +123,7 @@ class RunResult:
             if name:
                 found[task] = f"{scores[name]:.4g}"
         if self.text:
-            found["text"] = _short(self.text[0]) + (f" (and {len(self.text) - 1} more)" if len(self.text) > 1 else "")
+            found["text"] = _shorten(self.text[0]) + (f" (and {len(self.text) - 1} more)" if len(self.text) > 1 else "")
         return found
 
     def __repr__(self) -> str:
@@ -167,47 +164,44 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
     check_keywords("run", options, KEYWORDS, ELSEWHERE)
     with tempfile.TemporaryDirectory(prefix="zero-inference-") as folder:
         if not log:
-            for name in ("log_file", "log_dir"):
-                if options.get(name) is not None:
-                    raise TypeError(
-                        f"{name}= says where to log, and log=False that nothing is logged: drop one of the two"
-                    )
+            if options.get("log_file") is not None or options.get("log_dir") is not None:
+                raise TypeError(
+                    "log_file= or log_dir= says where to log, and log=False not to log: drop one of the two"
+                )
             options["log_file"] = Path(folder, "run.log")
         if isinstance(options.get("prompts"), (list, tuple)):
-            options = _with_prompts(options, Path(folder, "prompts.txt"))
+            options["batch_size"] = options.get("batch_size") or max(1, len(options["prompts"]))
+            options["prompts"] = _write_prompts(options["prompts"], Path(folder, "prompts.txt"))
         given = {name: value for name, value in {"model": model, **options}.items() if value is not None}
-        return _measured(make_config(given), ["zero_inference.run", *shell_words(given)], log)
+        return _run(make_config(given), ["zero_inference.run", *shell_words(given)], log)
 
 
-def _with_prompts(options: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """`options` with their list of prompts in `file`, one a line."""
-    prompts = options["prompts"]
+def _write_prompts(prompts: Sequence[Any], file: Path) -> Path:
     for number, prompt in enumerate(prompts, 1):
         if not isinstance(prompt, str) or "\n" in prompt or not prompt.strip():
             raise UsageError(f"prompts: number {number} is not one line of text; join its lines, or leave it out.")
     file.write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
-    return {**options, "prompts": file, "batch_size": options.get("batch_size") or max(1, len(prompts))}
+    return file
 
 
-def _measured(config: RunConfig, argv: list[str], log: bool) -> RunResult:
+def _run(config: RunConfig, argv: list[str], log: bool) -> RunResult:
     with garbage.postpone_collections():
-        from zero_inference.runner import run as run_once
+        from zero_inference import runner
+        from zero_inference.report.results import texts_of_ids
 
-        with preserve_process_state(config.verbose), _memory_freed():
-            finished = run_once(config, argv, publish=_write if log else _keep)
-            assert finished is not None, "a dry run has no result"
-            return _result_of(finished, log)
+        with preserve_process_state(config.verbose):
+            try:
+                finished = runner.run(config, argv, publish=_write_files if log else _write_nothing)
+                assert finished is not None, "a dry run has no result"
+                files, ids, tokenizer = finished.files, finished.output_ids, finished.tokenizer
+                text = None if tokenizer is None else texts_of_ids(ids, tokenizer, finished.ends)
+                written = (files.log, files.record) if log else (None, None)
+                return RunResult(text, ids, files.as_written(), *written)
+            finally:
+                free_memory()
 
 
-@contextmanager
-def _memory_freed() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        free_memory()
-
-
-def _write(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
+def _write_files(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
     before()
     with processes.defer_signals():
         files.write()
@@ -215,26 +209,10 @@ def _write(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], Non
         raise RunError("; ".join(files.unwritten) + ".")
 
 
-def _keep(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
+def _write_nothing(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
     before()
 
 
-def _result_of(finished: FinishedRun, log: bool) -> RunResult:
-    files, tokenizer = finished.files, finished.tokenizer
-    text = None
-    if tokenizer is not None:
-        from zero_inference.report.results import texts_of_ids
-
-        text = texts_of_ids(finished.output_ids, tokenizer, finished.ends)
-    return RunResult(
-        text,
-        finished.output_ids,
-        files.as_written(),
-        files.log if log else None,
-        files.record if log else None,
-    )
-
-
-def _short(text: str, most: int = 100) -> str:
+def _shorten(text: str, most: int = 100) -> str:
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."

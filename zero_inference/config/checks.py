@@ -1,4 +1,4 @@
-"""What cannot work in the options of a run, as far as it shows before the model's config is loaded.
+"""Checks across options, made before the model's config is loaded.
 
 Each function raises UsageError with the request, the problem and the fix. Values of single options are checked by `Option.read`.
 """

@@ -23,7 +23,7 @@ NORM_KERNELS = (AUTO, "cuda", "off")
 CPU_COMPUTE = {AUTO: None, "off": 0.0}  # words for a share
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
 GROUP_SIZES = {16: 64, 8: 64, 4: 32}  # default by bits
-LONGEST_PROMPT = 0  # prompt_len that stands for the tokens of the longest --prompt
+LONGEST_PROMPT = 0  # as prompt_len: the tokens of the longest --prompt
 MIN_RING_DEPTH = 2  # a layer computes while the next one is copied
 MAX_GIB = 2**30
 

@@ -1,4 +1,4 @@
-"""The parser of every command: errors in one line with what was probably meant, help with examples, rows for the documentation."""
+"""The parser of every command: one-line errors with suggestions, help with examples, rows for the documentation."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         return f"there is no option {option}" + (f"; {near}" if near else "")
 
     def _refuse_abbreviated(self, words: Sequence[str]) -> None:
-        """Refuse an option of another tool that argparse would take for an abbreviation of one of ours."""
+        """Refuse another tool's option that argparse would read as an abbreviation of one of ours."""
         for word in words if self.allow_abbrev else ():
             name, _, value = word.partition("=")
             abbreviates = any(own.startswith(name) and own != name for own in self._option_string_actions)
