@@ -1,9 +1,8 @@
-"""Bandwidth between host and device, measured in this process.
+"""Measure copies between host and device, and keep a link busy while the CPU is measured.
 
-Rates are GB/s of 1e9 bytes: bytes copied, counted once, over time. Each is the median of rounds. On CUDA a round copies 2 GiB
-in blocks of up to 256 MiB, and each copy is asked for before the one before it ends, as an engine does that never lets its link
-wait; rounds that begin on an idle link give less (benchmarks/link_rounds.py). On a CPU-only machine the 'device' is host memory
-too, and every rate here is that of a memory copy (`kind_of` has the words), in blocks made for its caches (`link.caches`).
+Rates are GB/s (1e9) of bytes copied, counted once; medians of rounds. On CUDA a round copies 2 GiB in blocks of up to 256 MiB, and each
+copy is enqueued before the previous one ends, as by a prefetcher; rounds that begin on an idle link give less (benchmarks/link_rounds.py).
+Without a GPU the device is host memory, too, and every rate is that of memory copies.
 """
 
 from __future__ import annotations
@@ -23,67 +22,66 @@ from zero_inference.utils.host_memory import host_empty
 
 BLOCK_BYTES = 256 << 20
 BLOCKS = 8  # of a round and lane: 39 ms at 55 GB/s
-# of a block of somebody else's memory: 0.3 ms at 55 GB/s, a hundred times what it takes to start a copy
-LEAST_BYTES = 16 << 20
+LEAST_BYTES = 16 << 20  # of a given source block: 0.3 ms at 55 GB/s, a hundred times what it takes to start a copy
 
 T = TypeVar("T")
 
 
 class Rate(NamedTuple):
-    """A measured rate in GB/s: the median of rounds, and the distance between their 10th and 90th percentile (the whole of it)."""
+    """The median of rounds, and the distance from their 10th to their 90th percentile."""
 
     gb_per_s: float
     spread_gb_per_s: float
 
 
 class Lane(NamedTuple):
-    """What is copied one behind the other; either side is on the measured device. All uint8."""
+    """Copies that follow each other in one direction. uint8."""
 
     target: torch.Tensor  # [block_bytes]
-    sources: Iterator[torch.Tensor]  # each of up to block_bytes, without an end
-    device: torch.device  # the one that is measured
+    sources: Iterator[torch.Tensor]  # endless, each of up to block_bytes
+    device: torch.device  # that is measured; target or source is on it
 
 
 def block_bytes(device: torch.device) -> int:
-    """The most that one copy moves in a measurement on `device`."""
+    """Return the most that one copy moves."""
     return BLOCK_BYTES if device.type == "cuda" else uncached_block_bytes()
 
 
 def kind_of(device: torch.device) -> str:
-    """What a 'copy to the device' is on this machine, for labels."""
+    """Return what a "copy to the device" is, for labels."""
     return "host link" if device.type == "cuda" else "host memory copy"
 
 
 def rate_of(rounds: list[float]) -> Rate:
-    """The rate that `rounds` (GB/s) give together; at least two."""
+    """Return the rate of two or more `rounds` (GB/s)."""
     tenths = statistics.quantiles(rounds, n=10, method="inclusive")
     return Rate(statistics.median(rounds), tenths[-1] - tenths[0])
 
 
 def host_to_device_gb_per_s(device: torch.device, pinned: bool, seconds: float = 0.5) -> float:
-    """Median GB/s of copies from host memory, page-locked where `pinned`, to `device`. Raises as `host_to_device_rounds`."""
+    """Return the median of `host_to_device_rounds`."""
     return statistics.median(host_to_device_rounds(device, pinned, seconds))
 
 
 def host_to_device_rounds(
     device: torch.device, pinned: bool, seconds: float = 0.5, sources: Iterator[torch.Tensor] | None = None
 ) -> list[float]:
-    """GB/s of each round, three or more, of copies from host memory to `device`.
+    """Return GB/s of three or more rounds of copies from host memory to `device`.
 
     Args:
         pinned: page-lock the host memory.
-        sources: copy from these in turn (host memory, as `blocks_of` gives it), and not from a block of their own: how fast
-            a copy is depends on where its source lies, which a process cannot always see or choose.
+        sources: blocks of host memory from `blocks_of` instead of new memory: the rate depends on where the source is, which a process
+            cannot always see or choose.
 
     Raises:
-        RunError: the host memory is not there, or may not be page-locked.
+        RunError: there is too little host memory, or it may not be page-locked.
     """
     return _rounds([_lane(_device_block(device), sources or _host_block(device, pinned))], seconds)
 
 
 def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor] | None:
-    """The bytes of `tensors` (uint8, one dimension) in blocks that a round can copy to `device`, again and again; None where they are
-    so small that starting the copies would be what is measured."""
+    """Yield the bytes of `tensors` (uint8, one dimension) in blocks for a round, endlessly; None if they are so small that the start of
+    copies would dominate."""
     blocks = [
         block for tensor in tensors for block in tensor.split(block_bytes(device)) if block.numel() >= LEAST_BYTES
     ]
@@ -91,15 +89,14 @@ def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator
 
 
 def device_to_host_gb_per_s(device: torch.device, pinned: bool = True, seconds: float = 0.5) -> float:
-    """Median GB/s of copies from `device` to host memory. Raises RunError as `host_to_device_rounds`."""
+    """Return median GB/s of copies from `device` to host memory. Raises RunError as `host_to_device_rounds`."""
     return statistics.median(_rounds([_lane(_host_block(device, pinned), _device_block(device))], seconds))
 
 
 def both_directions_gb_per_s(device: torch.device, seconds: float = 0.5) -> float:
-    """Median GB/s of page-locked copies to and from `device` at the same time, as much each way; the sum of both.
+    """Return median GB/s, summed, of page-locked copies to and from `device` at the same time, the same bytes each way.
 
-    The slower direction ends the round, so twice the slower one's rate is the most that can come out.
-    Raises RunError as `host_to_device_rounds`.
+    The slower direction ends the round, so the sum is at most twice its rate. Raises RunError as `host_to_device_rounds`.
     """
     down = _lane(_device_block(device), _host_block(device, pinned=True))
     up = _lane(_host_block(device, pinned=True), _device_block(device))
@@ -107,10 +104,9 @@ def both_directions_gb_per_s(device: torch.device, seconds: float = 0.5) -> floa
 
 
 def several_devices_gb_per_s(devices: Sequence[torch.device], seconds: float = 0.5) -> float:
-    """Median GB/s of page-locked copies from host memory to all of `devices` at the same time; the sum over them.
+    """Return median GB/s, summed, of page-locked copies to all `devices` at the same time, the same bytes to each.
 
-    As much goes to each, and the slowest ends the round: what ranks that wait for each other get.
-    Raises RunError as `host_to_device_rounds`.
+    The slowest ends the round, as with ranks that wait for each other. Raises RunError as `host_to_device_rounds`.
     """
     return statistics.median(
         _rounds([_lane(_device_block(device), _host_block(device, pinned=True)) for device in devices], seconds)
@@ -118,7 +114,7 @@ def several_devices_gb_per_s(devices: Sequence[torch.device], seconds: float = 0
 
 
 def while_copying(device: torch.device, read: Callable[[], T]) -> T:
-    """What `read` returns while page-locked copies to `device`, a CUDA device, are under way: an idle GPU slows its link."""
+    """Call `read` during page-locked copies to a CUDA device, since an idle GPU slows its link, and return its result."""
     target, source = _device_block(device), _host_block(device, pinned=True)
     with torch.cuda.device(device):
         # 10.7 GB: 0.2 s at generation 5 x16, 0.9 s at 3 x16; the link stays up for some seconds more
@@ -130,7 +126,7 @@ def while_copying(device: torch.device, read: Callable[[], T]) -> T:
 
 
 def _host_block(device: torch.device, pinned: bool) -> torch.Tensor:
-    # filled, or all of it would be the kernel's one page of zeros
+    # filled: untouched memory is all one page of zeros
     return host_empty((block_bytes(device),), torch.uint8, pinned and device.type == "cuda").fill_(7)
 
 
@@ -145,16 +141,16 @@ def _lane(target: torch.Tensor, source: torch.Tensor | Iterator[torch.Tensor]) -
 
 
 def _rounds(lanes: list[Lane], seconds: float) -> list[float]:
-    measure = _CudaRound(lanes) if lanes[0].device.type == "cuda" else _HostRound(lanes)
+    rounds = _CudaRounds(lanes) if lanes[0].device.type == "cuda" else _HostRounds(lanes)
     rates: list[float] = []
     try:
-        measure()
+        rounds.next()
         stop = time.perf_counter() + seconds
         while len(rates) < 3 or time.perf_counter() < stop:
-            moved, spent = measure()
-            rates.append(moved / spent / 1e9)
+            copied, spent_s = rounds.next()
+            rates.append(copied / spent_s / 1e9)
     finally:
-        measure.close()
+        rounds.close()
     return rates
 
 
@@ -165,49 +161,46 @@ def _copy_next(lane: Lane) -> int:
     return source.numel()
 
 
-class _CudaRound:
-    """A call copies in every lane on a stream of its own and gives (bytes, seconds of the slowest stream).
-
-    It asks for the next round before it waits for its own, so a stream of page-locked copies never runs dry, of several the slowest one:
-    that is how an engine's ring copies.
-    """
+class _CudaRounds:
+    """Rounds with a stream for each lane. A round is enqueued before the previous one is waited for, so that links are never idle, as with
+    an engine's ring buffer."""
 
     def __init__(self, lanes: list[Lane]):
         self.lanes = lanes
         self.streams = [torch.cuda.Stream(lane.device) for lane in lanes]
         for device in {lane.device for lane in lanes}:  # the blocks are filled on other streams
             torch.cuda.synchronize(device)
-        self.ends = self._events()
-        self.asked = self._ask()
+        self.ends = self._record_events()
+        self.enqueued = self._enqueue()
 
-    def __call__(self) -> tuple[int, float]:
-        (moved, ends), self.asked = self.asked, self._ask()
+    def next(self) -> tuple[int, float]:
+        """Return the bytes of a round, and the time of its slowest stream."""
+        (copied, ends), self.enqueued = self.enqueued, self._enqueue()
         spent_s = []
         for start, end in zip(self.ends, ends):
             end.synchronize()
             spent_s.append(start.elapsed_time(end) / 1e3)
         self.ends = ends
-        return moved, max(spent_s)
+        return copied, max(spent_s)
 
     def close(self) -> None:
-        """Wait for what was asked for."""
-        for end in self.asked[1]:
+        for end in self.enqueued[1]:
             end.synchronize()
 
-    def _ask(self) -> tuple[int, list[torch.cuda.Event]]:
-        moved = 0
+    def _enqueue(self) -> tuple[int, list[torch.cuda.Event]]:
+        """Enqueue a round, and return its bytes and an event after it on each stream."""
+        total = 0
         left = [BLOCKS * BLOCK_BYTES] * len(self.lanes)
-        while any(count > 0 for count in left):  # in turns, so that all lanes start at once
+        while any(count > 0 for count in left):  # alternating, so that all lanes start at once
             for index, (lane, stream) in enumerate(zip(self.lanes, self.streams)):
                 if left[index] > 0:
                     with torch.cuda.stream(stream):
                         copied = _copy_next(lane)
-                    moved += copied
+                    total += copied
                     left[index] -= copied
-        return moved, self._events()
+        return total, self._record_events()
 
-    def _events(self) -> list[torch.cuda.Event]:
-        """One of each stream, behind what it was asked."""
+    def _record_events(self) -> list[torch.cuda.Event]:
         events = []
         for stream in self.streams:
             events.append(torch.cuda.Event(enable_timing=True))
@@ -215,30 +208,29 @@ class _CudaRound:
         return events
 
 
-class _HostRound:
-    """A call copies once in every lane, each in a thread of its own where there are several, and gives (bytes, seconds)."""
+class _HostRounds:
+    """Rounds of one copy in each lane; several lanes have a thread each."""
 
     def __init__(self, lanes: list[Lane]):
         self.lanes = lanes
         self.pool = ThreadPoolExecutor(len(lanes)) if len(lanes) > 1 else None
 
+    def next(self) -> tuple[int, float]:
+        start = time.perf_counter()
+        copied = sum((map if self.pool is None else self.pool.map)(_copy_next, self.lanes))
+        return copied, time.perf_counter() - start
+
     def close(self) -> None:
-        """End the threads."""
         if self.pool is not None:
             self.pool.shutdown()
 
-    def __call__(self) -> tuple[int, float]:
-        start = time.perf_counter()
-        moved = sum((map if self.pool is None else self.pool.map)(_copy_next, self.lanes))
-        return moved, time.perf_counter() - start
 
-
-RANDOM_BYTES = 16 << 20  # of which all else are copies
-SOURCES, COPIES = 4, 8  # blocks in host memory, and copies of a round of the link: 39 ms at 55 GB/s
+RANDOM_BYTES = 16 << 20  # drawn once and copied
+SOURCES, COPIES = 4, 8  # blocks of host memory, and copies of a round: 39 ms at 55 GB/s
 
 
 class BusyLink:
-    """Copies from page-locked host memory, on a stream of their own."""
+    """Page-locked copies to a CUDA device, on a stream of their own."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -248,7 +240,7 @@ class BusyLink:
         self.stream = torch.cuda.Stream(device)
 
     def begin(self, copies: int = COPIES) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Ask for a round, or one of so many copies; events at its ends."""
+        """Enqueue a round, and return the events before and after it."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self.stream):
             start.record()
@@ -258,6 +250,7 @@ class BusyLink:
         return start, end
 
     def rate(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Wait for a round of `COPIES`, and return its GB/s."""
         end.synchronize()
         return COPIES * BLOCK_BYTES / start.elapsed_time(end) / 1e6
 
@@ -266,14 +259,12 @@ class BusyLink:
 
 
 class CpuWork(Protocol):
-    """What the cores do piece by piece, with memory that the caches do not hold."""
-
     def one(self) -> int:
-        """Do the next piece and return the bytes that it reads."""
+        """Do the next piece of work, and return the bytes that it reads."""
 
 
 def rate_alone(work: CpuWork, seconds: float) -> float:
-    """GB/s over about so many seconds, from the third piece on."""
+    """Return GB/s over `seconds`, after two pieces of warm-up."""
     for _ in range(2):
         work.one()
     start, moved = time.perf_counter(), 0
@@ -283,7 +274,7 @@ def rate_alone(work: CpuWork, seconds: float) -> float:
 
 
 def rates_together(work: CpuWork, link: BusyLink) -> tuple[float, float]:
-    """GB/s of the link and of the cores while both work."""
+    """Return GB/s of the link and of the CPU while both are busy."""
     work.one()
     events = link.begin()
     start, moved = time.perf_counter(), 0
@@ -294,7 +285,7 @@ def rates_together(work: CpuWork, link: BusyLink) -> tuple[float, float]:
 
 
 def random_bytes(count: int) -> torch.Tensor:
-    """uint8 [count] in host memory: the same `RANDOM_BYTES` again and again."""
+    """Return uint8 [count] in host memory: the same `RANDOM_BYTES` repeated."""
     random = torch.randint(0, 256, (RANDOM_BYTES,), dtype=torch.uint8)
     memory = host_empty((count,), torch.uint8, pinned=False)
     for part in memory.split(RANDOM_BYTES):
@@ -303,27 +294,28 @@ def random_bytes(count: int) -> torch.Tensor:
 
 
 LEAST_UNCACHED_BYTES, MOST_UNCACHED_BYTES = 64 << 20, 512 << 20
-DEFAULT_UNCACHED_BYTES = 256 << 20
+DEFAULT_UNCACHED_BYTES = 256 << 20  # if sysfs has no sizes of caches
 CPUS = Path("/sys/devices/system/cpu")
 
 
 def uncached_block_bytes() -> int:
-    """Bytes of a block for copies by the cores: twice what their last-level caches hold, so source and target are four times that.
+    """Return the bytes of a block for copies by the CPU: twice its last-level caches, so that source and target are four times that.
 
-    Not larger than it has to be, because touching memory for the first time takes longer than copying it, above all in a virtual
-    machine; and never beyond MOST_BYTES, which a few processors' caches exceed. All of torch's threads copy, and
-    Linux spreads them over as many caches as there are.
+    Not more, because touching memory for the first time takes longer than copying it, above all in a virtual machine. All of torch's
+    threads copy, and Linux spreads them over the caches.
     """
     try:
         caches = sorted(_last_level_caches(), reverse=True)
-    except (OSError, ValueError):  # a machine that does not tell, or in other words
+    except (OSError, ValueError):  # sysfs lacks it or has another format
         caches = []
-    held = sum(caches[: torch.get_num_threads()])
-    return max(LEAST_UNCACHED_BYTES, min(MOST_UNCACHED_BYTES, 2 * held)) if held else DEFAULT_UNCACHED_BYTES
+    cache_bytes = sum(caches[: torch.get_num_threads()])
+    return (
+        max(LEAST_UNCACHED_BYTES, min(MOST_UNCACHED_BYTES, 2 * cache_bytes)) if cache_bytes else DEFAULT_UNCACHED_BYTES
+    )
 
 
 def _last_level_caches() -> list[int]:
-    """Bytes of each last-level cache of the cores that this process may use."""
+    """Return the bytes of each last-level cache of the CPUs that this process may use."""
     found = {}
     for core in os.sched_getaffinity(0):
         levels = [(int(_text(index, "level")), index) for index in (CPUS / f"cpu{core}" / "cache").glob("index*")]
@@ -338,5 +330,5 @@ def _text(index: Path, name: str) -> str:
 
 
 def _bytes(size: str) -> int:
-    """Of such as 32768K."""
+    """Parse a size such as 32768K."""
     return int(size[:-1]) << {"K": 10, "M": 20, "G": 30}[size[-1]] if size[-1:] in ("K", "M", "G") else int(size)

@@ -1,4 +1,4 @@
-"""What the device itself can do: the rate of its memory and of its matrix units, measured in this process."""
+"""Measure the device: memory bandwidth, matrix products, attention, and what loading weights needs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zero_inference.config.options import GROUP_SIZES
-from zero_inference.cpu import products as cores
+from zero_inference.cpu import products as cpu_products
 from zero_inference.cpu.library import load_library
 from zero_inference.cpu.products import quantize
-from zero_inference.hardware import bench_copies
+from zero_inference.hardware.bench_copies import uncached_block_bytes
 from zero_inference.hardware.profile import DeviceAttentionTime, LoadingRates
 from zero_inference.hardware.rates import ATTENTION_DTYPE, ATTENTION_HEAD_DIM, ProductTime
 from zero_inference.kernels.decode_attention import attend
@@ -24,32 +24,28 @@ from zero_inference.models.weights import fill_dummy
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.timing import capture_graph, measure_median_s
 
-# L2 holds 50 MiB on an H200 and 126 MB on a B200: a few percent of the 2 GiB that are touched
-CUDA_BLOCK_BYTES = 1 << 30
+CUDA_BLOCK_BYTES = 1 << 30  # L2 (50 MiB on an H200, 126 MB on a B200) is a few percent of the 2 GiB that a copy touches
 COPY_S = 0.2
-WEIGHTS_BYTES = 128 << 20  # of the weights of a measurement on a CPU
-WEIGHTS_S = 0.05  # of a measurement, at least
-CPU_ROWS = (
-    32  # tokens up to which a CPU multiplies codes as they are stored; a prefill has more, and restores the weights
-)
-# Before the first one: a GPU that rested raises its clocks, and int4 had 1114 GB/s in 0.05 s once, and 1260 else.
+PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}  # rows and columns of large matrices
+WEIGHTS_BYTES = 128 << 20  # of all weights of a benchmark on a CPU
+WEIGHTS_S = 0.05
+CPU_ROWS = 32  # tokens up to which a CPU multiplies codes as stored; a prefill has more and dequantizes first
+# Warm-up before the first product: an idle GPU raises its clocks, and int4 once had 1114 GB/s in the first 0.05 s, then 1260.
 CLOCKS_S = 0.15
-# Rows and columns. A GPU's products take some time besides their bytes, which two sizes show: int4 with one token has 870 GB/s with the
+# Rows and columns. A GPU's products take some time beyond their bytes, which two sizes show: int4 with one token has 870 GB/s with the
 # first, 2220 with the second and 1390 with 8192 x 8192 (h200-kept/seventh_host/products.txt). With one and eight tokens the line through
-# these two is within 10% of most others there and 24% of all from 5120 x 5120 on; that through 32768 x 8192, which suits the kernel, gave
-# 57344 x 8192 up to 20% too little time.
+# these two is within 10% of most others there and 24% of all from 5120 x 5120 on; the line through 32768 x 8192, which suits the kernel,
+# gave 57344 x 8192 up to 20% too little time.
 SHAPES = {"cuda": ((4096, 4096), (57344, 8192)), "cpu": ((2048, 2048),)}
 
 
 def device_copy_gb_per_s(device: torch.device, seconds: float = COPY_S) -> float:
-    """Median GB/s (1e9 bytes) of copies inside the memory of `device`, bytes read and bytes written both counted.
-
-    Caches hold little of the blocks: 1 GiB on CUDA (less where less than 4 GiB are free), and on a CPU what `link.caches` says.
-    """
+    """Return median GB/s (1e9 bytes) of copies inside device memory, read plus written bytes, in blocks that the caches do not hold
+    (1 GiB on CUDA, less if less than 4 GiB are free)."""
     if device.type == "cuda":
         nbytes = min(CUDA_BLOCK_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
     else:
-        nbytes = bench_copies.uncached_block_bytes()
+        nbytes = uncached_block_bytes()
     source = torch.full((nbytes,), 3, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / measure_median_s(device, lambda: target.copy_(source), seconds) / 1e9
@@ -62,31 +58,30 @@ def matmul_tflops(
     seconds: float = COPY_S,
     rows: Sequence[int] = (),
 ) -> float:
-    """Median TFLOP/s (1e12) of [size, size] x [size, size] in `dtype`, the second transposed as the weight of a linear module is;
-    2 size^3 operations.
+    """Return median TFLOP/s (1e12) of [size, size] x [size, size], 2 size^3 operations; the second is transposed as in a linear module.
 
     Args:
-        size: that of `link.effort` where not given: 8192 on CUDA, 1024 on a CPU.
-        seconds: to measure for, for each number of rows.
-        rows: other numbers of rows of the first matrix to try; the best of all is the rate.
+        size: None for `PRODUCT_SIZE`.
+        seconds: to measure each number of rows.
+        rows: other numbers of rows of the first matrix to try; the best of all counts.
     """
     size = size or PRODUCT_SIZE[device.type]
 
-    def of(count: int) -> float:
-        # random values: zeros draw less power, and a GPU at its power limit then clocks higher than any model would see
+    def tflops(count: int) -> float:
+        # random values: zeros draw less power, and a GPU at its power limit then clocks higher than with any model
         left, weight = (torch.randn(many, size, device=device).to(dtype) for many in (count, size))
         product = torch.empty(count, size, dtype=dtype, device=device)
         spent_s = measure_median_s(device, lambda: torch.mm(left, weight.t(), out=product), seconds)
         return 2 * count * size**2 / spent_s / 1e12
 
-    return max(of(count) for count in (size, *rows))
+    return max(tflops(count) for count in (size, *rows))
 
 
 class DeviceWeights:
-    """Matrices with random values on `device`, so many that caches hold few of them.
+    """Random matrices on `device`, so many that caches hold few of them.
 
     Args:
-        scheme: how they are stored; None for plain ones of `dtype`.
+        scheme: how they are quantized; None for weights of `dtype`.
         shape: rows and columns.
     """
 
@@ -113,12 +108,12 @@ class DeviceWeights:
         self.nbytes = sum(part.nbytes for part in self.packed[0])
 
     def product_s(self, tokens: int, seconds: float = WEIGHTS_S) -> float:
-        """Median seconds in which `tokens` tokens are multiplied with one matrix, `nbytes` as it is stored, of several that follow."""
+        """Return the median time of a product of `tokens` tokens with one matrix (`nbytes` as stored), of several in a row."""
         x = torch.randn(tokens, self.shape[1], device=self.device, dtype=self.dtype)
         count = len(self.plain if self.scheme is None else self.packed)
         action: Callable[[], object] = functools.partial(self._multiply, x)
         if self.device.type == "cuda":
-            # launched one by one, int4 took 30 us a matrix from one host, and 38 from a slower one
+            # launched one by one, int4 took 30 us a matrix from one host and 38 from a slower one
             action = capture_graph(self.device, action)
         return measure_median_s(self.device, action, seconds) / count
 
@@ -130,7 +125,7 @@ class DeviceWeights:
         how = self.scheme.bits, self.scheme.group_size, self.shape[0]
         multiply = linear_groups
         if self.device.type == "cpu" and len(x) <= CPU_ROWS and load_library() is not None:
-            multiply = cores.linear_groups  # as runs of the stream engine do in decode steps
+            multiply = cpu_products.linear_groups  # as runs of the stream engine do in decode steps
         for codes, scale, minimum in self.packed:
             multiply(x, codes, scale, minimum, *how, None)
 
@@ -138,10 +133,10 @@ class DeviceWeights:
 def product_times(
     device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None, tokens: Sequence[int]
 ) -> dict[int, ProductTime]:
-    """By number of tokens, with weights as `DeviceWeights` has them; without those whose activations do not fit.
+    """Return the time of a product by number of tokens, without those whose activations do not fit.
 
     Raises:
-        torch.OutOfMemoryError: the weights do not fit beside what is on the device.
+        torch.OutOfMemoryError: the weights do not fit.
     """
     points: dict[int, list[tuple[int, float]]] = {count: [] for count in tokens}
     for shape in SHAPES[device.type]:
@@ -153,7 +148,7 @@ def product_times(
                 points[count].append((weights.nbytes, weights.product_s(count)))
             except torch.OutOfMemoryError:
                 del points[count]
-        del weights  # before there are others
+        del weights  # before others are allocated
     return {count: ProductTime.through(each) for count, each in points.items()}
 
 
@@ -162,7 +157,7 @@ LOADING_S = 0.1  # of each measurement
 
 
 def measure_loading(device: torch.device) -> LoadingRates:
-    """About a second. Raises RunError where no host memory may be page-locked."""
+    """Measure for about a second. Raises RunError: no host memory may be page-locked."""
     on_gpu = device.type == "cuda"
     size = LOADING_SIZE[device.type]
     weight = torch.empty(size, size, dtype=torch.bfloat16, device=device)
@@ -187,15 +182,16 @@ def measure_loading(device: torch.device) -> LoadingRates:
     )
 
 
-# Query heads that share a key head; key heads of all sequences; positions. Others lie between them, and time grows by lines beyond: few
-# heads keep little of a GPU busy, and few positions are less than what a kernel takes to begin.
+# Query heads per key head; key heads of all sequences; positions of each. Others are interpolated: few heads keep little of a GPU busy,
+# and few positions take less than the launch of a kernel. Kernels are those of runs, without cuDNN's, which go through 2048 positions of
+# 512 heads at 4.1 TB/s on an H200 and are not repeatable (h200-kept/eleventh_host: machine.json).
 ATTENTION_HEADS, ATTENTION_KEY_HEADS, ATTENTION_POSITIONS = (1, 8), (32, 512), (160, 2048)
-CACHES_BYTES, MOST_LAYERS = 256 << 20, 64  # what layers take together, where as many are not more
+CACHES_BYTES, MOST_LAYERS = 256 << 20, 64  # layers have this many bytes in all, unless that takes more layers
 ATTENTION_S = 0.05
 
 
 def measure_device_attention(device: torch.device) -> tuple[DeviceAttentionTime, ...]:
-    """Without those whose keys and values do not fit in the device's memory."""
+    """Measure decode attention, except where keys and values do not fit in device memory."""
     found = []
     attention_s(device, ATTENTION_HEADS[0], ATTENTION_KEY_HEADS[0], ATTENTION_POSITIONS[0], seconds=CLOCKS_S)
     for heads, key_heads, positions in itertools.product(ATTENTION_HEADS, ATTENTION_KEY_HEADS, ATTENTION_POSITIONS):
@@ -216,14 +212,14 @@ def attention_s(
     layers: int | None = None,
     seconds: float = ATTENTION_S,
 ) -> float:
-    """Median seconds of a layer's attention.
+    """Return the median time of a layer's decode attention.
 
     Args:
-        heads: query heads that share a key head.
+        heads: query heads per key head.
         key_heads: of all sequences.
-        positions: of keys and values.
-        layers: that a graph has; None for as many as caches do not hold.
-        seconds: to measure for.
+        positions: of each sequence.
+        layers: of a graph; None for as many as caches do not hold.
+        seconds: to measure.
     """
     disable_cudnn_attention()
     shape = key_heads // key_heads_per_sequence, key_heads_per_sequence, positions, ATTENTION_HEAD_DIM
@@ -245,6 +241,3 @@ def attention_s(
 
 def _plain(module, query, key, value, mask, **_) -> tuple[torch.Tensor, None]:
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask), None
-
-
-PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}  # rows and columns of their matrices

@@ -1,4 +1,4 @@
-"""Read bandwidth of the offload folder's disk, past the page cache."""
+"""Measure the read bandwidth of the offload folder's disk, bypassing the page cache."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from zero_inference.utils.format import format_bytes
 
 CHUNK_BYTES = 8 << 20
 THREADS = 16
-LEAST_BYTES = THREADS * CHUNK_BYTES  # of a file to be read: a chunk for each thread
+LEAST_BYTES = THREADS * CHUNK_BYTES  # a chunk for each thread
 MOST_BYTES = 1 << 30
-PASSES = 2  # the faster one counts: a limit that a run exceeds would be none
+PASSES = 2  # the faster one counts: a run must not exceed its limit
 
 
 def disk_read_gb_per_s(folder: Path, file_bytes: int = MOST_BYTES) -> float:
-    """GB/s (1e9 bytes) of O_DIRECT reads of a fresh file in `folder` by 16 threads, all of which read as much.
+    """Return GB/s (1e9) of O_DIRECT reads by 16 threads of a new file in `folder`, which is unlinked at once.
 
     Args:
-        file_bytes: of what is read; see `whole_chunks`.
-
-    The file has no name while it is there, so it goes with this process.
+        file_bytes: see `whole_chunks`.
 
     Raises:
-        RunError: no file can be made there, it does not fit, or the file system refuses O_DIRECT.
+        RunError: the file cannot be created, does not fit, or the file system refuses O_DIRECT.
     """
     try:
         created, name = tempfile.mkstemp(prefix="read-test-", dir=folder)
@@ -54,7 +52,7 @@ def disk_read_gb_per_s(folder: Path, file_bytes: int = MOST_BYTES) -> float:
 
 
 def whole_chunks(file_bytes: int) -> int:
-    """`file_bytes` rounded up to a whole number of chunks for each thread, and at most MOST_BYTES."""
+    """Return `file_bytes` rounded up to a whole number of chunks for each thread, at most MOST_BYTES."""
     return min(MOST_BYTES, max(1, -(-file_bytes // LEAST_BYTES)) * LEAST_BYTES)
 
 
@@ -62,7 +60,7 @@ def _write_and_read(file: int, file_bytes: int) -> float:
     chunk = os.urandom(CHUNK_BYTES)
     buffers = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(THREADS)]
     for buffer in buffers:
-        buffer.write(chunk)  # touched before the clock starts: a first touch can take longer than the read
+        buffer.write(chunk)  # before the clock starts: a first touch can take longer than the read
     for offset in range(0, file_bytes, CHUNK_BYTES):
         os.pwritev(file, [buffers[0]], offset)
     os.fsync(file)

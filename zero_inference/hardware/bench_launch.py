@@ -1,4 +1,5 @@
-"""What the host takes for a step of generation, whatever the model computes: found in models so small that nothing else counts."""
+"""Measure launch overhead with models so small that nothing else counts: host time of operators and modules, and device time of small
+kernels in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -21,20 +22,19 @@ from zero_inference.models.operators import trace_without_weights
 from zero_inference.models.prompts import disable_cudnn_attention, greedy_config
 from zero_inference.norms.patch import patch_norms
 from zero_inference.utils.garbage import freeze_existing_objects
-from zero_inference.utils.timing import capture_graph, measure_median_s, time_once_s
+from zero_inference.utils.timing import capture_graph, measure_median_s, time_wall_s
 
-LAYERS = 1, 16  # of two models of a kind: what these differ by are operators and modules
+LAYERS = 1, 16  # of two models of a kind, which differ by operators and module calls
 TOKENS = 16
 ROUNDS = 3  # of a visit
 
 
 class LaunchBench:
-    """Small Llamas and OPTs of two sizes, of which a step takes `step_s`, `operator_s` for each operator and `module_s` for each call of a
-    module: in a Llama's layer three of the one come with one of the other, in OPT's about as many.
+    """Small Llamas and OPTs of two sizes. A step takes `step_s`, `operator_s` for each operator and `module_s` for each module call; a
+    Llama's layer has three operators for each module call, OPT's about one.
 
-    They take turns, and the median round of each counts, as that of a run's steps does: a host that others use may be half as fast for a
-    second, and for a minute, so they are visited more than once. Measured one behind the other, they gave 3.7 ms a step on an H200's host,
-    and a run took less than one.
+    They alternate, and the median round counts: a shared host may be half as fast for a second or a minute, so they are visited more than
+    once. Measured one after the other they gave 3.7 ms a step on an H200's host, where a run took less than one.
     """
 
     def __init__(self, device: torch.device):
@@ -46,13 +46,13 @@ class LaunchBench:
 
     @freeze_existing_objects()
     def visit(self) -> None:
-        """A second or two."""
+        """Measure for a second or two."""
         for _ in range(ROUNDS):
             for model in self.models:
                 model.measure()
 
     def found(self) -> LaunchOverhead:
-        """By all visits."""
+        """Return the result of all visits."""
         llama, more_llama, opt, more_opt = self.models
         operator_s, module_s = two_costs(more_llama.more_than(llama), more_opt.more_than(opt))
         return LaunchOverhead(
@@ -65,8 +65,10 @@ class LaunchBench:
 
 
 def two_costs(one: tuple[int, int, float], other: tuple[int, int, float]) -> tuple[float, float]:
-    """What an operator and a call of a module take, from numbers of both and seconds in `one` kind of model and in `other`; where
-    one cost would be negative it is zero, and the other is fitted by least squares."""
+    """Return the time of an operator and of a module call.
+
+    Solves (operators, calls, seconds) of two kinds of models; a cost that would be negative is 0, and the other is a least-squares fit.
+    """
     operators, calls, seconds = zip(one, other)
     determinant = operators[0] * calls[1] - operators[1] * calls[0]
     if determinant:
@@ -75,26 +77,26 @@ def two_costs(one: tuple[int, int, float], other: tuple[int, int, float]) -> tup
         if min(operator_s, module_s) >= 0:
             return operator_s, module_s
         if operator_s < 0:
-            return 0.0, _of_each(calls, seconds)
-    return _of_each(operators, seconds), 0.0
+            return 0.0, _fit(calls, seconds)
+    return _fit(operators, seconds), 0.0
 
 
-def _of_each(counts: Sequence[float], seconds: Sequence[float]) -> float:
+def _fit(counts: Sequence[float], seconds: Sequence[float]) -> float:
     return max(0.0, sum(map(operator.mul, counts, seconds)) / sum(count * count for count in counts))
 
 
 class _Steps:
-    """Decode steps of a small model, with our kernels of norms and rotary embedding where a run has them.
+    """Decode steps of a small model, with our norm and rotary kernels where a run has them.
 
     Attributes:
         operators, module_calls: of a step with transformers' own code, as a plan counts them.
-        rounds_s: of a step, what a long generation takes more than a short one for each token, in each round.
+        rounds_s: time of a step in each round: the difference of a long and a short generation.
     """
 
     def __init__(self, model: Any, device: torch.device):
         self.device = device
         counted = trace_without_weights(model.eval(), 1, TOKENS)
-        assert counted is not None, "such models run on the meta device"
+        assert counted is not None, "OPT and Llama run on the meta device"
         self.operators, self.module_calls = counted.launches, counted.module_calls
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = model.to(device, self.dtype)
@@ -114,12 +116,12 @@ class _Steps:
         return statistics.median(self.rounds_s)
 
     def more_than(self, other: _Steps) -> tuple[int, int, float]:
-        """Operators, calls of modules and seconds of a step that `other` has not."""
+        """Return the operators, module calls and seconds of a step beyond those of `other`."""
         return self.operators - other.operators, self.module_calls - other.module_calls, self.step_s - other.step_s
 
     def _generation_s(self, tokens: int) -> float:
         with rotary_kernel(self.model, self.device, self.dtype) if self.fuses else contextlib.nullcontext():
-            return time_once_s(
+            return time_wall_s(
                 self.device,
                 lambda: self.model.generate(
                     self.ids, generation_config=greedy_config(tokens), attention_mask=torch.ones_like(self.ids)
@@ -127,13 +129,12 @@ class _Steps:
             )
 
 
-GRAPH_LAYERS = 1, 16  # of two models: what they differ by are operators
-GRAPH_WIDTH = 4096  # whose kernels take as long as those of models
+GRAPH_WIDTH = 4096  # kernels take as long as those of usual models
 GRAPH_S = 0.05
 
 
 class _WithoutProduct(torch.nn.Module):
-    """A linear module that returns the same memory each time, for one token."""
+    """A linear module that returns the same memory each time."""
 
     def __init__(self, like: torch.nn.Linear):
         super().__init__()
@@ -145,29 +146,24 @@ class _WithoutProduct(torch.nn.Module):
 
 
 def measure_graph_operator(device: torch.device, width: int = GRAPH_WIDTH) -> float:
-    """Seconds of the device for an operator of a decoder layer without its products, in a CUDA graph, where operators wait for each other;
-    attention is measured by itself.
+    """Return the device time of an operator of a decoder layer in a CUDA graph, without products and attention.
 
-    A Llama's layer with 40 heads took 43 us on an H200 besides its products; a chain of sums of 4096 elements, which had been measured
-    instead, 0.96 us an operator (h200-kept/seventh_host: resident.txt, machine.json). What a kernel of ours computes, norms and rotary
-    embedding, counts as many operators as in transformers' own code.
+    A Llama's layer with 40 heads took 43 us on an H200 besides its products; a chain of sums of 4096 elements instead took 0.96 us an
+    operator (h200-kept/seventh_host: resident.txt, machine.json). Our norm and rotary kernels count as many operators as transformers'
+    own code has.
     """
-    few, many = (_StepWithoutProducts(layers, device, width) for layers in GRAPH_LAYERS)
+    few, many = (_StepWithoutProducts(layers, device, width) for layers in LAYERS)
     few_s, many_s = (measure_median_s(device, each.step, GRAPH_S) for each in (few, many))
-    more_layers = GRAPH_LAYERS[1] - GRAPH_LAYERS[0]
+    more_layers = LAYERS[1] - LAYERS[0]
     layer_s = max(0.0, many_s - few_s) / more_layers
     operators = (many.operators - few.operators) / more_layers
     heads = width // ATTENTION_HEAD_DIM
-    attending_s = attention_s(device, 1, heads, POSITIONS, key_heads_per_sequence=heads, layers=GRAPH_LAYERS[1])
-    return max(0.0, layer_s - attending_s) / (operators - 1)
+    attention_of_layer_s = attention_s(device, 1, heads, POSITIONS, key_heads_per_sequence=heads, layers=LAYERS[1])
+    return max(0.0, layer_s - attention_of_layer_s) / (operators - 1)
 
 
 class _StepWithoutProducts:
-    """
-    Attributes:
-        operators: of a step.
-        step: repeats it; on CUDA as a graph.
-    """
+    """A decode step of a Llama whose products are gone: `step()` runs it, on CUDA as a graph; `operators` counts its operators."""
 
     def __init__(self, layers: int, device: torch.device, width: int):
         disable_cudnn_attention()
@@ -189,7 +185,7 @@ class _StepWithoutProducts:
         self.place = self.ids.new_zeros(1)
         self.mask = torch.zeros(1, 1, 1, POSITIONS, dtype=torch.bfloat16, device=device)
         with torch.no_grad():
-            self.model(input_ids=self.ids, past_key_values=self.cache)  # which allocates it
+            self.model(input_ids=self.ids, past_key_values=self.cache)  # allocates the cache
             if device.type == "cuda":
                 with rotary_kernel(model, device, torch.bfloat16) if load_extension() else contextlib.nullcontext():
                     self.step = capture_graph(device, self._step)

@@ -1,4 +1,4 @@
-"""Time device and host work: repeat, synchronize, take the median."""
+"""The timing helper: repeat, synchronize, take the median. Also captures CUDA graphs of what is timed."""
 
 from __future__ import annotations
 
@@ -9,32 +9,24 @@ from collections.abc import Callable
 import torch
 
 
-def capture_graph(device: torch.device, action: Callable[[], object]) -> Callable[[], object]:
-    """What repeats the kernels of `action`."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        action()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        action()
-    return graph.replay
-
-
 def measure_median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:
-    """Median duration of `action` in seconds, of at least three; two before them are not counted, or one that took as long as all may."""
-    timed = _cuda_seconds if device.type == "cuda" else _host_seconds
-    if timed(device, action) < seconds:
-        timed(device, action)
-    spent: list[float] = []
+    """Return the median time of `action` on `device`, of three runs or more in at least `seconds`.
+
+    Two runs before them warm up, or one if that took `seconds`.
+    """
+    if time_on_device_s(device, action) < seconds:
+        time_on_device_s(device, action)
+    times_s: list[float] = []
     stop = time.perf_counter() + seconds
-    while len(spent) < 3 or time.perf_counter() < stop:
-        spent.append(timed(device, action))
-    return statistics.median(spent)
+    while len(times_s) < 3 or time.perf_counter() < stop:
+        times_s.append(time_on_device_s(device, action))
+    return statistics.median(times_s)
 
 
-def _cuda_seconds(device: torch.device, action: Callable[[], object]) -> float:
+def time_on_device_s(device: torch.device, action: Callable[[], object]) -> float:
+    """Return the time of one run: between two events on CUDA, else by the host's clock."""
+    if device.type != "cuda":
+        return time_wall_s(device, action)
     with torch.cuda.device(device):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -44,14 +36,8 @@ def _cuda_seconds(device: torch.device, action: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def _host_seconds(device: torch.device, action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
-def time_once_s(device: torch.device, action: Callable[[], object]) -> float:
-    """Of one action, until the device has done it."""
+def time_wall_s(device: torch.device, action: Callable[[], object]) -> float:
+    """Return the time of one run by the host's clock, from an idle device to an idle device."""
     _synchronize(device)
     start = time.perf_counter()
     action()
@@ -62,3 +48,16 @@ def time_once_s(device: torch.device, action: Callable[[], object]) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def capture_graph(device: torch.device, action: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that replays the kernels of `action` as a CUDA graph."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        action()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        action()
+    return graph.replay
