@@ -745,7 +745,7 @@ def test_link_and_cores_end_a_step_together_where_they_may_exchange_blocks():
     assert not weights.placement.streamed and weights.placement.cpu_computed
     assert weights.rebalanced_s(0.0, 0.06) == (0.0, 0.06), "the cores have it all, which is not undone"
     attending = times_of(f"{options} --kv-offload --batch-size 64", machine)[0].weights
-    assert attending.cores.attends and attending.rebalanced_s(0.05, 0.06) == (0.05, 0.06)
+    assert attending.cpu.attends and attending.rebalanced_s(0.05, 0.06) == (0.05, 0.06)
 
 
 def test_blocks_that_come_late_count():
@@ -755,7 +755,7 @@ def test_blocks_that_come_late_count():
     some = times_of(f"{options} --cpu-compute 0.95", machine)[0].weights
     experts = set(some.placement.expert_blocks)
     assert 0 < len(experts - some.placement.cpu_computed) < 5 and some.placement.ring_depth == 8
-    link_s = some.fetched_bytes / (some.cores.rates.link_gb_per_s * 1e9)
+    link_s = some.fetched_bytes / (some.cpu.rates.link_gb_per_s * 1e9)
     assert (
         link_s
         < some.cost_terms.step_cpu.wait_s
