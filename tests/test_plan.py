@@ -132,7 +132,7 @@ def test_a_dry_run_shows_what_differs_from_the_defaults_and_all_of_it_as_json(ca
     assert len(out.splitlines()) <= 12 and max(map(len, out.splitlines())) < 160
     (options,) = [line for line in out.splitlines() if line.startswith("  options ")]
     assert options.split(maxsplit=1)[1] == (
-        "different from the defaults: model=opt-125m, dummy=true, engine=stream, quant_bits=4, gpu_memory=0.5 GiB"
+        "different from the defaults: model=opt-125m, engine=stream, quant_bits=4, dummy=true, gpu_memory=0.5 GiB"
     )
     assert main([*asked.split(), "--json"]) == 0
     answer = json.loads(capfd.readouterr().out)
