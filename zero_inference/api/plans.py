@@ -1,4 +1,4 @@
-"""`plan`: what `zero-inference plan` finds, as rows that can be looked at, sorted, put in a data frame and run."""
+"""`plan`: the configurations of `zero-inference plan` as rows to print, sort, put in a data frame and run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from zero_inference.api.keywords import check_keywords
 from zero_inference.api.loading import PLACEMENT
 from zero_inference.api.process import preserve_process_state
-from zero_inference.config.options import DEFAULTS
+from zero_inference.config.options import DEFAULTS, OF_DRY_RUNS
 from zero_inference.planning import command
 from zero_inference.planning.arguments import arguments_from_keywords
 from zero_inference.records.hardware import RATE_WORDS
@@ -52,25 +52,25 @@ SHOWN_COLUMNS = {  # of `repr` and a notebook, by attribute
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A configuration and what is predicted of it. Times and rates are None where it does not fit, or where they are not known.
+    """A configuration and its predictions. Times and rates are None if it does not fit or they are unknown.
 
     Attributes:
         engine: "stream", "deepspeed", "accelerate" or "resident".
         bits: of a stored weight, 16, 8 or 4.
         batch: sequences, over all GPUs.
-        gpus: that it uses; 0 on a CPU.
-        weights: where they are, in words, such as "60% host (cores 30%)".
-        kv_offload: whether keys and values are in host memory.
-        tokens_per_s: of decoding, all sequences together; as measured where `verify` ran it.
-        tokens_per_s_range, first_token_range_s: low and high, within which 9 of 10 such runs are; None of a bound, and on a CPU.
+        gpus: 0 on a CPU.
+        weights: their placement in words, such as "60% host (cores 30%)".
+        kv_offload: whether the KV cache is in host memory.
+        tokens_per_s: of decoding, all sequences together; measured if `verify` ran it.
+        tokens_per_s_range, first_token_range_s: (low, high) of 9 in 10 such runs; None for a bound, and on a CPU.
         step_s, first_token_s, total_s: seconds of a decode step, of the prefill, and of the whole generation.
-        device_gib: most memory of a GPU in GiB; None on a CPU.
+        device_gib: peak memory of a GPU in GiB; None on a CPU.
         host_gib: host memory in GiB.
-        bound_by: what limits a decode step, such as "link".
+        bound_by: the bound of a decode step, such as "link".
         fits: whether the machine has the memory.
-        why_not: what is missing and what would fit; None where it fits.
-        command: what to type in a shell.
-        options: the same for Python: `run(**best.options)`, where no more than one GPU is used.
+        why_not: what is missing and what would fit; None if it fits.
+        command: the shell command that runs it.
+        options: the keywords that run it, `run(**best.options)`, with one GPU or none.
     """
 
     engine: str
@@ -95,7 +95,7 @@ class PlannedRun:
 
     @property
     def placement(self) -> dict[str, Any]:
-        """Those of `options` that `load` takes: `load(**best.placement)`."""
+        """The keywords of `load`: `load(**best.placement)`."""
         return {name: value for name, value in self.options.items() if name in PLACEMENT or name == "model"}
 
 
@@ -104,7 +104,7 @@ class Plans(Sequence[PlannedRun]):
 
     Attributes:
         verdict: whether the model runs, how fast, and with what; one sentence.
-        machine: what it was planned for, in words; None for one that was not measured.
+        machine: description of the machine; None if it was not measured.
         notes: what the predictions leave out, one sentence each.
     """
 
@@ -113,11 +113,11 @@ class Plans(Sequence[PlannedRun]):
 
     @property
     def best(self) -> PlannedRun | None:
-        """The first one that fits; None where nothing does."""
+        """The first row that fits; None if none does."""
         return next((row for row in self.rows if row.fits), None)
 
     def frame(self) -> pandas.DataFrame:
-        """All rows, with a column for each attribute but `options`."""
+        """Return all rows, with a column for each attribute except `options`."""
         import pandas
 
         rows = [{name: value for name, value in asdict(row).items() if name != "options"} for row in self.rows]
@@ -182,7 +182,7 @@ def plan(
     num_gpus: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Plans:
-    """Which configurations of `model` a machine can run, and how fast each is predicted to be. No weight is read or fetched.
+    """Return the configurations of `model` that a machine can run, with predicted speeds. No weight is read or fetched.
 
         found = plan("llama-3.1-70b", machine="rtx4090", assume="host=128GiB")
         print(found.verdict, found.best.command)
@@ -248,7 +248,7 @@ def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> Pla
     options = {
         name: value
         for name, value in config.as_dict().items()
-        if value != DEFAULTS[name] and name not in ("dry_run", "json", "machine", "assume", "auto", "goal")
+        if value != DEFAULTS[name] and name not in (*OF_DRY_RUNS, "auto", "goal")
     }
     if config.engine == "stream":
         options.pop("cpu_offload", None)  # it is implied
