@@ -176,7 +176,7 @@ def rows_of(dataset: Any) -> Iterator[tuple[str, Any]]:
         yield f"item {number}", row
 
 
-# Which file.
+# Finding the file.
 
 
 def data_file(task: str, source: str | Path | None) -> Path:
@@ -240,7 +240,7 @@ def suffixes_of(task: str) -> tuple[str, ...]:
     return SUFFIXES + TEXT_SUFFIXES if task == "perplexity" else SUFFIXES
 
 
-# What is in it.
+# Reading it.
 
 
 def read_rows(task: str, path: Path) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""A run that fails leaves a record, its reason in one or two lines, and no files of its own; however it ends."""
+"""However a run fails, it leaves a record with the reason in one or two lines, and none of its temporary files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from zero_inference.utils.watch import PeerWatch, lost_connection, stopped_by
 
 @contextlib.contextmanager
 def record_failures(config: RunConfig, ranks: Ranks, files: RunLog, release: Callable[[], None]) -> Iterator[PeerWatch]:
-    """Inside it a failure, a stop signal or the end of another rank becomes a record of status 'failed'.
+    """Record a failure, a stop signal or the end of another rank within the context as a record of status 'failed'.
 
     Args:
-        release: removes what this process has on disk; called where the main thread does not get to its end.
+        release: removes this process's files; called if the main thread cannot.
 
     Raises:
-        RunError: in place of whatever ended the run, with the reason that is in the record.
-        UsageError, KeyboardInterrupt, SystemExit: as they came; a UsageError leaves no record.
+        RunError: replaces whatever ended the run, with the reason in the record.
+        UsageError, KeyboardInterrupt, SystemExit: unchanged; a UsageError leaves no record.
     """
 
     def record_failure(reason: str) -> str:
@@ -45,7 +45,7 @@ def record_failures(config: RunConfig, ranks: Ranks, files: RunLog, release: Cal
 
     watch = PeerWatch(ranks, last_words)
     watch.start()
-    processes.exit_on_stop()  # so that a stopped run leaves its record, and no files
+    processes.exit_on_stop()  # a stopped run leaves its record, and no files
     try:
         yield watch
     except UsageError:
@@ -54,7 +54,7 @@ def record_failures(config: RunConfig, ranks: Ranks, files: RunLog, release: Cal
         raise
     except BaseException as error:
         if ranks.world_size > 1:
-            processes.ignore_stop()  # the launcher sends one while this is being said
+            processes.ignore_stop()  # the launcher sends one meanwhile
         with processes.defer_signals():
             reason = watch.report(explain_failure(error, config, ranks))
             watch.stop(failed=True)
@@ -68,19 +68,19 @@ def record_failures(config: RunConfig, ranks: Ranks, files: RunLog, release: Cal
 
 
 def leave_process_group(ranks: Ranks) -> None:
-    """Of a run that failed. Several ranks leave without a collective, which could wait for a rank that is gone."""
+    """Leave the process group after a failure; several ranks skip the collective, which could wait for a rank that is gone."""
     if ranks.world_size == 1:
         stop_process_group()
 
 
 def explain_failure(error: BaseException, config: RunConfig, ranks: Ranks) -> str:
-    """What went wrong, in one or two lines."""
+    """Return what went wrong, in one or two lines."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, KeyboardInterrupt):
         return "stopped by the user"
     if isinstance(error, SystemExit):  # of signals.exit_on_stop, or of a program that calls this package
         number = error.code - 128 if isinstance(error.code, int) else 0
-        return stopped_by(number, ranks) if number in STOPPING else f"the process was told to exit ({error.code})"
+        return stopped_by(number, ranks) if number in STOPPING else f"the process exited early ({error.code})"
     if isinstance(error, torch.OutOfMemoryError):
         unused = re.search(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated", text)
         held = f" PyTorch held {unused[1]} more that it could not use for this." if unused else ""

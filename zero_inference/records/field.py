@@ -1,4 +1,4 @@
-"""How the record's models declare their keys, and what follows from it: writing, tolerant reading and the list of all keys.
+"""The base of the record's models: declared keys, from which writing, tolerant reading and the list of all keys follow.
 
 A field says its unit and meaning once, in `key`. An `inline` field's own keys are written beside those of its owner.
 """

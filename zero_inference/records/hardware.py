@@ -1,4 +1,4 @@
-"""The keys of the record about the hardware: its measured rates, the roofline that they give, and what the link did."""
+"""The keys of the record about the hardware: measured rates, the roofline, use of the link, and the environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from zero_inference.records.field import Part, inline, key
 
-# What bounds a pass, in words.
+# Names of the rates that bound a pass.
 RATE_WORDS = {
     "device_memory": "device memory",
     "host_memory": "host memory",
@@ -27,8 +27,11 @@ _RATE = ("GB/s", "`copied_bytes` / `busy_s`; null if nothing was copied", "gbps_
 
 
 class Rates(Part):
-    """What the hardware does, measured in this process, in GB/s of 1e9 bytes and TFLOP/s of 1e12. The link's adds up all ranks at once, the
-    disk's all nodes; the others are one device's. None: does not apply, or the device had no memory left to measure it."""
+    """Rates measured in this process, in GB/s of 1e9 bytes and TFLOP/s of 1e12.
+
+    The link's rate is the sum over all ranks, the disk's over all nodes, the others are of one device. None: not applicable, or no device
+    memory was left to measure it.
+    """
 
     link_gb_per_s: float = key(
         "GB/s", "host to device, all ranks at the same time", "link_gbps", required="when measured"
@@ -70,7 +73,7 @@ class Rates(Part):
 
 
 class StepBounds(Part):
-    """Seconds that one decode step takes at least, by each rate that applies."""
+    """The shortest possible decode step by each rate that applies."""
 
     device_memory: float | None = key("s", "to read weights and KV cache", only_with="a known rate", default=None)
     matmul: float | None = key("s", "to compute the matrix products", only_with="a known rate", default=None)
@@ -85,7 +88,7 @@ class StepBounds(Part):
 
 
 class Limit(Part):
-    """The roofline of the decode: measured rates, the least time by each, which one binds, and the share reached."""
+    """The roofline of decoding: measured rates, the bound by each, the limiting one and the fraction reached."""
 
     rates: Rates = inline()
     link_ahead_bytes: int = key(
@@ -105,7 +108,7 @@ def _rate_while_busy(given: dict[str, Any]) -> float | None:
 
 
 class LinkUse(Part):
-    """How the link of this rank spent the last decode steps; the four times add up to that from first to last copy."""
+    """Time of this rank's link in the last decode steps; the four times add up to that from the first to the last copy."""
 
     steps: int = key(
         "", "number of decode steps observed; of a very long generation only the last ones", only_with=_STREAM
@@ -132,13 +135,13 @@ class LinkUse(Part):
 
     @property
     def busy_share(self) -> float:
-        """Of the time from the first to the last copy, 0 to 1."""
+        """Share of the time from the first to the last copy."""
         total = self.busy_s + self.slot_wait_s + self.step_start_s + self.host_late_s
         return self.busy_s / total if total else 0.0
 
 
 class TracedLinkUse(Part):
-    """The same of an engine that keeps no timeline, read from a trace."""
+    """Use of the link by an engine without a timeline, from a trace."""
 
     busy_s: float = key(*_BUSY)
     idle_s: float = key(
@@ -149,14 +152,14 @@ class TracedLinkUse(Part):
 
 
 class Gpu(Part):
-    """One that this process sees."""
+    """A GPU visible to this process."""
 
     name: str | None = key("", "name of the GPU, from its driver", only_with="a GPU")
     memory_bytes: int | None = key("byte", "total memory of the GPU", only_with="a GPU")
 
 
 class Environment(Part):
-    """Machine, versions and checkout; null for what cannot be found out."""
+    """Machine, versions and checkout; null for what is unknown."""
 
     cpu_model: str = key("", "name of the processor")
     cpu_cores: int | None = key("cores", "physical cores of the machine")

@@ -18,7 +18,7 @@ from zero_inference.records.scores import Tasks
 
 
 class MovedPerStep(Part):
-    """Bytes moved per decode step, counted, and how long the cores worked; null where there was no decode step."""
+    """Bytes moved per decode step, counted, and busy time of the CPU backend; null without a decode step."""
 
     host_to_device_bytes_per_step: Number | None = key(
         "byte", "weights, KV cache, and results of the host's cores", required="when measured"
@@ -40,7 +40,7 @@ class MovedPerStep(Part):
 
 
 class ExpertUse(Part):
-    """Of the experts that tokens chose in the decode steps, what came of those that device memory keeps; counted."""
+    """Use of the expert cache in the decode steps, counted."""
 
     hit_rate: float = key("share", "share of the choices (one token, one expert) whose expert was in device memory")
     saved_bytes_per_step: Number = key(
@@ -63,8 +63,8 @@ class Loop(Part):
     """One `generate` call; times are the maximum over ranks.
 
     Attributes:
-        moved: of this rank, the average of the steps; not in the record, which has the sum over all ranks.
-        experts: those of device memory; None where it keeps none. Not in the record, which has the last loop's.
+        moved: average over this rank's steps; the record has the sum over ranks.
+        experts: use of the expert cache, None without one; the record has that of the last loop.
     """
 
     prefill_s: float = key("s", "time to first token, including its selection", required="when measured")
@@ -76,7 +76,7 @@ class Loop(Part):
 
 
 class MachineLoad(Part):
-    """How busy the machine was before the run loaded anything."""
+    """Load of the machine before the run loaded anything."""
 
     load_average_before: float = key(
         "processes", "load average of the machine in the minute before loading: processes running or waiting to run"
@@ -93,7 +93,7 @@ class SlowestStep(Part):
 
 
 class DecodeSpread(Part):
-    """How far the decode times of a run differ."""
+    """Spread of the decode times of a run."""
 
     decode_latency_min_s: float | None = key("s", "decode latency of the fastest loop; null with one loop or G = 1")
     decode_latency_max_s: float | None = key("s", "decode latency of the slowest loop; null with one loop or G = 1")
@@ -112,7 +112,7 @@ _AUTO = "--engine, --quant-bits or --batch-size auto"
 
 
 class AutoChoice(Part):
-    """What the plan found of what was left open."""
+    """Options that were chosen by `auto`."""
 
     options: list[str] = key("", "options that were given as auto", only_with=_AUTO)
     goal: str | None = key(
@@ -130,7 +130,7 @@ _RANGE = (
 
 
 class Predicted(Part):
-    """What the plan said before anything was loaded, under the names of what was measured."""
+    """Predictions of the plan before anything was loaded, with the names of the measured quantities."""
 
     load_s: float | None = key(
         "s",
@@ -167,7 +167,7 @@ _QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes"
 
 
 class Request(Part):
-    """What was asked for, as it was resolved: known before anything is loaded."""
+    """The resolved options of a run, known before anything is loaded."""
 
     timestamp: str = key("", "start of the run, ISO 8601 with time zone", required="always")
     argv: list[str] = key("", "the command line, a list of strings", required="always")
@@ -213,7 +213,7 @@ class Request(Part):
 
 
 class Measured(Part):
-    """What the loops gave."""
+    """Measurements of the loops."""
 
     model_bytes: Number = key("byte", "all parameters at 2 bytes each, see utils.model_bytes", required="when measured")
     cache_bytes: Number = key(
@@ -297,7 +297,7 @@ class Measured(Part):
 
 
 class CpuBackendUse(Part):
-    """How the host's cores take part, and the rates by which that was decided; those are null where the share was given."""
+    """The CPU backend's share of the work, and the rates that decided it; rates are null if the share was given."""
 
     threads: int = key("threads", "threads that multiply; with a GPU one per physical core")
     instructions: str = key("", "instruction set: portable, avx2, avx512 or amx")
@@ -344,7 +344,7 @@ class CpuBackendUse(Part):
 
 
 class DecodeGraph(Part):
-    """Whether decode steps are CUDA graphs, and how one step compared that was computed in both ways; null where none was."""
+    """Use of CUDA graphs for decode steps, and a comparison of one step with and without; null if none was compared."""
 
     unused_because: str | None = key("", "why graphs are not used; null if they are")
     difference: float | None = key(
@@ -359,7 +359,7 @@ class DecodeGraph(Part):
 
 
 class StreamPlacement(Part):
-    """What the stream engine placed where."""
+    """Placement of the weights by the stream engine."""
 
     resident_layers: int = key("layers", "layers whose weights stay on the device")
     streamed_layers: int = key("layers", "layers that are copied to the device in every step")
@@ -397,7 +397,7 @@ class StreamPlacement(Part):
 
 
 class EngineFacts(Part):
-    """What an engine says of the model that it loaded."""
+    """Facts about the loaded model, reported by its engine."""
 
     stream: StreamPlacement | None = key("", "where the engine put the weights", only_with=_STREAM, default=None)
     ds_config: dict[str, Any] | None = key(
@@ -421,7 +421,7 @@ class Quality(Part):
 
 
 class Result(Part):
-    """What became of a request, filled during the run; None is unknown."""
+    """Results of a run, filled while it runs; None is unknown."""
 
     model_config = ConfigDict(frozen=False)
 

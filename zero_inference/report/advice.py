@@ -1,4 +1,4 @@
-"""What could make a run faster, where its own measurements say so."""
+"""Advice on a faster run, from the measurements of one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from zero_inference.records.hardware import LinkUse
 from zero_inference.records.schema import Measured, Request
 from zero_inference.utils.format import three_digits
 
-NEAR_THE_LIMIT = 0.9  # from here on the engine has little left to give, and only less work helps
+NEAR_THE_LIMIT = 0.9  # from here on only less work helps
 FAR_FROM_THE_LIMIT = 0.7
 BUSY = {
     "link": "the link sets the speed",
@@ -18,7 +18,7 @@ BUSY = {
 
 
 def advice(request: Request, measured: Measured) -> list[str]:
-    """Lines to print below the limit; none where the record does not show what would help."""
+    """Return lines to print below the limit; none if the record does not show what would help."""
     limit, on_gpu = measured.limit, measured.device == "cuda"
     share, bound = limit.fraction_of_limit, limit.bound_by
     if share is None or bound not in BUSY or not on_gpu:
@@ -29,10 +29,10 @@ def advice(request: Request, measured: Measured) -> list[str]:
     if share >= NEAR_THE_LIMIT:
         use = measured.link_use
         busy = f"the link is busy {use.busy_share:.0%} of the time" if isinstance(use, LinkUse) else BUSY["link"]
-        ways = _fewer_bytes(request, measured, bound)
+        options = _options_for_fewer_bytes(request, measured, bound)
         lines.append(
-            f"{busy if bound == 'link' else BUSY[bound]}; only fewer bytes a token help: {' or '.join(ways)}"
-            if ways
+            f"{busy if bound == 'link' else BUSY[bound]}; only fewer bytes a token help: {' or '.join(options)}"
+            if options
             else f"{busy if bound == 'link' else BUSY[bound]}"
         )
     elif share < FAR_FROM_THE_LIMIT and bound == "link" and request.engine in ("deepspeed", "accelerate"):
@@ -40,8 +40,8 @@ def advice(request: Request, measured: Measured) -> list[str]:
     return lines
 
 
-def what_else_takes_time(request: Request, measured: Measured) -> list[str]:
-    """Return a line about a step that takes much longer than to read weights and KV cache, or to multiply; none of any other step."""
+def advice_far_from_limit(request: Request, measured: Measured) -> list[str]:
+    """Return a line about a step that takes much longer than reading weights and KV cache, or than its products; else nothing."""
     limit, steps = measured.limit, len(measured.loops[-1].step_s)
     share = limit.fraction_of_limit
     floors = {
@@ -68,20 +68,20 @@ def what_else_takes_time(request: Request, measured: Measured) -> list[str]:
     ]
 
 
-def _fewer_bytes(request: Request, measured: Measured, bound: str) -> list[str]:
-    """Options that move fewer bytes for a token of this run."""
-    ways = []
+def _options_for_fewer_bytes(request: Request, measured: Measured, bound: str) -> list[str]:
+    """Return options that move fewer bytes for each token."""
+    options = []
     if request.engine in QUANTIZING_ENGINES and request.quant_bits > min(QUANT_BITS):
-        ways.append(f"--quant-bits {min(QUANT_BITS)}")
+        options.append(f"--quant-bits {min(QUANT_BITS)}")
     if (
         request.engine == "stream"
         and bound == "link"
         and request.cpu_compute in ("off", "0")
         and request.world_size == 1
     ):
-        ways.append("--cpu-compute auto")
+        options.append("--cpu-compute auto")
     if bound == "disk":
-        ways.append("--cpu-offload (if host memory is large enough)")
+        options.append("--cpu-offload (if host memory is large enough)")
     if not request.kv_offload:  # else the bytes of keys and values grow with it
-        ways.append("a larger --batch-size")
-    return ways
+        options.append("a larger --batch-size")
+    return options

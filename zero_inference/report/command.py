@@ -26,7 +26,7 @@ FIRST = ("model", "decode_throughput", "fraction_of_limit", "bound_by")  # on th
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `zero-inference report`."""
+    """Add the options of `zero-inference report`."""
     parser.epilog = examples("zero-inference report logs", "zero-inference report logs --html runs.html")
     parser.add_argument(
         "log_dir",
@@ -114,7 +114,7 @@ def _write_html(args: argparse.Namespace, runs: list[Run]) -> None:
 
 
 def _print_runs(args: argparse.Namespace, runs: list[Run]) -> None:
-    """Print the runs; the table is in short forms and fits the terminal, unless all columns are asked for."""
+    """Print the runs; without --all-columns the table is short and fits the terminal."""
     if args.format == "table" and not args.all_columns:
         print_short(_ordered(args, runs), args.sort)
         return
@@ -149,10 +149,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the report of the folders `args.log_dir`; 0, or 2 where there is nothing to report.
-
-    With --html an empty folder gets a page that says so, and 0. Raises UsageError for options that cannot be followed.
-    """
+    """Print the report of the folders `args.log_dir`; return 0, or 2 if there is nothing to report (0 with --html)."""
     _check(args)
     if args.fields:
         print_fields(args.format)
@@ -181,7 +178,7 @@ FIELD_COLUMNS = (
 
 
 def field_rows() -> list[dict[str, str]]:
-    """In the order in which the keys are declared; the options that a key needs stand after its meaning."""
+    """Return a row for each key in declared order; its condition follows its meaning."""
     return [
         {
             "key": one.key,
@@ -193,5 +190,5 @@ def field_rows() -> list[dict[str, str]]:
 
 
 def print_fields(format: str) -> None:
-    """On stdout, in a format of `runtime.tables`."""
+    """Print all keys of a record in a format of `utils.tables`."""
     print_rows(field_rows(), FIELD_COLUMNS, format)

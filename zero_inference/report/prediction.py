@@ -1,4 +1,4 @@
-"""`zero-inference report DIR... --prediction`: measured values beside the plans' predictions."""
+"""`zero-inference report DIR... --prediction`: measured values compared with predictions."""
 
 from __future__ import annotations
 

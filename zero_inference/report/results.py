@@ -1,4 +1,4 @@
-"""What a run prints when it is done: what was generated, a short table of times, sizes, the limit, and what explains slowness."""
+"""The output of a run: generated texts, a table of times, sizes, the roofline, and explanations of slowness."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_inference.quality import evaluate as quality
 from zero_inference.records.hardware import Limit, LinkUse, TracedLinkUse
 from zero_inference.records.schema import DecodeGraph, EngineFacts, ExpertUse, Measured, MovedPerStep, Request, Result
 from zero_inference.records.write import RunLog
-from zero_inference.report.advice import advice, what_else_takes_time
+from zero_inference.report.advice import advice, advice_far_from_limit
 from zero_inference.report.run import model_in_short, weights_in_short
 from zero_inference.utils import processes
 from zero_inference.utils.format import GIB, LEAST_OF_UNIT, format_bytes, one_line, printable, three_digits
@@ -75,7 +75,7 @@ def print_texts(output_ids: Any, tokenizer: Any, ends: Collection[int] = (), pro
 
 
 def texts_of_ids(output_ids: Any, tokenizer: Any, ends: Collection[int]) -> list[str]:
-    """The text of each row of `output_ids`, int64 [batch, gen_len], up to the first id of `ends`."""
+    """Return the text of each row of `output_ids`, int64 [batch, gen_len], up to the first id of `ends`."""
     texts = []
     for ids in output_ids.tolist():
         length = next((place for place, token in enumerate(ids) if token in ends), len(ids))
@@ -84,7 +84,7 @@ def texts_of_ids(output_ids: Any, tokenizer: Any, ends: Collection[int]) -> list
 
 
 def print_results(request: Request, result: Result) -> None:
-    """`result` is that of a run that went well."""
+    """Print the results of a run that succeeded."""
     measured, engine, scored = result.measured, result.engine, result.quality
     assert measured is not None and engine is not None and scored is not None, "a run that failed has no results"
     width = line_width()
@@ -98,11 +98,11 @@ def print_results(request: Request, result: Result) -> None:
 
 
 def _explanations(request: Request, result: Result) -> Iterator[str]:
-    """The limit of the decode, what would help, and what explains slowness: a short line each."""
+    """Yield a line each about the roofline of decoding, what would help, and what explains slowness."""
     measured, engine = result.measured, result.engine
     assert measured is not None and engine is not None
     on_gpu, moved = measured.device == "cuda", measured.transfers
-    what_else = what_else_takes_time(request, measured)
+    what_else = advice_far_from_limit(request, measured)
     share_says_more = not what_else or (on_gpu and measured.limit.bound_by == "device_memory")
     if share_says_more and (line := limit_in_words(measured.limit, moved, on_gpu)):
         yield line
@@ -129,7 +129,7 @@ def _explanations(request: Request, result: Result) -> Iterator[str]:
 
 
 def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | None:
-    """One line: how near the run came to what bounds a decode step here. None where nothing does."""
+    """Return the fraction of the roofline that decoding reached, and what bounds it; None if nothing does."""
     rates = limit.rates
     if limit.bound_by == "link":
         spread = "" if rates.link_from == "loops" else f" +- {rates.link_spread / 2:.1%}"
@@ -161,7 +161,7 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
 
 
 def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | None, on_gpu: bool) -> str:
-    """One line: how much the host's cores read in a decode step of `step_s` and how fast, beside the rate that was planned with."""
+    """Return the bytes that the CPU backend reads in a decode step of `step_s`, its rate and the planned one."""
     to_device, of_cores = moved.host_to_device_bytes_per_step or 0, moved.cores_bytes_per_step or 0
     copied = "copied to the device" if on_gpu else "fetched"
     line = f"each step: {format_bytes(to_device)} {copied}, {format_bytes(of_cores)} read by the host's cores"
@@ -173,7 +173,7 @@ def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | N
 
 
 def experts_in_words(use: ExpertUse) -> str:
-    """One line: how often a chosen expert was in device memory, and the bytes that this saved and cost."""
+    """Return the hit rate of the expert cache, and the bytes that it saved and fetched."""
     return (
         f"experts: {use.hit_rate:.1%} of those chosen were on the device; {format_bytes(use.saved_bytes_per_step)} a step "
         f"saved, {format_bytes(use.fetched_bytes_per_step)} fetched"
@@ -181,7 +181,7 @@ def experts_in_words(use: ExpertUse) -> str:
 
 
 def graph_in_words(graph: DecodeGraph, on_gpu: bool) -> str:
-    """One line: how a graph compared, or why there is none."""
+    """Return the times of a step with and without a CUDA graph, or why there is no graph."""
     if graph.unused_because is not None:
         return f"decode steps are launched kernel by kernel: {graph.unused_because}"
     graph_ms, launched_ms = (three_digits(1e3 * (seconds or 0)) for seconds in (graph.graph_s, graph.launched_s))
@@ -198,10 +198,10 @@ _HOST_LATE = {
 
 
 def idle_in_words(use: LinkUse | TracedLinkUse, cores_multiply: bool = False) -> str | None:
-    """How much of the time the link was idle, and why; None if it hardly ever was.
+    """Return the share of time that the link was idle, and the main cause; None if it was busy.
 
     Args:
-        cores_multiply: the host's cores have a part of the weights; the link may then wait for them.
+        cores_multiply: the CPU computes some blocks, and the link may wait for it.
     """
     if isinstance(use, TracedLinkUse):
         total = use.busy_s + use.idle_s
@@ -222,12 +222,12 @@ WIDEST = 100  # columns, of what a run prints
 
 
 def line_width() -> int:
-    """Columns to print in: those of the terminal, at most `WIDEST`."""
+    """Return the width of the terminal, at most `WIDEST`."""
     return min(WIDEST, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDEST
 
 
 def run_in_words(request: Request) -> str:
-    """What ran, on one line: model, engine, weights, batch and lengths."""
+    """Return model, engine, weights, batch and lengths on one line."""
     weights = weights_in_short(request.quant_bits, request.dtype)
     ranks = [f"{request.world_size} ranks"] * (request.world_size > 1)
     lengths = [f"batch {request.batch_size}", f"prompt {request.prompt_len}", f"{request.gen_len} generated"]
@@ -235,7 +235,7 @@ def run_in_words(request: Request) -> str:
 
 
 def times_table(measured: Measured, colour: bool = False, width: int | None = None) -> str:
-    """Time to first token, decode and total as a table that ends in a newline."""
+    """Return time to first token, decode and total as a table that ends in a newline."""
     rows = _rows(measured)
     loops = len(measured.loops)
     columns = [
@@ -271,7 +271,7 @@ def _rows(measured: Measured) -> list[dict[str, Any]]:
 
 
 class _Expected(NamedTuple):
-    """A predicted time and its range; None where these are not known."""
+    """A predicted time and its range; None where unknown."""
 
     seconds: float | None = None
     within_s: Sequence[float] | None = None

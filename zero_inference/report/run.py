@@ -22,7 +22,7 @@ from zero_inference.utils.format import LONGEST_TEXT, printable
 LINK_PARTS = ("busy_s", "slot_wait_s", "host_late_s", "step_start_s")
 LEAST_SHARE = 0.005  # less is 0%
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-# What limits a decode step, by the record's word for it.
+# Names of `bound_by`.
 BOUND_NAMES = {
     "link": "link",
     "link_and_cores": "link and cores",
@@ -243,7 +243,7 @@ class Run:
 
     @property
     def bound_by(self) -> str | None:
-        """What limits a decode step, a key of `BOUND_NAMES`."""
+        """The rate that limits a decode step, a key of `BOUND_NAMES`."""
         if self.share_of_limit is None:
             return None
         bound = clean(self.limit.bound_by or "link")
@@ -301,12 +301,12 @@ class Run:
         return {name.replace("-", "_"): _as_typed(value) for name, value in given if value not in (None, False)}
 
     @property
-    def told_options(self) -> dict[str, str]:
+    def other_options(self) -> dict[str, str]:
         """Options that differ from their defaults and are in no other column: name as typed without dashes, and value."""
         return {
             name.replace("_", "-"): PurePath(value).name if name in PATHS else value
             for name, value in self.given_options.items()
-            if name in TOLD and value != str(DEFAULTS[name])
+            if name in SHOWN_OPTIONS and value != str(DEFAULTS[name])
         }
 
     def given_number(self, name: str) -> float | None:
@@ -355,7 +355,7 @@ def short_folders(folders: Sequence[str | None]) -> list[str | None]:
 
 
 # Options in other columns, of paths, or of how long was measured.
-_TOLD_ELSEWHERE = {
+_IN_OTHER_COLUMNS = {
     *("model", "engine", "batch_size", "prompt_len", "gen_len", "quant_bits", "cpu_offload", "disk_offload", "kv_offload"),
     *("pin_memory", "offload_dir", "trace", "log_file", "log_dir", "machine", "assume", "auto", "goal"),
     *("loops", "warmup", "warmup_spread", "verbose", "dry_run", "dtype"),
@@ -365,7 +365,7 @@ OF_SPEED = tuple(
     name.replace("_", "-")
     for name in (*STREAM_OPTIONS, "norm_kernels", "quant_group_size", "ds_config", "async_kv_offload", "use_gds")
 )
-TOLD = tuple(name for name in FIELD_NAMES if name not in _TOLD_ELSEWHERE and "quality" not in name)
+SHOWN_OPTIONS = tuple(name for name in FIELD_NAMES if name not in _IN_OTHER_COLUMNS and "quality" not in name)
 
 
 def _as_typed(value: Any) -> str:
@@ -376,9 +376,9 @@ def _as_typed(value: Any) -> str:
 
 def differing_options(runs: Sequence[Run]) -> dict[str, list[str | None]]:
     """Return the options in which runs differ, as typed without dashes: for each run its value, None where it was not given."""
-    told = [run.told_options for run in runs]
-    names = dict.fromkeys(name for each in told for name in each)
-    given = {name: [_in_brief(each.get(name)) for each in told] for name in names}
+    given_by_run = [run.other_options for run in runs]
+    names = dict.fromkeys(name for each in given_by_run for name in each)
+    given = {name: [_in_brief(each.get(name)) for each in given_by_run] for name in names}
     return {name: values for name, values in given.items() if len(set(values)) > 1}
 
 
