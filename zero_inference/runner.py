@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging as transformers_logging
 
+from zero_inference.config.options import LOG_PREFIX, OPTIONS
 from zero_inference.config.run_config import RunConfig, non_default_options
 from zero_inference.config.run_options import save_options
 from zero_inference.engines.offload_folder import close_all
@@ -28,15 +30,14 @@ from zero_inference.planning.changes import check_memory
 from zero_inference.planning.choose import check_single_process, choose, faster_than, hint
 from zero_inference.planning.dry_run import print_plan
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan, plan_run
-from zero_inference.planning.request import log_path, request_of
 from zero_inference.quality import evaluate as quality
 from zero_inference.quality.of_run import score_run
 from zero_inference.records.failure import leave_process_group, record_failures
 from zero_inference.records.hardware import Environment
-from zero_inference.records.schema import AutoChoice, Quality, Result
+from zero_inference.records.schema import AutoChoice, Quality, Request, Result
 from zero_inference.records.write import RunLog, refuse_shared_files
 from zero_inference.report.results import publish
-from zero_inference.utils import garbage
+from zero_inference.utils import garbage, get_filename
 from zero_inference.utils.environment import describe_environment
 from zero_inference.utils.processes import run_command
 from zero_inference.utils.progress import Progress, use_progress
@@ -116,7 +117,7 @@ def _run(
             _save_options(config.save_config, given)
         _dry_run(resolved, ranks, machine)
         return None
-    request = request_of(config, spec, ranks, argv).model_copy(update={"chosen": resolved.chosen})
+    request = build_request(config, spec, ranks, argv).model_copy(update={"chosen": resolved.chosen})
     files = RunLog.at(log_path(config, ranks), request, Result(environment=Environment(**describe_environment())))
     refuse_shared_files(
         config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
@@ -235,3 +236,50 @@ def _note_results(session: Session, files: RunLog, progress: Progress) -> None:
         with files.noting("trace", trace):
             if (use := write_trace(session, Path(trace))) is not None:
                 files.result.measured = files.result.measured.model_copy(update={"link_use": use})
+
+
+def build_request(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) -> Request:
+    """Return what is known of the request before the plan; `pin_memory` is as given until then."""
+    return Request(
+        **{name: getattr(config, name) for name, option in OPTIONS.items() if option.recorded},
+        timestamp=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        argv=argv,
+        quant_group_size=config.group_size,
+        model_type=spec.config.model_type,
+        dtype=spec.dtype_name,
+        dummy_routing=spec.dummy_routing,
+        world_size=ranks.world_size,
+        num_nodes=ranks.num_nodes,
+        options=non_default_options(config),
+        weights_place=weights_place(config, ranks),
+    )
+
+
+def weights_place(config: RunConfig, ranks: Ranks) -> str:
+    """Return 'cpu', 'disk' or 'gpu'; without an offload and without a GPU the device is host memory."""
+    return "cpu" if config.offload == "gpu" and ranks.device.type == "cpu" else config.offload
+
+
+def log_path(config: RunConfig, ranks: Ranks, place: str | None = None) -> Path:
+    """Return --log-file, or a name built from the options in --log-dir.
+
+    Args:
+        place: where the weights really are, if it differs from the options.
+    """
+    if config.log_file:
+        return Path(config.log_file)
+    place = place or weights_place(config, ranks)
+    name = get_filename(
+        config.model,
+        config.batch_size,
+        config.prompt_len,
+        config.gen_len,
+        place == "cpu",
+        place == "disk",
+        ranks.num_nodes,
+        ranks.local_world_size,
+        config.kv_offload,
+        config.quantized,
+        prefix=LOG_PREFIX.get(config.engine, config.engine),
+    )
+    return Path(config.log_dir) / f"{name}.log"

@@ -265,7 +265,7 @@ class Measured(Part):
     peak_host_bytes: Number = key("byte", "peak resident memory of the process", required="when measured")
     output_ids_sha256: str = key(
         "",
-        "SHA-256 of the token ids that the last loop generated, see measure.session.output_ids_sha256",
+        "SHA-256 of the token ids that the last loop generated, as int64 little-endian, row by row",
         required="when measured",
     )
     transfers: MovedPerStep = key(
