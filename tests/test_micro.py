@@ -142,7 +142,7 @@ def test_a_call_is_timed_behind_what_only_the_first_of_a_gpu_takes(device, call_
 
 
 def test_matmul_formula_and_causal_share():
-    assert counted(lambda: torch.randn(17, 17) @ torch.randn(17, 17)) == blocks.matmul_operations(17)
+    assert counted(lambda: torch.randn(17, 17) @ torch.randn(17, 17)) == matmul.matmul_operations(17)
     causal, full = (BlockShape(8, 8, 8, 32, causal=causal) for causal in (True, False))
     pairs = sum(query for query in range(5))  # of 5 tokens each leaves out those behind it
     assert (
@@ -251,7 +251,7 @@ def test_the_first_rate_is_the_best_of_the_sizes_that_are_quick_enough(monkeypat
         asked.append(size)
         return {256: 2e-3, 512: 3e-3}[size]
 
-    monkeypatch.setattr(timing.compute, "matmul_tflops", tflops)
+    monkeypatch.setattr(timing.bench_device, "matmul_tflops", tflops)
     assert timing.MachineRates(CPU).matmul_tflops("fp16") == 3e-3 and asked == [
         256,
         512,

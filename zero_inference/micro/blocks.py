@@ -1,7 +1,12 @@
-"""One block of a well-known model, transformers' own module, with random weights on the device; and its parts.
+"""Blocks of well-known models (transformers' modules with random weights), their parts, and their operations.
 
-A family is one function below that says where its parts are. Dimensions are the published ones: bert-large (Devlin et al. 2018),
-gpt2-medium (Radford et al. 2019), t5-large's encoder (Raffel et al. 2020), and the presets of this package for the others.
+The classical block (Vaswani et al. 2017: one head size for queries, keys and values, an inner layer of 4 h) needs
+`24 b s h^2 + 4 b h s^2` operations for b sequences of s tokens and hidden size h; `BlockShape` has the sums for any widths. Only
+products count, a multiplication and an addition as two, as in `torch.utils.flop_counter`, and causal attention counts in full: a kernel
+that skips the half above the diagonal (flash attention) does less, see `BlockShape.skippable`.
+
+A family is one function that names its parts. Dimensions are the published ones: bert-large (Devlin et al. 2018), gpt2-medium (Radford
+et al. 2019), t5-large's encoder (Raffel et al. 2020), and the presets of this package for the others.
 """
 
 from __future__ import annotations
@@ -17,13 +22,8 @@ from zero_inference.errors import UsageError
 from zero_inference.models.preset_table import find_preset
 from zero_inference.utils.model_sizes import kv_width
 
-# Of a forward pass; the backward pass makes two products, for inputs and for weights, of each product of the forward pass.
+# Operations relative to a forward pass: the backward pass has two products, for inputs and weights, per product of the forward pass.
 FORWARD_AND_BACKWARD = 3
-
-
-def matmul_operations(n: int) -> int:
-    """[n, n] x [n, n]."""
-    return 2 * n**3
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class BlockShape:
         return self.attention(b, s) + self.feed_forward(b, s)
 
     def skippable(self, b: int, s: int) -> float:
-        """Share of `forward` that a causal kernel may leave out: scores of `s (s - 1) / 2` pairs of `s^2`; 0 if not causal."""
+        """Share of `forward` that a causal kernel may skip: scores of `s (s - 1) / 2` pairs of `s^2`; 0 if not causal."""
         return self.scores(b, s) * (s - 1) / (2 * s) / self.forward(b, s) if self.causal else 0.0
 
 
@@ -82,10 +82,10 @@ class Block:
     """A block and its parts; each part takes hidden states [batch, seq, hidden] of the block's dtype and device.
 
     Attributes:
-        family: transformers' model_type; the module of a block has no config that says it.
+        family: transformers' model_type, which the module of a block does not have.
         module: transformers' module of the whole block, in eval mode (no dropout), its parameters requiring gradients.
         parts: by name: `layer`, `attention`, `feed_forward`, `dense` (the first matrix of the feed-forward part) and
-            `dense_activation` (that and the activation behind it).
+            `dense_activation` (that and the activation after it).
     """
 
     name: str
@@ -127,7 +127,7 @@ def _t5(config) -> tuple[nn.Module, dict[str, Call]]:
 
     block = T5Block(config, layer_idx=1)
     inner = block.layer[-1].DenseReluDense
-    biases: dict[int, torch.Tensor] = {}  # every block after the first is handed the first one's position bias
+    biases: dict[int, torch.Tensor] = {}  # blocks after the first get the first one's position bias
 
     def bias(x: torch.Tensor) -> torch.Tensor:
         seq = x.shape[1]
@@ -179,7 +179,7 @@ def _llama(config) -> tuple[nn.Module, dict[str, Call]]:
     }
 
 
-# Config class's model_type -> what builds it, and whether its attention is causal.
+# model_type -> function that builds the block, and whether its attention is causal.
 FAMILIES: dict[str, tuple[Callable, bool]] = {
     "bert": (_bert, False),
     "gpt2": (_gpt2, True),
@@ -200,7 +200,7 @@ CPU_BLOCKS = (
 
 
 def block_config(name: str):
-    """The transformers config of the block called `name`: one of `DEFAULT_BLOCKS`, `opt`, `llama`, or a preset of these families.
+    """Return the transformers config of block `name`: one of `DEFAULT_BLOCKS`, `opt`, `llama`, or a preset of these families.
 
     Raises UsageError for any other name.
     """
@@ -219,7 +219,7 @@ def block_config(name: str):
 
 
 def shape_of(config) -> BlockShape:
-    """Widths of one block of a transformers config of the families above."""
+    """Return the widths of a block from a transformers config of FAMILIES."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     names = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
@@ -237,7 +237,7 @@ def shape_of(config) -> BlockShape:
 
 
 def build_block(name: str, device: torch.device, dtype: torch.dtype, config=None, seed: int = 0) -> Block:
-    """The block called `name` with seeded random weights, allocated on `device` in `dtype`; `config` instead of the name's."""
+    """Return block `name` with seeded random weights on `device` in `dtype`; `config` replaces that of the name."""
     config = config if config is not None else block_config(name)
     config._attn_implementation = "sdpa"  # what from_pretrained chooses for all of these families
     torch.manual_seed(seed)

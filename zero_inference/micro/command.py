@@ -1,4 +1,4 @@
-"""`zero-inference micro matmul|elementwise|layer`: tables of figures, each beside the datasheet's rate and this machine's own."""
+"""`zero-inference micro matmul|elementwise|layer`: tables of rates beside the datasheet's and the best measured ones."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ EXAMPLES = {
     "elementwise": ("zero-inference micro elementwise --plot elementwise.png",),
     "layer": ("zero-inference micro layer --blocks opt llama --seq 128 --batch 1",),
 }
-MOST = 1 << 40  # elements; what memory there is for them, a row says
+MAX_COUNT = 1 << 40  # elements; a row reports if memory is not sufficient
 
 
 def add_options(parser: argparse.ArgumentParser, benchmarks: dict[str, str]) -> None:
-    """The options of `zero-inference micro`; `benchmarks` are their names and what they measure."""
+    """Add the options of `zero-inference micro`; `benchmarks` has their names and descriptions."""
     parser.epilog = examples(*(example for of_one in EXAMPLES.values() for example in of_one))
     commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar="{matmul,elementwise,layer}", parser_class=type(parser)
@@ -135,15 +135,15 @@ def _default(what: str, sizes: dict[str, tuple[int, ...]]) -> str:
 
 
 def _kind(text: str) -> str:
-    """fp16 for float16 and half, and so on; anything else as it is."""
+    """Return fp16 for float16 and half, and so on; anything else unchanged."""
     name = text.lower().removeprefix("torch.")
     return {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}.get(name, name)
 
 
 def _count(text: str) -> int:
     value = int(text)
-    if not 1 <= value <= MOST:
-        raise argparse.ArgumentTypeError(f"{text} is " + ("less than 1" if value < 1 else f"more than {MOST}"))
+    if not 1 <= value <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text} is " + ("less than 1" if value < 1 else f"more than {MAX_COUNT}"))
     return value
 
 
@@ -159,10 +159,10 @@ NOT_MEASURED = Column("not_measured", "not measured", dtype="string")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What one of the three adds to the common part.
+    """What one of the three benchmarks adds to the common part.
 
     Attributes:
-        rows: how many rows there will be at most, and the rows, each yielded as soon as it is measured.
+        rows: returns the maximum number of rows, and an iterator that yields each row as soon as it is measured.
     """
 
     module: str
@@ -177,9 +177,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures, prints and draws; 0. Raises UsageError for what cannot be measured here, RunError where a row was not.
+    """Measure, print and draw; return 0. Raises UsageError for what cannot be measured here, RunError if a row failed.
 
-    Rows are printed as they come, JSON at the end; where stdout does not show them, a line of each goes to stderr.
+    Rows are printed as they are measured, JSON at the end; if stdout does not show them, a line of each goes to stderr.
     """
     if args.plot is not None:
         check_plot(args.plot)
@@ -213,14 +213,14 @@ def main(args: argparse.Namespace) -> int:
 def _measured(
     args: argparse.Namespace, benchmark: Benchmark, rates: MachineRates, module: ModuleType, progress: Progress
 ) -> list[dict[str, Any]]:
-    """All rows, each printed when it is there."""
+    """Return all rows, each printed as soon as it is measured."""
     columns = _columns(args, module, rates)
     printer = RowPrinter(
         _fitting(columns, _least(module), _width())[0] if args.format == "table" else columns,
         args.format,
         gap=1 if _least(module) else 2,
     )
-    told = args.format == "json" or (sys.stderr.isatty() and not sys.stdout.isatty())
+    report_rows = args.format == "json" or (sys.stderr.isatty() and not sys.stdout.isatty())
     total, measuring = benchmark.rows(args, rates, module)
     rows: list[dict[str, Any]] = []
     with progress.task(f"micro {args.benchmark}", total, ticking=True) as task:
@@ -230,7 +230,7 @@ def _measured(
             if args.format != "json":
                 with progress.paused():
                     printer.add(row | {NOT_MEASURED.name: row.get("error") or row.get("skipped") or ""})
-            if told:
+            if report_rows:
                 progress.say(_in_words(row))
             if len(rows) < total:
                 task.at(f"row {len(rows) + 1} of {total}", len(rows))
@@ -343,7 +343,7 @@ def _captions(rates: MachineRates, name: str, note: str) -> list[str]:
 
 
 def _columns(args, module: ModuleType, rates: MachineRates) -> list[Column]:
-    """All of the module's for programs; for people those that this machine and the options can fill, known before any row is."""
+    """Return all of the module's columns for csv and json; else those that this machine and the options can fill."""
     if args.format in ("csv", "json"):
         return list(module.COLUMNS)
     left_out = {"error", "skipped"}

@@ -1,4 +1,4 @@
-"""`a * 1.2`: no arithmetic to speak of, so that memory decides; from what fits in a cache to far past it."""
+"""`a * 1.2`, which is limited by memory bandwidth: from sizes that fit in a cache to far beyond it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.micro.timing import MachineRates, median_s, out_of_memory
+from zero_inference.micro.timing import MachineRates, measure_row, median_s
 from zero_inference.utils.format import format_percent, four_digits
 from zero_inference.utils.tables import Column
 
@@ -24,39 +24,35 @@ COLUMNS = (
 
 
 def measure(rates: MachineRates, sizes: Sequence[int], min_run_time: float) -> Iterator[dict[str, Any]]:
-    """One row a size of a float32 vector: `n / t` FLOP/s and `8 n / t` bytes/s, and their share of the memory's bandwidth.
+    """Yield a row per size of a float32 vector: `n / t` FLOP/s and `8 n / t` bytes/s, and their share of the memory bandwidth.
 
-    Above 100% the vectors came from a cache, which is faster than the memory. `of_measured` is held against a copy inside the
-    device's memory (`link.compute.device_copy_gb_per_s`).
+    `of_measured` is relative to a copy inside the device's memory. Above 100% the vectors came from a cache.
     """
-    for n in sizes:
-        try:
-            spent = time_scale(rates.device, n, min_run_time)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            yield {"n": n, "error": "out of memory"}
-            continue
-        gb_per_s, datasheet = BYTES * n / spent / 1e9, rates.datasheet_gb_per_s()
-        yield {
-            "n": n,
-            "time_s": spent,
-            "gflops": n / spent / 1e9,
+
+    def measure_one(n: int) -> dict[str, Any]:
+        seconds = time_scale(rates.device, n, min_run_time)
+        gb_per_s, datasheet = BYTES * n / seconds / 1e9, rates.datasheet_gb_per_s()
+        return {
+            "time_s": seconds,
+            "gflops": n / seconds / 1e9,
             "gbps": gb_per_s,
             "of_datasheet": gb_per_s / datasheet if datasheet else None,
             "of_measured": gb_per_s / rates.copy_gb_per_s(),
         }
 
+    for n in sizes:
+        yield measure_row({"n": n}, lambda: measure_one(n))
+
 
 def time_scale(device: torch.device, n: int, min_run_time: float) -> float:
-    """Median seconds of `a * 1.2` into a vector that is there already: a new one would cost a CPU mostly page faults."""
+    """Return the median seconds of `a * 1.2` into an existing vector: a new one would cost a CPU mostly page faults."""
     a = torch.randn(n, device=device)
     out = torch.empty_like(a)
     return median_s(lambda: torch.mul(a, 1.2, out=out), min_run_time)
 
 
 def draw(axes, rows: Sequence[dict[str, Any]], rates: MachineRates) -> None:
-    """GB/s against n, and the rates it is held against as dashed lines."""
+    """Draw GB/s against n, and the rates it is compared with as dashed lines."""
     points = [(row["n"], row["gbps"]) for row in rows if "gbps" in row]
     if points:
         axes.plot(*zip(*points), marker="o", label="a * 1.2")

@@ -1,4 +1,4 @@
-"""One transformer block and its parts: how much of the matrix rate a whole layer keeps, and where the rest goes."""
+"""One transformer block and its parts: the share of the matrix rate that a whole layer reaches, and where the rest goes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from zero_inference.micro.blocks import FORWARD_AND_BACKWARD, Block, build_block
 from zero_inference.micro.timing import (
     DTYPES,
     MachineRates,
+    measure_row,
     median_s,
     once_s,
-    out_of_memory,
     precision,
     predicted_s,
     too_long,
@@ -73,18 +73,17 @@ def measure(
     patch_norms: PatchNorms | None = None,
     build: Callable[..., Block] = build_block,
 ) -> Iterator[dict[str, Any]]:
-    """One row a block, length and batch, all in TFLOP/s (1e12) by the formulas of `micro.flops`.
+    """Yield a row per block, length and batch, in TFLOP/s (1e12) by the formulas of `BlockShape`.
 
-    The row of the block has forward and forward + backward (counted three times; without the optimiser's step), its parts, and
-    the ratio of the attention's rate to the feed-forward's. `skippable` is the share of the forward count that a causal kernel
-    need not do. Where `patch_norms` is given and replaces norms, there is a second row of the same block with this package's norm
-    kernels: the whole block alone, as its parts hold no norms, how many norms were replaced, and how much faster its forward is.
-    A size of which one forward + backward is expected to take longer than `longest_call_s` is `skipped`, with the reason; where
-    memory did not suffice the row has an `error`.
+    A row has forward and forward + backward (counted three times; without the optimizer's step), its parts, and the ratio of the
+    attention's rate to the feed-forward's. `skippable` is the share of the forward count that a causal kernel need not do. If
+    `patch_norms` replaces norms, a second row has the whole block with this package's norm kernels (its parts have no norms), the number
+    of replaced norms and the speedup of the forward. A size is `skipped`, with the reason, if one forward + backward is expected to take
+    longer than `longest_call_s`; without enough memory the row has an `error`.
 
     Args:
         kind: a key of `DTYPES`.
-        patch_norms: puts the kernels into a block and returns how many norms it replaced.
+        patch_norms: installs the kernels in a block and returns the number of replaced norms.
         build: takes name, device and dtype.
     """
     for name in blocks:
@@ -105,26 +104,21 @@ def measure(
 
 
 def _rows(rates, block: Block, seqs, batches, kind, min_run_time, longest_call_s, parts) -> Iterator[dict[str, Any]]:
+    def measure_one(seq: int, batch: int) -> dict[str, Any]:
+        seconds = predicted_step_s(rates.device, block, seq, batch, kind)
+        reason = too_long(seconds, longest_call_s, "forward + backward")
+        return {"skipped": reason} if reason else _measure_one(rates, block, seq, batch, kind, min_run_time, parts)
+
     for seq in seqs:
         for batch in batches:
             row = {"block": block.name, "dtype": kind, "norms": "torch", "seq": seq, "batch": batch}
-            try:
-                reason = too_long(
-                    predicted_step_s(rates.device, block, seq, batch, kind), longest_call_s, "forward + backward"
-                )
-                yield row | (
-                    {"skipped": reason} if reason else _measure_one(rates, block, seq, batch, kind, min_run_time, parts)
-                )
-            except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                yield row | {"error": "out of memory"}
+            yield measure_row(row, lambda: measure_one(seq, batch))
             if rates.device.type == "cuda":
                 torch.cuda.empty_cache()
 
 
 def predicted_step_s(device: torch.device, block: Block, seq: int, batch: int, kind: str) -> float:
-    """Seconds that one forward and backward of the block is expected to take, from forwards of fewer tokens."""
+    """Predict the seconds of one forward and backward of the block from forwards of fewer tokens."""
 
     def forward_once(size: tuple[int, int]) -> float:
         x = torch.randn(*size, block.shape.hidden, device=device, dtype=DTYPES[kind])
@@ -176,7 +170,7 @@ def _measure_one(
 
 
 def forward_and_backward(block: Block, x: torch.Tensor) -> Callable[[], object]:
-    """An action: the block's forward on `x` [batch, seq, hidden] and the gradients of its input and all its parameters."""
+    """Return a function that runs the block's forward on `x` [batch, seq, hidden] and computes all gradients."""
     x = x.detach().requires_grad_(True)
     wanted = [x, *block.module.parameters()]
     gradient = torch.randn_like(x)
@@ -190,7 +184,7 @@ def forward_and_backward(block: Block, x: torch.Tensor) -> Callable[[], object]:
 
 
 def draw(axes, rows: Sequence[dict[str, Any]], rates: MachineRates) -> None:
-    """Forward TFLOP/s against the tokens of a batch, a line for each block, length and choice of norms."""
+    """Draw forward TFLOP/s against the tokens of a batch, a line per block, length and choice of norms."""
     for key in dict.fromkeys((row["block"], row["seq"], row["norms"]) for row in rows):
         points = [
             (row["batch"] * row["seq"], row["forward_tflops"])
@@ -220,18 +214,18 @@ def make_norm_patch(
     families: Sequence[str],
     prepare: Callable[..., str | None] | None = None,
 ) -> Callable[[Block], int] | None:
-    """What puts our norm kernels into a block and says on stderr how many norms it replaced, or why none; None to try nowhere.
+    """Return a function that installs our norm kernels in a block and reports on stderr how many norms it replaced, or why none; None
+    without kernels.
 
     With `auto` the kernels are compiled and tried when the first block needs them, after its row without them.
 
     Args:
         asked: --norm-kernels.
         families: transformers' model_type of each block.
-        prepare: `norms.choice.prepare_norm_kernels` where not given; another where no kernel can run, and the operators' reference
-            is to be measured.
+        prepare: replaces `norms.choice.prepare_norm_kernels` in tests without a GPU.
 
     Raises:
-        UsageError: `cuda` was asked for, and no block's norms have kernels, or the kernels are not there or fail on this device.
+        UsageError: `cuda`, and no block's norms have kernels, or the kernels are unavailable or fail on this device.
     """
     from zero_inference.norms.choice import apply_norm_kernels, check_norm_kernels_option, prepare_norm_kernels
     from zero_inference.norms.patch import family_refusal

@@ -1,11 +1,11 @@
-"""One way to time an operation, for every micro-benchmark, and the rates of this machine that figures are held against."""
+"""Timing of an operation with torch.utils.benchmark, and the rates of this machine that results are compared with."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.benchmark import Timer
@@ -14,37 +14,34 @@ from zero_inference.errors import UsageError
 from zero_inference.hardware import bench_device
 from zero_inference.hardware.spec import Card, find_card
 
-# How a product is computed -> the dtype of its operands. tf32 is float32 in memory, rounded to 10 bits of mantissa in the tensor
-# cores.
+# Kind of product -> dtype of its operands. tf32 is float32 in memory, rounded to 10 bits of mantissa in the tensor cores.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-# Sizes of the first products that the matrix rate is read off. A CPU is often fastest with what fits its cache, not with the
-# largest; a size at which one product is expected to take longer than the limit is left out.
+# Sizes of the products that give the matrix rate. A CPU is often fastest with what fits its cache, not with the largest; a size is
+# skipped if one product is expected to take longer than PROBE_CALL_S.
 PROBE_SIZES = {"cuda": (2048, 8192), "cpu": (256, 512, 1024, 2048)}
 PROBE_CALL_S = 0.2
-# A call that is expected to be shorter is made to see how long it is; a longer one is only predicted.
+# A call that is expected to be shorter is timed; a longer one is only predicted.
 CHEAP_CALL_S = 0.5
 Size = TypeVar("Size")
 
 
 def median_s(action: Callable[[], object], min_run_time: float) -> float:
-    """Median seconds of one call of `action`, by torch's `Timer.blocked_autorange`: synchronised with the device, with as many
-    threads as torch uses, in blocks so long that the clock's own cost is below a thousandth.
+    """Return the median seconds of one call of `action`, by `Timer.blocked_autorange`, synchronized with the device.
 
     Args:
-        min_run_time: seconds to go on for; the first, unmeasured calls come on top.
+        min_run_time: seconds to measure for, after the first, unmeasured calls.
     """
-    # Timer would time one thread where not told otherwise
+    # Timer uses one thread by default
     timer = Timer("action()", globals={"action": action}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=min_run_time).median
 
 
 def once_s(device: torch.device, action: Callable[[], object]) -> float:
-    """Seconds of one call of `action`, roughly: the fastest of three, as the first may allocate memory and choose an algorithm and
-    another process may interrupt one; of fewer where a call is not cheap.
+    """Return the approximate seconds of one call of `action`: the fastest of three, as the first may allocate memory and choose an
+    algorithm; of fewer if a call is not cheap.
 
-    On a GPU another call comes before them: the first of a process loads modules and libraries, which took a second where the
-    call took a millisecond.
+    On a GPU a further call comes first: the first of a process loads libraries, which took a second where the call took a millisecond.
     """
     if device.type == "cuda":
         action()
@@ -60,14 +57,14 @@ def once_s(device: torch.device, action: Callable[[], object]) -> float:
 
 
 def predicted_s(time_once: Callable[[Size], float], work: Callable[[Size], float], sizes: Sequence[Size]) -> float:
-    """Seconds of a call at the last of `sizes`, from calls at smaller ones, so that an endless measurement is not begun.
+    """Predict the seconds of a call at the last of `sizes`, so that an endless measurement is not begun.
 
-    Goes up the sizes as long as the next call is expected to be cheap, and from there in proportion to the work.
+    Times ascending sizes while the next call is expected to be cheap, and extrapolates from there in proportion to the work.
 
     Args:
-        time_once: seconds of a call at a size.
-        work: operations of a call at a size.
-        sizes: ascending; the first is timed whatever it takes.
+        time_once: returns the seconds of a call at a size.
+        work: returns the operations of a call at a size.
+        sizes: ascending; the first is always timed.
     """
     at, spent = sizes[0], time_once(sizes[0])
     for size in sizes[1:]:
@@ -79,14 +76,14 @@ def predicted_s(time_once: Callable[[Size], float], work: Callable[[Size], float
 
 
 def too_long(seconds: float, longest_call_s: float, what: str) -> str | None:
-    """Why a size is skipped, where one call of it is expected to take longer than the user allows; else None."""
+    """Return why a size is skipped, if one call is expected to take longer than the user allows; else None."""
     if seconds <= longest_call_s:
         return None
     return f"{what} is expected to take {seconds:.1f} s, longer than --longest-call {longest_call_s:g}"
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device that `--device` names, or the GPU where there is one and the CPU where there is none."""
+    """Return the device of `--device`; by default the GPU if there is one, else the CPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here; use --device cpu.")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -106,7 +103,7 @@ def card_of(device: torch.device) -> Card | None:
 
 @contextlib.contextmanager
 def precision(kind: str) -> Iterator[None]:
-    """float32 products as `kind` says: in tf32 on tensor cores, or exactly; put back at the end."""
+    """Compute float32 products in tf32 on tensor cores, or exactly, by `kind`; restored at the end of the block."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
     try:
@@ -116,7 +113,7 @@ def precision(kind: str) -> Iterator[None]:
 
 
 def kinds_of(device: torch.device) -> tuple[str, ...]:
-    """The kinds of products that `device` has: tf32 is one of GPUs from compute capability 8.0 on, bf16 too on a GPU."""
+    """Return the kinds of products that `device` supports; on a GPU tf32 and bf16 need compute capability 8.0."""
     if device.type == "cpu":
         return tuple(kind for kind in DTYPES if kind != "tf32")
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -125,11 +122,11 @@ def kinds_of(device: torch.device) -> tuple[str, ...]:
 
 
 class MachineRates:
-    """What this machine reaches, measured when first asked for, and what its datasheet says, where there is one.
+    """Rates of this machine, measured at first use, and those of its datasheet, if there is one.
 
     Args:
-        matmul_tflops, copy_gb_per_s: what is known already, by kind of product, and need not be measured.
-        card: that of `device` where not given.
+        matmul_tflops, copy_gb_per_s: known rates, by kind of product, which are not measured.
+        card: datasheet; that of `device` by default.
     """
 
     def __init__(
@@ -145,7 +142,7 @@ class MachineRates:
         self._copy = copy_gb_per_s
 
     def matmul_tflops(self, kind: str) -> float:
-        """TFLOP/s (1e12) of the best of a few products (`PROBE_SIZES`), see `link.compute.matmul_tflops`."""
+        """Return TFLOP/s (1e12) of the best of a few products (`PROBE_SIZES`), see `hardware.bench_device.matmul_tflops`."""
         if kind in self._probed:
             return self._probed[kind]
         best = 0.0
@@ -158,13 +155,12 @@ class MachineRates:
         return best
 
     def best_tflops(self, kind: str, seen: float = 0.0) -> float:
-        """The best rate seen in this process, in TFLOP/s (1e12): of the first products, of every `seen` before and of this one.
-        So no share of it is above 1."""
+        """Return the best TFLOP/s (1e12) of this process: of the first products and every `seen` so far. So no share of it exceeds 1."""
         self._best[kind] = max(self._best.get(kind) or self.matmul_tflops(kind), seen)
         return self._best[kind]
 
     def copy_gb_per_s(self) -> float:
-        """GB/s (1e9 bytes) of a copy inside the device's memory, see `link.compute.device_copy_gb_per_s`."""
+        """Return GB/s (1e9 bytes) of a copy inside the device's memory, see `hardware.bench_device.device_copy_gb_per_s`."""
         if self._copy is None:
             self._copy = bench_device.device_copy_gb_per_s(self.device)
         return self._copy
@@ -177,8 +173,18 @@ class MachineRates:
         return self.card.memory.value if self.card else None
 
 
+def measure_row(row: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return `row` with the values of `measure`, or with an `error` if memory was not sufficient."""
+    try:
+        return row | measure()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return row | {"error": "out of memory"}
+
+
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch could not allocate, on the device or on the host (where it says so in words alone)."""
+    """Return whether torch could not allocate, on the device or on the host (where only the message tells)."""
     return (
         isinstance(error, torch.OutOfMemoryError)
         or "not enough memory" in str(error)
