@@ -1,1 +1,1 @@
-"""What to load: built-in presets, hub or local configs, tokenizers, dummy weights, checkpoints."""
+"""From a model's name to its config, empty model, sizes, weights and prompts."""

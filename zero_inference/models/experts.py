@@ -27,7 +27,7 @@ from zero_inference.models.layers import cache_per_module
 from zero_inference.models.mlp import ACTIVATIONS
 
 TOLERANCE = 1e-5  # relative: formulas of one activation differ by less, two activations by 1e-3 or more
-# Of inputs: near 1 activations differ most; a family's limit of their values shows only with large inputs.
+# Scales of trial inputs: near 1 activations differ most; a family's limit of their values shows only with large inputs.
 SCALES = (1.0, 300.0)
 # Experts chosen by each row of the small copy's input; some are chosen by all, some by none.
 NUMBERS = ((0, 3), (3, 1), (3, 0), (1, 3), (3, 4))

@@ -17,7 +17,7 @@ from zero_inference.models.preset_table import find_preset, similar_presets
 from zero_inference.utils.format import first_line, format_bytes
 from zero_inference.utils.progress import TICK_S, ByteProgress, Progress, current_progress, is_reporting
 
-# Of the top folder only: `original/` and `onnx/` hold other formats. Classes name their vocabulary as they like, hence the patterns.
+# In the top folder only: `original/` and `onnx/` hold other formats. Patterns, because vocabularies have any name.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 NO_TOKENIZER_FILES = ["*/*", "*.index.json"]
 ANOTHER = "give a repository or folder in transformers' format"

@@ -43,7 +43,7 @@ def cache_per_module(read: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name and the ModuleList of the decoder layers: the longest ModuleList that is not inside another one.
 
-    Of a model with a vision tower, which may have more layers, those of the language model.
+    A vision tower, which may have more layers, is not searched.
 
     Raises:
         UsageError: the model has no ModuleList of layers.
@@ -177,7 +177,7 @@ def _object_ids(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _entries_of_config(config: Any, count: int) -> list[tuple]:
-    """Return for each layer its entries in the config's lists of `count` entries; a list of all indices tells nothing."""
+    """Return for each layer its entries in the config's lists of `count` entries, except lists of all indices."""
     lists = [
         value
         for each in {id(part): part for part in (config, config.get_text_config())}.values()

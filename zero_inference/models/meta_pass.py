@@ -1,6 +1,6 @@
 """Forward passes of a model without weights on the meta device, where tensors have shapes and no bytes, for observers that count.
 
-Of identical decoder layers (`models.layers`) a few run; the calls of the others are repeated from what was observed of these.
+Only a few identical decoder layers (`models.layers`) run; calls of the others repeat the counts and outputs of these.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class _LayerRepeater:
         self.repeated = 0
         self._observer = observer
         self._calls: dict[Any, _Call] = {}  # by kind and arguments
-        self._given: list[Any] = []  # keeps arguments alive, which calls are told apart by the ids of
+        self._given: list[Any] = []  # keeps arguments alive: calls are distinguished by their ids
         self._weights = {storage_of(tensor) for layer in layers.values() for tensor in layer.parameters()}
         for kind, positions in enumerate(kinds.positions):
             others = positions[2:-1]

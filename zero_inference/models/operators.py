@@ -228,7 +228,7 @@ class Reads:
 def trace_reads(model: Any) -> Reads | None:
     """Trace a prefill and a decode step of `model`; None if it cannot run on the meta device.
 
-    Of identical layers (`models.layers`) only the first has entries.
+    Only the first of identical layers (`models.layers`) has entries.
     """
     inside: dict[str, frozenset[str]] = {}
     calls = []
