@@ -47,8 +47,9 @@ from zero_inference.hardware.spec import CONTEXT_BYTES, TYPICAL, card_of, find_t
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.explain import limit_in_words, step_bound
+from zero_inference.planning.dry_run import limit_in_words
 from zero_inference.planning.plan import Plan, make_plan
+from zero_inference.planning.roofline import planned_step_bound
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.records.read import read_records
 from zero_inference.utils.ranks import Ranks, detect_ranks
@@ -206,7 +207,7 @@ def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
     line = "gpus=1x24GiB,host=128GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s"
     all_of_it = planned(f"{options} --cpu-compute 1", resolve_machine(None, line)).weights
     assert all_of_it.fetched_bytes == 5120 * 2, "a row of the embedding"
-    assert step_bound(all_of_it, parse_assumed(line)) == ("cores", pytest.approx(all_of_it.cores_bytes / 60e9))
+    assert planned_step_bound(all_of_it, parse_assumed(line)) == ("cores", pytest.approx(all_of_it.cores_bytes / 60e9))
     by_deepspeed = "--model llama-2-13b --dummy --cpu-offload"
     no_link = planned(by_deepspeed, resolve_machine(None, "gpus=1x24GiB,host=128GiB,memory=1000GB/s")).weights
     assert limit_in_words(no_link) == "not known without the rate of the link"
@@ -215,7 +216,9 @@ def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
     mixture = planned(
         "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4", resolve_machine(None, line)
     ).weights
-    assert 300 < 1 / step_bound(mixture, parse_assumed(line))[1] < 1000, "3.3 billion active weights in half a byte"
+    assert 300 < 1 / planned_step_bound(mixture, parse_assumed(line))[1] < 1000, (
+        "3.3 billion active weights in half a byte"
+    )
     chosen = planned(
         "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4 --gpu-memory 4", resolve_machine(None, line)
     )
@@ -526,7 +529,7 @@ def test_what_gpus_send_each_other(options, fetched_share):
     def step_s(peers) -> tuple[float, str, int]:
         machine = MACHINE.model_copy(update={"gpus": (H200,) * 4, "peers_gb_per_s": peers})
         plan = make_plan(Job(config, spec, ranks, empty_model, H200.free_bytes, None, ProfiledMachine(machine)))
-        limit = step_bound(plan.weights, machine)[1]
+        limit = planned_step_bound(plan.weights, machine)[1]
         assert limit <= plan.times.step.seconds * 1.001, "the limit is a bound of what is predicted"
         weights = plan.weights.fetched_bytes + plan.weights.parted_bytes
         assert weights == pytest.approx(2 * 12.85e9, rel=0.03), (
@@ -551,14 +554,14 @@ def test_cores_take_their_part_as_the_file_says():
     assert len(plan.cpu.cpus) == 15 and plan.cpu.instructions == "amx"
     # 100 GB/s and 50 GB/s, less the meetings and what the device reads
     assert 1.5 < moved.cores_bytes_per_step / moved.host_to_device_bytes_per_step < 2.0
-    bound_by, step_s = step_bound(plan, MACHINE)
+    bound_by, step_s = planned_step_bound(plan, MACHINE)
     both = (moved.host_to_device_bytes_per_step + moved.cores_bytes_per_step) / 150e9
     assert bound_by in ("link", "link_and_cores") and step_s >= both
     alone = f"at most {1 / step_s:.3g} token/s ({step_s:.3g} s a step) by the rate of {RATE_WORDS[bound_by]} alone"
     assert limit_in_words(plan) == alone and limit_in_words(plan, 1.1 * step_s) == alone
     assert limit_in_words(plan, step_s) is None
     alone = planned(f"{options} --cpu-compute off", machine).weights
-    assert step_bound(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
+    assert planned_step_bound(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
     no_rates = ProfiledMachine(MACHINE.model_copy(update={"cores": None}))
     assert "the rate of the host's cores is not known" in planned(options, no_rates).weights.no_cpu
     with pytest.raises(UsageError, match="test was measured with 15 threads"):

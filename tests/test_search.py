@@ -25,16 +25,18 @@ from zero_inference.hardware import cache
 from zero_inference.hardware.cache import cached_profile, profile_cache_path, why_outdated
 from zero_inference.hardware.machine import ProfiledMachine, limit_memory, resolve_machine
 from zero_inference.hardware.profile import read_profile, write_profile
-from zero_inference.planning import explain, search
-from zero_inference.planning.choose import choose, faster_than, hint
+from zero_inference.planning import answer, search
+from zero_inference.planning.answer import in_json, rows_of
+from zero_inference.planning.choose import choose, hint
 from zero_inference.planning.cost import PassTime, Times
-from zero_inference.planning.explain import headline, in_json, rows_of, why_none
+from zero_inference.planning.explain import headline, why_none
 from zero_inference.planning.plan import make_plan, plan_with
 from zero_inference.planning.search import (
     GOALS,
     Candidate,
     SearchSpace,
     command_of,
+    faster_than,
     find_candidates,
     options_of,
     pareto_front,
@@ -969,9 +971,11 @@ def test_a_command_for_a_part_of_the_device_does_the_same_on_all_of_it(model):
 @pytest.mark.parametrize("columns", [80, 100, 200])
 def test_the_table_fits_the_terminal_and_loses_nothing(columns, found, monkeypatch, capsys):
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((columns, 40)))
-    monkeypatch.setattr(explain.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(answer.sys.stdout, "isatty", lambda: True, raising=False)
     best = ranked(found.candidates, "throughput")
-    text = re.sub(r"\x1b\[[0-9;]*m", "", explain.table(rows_of(best, best), best, every_column=False))
+    text = re.sub(
+        r"\x1b\[[0-9;]*m", "", answer.table(rows_of(best, best), [each.plan for each in best], every_column=False)
+    )
     assert max(map(len, text.splitlines())) <= columns and "…" not in text
     for each in best:
         assert significant(each.tokens_per_s) in text and significant(each.times.step.seconds) in text
@@ -982,7 +986,8 @@ def test_the_table_fits_the_terminal_and_loses_nothing(columns, found, monkeypat
 def test_a_pipe_gets_100_columns_and_all_columns_only_where_they_are_asked_for(found):
     best = ranked(found.candidates, "throughput")
     rows = rows_of(best, best)
-    text, wide = explain.table(rows, best, every_column=False), explain.table(rows, best, every_column=True)
+    plans = [each.plan for each in best]
+    text, wide = answer.table(rows, plans, every_column=False), answer.table(rows, plans, every_column=True)
     assert max(map(len, text.splitlines())) <= 100 < max(map(len, wide.splitlines()))
     assert (
         "total" in wide and "cores" in wide and "total" not in text and len(wide.splitlines()) <= len(text.splitlines())

@@ -18,7 +18,7 @@ from zero_inference.hardware.machine import ProfiledMachine
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning.cost import decode_step
+from zero_inference.planning.cost import pass_time
 from zero_inference.planning.plan import plan_run
 from zero_inference.utils.ranks import detect_ranks, start_process_group
 
@@ -147,7 +147,8 @@ def test_a_step_and_device_memory_count_the_bytes_that_are_stored():
     assert plan.weights.footprint.device >= plan.weights.weight_bytes
 
     def step_s(weights):
-        return decode_step(weights, machine, plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)).seconds
+        traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144)
+        return pass_time(weights, machine, traced, prefill=False).seconds
 
     as_before = replace(plan.weights, head=None, weight_bytes=plan.weights.weight_bytes + plain - stored)
     saved_s = (plain - stored) / (machine.device_gb_per_s * 1e9)

@@ -33,9 +33,8 @@ from zero_inference.planning.cost import (
     RANGES,
     copies_of_step,
     mean_reads,
-    why_unknown,
 )
-from zero_inference.planning.explain import experts_in_words
+from zero_inference.planning.explain import experts_in_words, times_in_words, why_unknown
 from zero_inference.records.read import read_records
 
 GIB = 1 << 30
@@ -113,7 +112,7 @@ def test_a_time_has_the_range_of_its_kind():
     bound = FAST.model_copy(update={"matmul_tflops": {}})
     plan, times = times_of(options, bound)
     assert times.step_range_s is None and times.prefill_range_s is None and times.tokens_per_s_range(1) is None
-    assert plan.predicted.decode_range_s is None and " to " not in times.in_words(1)
+    assert plan.predicted.decode_range_s is None and " to " not in times_in_words(times, 1)
     on_cpu = FAST.model_copy(update={"gpus": ()})
     plan, times = times_of("--model opt-125m --engine resident", on_cpu)
     assert not times.at_least and times.step_range_s is None, "no host without a GPU was measured"
@@ -140,8 +139,8 @@ def test_accelerate_copies_and_computes_in_turn_from_pageable_memory():
 def test_deepspeed_takes_at_least_what_the_link_takes():
     plan, times = times_of("--model opt-13b --cpu-offload")
     assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 55e9) and times.at_least
-    assert times.in_words(1).startswith("at most ") and "(decode step at least " in times.in_words(1)
-    assert "first token at least " in times.in_words(1) and times.bounds_because == (
+    assert times_in_words(times, 1).startswith("at most ") and "(decode step at least " in times_in_words(times, 1)
+    assert "first token at least " in times_in_words(times, 1) and times.bounds_because == (
         "the overhead of deepspeed was not measured",
     )
     pageable = times_of("--model opt-13b --cpu-offload --pin-memory 0")[1]

@@ -27,9 +27,10 @@ from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
 from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.planning.changes import check_memory
-from zero_inference.planning.choose import check_single_process, choose, faster_than, hint
+from zero_inference.planning.choose import check_single_process, choose, hint
 from zero_inference.planning.dry_run import print_plan
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan, plan_run
+from zero_inference.planning.search import faster_than
 from zero_inference.quality import evaluate as quality
 from zero_inference.quality.of_run import score_run
 from zero_inference.records.failure import leave_process_group, record_failures

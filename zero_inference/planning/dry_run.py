@@ -1,5 +1,7 @@
-"""What `--dry-run` prints: the verdict with the predicted speed first, then what is needed where, last the options that are not the
-defaults. `--json` prints all of it as one object instead (`plan_json`)."""
+"""What `--dry-run` prints: the verdict with the predicted speed, what is needed where, and the options that are not the defaults.
+
+`--json` prints all of it as one object instead (`plan_in_json`). The exit code is 0 where the plan fits, 2 where not.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +11,92 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from zero_inference.config.options import DEFAULTS
-from zero_inference.engines.base import Job
+from zero_inference.engines.base import EnginePlan, Job
 from zero_inference.errors import DoesNotFit
 from zero_inference.hardware.machine import ProfiledMachine
+from zero_inference.planning.changes import changes_that_fit, more_memory, one_of
 from zero_inference.planning.explain import (
-    Faster,
-    Verdict,
+    NOT_MEASURED,
     experts_in_words,
     faster_in_words,
     first_token_in_words,
-    limit_in_words,
-    rates_missing_for_bound,
-    step_bound,
-    verdict_of,
+    left_out,
+    seconds_in_words,
+    times_in_words,
+    why_unknown,
 )
 from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need, log_sizes, shown
 from zero_inference.planning.plan import Plan
-from zero_inference.utils.format import format_bytes
+from zero_inference.planning.roofline import planned_step_bound, rates_missing_for_bound
+from zero_inference.planning.search import Faster
+from zero_inference.records.hardware import RATE_WORDS
+from zero_inference.utils.format import format_bytes, format_seconds, significant
 from zero_inference.utils.processes import run_command
 
-NOT_SHOWN = ("dry_run", "json", "machine", "assume")  # of what is not a default: the machine has a line of its own
-Row = tuple[str, str]  # a label and what stands beside it
+NOT_SHOWN = ("dry_run", "json", "machine", "assume")  # options that are no defaults; the machine has a line of its own
+Row = tuple[str, str]  # label and text
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run fits and how fast it is predicted to be.
+
+    Attributes:
+        shortfall: why it does not fit, a sentence; None where it does.
+        changes: options to add so that it fits, each on its own; empty where it fits, or where none helps.
+        unpredicted: why no speed is predicted; None where one is, or where it does not fit.
+        line: all of it in a line that begins with `word`.
+    """
+
+    fits: bool
+    shortfall: str | None
+    changes: list[str]
+    unpredicted: str | None
+    line: str
+
+    @property
+    def word(self) -> str:
+        return DoesNotFit.FITS if self.fits else DoesNotFit.VERDICT
+
+
+def verdict_of(job: Job, plan: Plan | DoesNotFit) -> Verdict:
+    """Return the verdict on the plan of `job`, or on why there is none."""
+    if not isinstance(plan, Plan) or not plan.fits:
+        if isinstance(plan, Plan):
+            shortfall = f"It needs {' and '.join(need.shortage() for need in shown(plan.needs) if not need.fits)}."
+        else:
+            shortfall = str(plan)
+        changes = changes_that_fit(job)
+        advice = (
+            f"It would fit with {one_of(changes)}."
+            if changes
+            else f"No change of options makes it fit, nor do two together: use {more_memory(job)}."
+        )
+        return Verdict(False, shortfall, changes, None, f"{DoesNotFit.VERDICT} {shortfall} {advice}")
+    loading = [] if plan.load_s is None else [f"loading {seconds_in_words(plan.load_s, plan.load_range_s)}"]
+    if plan.times is not None:
+        predicted = ", ".join([times_in_words(plan.times, job.config.batch_size), *loading])
+        return Verdict(True, None, [], None, f"{DoesNotFit.FITS} Predicted: {predicted}.")
+    machine = plan.job.machine.profile()
+    unpredicted = NOT_MEASURED if machine is None else why_unknown(plan.weights, machine)
+    line = f"{DoesNotFit.FITS} No speed is predicted: {unpredicted}." + "".join(f" Predicted: {it}." for it in loading)
+    return Verdict(True, None, [], unpredicted, line)
 
 
 def print_plan(job: Job, plan: Plan | DoesNotFit, faster: Sequence[Faster] = ()) -> None:
-    """The plan on stdout.
+    """Print the plan of `job`, or why there is none.
 
     Args:
-        plan: of `job`, or why there is none.
         faster: options that are predicted to decode clearly faster.
 
     Raises:
         DoesNotFit: after the plan of a run that does not, for its exit code.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # other options are planned, and libraries print there
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print while other options are planned
         verdict = verdict_of(job, plan)
     if job.config.json:
         print(json.dumps(plan_in_json(job, plan, verdict, faster), indent=1), flush=True)
@@ -62,34 +112,27 @@ def print_plan(job: Job, plan: Plan | DoesNotFit, faster: Sequence[Faster] = ())
 
 def _rows(job: Job, plan: Plan | DoesNotFit) -> list[Row]:
     rows = _machine_rows(job)
-    if isinstance(plan, Plan):
-        rows += _needs_rows(plan.needs)
-    rows += [("weights", _weights(job, plan)), ("KV cache", _kv_cache(job))]
-    if isinstance(plan, Plan):
-        rows += zip(["decode", *[""] * 9], plan.weights.in_words())
-    return rows + (_limit_rows(plan) if isinstance(plan, Plan) and plan.fits else [])
-
-
-def _limit_rows(plan: Plan) -> list[Row]:
-    """What is to be known about the predicted times."""
-    rows, times = [], plan.times
-    if line := limit_in_words(plan.weights, times.step.seconds if times else None):
-        rows.append(("limit", line))
-    if line := experts_in_words(plan.weights):
-        rows.append(("experts", line))
-    if times and (line := first_token_in_words(plan.weights, times)):
-        rows.append(("first token", line))
-    if times and times.at_least:
-        rows.append(("bounds", f"times are lower bounds: {'; '.join(times.bounds_because)}"))
-    if times and (left_out := times.left_out()):
-        rows.append(("not counted", "; ".join(left_out)))
-    return rows
+    if not isinstance(plan, Plan):
+        return [*rows, ("weights", _plain_weights(job)), ("KV cache", _kv_cache(job))]
+    rows += [*_needs_rows(plan), ("weights", _weights(plan)), ("KV cache", _kv_cache(job))]
+    rows += zip(["decode", *[""] * 9], plan.weights.in_words())
+    if not plan.fits:
+        return rows
+    times = plan.times
+    lines = {
+        "limit": limit_in_words(plan.weights, times.step.seconds if times else None),
+        "experts": experts_in_words(plan.weights),
+        "first token": first_token_in_words(plan.weights, times) if times else None,
+        "bounds": f"times are lower bounds: {'; '.join(times.bounds_because)}" if times and times.at_least else None,
+        "not counted": "; ".join(left_out(times)) if times else None,
+    }
+    return rows + [(label, line) for label, line in lines.items() if line]
 
 
 def _machine_rows(job: Job) -> list[Row]:
     if not isinstance(job.machine, ProfiledMachine):
-        kept = job.machine.profile()
-        return [("machine", caveat)] if kept is not None and (caveat := kept.caveat()) else []
+        saved = job.machine.profile()
+        return [("machine", caveat)] if saved is not None and (caveat := saved.caveat()) else []
     rows = [("machine", job.machine.hardware_profile.in_words())]
     if caveat := job.machine.hardware_profile.caveat():
         rows.append(("", caveat))
@@ -99,26 +142,51 @@ def _machine_rows(job: Job) -> list[Row]:
     return rows
 
 
-def _needs_rows(needs: Sequence[Need]) -> list[Row]:
-    """A line a place."""
-    locked = next((need for need in needs if need.place == PAGE_LOCKED), None)
+def _needs_rows(plan: Plan) -> list[Row]:
+    locked_bytes = sum(need.needed for need in plan.needs if need.place == PAGE_LOCKED)
     rows = []
-    for need in shown(needs):
-        said = need.in_words() + ("" if need.fits else "  <- does not fit")
-        if need.place == HOST_MEMORY and locked is not None and locked.needed:
-            said += f"; {format_bytes(locked.needed)} of it page-locked"
-        rows.append((need.place, f"{said} {need.which}".rstrip()))
+    for need in shown(plan.needs):
+        text = need.in_words() + ("" if need.fits else "  <- does not fit")
+        if need.place == HOST_MEMORY and locked_bytes:
+            text += f"; {format_bytes(locked_bytes)} of it page-locked"
+        rows.append((need.place, f"{text} {need.which}".rstrip()))
     return rows
 
 
-def _weights(job: Job, plan: Plan | DoesNotFit) -> str:
-    plain = f"{format_bytes(job.sizes.parameter_bytes)} in {job.spec.dtype_name}"
-    if not isinstance(plan, Plan):
-        return plain
-    config, stored = job.config, plan.weights.weight_bytes
-    head = ", output head in int8" if plan.weights.cost_terms.head_plain_bytes and config.quant_bits != 8 else ""
-    size = f"{format_bytes(stored)} in int{config.quant_bits}{head} ({plain})" if config.quantized else plain
+def _plain_weights(job: Job) -> str:
+    return f"{format_bytes(job.sizes.parameter_bytes)} in {job.spec.dtype_name}"
+
+
+def _weights(plan: Plan) -> str:
+    config, size = plan.job.config, _plain_weights(plan.job)
+    if config.quantized:
+        head = ", output head in int8" if plan.weights.cost_terms.head_plain_bytes and config.quant_bits != 8 else ""
+        size = f"{format_bytes(plan.weights.weight_bytes)} in int{config.quant_bits}{head} ({size})"
     return f"{size}; {plan.weights.places_in_words()}"
+
+
+def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> str | None:
+    """Return the most token/s by one rate of a described machine alone; None where that is what is predicted anyway, and for this machine,
+    whose rates a run measures."""
+    machine = plan.job.machine
+    if not isinstance(machine, ProfiledMachine):
+        return None
+    if missing := rates_missing_for_bound(plan, machine.hardware_profile):
+        return f"not known without the rate of {' and '.join(missing)}"
+    found = planned_step_bound(plan, machine.hardware_profile)
+    if found is None:
+        return "not known, because the description of the machine has no rates"
+    bound_by, step_s = found
+    if bound_by == "device_memory" and not plan.job.on_gpu:
+        bound_by = "host_memory"
+    if predicted_step_s is not None and significant(step_s) == significant(predicted_step_s):
+        return None
+    rate = significant(plan.job.config.batch_size / step_s)
+    most = "about" if plan.cost_terms.depends_on_routing else "at most"  # tokens may choose other experts
+    counted = "; the host's cores are not counted" if plan.cost_terms.cpu_rate_unknown else ""
+    return (
+        f"{most} {rate} token/s ({format_seconds(step_s)} a step) by the rate of {RATE_WORDS[bound_by]} alone{counted}"
+    )
 
 
 def _kv_cache(job: Job) -> str:
@@ -131,7 +199,6 @@ def _kv_cache(job: Job) -> str:
 
 
 def _options(job: Job) -> str:
-    """What was asked for, where that differs from the defaults."""
     config = job.config
     implied = ("cpu_offload",) if config.engine == "stream" else ()
     changed = {
@@ -139,8 +206,8 @@ def _options(job: Job) -> str:
         for name, value in config.as_dict().items()
         if value != DEFAULTS[name] and name not in (*NOT_SHOWN, *implied)
     }
-    said = ", ".join(f"{name}={_value(value)}{' GiB' * (name == 'gpu_memory')}" for name, value in changed.items())
-    return f"different from the defaults: {said or 'none'}"
+    texts = (f"{name}={_value(value)}{' GiB' * (name == 'gpu_memory')}" for name, value in changed.items())
+    return f"different from the defaults: {', '.join(texts) or 'none'}"
 
 
 def _value(value: object) -> str:
@@ -150,8 +217,7 @@ def _value(value: object) -> str:
 
 
 def _text(verdict: Verdict, rows: Sequence[Row], colour: bool, width: int | None) -> str:
-    """The verdict in a line and the rows below it, wrapped beside their labels on a terminal of `width` columns. Nothing is wrapped
-    without one: programs look for whole lines."""
+    """Return the verdict in a line and the rows below it, wrapped to `width` columns on a terminal only: programs look for whole lines."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -160,9 +226,9 @@ def _text(verdict: Verdict, rows: Sequence[Row], colour: bool, width: int | None
     console = Console(
         file=out, width=width or 100_000, force_terminal=colour, color_system="standard" if colour else None
     )
-    said = Text(verdict.said)
-    said.stylize("bold green" if verdict.fits else "bold red", 0, len(verdict.word))
-    console.print(said)
+    first_line = Text(verdict.line)
+    first_line.stylize("bold green" if verdict.fits else "bold red", 0, len(verdict.word))
+    console.print(first_line)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -173,36 +239,62 @@ def _text(verdict: Verdict, rows: Sequence[Row], colour: bool, width: int | None
 
 
 def plan_in_json(job: Job, plan: Plan | DoesNotFit, verdict: Verdict, faster: Sequence[Faster] = ()) -> dict[str, Any]:
-    """See above."""
-    found = plan if isinstance(plan, Plan) else None
+    """Return the JSON object of `--dry-run --json`. Bytes and seconds throughout; null is a value that is not known. Keys:
+
+    fits                    whether all needs are met
+    verdict                 the line that `--dry-run` prints first
+    config                  every option as it is used, with `dtype`, `pin_memory`, `model_type` and `world_size` as resolved
+    sizes                   `model_bytes`, `cache_bytes`, `hidden_bytes` as in the record; `weight_bytes` as the engine stores them
+    needs                   by place of one node: `place` (device memory, host memory, page-locked memory, disk), `which`,
+                            `needed_bytes`, `reserve_bytes` (to stay free besides), `available_bytes`, `fits`; null where the engine
+                            makes no plan because of `refused`
+    refused                 why the engine makes no plan; else null
+    predicted               `prefill_s`, `decode_step_s`, `decode_throughput` (token/s), `bound_by`, `load_s`; `prefill_range_s`,
+                            `decode_step_range_s`, `decode_throughput_range`, `load_range_s`: [low, high], within which 9 of 10 runs
+                            of this kind were, null for bounds and without a GPU; `bounds_because`: why they are lower bounds, empty
+                            where they are not; `left_out`: what they do not count; `unknown_because`: why there are none
+    limit                   of a described machine: `decode_step_s` by its rates alone, `decode_throughput`, `bound_by`; else null
+    moved_per_step          bytes of a decode step, over all ranks, by the record's names
+    placement               where the weights are, and what a decode step does, in words
+    changes_that_fit        options to add, each for itself, where it does not fit
+    faster                  options that are predicted to decode clearly faster: `options`, `tokens_per_s`, `times` (of the token/s
+                            without them), `at_most`
+    machine                 `name`, `source` (measured, datasheet, assumed), `is_here`, `gpus` (`name`, `memory_bytes`),
+                            `host_memory_bytes`; null where it is this one, and was not measured
+    """
+    made = plan if isinstance(plan, Plan) else None
+    weights, machine = made.weights if made else None, job.machine.profile()
     return {
         "fits": verdict.fits,
-        "verdict": verdict.said,
-        "config": resolved(job, found.weights.pinned if found else job.pin_weights),
-        "sizes": asdict(log_sizes(job)) | {"weight_bytes": found.weights.weight_bytes if found else None},
-        "needs": None if found is None else [_need(need) for need in found.needs],
-        "refused": None if found else str(plan),
-        "predicted": _predicted(found, verdict),
-        "limit": None if found is None else _limit(found),
-        "moved_per_step": None if found is None else found.weights.moved_per_step().as_dict(),
-        "placement": [] if found is None else [found.weights.places_in_words(), *found.weights.in_words()],
+        "verdict": verdict.line,
+        "config": job.config.as_dict()
+        | {
+            "dtype": job.spec.dtype_name,
+            "model_type": job.spec.config.model_type,
+            "world_size": job.ranks.world_size,
+            "pin_memory": weights.pinned if weights else job.pin_weights,
+        },
+        "sizes": asdict(log_sizes(job)) | {"weight_bytes": weights.weight_bytes if weights else None},
+        "needs": [_need_in_json(need) for need in made.needs] if made else None,
+        "refused": None if made else str(plan),
+        "predicted": _predicted_in_json(made, verdict),
+        "limit": _limit_in_json(made) if made else None,
+        "moved_per_step": weights.moved_per_step().as_dict() if weights else None,
+        "placement": [weights.places_in_words(), *weights.in_words()] if weights else [],
         "changes_that_fit": verdict.changes,
         "faster": [asdict(each) for each in faster],
-        "machine": _machine(job),
+        "machine": machine
+        and {
+            "name": machine.name,
+            "source": machine.source,
+            "is_here": job.machine.is_here,
+            "gpus": [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in machine.gpus],
+            "host_memory_bytes": machine.host_memory_bytes,
+        },
     }
 
 
-def resolved(job: Job, pinned: bool) -> dict[str, Any]:
-    """Every option as it is used."""
-    return job.config.as_dict() | {
-        "dtype": job.spec.dtype_name,
-        "model_type": job.spec.config.model_type,
-        "world_size": job.ranks.world_size,
-        "pin_memory": pinned,
-    }
-
-
-def _need(need: Need) -> dict[str, Any]:
+def _need_in_json(need: Need) -> dict[str, Any]:
     return {
         "place": need.place,
         "which": need.which or None,
@@ -213,7 +305,7 @@ def _need(need: Need) -> dict[str, Any]:
     }
 
 
-def _predicted(plan: Plan | None, verdict: Verdict) -> dict[str, Any]:
+def _predicted_in_json(plan: Plan | None, verdict: Verdict) -> dict[str, Any]:
     times = plan.times if plan else None
     return {
         "prefill_s": times.prefill.seconds if times else None,
@@ -226,30 +318,16 @@ def _predicted(plan: Plan | None, verdict: Verdict) -> dict[str, Any]:
         "decode_throughput_range": times.tokens_per_s_range(plan.job.config.batch_size) if plan and times else None,
         "load_range_s": plan.load_range_s if plan else None,
         "bounds_because": list(times.bounds_because) if times else [],
-        "left_out": times.left_out() if times else [],
+        "left_out": left_out(times) if times else [],
         "unknown_because": verdict.unpredicted,
     }
 
 
-def _limit(plan: Plan) -> dict[str, Any] | None:
+def _limit_in_json(plan: Plan) -> dict[str, Any] | None:
     machine = plan.job.machine
     if not isinstance(machine, ProfiledMachine) or rates_missing_for_bound(plan.weights, machine.hardware_profile):
         return None
-    if (found := step_bound(plan.weights, machine.hardware_profile)) is None:
+    if (found := planned_step_bound(plan.weights, machine.hardware_profile)) is None:
         return None
     bound_by, step_s = found
     return {"decode_step_s": step_s, "decode_throughput": plan.job.config.batch_size / step_s, "bound_by": bound_by}
-
-
-def _machine(job: Job) -> dict[str, Any] | None:
-    found = job.machine.profile()
-    if found is None:
-        return None
-    gpus = [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in found.gpus]
-    return {
-        "name": found.name,
-        "source": found.source,
-        "is_here": job.machine.is_here,
-        "gpus": gpus,
-        "host_memory_bytes": found.host_memory_bytes,
-    }

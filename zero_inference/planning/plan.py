@@ -1,6 +1,6 @@
-"""The plan of a run: exact sizes, what lies where, and whether it fits, decided once and before anything is loaded.
+"""From a config to a plan, before anything is loaded: check the launch, build the empty model, place the weights, predict memory and times.
 
-`load` uses it, `--dry-run` prints it, limits and the record read it.
+`Plan.load` follows the plan, `--dry-run` prints it, roofline and record read it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zero_inference.utils.ranks import Ranks
 
 
 def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
-    """Raises UsageError: the batch does not divide over the ranks, or there is no GPU for what was asked."""
+    """Raises UsageError: the batch does not divide over the ranks, or an option needs a GPU that is not there."""
     if config.batch_size % ranks.world_size:
         advice = batch_advice(config.batch_size, ranks.world_size, f"{ranks.world_size} ranks")
         raise UsageError(f"{advice} (deepspeed --num_gpus N, torchrun --nproc-per-node N).")
@@ -51,7 +51,7 @@ def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
 
 
 def check_model(config: RunConfig, spec: ModelSpec) -> None:
-    """Raises UsageError: too many positions, or norms that our kernels do not know."""
+    """Raises UsageError: too many positions, norms that our kernels do not know, or routing of a model without experts."""
     positions = spec.max_positions
     if positions is not None and config.positions > positions:
         raise UsageError(
@@ -68,15 +68,14 @@ THIS_MACHINE = LocalMachine()
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do, and what it takes of this node's memory and disk."""
+    """What a run will do, and what it takes of this node's memory and disk. `needs`, `times` and `predicted` trace the empty model: read
+    them before `load`."""
 
     job: Job
     weights: EnginePlan
 
     @functools.cached_property
     def needs(self) -> list[Need]:
-        """Of this node. To be asked for before `load`, if at all: what a prefill keeps is found by running the empty model, which takes
-        longer the more layers it has."""
         return memory_needs(self.weights)
 
     @property
@@ -84,8 +83,26 @@ class Plan:
         return all(need.fits for need in self.needs)
 
     @functools.cached_property
+    def times(self) -> Times | None:
+        """Predicted times of prefill and decode step; None where rates of the machine or operators of the model are unknown."""
+        machine = self.job.machine.profile()
+        return None if machine is None else predict_times(self.weights, machine)
+
+    @property
+    def load_s(self) -> float | None:
+        """Predicted seconds of loading the weights; None where unknown."""
+        machine = self.job.machine.profile()
+        return None if machine is None else predict_load_s(self.weights, machine)
+
+    @property
+    def load_range_s(self) -> Range | None:
+        """Range of `load_s`; None where that is unknown, and without a GPU."""
+        load_s = self.load_s if self.job.on_gpu else None
+        return None if load_s is None else RANGES["load"].of(load_s)
+
+    @functools.cached_property
     def predicted(self) -> Predicted:
-        """For the record. What `load` keeps of it was found before it began."""
+        """All predictions, for the record."""
         moved, times, steps = self.weights.moved_per_step(), self.times, self.job.config.gen_len - 1
         step_range_s, load_range_s = times.step_range_s if times else None, self.load_range_s
         return Predicted(
@@ -105,43 +122,24 @@ class Plan:
             cores_bytes_per_step=int(moved.cores_bytes_per_step or 0),
         )
 
-    @functools.cached_property
-    def times(self) -> Times | None:
-        """Of prefill and decode; None where the machine's rates or the model's operators are not known. To be asked for before `load`."""
-        description = self.job.machine.profile()
-        return None if description is None else predict_times(self.weights, description)
-
-    @property
-    def load_s(self) -> float | None:
-        """Of loading the weights; None where it is not known."""
-        description = self.job.machine.profile()
-        return None if description is None else predict_load_s(self.weights, description)
-
-    @property
-    def load_range_s(self) -> Range | None:
-        """Return the range of `load_s`; None where that is not known, and without a GPU."""
-        load_s = self.load_s if self.job.on_gpu else None
-        return None if load_s is None else RANGES["load"].of(load_s)
-
     @property
     def _peak_host_bytes(self) -> int | None:
-        """Of a process: the libraries, and what the plan takes of host memory."""
-        description = self.job.machine.profile()
-        if description is None or description.process_bytes is None:
+        """Most host memory of a process: its libraries and what the plan takes; None where the libraries' part is unknown."""
+        machine = self.job.machine.profile()
+        if machine is None or machine.process_bytes is None:
             return None
-        libraries = description.process_bytes + description.library_bytes.get(self.job.config.engine, 0)
-        measuring = description.measuring_bytes
-        peak = libraries - measuring + self.weights.host_peak_bytes(measuring)
-        # with a GPU the link is measured between the loops, when all else is there
+        libraries = machine.process_bytes + machine.library_bytes.get(self.job.config.engine, 0)
+        peak = libraries - machine.measuring_bytes + self.weights.host_peak_bytes(machine.measuring_bytes)
+        # with a GPU the link is measured between the loops, while everything else is allocated
         return peak + (0 if not self.job.on_gpu or self.weights.copies_own_memory else LINK_BLOCK_BYTES)
 
     def check(self) -> None:
-        """Whether the machine has what is needed besides memory, if it is this one. Raises UsageError."""
+        """Raises UsageError: this machine lacks something besides memory that the engine needs."""
         if self.job.machine.is_here:
             engine_module(self.job.config.engine).check(self.weights)
 
     def with_memory_of_now(self) -> Plan:
-        """The same plan for the device memory that is free now, on all ranks. To be called by all of them alike.
+        """Return the same plan for the device memory that is free now, the least of all ranks: a collective.
 
         Raises:
             UsageError: it has become too little.
@@ -151,7 +149,7 @@ class Plan:
         return make_plan(replace(self.job, free_device_bytes=self.job.machine.free_device_bytes(self.job.ranks, True)))
 
     def load(self, progress: Progress = lambda done: None) -> LoadedModel:
-        """The model, ready to generate. Call it once: it fills the plan's empty model. Raises RunError."""
+        """Return the model, ready to generate. Call it once: it fills the plan's empty model. Raises RunError."""
         self.predicted  # noqa: B018  while the model is empty
         self.weights.prepare()
         return engine_module(self.job.config.engine).load(self.weights, progress)
@@ -166,11 +164,12 @@ def build_job(
     machine: Machine = THIS_MACHINE,
     empty_model: EmptyModel | None = None,
 ) -> Job:
-    """Build the model without weights, unless it is given, and look at the device.
+    """Build the empty model and read the free memory of the device.
 
     Args:
-        agreed: take the least free memory of all ranks; a collective.
-        machine: where it is to run.
+        group: the communicator of the engine.
+        agreed: take the least free memory of all ranks: a collective.
+        empty_model: of `spec`, where it is built already.
 
     Raises:
         UsageError: transformers cannot build the model.
@@ -179,8 +178,14 @@ def build_job(
     return Job(config, spec, ranks, empty_model, machine.free_device_bytes(ranks, agreed), group, machine)
 
 
-def _refuse_unplannable(job: Job) -> None:
-    """Raises UsageError: the model does not run on token ids alone, or takes more of them than it is given."""
+def make_plan(job: Job) -> Plan:
+    """Place the weights of `job` without loading anything; a collective where `job.group` is set.
+
+    Of the engine's alternatives, the one with the shorter predicted step is taken.
+
+    Raises:
+        UsageError: the engine cannot run it, the KV cache cannot be in host memory, or the model adds positions or takes no text.
+    """
     kind, sizes = job.spec.config.model_type, job.sizes
     if sizes.refuses_text is not None:
         sense = "audio" if hasattr(job.spec.config, "audio_config") else "images"
@@ -193,39 +198,33 @@ def _refuse_unplannable(job: Job) -> None:
             f"--model {job.spec.name}: {kind} puts {sizes.added_positions} positions of its own before each sequence, which no engine here "
             "plans for; run it in transformers."
         )
-
-
-def make_plan(job: Job) -> Plan:
-    """Decide everything, without loading anything; with a `job.group` all ranks call it. Raises UsageError: see the engine's
-    `plan`; where keys and values cannot be in host memory; and for a model that adds positions or takes no text."""
-    _refuse_unplannable(job)
     if job.config.kv_offload:
         refuse_kv_offload(job.empty_model.model, job.window_only_in_cache)
-    found = _with_cores_in_prompts(Plan(job, engine_module(job.config.engine).plan(job)))
-    other = None if job.machine.profile() is None else found.weights.alternative()
-    if other is None or found.times is None:
-        return found
-    instead = _with_cores_in_prompts(Plan(job, other))
-    shorter = instead.times is not None and instead.times.step.seconds < found.times.step.seconds
-    return instead if shorter and (instead.fits or not found.fits) else found
+    plan = _without_cpu_prefill_if_slower(Plan(job, engine_module(job.config.engine).plan(job)))
+    alternative = None if job.machine.profile() is None else plan.weights.alternative()
+    if alternative is None or plan.times is None:
+        return plan
+    other = _without_cpu_prefill_if_slower(Plan(job, alternative))
+    shorter = other.times is not None and other.times.step.seconds < plan.times.step.seconds
+    return other if shorter and (other.fits or not plan.fits) else plan
 
 
-def _with_cores_in_prompts(found: Plan) -> Plan:
-    """Return `found`, or the same without the host's cores in prompts where these are not predicted to gain enough. The engine has compared
-    link and cores; times that also count launches need all rates of the machine."""
-    other = found.weights.without_short_prompts()
-    if other is None or found.times is None:
-        return found
-    without = Plan(found.job, other)
-    gains = without.times is None or without.times.prefill.seconds >= LEAST_GAIN * found.times.prefill.seconds
-    return found if gains else without
+def _without_cpu_prefill_if_slower(plan: Plan) -> Plan:
+    """Return `plan`, or the same with prompts computed by the device alone where the CPU does not shorten the predicted prefill by
+    `LEAST_GAIN`. The engine has compared link and CPU; predicted times also count launches."""
+    weights = plan.weights.without_short_prompts()
+    if weights is None or plan.times is None:
+        return plan
+    other = Plan(plan.job, weights)
+    gains = other.times is None or other.times.prefill.seconds >= LEAST_GAIN * plan.times.prefill.seconds
+    return plan if gains else other
 
 
 def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: EmptyModel | None = None) -> Plan:
-    """Connect the ranks, plan, and check what the machine must have besides memory. Called by all ranks alike.
+    """Return the plan of connected ranks, checked against the machine: a collective.
 
     Args:
-        empty_model: where a search has built it.
+        empty_model: of `spec`, where it is built already.
 
     Raises:
         UsageError: it cannot work here.
@@ -240,6 +239,9 @@ def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: Empt
 
 
 def plan_with(job: Job, **fields: Any) -> Plan:
-    """The plan of the same model and machine with other options, to be compared and not to be loaded: no rank but this one makes it. Raises
-    UsageError where they cannot work."""
+    """Return the plan of the same model and machine with other options, to be compared and not loaded; this rank alone makes it.
+
+    Raises:
+        UsageError: the options cannot work.
+    """
     return make_plan(replace(job, config=replace(job.config, **fields).validate(), group=None))

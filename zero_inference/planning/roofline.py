@@ -1,13 +1,17 @@
-"""The roofline of a decode: the bytes and operations that a step cannot avoid, the time they take at the measured rates, and the share of
-that limit that the run reached."""
+"""The roofline of a decode step: the bytes and operations that it cannot avoid, their least time at given rates, and the share reached."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from zero_inference.engines.base import Job
+from zero_inference.engines.base import EnginePlan, Job
+from zero_inference.planning.cost import exchange_s
 from zero_inference.records.hardware import Limit, Rates, StepBounds
 from zero_inference.records.schema import MovedPerStep
+
+if TYPE_CHECKING:
+    from zero_inference.hardware.profile import HardwareProfile
 
 
 @dataclass(frozen=True)
@@ -19,23 +23,24 @@ class StepWork:
 
 
 def step_work(job: Job, weight_bytes: int, cores_bytes: float) -> StepWork:
-    """Each active weight read once as stored, keys and values read once at their mean length; 2 operations a weight and sequence.
+    """Return each active weight read once as stored, keys and values read once at their mean length, and 2 operations a weight and
+    sequence.
 
-    Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing. Idle experts are
-    taken off as if they took the mean bits of all weights, which is no less than they do, other idle weights unquantized, and all that the
-    host's cores read as weights that every sequence uses: the bound errs to the low side.
+    The bound errs to the low side. Of experts it counts those that one token uses, and nothing for an embedding that is not the head. Idle
+    experts are subtracted at the mean bits of all weights, which is no less than they have, and other idle weights unquantized. All bytes
+    that the CPU reads count as weights that every sequence uses.
 
     Args:
-        cores_bytes: what the host's cores read in a step, in kernels of their own. Without a GPU the memory is the same.
+        cores_bytes: bytes that the CPU backend reads in a step; without a GPU they are in the same memory and count.
     """
     sizes, config = job.sizes, job.config
     active = sizes.parameters - sizes.idle_parameters
-    kv = job.mean_kv_bytes
     stored_share = min(1.0, weight_bytes / max(1, sizes.parameter_bytes))
-    idle = sizes.idle_bytes - int((1 - stored_share) * sizes.idle_expert_bytes)
+    idle_bytes = sizes.idle_bytes - int((1 - stored_share) * sizes.idle_expert_bytes)
     bits = 8 * job.spec.dtype.itemsize if config.quant_bits == 16 else config.quant_bits
+    cpu_bytes = int(cores_bytes) if job.on_gpu else 0
     return StepWork(
-        device_bytes=max(0, max(0, weight_bytes - idle) + kv - int(cores_bytes if job.on_gpu else 0)),
+        device_bytes=max(0, max(0, weight_bytes - idle_bytes) + job.mean_kv_bytes - cpu_bytes),
         flops=2 * max(0, active - int(cores_bytes * 8 / bits)) * job.rank_batch,
     )
 
@@ -49,53 +54,79 @@ def decode_roofline(
     steps: int,
     decode_s: float,
 ) -> Limit:
-    """The least time of a step by each of the rates, which one binds, and the share reached.
+    """Return the bounds of a step by each of the rates, which one binds, and the share of it that a run reached.
 
     Args:
-        moved: what crossed link and disk in a step, counted over all ranks.
-        ahead_bytes: those of the decode's bytes that had crossed before its first step, over all ranks. The link does not owe them.
+        moved: bytes that crossed link and disk in a step, over all ranks.
+        ahead_bytes: those of the decode's bytes that had crossed before its first step, over all ranks; the link bound excludes them.
     """
     floor_step = step_bounds(rates, moved, work, on_gpu)
-    in_all = {name: step_s * steps for name, step_s in floor_step.as_dict().items()}
-    for name, gb_per_s in (("link", rates.link_gb_per_s), ("link_and_cores", _together_gb_per_s(rates))):
-        if name in in_all and gb_per_s:
-            in_all[name] = max(0.0, in_all[name] - ahead_bytes / (gb_per_s * 1e9))
-    bound_by = max(in_all, key=lambda name: in_all[name], default=None)
-    floor = in_all[bound_by] if bound_by else 0.0
+    decode_bounds_s = {name: step_s * steps for name, step_s in floor_step.as_dict().items()}
+    for name, gb_per_s in (("link", rates.link_gb_per_s), ("link_and_cores", _link_and_cpu_gb_per_s(rates))):
+        if name in decode_bounds_s and gb_per_s:
+            decode_bounds_s[name] = max(0.0, decode_bounds_s[name] - ahead_bytes / (gb_per_s * 1e9))
+    bound_by = max(decode_bounds_s, key=lambda name: decode_bounds_s[name], default=None)
+    floor_s = decode_bounds_s[bound_by] if bound_by else 0.0
     return Limit(
         rates=rates,
         link_ahead_bytes=ahead_bytes,
         floor_step_s=floor_step,
-        bound_by=bound_by if floor else None,
-        floor_decode_s=floor or None,
-        fraction_of_limit=floor / decode_s if floor else None,
+        bound_by=bound_by if floor_s else None,
+        floor_decode_s=floor_s or None,
+        fraction_of_limit=floor_s / decode_s if floor_s else None,
     )
 
 
 def step_bounds(rates: Rates, moved: MovedPerStep, work: StepWork, on_gpu: bool) -> StepBounds:
-    """The least time of a step by each of the rates that apply."""
+    """Return the least seconds of a step by each rate; None where nothing moves or the rate is unknown."""
+    sent_bytes, cpu_bytes = moved.host_to_device_bytes_per_step or 0, moved.cores_bytes_per_step or 0
     return StepBounds(
         device_memory=_seconds(work.device_bytes, rates.device_copy_gb_per_s),
         matmul=work.flops / (rates.matmul_tflops * 1e12) if rates.matmul_tflops else None,
-        link=_seconds(moved.host_to_device_bytes_per_step or None, rates.link_gb_per_s) if on_gpu else None,
-        link_and_cores=_link_and_cores_s(rates, moved) if on_gpu else None,
+        link=_seconds(sent_bytes or None, rates.link_gb_per_s) if on_gpu else None,
+        link_and_cores=_seconds(sent_bytes + cpu_bytes, _link_and_cpu_gb_per_s(rates))
+        if on_gpu and cpu_bytes
+        else None,
         disk=_seconds(moved.disk_read_bytes_per_step or None, rates.disk_gb_per_s),
     )
 
 
-def _link_and_cores_s(rates: Rates, moved: MovedPerStep) -> float | None:
-    """None where the cores multiply nothing."""
-    if not moved.cores_bytes_per_step:
-        return None
-    return _seconds((moved.host_to_device_bytes_per_step or 0) + moved.cores_bytes_per_step, _together_gb_per_s(rates))
-
-
-def _together_gb_per_s(rates: Rates) -> float | None:
+def _link_and_cpu_gb_per_s(rates: Rates) -> float | None:
     if rates.cores_gb_per_s is None or rates.link_beside_cores_gb_per_s is None:
         return None
     return rates.link_beside_cores_gb_per_s + rates.cores_gb_per_s
 
 
 def _seconds(nbytes: float | None, gb_per_s: float | None) -> float | None:
-    """None where there is nothing to move, or its rate is not known."""
     return nbytes / (gb_per_s * 1e9) if nbytes is not None and gb_per_s else None
+
+
+def rates_missing_for_bound(plan: EnginePlan, machine: HardwareProfile) -> list[str]:
+    """Return the names of link and disk where a step uses them and `machine` has no rate."""
+    moved = plan.moved_per_step()
+    over_link = plan.job.on_gpu and moved.host_to_device_bytes_per_step and not machine.link_gb_per_s
+    from_disk = moved.disk_read_bytes_per_step and not machine.disk_gb_per_s
+    return [name for name, lacks in (("the link", over_link), ("the disk", from_disk)) if lacks]
+
+
+def planned_step_bound(plan: EnginePlan, machine: HardwareProfile) -> tuple[str, float] | None:
+    """Return the rate that binds a planned decode step, a key of `RATE_WORDS`, and its seconds, which a run there would be
+    compared with; None without any rate."""
+    job, terms, moved = plan.job, plan.cost_terms, plan.moved_per_step()
+    disk_gb_per_s = machine.disk_gb_per_s
+    rates = Rates(
+        link_gb_per_s=(machine.link_gb_per_s or float("inf")) * job.ranks.world_size,  # each GPU has a link
+        link_spread=0.0,
+        link_kind="",
+        device_copy_gb_per_s=machine.device_gb_per_s,
+        matmul_tflops=machine.matmul_tflops.get(job.spec.dtype_name),
+        disk_gb_per_s=None if disk_gb_per_s is None else disk_gb_per_s * job.ranks.num_nodes,  # each node has a disk
+        link_beside_cores_gb_per_s=terms.link_beside_cpu_gb_per_s,
+        cores_gb_per_s=terms.cpu_beside_link_gb_per_s,
+    )
+    work = step_work(job, plan.weight_bytes, moved.cores_bytes_per_step or 0)
+    bounds = step_bounds(rates, moved, work, job.on_gpu).as_dict()
+    peers_on_link_s, peers_s = exchange_s(plan, machine, plan.fetched_bytes)
+    bounds |= {"cores": terms.cpu_alone_s, "peers": peers_s, "link": (bounds.get("link") or 0.0) + peers_on_link_s}
+    known = {name: seconds for name, seconds in bounds.items() if seconds}
+    return max(known.items(), key=lambda each: each[1]) if known else None

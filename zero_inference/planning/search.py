@@ -1,4 +1,4 @@
-"""The configurations worth considering for a model, each with its plan."""
+"""The search over configurations: plan the candidates, rank them by what is predicted, and run the best ones if asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES
+from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES, UNTIL_PLANNED
 from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, RunError, UsageError
@@ -25,43 +25,44 @@ from zero_inference.utils.processes import isolated_ranks, last_error_line, run_
 from zero_inference.utils.progress import current_progress
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-# By engine the ways to run it; those with weights on disk are for models that fit nowhere else.
+# Offloads to try by engine; weights on disk only where nothing else fits.
 OFFLOADS: dict[str, tuple[dict[str, Any], ...]] = {
     "stream": ({"cpu_offload": True},),
     "resident": ({},),
     "deepspeed": ({"cpu_offload": True}, {}, {"disk_offload": True}),
     "accelerate": ({"cpu_offload": True}, {"disk_offload": True}),
 }
-LEAST_GAIN = 1.05  # in speed, for which keys and values are moved to host memory
-LEAST_KV_SHARE = 0.05  # of device memory, that keys and values take, for host memory to be worth a thought for them
-LEAST = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH}  # of the stream engine on the device
+LEAST_GAIN = 1.05  # in token/s, for which the KV cache is moved to host memory
+LEAST_KV_SHARE = 0.05  # of device memory, which the KV cache takes, for host memory to be tried
+LEAST_ON_DEVICE = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH}  # stream engine
+MIN_SPEEDUP = 1.5  # of options that `faster_than` names
+TRIAL_TOKENS = 17  # of a run of `verify`: 16 steps
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is left to be found.
+    """Values to try.
 
     Attributes:
-        engines, quant_bits, batch_sizes, kv_offload: the values to try.
-        ways: by engine those in which it may be run.
-        world_sizes: ranks, each with a GPU of its own, in ascending order; None for those that the job has.
+        offloads: options of the offload by engine.
+        world_sizes: numbers of ranks with a GPU each, ascending; None for the job's.
     """
 
     engines: tuple[str, ...] = tuple(OFFLOADS)
     quant_bits: tuple[int, ...] = QUANT_BITS
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     kv_offload: tuple[bool, ...] = (False, True)
-    ways: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=lambda: OFFLOADS)
+    offloads: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=lambda: OFFLOADS)
     world_sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that fits, and what is predicted of it.
+    """A configuration that fits, with its predicted times.
 
     Attributes:
-        measured_tokens_per_s: of decoding, where a run of it was tried.
-        failed: a run of it was tried, and failed.
+        measured_tokens_per_s: of decoding, where `verify` ran it.
+        failed: `verify` ran it, and the run failed.
     """
 
     plan: Plan
@@ -75,27 +76,27 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of decoding."""
+        """Predicted token/s of decoding."""
         return self.times.tokens_per_s(self.config.batch_size)
 
     @property
     def best_tokens_per_s(self) -> float:
-        """Measured, or predicted where it was not tried."""
+        """Measured token/s of decoding, else predicted."""
         return self.measured_tokens_per_s or self.tokens_per_s
 
     @property
-    def lacks_overhead(self) -> bool:
-        """Whether its speed is a bound only because nobody measured what its engine takes besides the model's work."""
-        return self.times.without_own_work and self.measured_tokens_per_s is None
-
-    @property
     def best_step_s(self) -> float:
-        """The same of a step."""
+        """Measured seconds of a decode step, else predicted."""
         return self.config.batch_size / self.best_tokens_per_s
 
     @property
+    def lacks_overhead(self) -> bool:
+        """Whether its speed is a bound because the overhead of its engine was not measured."""
+        return self.times.without_own_work and self.measured_tokens_per_s is None
+
+    @property
     def total_s(self) -> float:
-        """Predicted of a generation: first token and all others."""
+        """Predicted seconds of a generation."""
         return self.times.prefill.seconds + (self.config.gen_len - 1) * self.times.step.seconds
 
     @property
@@ -104,13 +105,12 @@ class Candidate:
 
     @property
     def memory_bytes(self) -> int:
-        """On the devices and in host memory."""
+        """Bytes on all devices and in host memory."""
         weights = self.plan.weights
-        of_rank = weights.host_peak_bytes() + (weights.device_peak_bytes if self.plan.job.on_gpu else 0)
-        return self.world_size * of_rank
+        rank_bytes = weights.host_peak_bytes() + (weights.device_peak_bytes if self.plan.job.on_gpu else 0)
+        return self.world_size * rank_bytes
 
     def command(self) -> str:
-        """That runs it."""
         return command_of(self.config, self.world_size)
 
 
@@ -118,9 +118,9 @@ class Candidate:
 class SearchResult:
     """
     Attributes:
-        candidates: those that fit, and whose times are known.
-        unknown: that fit; nobody knows how fast they are.
-        too_large: plans that do not fit, of each engine and number of bits the least one.
+        candidates: configurations that fit and whose times are predicted.
+        unknown: plans that fit and whose times are unknown.
+        too_large: plans that do not fit, the smallest of each engine and number of bits.
     """
 
     candidates: list[Candidate]
@@ -132,27 +132,27 @@ class SearchResult:
 
 
 def command_of(config: RunConfig, world_size: int = 1) -> str:
-    """What to type for `config` with so many GPUs."""
+    """Return the shell command that runs `config` with so many GPUs."""
     launched = world_size > 1 or config.engine == "deepspeed"
     return run_command(options_of(config), world_size if launched else None)
 
 
 def options_of(config: RunConfig) -> list[str]:
-    """Those of run_model.py that ask for `config`."""
+    """Return the options of run_model.py for `config`."""
     return shell_words(non_default_options(config))
 
 
-def find_candidates(job: Job, free: SearchSpace) -> SearchResult:
-    """Plan what `free` leaves open of `job`, from the smallest batch up; a batch larger than one that does not fit is not tried."""
+def find_candidates(job: Job, space: SearchSpace) -> SearchResult:
+    """Plan all configurations of `space` for the model and machine of `job`, those with weights on disk only where no other fits."""
     found = SearchResult([], [], [])
-    jobs = [job] if free.world_sizes is None else [_with_ranks(job, count) for count in free.world_sizes]
+    jobs = [job] if space.world_sizes is None else [_with_ranks(job, count) for count in space.world_sizes]
     for on_disk in (False, True):
-        for fields in _ways(job, free, on_disk):
-            parts = [_plan_batches(each, free, fields) for each in jobs]
+        for fields in _weight_options(job, space, on_disk):
+            parts = [_plan_batches(each, space, fields) for each in jobs]
             for part in parts:
                 found.candidates.extend(part.candidates)
                 found.unknown.extend(part.unknown)
-            # with the most GPUs, each of which needs the least then
+            # those of the most GPUs, of which each then needs the least
             found.too_large.extend(next((part.too_large for part in reversed(parts) if part), []))
         if found.candidates or found.unknown:
             break
@@ -160,7 +160,7 @@ def find_candidates(job: Job, free: SearchSpace) -> SearchResult:
 
 
 def _with_ranks(job: Job, count: int) -> Job:
-    """The same in `count` processes of one node, each with a GPU, for the least memory that is free on these; nobody has started them."""
+    """Return `job` for `count` ranks of one node, with the least free memory of their GPUs; no rank is started."""
     if count == job.ranks.world_size:
         return job
     ranks = replace(job.ranks, world_size=count, local_world_size=count)
@@ -169,98 +169,92 @@ def _with_ranks(job: Job, count: int) -> Job:
     return replace(job, ranks=ranks, free_device_bytes=min(each for each in free if each is not None))
 
 
-def _ways(job: Job, free: SearchSpace, on_disk: bool) -> Iterator[dict[str, Any]]:
-    """Everything but the batch."""
-    for engine in free.engines:
-        for bits in free.quant_bits if engine in QUANTIZING_ENGINES else (16,):
-            if bits not in free.quant_bits:
-                continue
-            for way in free.ways[engine]:
-                if engine == "deepspeed" and not way and not job.on_gpu and free.ways is OFFLOADS:
-                    continue  # it would be the same as in host memory
-                if bool(way.get("disk_offload")) == on_disk:
-                    offload = {"cpu_offload": False, "disk_offload": False} | way
-                    if not on_disk:
-                        offload["offload_dir"] = DEFAULTS["offload_dir"]
-                    yield {"engine": engine, "quant_bits": bits} | offload
+def _weight_options(job: Job, space: SearchSpace, on_disk: bool) -> Iterator[dict[str, Any]]:
+    """Yield engine, bits and offload of each configuration."""
+    for engine in space.engines:
+        for bits in space.quant_bits if engine in QUANTIZING_ENGINES else {16} & set(space.quant_bits):
+            for offload in space.offloads[engine]:
+                if engine == "deepspeed" and not offload and not job.on_gpu and space.offloads is OFFLOADS:
+                    continue  # the same as in host memory
+                if bool(offload.get("disk_offload")) == on_disk:
+                    fields = {"engine": engine, "quant_bits": bits, "cpu_offload": False, "disk_offload": False}
+                    yield fields | offload | ({} if on_disk else {"offload_dir": DEFAULTS["offload_dir"]})
 
 
-def _plan_batches(job: Job, free: SearchSpace, fields: dict[str, Any]) -> SearchResult:
-    """Of the batches that divide over the ranks. Keys and values in host memory are a candidate where their batch fits only so, or decodes
-    faster by more than predictions are worth: what crosses the link, or meets the cores, can be late."""
+def _plan_batches(job: Job, space: SearchSpace, fields: dict[str, Any]) -> SearchResult:
+    """Plan the batches that divide over the ranks, from the smallest up, until one does not fit.
+
+    A KV cache in host memory is a candidate where its batch fits only so, or decodes faster by `LEAST_GAIN`: predictions are not more
+    precise, and what crosses the link or waits for the CPU may be late.
+    """
     found = SearchResult([], [], [])
-    on_device: dict[int, float] = {}  # token/s by batch
-    batch_sizes = sorted(size for size in free.batch_sizes if size % job.ranks.world_size == 0)
-    for kv_offload in free.kv_offload:
+    tokens_per_s_on_device: dict[int, float] = {}  # by batch
+    batch_sizes = sorted(size for size in space.batch_sizes if size % job.ranks.world_size == 0)
+    for kv_offload in space.kv_offload:
         for batch_size in batch_sizes:
-            asked = fields | _place_of_keys(job, kv_offload) | {"batch_size": batch_size}
-            if kv_offload and len(free.kv_offload) > 1 and not _worth_moving(job, batch_size):
+            if kv_offload and len(space.kv_offload) > 1 and not _kv_cache_is_large(job, batch_size):
                 continue
+            options = fields | {"batch_size": batch_size, "kv_offload": kv_offload}
+            if kv_offload and job.on_gpu and not job.config.kv_offload:  # else as the user chose
+                options |= {"pin_kv_cache": True, "async_kv_offload": True}
             refused = False
             try:
-                plan = _within_limits(job, asked)
+                plan = _plan_within_limit(job, options)
             except DoesNotFit:
-                plan, refused = _least_plan(job, asked)
+                plan, refused = _least_plan(job, options)
             except UsageError:
                 continue
             if refused or not plan.fits:
-                first = batch_size == batch_sizes[0] and kv_offload == free.kv_offload[0]
-                found.too_large.extend([plan] if first else [])
+                if batch_size == batch_sizes[0] and kv_offload == space.kv_offload[0]:
+                    found.too_large.append(plan)
                 break
             if plan.times is None:
                 found.unknown.append(plan)
                 continue
             candidate = Candidate(plan, plan.times)
             if not kv_offload:
-                on_device[batch_size] = candidate.tokens_per_s
-            if not kv_offload or candidate.tokens_per_s >= LEAST_GAIN * on_device.get(batch_size, 0.0):
+                tokens_per_s_on_device[batch_size] = candidate.tokens_per_s
+            if not kv_offload or candidate.tokens_per_s >= LEAST_GAIN * tokens_per_s_on_device.get(batch_size, 0.0):
                 found.candidates.append(candidate)
     return found
 
 
-def _place_of_keys(job: Job, kv_offload: bool) -> dict[str, Any]:
-    """Where keys and values are, and how they cross the link: page-locked and ahead of their layer, unless the user has said how."""
-    quick = kv_offload and job.on_gpu and not job.config.kv_offload
-    return {"kv_offload": kv_offload} | ({"pin_kv_cache": True, "async_kv_offload": True} if quick else {})
-
-
-def _within_limits(job: Job, asked: dict[str, Any]) -> Plan:
-    """The plan of `asked`. Where only a part of the device may be used, the stream engine's says how much of it weights take, and how many
-    slots its ring has: its command is to do the same on the whole device."""
-    plan = plan_with(job, **asked)
+def _plan_within_limit(job: Job, options: dict[str, Any]) -> Plan:
+    """Return the plan with `options`. Where only a part of the device may be used, a plan of the stream engine names its bytes of weights
+    and its ring slots as options, so that its command does the same on the whole device."""
+    plan = plan_with(job, **options)
     limited = job.machine.device_limit_bytes is not None
-    kept = plan.weights.gpu_memory_bytes
-    if not limited or kept is None or job.config.gpu_memory is not None:
+    nbytes = plan.weights.gpu_memory_bytes
+    if not limited or nbytes is None or job.config.gpu_memory is not None:
         return plan
     depth = job.config.ring_depth or plan.weights.ring_depth
     try:
-        return plan_with(job, **asked, gpu_memory=math.ceil(1e4 * kept / GB) / 1e4, ring_depth=depth)
+        return plan_with(job, **options, gpu_memory=math.ceil(1e4 * nbytes / GB) / 1e4, ring_depth=depth)
     except DoesNotFit:  # single experts take all that is left
-        return plan_with(job, **asked, gpu_memory=math.floor(1e4 * kept / GB) / 1e4, ring_depth=depth)
+        return plan_with(job, **options, gpu_memory=math.floor(1e4 * nbytes / GB) / 1e4, ring_depth=depth)
 
 
-def _least_plan(job: Job, asked: dict[str, Any]) -> tuple[Plan, bool]:
-    """Of the stream engine, which refuses a device that is too small for its ring: with as little on the device as it can do with, unless
-    the user said how much; and whether it refuses that too. Then the plan is that of a larger device, for the one that is there, and
-    of whole layers, which the engine places first."""
-    least = {} if job.config.ring_depth or job.config.gpu_memory is not None else LEAST
+def _least_plan(job: Job, options: dict[str, Any]) -> tuple[Plan, bool]:
+    """Return the plan of the stream engine with as little on the device as possible, unless the user chose that, and whether the engine
+    refuses it too. A refused plan is that of a larger device and of whole layers, with the free bytes of the real one."""
+    chosen = job.config.ring_depth or job.config.gpu_memory is not None
     try:
-        return plan_with(job, **asked, **least), False
+        return plan_with(job, **options, **({} if chosen else LEAST_ON_DEVICE)), False
     except DoesNotFit:
-        whole = LEAST | {"cpu_compute": "off", "cpu_threads": None}
-        found = plan_with(replace(job, free_device_bytes=1 << 60), **asked, **whole)
+        whole_layers = LEAST_ON_DEVICE | {"cpu_compute": "off", "cpu_threads": None}
+        found = plan_with(replace(job, free_device_bytes=1 << 60), **options, **whole_layers)
         return Plan(found.job, replace(found.weights, job=replace(job, config=found.job.config))), True
 
 
-def _worth_moving(job: Job, batch_size: int) -> bool:
-    """Whether keys and values of so many sequences take a part of device memory that weights could use."""
+def _kv_cache_is_large(job: Job, batch_size: int) -> bool:
+    """Return whether the KV cache takes enough device memory for host memory to be tried."""
     if why_not_offloaded(job.empty_model.model) or job.free_device_bytes is None:
         return False
-    of_rank = replace(job, config=replace(job.config, batch_size=batch_size)).kv_bytes()
-    return of_rank >= LEAST_KV_SHARE * job.free_device_bytes
+    rank_bytes = replace(job, config=replace(job.config, batch_size=batch_size)).kv_bytes()
+    return rank_bytes >= LEAST_KV_SHARE * job.free_device_bytes
 
 
-# By goal what is to be least. A bound that leaves out an engine's overhead shows nothing about its speed, so it comes behind those that do.
+# Sort keys by goal. Bounds without the engine's overhead say little about its speed, so they rank last.
 GOALS: dict[str, Callable[[Candidate], tuple[float, ...]]] = {
     "throughput": lambda each: (each.lacks_overhead, -each.best_tokens_per_s, each.best_step_s),
     "latency": lambda each: (each.lacks_overhead, each.best_step_s, -each.best_tokens_per_s),
@@ -269,15 +263,15 @@ GOALS: dict[str, Callable[[Candidate], tuple[float, ...]]] = {
 
 
 def ranked(candidates: Sequence[Candidate], goal: str) -> list[Candidate]:
-    """The best first, those that failed last; of equals those with more bits, then those that need less memory."""
+    """Return the best first and failed ones last; among equals those with more bits, then those with less memory."""
     return sorted(
         candidates, key=lambda each: (each.failed, *GOALS[goal](each), -each.config.quant_bits, each.memory_bytes)
     )
 
 
 def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other one beats in both the time of a step and tokens a second, from the shortest step up. Bounds that leave out an
-    overhead are not compared with others."""
+    """Return the candidates that no other beats in both step time and token/s, by step time. Bounds without overhead are left out where
+    others are known."""
     good = [each for each in candidates if not each.failed]
     known = [each for each in good if not each.lacks_overhead] or good
     front: list[Candidate] = []
@@ -287,45 +281,108 @@ def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
     return front
 
 
-MOST_TOKENS = 17  # of a trial: 16 steps
+@dataclass(frozen=True)
+class Faster:
+    """A change of options that is predicted to decode clearly faster.
+
+    Attributes:
+        options: to add to the command, such as `--quant-bits 4`.
+        tokens_per_s: of decoding with them.
+        times: `tokens_per_s` as a multiple of that without them.
+        at_most: `tokens_per_s` is an upper bound.
+    """
+
+    options: str
+    tokens_per_s: float
+    times: float
+    at_most: bool
+
+
+def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
+    """Return changes that are predicted to decode at least `MIN_SPEEDUP` times as fast: the best other engine, fewer bits, larger batch.
+
+    Fewer bits have to gain as much over the best engine with the bits of `plan`. Empty where no speed is predicted, and for several ranks.
+
+    Args:
+        goal: with "latency" no larger batch is tried, with "memory" nothing.
+    """
+    config = plan.job.config
+    if plan.times is None or plan.job.ranks.world_size > 1 or goal == "memory":
+        return []
+    others: list[dict[str, Any]] = [
+        {"engine": engine, "cpu_offload": engine == "stream", "disk_offload": False, "ds_config": None}
+        for engine in ("stream", "resident")
+        if engine != config.engine
+    ]
+    fewer = [
+        engine | {"quant_bits": bits} for engine in ({}, *others) for bits in QUANT_BITS if bits < config.quant_bits
+    ]
+    found, least = [], MIN_SPEEDUP
+    for changes in (others, fewer):
+        best = _fastest(plan, changes)
+        if best is not None and best.times >= least:
+            found.append(best)
+            least = MIN_SPEEDUP * best.times
+    if goal == "latency" or config.prompt or config.prompts:
+        return found
+    batch = _fastest(plan, [{"batch_size": size} for size in BATCH_SIZES if size > config.batch_size])
+    return [*found, batch] if batch is not None and batch.times >= MIN_SPEEDUP else found
+
+
+def _fastest(plan: Plan, changes: Sequence[dict[str, Any]]) -> Faster | None:
+    """Return the one of `changes` with the most token/s; None where none of them fits and is predicted."""
+    assert plan.times is not None
+    tokens_per_s = plan.times.tokens_per_s(plan.job.config.batch_size)
+    found = []
+    for fields in changes:
+        try:
+            other = plan_with(plan.job, **fields)
+        except UsageError:
+            continue
+        if other.fits and other.times is not None:
+            rate = other.times.tokens_per_s(other.job.config.batch_size)
+            options = {name: value for name, value in fields.items() if name in UNTIL_PLANNED}
+            found.append(Faster(" ".join(shell_words(options)), rate, rate / tokens_per_s, other.times.at_least))
+    return max(found, key=lambda each: each.tokens_per_s, default=None)
 
 
 def verify(best: Sequence[Candidate], count: int, goal: str, say: Callable[[str], None]) -> list[Candidate]:
-    """`best` with the first `count` of them run and ranked by their measured rates; those that failed come last.
+    """Run the first `count` of `best` for a few steps, each in a process of its own, and return `best` with these ranked by their measured
+    rates; failed ones come last.
 
     Raises:
         RunError: all of them failed.
     """
-    tried, failed = [], []
+    measured, failed = [], []
     chosen = best[:count]
     with (
         tempfile.TemporaryDirectory(prefix="zero-inference-plan-") as folder,
         current_progress().task("plan --verify", len(chosen), ticking=True) as task,
     ):
         for number, candidate in enumerate(chosen, 1):
-            task.at(f"run {number} of {len(chosen)} ({candidate.command()})", number - 1)
+            command = candidate.command()
+            task.at(f"run {number} of {len(chosen)} ({command})", number - 1)
             rate = _measured_tokens_per_s(candidate, Path(folder), number, say)
             if rate is None:
                 failed.append(replace(candidate, failed=True))
             else:
-                say(
-                    f"run {number} of {len(chosen)}: {rate:.3g} token/s, predicted {candidate.tokens_per_s:.3g}: "
-                    f"{candidate.command()}"
-                )
-                tried.append(replace(candidate, measured_tokens_per_s=rate))
-    if not tried:
+                predicted = f"predicted {candidate.tokens_per_s:.3g}"
+                say(f"run {number} of {len(chosen)}: {rate:.3g} token/s, {predicted}: {command}")
+                measured.append(replace(candidate, measured_tokens_per_s=rate))
+    if not measured:
         raise RunError(f"--verify {count}: every run failed; the reasons are above.")
-    return ranked(tried, goal) + list(best[count:]) + failed
+    return ranked(measured, goal) + list(best[count:]) + failed
 
 
 def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say: Callable[[str], None]) -> float | None:
-    """None where the run failed, which `say` is told."""
-    config = replace(candidate.config, gen_len=min(candidate.config.gen_len, MOST_TOKENS), dry_run=False, verbose=1)
+    """Return the rate of a run; None, and a line to `say`, where it failed."""
+    config = replace(candidate.config, gen_len=min(candidate.config.gen_len, TRIAL_TOKENS), dry_run=False, verbose=1)
     log, output = folder / f"{number}.log", folder / f"{number}.out"
-    options = [*options_of(config), "--loops", "1", "--log-file", str(log)]
     records = log.with_suffix(".jsonl")
     ended = run_child(
-        isolated_ranks("zero_inference", candidate.world_size, "run", *options),
+        isolated_ranks(
+            "zero_inference", candidate.world_size, "run", *options_of(config), "--loops", "1", "--log-file", str(log)
+        ),
         output,
         records=lambda: read_records(records) if records.exists() else [],
         is_good=lambda record: record.get("status") == STATUS_OK,
