@@ -16,7 +16,7 @@ from zero_inference.engines.stream import cpu_plan as stream_cores
 from zero_inference.engines.stream import expert_cache
 from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.expert_cache import USE_DECAY, dispatch
-from zero_inference.engines.stream.expert_slots import share_out
+from zero_inference.engines.stream.expert_sizes import share_out
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split, fetch_quota
 from zero_inference.engines.stream.placement import USE_VARIES, Placement, plan_placement

@@ -7,7 +7,7 @@ import torch
 
 from zero_inference.cpu.experts import COUNTS
 from zero_inference.engines.stream.expert_cache import USE_DECAY, ExpertCache, FetchConfig
-from zero_inference.engines.stream.expert_slots import expert_bytes
+from zero_inference.engines.stream.expert_sizes import expert_bytes
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize

@@ -1,11 +1,11 @@
-"""Attention of decode steps: one kernel (csrc/attention/decode_attention.cu) where it can compute them, else PyTorch's, for which query
-heads that share keys and values are rows of one product.
+"""Attention of decode steps: one kernel (csrc/attention/decode_attention.cu) where it applies, else PyTorch's, with query heads that share
+keys and values as rows of one product.
 
-PyTorch's memory-efficient attention, the one that takes a mask, took an H100 28 us for a query over 576 positions of 32 heads that
-share 4 (h100-mixtures/host2/trace-gpu2.txt), because few heads are few blocks, and it reads all that a mask hides.
+PyTorch's memory-efficient attention, the one that takes a mask, took an H100 28 us for a query over 576 positions of 32 heads that share
+4 (h100-mixtures/host2/trace-gpu2.txt), because few heads are few blocks, and because it also reads masked positions.
 
-transformers before it had `pack_gqa` (5.17 has none) copies keys and values for each of these heads first. In a step of Llama-3.1-70B,
-batch 8, that took an H200 49 us of the 449 of a layer, and attention over the copies 34 (h200-kept/eighth_host/70b.txt).
+transformers without `pack_gqa` (5.17 has none) first copies keys and values for each of these heads. In a step of Llama-3.1-70B, batch 8,
+that took an H200 49 us of the 449 of a layer, and attention over the copies 34 (h200-kept/eighth_host/70b.txt).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_inference.kernels.extension import load_extension, operators_of
 
-# options of attention functions that neither the kernel nor a product of rows has
+# options of attention functions that neither the kernel nor a product of rows supports
 CHANGES_RESULT = ("position_bias", "softcap", "s_aux", "cache")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_QUERIES = 8  # of a sequence: keys and values are read once for 16 queries of heads that share them
@@ -35,13 +35,13 @@ LIBRARY = operators_of(__name__)
 
 @contextlib.contextmanager
 def using_decode_attention() -> Iterator[None]:
-    """Within it, models whose attention is PyTorch's attend as `attend` does."""
+    """Within it, models with PyTorch's attention use `attend`."""
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     ALL_ATTENTION_FUNCTIONS["sdpa"] = functools.partial(attend, own)
     try:
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # what was set here hid it
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # uncovers the original, unless that was set the same way
         if ALL_ATTENTION_FUNCTIONS.get("sdpa") is not own:
             ALL_ATTENTION_FUNCTIONS["sdpa"] = own
 
@@ -58,15 +58,15 @@ def attend(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Return what `own`, transformers' function for PyTorch's attention, returns; sums are added in another order.
+    """Return the result of `own`, transformers' function for PyTorch's attention, up to the order of summation.
 
     Args:
         query: [batch, heads, queries, head_dim].
         key, value: [batch, key heads, positions, head_dim].
-        attention_mask: booleans that are true where a query sees, or what is added to scores, [batch, 1 or heads, queries, positions].
+        attention_mask: bool (True is visible) or float (added to scores), [batch, 1 or heads, queries, positions].
 
     Returns:
-        [batch, queries, heads, head_dim of the values], and no scores.
+        [batch, queries, heads, head_dim of the values], and None for the scores.
     """
     batch, heads, queries, width = query.shape
     if dropout or any(more.get(name) is not None for name in CHANGES_RESULT):
@@ -83,7 +83,7 @@ def attend(
 
 
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Return whether the kernel computes this: on a CUDA device of capability 8.0 or newer, for a few queries."""
+    """Return whether the kernel applies: for a few queries, on a CUDA device of capability 8.0 or newer."""
     return (
         query.is_cuda
         and query.shape[2] <= MOST_QUERIES
@@ -95,7 +95,7 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool
 
 
 def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | None:
-    """Return what the operator needs of its arguments and does not find; None where it takes them."""
+    """Return which requirement of the operator its arguments miss; None where it takes them."""
     batch, heads, queries, width = query.shape
     shape, positions = (batch, key.shape[1]), key.shape[2]
     if len({each.device for each in (query, key, value, mask)}) > 1:
@@ -120,11 +120,7 @@ def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | No
 
 
 def _without_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Compute the operator in PyTorch alone, on any device.
-
-    Raises:
-        ValueError: the operator does not take these arguments.
-    """
+    """Compute the operator in plain PyTorch. Raises ValueError where it does not take these arguments."""
     if needed := why_not(query, key, value, mask):
         raise ValueError(f"decode_attention needs {needed}")
     added = mask if mask.dtype == torch.bool else mask.float()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, WeightedRows
-from zero_inference.engines.stream.expert_slots import expert_memory
+from zero_inference.engines.stream.expert_sizes import expert_memory
 from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout, BlockStore, TensorSpan
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import combination_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.engines.stream.blocks import Block
-from zero_inference.engines.stream.expert_slots import expert_bytes, expert_memory, share_out, spread
+from zero_inference.engines.stream.expert_sizes import expert_bytes, expert_memory, share_out, spread
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.vocabulary import EmbeddingTable
 from zero_inference.errors import DoesNotFit
