@@ -284,7 +284,7 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     shown = capsys.readouterr()
     assert max(map(len, shown.out.splitlines())) <= 100
     assert "host to all 2 GPUs at once" in shown.out and "3900" in shown.out and "70.2" in shown.out
-    assert "generation 5 of 5, lanes 8 of 16, 31.5 GB/s before packet headers; NUMA node ? (told by nvml)" in shown.out
+    assert "generation 5 of 5, lanes 8 of 16, 31.5 GB/s before packet headers; NUMA node ? (by nvml)" in shown.out
     assert shown.err.count("warning: ") == 3
 
 

@@ -1,7 +1,7 @@
-"""`zero-inference link`: what this machine can do, measured, and what about it costs speed.
+"""`zero-inference link`: measure the rooflines of this machine, and save its hardware profile.
 
-Under a launcher every rank measures its own GPU at the same time, and the first one prints the sum. Which rates there are is in
-`rooflines`, what is told of them in `report`; this file loads no torch before it has looked at the arguments.
+Under a launcher every rank measures its own GPU at the same time, and the first one prints the sum. Imports no torch before the arguments
+are checked.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from zero_inference.hardware.profile import HardwareProfile
 
 
-HERE = Path()  # --save without a name
+CACHE = Path()  # --save without a name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `zero-inference link`."""
     parser.epilog = examples("zero-inference link --save", "zero-inference link --disk /tmp --save box.json")
     parser.add_argument(
         "--disk",
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         nargs="?",
-        const=HERE,
+        const=CACHE,
         help="keep what was measured. With FILE, for plans of this machine elsewhere (--machine FILE); without, for plans and runs on this "
         "machine, until a version or a GPU changes. Takes a minute, and up to two more the first time, to compile kernels",
     )
@@ -50,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures and prints; 0. Raises UsageError for a folder or a GPU that is not there."""
+    """Measure and print; returns 0. Raises UsageError: a folder or a GPU does not exist."""
     from zero_inference.errors import UsageError
     from zero_inference.hardware.overhead_process import OverheadProcess
     from zero_inference.utils.files import check_output_file
 
     if args.disk is not None and not args.disk.is_dir():
         raise UsageError(f"--disk {args.disk}: there is no such folder.")
-    if args.save == HERE:
+    if args.save == CACHE:
         from zero_inference.hardware.cache import profile_cache_path
         from zero_inference.utils.files import make_folder
 
@@ -75,13 +74,13 @@ def main(args: argparse.Namespace) -> int:
             current_progress().say(
                 "measuring this machine: about a minute, and up to two more the first time, to compile kernels"
             )
-            # it loads libraries while this process does
+            # loads libraries while this process does
             engines = stack.enter_context(contextlib.closing(OverheadProcess()))
         return _measure(args, engines)
 
 
 def _measure(args: argparse.Namespace, engines: OverheadProcess | None) -> int:
-    """`engines` is there where a description is to be saved."""
+    """Measure; with `engines` also measure and save the hardware profile."""
     with importing("torch", args.verbose > 0):
         import torch
 
@@ -97,7 +96,7 @@ def _measure(args: argparse.Namespace, engines: OverheadProcess | None) -> int:
             f"{ranks.local_world_size} ranks were started on a node with {torch.cuda.device_count()} visible GPUs; "
             "start one rank per GPU."
         )
-    watch = PeerWatch(ranks, lambda reason: reason)  # a rank that is lost ends the others
+    watch = PeerWatch(ranks, lambda reason: reason)  # the end of a rank ends the others
     watch.start()
     failed = True
     try:
@@ -105,7 +104,7 @@ def _measure(args: argparse.Namespace, engines: OverheadProcess | None) -> int:
             start_process_group(ranks)
         elif ranks.device.type == "cuda":
             torch.cuda.set_device(ranks.device)
-        report, description = (
+        report, profile = (
             (make_report(ranks, args.disk), None)
             if engines is None
             else measure_this_machine(ranks, engines, args.disk, current_progress().say)
@@ -117,7 +116,7 @@ def _measure(args: argparse.Namespace, engines: OverheadProcess | None) -> int:
         raise
     finally:
         watch.stop(failed)
-        if not failed or ranks.world_size == 1:  # to part could mean to wait for a rank that is gone
+        if not failed or ranks.world_size == 1:  # after a failure this could wait for a rank that has ended
             stop_process_group()
     if not ranks.is_first:
         return 0
@@ -125,19 +124,19 @@ def _measure(args: argparse.Namespace, engines: OverheadProcess | None) -> int:
         print(as_json(report))
     else:
         print_report(report)
-    if description is not None:
-        _save(description, args.save)
+    if profile is not None:
+        _save(profile, args.save)
     return 0
 
 
-def _save(description: HardwareProfile, path: Path) -> None:
+def _save(profile: HardwareProfile, path: Path) -> None:
     from zero_inference.errors import RunError
     from zero_inference.hardware.profile import write_profile
 
     try:
-        write_profile(description, path)
+        write_profile(profile, path)
     except OSError as error:
         raise RunError(f"--save {path}: {error.strerror}; the rates above were not saved.") from error
     current_progress().say(f"machine: {path}")
-    if caveat := description.caveat():
+    if caveat := profile.caveat():
         current_progress().say(f"warning: {caveat}")

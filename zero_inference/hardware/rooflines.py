@@ -1,6 +1,6 @@
-"""Which rates `zero-inference link` measures: the rooflines of this machine, each with what it bounds.
+"""The rooflines that `zero-inference link` measures, and its report: a table or JSON with facts about links and host, and warnings.
 
-`rooflines` is the only place that knows them; the table and the JSON follow from it. Their names are keys of the JSON.
+Names of rooflines are keys of the JSON.
 """
 
 from __future__ import annotations
@@ -33,32 +33,35 @@ from zero_inference.utils.progress import current_progress
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows
 
-PRODUCT_ROWS = (1, 8, 32)
-MULTIPLIED: tuple[tuple[WeightFormat, GroupQuantization | None], ...] = (
+CPU_PRODUCT_ROWS = (1, 8, 32)
+CPU_FORMATS: tuple[tuple[WeightFormat, GroupQuantization | None], ...] = (
     ("bfloat16", None),
     ("int4", GroupQuantization(4, 64)),
-)  # by the cores
+)
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """A rate to measure; `measure` gives it in `unit` (GB/s of 1e9 bytes, TFLOP/s of 1e12) or raises RunError where there is
-    none.
+    """A rate that bounds speed.
 
-    `first_only` is for what the ranks share.
+    Attributes:
+        what: its description in the table.
+        bounds: what it means for a run.
+        measure: returns it in `unit` (GB/s and TFLOP/s are decimal) or raises RunError.
+        first_only: ranks share it, so only the first one measures.
     """
 
     name: str
-    unit: str
     what: str
     bounds: str
     measure: Callable[[], float]
+    unit: str = "GB/s"
     first_only: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
-    """A measured roofline: this rank's `value`, and `all_ranks`, the sum of what all had at the same time; None without it."""
+    """This rank's `value`, and `all_ranks`, the sum over ranks that measured at the same time; None if one failed."""
 
     roofline: Roofline
     value: float | None
@@ -77,10 +80,10 @@ class Result:
 def measure_rooflines(
     ranks: Ranks, disk: Path | None, known: CpuProfile | None = None
 ) -> tuple[list[Result], list[str]]:
-    """All of them, on all ranks at the same time, and a line for each that this rank could not measure.
+    """Measure on all ranks at the same time, and return the results and a line for each failure of this rank.
 
     Args:
-        known: rates of this machine's cores that were just measured, so that they are not measured again.
+        known: CPU rates that were just measured and are not measured again.
     """
     results, failures = [], []
     wanted = rooflines(ranks, disk, known)
@@ -98,7 +101,7 @@ def measure_rooflines(
 
 
 def rooflines(ranks: Ranks, disk: Path | None, known: CpuProfile | None = None) -> list[Roofline]:
-    """Those of this machine: of the link or, without a GPU, of host memory, then of the cores, the device, and `disk`."""
+    """Return the rooflines of the link (without a GPU: host memory), the CPU, the device and `disk`."""
     on_gpu = ranks.device.type == "cuda"
     of_link = _of_link(ranks) if on_gpu else _of_host_memory(ranks.device)
     return of_link + _of_cores(ranks, known) + _of_device(ranks.device) + ([] if disk is None else [_of_disk(disk)])
@@ -109,28 +112,24 @@ def _of_link(ranks: Ranks) -> list[Roofline]:
     found = [
         Roofline(
             "host_to_device_pinned_gbps",
-            "GB/s",
             "host to GPU, page-locked",
             "bounds decode with weights in host memory",
             lambda: bench_copies.host_to_device_gb_per_s(device, pinned=True),
         ),
         Roofline(
             "host_to_device_pageable_gbps",
-            "GB/s",
             "host to GPU, pageable",
             "the same with --pin-memory 0",
             lambda: bench_copies.host_to_device_gb_per_s(device, pinned=False),
         ),
         Roofline(
             "device_to_host_pinned_gbps",
-            "GB/s",
             "GPU to host, page-locked",
             "bounds writing the KV cache with --kv-offload",
             lambda: bench_copies.device_to_host_gb_per_s(device),
         ),
         Roofline(
             "both_directions_gbps",
-            "GB/s",
             "both ways at once, summed",
             "at best the sum of both: the KV cache leaves while weights arrive",
             lambda: bench_copies.both_directions_gb_per_s(device),
@@ -146,7 +145,6 @@ def _of_all_links(devices: list[torch.device]) -> Roofline:
     count = len(devices)
     return Roofline(
         "all_devices_gbps",
-        "GB/s",
         f"host to all {count} GPUs at once, summed",
         f"bounds decode of {count} ranks; less than {count} times one GPU means that they share a link or host memory",
         lambda: bench_copies.several_devices_gb_per_s(devices),
@@ -157,14 +155,12 @@ def _of_host_memory(device: torch.device) -> list[Roofline]:
     return [
         Roofline(
             "host_memory_copy_gbps",
-            "GB/s",
             f"{bench_copies.kind_of(device)}, counted once",
             "how weights are fetched without a GPU",
             lambda: bench_copies.host_to_device_gb_per_s(device, pinned=False),
         ),
         Roofline(
             "host_memory_two_copies_gbps",
-            "GB/s",
             "two such copies at once, summed",
             "the KV cache is written meanwhile",
             lambda: bench_copies.both_directions_gb_per_s(device),
@@ -173,7 +169,7 @@ def _of_host_memory(device: torch.device) -> list[Roofline]:
 
 
 def _of_cores(ranks: Ranks, known: CpuProfile | None = None) -> list[Roofline]:
-    """What the host's cores read and multiply where it lies; those of the link beside them where there is one."""
+    """Return the rooflines of CPU reads and products and, with a GPU, those of CPU and link while both are busy."""
     if load_library() is None:
         return []
     cpus = bench_cpu.cpus_of(ranks)
@@ -181,14 +177,13 @@ def _of_cores(ranks: Ranks, known: CpuProfile | None = None) -> list[Roofline]:
     found = [
         Roofline(
             "cores_read_gbps",
-            "GB/s",
             f"host memory read by {many}",
             "bounds what the cores can multiply",
             lambda: bench_cpu.measure_read_gb_per_s(cpus),
         )
     ]
     rates = {} if known is None else {(each.format, each.rows): each for each in known.products}
-    wanted = [(scheme, rows) for name, scheme in MULTIPLIED for rows in PRODUCT_ROWS if (name, rows) not in rates]
+    wanted = [(scheme, rows) for name, scheme in CPU_FORMATS for rows in CPU_PRODUCT_ROWS if (name, rows) not in rates]
 
     @functools.cache
     def measured() -> dict[tuple[GroupQuantization | None, int], float]:
@@ -198,19 +193,19 @@ def _of_cores(ranks: Ranks, known: CpuProfile | None = None) -> list[Roofline]:
         rate = rates.get((name, rows))
         return measured()[scheme, rows] if rate is None else rate.cores_alone_gb_per_s
 
-    for name, scheme in MULTIPLIED:
-        for rows in PRODUCT_ROWS:
+    for name, scheme in CPU_FORMATS:
+        for rows in CPU_PRODUCT_ROWS:
             found.append(
                 Roofline(
                     f"cores_{name}_{rows}_rows_gbps",
-                    "GB/s",
                     f"{name} x {rows} token{'s' if rows > 1 else ''}, {many}",
                     f"bounds decode of batch {rows} on the cores",
                     functools.partial(product_gb_per_s, name, scheme, rows),
                 )
             )
-    meets = ranks.device.type == "cuda" and load_extension()  # which has the kernels that meet the cores
-    return found + (_of_cores_beside_link(ranks.device, cpus, many, rates.get(("bfloat16", 1))) if meets else [])
+    if ranks.device.type == "cuda" and load_extension():  # it has the kernels of the hand-off
+        found += _of_cores_beside_link(ranks.device, cpus, many, rates.get(("bfloat16", 1)))
+    return found
 
 
 def _of_cores_beside_link(
@@ -222,14 +217,12 @@ def _of_cores_beside_link(
     return [
         Roofline(
             "cores_beside_link_gbps",
-            "GB/s",
             f"bfloat16 x 1 token, {many}, link busy",
             "together with the next line: bounds decode with weights in host memory",
             lambda: measured().cores_gb_per_s,
         ),
         Roofline(
             "link_beside_cores_gbps",
-            "GB/s",
             "host to GPU, while the cores multiply",
             "cores and link read the same memory",
             lambda: measured().link_gb_per_s,
@@ -241,7 +234,6 @@ def _of_device(device: torch.device) -> list[Roofline]:
     on_gpu = device.type == "cuda"
     memory = Roofline(
         "device_copy_gbps",
-        "GB/s",
         f"copy in {'GPU' if on_gpu else 'host'} memory, read + write",
         "bounds decode with weights on the device",
         lambda: bench_device.device_copy_gb_per_s(device),
@@ -254,17 +246,16 @@ def _of_products(device: torch.device, dtype: torch.dtype) -> Roofline:
     name = str(dtype).removeprefix("torch.")
     return Roofline(
         f"matmul_{name}_tflops",
-        "TFLOP/s",
         f"matrix product in {name}",
         "bounds prefill, and large batches",
         lambda: bench_device.matmul_tflops(device, dtype),
+        unit="TFLOP/s",
     )
 
 
 def _of_disk(disk: Path) -> Roofline:
     return Roofline(
         "disk_read_gbps",
-        "GB/s",
         f"read from {disk}, bypassing the page cache",
         "bounds decode with --disk-offload",
         lambda: disk_read_gb_per_s(disk),
@@ -273,7 +264,7 @@ def _of_disk(disk: Path) -> Roofline:
 
 
 def _measured(roofline: Roofline, ranks: Ranks) -> tuple[float | None, str | None]:
-    """The rate, or why there is none: one that fails must not hide the others."""
+    """Return the rate, or why there is none: a failure must not hide the other rates."""
     ranks.barrier()
     if roofline.first_only and not ranks.is_first:
         return None, None
@@ -287,8 +278,7 @@ def _measured(roofline: Roofline, ranks: Ranks) -> tuple[float | None, str | Non
 
 
 def make_report(ranks: Ranks, disk: Path | None, cores: CpuProfile | None = None) -> dict[str, Any]:
-    """Measures, but not what `cores` say; facts and warnings are those of all ranks, on each of them. `rooflines` holds `Result`s, the rest
-    is plain."""
+    """Measure everything but the CPU rates `cores`. Each rank gets the facts and warnings of all. `rooflines` has `Result`s."""
     results, warnings = measure_rooflines(ranks, disk, cores)
     host, gpus = system.read_host(), _gpu_links(ranks)
     pinned = next((each.value for each in results if each.roofline.name == "host_to_device_pinned_gbps"), None)
@@ -319,14 +309,14 @@ def make_report(ranks: Ranks, disk: Path | None, cores: CpuProfile | None = None
 
 
 def as_json(report: dict[str, Any]) -> str:
-    """One object; the rooflines are under `ceilings`, which is what readers of it know."""
+    """Return one JSON object; the key of the rooflines is `ceilings`."""
     shown = {key if key != "rooflines" else "ceilings": value for key, value in report.items()}
     shown["ceilings"] = {each.roofline.name: each.fields() for each in report["rooflines"]}
     return json.dumps(shown, indent=2, allow_nan=False)
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Table and facts on stdout, warnings on stderr."""
+    """Print table and facts on stdout, warnings on stderr."""
     several = report["world_size"] > 1
     columns = [
         Column("what", "roofline", dtype="string"),
@@ -347,7 +337,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def _gpu_links(ranks: Ranks) -> list[GpuLink]:
-    """Links of this rank's GPU, or of all visible ones where there is one rank; each read while it is busy."""
+    """Read the link of this rank's GPU, or of all visible GPUs with one rank, each while it is busy."""
     if ranks.device.type != "cuda":
         return []
     devices = [ranks.device]
@@ -359,7 +349,7 @@ def _gpu_links(ranks: Ranks) -> list[GpuLink]:
         read = functools.partial(system.read_gpu_link, str(properties.uuid), properties.name)
         try:
             links.append(while_copying(device, read))
-        except (RunError, torch.OutOfMemoryError):  # said where the rate was measured
+        except (RunError, torch.OutOfMemoryError):  # the failed rate has a warning
             links.append(read())
     return links
 
@@ -370,7 +360,7 @@ def _facts(report: dict[str, Any]) -> list[str]:
         lines.append("no GPU: there is no link, and the rates are those of this machine's host memory and CPU")
     for gpu in report["gpus"]:
         rank = f"rank {gpu['rank']}, " if report["world_size"] > 1 else ""
-        told = f"told by {gpu['source']}" if gpu["source"] else "neither NVML nor nvidia-smi told"
+        told = f"by {gpu['source']}" if gpu["source"] else "neither NVML nor nvidia-smi knows it"
         limit = f", {three_digits(gpu['limit_gbps'])} GB/s before packet headers" if gpu["limit_gbps"] else ""
         lines.append(
             f"{rank}GPU {_shown(gpu['pci_id'])} ({gpu['name']}): PCI Express\n  generation {_shown(gpu['generation'])} of "

@@ -1,4 +1,4 @@
-"""What the link between host and GPU is, and what about it costs speed. Loads no torch."""
+"""Read the PCI Express link and the host (NUMA nodes, limits), and warn of what costs speed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -38,9 +38,11 @@ SMI_FIELDS = (
 
 @dataclass(frozen=True)
 class GpuLink:
-    """One GPU's PCI Express link, now and at most; None is what could not be found out.
+    """One GPU's PCI Express link, now and at most; None is unknown.
 
-    `source` is who told: "nvml", "nvidia-smi", or None. `numa_node` is None also where the machine has no NUMA nodes.
+    Attributes:
+        numa_node: None also on a machine without NUMA nodes.
+        source: "nvml", "nvidia-smi", or None.
     """
 
     name: str
@@ -54,13 +56,13 @@ class GpuLink:
 
     @property
     def limit_gb_per_s(self) -> float | None:
-        """What generation and width carry now, one way, before packet headers, in GB/s of 1e9 bytes."""
+        """GB/s (1e9) of the current generation and width, one direction before packet headers."""
         return link_gb_per_s(self.generation, self.width)
 
 
 @dataclass(frozen=True)
 class Host:
-    """Host memory and NUMA nodes as this process sees them, in bytes; `memlock_bytes` None is no limit."""
+    """Host as this process sees it; `memlock_bytes` None is no limit."""
 
     numa_nodes: tuple[int, ...]
     memlock_bytes: int | None
@@ -69,7 +71,7 @@ class Host:
 
 
 def link_gb_per_s(generation: int | None, width: int | None) -> float | None:
-    """GB/s (1e9 bytes) of a link one way, before packet headers; None for an unknown generation or width."""
+    """Return GB/s (1e9) of a link, one direction before packet headers; None for an unknown generation or width."""
     if generation not in LANES or not width:
         return None
     rate, share = LANES[generation]
@@ -77,10 +79,10 @@ def link_gb_per_s(generation: int | None, width: int | None) -> float | None:
 
 
 def read_gpu_link(uuid: str, name: str, root: str = "/") -> GpuLink:
-    """The link of the GPU that CUDA knows by `uuid`, asked of NVML, else of nvidia-smi; `root` stands for `/` in tests.
+    """Return the link of the GPU that CUDA calls `uuid`, from NVML, else from nvidia-smi; tests replace `root`.
 
-    NVML's maximum is that of GPU and slot together. What the GPU alone could do, from its PCI configuration in sysfs, wins
-    where it is more: that is how a x16 GPU in a x8 slot shows.
+    NVML's maximum is that of GPU and slot together. The GPU's own maximum, from sysfs, counts if it is higher: so an x16 GPU in an x8
+    slot shows.
     """
     uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     known: dict[str, Any] = {"name": name}
@@ -115,7 +117,7 @@ def read_host(root: str = "/") -> Host:
 
 
 def numa_nodes(cpus: Iterable[int], root: str = "/") -> list[int]:
-    """The NUMA nodes that have any of `cpus`, ascending; empty where the kernel names none."""
+    """Return the NUMA nodes of `cpus`, ascending; empty if the kernel has none."""
     wanted = set(cpus)
     return sorted(
         int(folder.name.removeprefix("node"))
@@ -125,7 +127,7 @@ def numa_nodes(cpus: Iterable[int], root: str = "/") -> list[int]:
 
 
 def parse_cpulist(text: str) -> set[int]:
-    """The kernel's list format: `0-3,8,10-11`."""
+    """Parse the kernel's list format: `0-3,8,10-11`."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -134,7 +136,7 @@ def parse_cpulist(text: str) -> set[int]:
 
 
 def parse_smi_csv(text: str) -> dict[str, dict]:
-    """`nvidia-smi --query-gpu=<SMI_FIELDS> --format=csv,noheader,nounits`: uuid -> fields of GpuLink; `[N/A]` becomes None."""
+    """Parse `nvidia-smi --query-gpu=<SMI_FIELDS> --format=csv,noheader,nounits`: uuid -> fields of GpuLink; `[N/A]` becomes None."""
     gpus = {}
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -147,30 +149,30 @@ def parse_smi_csv(text: str) -> dict[str, dict]:
 
 
 def parse_link_speed(text: str) -> int | None:
-    """Generation of sysfs' `32.0 GT/s PCIe`; None for `Unknown` and the like."""
+    """Return the generation of sysfs' `32.0 GT/s PCIe`; None for `Unknown` and the like."""
     rate = text.split(" ")[0]
     return next((generation for generation, (lane, _) in LANES.items() if rate in (f"{lane:.1f}", f"{lane:g}")), None)
 
 
 def sysfs_pci_id(bus_id: str) -> str:
-    """NVIDIA's `00000000:1B:00.0` as the folder name in sysfs: `0000:1b:00.0`."""
+    """Return sysfs' folder name, `0000:1b:00.0`, for NVIDIA's `00000000:1B:00.0`."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
 
 def warnings_for(gpu: GpuLink | None, host: Host, pinned_gb_per_s: float | None = None) -> list[str]:
-    """What costs speed here, a sentence each; none where all is well or unknown.
+    """Return a sentence for each thing that costs speed.
 
     Args:
-        gpu: None on a machine without one, where only the host is looked at.
-        pinned_gb_per_s: measured page-locked host to device rate of this GPU, GB/s of 1e9 bytes.
+        gpu: None without a GPU.
+        pinned_gb_per_s: measured rate of page-locked copies to this GPU.
     """
     found = _link_warnings(gpu, host, pinned_gb_per_s) if gpu is not None else []
     if host.memlock_bytes is not None and host.memlock_bytes < host.memory_available_bytes:
         found.append(
             f"the limit of locked memory is {format_bytes(host.memlock_bytes)}, with {format_bytes(host.memory_available_bytes)} of "
             "host memory available: page-locked weights above it may be refused (CUDA often does not count it, for root "
-            "and in containers), and whoever locks memory itself, such as buffers of libaio reads, is held to it; "
+            "and in containers), and it applies to other locked memory, such as buffers of libaio reads; "
             "`ulimit -l unlimited` lifts it."
         )
     return found

@@ -1,7 +1,6 @@
-"""What engines take besides the model's work, found with a model so thin that nothing else counts.
+"""Measure engine overhead: what engines take besides the model's work, with a model so thin that nothing else counts.
 
-`zero-inference link --save` runs it in a process of its own (`link.engines`), for an engine's library stays where it was
-imported.
+`zero-inference link --save` runs it in a process of its own (hardware/overhead_process.py).
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ from zero_inference.utils.environment import resident_host_bytes
 from zero_inference.utils.progress import Progress
 from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group, stop_process_group
 
-# Of engines of the same name; the smaller one first, for both are in this process then.
+# Of the engines of these names; the smaller one first, since both stay in this process.
 LIBRARIES = ("accelerate", "deepspeed")
 LAYERS, WIDTH = 8, 256
-# More of the prompt than the device multiplies with codes as they are; without a GPU so few that they take no longer than one.
+# With a GPU more tokens than the fused kernels take; without one so few that they take no longer than one.
 PROMPT_TOKENS = {"cuda": 2 * FUSED_ROWS, "cpu": 4}
-# Of a loop: with a GPU short ones, so that prefills are seen as often as their times need, of which the fastest counts.
+# Of a loop; short with a GPU, so that there are enough prefills, of which the fastest counts.
 TOKENS, WARMUP = {"cuda": 4, "cpu": 12}, 1
-# Of a model and the plain one, beside which it is measured: a GPU's host that others use changes within seconds.
+# Alternations of a model and the plain one, since a shared host changes within seconds.
 TURNS, LOOPS = {"cuda": 4, "cpu": 1}, {"cuda": 2, "cpu": 2}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-# By engine and bits of the weights: what it fetches, and restores, is different code.
+# By engine and bits, whose code for fetching and dequantizing differs.
 LAUNCHED: dict[str, object] = {"gpu_memory": 0.0, "cpu_compute": "off", "decode_graph": "off"}
-RESIDENT: dict[str, object] = {"cpu_compute": "off", "decode_graph": "off"}  # with a GPU, whose memory holds all of it
-COPIED: dict[str, object] = {"kv_offload": True}  # with a GPU, to which keys and values come from host memory
+RESIDENT: dict[str, object] = {"cpu_compute": "off", "decode_graph": "off"}  # with a GPU: all weights are resident
+COPIED: dict[str, object] = {"kv_offload": True}  # with a GPU: keys and values are copied from host memory
 OFFLOADED: dict[str, object] = {"cpu_offload": True}
 ENGINES = (
     ("stream", 16, LAUNCHED),
@@ -70,7 +69,7 @@ def print_engine_overheads() -> None:
     os.environ |= {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
     from transformers import LlamaForCausalLM  # noqa: F401
 
-    start_process_group(ranks)  # like transformers, part of every run's process, whatever its engine
+    start_process_group(ranks)  # like transformers part of every run's process
     before = resident_host_bytes()
     library_bytes = {name: added for name in LIBRARIES if (added := _import(name)) is not None}
     if ranks.device.type == "cuda" and "deepspeed" in library_bytes:
@@ -84,14 +83,16 @@ def print_engine_overheads() -> None:
     stop_process_group()
     dumped = [each.model_dump(by_alias=True) for each in _loaded_alike(found)]
     told: dict[str, Any] = {"library_bytes": library_bytes, "engine_overheads": dumped}
-    if ranks.device.type == "cuda" and process_bytes:  # without one a run has more of its own memory than libraries
+    if ranks.device.type == "cuda" and process_bytes:  # without a GPU a run's own memory outweighs libraries
         told["process_bytes"] = process_bytes - of_libraries
     print(json.dumps(told))
 
 
 def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> tuple[list[EngineOverhead], int]:
-    """Of the engines that run here, where an engine of LIBRARIES has to be in `libraries`; and this process's bytes after the first one has
-    generated, which needs no library."""
+    """Return the overhead of each engine that runs here, and the bytes of this process after the first one has generated.
+
+    Engines of `LIBRARIES` run only if they are in `libraries`.
+    """
     with contextlib.ExitStack() as stack:
         if (plain := _loaded("resident", 16, {}, model, ranks, stack)) is None:
             return [], 0
@@ -107,8 +108,8 @@ def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> tuple[lis
 
 
 def _loaded_alike(found: Sequence[EngineOverhead]) -> list[EngineOverhead]:
-    """The same with the shortest loading that was seen of each engine: DeepSpeed's first one in this process took 2.4 s on an H200's
-    host, the second 0.2, and runs had no more of that."""
+    """Return `found` with the shortest loading of each engine: DeepSpeed's first one in this process took 2.4 s on an H200's host, the
+    second 0.2 s, as in runs."""
     least: dict[str, float] = {}
     for each in found:
         least[each.engine] = min(each.load_layer_s, least.get(each.engine, each.load_layer_s))
@@ -120,10 +121,10 @@ class _Thin:
     """The thin model, loaded by an engine.
 
     Attributes:
-        pieces: layers, where keys and values are in host memory; blocks, where they are on the device.
-        resident: quantized weights are there.
+        pieces: layers with keys and values in host memory, else blocks.
+        resident: quantized weights stay on the device.
         launches: kernels of a step; a prefill has about as many.
-        restored: weights that are restored from codes in a prefill, by a kernel each.
+        restored: weights that a prefill dequantizes, a kernel each.
     """
 
     plan: Plan
@@ -139,8 +140,8 @@ class _Thin:
         return self.plan.job.on_gpu
 
     def overhead_over(self, plain: _Thin) -> EngineOverhead:
-        """What it takes more than `plain`, which fetches nothing, and was loaded first: kernels, too. The two take turns, and the
-        fastest of each counts: what else the host does is not the engine's."""
+        """Return what this takes more than `plain`, which fetches nothing and was loaded first. The two alternate, and the fastest loops
+        count: other work of the host is not the engine's."""
         own, others = _Fastest(), _Fastest()
         for turn in range(TURNS[self.loaded.device.type]):
             for model, fastest in ((self, own), (plain, others))[: 1 if self is plain else 2]:
@@ -163,13 +164,13 @@ class _Thin:
         )
 
     def _restored_float16_gb_per_s(self) -> float | None:
-        """On a GPU, whose thin model is in bfloat16; None where the engine's kernel cannot be compiled here, which is told."""
+        """Measure float16 on a GPU, where the thin model is bfloat16; None if the engine's kernel cannot be compiled, which is printed."""
         if not self.on_gpu:
             return None
         config = self.plan.job.config
         try:
             return self.plan.weights.measure_restored_gb_per_s(torch.float16)
-        except Exception as error:  # of compilers, too
+        except Exception as error:  # also of compilers
             print(f"{config.engine}, {config.quant_bits} bits, float16: {error}", file=sys.stderr)
             return None
 
@@ -193,7 +194,7 @@ class _Fastest:
 
 
 def _import(library: str) -> int | None:
-    """Bytes that importing it adds to a process that has the others; None where it is not there."""
+    """Return the bytes that importing it adds to this process; None if that fails, which is printed."""
     before = resident_host_bytes()
     try:
         importlib.import_module(library)
@@ -204,7 +205,7 @@ def _import(library: str) -> int | None:
 
 
 def _compile(ranks: Ranks) -> None:
-    """What DeepSpeed dequantizes float16 with. Where that cannot be, the measuring says so."""
+    """Compile DeepSpeed's float16 dequantization. A failure is reported when it is measured."""
     from zero_inference.engines.deepspeed.engine import compile_dequantization
 
     with contextlib.suppress(Exception):
@@ -231,7 +232,7 @@ def _write_thin_model(folder: Path) -> None:
 def _loaded(
     engine: str, bits: int, options: dict[str, object], model: str, ranks: Ranks, stack: contextlib.ExitStack
 ) -> _Thin | None:
-    """As `_entered`; None where the engine does not run here, which is told."""
+    """Load as `_entered` does; None if the engine does not run here, which is printed."""
     try:
         return _entered(engine, bits, options, model, ranks, stack)
     except (UsageError, RunError, RuntimeError) as error:
@@ -242,7 +243,7 @@ def _loaded(
 def _entered(
     engine: str, bits: int, options: dict[str, object], model: str, ranks: Ranks, stack: contextlib.ExitStack
 ) -> _Thin:
-    """Loaded until `stack` closes. Raises UsageError, RunError or RuntimeError where the engine does not run here."""
+    """Load the thin model until `stack` closes. Raises UsageError, RunError or RuntimeError: the engine does not run here."""
     on_gpu = ranks.device.type == "cuda"
     asked = {
         "model": model,
@@ -264,7 +265,7 @@ def _entered(
 
 
 def _counts(plan: Plan) -> dict[str, Any]:
-    """As `_Thin` has them."""
+    """Return the counts of `_Thin`."""
     job, terms = plan.job, plan.weights.cost_terms
     step = job.empty_model.traced_pass(job.spec, 1, job.config.prompt_len)
     assert step is not None, "a Llama runs on the meta device"
