@@ -65,39 +65,25 @@ FLAG: dict[str, Any] = {"dtype": "boolean"}
 DETAIL: dict[str, Any] = {"shown": "detail"}
 PRESENT: dict[str, Any] = {"shown": "present"}
 BEST_FIRST: dict[str, Any] = {"best_first": True}
-# Each with its standard error, as shares of 1 or perplexities.
+
+
+def _score_columns(
+    name: str, header: str, task: str, attribute: str, stderr: str = "stderr", k: int | None = None, share: bool = True
+) -> tuple[Column, Column]:
+    """Return the columns of a score, a share of 1 or a perplexity, and of its standard error."""
+    show, unit = (_percent_number, " (%)") if share else (three_digits, "")
+    return (
+        Column(name, f"{header}{unit}", show, of=_task(task, attribute, k), best_first=share, **PRESENT),
+        Column(f"{task}_{stderr}", f"+-{unit}", show, of=_task(task, stderr, k), **PRESENT),
+    )
+
+
 SCORES = (
-    Column("mmlu_accuracy", "mmlu (%)", _percent_number, of=_task("mmlu", "accuracy"), **PRESENT, **BEST_FIRST),
-    Column("mmlu_stderr", "+- (%)", _percent_number, of=_task("mmlu", "stderr"), **PRESENT),
-    Column(
-        "hellaswag_accuracy",
-        "hellaswag (%)",
-        _percent_number,
-        of=_task("hellaswag", "accuracy"),
-        **PRESENT,
-        **BEST_FIRST,
-    ),
-    Column("hellaswag_stderr", "+- (%)", _percent_number, of=_task("hellaswag", "stderr"), **PRESENT),
-    Column(
-        "hellaswag_acc_norm",
-        "hellaswag norm (%)",
-        _percent_number,
-        of=_task("hellaswag", "acc_norm"),
-        **PRESENT,
-        **BEST_FIRST,
-    ),
-    Column("hellaswag_acc_norm_stderr", "+- (%)", _percent_number, of=_task("hellaswag", "acc_norm_stderr"), **PRESENT),
-    Column(
-        "humaneval_pass_at_1",
-        "humaneval pass@1 (%)",
-        _percent_number,
-        of=_task("humaneval", "pass_at_k", 1),
-        **PRESENT,
-        **BEST_FIRST,
-    ),
-    Column("humaneval_stderr", "+- (%)", _percent_number, of=_task("humaneval", "stderr", 1), **PRESENT),
-    Column("perplexity", "perplexity", three_digits, of=_task("perplexity", "perplexity"), **PRESENT),
-    Column("perplexity_stderr", "+-", three_digits, of=_task("perplexity", "stderr"), **PRESENT),
+    *_score_columns("mmlu_accuracy", "mmlu", "mmlu", "accuracy"),
+    *_score_columns("hellaswag_accuracy", "hellaswag", "hellaswag", "accuracy"),
+    *_score_columns("hellaswag_acc_norm", "hellaswag norm", "hellaswag", "acc_norm", "acc_norm_stderr"),
+    *_score_columns("humaneval_pass_at_1", "humaneval pass@1", "humaneval", "pass_at_k", k=1),
+    *_score_columns("perplexity", "perplexity", "perplexity", "perplexity", share=False),
 )
 COLUMNS = (
     _asked("model", "model", shown="always", **TEXT),

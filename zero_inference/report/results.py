@@ -6,13 +6,22 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero_inference.errors import RunError
 from zero_inference.measure import steadiness
 from zero_inference.quality import evaluate as quality
 from zero_inference.records.hardware import Limit, LinkUse, TracedLinkUse
-from zero_inference.records.schema import DecodeGraph, EngineFacts, ExpertUse, Measured, MovedPerStep, Request, Result
+from zero_inference.records.schema import (
+    DecodeGraph,
+    EngineFacts,
+    ExpertUse,
+    Measured,
+    MovedPerStep,
+    Predicted,
+    Request,
+    Result,
+)
 from zero_inference.records.write import RunLog
 from zero_inference.report.advice import advice, advice_far_from_limit
 from zero_inference.report.run import model_in_short, weights_in_short
@@ -249,47 +258,33 @@ def times_table(measured: Measured, colour: bool = False, width: int | None = No
 
 
 def _rows(measured: Measured) -> list[dict[str, Any]]:
-    plan, steps = measured.predicted, len(measured.loops[-1].step_s)
-    prefill = _Expected() if plan is None else _Expected(plan.prefill_s, plan.prefill_range_s)
-    decode = _Expected() if plan is None else _Expected(plan.decode_s, plan.decode_range_s)
-    phases = (
-        ("time to first token (prefill)", "prefill", prefill),
-        (f"decode ({steps} step{'s' * (steps != 1)})", "decode", decode),
-        ("total", "total", prefill.and_then(decode)),
-    )
+    steps = len(measured.loops[-1].step_s)
+    phases = {
+        "prefill": ("time to first token (prefill)", ["prefill"]),
+        "decode": (f"decode ({steps} step{'s' * (steps != 1)})", ["decode"]),
+        "total": ("total", ["prefill", "decode"]),
+    }
     return [
         {
             "phase": name,
             "median_s": getattr(measured, f"{phase}_latency_s"),
             "range_s": _range([getattr(loop, f"{phase}_s") for loop in measured.loops]),
             "throughput": getattr(measured, f"{phase}_throughput"),
-            "predicted_s": expected.in_words(),
+            "predicted_s": None if measured.predicted is None else _predicted_in_words(measured.predicted, parts),
         }
-        for name, phase, expected in phases
+        for phase, (name, parts) in phases.items()
         if phase != "decode" or steps
     ]
 
 
-class _Expected(NamedTuple):
-    """A predicted time and its range; None where unknown."""
-
-    seconds: float | None = None
-    within_s: Sequence[float] | None = None
-
-    def and_then(self, other: _Expected) -> _Expected:
-        """Return both, one after the other."""
-        if self.seconds is None or other.seconds is None:
-            return _Expected()
-        known = self.within_s is not None and other.within_s is not None
-        within_s = [sum(each) for each in zip(self.within_s, other.within_s)] if known else None
-        return _Expected(self.seconds + other.seconds, within_s)
-
-    def in_words(self) -> str | None:
-        """Return such as "0.220 (0.187 to 0.242)"."""
-        if self.seconds is None:
-            return None
-        within = "" if self.within_s is None else f" ({' to '.join(map(three_digits, self.within_s))})"
-        return f"{three_digits(self.seconds)}{within}"
+def _predicted_in_words(predicted: Predicted, phases: Sequence[str]) -> str | None:
+    """Return such as "0.220 (0.187 to 0.242)", the sum over `phases`."""
+    times_s = [getattr(predicted, f"{phase}_s") for phase in phases]
+    ranges_s = [getattr(predicted, f"{phase}_range_s") for phase in phases]
+    if None in times_s:
+        return None
+    within = "" if None in ranges_s else f" ({' to '.join(three_digits(sum(ends)) for ends in zip(*ranges_s))})"
+    return f"{three_digits(sum(times_s))}{within}"
 
 
 def _range(times_s: Sequence[float]) -> str:
