@@ -50,7 +50,10 @@ def inline(default: Any = PydanticUndefined, **more: Any) -> Any:
 class Part(BaseModel):
     """An object of the record. Construction refuses undeclared keys and wrong types; `read` takes what it can use."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
+    # Validators are built at their first use: `--help` imports these classes.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=(), defer_build=True
+    )
 
     @classmethod
     def read(cls, data: Mapping[str, Any] | None) -> Self:
