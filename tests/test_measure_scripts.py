@@ -48,7 +48,7 @@ def test_cases_leave_what_can_be_committed(tmp_path, capsys):
     names = {f"{case}.{kind}" for case, kinds_of in kinds for kind in kinds_of.split()}
     assert {path.name for path in results.iterdir()} == {*names, "steps.txt", "table.md"}
     record, plan = (json.loads((results / f"planned.{kind}").read_text()) for kind in ("jsonl", "plan.json"))
-    assert plan["configurations"][0]["command"].endswith(" --engine stream --prompt-len 8 --quant-bits 4")
+    assert plan["configurations"][0]["command"].endswith(" --engine stream --quant-bits 4 --dummy --prompt-len 8")
     assert (record["engine"], record["quant_bits"], record["gen_len"], record["status"]) == ("stream", 4, 3, "ok")
     assert record["argv"][record["argv"].index("--log-file") + 1] == "RESULTS/planned.log"
     assert "in RESULTS\n" in (results / "two.txt").read_text()

@@ -206,7 +206,7 @@ def test_letters_and_digits_are_labels():
 
 
 REFUSED = [
-    (["--quality", "mmlu,arc"], "--quality arc: no such task; choose from mmlu, hellaswag, humaneval, perplexity"),
+    (["--quality", "mmlu,arc"], "--quality arc: choose one of mmlu, hellaswag, humaneval, perplexity"),
     (["--quality", ","], "names nothing"),
     (["--quality", "mmlu,mmlu", "--quality-data", "DATA"], "named twice"),
     (["--quality", "humaneval", "--allow-code-execution", "--pass-at-k", "two"], "whole numbers"),

@@ -95,7 +95,10 @@ def check_needs(config: Options) -> None:
     _need(config, "chat", "--prompt or --prompts", bool(config.prompt or config.prompts))
     quantized = config.quantized or config.quant_group_size == GROUP_SIZES[16]
     _need(config, "quant_group_size", "--quant-bits 8 or 4", quantized)
-    _need(config, "goal", "--engine auto, --quant-bits auto or --batch-size auto", bool(config.auto))
+    if config.goal is not None and not config.auto:
+        raise UsageError(
+            f"--goal {config.goal} is for what the plan chooses: add --engine auto, --quant-bits auto or --batch-size auto."
+        )
 
 
 def _need(config: Options, name: str, other: str, given: bool) -> None:
@@ -151,11 +154,6 @@ def check_quality(config: Options) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError(
             "--quality needs lm-evaluation-harness, which is not installed: pip install 'lm-eval>=0.4.13'."
-        )
-    if not 0 < config.humaneval_temperature < float("inf"):
-        raise UsageError(
-            f"--humaneval-temperature {config.humaneval_temperature}: must be a number above 0; "
-            "one sample (--humaneval-samples 1) is greedy."
         )
     if config.humaneval_samples == 1 and config.humaneval_temperature != DEFAULTS["humaneval_temperature"]:
         raise UsageError("--humaneval-temperature: a single sample is greedy; add --humaneval-samples or drop it.")

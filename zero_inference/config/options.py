@@ -313,7 +313,9 @@ class Options:
     )
     allow_code_execution: bool = _humaneval(False, "humaneval: run the model's programs, in a sandbox")
     humaneval_samples: int = _humaneval(1, "programs for each problem; a single one is greedy", metavar="N", least=1)
-    humaneval_temperature: float = _humaneval(0.8, "temperature of several samples", metavar="T", least=0)
+    humaneval_temperature: float = _humaneval(
+        0.8, "temperature of several samples", reader=values.positive, metavar="T"
+    )
     humaneval_tokens: int = _humaneval(512, "most tokens of a program", metavar="N", least=1)
     pass_at_k: tuple[int, ...] = _humaneval(
         (),

@@ -60,6 +60,13 @@ def number(value: Any) -> float:
         raise ValueError("not a number") from None
 
 
+def positive(value: Any) -> float:
+    found = number(value)
+    if not 0 < found < float("inf"):
+        raise ValueError("must be a number above 0")
+    return found
+
+
 def share(value: Any) -> float:
     found = number(value)
     if not 0 < found < 1:
