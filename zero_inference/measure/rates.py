@@ -209,7 +209,7 @@ def _unless_out_of_memory(measure: Callable[[], float]) -> float | None:
         return None
 
 
-LINK_S = {"cuda": 0.4, "cpu": 0.1}  # of copies behind the loops
+LINK_S = {"cuda": 0.4, "cpu": 0.1}  # of copies after the loops
 
 
 PRODUCT_S = {"cuda": 0.1, "cpu": 0.05}  # of matrix products

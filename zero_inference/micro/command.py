@@ -159,7 +159,7 @@ NOT_MEASURED = Column("not_measured", "not measured", dtype="string")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What one of the three benchmarks adds to the common part.
+    """A benchmark of `zero-inference micro`.
 
     Attributes:
         rows: returns the maximum number of rows, and an iterator that yields each row as soon as it is measured.

@@ -184,7 +184,7 @@ def measure_row(row: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> d
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Return whether torch could not allocate, on the device or on the host (where only the message tells)."""
+    """Return whether torch could not allocate, on the device or on the host (by the error's message)."""
     return (
         isinstance(error, torch.OutOfMemoryError)
         or "not enough memory" in str(error)

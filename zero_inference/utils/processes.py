@@ -157,7 +157,7 @@ ANY_ERROR = re.compile(
 
 @dataclass(frozen=True)
 class ChildRun:
-    """How a child run ended.
+    """The outcome of a child run.
 
     Attributes:
         code: exit code, negative after a signal; None after a timeout.

@@ -33,7 +33,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Place(NamedTuple):
-    """Where the other ranks find the file of the first one, and what tells it from every other file."""
+    """The location of the first rank's file for the other ranks, and its identity."""
 
     process: int
     descriptor: int

@@ -1,4 +1,4 @@
-"""What an error message suggests: known names close to a mistyped one, and numbers that divide."""
+"""Suggestions for error messages: known names close to a mistyped one, and numbers that divide."""
 
 from __future__ import annotations
 
