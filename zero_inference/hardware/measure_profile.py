@@ -63,7 +63,7 @@ Step = Callable[[str], None]  # takes the name of a step that begins
 
 @dataclass(frozen=True)
 class Basics:
-    """What is measured first, while this process is small; fields as in `HardwareProfile`."""
+    """Results that are measured first, while this process is small; fields as in `HardwareProfile`."""
 
     launch_bench: LaunchBench
     process_bytes: int

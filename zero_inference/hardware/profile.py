@@ -125,7 +125,7 @@ class DeviceAttentionTime(_ProfilePart):
 
 
 class LaunchOverhead(_ProfilePart):
-    """What running any model takes, found with small models.
+    """Overhead of running any model, measured with small models.
 
     Attributes:
         operator_s, module_s: host time of a PyTorch operator and of a module call; older files have all of it in `operator_s`.
@@ -154,7 +154,7 @@ class LoadingRates(_ProfilePart):
 
 
 class EngineOverhead(_ProfilePart):
-    """What an engine takes besides the model's work, found with a model so thin that nothing else counts.
+    """Time of an engine besides the model's work, measured with a model so thin that nothing else counts.
 
     Attributes:
         engine, quant_bits, kv_offload: how it was run. With `kv_offload` the weights stay on the device; the stream engine computes CPU
@@ -183,7 +183,7 @@ class EngineOverhead(_ProfilePart):
 
 
 class HardwareProfile(_ProfilePart):
-    """One machine. None stands for what is unknown.
+    """One machine. None is unknown.
 
     Attributes:
         measured_with: `MEASURED_WITH` of the version that measured it.

@@ -360,12 +360,12 @@ def _facts(report: dict[str, Any]) -> list[str]:
         lines.append("no GPU: there is no link, and the rates are those of this machine's host memory and CPU")
     for gpu in report["gpus"]:
         rank = f"rank {gpu['rank']}, " if report["world_size"] > 1 else ""
-        told = f"by {gpu['source']}" if gpu["source"] else "neither NVML nor nvidia-smi knows it"
+        source = f"by {gpu['source']}" if gpu["source"] else "unknown to NVML and nvidia-smi"
         limit = f", {three_digits(gpu['limit_gbps'])} GB/s before packet headers" if gpu["limit_gbps"] else ""
         lines.append(
             f"{rank}GPU {_shown(gpu['pci_id'])} ({gpu['name']}): PCI Express\n  generation {_shown(gpu['generation'])} of "
             f"{_shown(gpu['generation_max'])}, lanes {_shown(gpu['width'])} of {_shown(gpu['width_max'])}{limit}; "
-            f"NUMA node {_shown(gpu['numa_node'])} ({told})"
+            f"NUMA node {_shown(gpu['numa_node'])} ({source})"
         )
     host = report["host"]
     memlock = "none" if host["memlock_bytes"] is None else format_bytes(host["memlock_bytes"])

@@ -34,12 +34,12 @@ from zero_inference.utils.environment import resident_host_bytes
 from zero_inference.utils.progress import Progress
 from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group, stop_process_group
 
-# Of the engines of these names; the smaller one first, since both stay in this process.
+# Libraries of engines; the smaller one first, since both stay in this process.
 LIBRARIES = ("accelerate", "deepspeed")
 LAYERS, WIDTH = 8, 256
 # With a GPU more tokens than the fused kernels take; without one so few that they take no longer than one.
 PROMPT_TOKENS = {"cuda": 2 * FUSED_ROWS, "cpu": 4}
-# Of a loop; short with a GPU, so that there are enough prefills, of which the fastest counts.
+# Tokens of a loop: few with a GPU, for many prefills, of which the fastest counts.
 TOKENS, WARMUP = {"cuda": 4, "cpu": 12}, 1
 # Alternations of a model and the plain one, since a shared host changes within seconds.
 TURNS, LOOPS = {"cuda": 4, "cpu": 1}, {"cuda": 2, "cpu": 2}
@@ -82,10 +82,10 @@ def print_engine_overheads() -> None:
         found, process_bytes = _own_work(folder, ranks, library_bytes)
     stop_process_group()
     dumped = [each.model_dump(by_alias=True) for each in _loaded_alike(found)]
-    told: dict[str, Any] = {"library_bytes": library_bytes, "engine_overheads": dumped}
+    result: dict[str, Any] = {"library_bytes": library_bytes, "engine_overheads": dumped}
     if ranks.device.type == "cuda" and process_bytes:  # without a GPU a run's own memory outweighs libraries
-        told["process_bytes"] = process_bytes - of_libraries
-    print(json.dumps(told))
+        result["process_bytes"] = process_bytes - of_libraries
+    print(json.dumps(result))
 
 
 def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> tuple[list[EngineOverhead], int]:
