@@ -19,7 +19,7 @@ from zero_inference.engines.stream.expert_cache import USE_DECAY, dispatch
 from zero_inference.engines.stream.expert_sizes import share_out
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split, fetch_quota
-from zero_inference.engines.stream.placement import USE_VARIES, Placement, plan_placement
+from zero_inference.engines.stream.placement import ROUTING_SKEW, Placement, plan_placement
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.models.experts import FusedExperts
@@ -484,7 +484,7 @@ def test_blocks_that_every_token_uses_come_first():
     some = residency_of(4 * 100 + 13 * 200)
     assert some.resident == [0, 2, 4, 6] and sorted(some.expert_slots.values()) == [3, 3, 3, 4]
     assert some.resident_bytes == 4 * 100 + 13 * 200 and some.reserved_bytes == some.resident_bytes
-    exponent = 1 + USE_VARIES * 3**0.5  # the device keeps the ones that are used most
+    exponent = 1 + ROUTING_SKEW * 3**0.5  # the device keeps the ones that are used most
     assert some.computed_bytes == round(sum(1600 * 2 / 8 * (1 - kept / 8) ** exponent for kept in (3, 3, 4, 3)))
     everything = residency_of(4 * 1700)
     assert everything.in_host_memory == [] and everything.expert_slots == {}

@@ -28,14 +28,14 @@ DEFAULT_RING_DEPTH = 3  # at least; down to MIN_RING_DEPTH where there is less m
 # (1 - s) ** (1 + 0.1 * sqrt(n / k - 1)) of the choices miss. The root is how much the use of an expert varies if each word has k of
 # its own. Measured with tokens drawn as text (h100-mixtures, h100-predicted): Qwen3-30B-A3B hits 67 to 69% with 56% cached (this makes 68),
 # 75% with 63% (75), 14 to 16% with 9 and 10% (12, 14); Mixtral 63% with 58% (64).
-USE_VARIES = 0.1
+ROUTING_SKEW = 0.1
 # Where the device fetches some of the misses, and evicts the least used experts for them, s ** 0.47 of the choices hit. Measured
 # (h100-readme): Qwen3-30B-A3B 32% with 9% cached (this makes 32), 78% with 56% (76), gpt-oss-120b 49% with 23% (50). Simulated
 # (cpu/expert_reuse.txt): 33, 51 and 75% with 12, 25 and 50% (38, 52, 72).
-HITS_OF_KEPT = 0.47
+CACHE_HIT_EXPONENT = 0.47
 # Least share of a block's experts in the cache for which a long pass fetches the others alone: the kernel that does so reads host memory at
 # 50 GB/s, a copy engine at 55 (H100).
-LEAST_KEPT = 1 / 8
+MIN_CACHED_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,9 @@ class Placement:
         """The `expert_slots` that are copied from device memory in a long pass, and do not cross the link."""
         slots = self.expert_slots if self.gathers else {}
         return {
-            block: count for block, count in slots.items() if count >= LEAST_KEPT * self.blocks[block].experts.number
+            block: count
+            for block, count in slots.items()
+            if count >= MIN_CACHED_SHARE * self.blocks[block].experts.number
         }
 
     @property
@@ -259,8 +261,8 @@ class Placement:
         """
         experts, slots_here = self.blocks[block].experts, slots.get(block, 0)
         cached, chosen = slots_here / experts.number, experts.number * experts.share_read(self.few_tokens)
-        exponent = 1 + USE_VARIES * (experts.number / max(1, experts.chosen) - 1) ** 0.5
-        share = 1 - cached**HITS_OF_KEPT if any(self.quota) else (1 - cached) ** exponent
+        exponent = 1 + ROUTING_SKEW * (experts.number / max(1, experts.chosen) - 1) ** 0.5
+        share = 1 - cached**CACHE_HIT_EXPONENT if any(self.quota) else (1 - cached) ** exponent
         return max(chosen * share, chosen - slots_here)
 
     def _fetched(self, block: int, missed: float, slots: Mapping[int, int]) -> float:
@@ -290,14 +292,14 @@ class Placement:
         """Return the placement with about `share` of the bytes of `prompt_candidates` CPU-computed in short prompts."""
         return replace(self, prompt_cpu_computed=frozenset(self._spread_by_kind(self.prompt_candidates, share)))
 
-    def for_short_prompt(self, tokens: int, keeps: bool) -> Placement:
+    def for_short_prompt(self, tokens: int, uses_cache: bool) -> Placement:
         """Return the placement whose decode pass is this one's pass of a short prompt.
 
         Args:
             tokens: of the prompt.
-            keeps: the device multiplies the experts in its cache.
+            uses_cache: the device multiplies the experts in its cache.
         """
-        slots = self.expert_slots if keeps else {}
+        slots = self.expert_slots if uses_cache else {}
         budget = sum(
             slots.get(block, 0) * self.expert_bytes(block) for block in self.prompt_cpu_computed & slots.keys()
         )
@@ -410,7 +412,7 @@ def plan_placement(
         others: what takes the rest of the device memory, for the error.
 
     Raises:
-        DoesNotFit: the device does not hold what was asked for, or not two slots of the largest layer.
+        DoesNotFit: the device does not hold what the options name, or not two slots of the largest layer.
     """
     left = None if free_bytes is None else max(0, free_bytes - max(layout.workspace_bytes for layout in layouts))
 

@@ -207,17 +207,17 @@ class StreamPlan(EnginePlan):
         return self.no_graph is None and self.job.on_gpu
 
     def _cpu_shares(self, found: Placement) -> tuple[float, float]:
-        """Return the shares of layers without experts, and of experts, that the CPU multiplies for a GPU. Experts in device slots are the
-        device's; without a GPU the CPU is the device, and its products with codes are measured as such."""
+        """Return the shares of blocks without experts, and of experts, that the CPU multiplies for a GPU, which multiplies cached experts
+        itself. Zero without a GPU: the CPU is the device then, and its products with codes are measured as such."""
         if not self.job.on_gpu:
             return 0.0, 0.0
         experts = set(found.expert_blocks)
         every = [index for index, block in enumerate(found.blocks or ()) if block.experts is not None]
         others = found.nbytes_of(set(range(len(found.layouts))) - set(every))
-        kept = found.expert_slot_bytes if found.cpu_computed & experts else 0
+        cached = found.expert_slot_bytes if found.cpu_computed & experts else 0
         return (
             found.nbytes_of(found.cpu_computed - experts) / max(1, others),
-            max(0, found.nbytes_of(found.cpu_computed & experts) - kept) / max(1, found.nbytes_of(every)),
+            max(0, found.nbytes_of(found.cpu_computed & experts) - cached) / max(1, found.nbytes_of(every)),
         )
 
     def rebalanced_s(self, link_s: float, others_s: float) -> tuple[float, float]:
@@ -383,8 +383,8 @@ def _head(job: Job, scheme: GroupQuantization | None, layouts: Sequence[BlockLay
     """Return the output head if it is to be quantized: with layers whose workspace holds rows of it."""
     if scheme is None:
         return None
-    asked = job.config.quant_group_size
-    sizes = GROUP_SIZES[HEAD_BITS] if asked is None else asked, GROUP_SIZES[HEAD_BITS]
+    given, default = job.config.quant_group_size, GROUP_SIZES[HEAD_BITS]
+    sizes = default if given is None else given, default
     found = job.empty_model.cached(
         ("head", job.spec.dtype, sizes), lambda: find_head(job.empty_model.model, job.spec.dtype, sizes)
     )

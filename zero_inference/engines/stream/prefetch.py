@@ -83,7 +83,7 @@ class Prefetcher:
         self.rebalancer = Rebalancer(cpu if self.ring is not None else None, self.timeline)
         self.on_placement_changed: Callable[[Placement], None] = lambda placement: None
 
-        # of this pass
+        # state of this pass
         self.kind: PassKind | None = None  # None before the first one
         self.tokens = 0
         self.cpu_computed: frozenset[int] = frozenset()
@@ -93,7 +93,7 @@ class Prefetcher:
         self.captured: tuple[int, PassKind | None] = 0, None  # tokens and kind of the pass that graphs replay
         self.between_graphs: BetweenGraphs | None = None  # during a capture
 
-        # by block
+        # per block, by index
         self.modules: list[nn.Module] = []
         self.parameters: list[list[nn.Parameter]] = []  # those that are set for the block's call, as in its layout
         self.codes: dict[int, BlockCodes] = {}

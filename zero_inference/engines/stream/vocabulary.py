@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero_inference.cpu import products as cores
+from zero_inference.cpu import products as cpu_products
 from zero_inference.cpu.library import load_library
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import Job
@@ -198,7 +198,7 @@ class QuantizedHead:
             if can_fuse(x, codes, scales, minima, HEAD_BITS, size, bias):
                 return linear_groups(input, codes, scales, minima, HEAD_BITS, size, count, bias)
             if not x.is_cuda and load_library() is not None:
-                return cores.linear_groups(input, codes, scales, minima, HEAD_BITS, size, count, bias)
+                return cpu_products.linear_groups(input, codes, scales, minima, HEAD_BITS, size, count, bias)
         out = x.new_empty(len(x), count)
         for first in range(0, count, len(self.rows)):
             rows = self.rows[: count - first]
