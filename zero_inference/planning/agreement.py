@@ -1,9 +1,10 @@
-"""What must be identical on all ranks of a run: ranks that differ wait for each other, or mix two models into one result."""
+"""Checks that all ranks have the same request and inputs: ranks that differ wait for each other, or mix two models into one result."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,16 @@ from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.environment import package_versions
 from zero_inference.utils.ranks import Ranks
 
-# Names of files, which each node may have elsewhere; what is in them is compared where it matters. `verbose` is of one rank alone.
-OF_A_RANK = (*PATHS, "verbose")
+# Paths may differ from node to node; the content of the files is compared where it matters.
+NOT_COMPARED = (*PATHS, "verbose")
 SAMPLE_BYTES = 1 << 16
 
 
 def refuse_other_requests(config: RunConfig, spec: ModelSpec, ranks: Ranks, questions: dict[str, list[dict]]) -> None:
-    """To be called by all ranks alike, before they decide or load anything.
+    """Compare options, model, versions and devices of all ranks before they plan: a collective.
 
     Raises:
-        UsageError: on all ranks, where options, model, versions or devices differ.
+        UsageError: on all ranks, where these differ.
     """
     _refuse_differences(
         ranks,
@@ -35,7 +36,7 @@ def refuse_other_requests(config: RunConfig, spec: ModelSpec, ranks: Ranks, ques
             **{
                 f"--{name.replace('_', '-')}": value
                 for name, value in config.as_dict().items()
-                if name not in OF_A_RANK
+                if name not in NOT_COMPARED
             },
             "--trace": bool(config.trace),
             "--ds-config": read_ds_config(config.ds_config),
@@ -49,7 +50,11 @@ def refuse_other_requests(config: RunConfig, spec: ModelSpec, ranks: Ranks, ques
 
 
 def refuse_other_inputs(spec: ModelSpec, ranks: Ranks, ids: torch.Tensor) -> None:
-    """The same for the prompts `ids` and the files of the weights: their names and sizes, and samples of what is in them."""
+    """Compare the prompts `ids` and the files of the weights (names, sizes and samples) of all ranks: a collective.
+
+    Raises:
+        UsageError: on all ranks, where these differ.
+    """
     _refuse_differences(
         ranks,
         lambda: {
@@ -61,7 +66,7 @@ def refuse_other_inputs(spec: ModelSpec, ranks: Ranks, ids: torch.Tensor) -> Non
     )
 
 
-def _refuse_differences(ranks: Ranks, describe) -> None:
+def _refuse_differences(ranks: Ranks, describe: Callable[[], dict[str, Any]]) -> None:
     if ranks.world_size == 1:
         return
     first, *others = ranks.gather_objects(describe())
@@ -75,7 +80,7 @@ def _refuse_differences(ranks: Ranks, describe) -> None:
 
 
 def _sample(path: Path) -> list:
-    """A safetensors file has its table of contents at its start, so this is more than its first tensor."""
+    """Return name, size and a hash of both ends; the start of a safetensors file has its table of contents."""
     with open(path, "rb") as file:
         first = file.read(SAMPLE_BYTES)
         size = file.seek(0, 2)

@@ -15,6 +15,7 @@ from typing import Any
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.models.spec import checkpoint_refusal
+from zero_inference.planning.arguments import SHOWN
 from zero_inference.planning.explain import (
     faster_in_words,
     format_of_weights,
@@ -90,9 +91,7 @@ PREDICTED = (
 )
 
 
-def print_answer(
-    args: argparse.Namespace, job: Job, found: SearchResult, say: Callable[[str], None], shown_rows: int
-) -> None:
+def print_answer(args: argparse.Namespace, job: Job, found: SearchResult, say: Callable[[str], None]) -> None:
     """Print the table, or the JSON object; draw the picture and run configurations if asked.
 
     Raises:
@@ -111,7 +110,7 @@ def print_answer(
         print(_in_json(args, job, found, best, first_line))
         return
     width = shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
-    most = None if args.all else shown_rows
+    most = None if args.all else SHOWN
     shown, unknown = best[:most], [] if best and not args.all else found.unknown[:most]
     for line in (first_line, _about(args, job)):
         print(textwrap.fill(line, width, break_on_hyphens=False, break_long_words=False))

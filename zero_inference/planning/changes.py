@@ -1,4 +1,4 @@
-"""What to do about a run that does not fit: the change of options, or pair of changes, that would make it, or a refusal."""
+"""What makes a run fit that does not: one change of options, or two; and the check that refuses a run before loading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import why_not_offloaded
-from zero_inference.planning.memory import memory_of
+from zero_inference.planning.memory import node_needs
 from zero_inference.planning.plan import Plan, plan_with
 
 MOST_PAIRS = 3
@@ -21,7 +21,12 @@ SHORTER = "lower --batch-size or --prompt-len, or "
 
 @dataclass(frozen=True)
 class Change:
-    """Options to add to a command, what they set in its RunConfig, and given options that have to go for them."""
+    """Options to add to a command.
+
+    Attributes:
+        fields: what they set in its RunConfig.
+        instead_of: options of the command that have to be dropped.
+    """
 
     options: str
     fields: dict[str, Any]
@@ -29,25 +34,24 @@ class Change:
 
 
 def changes_that_fit(job: Job) -> list[str]:
-    """What to type so that it fits, each tried with the same arithmetic: single changes, or the cheapest pairs where none does.
+    """Return options to add so that `job` fits, each planned: single changes, or the cheapest pairs where none does.
 
     Of changes of one kind (8 or 4 bits, smaller and smaller batches) only the mildest that fits is named.
     """
     singles = [(change,) for change in _changes(job.config, job)]
-    found = list(_fitting(singles, job))
-    return found or list(islice(_fitting(_pairs(job), job), MOST_PAIRS))
+    return list(_fitting(singles, job)) or list(islice(_fitting(_pairs(job), job), MOST_PAIRS))
 
 
 def one_of(changes: Sequence[str]) -> str:
-    """`changes_that_fit` in a sentence."""
+    """Return the result of `changes_that_fit` in a sentence."""
     return changes[0] if len(changes) == 1 else f"one of: {'; '.join(changes)}"
 
 
 def _changes(config: RunConfig, job: Job) -> list[Change]:
-    """Single changes to `config`, which is the job's or a changed one, the cheapest first.
+    """Return single changes to `config`, which is the job's or a changed one, the cheapest first.
 
-    First what keeps the tokens, then what rounds the weights, then a smaller batch, and last what slows decoding several times
-    over: pageable memory ran at 0.17 of the speed of page-locked memory, the disk at 0.04 (README, one H200).
+    First those that keep the tokens, then fewer bits, then a smaller batch, and last those that slow decoding several times:
+    pageable memory ran at 0.17 of the speed of page-locked memory, the disk at 0.04 (README, one H200).
     """
     changes = []
     if config.engine == "deepspeed" and config.offload == "gpu":
@@ -58,17 +62,15 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
         changes.append(Change("--kv-offload", {"kv_offload": True}))
     if config.engine == "stream" and config.ring_depth != MIN_RING_DEPTH:
         changes.append(Change(f"--ring-depth {MIN_RING_DEPTH}", {"ring_depth": MIN_RING_DEPTH}))
-    if (
-        config.engine == "stream" and config.cpu_share != 0
-    ):  # experts of theirs that the device keeps are in host memory too
+    if config.engine == "stream" and config.cpu_share != 0:  # CPU-computed experts are cached on the device as well
         threads = ("--cpu-threads",) if config.cpu_threads is not None else ()
         changes.append(Change("--cpu-compute off", {"cpu_compute": "off", "cpu_threads": None}, threads))
     if config.engine in QUANTIZING_ENGINES:
         changes += [Change(f"--quant-bits {bits}", {"quant_bits": bits}) for bits in (8, 4) if bits < config.quant_bits]
     ranks = job.ranks.world_size
-    of_rank = config.batch_size // ranks
-    while of_rank := of_rank // 2:
-        changes.append(Change(f"--batch-size {of_rank * ranks}", {"batch_size": of_rank * ranks}))
+    rank_batch = config.batch_size // ranks
+    while rank_batch := rank_batch // 2:
+        changes.append(Change(f"--batch-size {rank_batch * ranks}", {"batch_size": rank_batch * ranks}))
     if replace(job, config=config).pin_weights:
         changes.append(Change("--pin-memory 0", {"pin_memory": False}))
     if not config.disk_offload:
@@ -77,11 +79,11 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
             "--cpu-offload": config.cpu_offload and config.engine != "stream",
             **{f"--{name.replace('_', '-')}": getattr(config, name) != DEFAULTS[name] for name in STREAM_OPTIONS},
         }
-        of_stream = {name: DEFAULTS[name] for name in STREAM_OPTIONS}
+        defaults = {name: DEFAULTS[name] for name in STREAM_OPTIONS}
         changes.append(
             Change(
                 f"--engine {engine} --disk-offload" if engine != config.engine else "--disk-offload",
-                {"engine": engine, "cpu_offload": False, "disk_offload": True, **of_stream},
+                {"engine": engine, "cpu_offload": False, "disk_offload": True, **defaults},
                 tuple(option for option, given in dropped.items() if given),
             )
         )
@@ -89,17 +91,17 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
 
 
 def _pairs(job: Job) -> list[tuple[Change, ...]]:
-    """Two changes, the second one possible behind the first, in the order of the sum of their places among single changes."""
+    """Return pairs of changes, the second possible after the first, by the sum of their ranks among single changes."""
     pairs: dict[frozenset[str], tuple[int, Change, Change]] = {}
-    for place, first in enumerate(_changes(job.config, job)):
-        for further, second in enumerate(_changes(replace(job.config, **first.fields), job)):
+    for cost, first in enumerate(_changes(job.config, job)):
+        for more, second in enumerate(_changes(replace(job.config, **first.fields), job)):
             if not first.fields.keys() & second.fields.keys():
-                pairs.setdefault(frozenset((first.options, second.options)), (place + further, first, second))
+                pairs.setdefault(frozenset((first.options, second.options)), (cost + more, first, second))
     return [(first, second) for _, first, second in sorted(pairs.values(), key=lambda pair: pair[0])]
 
 
 def _fitting(choices: Iterable[Sequence[Change]], job: Job) -> Iterator[str]:
-    """Those of `choices` that fit, in words; of choices of the same kinds only the first."""
+    """Yield those of `choices` that fit, in words; of choices of the same kinds only the first."""
     found = set()
     for changes in choices:
         kinds = frozenset(tuple(change.fields) for change in changes)
@@ -120,31 +122,29 @@ def _fits(job: Job, fields: dict[str, Any]) -> bool:
 
 
 def more_memory(job: Job) -> str:
-    """What is left where no change of options fits."""
+    """Return the advice for a run that no change of options makes fit."""
     more = "more GPUs, nodes or memory" if job.config.engine in SHARDING_ENGINES else "a machine with more memory"
     return f"{more}, or a smaller model"
 
 
 def check_memory(plan: Plan) -> None:
-    """Raises UsageError where the weights, the tokens or both cannot lie where they have to.
+    """Raises UsageError where weights, KV cache and ids, or all of them, exceed the memory.
 
-    Only what is needed for certain counts: neither activations nor gathered weights, which `--dry-run` estimates.
+    Only what is needed for certain counts: no activations and no gathered weights, which `--dry-run` estimates.
     """
     job, footprint = plan.job, plan.weights.footprint
     weights = (footprint.device - footprint.gathered, footprint.host)
     loading = max(footprint.host, footprint.loading - (0 if job.on_gpu else weights[0]))
-    ids = 8 * job.config.batch_size * job.length  # every rank has all of them, as int64
-    tokens = (job.least_cache_device_bytes, job.kv_host_bytes + ids)
-    of_tokens = f"the KV cache and ids of {job.config.batch_size} x {job.length} tokens"
-    for what, (device, host), shorter in (
+    ids_bytes = 8 * job.config.batch_size * job.length  # all of them in every rank, as int64
+    cache = (job.least_cache_device_bytes, job.kv_host_bytes + ids_bytes)
+    cache_name = f"the KV cache and ids of {job.config.batch_size} x {job.length} tokens"
+    for what, (device_bytes, host_bytes), shorter in (
         ("its weights and their buffers", (weights[0], loading), ""),
-        (of_tokens, tokens, SHORTER),
-        (f"its weights, {of_tokens}", (weights[0] + tokens[0], weights[1] + tokens[1]), SHORTER),
+        (cache_name, cache, SHORTER),
+        (f"its weights, {cache_name}", (weights[0] + cache[0], weights[1] + cache[1]), SHORTER),
     ):
-        for need in memory_of(job, device, host):
+        for need in node_needs(job, device_bytes, host_bytes):
             if not need.fits:
                 changes = changes_that_fit(job)
-                raise UsageError(
-                    f"{job.config.model}: {what} need {need.shortage()}; "
-                    + (f"use {one_of(changes)}." if changes else f"{shorter}use {more_memory(job)}.")
-                )
+                advice = f"use {one_of(changes)}." if changes else f"{shorter}use {more_memory(job)}."
+                raise UsageError(f"{job.config.model}: {what} need {need.shortage()}; {advice}")

@@ -11,7 +11,6 @@ from zero_inference.config.options import MAX_GIB
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import model_argument
 from zero_inference.errors import UsageError
-from zero_inference.planning.arguments import SHOWN
 from zero_inference.utils import garbage
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.progress import Progress, current_progress, importing, use_progress
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the table; 0. Raises UsageError where nothing fits, or nothing can be predicted."""
+    """Print the table and return 0. Raises UsageError where nothing fits, or nothing can be predicted."""
     args.model = model_argument(args)
     if args.machines:
         return _list_machines(args)
@@ -31,18 +30,18 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("name a model first: zero-inference plan MODEL, a hub name, a local folder or a preset.")
     from zero_inference.hardware.spec import resolve_profile
 
-    resolve_profile(args.machine, args.assume)  # what cannot be meant is refused before torch is imported
+    resolve_profile(args.machine, args.assume)  # refuses unknown machines before torch is imported
     with garbage.postpone_collections(), use_progress(Progress(args.verbose > 0)):
         with importing("torch and transformers", args.verbose > 0):
             from zero_inference.planning.answer import print_answer
         job, found = search(args)
         garbage.resume_collections()
-        print_answer(args, job, found, current_progress().say, SHOWN)
+        print_answer(args, job, found, current_progress().say)
     return 0
 
 
 def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
-    """What the options of `add_arguments` leave open, planned. Raises UsageError: they cannot be meant, or the model cannot be planned."""
+    """Plan what the options leave open. Raises UsageError: they are invalid, or the model cannot be planned."""
     config = RunConfig(
         model=args.model,
         dummy=args.dummy,
@@ -56,10 +55,6 @@ def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
         dry_run=True,
     ).validate()
     _check(args)
-    return _search(args, config)
-
-
-def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, SearchResult]:
     from zero_inference.hardware.machine import resolve_machine
     from zero_inference.models.spec import resolve_for_plan
     from zero_inference.planning.plan import build_job, check_model
@@ -74,7 +69,7 @@ def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, SearchRes
     check_model(config, spec)
     machine = _machine(args)
     job = build_job(config, spec, ranks, machine=machine)
-    return job, find_candidates(job, _free(args, _world_sizes(args, machine)))
+    return job, find_candidates(job, _search_space(args, _world_sizes(args, machine)))
 
 
 def _list_machines(args: argparse.Namespace) -> int:
@@ -130,7 +125,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 
 def _check_part(option: str, gib: float | None, there: int, instead: str, name: str) -> None:
-    """Raises UsageError where a part of the memory is asked for that is larger than all of it."""
+    """Raises UsageError for a limit that is more than the machine has."""
     if gib is not None and gib * 2**30 > there:
         raise UsageError(
             f"{option} {gib:g}: {name} has only {format_bytes(there)}; for a machine with more use --assume {instead.format(gib)}."
@@ -138,10 +133,10 @@ def _check_part(option: str, gib: float | None, there: int, instead: str, name: 
 
 
 def _world_sizes(args: argparse.Namespace, machine: Machine) -> tuple[int, ...]:
-    """Numbers of GPUs to plan for; 1 for a machine without, whose device is the CPU.
+    """Return the numbers of ranks to plan for; 1 for a machine without a GPU.
 
     Raises:
-        UsageError: there are fewer, or no batch divides over them.
+        UsageError: the machine has fewer GPUs, or no batch divides over them.
     """
     gpus = machine.gpus()
     for number in args.num_gpus or ():
@@ -154,15 +149,15 @@ def _world_sizes(args: argparse.Namespace, machine: Machine) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _free(args: argparse.Namespace, world_sizes: tuple[int, ...]) -> SearchSpace:
+def _search_space(args: argparse.Namespace, world_sizes: tuple[int, ...]) -> SearchSpace:
     from zero_inference.planning.search import SearchSpace
 
-    free = SearchSpace()
+    every = SearchSpace()
     return replace(
-        free,
-        engines=tuple(dict.fromkeys(args.engine or free.engines)),
-        quant_bits=tuple(dict.fromkeys(args.quant_bits or free.quant_bits)),
-        batch_sizes=tuple(dict.fromkeys(args.batch_size or free.batch_sizes)),
-        kv_offload=free.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
+        every,
+        engines=tuple(dict.fromkeys(args.engine or every.engines)),
+        quant_bits=tuple(dict.fromkeys(args.quant_bits or every.quant_bits)),
+        batch_sizes=tuple(dict.fromkeys(args.batch_size or every.batch_sizes)),
+        kv_offload=every.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
         world_sizes=world_sizes,
     )

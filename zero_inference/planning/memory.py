@@ -1,7 +1,7 @@
-"""Bytes that a run needs on the device, in host memory, page-locked and on disk, against what is available.
+"""Bytes that a run needs on the device, in host memory, page-locked and on disk, and whether they are available.
 
-Weights and caches are exact, but for the weights that an engine gathers for a moment, which are an upper bound; activations
-are what a prefill keeps at its peak (models/sizes.py).
+Weights and KV cache are exact, except for gathered weights, which are an upper bound; activations are the peak of a traced prefill
+(models/sizes.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ DEVICE_MEMORY, HOST_MEMORY, PAGE_LOCKED, DISK = "device memory", "host memory", 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes needed at one place of one node; `available` is None where it is not known.
+    """Bytes needed at one place of one node.
 
     Attributes:
-        which: of several such places, for people.
-        reserve: bytes that have to stay free besides.
+        available: free bytes; None where unknown.
+        which: names one of several such places, or the folder of the disk.
+        reserve: bytes that have to stay free in addition.
     """
 
     place: str
@@ -37,24 +38,23 @@ class Need:
 
     @property
     def with_reserve(self) -> int:
-        """Free bytes that a run asks for."""
         return self.needed + self.reserve
 
     def in_words(self) -> str:
-        """`20.4 of 23.5 GiB free`."""
+        """Return such as "20.4 of 23.5 GiB free"."""
         if self.available is None:
             return f"{format_bytes(self.needed)}; how much is free is not known"
         needed, there, unit = format_bytes_pair(self.needed, self.available)
         return f"{needed} of {there} {unit} free{self._reserved}"
 
     def shortage(self) -> str:
-        """`24.8 GiB of host memory (23.5 GiB free)`."""
+        """Return such as "24.8 GiB of host memory (23.5 GiB free)"."""
         needed, there, unit = format_bytes_pair(self.needed, self.available or 0)
         return f"{needed} {unit} of {self.name} ({there} {unit} free{self._reserved})"
 
     @property
     def _reserved(self) -> str:
-        """Return the words about the reserve where nothing else is missing."""
+        """Words about the reserve where nothing else is missing."""
         only_reserve = not self.fits and self.needed <= (self.available or 0)
         return f", of which {format_bytes(self.reserve)} have to stay free" if only_reserve else ""
 
@@ -64,42 +64,41 @@ class Need:
 
 
 def shown(needs: Sequence[Need]) -> list[Need]:
-    """Without page-locked memory, which is a part of host memory, unless it alone does not fit."""
+    """Return `needs` without page-locked memory, which is part of host memory, unless it alone does not fit."""
     host_fits = all(need.fits for need in needs if need.place == HOST_MEMORY)
     return [need for need in needs if need.place != PAGE_LOCKED or (host_fits and not need.fits)]
 
 
 def memory_needs(plan: EnginePlan) -> list[Need]:
-    """What a node needs."""
-    job, weights = plan.job, plan.footprint
-    ranks_here = job.ranks.local_world_size
-    pinned = weights.pinned + (job.kv_host_bytes if job.config.pin_kv_cache else 0)
-    device = plan.device_peak_bytes if job.on_gpu else 0
-    reserve = max(0, plan.least_free_device_bytes - device) if job.on_gpu else 0
-    needs = memory_of(job, device, plan.host_peak_bytes(), reserve)
-    if job.on_gpu:  # the driver asks no memlock limit
-        needs.append(Need(PAGE_LOCKED, pinned * ranks_here, job.machine.available_host_bytes()))
+    """Return what one node needs, over its ranks."""
+    job, footprint, ranks = plan.job, plan.footprint, plan.job.ranks.local_world_size
+    device_bytes = plan.device_peak_bytes if job.on_gpu else 0
+    reserve_bytes = max(0, plan.least_free_device_bytes - device_bytes) if job.on_gpu else 0
+    needs = node_needs(job, device_bytes, plan.host_peak_bytes(), reserve_bytes)
+    if job.on_gpu:  # the driver ignores the memlock limit
+        pinned_bytes = footprint.pinned + (job.kv_host_bytes if job.config.pin_kv_cache else 0)
+        needs.append(Need(PAGE_LOCKED, pinned_bytes * ranks, job.machine.available_host_bytes()))
     if job.config.disk_offload:
         folder = job.config.offload_path
-        needs.append(Need(DISK, weights.disk * ranks_here, job.machine.disk_free_bytes(folder), f"({folder})"))
+        needs.append(Need(DISK, footprint.disk * ranks, job.machine.disk_free_bytes(folder), f"({folder})"))
     return needs
 
 
-def memory_of(job: Job, device: int, host: int, reserve: int = 0) -> list[Need]:
-    """A rank's bytes on its device, with its reserve there, and in host memory, for all ranks of this node; without a GPU, the device is
-    host memory."""
-    ranks_here = job.ranks.local_world_size
+def node_needs(job: Job, device_bytes: int, host_bytes: int, reserve_bytes: int = 0) -> list[Need]:
+    """Return the needs of a node for a rank's bytes on its device and in host memory; without a GPU the device is host memory."""
+    ranks, available = job.ranks.local_world_size, job.machine.available_host_bytes()
     if not job.on_gpu:
-        return [Need(HOST_MEMORY, (device + host) * ranks_here, job.machine.available_host_bytes())]
+        return [Need(HOST_MEMORY, (device_bytes + host_bytes) * ranks, available)]
+    which = "of each GPU" if ranks > 1 else ""
     return [
-        Need(DEVICE_MEMORY, device, job.free_device_bytes, "of each GPU" if ranks_here > 1 else "", reserve),
-        Need(HOST_MEMORY, host * ranks_here, job.machine.available_host_bytes()),
+        Need(DEVICE_MEMORY, device_bytes, job.free_device_bytes, which, reserve_bytes),
+        Need(HOST_MEMORY, host_bytes * ranks, available),
     ]
 
 
 @dataclass(frozen=True)
 class LogSizes:
-    """At 2 bytes an element, over all ranks; nothing is decided by them."""
+    """Sizes of the log and the record by the formulas of `zero_inference.utils`: 2 bytes an element, over all ranks."""
 
     model_bytes: int
     cache_bytes: int
