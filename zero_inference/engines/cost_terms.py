@@ -1,4 +1,4 @@
-"""What the cost model (planning/cost.py) needs to know of how an engine runs a plan."""
+"""Cost terms: the facts about an engine and its plan that the cost model (planning/cost.py) counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class CpuWork(NamedTuple):
-    """What the CPU backend does in one pass.
+    """Work of the CPU backend in one pass.
 
     Attributes:
         layer_share, expert_share: share (0 to 1) of the bytes of decoder layers without experts, and of experts, that it multiplies.

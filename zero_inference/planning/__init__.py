@@ -1,1 +1,1 @@
-"""What is decided before anything is loaded."""
+"""Plans: placement, memory and times of a run before anything is loaded, and the search over configurations."""

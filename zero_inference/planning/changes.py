@@ -1,4 +1,4 @@
-"""What makes a run fit that does not: one change of options, or two; and the check that refuses a run before loading."""
+"""Changes of options, single or in pairs, that make a run fit; and the memory check before loading."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Change:
 def changes_that_fit(job: Job) -> list[str]:
     """Return options to add so that `job` fits, each planned: single changes, or the cheapest pairs where none does.
 
-    Of changes of one kind (8 or 4 bits, smaller and smaller batches) only the mildest that fits is named.
+    Only the mildest change of each kind (8 or 4 bits, smaller and smaller batches) is named.
     """
     singles = [(change,) for change in _changes(job.config, job)]
     return list(_fitting(singles, job)) or list(islice(_fitting(_pairs(job), job), MOST_PAIRS))

@@ -323,8 +323,8 @@ class ByteCost(NamedTuple):
 class WeightCost:
     """Seconds in which the device reads the weights of operators as they are stored, dequantizes them and multiplies with them.
 
-    Of b bytes of weights in the model's dtype, stored as `ratio` * b bytes, in a product with n tokens. Memory rate M; measured rates of
-    products P(n) with plain weights, C(n) with codes and R of the engine's own dequantization with the product of one token:
+    Seconds for b bytes of weights in the model's dtype, stored as `ratio` * b bytes, in a product with n tokens. M is the memory rate;
+    P(n), C(n) and R are measured: products with plain weights, with codes, and the engine's dequantization with the product of 1 token.
 
         plain                      b / P(n)
         codes, multiplied as such  ratio b / C(n)                up to `fused_rows` tokens, or as measured

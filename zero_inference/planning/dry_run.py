@@ -43,7 +43,7 @@ Row = tuple[str, str]  # label and text
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run fits and how fast it is predicted to be.
+    """The verdict on a plan: whether it fits, and its predicted speed.
 
     Attributes:
         shortfall: why it does not fit, a sentence; None where it does.

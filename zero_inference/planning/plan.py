@@ -68,8 +68,10 @@ THIS_MACHINE = LocalMachine()
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do, and what it takes of this node's memory and disk. `needs`, `times` and `predicted` trace the empty model: read
-    them before `load`."""
+    """The placement of a run, with its needs of memory and disk on this node and its predicted times.
+
+    `needs`, `times` and `predicted` trace the empty model: read them before `load`.
+    """
 
     job: Job
     weights: EnginePlan
@@ -181,7 +183,7 @@ def build_job(
 def make_plan(job: Job) -> Plan:
     """Place the weights of `job` without loading anything; a collective where `job.group` is set.
 
-    Of the engine's alternatives, the one with the shorter predicted step is taken.
+    An alternative of the engine is taken where its predicted step is shorter.
 
     Raises:
         UsageError: the engine cannot run it, the KV cache cannot be in host memory, or the model adds positions or takes no text.

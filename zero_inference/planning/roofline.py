@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one device cannot avoid in a decode step: bytes of its memory, and floating-point operations."""
+    """Work that one device cannot avoid in a decode step: bytes of its memory, and floating-point operations."""
 
     device_bytes: int
     flops: int

@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def lacks_overhead(self) -> bool:
-        """Whether its speed is a bound because the overhead of its engine was not measured."""
+        """True where its speed is a bound because the overhead of its engine was not measured."""
         return self.times.without_own_work and self.measured_tokens_per_s is None
 
     @property
