@@ -1,17 +1,17 @@
-"""Whether what `zero-inference plan` finds best is within 5% of the best of all its candidates: each of them is tried.
+"""Run the candidates of `zero-inference plan` and check that its best is within 5% of the fastest.
 
     python benchmarks/plan_candidates.py RESULTS --model opt-30b --model llama-3.1-70b --gpu-memory 16 24 48 --limit-s 700
     python benchmarks/plan_candidates.py RESULTS --model opt-30b --gpu-memory 16 --list    # what would be tried, estimated seconds
     python benchmarks/plan_candidates.py RESULTS --model opt-30b --gpu-memory 16 --limit-s 0    # only the tables, of what was tried
     python benchmarks/plan_candidates.py RESULTS --model llama-3.1-70b --gpu-memory 24 --quant-bits 4 --batch-size 1 --best 1
 
-Each model with each GiB of device memory is planned, for this machine as it was kept or as --machine has it. Then all first places are
-tried, all second ones and so on, each command once, with random weights. What is predicted to decode less than half as fast as the best
-gets few tokens, and more if it turns out to be faster than that. Called again, it goes on: no command is tried twice, also if it failed,
-unless it is taken out of `trials` in RESULTS/candidates.json, which has the candidates of this call and every command that was tried.
-table.md is what is printed at the end, trials/NN.jsonl and NN.out are the record of a trial and what it said.
+Each model is planned with each GiB of device memory, for the saved hardware profile of this machine or that of --machine. Then the first
+places of all plans are run, then the second ones and so on, each command once, with random weights. Candidates that are predicted to decode
+less than half as fast as the best get few tokens, and more if they turn out to be faster. A second call continues: no command is run twice,
+also if it failed, unless it is removed from `trials` in RESULTS/candidates.json, which holds the candidates of this call and all commands
+that were run. table.md is the table printed at the end; trials/NN.jsonl and NN.out are record and output of a trial.
 
-Exit code: 0; 1 if something was not tried, or a plan's best is more than 5% slower than another candidate; 2 for bad usage.
+Exit code: 0; 1 if a candidate was not run, or a plan's best is more than 5% slower than another candidate; 2 for bad usage.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zero_inference.utils.files import write_atomically  # noqa: E402
 from zero_inference.utils.processes import ANY_ERROR, isolated_module, isolated_ranks, last_error_line, run_child  # noqa: E402  # noqa: E402
 from zero_inference.utils.tables import render  # noqa: E402
 
-TIMES_AS_LONG, AT_LEAST_S = 2.5, 90  # when a trial is ended
+TIMEOUT_FACTOR, MIN_TIMEOUT_S = 2.5, 90  # of the estimate
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_results(path: Path) -> dict[str, Result]:
-    """What was tried so far, by command."""
+    """Return the results of earlier calls, by command."""
     try:
         return json.loads(path.read_text())["trials"]
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def read_results(path: Path) -> dict[str, Result]:
 
 
 def plan_all(args: argparse.Namespace) -> dict[Pair, list[Candidate]]:
-    """The candidates of each pair. The first plan may have to measure the machine; the others run side by side."""
+    """Return the candidates of each pair. The first plan may measure the machine; the others run in parallel."""
     pairs = list(dict.fromkeys(itertools.product(args.model, args.gpu_memory)))
     first = plan(args, pairs[0])
     with ThreadPoolExecutor(4) as pool:
@@ -106,7 +106,7 @@ def plan_all(args: argparse.Namespace) -> dict[Pair, list[Candidate]]:
 
 
 def plan(args: argparse.Namespace, pair: Pair) -> list[Candidate]:
-    """What `zero-inference plan` says of it; raises UsageError where that fails, which has said why on stderr."""
+    """Return the configurations of `zero-inference plan`. Raises UsageError where it fails; the reason is on stderr then."""
     model, gpu_memory = pair
     sizes = ["--batch-size", str(args.batch_size), "--prompt-len", str(args.prompt_len), "--gen-len", str(args.gen_len)]
     options = ["--model", model, "--dummy", *sizes, "--engine", *args.engine, "--all", "--json"]
@@ -123,7 +123,7 @@ def plan(args: argparse.Namespace, pair: Pair) -> list[Candidate]:
 
 
 def run_all(trials: Trials, results: Path, left_s: Callable[[], float]) -> None:
-    """Run what is due, as far as there is time."""
+    """Run the trials that are due, as far as there is time."""
     left_out: set[str] = set()
     while due := [each for each in trials.due() if each.command not in left_out]:
         each, begun_s, now_left_s = due[0], time.monotonic(), left_s()
@@ -131,26 +131,26 @@ def run_all(trials: Trials, results: Path, left_s: Callable[[], float]) -> None:
         result = run_one(trials, each, results, now_left_s) if estimate_s <= now_left_s else None
         if result is None:
             left_out.add(each.command)
-            said = f"no time, estimated {estimate_s:.0f} s of {max(0.0, now_left_s):.0f} s"
+            outcome = f"no time, estimated {estimate_s:.0f} s of {max(0.0, now_left_s):.0f} s"
         else:
             trials.results[each.command] = result
             save(trials, results)
             rate = result["measured_tokens_per_s"]
-            said = result["failed"] or f"{rate:.3g} token/s, predicted {each.predicted:.3g}"
+            outcome = result["failed"] or f"{rate:.3g} token/s, predicted {each.predicted:.3g}"
         print(
-            f"[{len(due)} to try] {each.command}: {said} ({time.monotonic() - begun_s:.0f} s)",
+            f"[{len(due)} to try] {each.command}: {outcome} ({time.monotonic() - begun_s:.0f} s)",
             file=sys.stderr,
             flush=True,
         )
 
 
 def run_one(trials: Trials, candidate: Candidate, results: Path, left_s: float) -> Result | None:
-    """Try it; None where the time that is left ended it, and nothing is known."""
+    """Run `candidate`; None where it was stopped because the time was up."""
     folder = results / "trials"
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{1 + max((int(path.stem) for path in folder.glob('*.out')), default=0):02d}"
     records, tokens = folder / f"{name}.jsonl", trials.tokens_of(candidate.command)
-    limit_s = max(AT_LEAST_S, TIMES_AS_LONG * trials.estimate_s(candidate))
+    limit_s = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * trials.estimate_s(candidate))
     ended = run_child(
         command_of(candidate, tokens, folder / f"{name}.log"),
         folder / f"{name}.out",
@@ -168,7 +168,7 @@ def run_one(trials: Trials, candidate: Candidate, results: Path, left_s: float) 
 
 
 def command_of(candidate: Candidate, tokens: int, log: Path) -> list[str]:
-    """The candidate's command as a child, without its launcher; of options that are there twice the later ones hold."""
+    """Return the candidate's command as a child process, without its launcher; later options override earlier ones."""
     words = shlex.split(candidate.command)
     trial = ["--gen-len", str(tokens), "--loops", "1", "--warmup", "1", "--log-file", str(log)]
     options = [*words[words.index("run_model.py") + 1 :], *trial]

@@ -1,16 +1,15 @@
-"""What plans predict of runs that one H200 or H100 has done, beside what these measured.
+"""Compare predictions with the committed runs of one H200 or H100.
 
     python benchmarks/predictions.py [PATTERN] [--machine FILE [--cores-of-runs]]
     python benchmarks/predictions.py --ranges
 
-Takes the records of one GPU under benchmarks/results whose path has PATTERN in it; needs no GPU. Each is planned for the machine of FILE,
-as `zero-inference link --save` wrote it there; without FILE for one with the rates that the record itself has: link, device memory,
-products, cores beside the link. With --cores-of-runs the cores have the GB/s that they had in the run itself, where that says how fast
-they multiply: a host that others use has other rates in a run than when it was measured. No record says what the host takes to launch
-operators; `LAUNCHES` are those of all. A figure is by how much more was measured than predicted.
+Plans the records of one GPU under benchmarks/results whose path contains PATTERN; needs no GPU. The hardware profile is that of FILE, as
+`zero-inference link --save` wrote it, or else has the rates of the record itself: link, device memory, products, CPU beside the link. With
+--cores-of-runs the CPU rates are those reached in the run, where the record has them: a shared host is faster or slower from hour to hour.
+No record has the launch overhead; `LAUNCHES` is used for all. Figures are (measured - predicted) / predicted.
 
---ranges: the table of `zero_inference.planning.cost`, from the runs of HOSTS, each planned for its host as `link --save` found it; and of
-each host how many times are within the ranges that the other hosts' runs make.
+--ranges prints the table `RANGES` of `zero_inference.planning.cost` from the runs of HOSTS, each planned for the profile of its host, and how
+many times of each host are within the ranges that the other hosts give.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ LINK_GB_PER_S, DEVICE_GB_PER_S, TFLOPS = 55.3, 4225.0, 680.0  # the same, of the
 
 
 def options_of(record: dict[str, Any]) -> list[str]:
-    """Those of the run, in today's words."""
+    """Return the options of the run, as they are named today."""
     words = record["argv"][1:]
     found, argv = [], iter(words[1:] if words[:1] == ["run"] else words)
     for word in argv:
@@ -92,7 +91,7 @@ def options_of(record: dict[str, Any]) -> list[str]:
 
 
 def machine_of(record: dict[str, Any]) -> HardwareProfile:
-    """What the record says of its machine."""
+    """Return the hardware profile that follows from the rates in the record."""
     limit, cores = record.get("limit") or {}, (record.get("stream") or {}).get("cores") or {}
     memory = record["environment"]["gpus"][0]["memory_bytes"]
     found = None
@@ -127,7 +126,7 @@ def machine_of(record: dict[str, Any]) -> HardwareProfile:
 
 
 def with_cores_of_run(machine: HardwareProfile, record: dict[str, Any], spec: ModelSpec) -> HardwareProfile:
-    """`machine`, whose cores are as fast as those of the run. Of mixtures their bytes do not tell: each expert takes time besides."""
+    """Return `machine` with the CPU rates of the run; unchanged for mixtures, whose experts take time besides their bytes."""
     cores, moved = (record.get("stream") or {}).get("cores") or {}, record.get("transfers") or {}
     busy_s, planned = moved.get("cores_busy_s_per_step"), cores.get("of_step_gbps")
     if not busy_s or not planned or machine.cores is None or spec.experts[0]:
@@ -167,7 +166,7 @@ def without_short_prompts(plan: Plan) -> Plan:
 
 
 def errors_of(record: dict[str, Any], plan: Plan) -> dict[str, float | None]:
-    """By how much more was measured, as shares of what was predicted."""
+    """Return (measured - predicted) / predicted; None where one of them is missing."""
     said = plan.predicted
     measured = {
         "decode": (record["decode_latency_s"], said.decode_s),
@@ -190,7 +189,7 @@ class Ratio:
 
 
 def ratios() -> Iterator[Ratio]:
-    """Yield those of all runs of HOSTS.
+    """Yield measured over predicted times of all runs of HOSTS.
 
     Without steps of mixtures whose greedy tokens chose the same experts again and again, loading of SLOW_COPIES, loading by DeepSpeed where
     compiling counted as loading, and runs of mixtures before prompts left out experts in slots and fetched experts stayed.
@@ -216,7 +215,7 @@ def ratios() -> Iterator[Ratio]:
 
 
 def ranges_of(found: Sequence[Ratio]) -> dict[str, Range]:
-    """Return the ranges by kind that `found` make, rounded outward to steps of `STEP`."""
+    """Return the ranges of `found` by kind, rounded outward to steps of `STEP`."""
     ranges = {}
     for kind in dict.fromkeys(each.kind for each in found):
         low, high = np.quantile([each.value for each in found if each.kind == kind], [OUTSIDE / 2, 1 - OUTSIDE / 2])
@@ -252,7 +251,7 @@ def print_ranges() -> None:
 
 
 def records(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of whole runs of one GPU, with their names."""
+    """Yield the records of complete runs of one GPU, with their names."""
     for path in sorted(RESULTS.glob("h[12]00*/**/*.jsonl")):
         name = str(path.relative_to(RESULTS).with_suffix(""))
         if pattern not in name or "/parts/" in name or "/compare" in name:

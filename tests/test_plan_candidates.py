@@ -166,8 +166,8 @@ def test_what_the_limit_leaves_no_time_for_is_left_out_and_shorter_ones_are_trie
 
 
 def test_a_trial_that_hangs_is_ended(run, monkeypatch):
-    monkeypatch.setattr(plan_candidates, "AT_LEAST_S", 1)
-    monkeypatch.setattr(plan_candidates, "TIMES_AS_LONG", 0.01)
+    monkeypatch.setattr(plan_candidates, "MIN_TIMEOUT_S", 1)
+    monkeypatch.setattr(plan_candidates, "TIMEOUT_FACTOR", 0.01)
     code, found = run([[("hangs", 90)]])
     assert code == 1 and found["candidates"][0]["failed"] == "ended as it took longer than 1 s"
 
