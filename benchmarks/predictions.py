@@ -8,8 +8,8 @@ Plans the records of one GPU under benchmarks/results whose path contains PATTER
 --cores-of-runs the CPU rates are those reached in the run, where the record has them: a shared host is faster or slower from hour to hour.
 No record has the launch overhead; `LAUNCHES` is used for all. Figures are (measured - predicted) / predicted.
 
---ranges prints the table `RANGES` of `zero_inference.planning.cost` from the runs of HOSTS, each planned for the profile of its host, and how
-many times of each host are within the ranges that the other hosts give.
+--ranges prints the table `RANGES` of `zero_inference.planning.cost` from the runs of HOSTS, each planned for the profile of its host, and
+how many times of each host are within the ranges that the other hosts give.
 """
 
 from __future__ import annotations
