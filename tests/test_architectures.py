@@ -29,9 +29,9 @@ from zero_inference.architectures import (
     summarize,
 )
 from zero_inference.architectures import statistics as stats
-from zero_inference.architectures.arms import Arm, check_arm, plan_found, read_arms, speed_only, why_ended
-from zero_inference.architectures.command import quick_rates
-from zero_inference.architectures.comparison import frame_of, quality_rows, schedule
+from zero_inference.architectures.arms import Arm, check_arm, failure_reason, read_arms, read_plan, speed_only
+from zero_inference.architectures.command import measure_quick_rates
+from zero_inference.architectures.comparison import alternate_runs, build_frame, quality_rows
 from zero_inference.cli import console_main, run_parser
 from zero_inference.config.parser import option_rows
 from zero_inference.config.run_options import parse_options
@@ -56,7 +56,7 @@ def runs_of(
     Every step time is the arm's, times a slow drift of the machine over all runs, a level of the run, autocorrelated noise
     within the run, and now and then an outlier.
     """
-    order = schedule(range(len(speeds)), 2 * rounds)
+    order = alternate_runs(range(len(speeds)), 2 * rounds)
     spread = {"quiet": 0.003, "noisy": 0.03, "heavy": 0.02, "jumps": 0.01}[noise]
     drift = rng.normal(0, 0.15) + rng.normal(0, 0.1) * math.sin(rng.uniform(0, 6))
     machine, results = 0.0, [[] for _ in speeds]
@@ -135,8 +135,8 @@ def test_percentiles_need_samples_beyond_them():
 
 
 def test_runs_alternate():
-    assert [name for _, name in schedule(["A", "B"], 4)] == list("ABBAABBA")
-    assert [name for _, name in schedule(["A", "B", "C"], 2)] == list("ABCCBA")
+    assert [name for _, name in alternate_runs(["A", "B"], 4)] == list("ABBAABBA")
+    assert [name for _, name in alternate_runs(["A", "B", "C"], 2)] == list("ABCCBA")
 
 
 def test_differences_of_scores_have_an_error():
@@ -204,7 +204,7 @@ def test_summary_of_speed_and_quality():
         }
         rows += [{"architecture": name, "pass": 0} | row for row in quality_rows(scores)]
     rows.append({"architecture": "broken", "type": "failed", "pass": 0, "error": "RuntimeError: no"})
-    table = summarize(frame_of(rows), "plain").set_index(["architecture", "config"])
+    table = summarize(build_frame(rows), "plain").set_index(["architecture", "config"])
     fast = table.loc[("int4", "decode")]
     assert fast.speedup == pytest.approx(3.025, rel=1e-5) and fast.verdict == "faster"
     assert fast.speedup_low <= 3.025 <= fast.speedup_high
@@ -221,7 +221,7 @@ def test_summary_of_speed_and_quality():
     assert ("int4", "perplexity") not in table.index
     assert table[table.type == "failed"].error.tolist() == ["RuntimeError: no"]
     with pytest.raises(ValueError, match="int8.*plain, int4, broken"):
-        summarize(frame_of(rows), "int8")
+        summarize(build_frame(rows), "int8")
 
 
 def llama_step_flops(config, positions: int, queries: int, logits: int) -> int:
@@ -417,7 +417,7 @@ def test_the_runs_without_scores_are_valid_too(tmp_path):
 def test_the_last_words_of_a_run(tmp_path):
     def why(said: str, code: int) -> str:
         (tmp_path / "out").write_text(said)
-        return why_ended(ChildRun(code, tmp_path / "out"))
+        return failure_reason(ChildRun(code, tmp_path / "out"))
 
     assert why("loading\nerror: does not fit\n[rank0] launcher's remark\n", 2) == "does not fit"
     assert (
@@ -545,22 +545,22 @@ def test_an_estimate_comes_before_the_first_run(tmp_path, monkeypatch, no_gpu):
     """From the plan's prediction, or on a CPU from bytes and products at rates that take a moment to measure."""
     words = "--model opt-125m --dummy --engine resident --dtype float32 --prompt-len 16 --gen-len 5 --loops 2"
     arm = Arm("a", tuple(words.split()), parse_options(words.split()))
-    assert command.expected_run_s(arm, plan_found(arm, tmp_path), 1) is None
+    assert command.predict_run_s(arm, read_plan(arm, tmp_path), 1) is None
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(tmp_path / "none.json"))
     assert check_arm(arm, ["--warmup", "1"], tmp_path) is None
-    found = plan_found(arm, tmp_path)
-    monkeypatch.setattr(command, "quick_rates", lambda: (10.0, 50.0))
+    found = read_plan(arm, tmp_path)
+    monkeypatch.setattr(command, "measure_quick_rates", lambda: (10.0, 50.0))
     step_s = found["sizes"]["weight_bytes"] / 10e9
     prefill_s = max(step_s, found["sizes"]["model_bytes"] * 16 / 50e9)
     loading_s = command.START_S + found["sizes"]["weight_bytes"] / command.LOADED_BYTES_PER_S
-    assert command.expected_run_s(arm, found, 1) == pytest.approx(loading_s + 3 * (prefill_s + 4 * step_s))
+    assert command.predict_run_s(arm, found, 1) == pytest.approx(loading_s + 3 * (prefill_s + 4 * step_s))
     found["predicted"] |= {"prefill_s": 10.0, "decode_step_s": 1.0, "load_s": 7.0}
-    assert command.expected_run_s(arm, found, 3) == pytest.approx(command.START_S + 7 + 5 * 14)
+    assert command.predict_run_s(arm, found, 3) == pytest.approx(command.START_S + 7 + 5 * 14)
     assert command._about([30.0] * 4, [30.0] * 4) == ", about 2 min" and command._about([None, 1.0], [1.0, 1.0]) == ""
     assert command._about([60.0] * 4, [90.0] * 4).startswith(", about 4 min to 6 min, by how many warm-up loops")
-    taken = command.Taken({"a": 5.0, "b": None})
+    taken = command.RunTimes({"a": 5.0, "b": None})
     assert taken.expected_s(["a", "a"]) == 10 and taken.expected_s(["a", "b"]) is None
-    memory, cores = quick_rates()
+    memory, cores = measure_quick_rates()
     assert 0.1 < memory < 10_000 and 0.1 < cores < 1e6
 
 
@@ -634,7 +634,7 @@ def test_the_table_of_recorded_runs(tmp_path, capsys):
     columns = table.columns(rows)
     first, *_ = csv.DictReader(io.StringIO(render(rows, columns, "csv")))
     assert float(first["decode_throughput"]) == fp16["decode_throughput"] and first["total_verdict"] == "baseline"
-    columns, for_people = table.for_people(columns, rows)
+    columns, for_people = table.compact_for_display(columns, rows)
     text = render(for_people, shown_columns(for_people, columns), "md")
     assert (
         "0.333x (0.333 - 0.333)" in text and "does not fit: 20 GB" in text and "-0.1000" in text and "total" not in text

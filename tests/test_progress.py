@@ -194,7 +194,7 @@ def test_the_time_that_generations_still_take(clock):
 
 
 def test_runs_to_come_are_expected_to_take_what_those_of_their_arm_took():
-    taken = compare.Taken()
+    taken = compare.RunTimes()
     assert taken.expected_s(["a", "b"]) is None
     taken.add("a", 10, True)
     assert taken.expected_s(["a", "b"]) == 20

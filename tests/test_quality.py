@@ -334,7 +334,7 @@ def test_log_probabilities_are_float32_and_lm_evals_default_stands_beside_them(s
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM
 
-    from zero_inference.quality.evaluate import in_words
+    from zero_inference.quality.evaluate import format_scores
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(small, dtype=torch.bfloat16).eval(), plain[1]
     benchmark, found = QualityBenchmark(model, tokenizer, batch_size=BATCH), {}
@@ -357,7 +357,7 @@ def test_log_probabilities_are_float32_and_lm_evals_default_stands_beside_them(s
     text = benchmark.evaluate_task("perplexity", [{"text": TEXT}])
     for key, name in (("perplexity", "float32"), ("perplexity_in_dtype", "own")):
         assert math.log(text[key]) * text["tokens"] == pytest.approx(found[name][2], rel=1e-6)
-    assert f"; lm-eval's default {text['perplexity_in_dtype']:.3f})" in in_words("perplexity", text)
+    assert f"; lm-eval's default {text['perplexity_in_dtype']:.3f})" in format_scores("perplexity", text)
 
 
 def test_quality_benchmark_refuses_what_it_cannot_do(plain):
@@ -382,7 +382,7 @@ def test_quality_benchmark_refuses_what_it_cannot_do(plain):
 def test_published_hellaswag_columns_are_read_in_lm_evals_way():
     need_lm_eval()
     from zero_inference.quality.data import check_items
-    from zero_inference.quality.harness import choice_docs
+    from zero_inference.quality.harness import build_choice_docs
 
     row = {
         "ctx": "raw [header] text",
@@ -394,7 +394,7 @@ def test_published_hellaswag_columns_are_read_in_lm_evals_way():
         "split": "val",
     }
     (item,) = check_items("hellaswag", [("row", row)])
-    assert choice_docs("hellaswag", [item]) == [
+    assert build_choice_docs("hellaswag", [item]) == [
         {
             "query": "Sitting: How to sit. Find a chair. Then you",
             "choices": [" sit.", "stand.", "run.", "fly."],
@@ -416,7 +416,7 @@ def test_scores_that_are_no_numbers_end_the_evaluation(plain, monkeypatch):
 
 
 def test_ranks_join_shares_in_the_order_of_the_items():
-    from zero_inference.quality.shares import joined, share_of
+    from zero_inference.quality.tasks import gather_items, share_of
 
     items, cpu = list("abcdefg"), torch.device("cpu")
     shares = [share_of(items, Ranks(rank, 3, rank, 3, cpu)) for rank in range(3)]
@@ -428,7 +428,7 @@ def test_ranks_join_shares_in_the_order_of_the_items():
             return shares
 
     for rank in range(3):
-        assert joined(shares[rank], Three(rank, 3, rank, 3, cpu)) == items
+        assert gather_items(shares[rank], Three(rank, 3, rank, 3, cpu)) == items
 
 
 def test_a_score_that_cannot_be_had_keeps_the_timings(small, tmp_path, capfd):
@@ -459,4 +459,4 @@ def test_a_perplexity_beyond_all_floats_does_not_end_a_run_that_was_measured(pla
         evaluate.QualitySettings(window=WINDOW, stride=STRIDE),
     ).scores["perplexity"]
     assert scores["perplexity"] == math.inf and scores["nll_per_token"] > 1000
-    assert evaluate.in_words("perplexity", scores).startswith("perplexity: inf")
+    assert evaluate.format_scores("perplexity", scores).startswith("perplexity: inf")

@@ -32,7 +32,7 @@ from zero_inference.planning.dry_run import print_plan
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan, plan_run
 from zero_inference.planning.search import faster_than
 from zero_inference.quality import evaluate as quality
-from zero_inference.quality.of_run import score_run
+from zero_inference.quality.evaluate import score_run
 from zero_inference.records.failure import leave_process_group, record_failures
 from zero_inference.records.hardware import Environment
 from zero_inference.records.schema import AutoChoice, Quality, Request, Result
@@ -107,7 +107,7 @@ def _run(
     resolved = _resolve(config, ranks, machine, progress)
     given = config
     config, spec = resolved.config, resolved.spec
-    questions = quality.prepare(config)
+    questions = quality.load_tasks(config)
     quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
         raise UsageError(
@@ -121,7 +121,7 @@ def _run(
     request = build_request(config, spec, ranks, argv).model_copy(update={"chosen": resolved.chosen})
     files = RunLog.at(log_path(config, ranks), request, Result(environment=Environment(**describe_environment())))
     refuse_shared_files(
-        config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
+        config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.find_data_files(config)
     )
     files.check()
     with record_failures(config, ranks, files, release=close_all) as watch:

@@ -9,7 +9,7 @@ from typing import Any
 _HOMES = {
     "ArchitectureBenchmark": "benchmark",
     "BenchmarkResult": "benchmark",
-    "QualityBenchmark": "quality",
+    "QualityBenchmark": "benchmark",
     "BenchmarkConfig": "comparison",
     "compare_architectures": "comparison",
     "summarize": "comparison",

@@ -143,10 +143,10 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
     output = _check_output(arm, folder)
     options = [*arm.options, *extra, "--dry-run", "--json"]
     ended = run_child(isolated_ranks("zero_inference", ranks, "run", *options), output)
-    verdict = (plan_found(arm, folder) or {}).get("verdict", "")
+    verdict = (read_plan(arm, folder) or {}).get("verdict", "")
     doubt = verdict if verdict.startswith(DoesNotFit.VERDICT) else None
     if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
-        raise UsageError(f"arm {arm.name}: {why_ended(ended)}")
+        raise UsageError(f"arm {arm.name}: {failure_reason(ended)}")
     if fails := next((line for line in ended.read_output().splitlines() if line.startswith(ONLY_PLANNED)), None):
         raise UsageError(f"arm {arm.name}: {fails.removeprefix(ONLY_PLANNED).strip()}")
     return doubt
@@ -156,7 +156,7 @@ def _check_output(arm: Arm, folder: Path) -> Path:
     return folder / f"{arm.file_stem}-check.out"
 
 
-def plan_found(arm: Arm, folder: Path) -> dict[str, Any] | None:
+def read_plan(arm: Arm, folder: Path) -> dict[str, Any] | None:
     """Return the plan that `check_arm` left in `folder`, as `--dry-run --json` prints it; None without one."""
     output = _check_output(arm, folder)
     said = output.read_text(errors="replace") if output.is_file() else ""
@@ -185,10 +185,10 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
         records=lambda: _records(log),
         is_good=lambda record: record.get("status") == STATUS_OK,
     )
-    return ended.record or {"status": STATUS_FAILED, "error": why_ended(ended)}
+    return ended.record or {"status": STATUS_FAILED, "error": failure_reason(ended)}
 
 
-def why_ended(ended: ChildRun) -> str:
+def failure_reason(ended: ChildRun) -> str:
     """What a run that left no record said last."""
     words = last_error_line(ended.read_output())
     if words is None:

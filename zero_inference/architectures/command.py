@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zero_inference.architectures.arms import Arm, check_arm, plan_found, read_arms, run_arm
+from zero_inference.architectures.arms import Arm, check_arm, read_arms, read_plan, run_arm
 from zero_inference.config.checks import batch_advice
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig
@@ -160,7 +160,7 @@ def _print_table(rows: list[dict[str, Any]], baseline: str, format: str) -> None
 
     columns, shown = table.columns(rows), rows
     if format != "csv":
-        columns, shown = table.for_people(columns, rows)
+        columns, shown = table.compact_for_display(columns, rows)
         columns = shown_columns(shown, columns)
     print_rows(shown, columns, format, turn=True, piped_width=PIPED_WIDTH)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
@@ -213,16 +213,16 @@ def _check_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], fold
 
 def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder: Path, progress: Progress) -> Runs:
     """Every arm's runs; one that failed is not run again."""
-    from zero_inference.architectures.comparison import schedule
+    from zero_inference.architectures.comparison import alternate_runs
 
     by_name = {arm.name: arm for arm in arms}
     runs: Runs = {arm.name: [] for arm in arms}
     loops = {each.name: (min(SETTLED_LOOPS, args.warmup_tries), args.warmup_tries) for each in arms}
     least, most = (
-        {each.name: expected_run_s(each, plan_found(each, folder), loops[each.name][which]) for each in arms}
+        {each.name: predict_run_s(each, read_plan(each, folder), loops[each.name][which]) for each in arms}
         for which in (0, 1)
     )
-    turns, taken = schedule(list(by_name), 2 * args.rounds), Taken(least)
+    turns, taken = alternate_runs(list(by_name), 2 * args.rounds), RunTimes(least)
     about = _about([least[name] for _, name in turns], [most[name] for _, name in turns])
     progress.say(f"compare: {len(turns)} runs, {2 * args.rounds} of each arm{about}; their output is in {folder}")
     with progress.task("compare", ticking=True) as task:
@@ -247,7 +247,7 @@ def _about(least: list[float | None], most: list[float | None]) -> str:
     return f", about {low}" + (f" to {high}, by how many warm-up loops each takes" if high != low else "")
 
 
-def expected_run_s(arm: Arm, plan: dict[str, Any] | None, warmup: int) -> float | None:
+def predict_run_s(arm: Arm, plan: dict[str, Any] | None, warmup: int) -> float | None:
     """Return the seconds that a run of `arm` is expected to take with `warmup` loops before those that count, scoring not counted.
 
     They are those of `plan`, or without a GPU what its bytes and products take this machine's memory and cores. None where neither
@@ -260,7 +260,7 @@ def expected_run_s(arm: Arm, plan: dict[str, Any] | None, warmup: int) -> float 
     if step_s is None:
         if plan["needs"] is None or any(each["place"] == "device memory" for each in plan["needs"]):
             return None
-        gb_per_s, gflops = quick_rates()
+        gb_per_s, gflops = measure_quick_rates()
         step_s = sizes["weight_bytes"] / gb_per_s / 1e9
         tokens = config["batch_size"] * config["prompt_len"]
         prefill_s = max(
@@ -271,7 +271,7 @@ def expected_run_s(arm: Arm, plan: dict[str, Any] | None, warmup: int) -> float 
 
 
 @functools.cache
-def quick_rates() -> tuple[float, float]:
+def measure_quick_rates() -> tuple[float, float]:
     """Return GB/s of memory and GFLOP/s of the cores, measured in a fraction of a second: good for an estimate."""
     import numpy
 
@@ -288,7 +288,7 @@ def quick_rates() -> tuple[float, float]:
     return 2 * data.nbytes / seconds(data.copy) / 1e9, 2 * 512**3 / seconds(lambda: square @ square) / 1e9
 
 
-class Taken:
+class RunTimes:
     """How long the runs of each arm took, and from that how long others will."""
 
     def __init__(self, expected: Mapping[str, float | None] = MappingProxyType({})) -> None:

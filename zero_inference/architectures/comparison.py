@@ -110,7 +110,7 @@ def compare_architectures(
         raise ValueError("no architectures to compare")
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows: list[dict[str, Any]] = []
-    for number, name in schedule(list(architectures), config.passes):
+    for number, name in alternate_runs(list(architectures), config.passes):
         if any(row["architecture"] == name and row["type"] == FAILED for row in rows):
             continue
         try:
@@ -123,17 +123,17 @@ def compare_architectures(
             rows.append(
                 {"architecture": name, "type": FAILED, "pass": number, "error": f"{type(error).__name__}: {reason[0]}"}
             )
-    return frame_of(rows)
+    return build_frame(rows)
 
 
-def schedule(names: Sequence[str], passes: int) -> list[tuple[int, str]]:
+def alternate_runs(names: Sequence[str], passes: int) -> list[tuple[int, str]]:
     """(pass, name) in the order to run: each pass has every name once, every other pass in reverse (A B, B A, A B, ...)."""
     return [
         (number, name) for number in range(passes) for name in (names if number % 2 == 0 else list(reversed(names)))
     ]
 
 
-def frame_of(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
+def build_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     """Rows (mappings with some of COLUMNS) as a comparison's frame."""
     import pandas
 
@@ -231,7 +231,7 @@ def _turn(
         fields = asdict(result)
         yield {"type": SPEED, "config": fields.pop("name")} | fields
     if config.quality and number == 0:
-        from zero_inference.architectures.quality import QualityBenchmark
+        from zero_inference.architectures.benchmark import QualityBenchmark
 
         judge = QualityBenchmark(model, config.tokenizers[name])
         for task, dataset in config.quality.items():

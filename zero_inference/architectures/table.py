@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_inference.architectures import statistics
 from zero_inference.architectures.arms import Arm
-from zero_inference.architectures.comparison import QUALITY, SPEED, frame_of, quality_rows, summarize
+from zero_inference.architectures.comparison import QUALITY, SPEED, build_frame, quality_rows, summarize
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.utils.format import decimals, format_gib_exact, format_percent
 from zero_inference.utils.tables import Column
@@ -76,7 +76,9 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     return [*found, ERROR]
 
 
-def for_people(found: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> tuple[list[Column], list[dict[str, Any]]]:
+def compact_for_display(
+    found: Sequence[Column], rows: Sequence[Mapping[str, Any]]
+) -> tuple[list[Column], list[dict[str, Any]]]:
     """Columns and rows that fit beside each other: choices in which the arms differ, speedups with their intervals in one column,
     the whole run's throughput only where there is no decode."""
     shown = [dict(row) for row in rows]
@@ -186,7 +188,7 @@ def _summary(arms: Sequence[Arm], runs: Runs, baseline: str):
             rows += [
                 {"architecture": arm.name, "pass": number} | row for row in quality_rows(record.get("quality") or {})
             ]
-    return summarize(frame_of(rows), baseline)
+    return summarize(build_frame(rows), baseline)
 
 
 def _plain(value: Any) -> Any:

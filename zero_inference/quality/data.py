@@ -124,7 +124,7 @@ def load_items(task: str, source: str | Path | None, limit: int | None = None) -
     Raises:
         UsageError: there is no file, no item, or an item with a missing or wrong field.
     """
-    path = data_file(task, source)
+    path = find_task_file(task, source)
     return check_items(task, read_rows(task, path), f"--quality-data {path}")[:limit]
 
 
@@ -169,7 +169,7 @@ def _kind_of(value: Any) -> str:
     return kinds.get(type(value), type(value).__name__)
 
 
-def rows_of(dataset: Any) -> Iterator[tuple[str, Any]]:
+def iterate_rows(dataset: Any) -> Iterator[tuple[str, Any]]:
     """Yield the rows of an iterable of dicts (a list, a datasets.Dataset) or a DataFrame with their places."""
     rows = dataset.to_dict("records") if hasattr(dataset, "to_dict") and hasattr(dataset, "columns") else dataset
     for number, row in enumerate(rows):
@@ -179,7 +179,7 @@ def rows_of(dataset: Any) -> Iterator[tuple[str, Any]]:
 # Finding the file.
 
 
-def data_file(task: str, source: str | Path | None) -> Path:
+def find_task_file(task: str, source: str | Path | None) -> Path:
     """Return the file of `task` for a `source` of `load_items`. Raises UsageError if there is none, or several."""
     try:
         return (

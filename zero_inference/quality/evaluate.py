@@ -12,11 +12,14 @@ import torch
 
 from zero_inference.config.checks import perplexity_window
 from zero_inference.config.run_config import RunConfig
+from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.errors import UsageError
-from zero_inference.quality.data import data_file, load_items
+from zero_inference.quality.data import find_task_file, load_items
 from zero_inference.quality.sandbox import check_isolation
-from zero_inference.quality.settings import QualitySettings
-from zero_inference.quality.tasks import TASKS
+from zero_inference.quality.tasks import TASKS, QualitySettings
+from zero_inference.records.schema import Quality
+from zero_inference.records.scores import Tasks
+from zero_inference.records.write import RunLog
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.progress import Progress, current_progress
 from zero_inference.utils.ranks import Ranks
@@ -30,23 +33,24 @@ class Evaluation:
     items: list[dict[str, Any]] = field(default_factory=list)
 
 
-def prepare(config: RunConfig) -> dict[str, list[dict]]:
+def load_tasks(config: RunConfig) -> dict[str, list[dict]]:
     """Everything about quality that can fail before a model is loaded: the items of each task, and a place to run code.
 
     Raises:
         UsageError: see the message.
     """
     items = {
-        task: load_items(task, path, config.quality_limit) for task, path in zip(config.quality, data_files(config))
+        task: load_items(task, path, config.quality_limit)
+        for task, path in zip(config.quality, find_data_files(config))
     }
     if "humaneval" in items:
         check_isolation()
     return items
 
 
-def data_files(config: RunConfig) -> list[Path]:
-    """Where the items of each task of `config` are read from. Raises UsageError as `data_file`."""
-    return [data_file(task, config.quality_data) for task in config.quality]
+def find_data_files(config: RunConfig) -> list[Path]:
+    """Where the items of each task of `config` are read from. Raises UsageError as `find_task_file`."""
+    return [find_task_file(task, config.quality_data) for task in config.quality]
 
 
 def check_lengths(config: RunConfig, positions: int | None) -> None:
@@ -62,7 +66,7 @@ def check_lengths(config: RunConfig, positions: int | None) -> None:
         )
 
 
-def settings_of(config: RunConfig, ranks: Ranks) -> QualitySettings:
+def quality_settings(config: RunConfig, ranks: Ranks) -> QualitySettings:
     return QualitySettings(
         batch_size=config.quality_batch_size or max(1, config.batch_size // ranks.world_size),
         samples=config.humaneval_samples,
@@ -89,10 +93,10 @@ def evaluate(
     Raises:
         RunError: the model gives no scores, or programs cannot be run.
     """
-    from zero_inference.quality.harness import LoadedLM
+    from zero_inference.quality.harness import EngineLM
 
     progress = progress or current_progress()
-    lm = LoadedLM(model, tokenizer, device, settings.batch_size)
+    lm = EngineLM(model, tokenizer, device, settings.batch_size)
     done = Evaluation()
     for task, items in tasks.items():
         start = time.perf_counter()
@@ -115,7 +119,7 @@ def write_items(path: str | Path, items: list[dict]) -> None:
         file.write_text("".join(json.dumps(item) + "\n" for item in items))
 
 
-def in_words(task: str, scores: dict) -> str:
+def format_scores(task: str, scores: dict) -> str:
     """One line for people."""
     if task == "perplexity":
         return (
@@ -143,3 +147,22 @@ def _in_dtype(value: float | None, format: str) -> str:
 
 def _plus_minus(value: float | None, format: str) -> str:
     return "" if value is None else f" +- {value:{format}}"
+
+
+def score_run(
+    job: Job, loaded: LoadedModel, questions: dict[str, list[dict]], tokenizer, files: RunLog, progress: Progress
+) -> Quality:
+    """The scores of each task, with their errors; writes the items where --quality-items asks for them. All ranks call it."""
+    config, ranks = job.config, job.ranks
+    settings = quality_settings(config, ranks)
+    evaluation = evaluate(questions, loaded.model, tokenizer, loaded.device, ranks, settings, progress)
+    for task, scores in evaluation.scores.items():
+        if scores["truncated"]:
+            progress.say(
+                f"warning: {task}: {scores['truncated']} sequences were longer than the model's context; "
+                "their beginnings were cut off"
+            )
+    if config.quality_items and ranks.is_first:
+        with files.noting("items", config.quality_items):
+            write_items(config.quality_items, evaluation.items)
+    return Quality(by_task=Tasks.model_validate(evaluation.scores))

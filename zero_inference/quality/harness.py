@@ -39,7 +39,7 @@ STOP = [
 TOP_P = 0.95  # of several samples, as in the Codex paper
 
 
-class LoadedLM(HFLM):
+class EngineLM(HFLM):
     """HFLM over a loaded model: its device is the one that the engine names, its weights stay untouched, its progress is ours.
 
     The device of the first parameter, which HFLM asks, is meta under accelerate; tying the weights again would put plain
@@ -123,7 +123,7 @@ class LoadedLM(HFLM):
 class _InOwnDtype(Collator):
     """Computes each answer again from the logits as they are, with the log-softmax in their dtype."""
 
-    def __init__(self, lm: LoadedLM, *args, **kwargs):
+    def __init__(self, lm: EngineLM, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.lm = lm
         self.answers: list[float] = []
@@ -145,7 +145,7 @@ class _InOwnDtype(Collator):
 class _Requests:
     """Takes the place of one of HFLM's bars."""
 
-    def __init__(self, lm: LoadedLM, total: int):
+    def __init__(self, lm: EngineLM, total: int):
         self.lm, self.total, self.done = lm, total, 0
         self.update(0)
 
@@ -172,7 +172,7 @@ class Choice:
     in_own_dtype: Choice | None = None
 
 
-def score_choices(lm: LoadedLM, task: str, items: list[dict]) -> list[Choice]:
+def score_choices(lm: EngineLM, task: str, items: list[dict]) -> list[Choice]:
     """Which choice the model finds likeliest, item by item.
 
     Raises:
@@ -182,7 +182,7 @@ def score_choices(lm: LoadedLM, task: str, items: list[dict]) -> list[Choice]:
         return []
     lm.label = task
     with TemporaryDirectory(prefix="zero-inference-") as folder, _no_bars():
-        made = choice_task(task, items, Path(folder))
+        made = build_choice_task(task, items, Path(folder))
         scored = _choices(task, lm, made)
         for number, one in enumerate(scored):
             if not all(map(math.isfinite, one.log_likelihoods)):
@@ -200,7 +200,7 @@ def score_choices(lm: LoadedLM, task: str, items: list[dict]) -> list[Choice]:
     return [replace(one, in_own_dtype=other) for one, other in zip(scored, own)]
 
 
-def _choices(task: str, lm: LoadedLM, made) -> list[Choice]:
+def _choices(task: str, lm: EngineLM, made) -> list[Choice]:
     samples = evaluator.evaluate(lm, {task: made}, bootstrap_iters=0, log_samples=True)["samples"][task]
     scored = []
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
@@ -209,9 +209,9 @@ def _choices(task: str, lm: LoadedLM, made) -> list[Choice]:
     return scored
 
 
-def choice_task(task: str, items: list[dict], folder: Path):
+def build_choice_task(task: str, items: list[dict], folder: Path):
     """lm-eval's task over `items`, which it reads from a file in `folder`. No examples are shown before the question."""
-    docs = choice_docs(task, items)
+    docs = build_choice_docs(task, items)
     path = folder / f"{task}.jsonl"
     path.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     text = datasets.Value("string")  # said, or texts that all look like dates would be read as such
@@ -238,7 +238,7 @@ def choice_task(task: str, items: list[dict], folder: Path):
     )
 
 
-def choice_docs(task: str, items: list[dict]) -> list[dict]:
+def build_choice_docs(task: str, items: list[dict]) -> list[dict]:
     """What is asked: `query`, `choices`, and `gold`, the right one's number."""
     if task == "mmlu":
         return [{"query": item["prompt"], "choices": item["choices"], "gold": item["answer"]} for item in items]
@@ -257,7 +257,7 @@ class Window:
     scored: list[int]
 
 
-def windows_of(lm: LoadedLM, texts: list[str], window: int, stride: int) -> list[Window]:
+def split_windows(lm: EngineLM, texts: list[str], window: int, stride: int) -> list[Window]:
     """Every token of every text in exactly one window, the first one predicted from the beginning-of-text token.
 
     Args:
@@ -274,7 +274,7 @@ def windows_of(lm: LoadedLM, texts: list[str], window: int, stride: int) -> list
     return windows
 
 
-def score_windows(lm: LoadedLM, windows: list[Window]) -> list[tuple[float, float]]:
+def score_windows(lm: EngineLM, windows: list[Window]) -> list[tuple[float, float]]:
     """The summed log-likelihood (nat) of each window's scored tokens, and the same with log-probabilities in the dtype of the logits.
 
     Raises:
@@ -292,7 +292,7 @@ def score_windows(lm: LoadedLM, windows: list[Window]) -> list[tuple[float, floa
 
 
 def complete_programs(
-    lm: LoadedLM, prompts: list[str], new_tokens: int, temperature: float | None, seed: int
+    lm: EngineLM, prompts: list[str], new_tokens: int, temperature: float | None, seed: int
 ) -> list[str]:
     """A completion of each prompt, cut where the function ends. Greedy without a temperature.
 

@@ -8,18 +8,113 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import comb
+
+import torch
 
 from zero_inference.config.checks import perplexity_window
 from zero_inference.errors import RunError, UsageError
-from zero_inference.quality.in_step import in_step
-from zero_inference.quality.pass_at_k import pass_at_k
 from zero_inference.quality.sandbox import IsolationError, Limits, Outcome, run_program
-from zero_inference.quality.settings import QualitySettings
-from zero_inference.quality.shares import joined, share_of
 from zero_inference.utils.ranks import Ranks
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The unbiased estimate 1 - C(n - c, k) / C(n, k) for one problem, computed in whole numbers.
+
+    Source: Chen et al., Evaluating Large Language Models Trained on Code (2021), equation 1.
+
+    Args:
+        n: samples drawn.
+        c: samples that passed, 0 to n.
+        k: samples of which one has to pass, 1 to n.
+
+    Raises:
+        ValueError: c or k out of its range.
+    """
+    if not 0 <= c <= n:
+        raise ValueError(f"c = {c} samples passed of n = {n}: it has to be 0 to n")
+    if not 1 <= k <= n:
+        raise ValueError(f"k = {k} with n = {n} samples: k has to be 1 to n; draw more samples")
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+DEFAULT_KS = (1, 10, 100)
+
+
+@dataclass(frozen=True)
+class QualitySettings:
+    """How the tasks are done.
+
+    Attributes:
+        batch_size: sequences in one forward of a rank.
+        samples: programs for each humaneval problem; one is greedy, more are drawn at `temperature`.
+        new_tokens: the most tokens of a program.
+        ks: the k of pass@k, none larger than `samples`; () takes those of 1, 10 and 100 that are allowed.
+        window, stride: of perplexity, in tokens; None takes the model's context length (at most 1024) and half the window.
+        limits: of each program.
+    """
+
+    batch_size: int = 1
+    samples: int = 1
+    temperature: float = 0.8
+    new_tokens: int = 512
+    ks: tuple[int, ...] = ()
+    window: int | None = None
+    stride: int | None = None
+    seed: int = 0
+    limits: Limits = Limits()
+
+    def resolved_ks(self) -> tuple[int, ...]:
+        return self.ks or tuple(k for k in DEFAULT_KS if k <= self.samples)
+
+    def check_ks(self) -> None:
+        """Raises ValueError for a k that `samples` do not allow."""
+        for k in self.resolved_ks():
+            pass_at_k(self.samples, 0, k)
+
+
+@contextmanager
+def ranks_in_step(model, device: torch.device, ranks: Ranks) -> Iterator[None]:
+    """Within it ranks call `model` as often as each likes; it ends when all are done.
+
+    Leaving by an exception does not wait for the others.
+    """
+    if ranks.world_size == 1:
+        yield
+        return
+    word = model.register_forward_pre_hook(lambda module, args: _anybody_works(ranks, True), prepend=True)
+    try:
+        yield
+    finally:
+        word.remove()
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    while _anybody_works(ranks, False):
+        with torch.no_grad():
+            model(token, use_cache=False)
+
+
+def _anybody_works(ranks: Ranks, here: bool) -> bool | None:
+    anybody = ranks.maximum([float(here)])[0] > 0
+    return None if here else anybody  # what a pre-hook returns would replace the inputs
+
+
+def share_of(items: list, ranks: Ranks) -> list:
+    """Every n-th item for each of n ranks: neighbours, which often take equally long, are spread over them."""
+    return items[ranks.rank :: ranks.world_size]
+
+
+def gather_items(mine: list, ranks: Ranks) -> list:
+    """What all ranks made of their `share_of` the items, one result an item, in the order of the items; on every rank."""
+    shares = ranks.gather_objects(mine)
+    results = [None] * sum(map(len, shares))
+    for rank, share in enumerate(shares):
+        results[rank :: ranks.world_size] = share
+    return results
+
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -38,9 +133,9 @@ def evaluate_choices(
 ) -> tuple[dict, list[dict]]:
     from zero_inference.quality.harness import score_choices
 
-    with in_step(lm.model, device, ranks):
+    with ranks_in_step(lm.model, device, ranks):
         mine = score_choices(lm, task, share_of(items, ranks))
-    scored = joined(mine, ranks)
+    scored = gather_items(mine, ranks)
     accuracy, stderr = mean_and_stderr([float(one.correct) for one in scored])
     scores = {
         "accuracy": accuracy,
@@ -86,16 +181,16 @@ def evaluate_perplexity(
     The error treats windows as independent and their token counts as part of the chance (a ratio estimate), and goes through
     exp by its slope; None with a single window.
     """
-    from zero_inference.quality.harness import score_windows, windows_of
+    from zero_inference.quality.harness import score_windows, split_windows
 
     try:
         window, stride = perplexity_window(settings.window, settings.stride, lm.max_length)
     except UsageError as error:  # the model is loaded by now
         raise RunError(str(error)) from None
-    windows = windows_of(lm, [item["text"] for item in items], window, stride)
-    with in_step(lm.model, device, ranks):
+    windows = split_windows(lm, [item["text"] for item in items], window, stride)
+    with ranks_in_step(lm.model, device, ranks):
         mine = score_windows(lm, share_of(windows, ranks))
-    values, own = map(list, zip(*joined(mine, ranks)))
+    values, own = map(list, zip(*gather_items(mine, ranks)))
     counts = [len(one.scored) for one in windows]
     tokens, m = sum(counts), len(windows)
     nll = -sum(values) / tokens
@@ -128,7 +223,7 @@ def evaluate_humaneval(
 
     share = share_of(items, ranks)
     n = settings.samples
-    with in_step(lm.model, device, ranks):
+    with ranks_in_step(lm.model, device, ranks):
         completions = complete_programs(
             lm,
             [item["prompt"] for item in share for _ in range(n)],
@@ -137,7 +232,7 @@ def evaluate_humaneval(
             settings.seed + ranks.rank,
         )
     programs = [
-        program_of(item, completion)
+        build_program(item, completion)
         for item, completion in zip((item for item in share for _ in range(n)), completions)
     ]
     workers = max(1, (os.cpu_count() or 1) // ranks.local_world_size)
@@ -149,7 +244,7 @@ def evaluate_humaneval(
             lambda done: running.at(f"humaneval {done} of {len(programs)} programs run", done),
         )
     mine = [list(zip(completions[at : at + n], outcomes[at : at + n])) for at in range(0, len(programs), n)]
-    by_item = joined(mine, ranks)
+    by_item = gather_items(mine, ranks)
     passed = [sum(outcome.passed for _, outcome in samples) for samples in by_item]
     scores = pass_scores(passed, n, settings.resolved_ks())
     scores |= {
@@ -180,7 +275,7 @@ def pass_scores(passed: list[int], n: int, ks: tuple[int, ...]) -> dict:
     }
 
 
-def program_of(item: dict, completion: str) -> str:
+def build_program(item: dict, completion: str) -> str:
     """The problem's beginning, what the model wrote, and the test of it."""
     return f"{item['prompt']}{completion}\n{item['test']}\ncheck({item['entry_point']})\n"
 

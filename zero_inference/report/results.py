@@ -100,7 +100,9 @@ def print_results(request: Request, result: Result) -> None:
     print(printable(run_in_words(request)))
     print(times_table(measured, colour=sys.stdout.isatty(), width=width), end="")
     lines = [sizes_in_words(request, measured, engine), *_explanations(request, result)]
-    lines += [quality.in_words(task, scores.as_dict()) for task, scores in scored.by_task or () if scores is not None]
+    lines += [
+        quality.format_scores(task, scores.as_dict()) for task, scores in scored.by_task or () if scores is not None
+    ]
     for line in lines:
         print(textwrap.fill(printable(line), width, subsequent_indent="  ", break_long_words=False))
     sys.stdout.flush()
