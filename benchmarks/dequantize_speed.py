@@ -65,7 +65,7 @@ def check() -> tuple[int, list[str]]:
     """(cases, those that differ) over dtypes, bits, group sizes, odd numbers of groups, and unaligned tensors."""
     import torch
 
-    from zero_inference.kernels.groups import dequantize_reference
+    from zero_inference.kernels.quantization import dequantize_reference
 
     generator = torch.Generator("cuda").manual_seed(5)
     checked, wrong = 0, []
@@ -97,7 +97,7 @@ def measure() -> list[dict]:
     """One record a case: median_ms and gb_per_s of the kernel, copy_gb_per_s of a copy of the weights, reference_ms of PyTorch."""
     import torch
 
-    from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
+    from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 
     cases = []
     for dtype in (torch.float16, torch.bfloat16):

@@ -59,7 +59,7 @@ def main() -> int:
 def link_gb_per_s(ranks, loaded) -> float:
     from zero_inference.measure.rates import LinkRate
 
-    link = LinkRate(ranks, loaded.page_locked)
+    link = LinkRate(ranks, loaded.pinned_memory)
     link.measure(seconds=0.3)
     return link.of_all().gb_per_s
 

@@ -145,7 +145,7 @@ def formats() -> Iterator[tuple[str, float, Callable | None]]:
     import torch
 
     from zero_inference.cpu.products import quantize
-    from zero_inference.kernels.groups import GroupQuantization, dequantize_reference
+    from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference
 
     def groups(bits: int, size: int):
         def rounded(weight: torch.Tensor) -> torch.Tensor:

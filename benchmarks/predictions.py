@@ -298,7 +298,7 @@ def main() -> None:
         step_ms = 1e3 * record["decode_latency_s"] / (record["gen_len"] - 1)
         shown = " ".join("       -" if found[each] is None else f"{found[each]:+8.1%}" for each in names)
         print(f"{name[-48:]:48} {step_ms:10.2f} {shown}  {plan.predicted.bound_by}", flush=True)
-        cores = " with the cores" if plan.weights.cores_bytes else ""
+        cores = " with the cores" if plan.weights.cpu_bytes else ""
         of_kind = kinds.setdefault(f"{record['engine']}{cores}", {each: [] for each in names})
         for each in names:
             of_kind[each] += [] if found[each] is None else [found[each]]

@@ -14,8 +14,8 @@ from deepspeed.inference.quantization.utils import Quantizer
 from benchmarks.int4_quality import extremes_and_one_fit
 from zero_inference.cpu.library import INSTRUCTIONS, best_instructions
 from zero_inference.cpu.products import quantize
-from zero_inference.kernels import groups
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels import quantization
+from zero_inference.kernels.quantization import GroupQuantization
 
 SIZE, TIMES = 1024, 5
 
@@ -40,7 +40,7 @@ def main() -> None:
         settings = {"num_bits": bits, "group_size": size, "group_dim": 1, "symmetric": False}
         for divides, form in ((False, "ours"), (True, "DeepSpeed's")):
             rates = [rate(lambda name=name: quantize(weight, scheme, divides, name)) for name in sets]
-            rates.append(rate(lambda: groups.quantize(weight, scheme, divides)))
+            rates.append(rate(lambda: quantization.quantize(weight, scheme, divides)))
             if divides:
                 rates.append(rate(lambda: Quantizer(settings).quantize(weight)))
             else:

@@ -91,7 +91,7 @@ class Weights:
     def __init__(self, rows: int, columns: int, bits: int, dtype, group_size: int):
         import torch
 
-        from zero_inference.kernels.groups import GroupQuantization, dequantize
+        from zero_inference.kernels.quantization import GroupQuantization, dequantize
 
         self.rows, self.columns, self.bits, self.dtype, self.group_size = rows, columns, bits, dtype, group_size
         self.stored_bytes = GroupQuantization(bits, self.group_size).stored_bytes(rows * columns, dtype)
@@ -144,7 +144,7 @@ class Weights:
     def dequantized(self, x, packed):
         from torch.nn import functional
 
-        from zero_inference.kernels.groups import dequantize
+        from zero_inference.kernels.quantization import dequantize
 
         dequantize(*packed, self.bits, self.group_size, self.workspace)
         return functional.linear(x, self.workspace)
@@ -215,9 +215,9 @@ class Experts:
         self.layers = [(packed(2 * INNER, HIDDEN), packed(HIDDEN, INNER)) for _ in range(5)]
 
     def product(self, x, packed, rows: int, slot, combination=None, tokens: int = 0):
-        from zero_inference.kernels.indexed import linear_groups_indexed
+        from zero_inference.kernels.experts import quantized_expert_linear
 
-        return linear_groups_indexed(x, *packed, self.bits, self.group_size, rows, slot, None, combination, tokens)
+        return quantized_expert_linear(x, *packed, self.bits, self.group_size, rows, slot, None, combination, tokens)
 
     def first_apart(self, x, slot, layer):
         pairs = x.repeat_interleave(EXPERTS_OF_TOKEN, 0)

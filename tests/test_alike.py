@@ -11,7 +11,7 @@ from torch import nn
 from zero_inference.config.run_options import parse_options
 from zero_inference.engines.stream import blocks
 from zero_inference.engines.stream.blocks import lay_out_blocks
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models import meta_pass
 from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.layers import LayerKinds, decoder_layers, layer_kinds

@@ -17,7 +17,7 @@ from zero_inference.hardware import bench_cpu, cpu_workloads
 from zero_inference.hardware.bench_cpu import CallOverhead, CpuBench
 from zero_inference.hardware.cpu_workloads import CpuProducts
 from zero_inference.hardware.rates import CPU_BLOCK_BYTES, ConcurrentRates
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
 COLUMNS = 512

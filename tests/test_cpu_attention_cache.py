@@ -129,7 +129,7 @@ def test_tokens_by_the_threads_that_multiply(family):
         assert torch.equal(generated(model, ids, 12, cache), plain)
         seen = [min(length, 9) if family == "mistral" else length for length in range(71, 82)]  # positions of each pass
         kv_width = 32 if family == "mistral" else 64
-        assert calls.transfers.cores_bytes == sum(seen) * 3 * 2 * kv_width * 3 * 4  # layers, K and V, batch, bytes
+        assert calls.transfers.cpu_bytes == sum(seen) * 3 * 2 * kv_width * 3 * 4  # layers, K and V, batch, bytes
     finally:
         calls.close()
 
@@ -166,7 +166,7 @@ def test_logits_on_a_gpu_by_both_ways_to_the_cores(family, asynchronous, crossin
                 torch.testing.assert_close(logits[1], logits[2], atol=5e-4, rtol=5e-4)
         for cache in caches:
             cache.reset()
-    assert transfers.cores_bytes == crossing.transfers.cores_bytes > 0
+    assert transfers.cpu_bytes == crossing.transfers.cpu_bytes > 0
     assert transfers.host_to_device_bytes == crossing.transfers.host_to_device_bytes > 0
 
 

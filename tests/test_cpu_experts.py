@@ -13,7 +13,7 @@ from zero_inference.cpu.hand_off import DirectCalls
 from zero_inference.cpu.library import INSTRUCTIONS
 from zero_inference.cpu.pool import CpuPool, Routing
 from zero_inference.cpu.products import Matrix
-from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
+from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.mlp import ACTIVATIONS
 from zero_inference.utils.transfers import Transfers
 

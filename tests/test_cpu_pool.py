@@ -12,7 +12,7 @@ from zero_inference.cpu.hand_off import DirectCalls
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, CpuPool, Stage, Weight, flag_bytes
 from zero_inference.cpu.products import Matrix
 from zero_inference.hardware.cpu_workloads import narrow_feed_forward
-from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
+from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.mlp import ACTIVATIONS
 from zero_inference.utils.transfers import Transfers
 
@@ -72,7 +72,7 @@ def test_a_gated_block_with_biases(dtype, bound, cores):
         (out,) = DirectCalls(cores, transfers)(task, x)
         hidden = functional.silu(x.double() @ gate.double().T + of_gate.double()) * (x.double() @ up.double().T)
         assert error(out, hidden @ down.double().T + of_down.double()) < bound
-    assert transfers.cores_bytes == 4 * (gate.nbytes + up.nbytes + down.nbytes)
+    assert transfers.cpu_bytes == 4 * (gate.nbytes + up.nbytes + down.nbytes)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -13,7 +13,7 @@ import torch
 from zero_inference.cpu import library
 from zero_inference.cpu.library import INSTRUCTIONS
 from zero_inference.cpu.products import Matrix, linear_groups, multiply_rows
-from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
+from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 
 # Rows of x: around what vectors, tiles and pairs of tiles take at once.
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65)

@@ -93,7 +93,7 @@ from zero_inference.cpu.pool import CpuPool
 from zero_inference.cpu.products import linear_groups, quantize
 from zero_inference.errors import RunError
 from zero_inference.hardware.bench_cpu import measure_read_gb_per_s
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 
 weight, x, threads = torch.randn(4096, 64), torch.randn(3, 64), 256
 query, keys, values = torch.randn(2, 8, 1, 64), torch.randn(1, 2, 2, 500, 64), torch.randn(1, 2, 2, 500, 64)

@@ -10,7 +10,7 @@ from zero_inference.engines.stream.expert_cache import USE_DECAY, ExpertCache, F
 from zero_inference.engines.stream.expert_sizes import expert_bytes
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
+from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.experts import FusedExperts
 from zero_inference.models.mlp import ACTIVATIONS
 

@@ -26,7 +26,7 @@ from zero_inference.engines.deepspeed.quantization import QuantizedFunctionals, 
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.engines.stream.vocabulary import find_head
 from zero_inference.errors import UsageError
-from zero_inference.kernels.groups import GroupQuantization, dequantize
+from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.layers import decoder_layers
 
 ROWS, PROMPT, NEW = 2, 9, 6

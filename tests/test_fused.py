@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from zero_inference import load
 from zero_inference.kernels import rotary
 from zero_inference.kernels.extension import load_extension, why_unavailable
-from zero_inference.kernels.rotary import Form, forms_of, rotary_kernel, rotate
+from zero_inference.kernels.rotary import Form, rotary_kernel, rotate, supported_forms
 from zero_inference.measure import session
 from zero_inference.models.experts import RouterForm, choose_experts_reference, detect_routers, install_routing_kernel
 from zero_inference.models.prompts import greedy_config, reset_generation_config
@@ -53,7 +53,7 @@ def function_of(family: str):
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
 @pytest.mark.parametrize("family", FUNCTIONS)
 def test_a_trial_finds_the_functions_that_have_the_bits_of_the_kernel(family, dtype, device):
-    found = forms_of(function_of(family), device, dtype)
+    found = supported_forms(function_of(family), device, dtype)
     # rounding once and rounding each time are the same in float32
     assert found == FUNCTIONS[family] or (family == "cohere" and dtype == torch.float32)
 
@@ -124,7 +124,9 @@ def test_models_of_a_family_share_it_until_the_last_one_goes(monkeypatch):
     cpu, own = torch.device("cpu"), function_of("llama")
     one, other = build_model("llama", "bfloat16"), build_model("llama", "float32")
     ids = torch.arange(3, 12).reshape(1, 9)
-    assert all(forms_of(own, cpu, dtype)[0] for dtype in (torch.bfloat16, torch.float32))  # the trials are behind us
+    assert all(
+        supported_forms(own, cpu, dtype)[0] for dtype in (torch.bfloat16, torch.float32)
+    )  # the trials are behind us
     with torch.no_grad(), contextlib.ExitStack() as of_one, counted(monkeypatch) as calls:
         expected = one(ids).logits, other(ids).logits
         of_one.enter_context(rotary_kernel(one, cpu, torch.bfloat16))

@@ -7,9 +7,9 @@ import torch
 
 from zero_inference.cpu.library import INSTRUCTIONS, best_instructions
 from zero_inference.cpu.products import quantize as quantize_on_cpu
-from zero_inference.kernels import groups as quantization
+from zero_inference.kernels import quantization
 from zero_inference.kernels.extension import load_extension, why_unavailable
-from zero_inference.kernels.groups import GroupQuantization, dequantize, dequantize_reference, quantize
+from zero_inference.kernels.quantization import GroupQuantization, dequantize, dequantize_reference, quantize
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 ROUNDING = {

@@ -106,7 +106,7 @@ def test_more_rows_than_there_is_memory_for_go_in_parts(rows, meet):
             assert error(out, x.double() @ of.double().T) < 1e-6
     assert transfers.device_to_host_bytes == 2 * x.nbytes
     assert transfers.host_to_device_bytes == 2 * rows * (ROWS + 5) * 4
-    assert transfers.cores_bytes == 2 * -(-rows // 4) * task.nbytes
+    assert transfers.cpu_bytes == 2 * -(-rows // 4) * task.nbytes
 
 
 def test_numbers_go_on_behind_32_bits(meet):
@@ -199,7 +199,7 @@ def test_calls_of_a_graph_are_submitted_at_each_replay(meet, monkeypatch):
         assert torch.equal(found, outs[0])
         transfers.host_to_device_bytes -= found.nbytes
         transfers.device_to_host_bytes -= x.nbytes
-        transfers.cores_bytes -= task.nbytes
+        transfers.cpu_bytes -= task.nbytes
     assert not torch.equal(expected, outs[0])
 
 
@@ -370,7 +370,7 @@ def test_ranks_make_one_call_of_their_rows_and_each_takes_its_own(first_number):
 
     assert host.run(work) == [None] * RANKS
     host.close()
-    reads = [transfers.cores_bytes for transfers in host.transfers]
+    reads = [transfers.cpu_bytes for transfers in host.transfers]
     assert reads[0] > 0 and reads[1:] == [0] * (RANKS - 1), "what the cores read is counted once"
     sent = [(transfers.device_to_host_bytes, transfers.host_to_device_bytes) for transfers in host.transfers]
     assert len(set(sent)) == 1 and min(sent[0]) > 0

@@ -207,7 +207,7 @@ def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
     line = "gpus=1x24GiB,host=128GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s"
     all_of_it = planned(f"{options} --cpu-compute 1", resolve_machine(None, line)).weights
     assert all_of_it.fetched_bytes == 5120 * 2, "a row of the embedding"
-    assert planned_step_bound(all_of_it, parse_assumed(line)) == ("cores", pytest.approx(all_of_it.cores_bytes / 60e9))
+    assert planned_step_bound(all_of_it, parse_assumed(line)) == ("cores", pytest.approx(all_of_it.cpu_bytes / 60e9))
     by_deepspeed = "--model llama-2-13b --dummy --cpu-offload"
     no_link = planned(by_deepspeed, resolve_machine(None, "gpus=1x24GiB,host=128GiB,memory=1000GB/s")).weights
     assert limit_in_words(no_link) == "not known without the rate of the link"
@@ -342,7 +342,7 @@ def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
         rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=20GB/s,memory=1000GB/s,matmul=100TFLOP/s"
         machine = resolve_machine(None, f"gpus=1x{gib}GiB,{rates}")
         plan = planned(f"--model {model} --dummy --engine stream --quant-bits 4 --batch-size 8", machine)
-        assert plan.weights.least_free_device_bytes <= plan.job.free_device_bytes
+        assert plan.weights.min_free_device_bytes <= plan.job.free_device_bytes
         fetch.append(max(plan.weights.placement.quota, default=0))
     assert fetch[0] < 2 and 0 < fetch[1] < fetch[2] == 16
 
@@ -366,7 +366,7 @@ def test_a_device_fetches_no_more_experts_than_it_misses():
             "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4",
             resolve_machine(None, f"gpus=1x{gib}GiB,{rates}"),
         )
-        assert plan.weights.cores_bytes >= 0 and "over the link; the CPU multiplies " in plan.weights.in_words()[0]
+        assert plan.weights.cpu_bytes >= 0 and "over the link; the CPU multiplies " in plan.weights.in_words()[0]
         said.append("CPU multiplies 0 bytes (the chosen experts of 16.9 GiB)" in plan.weights.in_words()[0])
     assert said == [False, True]
 
@@ -375,7 +375,7 @@ def test_a_plan_fits_only_where_the_reserve_of_device_memory_stays_free():
     """The device is as large as the plan asks for, and a byte smaller."""
     machine = resolve_machine(None, "gpus=1x80GiB,host=256GiB")
     plan = planned("--model opt-1.3b --dummy --engine stream --gpu-memory 1 --batch-size 8", machine)
-    least = plan.weights.least_free_device_bytes
+    least = plan.weights.min_free_device_bytes
     for free, fits in ((least, True), (least - 1, False)):
         job = replace(plan.job, free_device_bytes=free)
         there = Plan(job, replace(plan.weights, job=job))
@@ -531,7 +531,7 @@ def test_what_gpus_send_each_other(options, fetched_share):
         plan = make_plan(Job(config, spec, ranks, empty_model, H200.free_bytes, None, ProfiledMachine(machine)))
         limit = planned_step_bound(plan.weights, machine)[1]
         assert limit <= plan.times.step.seconds * 1.001, "the limit is a bound of what is predicted"
-        weights = plan.weights.fetched_bytes + plan.weights.parted_bytes
+        weights = plan.weights.fetched_bytes + plan.weights.sharded_bytes
         assert weights == pytest.approx(2 * 12.85e9, rel=0.03), (
             "13B in 16 bits; with DeepSpeed embedding and head, too, which are one weight"
         )

@@ -11,7 +11,7 @@ from zero_inference.hardware.bench_device import product_times
 from zero_inference.hardware.bench_launch import ROUNDS, LaunchBench, measure_graph_operator, two_costs
 from zero_inference.hardware.rates import ProductTime
 from zero_inference.kernels import decode_attention
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import trace_pass, trace_without_weights

@@ -23,7 +23,7 @@ from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.plan import RESERVE_BYTES
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.hardware import machine
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.changes import check_memory
 from zero_inference.planning.plan import build_job, make_plan, plan_run, plan_with
@@ -421,7 +421,7 @@ def test_attention_that_the_cores_do_not_know_stays_on_the_device(no_gpu, tmp_pa
     ).save_pretrained(tmp_path)  # fmt: skip
     options = dict(engine="stream", dummy=True, gpu_memory=0, kv_offload=True)
     found = plan_for(tmp_path, **options, cpu_compute="1").weights
-    assert found.cpu.share == 1 and not found.cpu.attends and found.carries_kv
+    assert found.cpu.share == 1 and not found.cpu.attends and found.copies_kv
     assert found.no_cpu_attention.startswith("diffllama has an attention of its own")
     assert f"the CPU backend does not compute attention: {found.no_cpu_attention}" in found.in_words()
     found = plan_for(tmp_path, **options, cpu_compute="off").weights

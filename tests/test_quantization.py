@@ -165,11 +165,11 @@ def test_the_last_rows_of_a_weight_come_back_from_at_least_32_groups(monkeypatch
 
     settings, given = quantization_settings(RunConfig(quant_bits=4, quant_group_size=32)), []
     weight, dequantize = torch.randn(quantization.BLOCK_NUMEL // 768 + 1, 768).bfloat16(), DeQuantizer.dequantize
-    expected = torch.cat([quantization.quantized_and_back(row[None], settings) for row in weight])
+    expected = torch.cat([quantization.quantize_dequantize(row[None], settings) for row in weight])
     monkeypatch.setattr(
         DeQuantizer, "dequantize", lambda self, *args: given.append(args[1].numel()) or dequantize(self, *args)
     )
-    assert torch.equal(quantization.quantized_and_back(weight, settings), expected)
+    assert torch.equal(quantization.quantize_dequantize(weight, settings), expected)
     assert given == [24 * (len(weight) - 1), 48]
 
 

@@ -11,10 +11,10 @@ from conftest import ROOT
 from torch.nn import functional
 
 from zero_inference.kernels import products
+from zero_inference.kernels.experts import pairs_together
 from zero_inference.kernels.extension import load_extension, why_unavailable
-from zero_inference.kernels.groups import GroupQuantization, dequantize_reference, quantize
-from zero_inference.kernels.indexed import pairs_together
-from zero_inference.kernels.products import FUSED_ROWS, linear_groups, linear_groups_reference
+from zero_inference.kernels.products import FUSED_ROWS, quantized_linear, quantized_linear_reference
+from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 
 BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 4e-3, torch.float32: 1e-5}  # relative, of norms
 GROUPS = products.FUSED_GROUP_SIZES
@@ -67,26 +67,26 @@ class Case:
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (4, 16), (8, 32), (8, 5)])
 def test_on_a_cpu_it_is_the_product_with_the_plain_weight(bits, group_size, dtype):
     case = Case(3, 37, 4 * group_size, bits, group_size, dtype, bias=True)
-    out = linear_groups(*case.arguments)
+    out = quantized_linear(*case.arguments)
     assert case.error(out) < BOUNDS[dtype]
     assert torch.equal(out, functional.linear(case.x, case.weight, case.bias))
-    assert torch.equal(out, linear_groups_reference(*case.arguments))
+    assert torch.equal(out, quantized_linear_reference(*case.arguments))
     assert torch.equal(out, torch.ops.zero_inference.linear_groups(*case.operands))
-    shaped = linear_groups(case.x.view(1, 3, 1, -1), *case.arguments[1:])
+    shaped = quantized_linear(case.x.view(1, 3, 1, -1), *case.arguments[1:])
     assert shaped.shape == (1, 3, 1, 37) and torch.equal(shaped.view(3, 37), out)
 
 
 def test_a_weight_that_was_quantized_is_met_again():
     weight = torch.randn(33, 128, generator=torch.Generator().manual_seed(2))
     x = torch.randn(2, 128, generator=torch.Generator().manual_seed(3))
-    out = linear_groups(x, *quantize(weight, GroupQuantization(8, 32)), 8, 32, 33)
+    out = quantized_linear(x, *quantize(weight, GroupQuantization(8, 32)), 8, 32, 33)
     assert float((out - x @ weight.t()).norm() / (x @ weight.t()).norm()) < 0.01
 
 
 def test_gradients_go_through_the_plain_weight():
     case = Case(2, 5, 64, 4, 32, torch.float32)
     case.x.requires_grad_()
-    linear_groups(*case.arguments).sum().backward()
+    quantized_linear(*case.arguments).sum().backward()
     assert torch.allclose(case.x.grad, case.weight.sum(0).expand(2, -1))
 
 
@@ -95,14 +95,14 @@ def test_up_to_so_many_tokens_the_operator_is_asked(monkeypatch):
 
     def reference(x, *rest):
         asked.append(x.shape)
-        return linear_groups_reference(x, *rest)
+        return quantized_linear_reference(x, *rest)
 
-    monkeypatch.setattr(products, "linear_groups_reference", reference)  # behind the operator on a CPU
+    monkeypatch.setattr(products, "quantized_linear_reference", reference)  # behind the operator on a CPU
     for allowed in (False, True):
         monkeypatch.setattr(products, "can_fuse", lambda *_, allowed=allowed: allowed)
         for tokens in (1, FUSED_ROWS, FUSED_ROWS + 1):
             case = Case(tokens, 7, 64, 4, 32, torch.bfloat16)
-            assert case.error(linear_groups(*case.arguments)) < BOUNDS[torch.bfloat16]
+            assert case.error(quantized_linear(*case.arguments)) < BOUNDS[torch.bfloat16]
     assert asked == [(1, 64), (FUSED_ROWS, 64)]
     text = (ROOT / "csrc" / "launch_sizes.cuh").read_text()
     assert int(re.search(r"kProductTokens = (\d+)", text)[1]) >= FUSED_ROWS
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_a_value_error_either_way(monkeypatch):
         ):
             names = ("x", "codes", "scale", "minimum", "bits", "group_size", "rows", "bias")
             with pytest.raises(ValueError, match=message):
-                linear_groups(**(dict(zip(names, case.arguments)) | change))
+                quantized_linear(**(dict(zip(names, case.arguments)) | change))
 
 
 def test_shapes_can_be_traced():
@@ -293,9 +293,9 @@ def test_products_are_those_of_float64(bits, group_size, dtype, library):
             first = case.fused()
             assert case.error(first) < BOUNDS[dtype], (rows, columns, tokens)
             assert torch.equal(first, case.fused()), (rows, columns, tokens)
-            assert torch.equal(first, linear_groups(*case.arguments))
+            assert torch.equal(first, quantized_linear(*case.arguments))
         case = Case(FUSED_ROWS + 1, rows, columns, bits, group_size, dtype, True, "cuda", seed)
-        assert case.error(linear_groups(*case.arguments)) < BOUNDS[dtype]
+        assert case.error(quantized_linear(*case.arguments)) < BOUNDS[dtype]
 
 
 @on_gpu
@@ -332,12 +332,12 @@ def test_on_another_stream_and_in_a_graph(library):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        out = linear_groups(*case.arguments)
+        out = quantized_linear(*case.arguments)
     stream.synchronize()
     assert torch.equal(out, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = linear_groups(*case.arguments)
+        captured = quantized_linear(*case.arguments)
     captured.fill_(float("nan"))
     case.x.mul_(2)
     graph.replay()
@@ -366,22 +366,22 @@ def test_what_the_kernel_cannot_take_is_dequantized(library):
     for bits, group_size, columns in ((4, 48, 96), (8, 24, 48), (4, 16, 48), (4, 256, 512)):
         case = Case(3, 11, columns, bits, group_size, torch.float16, False, "cuda")
         assert not products.can_fuse(*case.arguments[:6])
-        assert case.error(linear_groups(*case.arguments)) < BOUNDS[torch.float16]
+        assert case.error(quantized_linear(*case.arguments)) < BOUNDS[torch.float16]
     case = Case(3, 11, 128, 4, 32, torch.float16, True, "cuda")
     assert products.can_fuse(*case.arguments[:6])
     for name in ("x", "codes", "scale", "minimum", "bias"):
         before = getattr(case, name)
         setattr(case, name, moved(before))
-        assert case.error(linear_groups(*case.arguments)) < BOUNDS[torch.float16]
+        assert case.error(quantized_linear(*case.arguments)) < BOUNDS[torch.float16]
         setattr(case, name, before)
     plain = Case(3, 11, 128, 4, 32, torch.float32, True, "cuda")
-    assert plain.error(linear_groups(*plain.arguments)) < 1e-2  # TF32 where it is allowed
+    assert plain.error(quantized_linear(*plain.arguments)) < 1e-2  # TF32 where it is allowed
 
 
 @on_gpu
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11."),
-    reason="torch 2.11 with CUDA ended the process where this operator raised; `linear_groups` refuses before it is called",
+    reason="torch 2.11 with CUDA ended the process where this operator raised; `quantized_linear` refuses before it is called",
 )
 def test_the_operator_refuses_what_would_be_read_wrongly(library):
     case = Case(4, 8, 256, 4, 64, torch.bfloat16, False, "cuda")

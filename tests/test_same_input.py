@@ -9,7 +9,7 @@ from test_stream import BATCH, generate, load
 from zero_inference.engines.stream import products as stream_products
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.products import SharedInput, _in_a_row
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 
 
 @pytest.fixture

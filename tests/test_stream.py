@@ -128,9 +128,11 @@ def test_the_link_is_measured_from_the_page_locked_layers_and_leaves_them_as_the
     monkeypatch.setattr(bench_copies, "LEAST_BYTES", 1)
     folder, expected = longer("llama-7-layers")
     loaded, spec, ranks = load(folder)
-    assert len(loaded.page_locked) == (loaded.facts["stream"]["streamed_layers"] if ranks.device.type == "cuda" else 0)
-    assert all(share.is_pinned() for share in loaded.page_locked)
-    link = LinkRate(ranks, loaded.page_locked)
+    assert len(loaded.pinned_memory) == (
+        loaded.facts["stream"]["streamed_layers"] if ranks.device.type == "cuda" else 0
+    )
+    assert all(share.is_pinned() for share in loaded.pinned_memory)
+    link = LinkRate(ranks, loaded.pinned_memory)
     for _ in range(2):
         assert torch.equal(generate(loaded, spec, ranks, loops=1).output_ids, expected)
         link.measure(seconds=0)

@@ -122,7 +122,7 @@ def test_memory_of_the_table_holds_layers(monkeypatch):
 def test_layers_that_fit_beside_no_table_are_all_on_the_device():
     options = "--model llama-3.1-8b --engine stream --dummy --prompt-len 128 --gen-len 32"
     whole = planned(options, ProfiledMachine(FAST)).weights
-    machine = limit_memory(ProfiledMachine(FAST), device_bytes=whole.least_free_device_bytes - 1)
+    machine = limit_memory(ProfiledMachine(FAST), device_bytes=whole.min_free_device_bytes - 1)
     found = planned(options, machine).weights
     assert not found.placement.in_host_memory and found.footprint.host == 128256 * 4096 * 2
     assert (

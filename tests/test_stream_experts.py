@@ -21,7 +21,7 @@ from zero_inference.engines.stream.overlap import best_split
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import experts_in_groups
 from zero_inference.hardware.rates import ConcurrentRates
-from zero_inference.kernels import groups
+from zero_inference.kernels import quantization
 from zero_inference.models import experts
 from zero_inference.models.experts import detect_experts
 from zero_inference.models.prompts import greedy_config, random_ids, reset_generation_config
@@ -146,7 +146,7 @@ def test_experts_on_the_device_are_not_dequantized_in_short_passes(family, bits,
 
     def dequantize(*args):
         restored.append(args[-1].shape)
-        return groups.dequantize(*args)
+        return quantization.dequantize(*args)
 
     monkeypatch.setattr(prefetch, "dequantize", dequantize)
     loaded, spec, ranks = load(folder, cpu_compute="off", **options)
@@ -206,7 +206,7 @@ def test_a_short_pass_dequantizes_no_experts_that_are_in_groups(share, mixtures,
 
     def dequantize(*args):
         restored.append(args[-1].shape)
-        return groups.dequantize(*args)
+        return quantization.dequantize(*args)
 
     monkeypatch.setattr(prefetch, "dequantize", dequantize)
     monkeypatch.setattr(layout, "GROUP_BYTES", 1)

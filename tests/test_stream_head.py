@@ -15,7 +15,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.stream.vocabulary import HeadWeight, QuantizedHead, find_head
 from zero_inference.hardware.machine import ProfiledMachine
-from zero_inference.kernels.groups import GroupQuantization, dequantize_reference
+from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.cost import pass_time

@@ -56,7 +56,7 @@ for options in cases:
     ranks.barrier()
     results.append(dict(
         ids=found.output_ids.tolist(),
-        cores_bytes=found.loops[-1].moved.cores_bytes_per_step,
+        cpu_bytes=found.loops[-1].moved.cores_bytes_per_step,
         to_device=found.loops[-1].moved.host_to_device_bytes_per_step,
         stream={{name: loaded.facts["stream"][name] for name in ("computed_bytes", "fetched_bytes")}},
         shared=sum(prefetcher.layouts[block].nbytes for block in prefetcher.placement.cpu_computed),
@@ -85,7 +85,7 @@ for lengths in options["lengths"]:
     with torch.no_grad():
         logits = loaded.model(ids, use_cache=False).logits
     moved = [after - one for after, one in zip(loaded.transfers.snapshot(), before)]
-    results.append(dict(ids=ids.tolist(), logits=logits.tolist(), cores_bytes=moved[3]))
+    results.append(dict(ids=ids.tolist(), logits=logits.tolist(), cpu_bytes=moved[3]))
 loaded.close()
 finish()
 """
@@ -155,9 +155,9 @@ def test_any_share_gives_the_ids_of_transformers(family, checkpoints, two_ranks)
         assert torch.equal(torch.tensor(one["ids"]), expected), share
         assert one["ids"] == other["ids"]
         assert one["stream"] == other["stream"]
-        assert one["cores_bytes"] > 0 and other["cores_bytes"] == 0, "counted once"
+        assert one["cpu_bytes"] > 0 and other["cpu_bytes"] == 0, "counted once"
         if family != "mixtral":  # of experts it is an expectation
-            assert one["cores_bytes"] == one["stream"]["computed_bytes"]
+            assert one["cpu_bytes"] == one["stream"]["computed_bytes"]
         assert one["to_device"] >= one["stream"]["fetched_bytes"] / 2, "each brings a half, and what the cores gave"
         assert (share == "1") == (not one["stream"]["fetched_bytes"])
 
@@ -215,7 +215,7 @@ def test_passes_that_differ_between_ranks_are_fetched(checkpoints, two_ranks):
                 expected = plain(torch.tensor(result["ids"]), use_cache=False).logits
             torch.testing.assert_close(torch.tensor(result["logits"]), expected, atol=1e-4, rtol=1e-4)
             by_cores = rank == 0 and lengths[turn][0] == lengths[turn][1]
-            assert bool(result["cores_bytes"]) == by_cores, (rank, turn)
+            assert bool(result["cpu_bytes"]) == by_cores, (rank, turn)
 
 
 @pytest.mark.parametrize("kv", [[], ["--kv-offload"]])

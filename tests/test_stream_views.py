@@ -11,7 +11,7 @@ from test_stream import BATCH, GEN, PROMPT, generate, load
 from test_stream_cpu import prefetcher_of
 
 from zero_inference.engines.stream.layout import BlockViews, TensorSpan, lay_out
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.prompts import random_ids
 
 DEPTH = 7

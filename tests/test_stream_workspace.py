@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from zero_inference.engines.stream import layout, products
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.hardware.machine import resolve_machine
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 
 INT4 = {"quant_bits": 4, "quant_group_size": 32}
 

@@ -285,7 +285,7 @@ def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch,
     kept = EngineOverhead.model_validate(found.model_dump(by_alias=True, exclude={"restored_float16_gb_per_s"}))
     assert kept.restored_gb_per_s == 141.0 and kept.restored_float16_gb_per_s is None, "a file from before"
     plain = planned(f"--model opt-125m --cpu-offload {SIZES}", ProfiledMachine(FAST))
-    assert plain.weights.measure_restored_gb_per_s(torch.float16) is None
+    assert plain.weights.measure_dequantized_gb_per_s(torch.float16) is None
 
 
 def test_the_link_rests_while_deepspeed_asks_for_further_weights():
@@ -447,7 +447,7 @@ def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
         "as it was asked for"
     )
     weights = times_of(f"{options} --gpu-memory 0", slow)[0].weights
-    assert weights.cost_terms.cpu_attention_layers == 0 and weights.cores_bytes > 0, "they multiply all the same"
+    assert weights.cost_terms.cpu_attention_layers == 0 and weights.cpu_bytes > 0, "they multiply all the same"
     assert weights.in_words()[-1] == (
         "keys and values cross the link: a step with CPU attention is predicted to take longer"
     )
@@ -483,7 +483,7 @@ def test_the_cores_attend_sooner_where_keys_and_values_are_not_page_locked():
     locked, locked_times = times_of(f"{options} --pin-kv-cache", machine)
     pageable, times = times_of(options, machine)
     assert (locked.weights.cost_terms.cpu_attention_layers, pageable.weights.cost_terms.cpu_attention_layers) == (0, 40)
-    assert locked_times.step.seconds < times.step.seconds < locked.weights.carried_kv_bytes / 10e9
+    assert locked_times.step.seconds < times.step.seconds < locked.weights.copied_kv_bytes / 10e9
     with_weights = times_of(f"{options} --gpu-memory 0", machine)[0].weights
     assert with_weights.cost_terms.cpu_attention_layers == 40 and with_weights.cpu.kv_slowness == 5.5
 
@@ -497,7 +497,7 @@ def test_each_rank_carries_its_own_keys_and_values(pinned):
     plan = SimpleNamespace(
         job=job,
         fetched_bytes=0,
-        carried_kv_bytes=4 * 10**10,
+        copied_kv_bytes=4 * 10**10,
         disk_bytes=0,
         pinned=True,
         exchanged_bytes=lambda nbytes: 0.0,
@@ -512,7 +512,7 @@ def test_keys_and_values_that_are_not_page_locked_cross_the_link_more_slowly(opt
     """Whether weights cross it, too, or not."""
     options = f"--model opt-13b --engine stream --kv-offload --batch-size 64 {options}"
     locked, without = times_of(f"{options} --pin-kv-cache"), times_of(options)
-    kv_bytes = without[0].weights.carried_kv_bytes
+    kv_bytes = without[0].weights.copied_kv_bytes
     assert kv_bytes == 64 * 144 * 2 * 40 * 5120 * 2
     longer_s = kv_bytes / 10e9 - kv_bytes / 55e9
     assert without[1].step.seconds - locked[1].step.seconds == pytest.approx(longer_s, rel=0.02)
@@ -545,7 +545,7 @@ def test_many_tokens_take_what_products_of_as_many_took():
 def test_a_layer_whose_keys_are_copied_takes_the_host_time():
     options = "--model opt-13b --engine resident --kv-offload --batch-size 8"
     plan, without = times_of(options)
-    assert plan.weights.copied_layers == 40 and plan.weights.cost_terms.cpu_attention_layers == 0
+    assert plan.weights.copied_kv_layers == 40 and plan.weights.cost_terms.cpu_attention_layers == 0
     work = EngineOverhead(
         engine="resident", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=0.01, prefill_piece_s=0.02
     )
@@ -701,9 +701,7 @@ def test_the_cores_work_beside_the_link():
     assert times.step.seconds < 0.6 * alone.step.seconds
     waits_s = weights.placement.computed_bytes / 100e9 + sum(map(len, weights.placement.calls.values())) * 1e-4
     assert weights.cost_terms.step_cpu.wait_s == pytest.approx(waits_s) and times.step.seconds > waits_s
-    assert times.step.seconds >= (weights.fetched_bytes + weights.cores_bytes) / 150e9, (
-        "never faster than both together"
-    )
+    assert times.step.seconds >= (weights.fetched_bytes + weights.cpu_bytes) / 150e9, "never faster than both together"
     alone = without_short_prompts(plan)
     assert times.prefill.seconds < alone.times.prefill.seconds / LEAST_GAIN, "128 tokens are few enough for the cores"
     found = alone.weights.placement

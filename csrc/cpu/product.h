@@ -3,7 +3,7 @@
 //   out[m][r] = sum_k x[m][k] * W[r][k]
 //
 // W is plain (float32, float16, bfloat16), or groups of codes: W[r][k] = code * scale + minimum, as
-// zero_inference/kernels/groups.py defines them, of which an int4 pair holds the even element in its low nibble.
+// zero_inference/kernels/quantization.py defines them, of which an int4 pair holds the even element in its low nibble.
 // Sums are kept in float32. x is multiplied in the precision of the weight: rounded to bfloat16 for a bfloat16 weight where the
 // processor has instructions for that, and never to less than float16's for the others. What a code stands for is rounded to
 // the dtype of its scale, as a device does that restores the weight; but in groups of up to 256, codes are multiplied as they

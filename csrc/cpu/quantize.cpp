@@ -1,4 +1,4 @@
-// float32, float16 or bfloat16 to int8 / int4 groups: what `_quantize_rows` in zero_inference/kernels/groups.py does.
+// float32, float16 or bfloat16 to int8 / int4 groups: what `_quantize_rows` in zero_inference/kernels/quantization.py does.
 
 #include <algorithm>
 #include <atomic>
@@ -25,7 +25,7 @@ namespace zero_inference::cpu {
 namespace {
 
 // Of a group's range, what is clipped at either end before codes are fitted, and how often the best of those is fitted again;
-// as in zero_inference/kernels/groups.py, which says why.
+// as in zero_inference/kernels/quantization.py, which says why.
 constexpr float kClipped[] = {0.0f, 0.03f, 0.06f};
 constexpr int kRefits = 2;
 // Codes that are tried where quotients are rounded, of 4 and of 8 bits; for the extremes, and for the line that stays.

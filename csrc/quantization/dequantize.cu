@@ -3,7 +3,7 @@
 //   out[i] = round(code[i] * scale[i / group_size] + minimum[i / group_size])
 //
 // Product and sum are rounded to float32 one after the other and the sum once to the output type: the same bits as
-// `dequantize_reference` in zero_inference/kernels/groups.py. Code i lies at bit `bits * i` of the little-endian codes,
+// `dequantize_reference` in zero_inference/kernels/quantization.py. Code i lies at bit `bits * i` of the little-endian codes,
 // so of an int4 pair the even element has the low nibble.
 
 #include <cuda_bf16.h>

@@ -62,7 +62,7 @@ constexpr int kRingVectors = kWarps * kProductStages * kProductTiles * 2 * kWarp
 constexpr int kSumsPad = 4;
 
 // What is stored of a pair's product: all of its rows; f of each; or f(gate) * up, where rows of gate come first, those of up,
-// or both in turn. As in zero_inference/kernels/indexed.py.
+// or both in turn. As in zero_inference/kernels/experts.py.
 enum Form : int { kPlain, kActivated, kGateFirst, kUpFirst, kInterleaved, kForms };
 
 // f, as `ACTIVATION_NUMBERS` of zero_inference/cpu/pool.py.

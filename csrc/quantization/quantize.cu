@@ -1,6 +1,6 @@
 // zero_inference::quantize_groups: float16, bfloat16 or float32 to int8 / int4 groups.
 //
-// What `_quantize_in_chunks` in zero_inference/kernels/groups.py does, which says how scale and minimum are chosen. Lanes
+// What `_quantize_in_chunks` in zero_inference/kernels/quantization.py does, which says how scale and minimum are chosen. Lanes
 // add in another order than PyTorch does, so that of tries that are as good as each other another one may stay.
 
 #include <cuda_bf16.h>
@@ -50,7 +50,7 @@ struct Team {
 };
 
 // Of a group's range, what is clipped at either end before codes are fitted, and how often the best of those is fitted again;
-// as in zero_inference/kernels/groups.py.
+// as in zero_inference/kernels/quantization.py.
 __device__ constexpr float kClipped[] = {0.0f, 0.03f, 0.06f};
 constexpr int kRefits = 2;
 // Codes that are tried where quotients are rounded, of 4 and of 8 bits; for the extremes, and for the line that stays.

@@ -123,13 +123,13 @@ class CapturedCalls:
 
     Attributes:
         submits: functions that submit each call to the pool, given its number.
-        host_to_device_bytes, device_to_host_bytes, cores_bytes: of all calls.
+        host_to_device_bytes, device_to_host_bytes, cpu_bytes: of all calls.
     """
 
     submits: list[Callable[[int], None]] = field(default_factory=list)
     host_to_device_bytes: int = 0
     device_to_host_bytes: int = 0
-    cores_bytes: int = 0
+    cpu_bytes: int = 0
 
 
 class DirectCalls:
@@ -146,7 +146,7 @@ class DirectCalls:
         x = x.contiguous()
         out = x.new_empty(x.shape[0] * sum(task.widths))
         self.pool.run(task, x, out, routing and Routing(*(tensor.contiguous() for tensor in routing)))
-        self.transfers.cores_bytes += task.nbytes
+        self.transfers.cpu_bytes += task.nbytes
         of_device = device_work()
         outputs = _split_outputs(out, x.shape[0], task.widths)
         return outputs if of_device is None else [of_device.added_to(output) for output in outputs]
@@ -283,7 +283,7 @@ class HandOff:
 
         self.run([x, *(routing or ())], [out] if self.pool.ranks == 1 else outputs, submit, device_work)
         self.was_routed |= routing is not None
-        self._counters().cores_bytes += task.nbytes if self.rank == 0 else 0
+        self._counters().cpu_bytes += task.nbytes if self.rank == 0 else 0
         return outputs
 
     def run(
@@ -327,7 +327,7 @@ class HandOff:
             self._submit(submit)
         self.transfers.host_to_device_bytes += calls.host_to_device_bytes
         self.transfers.device_to_host_bytes += calls.device_to_host_bytes
-        self.transfers.cores_bytes += calls.cores_bytes
+        self.transfers.cpu_bytes += calls.cpu_bytes
 
     def _submit(self, submit: Callable[[int], None]) -> None:
         self.number += 1

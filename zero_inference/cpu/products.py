@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, best_instructions, load_library, require_library
-from zero_inference.kernels import groups
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels import quantization
+from zero_inference.kernels.quantization import GroupQuantization
 
 ITEM_BYTES = (4, 2, 2)  # of an element, by the values of DTYPES
 
@@ -74,7 +74,7 @@ class Matrix(ctypes.Structure):
 
     @classmethod
     def groups(cls, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int) -> Matrix:
-        """Describe codes on the CPU that zero_inference/kernels/groups.py packed.
+        """Describe codes on the CPU that zero_inference/kernels/quantization.py packed.
 
         Args:
             codes: uint8 [rows * columns * bits / 8].
@@ -182,19 +182,19 @@ def multiply_rows(
 def quantize(
     weight: Tensor, scheme: GroupQuantization, divides: bool = False, instructions: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and minima as `kernels.groups.quantize` does, on a CPU with csrc/cpu/quantize.cpp where that is available.
+    """Return codes, scales and minima as `kernels.quantization.quantize` does, on a CPU with csrc/cpu/quantize.cpp where that is available.
 
     Args:
         instructions: one of `INSTRUCTIONS`; None: the best supported.
 
     Raises:
-        ValueError: as `kernels.groups.quantize`.
+        ValueError: as `kernels.quantization.quantize`.
         MemoryError: not enough memory.
     """
     library = load_library() if weight.device.type == "cpu" else None
     if library is None:
-        return groups.quantize(weight, scheme, divides)
-    rows, codes, scale, minimum = groups.empty_groups(weight, scheme)
+        return quantization.quantize(weight, scheme, divides)
+    rows, codes, scale, minimum = quantization.empty_groups(weight, scheme)
     result = library.zero_inference_quantize(
         rows.data_ptr(),
         DTYPES[weight.dtype],
@@ -209,5 +209,5 @@ def quantize(
         raise ValueError(f"this processor does not have {instructions}")
     if result < 0:
         raise MemoryError("quantizing a weight: memory is missing")
-    groups.refuse_range(result == 1, weight.dtype)
+    quantization.refuse_range(result == 1, weight.dtype)
     return codes, scale, minimum

@@ -100,7 +100,7 @@ class Job:
         return self.kv_bytes(2 * self.config.prompt_len + self.config.gen_len) // 2
 
     @property
-    def grown_kv_bytes(self) -> int:
+    def growing_kv_bytes(self) -> int:
         """The keys, or the values, of a layer: what is there twice while they grow."""
         return self._kv_bytes(max(self.sizes.kv_widths, default=0)) // 2
 
@@ -134,7 +134,7 @@ class Job:
         return self.kv_device_bytes + self.state_bytes()
 
     @property
-    def least_cache_device_bytes(self) -> int:
+    def min_cache_device_bytes(self) -> int:
         """The part of `cache_device_bytes` that is needed in any case: transformers' own cache drops what has left a sliding window."""
         text = self.spec.text_config
         window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
@@ -184,9 +184,9 @@ class EnginePlan:
         weight_bytes: of all weights, over all ranks, as the engine stores them.
         fetched_bytes, disk_bytes: of weights, over all ranks, that a decode step brings to the devices, and reads from disk. One that two
             modules share counts as often as it is brought.
-        parted_bytes: of weights that lie on the devices in parts, one a rank, and are brought together in each pass.
-        cores_bytes: of weights, keys and values, over all ranks, that the host's cores read in a decode step.
-        carries_kv: whether keys and values in host memory cross the link; else the cores attend over them.
+        sharded_bytes: of weights that lie on the devices in parts, one a rank, and are brought together in each pass.
+        cpu_bytes: of weights, keys and values, over all ranks, that the host's cores read in a decode step.
+        copies_kv: whether keys and values in host memory cross the link; else the cores attend over them.
         preallocated_cache: keys and values have all their memory from the start; else they grow, as transformers' own cache does.
     """
 
@@ -196,9 +196,9 @@ class EnginePlan:
     weight_bytes: int = field(kw_only=True)
     fetched_bytes: int = field(default=0, kw_only=True)
     disk_bytes: int = field(default=0, kw_only=True)
-    parted_bytes: int = field(default=0, kw_only=True)
-    cores_bytes: int = field(default=0, kw_only=True)
-    carries_kv: bool = field(default=True, kw_only=True)
+    sharded_bytes: int = field(default=0, kw_only=True)
+    cpu_bytes: int = field(default=0, kw_only=True)
+    copies_kv: bool = field(default=True, kw_only=True)
     preallocated_cache: bool = field(default=False, kw_only=True)
 
     @property
@@ -207,15 +207,15 @@ class EnginePlan:
         layer are copied or tokens are chosen."""
         job, workspace = self.job, MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0
         if self.preallocated_cache or job.config.kv_offload:
-            stays = job.config.kv_offload and not self.carries_kv  # the cores attend where keys and values lie
+            stays = job.config.kv_offload and not self.copies_kv  # the cores attend where keys and values lie
             on_device = job.state_bytes() if stays else job.cache_device_bytes
             return self.footprint.device + workspace + on_device + job.activation_bytes
         chosen = job.rank_batch * logits_bytes(job.spec)
-        last_step = self.footprint.device + job.cache_device_bytes + max(job.grown_kv_bytes, chosen)
-        return workspace + max(self.prefilled_bytes + job.activation_bytes, last_step)
+        last_step = self.footprint.device + job.cache_device_bytes + max(job.growing_kv_bytes, chosen)
+        return workspace + max(self.prefill_bytes + job.activation_bytes, last_step)
 
     @property
-    def prefilled_bytes(self) -> int:
+    def prefill_bytes(self) -> int:
         """Most of weights, and keys and values that grow, that are on the device at once in a prefill."""
         length = self.job.config.prompt_len
         return self.footprint.device + self.job.kv_bytes(length) + self.job.state_bytes(length)
@@ -242,7 +242,7 @@ class EnginePlan:
         )
         return min(found, COMPARED_BYTES)
 
-    def as_stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
+    def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return `values` of parameter `name` as products see them: quantized and back, where this engine quantizes it."""
         return values
 
@@ -260,10 +260,10 @@ class EnginePlan:
     def exchanged_bytes(self, fetched_bytes: int) -> float:
         """Of weights, that each of several GPUs gets from the others in a pass that fetches `fetched_bytes` over all links."""
         ranks = self.job.ranks.world_size
-        return (fetched_bytes + self.parted_bytes) * (ranks - 1) / ranks
+        return (fetched_bytes + self.sharded_bytes) * (ranks - 1) / ranks
 
     @property
-    def least_free_device_bytes(self) -> int:
+    def min_free_device_bytes(self) -> int:
         """That a device has to have for the engine to make this plan."""
         return self.device_peak_bytes
 
@@ -287,7 +287,7 @@ class EnginePlan:
         """Return the seconds of a decode step whose copies, and device and CPU, take so long, with what they wait for each other."""
         return max(link_s, others_s)
 
-    def measure_restored_gb_per_s(self, dtype: torch.dtype) -> float | None:
+    def measure_dequantized_gb_per_s(self, dtype: torch.dtype) -> float | None:
         """Return the rate at which this engine's own operator dequantizes to `dtype` and multiplies with one token, measured on the device
         while a model is loaded; None for an engine without such an operator."""
         return None
@@ -303,29 +303,29 @@ class EnginePlan:
         return None
 
     @property
-    def copies_own_memory(self) -> bool:
+    def measures_link_with_weights(self) -> bool:
         """Whether a run measures the link by copies of the weights themselves, and needs no host memory for that."""
         return False
 
     @property
-    def copied_layers(self) -> int:
+    def copied_kv_layers(self) -> int:
         """Layers whose keys and values cross the link in each step."""
-        crosses = self.job.on_gpu and self.job.config.kv_offload and self.carries_kv
+        crosses = self.job.on_gpu and self.job.config.kv_offload and self.copies_kv
         return len(self.job.sizes.kv_widths) if crosses else 0
 
     @property
-    def carried_kv_bytes(self) -> int:
+    def copied_kv_bytes(self) -> int:
         """Of keys and values, over all ranks, that cross the link in a decode step of mean length."""
-        return self.job.ranks.world_size * self.job.mean_kv_bytes if self.copied_layers else 0
+        return self.job.ranks.world_size * self.job.mean_kv_bytes if self.copied_kv_layers else 0
 
     def moved_per_step(self) -> MovedPerStep:
         """What a decode step of mean length moves, over all ranks."""
         job, ranks = self.job, self.job.ranks.world_size
         return MovedPerStep(
-            host_to_device_bytes_per_step=self.fetched_bytes + self.carried_kv_bytes,
-            device_to_host_bytes_per_step=ranks * job.kv_bytes(1) if self.copied_layers else 0,
+            host_to_device_bytes_per_step=self.fetched_bytes + self.copied_kv_bytes,
+            device_to_host_bytes_per_step=ranks * job.kv_bytes(1) if self.copied_kv_layers else 0,
             disk_read_bytes_per_step=self.disk_bytes,
-            cores_bytes_per_step=self.cores_bytes or None,
+            cores_bytes_per_step=self.cpu_bytes or None,
         )
 
     def in_words(self) -> list[str]:
@@ -337,16 +337,16 @@ class EnginePlan:
             self.job.on_gpu or self.cost_terms.copies_within_host
         ):  # weights in host memory are used where they are
             return [f"each decode step reads {disk.format('')}"] if disk else []
-        return [f"each decode step {self.fetched_in_words()}{', ' * bool(disk)}{disk.format('of it ')}"]
+        return [f"each decode step {self.describe_copies()}{', ' * bool(disk)}{disk.format('of it ')}"]
 
-    def dequantized_in_words(self) -> list[str]:
+    def dequantization_warning(self) -> list[str]:
         """Return a warning if a CPU dequantizes weights in every step."""
         if not self.cost_terms.dequantizes_on_cpu:
             return []
         other = "" if self.job.config.engine == "stream" else "; --engine stream multiplies them as stored"
         return [f"without a GPU, weights are dequantized in every step: slower than 16 bits{other}"]
 
-    def fetched_in_words(self) -> str:
+    def describe_copies(self) -> str:
         """Return such as "copies 20.4 GiB over the link"."""
         fetched = format_bytes(self.fetched_bytes) if self.fetched_bytes else "nothing"
         return f"copies {fetched} {'over the link' if self.job.on_gpu else 'within host memory'}"
@@ -390,7 +390,7 @@ class LoadedModel:
         preallocated_cache: the engine is made for a KV cache that takes no memory while the model runs.
         cores: how the host's cores take part; None where they do not.
         cpu_attention: computes attention over a KV cache in host memory, where the CPU does.
-        page_locked: uint8 [bytes] each, the host memory that this rank's device copies weights from, where the engine has it so.
+        pinned_memory: uint8 [bytes] each, the host memory that this rank's device copies weights from, where the engine has it so.
         steps_to_settle: consecutive decode steps until the engine's next choice of how it runs them; 0 when nothing is left to choose.
             The same on all ranks.
         modules_changed: told modules whose children were wrapped or replaced, or that have hooks of others: from now on the engine calls
@@ -407,7 +407,7 @@ class LoadedModel:
     close: Callable[[], None] = lambda: None
     timeline: Timeline | None = None
     preallocated_cache: bool = False
-    page_locked: Sequence[torch.Tensor] = ()
+    pinned_memory: Sequence[torch.Tensor] = ()
     cores: CpuBackendUse | None = None
     cpu_attention: CpuAttention | None = None
     steps_to_settle: Callable[[], int] = lambda: 0

@@ -46,7 +46,7 @@ from zero_inference.hardware.cpu_workloads import (
 )
 from zero_inference.hardware.profile import CpuProductRate, WeightFormat
 from zero_inference.hardware.rates import AttentionRates, ConcurrentRates
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 

@@ -17,8 +17,8 @@ from zero_inference.hardware.bench_copies import uncached_block_bytes
 from zero_inference.hardware.profile import DeviceAttentionTime, LoadingRates
 from zero_inference.hardware.rates import ATTENTION_DTYPE, ATTENTION_HEAD_DIM, ProductTime
 from zero_inference.kernels.decode_attention import attend
-from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.kernels.products import linear_groups
+from zero_inference.kernels.products import quantized_linear
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.prompts import disable_cudnn_attention
 from zero_inference.models.weights import fill_dummy
 from zero_inference.utils.host_memory import host_empty
@@ -123,7 +123,7 @@ class DeviceWeights:
                 torch.nn.functional.linear(x, weight)
             return
         how = self.scheme.bits, self.scheme.group_size, self.shape[0]
-        multiply = linear_groups
+        multiply = quantized_linear
         if self.device.type == "cpu" and len(x) <= CPU_ROWS and load_library() is not None:
             multiply = cpu_products.linear_groups  # as runs of the stream engine do in decode steps
         for codes, scale, minimum in self.packed:

@@ -16,7 +16,7 @@ from zero_inference.cpu.pool import CpuPool, Routing, Stage, Task, Weight
 from zero_inference.cpu.products import Matrix
 from zero_inference.hardware.bench_copies import random_bytes, uncached_block_bytes
 from zero_inference.hardware.rates import ATTENTION_HEAD_DIM, CPU_BLOCK_BYTES
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 
 WIDTH_STEP = 256  # of a feed-forward; a multiple of any group size
 SHORT_BYTES = 16 << 20  # of a call whose overhead beyond its bytes shows

@@ -25,7 +25,7 @@ from zero_inference.hardware.rates import ConcurrentRates, attended_gb_per_s, co
 from zero_inference.hardware.spec import resolve_profile
 from zero_inference.kernels import extension
 from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.utils.environment import available_host_bytes
 from zero_inference.utils.ranks import Ranks
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zero_inference.hardware.profile import EngineOverhead, HardwareProfile
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 
 COMPUTE_BOUND_ROWS = 2048  # tokens with which a GPU's products are bound by operations
 CPU_BLOCK_BYTES = 128 << 20  # weights of a CPU call when CPU products are measured

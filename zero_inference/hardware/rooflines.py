@@ -27,7 +27,7 @@ from zero_inference.hardware.bench_disk import disk_read_gb_per_s
 from zero_inference.hardware.profile import CpuProductRate, CpuProfile, WeightFormat
 from zero_inference.hardware.system import GpuLink
 from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.utils.format import first_line, format_bytes, three_digits
 from zero_inference.utils.progress import current_progress
 from zero_inference.utils.ranks import Ranks

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_inference.kernels.extension import load_extension, operators_of
+from zero_inference.kernels.extension import load_extension, operator_library
 
 # options of attention functions that neither the kernel nor a product of rows supports
 CHANGES_RESULT = ("position_bias", "softcap", "s_aux", "cache")
@@ -30,7 +30,7 @@ WIDTH_STEP, MOST_WIDTH = 8, 256  # elements of a row of keys or values
 ALIGNMENT = 16  # bytes: rows are read in vectors of this size
 OLDEST_DEVICE = (8, 0)  # whose tensor cores take bfloat16
 
-LIBRARY = operators_of(__name__)
+LIBRARY = operator_library(__name__)
 
 
 @contextlib.contextmanager
@@ -87,14 +87,14 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool
     return (
         query.is_cuda
         and query.shape[2] <= MOST_QUERIES
-        and why_not(query, key, value, mask) is None
+        and unmet_requirement(query, key, value, mask) is None
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)))
         and torch.cuda.get_device_capability(query.device) >= OLDEST_DEVICE
         and load_extension()
     )
 
 
-def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | None:
+def unmet_requirement(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | None:
     """Return which requirement of the operator its arguments miss; None where it takes them."""
     batch, heads, queries, width = query.shape
     shape, positions = (batch, key.shape[1]), key.shape[2]
@@ -121,7 +121,7 @@ def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | No
 
 def _without_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Compute the operator in plain PyTorch. Raises ValueError where it does not take these arguments."""
-    if needed := why_not(query, key, value, mask):
+    if needed := unmet_requirement(query, key, value, mask):
         raise ValueError(f"decode_attention needs {needed}")
     added = mask if mask.dtype == torch.bool else mask.float()
     states = (each.float() for each in (query, key, value))

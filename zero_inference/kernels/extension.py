@@ -61,7 +61,7 @@ def why_unavailable() -> str | None:
     return _reason
 
 
-def operators_of(owner: str) -> torch.library.Library:
+def operator_library(owner: str) -> torch.library.Library:
     """Return a new fragment of `torch.ops.zero_inference` that replaces the one of an earlier import of the module `owner`: a notebook
     may remove modules from sys.modules to import them again."""
     fragments = vars(torch.ops.zero_inference).setdefault("_fragments", {})

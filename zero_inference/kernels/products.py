@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zero_inference.kernels.extension import load_extension, operators_of
-from zero_inference.kernels.groups import dequantize, dequantize_reference
+from zero_inference.kernels.extension import load_extension, operator_library
+from zero_inference.kernels.quantization import dequantize, dequantize_reference
 
 # Tokens up to which the fused operator is taken: all that it can do in one call. With 32 tokens it took 114 us for int4 weights of
 # 28672 x 8192, where dequantizing first took 288 (h200-cores/quantized_products_bf16.tsv).
@@ -27,7 +27,7 @@ ALIGNMENT = 16  # bytes: rows and tensors are read in vectors of this size
 # Scales of groups of 16 take so much shared memory that a block of a device with 99 KB of it (8.6, 8.9, 12.0) cannot hold them.
 GROUP_16_SHARED_BYTES = 132 << 10
 
-LIBRARY = operators_of(__name__)
+LIBRARY = operator_library(__name__)
 # The last three are for tests and benchmarks: the launch, where 0 leaves the choice to csrc/launch_sizes.cuh. Warps of a block
 # that split the columns (1 to 8), blocks that do (1 to 8), steps between barriers (2 to 64), all powers of two.
 SCHEMA = (
@@ -36,7 +36,7 @@ SCHEMA = (
 )
 
 
-def linear_groups(
+def quantized_linear(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
@@ -80,7 +80,7 @@ def linear_groups(
 
 
 @torch.no_grad()
-def linear_groups_reference(
+def quantized_linear_reference(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
@@ -90,7 +90,7 @@ def linear_groups_reference(
     rows: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """What `linear_groups` has to give, with PyTorch alone on any device: the plain weight of `dequantize_reference`, then
+    """What `quantized_linear` has to give, with PyTorch alone on any device: the plain weight of `dequantize_reference`, then
     `functional.linear`. Arguments, result and errors as there."""
     weight = x.new_empty(rows, x.shape[-1])
     dequantize_reference(codes, scale, minimum, bits, group_size, weight)
@@ -178,7 +178,7 @@ def _without_kernel(
     chunk_steps: int = 0,
 ) -> Tensor:
     """What runs where no kernel is registered; a launch is nothing to it."""
-    return linear_groups_reference(x, codes, scale, minimum, bits, group_size, rows, bias if bias.numel() else None)
+    return quantized_linear_reference(x, codes, scale, minimum, bits, group_size, rows, bias if bias.numel() else None)
 
 
 def _fake(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_inference.kernels.extension import operators_of
+from zero_inference.kernels.extension import operator_library
 
 NAME = "apply_rotary_pos_emb"
 MOST_TOKENS = 4096  # of all sequences in a pass; of more the products take the time
@@ -37,7 +37,7 @@ class Form(NamedTuple):
     in_order: bool
 
 
-LIBRARY = operators_of(__name__)
+LIBRARY = operator_library(__name__)
 LIBRARY.define(
     "rotary_embedding(Tensor q, Tensor k, Tensor cos, Tensor sin, int rotated, Tensor(a!) q_out, Tensor(b!) k_out) -> ()"
 )
@@ -74,7 +74,7 @@ def _use(file: Any, device: torch.device, dtype: torch.dtype) -> _Rotary | None:
     with _changing:
         found = vars(file).get(NAME)
         own = found.own if isinstance(found, _Rotary) else found
-        if not callable(own) or not any(forms := forms_of(own, device, dtype)):
+        if not callable(own) or not any(forms := supported_forms(own, device, dtype)):
             return None
         rotary = found if isinstance(found, _Rotary) else _Rotary(own, file)
         rotary.users += 1
@@ -87,7 +87,7 @@ class _Rotary:
     """Calls the kernel, or the model's own function for calls that the kernel does not take.
 
     Attributes:
-        forms: as of `forms_of`, by device and dtype.
+        forms: as of `supported_forms`, by device and dtype.
         users: models that are loaded.
     """
 
@@ -142,7 +142,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Form) -> tuple[
 
 @functools.lru_cache(maxsize=64)
 @torch.no_grad()
-def forms_of(own: Callable, device: torch.device, dtype: torch.dtype) -> tuple[Form | None, ...]:
+def supported_forms(own: Callable, device: torch.device, dtype: torch.dtype) -> tuple[Form | None, ...]:
     """Return what the function `own` computes with cos of the width of a head, of half of it, and of less; None where it is not what the
     kernel computes, bit by bit."""
     head_dim = TRIAL["head_dim"]

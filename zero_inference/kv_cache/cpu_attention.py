@@ -308,7 +308,7 @@ class BlockingCpuAttention:
             mask=mask,
             threads=self.threads,
         ).transpose(1, 2)
-        self.transfers.cores_bytes += _bytes_read(layer, query, window)
+        self.transfers.cpu_bytes += _bytes_read(layer, query, window)
         if device.type == "cuda":
             self.transfers.host_to_device_bytes += out.nbytes
         return out.to(device)
@@ -361,7 +361,7 @@ class PooledCpuAttention:
             self.tasks[layer] = add_attention(
                 self.pool, keys, values, heads, logits.scale, logits.softcap, logits.slopes, logits.sinks
             )
-        self.transfers.cores_bytes += _bytes_read(layer, query, window)
+        self.transfers.cpu_bytes += _bytes_read(layer, query, window)
         packed = torch.cat([part.flatten() for part in states])
         task, length = self.tasks[layer], layer.length
         if isinstance(self.calls, HandOff):

@@ -39,7 +39,7 @@ class ReferenceLayers:
     """
 
     def __init__(self, plan: EnginePlan):
-        job, self.as_stored = plan.job, plan.as_stored
+        job, self.quantize_dequantize = plan.job, plan.quantize_dequantize
         self.plain: dict[int, torch.nn.Module] = {}
         self.skipped: dict[int, str] = {}
         self.places: dict[str, list[tuple[torch.nn.Module, str]]] = {}  # by a parameter's name in the model
@@ -71,7 +71,7 @@ class ReferenceLayers:
 
     def _see(self, name: str, parameter: torch.nn.Parameter) -> None:
         if places := self.places.get(name):
-            stored = self.as_stored(name, parameter.data)
+            stored = self.quantize_dequantize(name, parameter.data)
             stored = stored if stored.device.type == "cpu" else host_copy(stored)
             values = torch.nn.Parameter(stored, requires_grad=False)
             for module, leaf in places:

@@ -159,7 +159,7 @@ class _Thin:
             start_s=max(0.0, others.prefill_s - others.step_s),
             step_piece_s=max(0.0, own.step_s - others.step_s) / max(1, self.pieces),
             prefill_piece_s=max(0.0, own.prefill_s - others.prefill_s - restored_s) / max(1, self.pieces),
-            restored_gb_per_s=self.plan.weights.measure_restored_gb_per_s(self.plan.job.spec.dtype),
+            restored_gb_per_s=self.plan.weights.measure_dequantized_gb_per_s(self.plan.job.spec.dtype),
             restored_float16_gb_per_s=self._restored_float16_gb_per_s(),
         )
 
@@ -169,7 +169,7 @@ class _Thin:
             return None
         config = self.plan.job.config
         try:
-            return self.plan.weights.measure_restored_gb_per_s(torch.float16)
+            return self.plan.weights.measure_dequantized_gb_per_s(torch.float16)
         except Exception as error:  # also of compilers
             print(f"{config.engine}, {config.quant_bits} bits, float16: {error}", file=sys.stderr)
             return None

@@ -152,7 +152,7 @@ def measure_run(
         compare: of `loaded_model`; called after the first measurement of the hardware, before a pass takes memory.
     """
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
-    link = LinkRate(ranks, loaded.page_locked)
+    link = LinkRate(ranks, loaded.pinned_memory)
     rates = measure_rates(config, job.spec, ranks, link, loaded.weight_bytes, loaded.cores)
     compare()
     return_free_memory()  # of the measurement

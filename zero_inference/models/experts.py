@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zero_inference.kernels.extension import operators_of
+from zero_inference.kernels.extension import operator_library
 from zero_inference.models.layers import cache_per_module
 from zero_inference.models.mlp import ACTIVATIONS
 
@@ -237,7 +237,7 @@ TRIAL_TOKENS = 128
 WIDE = 300.0  # factor of hidden states for which softmax over all experts is 0 for most
 ROUNDINGS = {torch.float32: 8}  # by which weights may differ, for sums in another order; 1 for other dtypes
 
-LIBRARY = operators_of(__name__)
+LIBRARY = operator_library(__name__)
 LIBRARY.define(
     "choose_experts(Tensor logits, int k, bool softmax_first, bool normalized, bool in_float32) -> (Tensor, Tensor)"
 )

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zero_inference.kernels.extension import load_extension, operators_of, why_unavailable
+from zero_inference.kernels.extension import load_extension, operator_library, why_unavailable
 from zero_inference.norms import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LIBRARY = operators_of(__name__)
+LIBRARY = operator_library(__name__)
 OPS = torch.ops.zero_inference
 _printed: set[str] = set()
 

@@ -136,7 +136,7 @@ def check_memory(plan: Plan) -> None:
     weights = (footprint.device - footprint.gathered, footprint.host)
     loading = max(footprint.host, footprint.loading - (0 if job.on_gpu else weights[0]))
     ids_bytes = 8 * job.config.batch_size * job.length  # all of them in every rank, as int64
-    cache = (job.least_cache_device_bytes, job.kv_host_bytes + ids_bytes)
+    cache = (job.min_cache_device_bytes, job.kv_host_bytes + ids_bytes)
     cache_name = f"the KV cache and ids of {job.config.batch_size} x {job.length} tokens"
     for what, (device_bytes, host_bytes), shorter in (
         ("its weights and their buffers", (weights[0], loading), ""),

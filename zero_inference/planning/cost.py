@@ -26,7 +26,7 @@ from zero_inference.hardware.rates import (
     find_kv_copy_overhead,
     product_time,
 )
-from zero_inference.kernels.indexed import pairs_together
+from zero_inference.kernels.experts import pairs_together
 from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
 from zero_inference.models.operators import Operator, Pass
 
@@ -300,7 +300,7 @@ def host_time_s(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefil
     if launched:
         host_s += terms.fetches * _fetch_s(_overhead(plan, machine), prefill)
     host_s += terms.cpu_attention_layers * _fetch_s(find_cpu_attention_overhead(machine), prefill)
-    host_s += plan.copied_layers * _fetch_s(find_kv_copy_overhead(machine), prefill)
+    host_s += plan.copied_kv_layers * _fetch_s(find_kv_copy_overhead(machine), prefill)
     if launched:
         host_s += terms.resident_quantized_blocks * _fetch_s(find_dequantize_overhead(machine), prefill)
     return host_s
@@ -447,12 +447,12 @@ def copies_of_step(plan: EnginePlan, machine: HardwareProfile) -> dict[str, floa
     ranks, beside_cpu = plan.job.ranks.world_size, plan.cost_terms.link_beside_cpu_gb_per_s
     if beside_cpu is None:
         weights_s = _seconds(plan.fetched_bytes / ranks, _weights_link_gb_per_s(plan, machine))
-        kv_s = _seconds(plan.carried_kv_bytes / ranks, _kv_link_gb_per_s(plan, machine))
+        kv_s = _seconds(plan.copied_kv_bytes / ranks, _kv_link_gb_per_s(plan, machine))
     else:  # the rate of all links
         pinned_kv = plan.job.config.pin_kv_cache
         weights_s = _seconds(plan.fetched_bytes, beside_cpu)
         kv_rate = beside_cpu / ranks if pinned_kv else machine.pageable_link_gb_per_s
-        kv_s = _seconds(plan.carried_kv_bytes / ranks, kv_rate)
+        kv_s = _seconds(plan.copied_kv_bytes / ranks, kv_rate)
     peers_on_link_s, peers_s = exchange_s(plan, machine, plan.fetched_bytes)
     link_s = None if weights_s is None or kv_s is None else weights_s + kv_s + peers_on_link_s
     return {"link": link_s, "peers": peers_s, "disk": _disk_s(plan, machine)}

@@ -116,7 +116,7 @@ def first_token_in_words(plan: EnginePlan, times: Times) -> str | None:
         return None
     if plan.cost_terms.prefill_fetched_bytes < plan.fetched_bytes:
         return "the first token takes less than a step: its first layers are still on the device from the generation before"
-    return "the first token takes less than a step, which also copies the KV cache" if plan.carried_kv_bytes else None
+    return "the first token takes less than a step, which also copies the KV cache" if plan.copied_kv_bytes else None
 
 
 def format_of_weights(plan: Plan) -> str:

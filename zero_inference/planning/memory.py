@@ -73,7 +73,7 @@ def memory_needs(plan: EnginePlan) -> list[Need]:
     """Return what one node needs, over its ranks."""
     job, footprint, ranks = plan.job, plan.footprint, plan.job.ranks.local_world_size
     device_bytes = plan.device_peak_bytes if job.on_gpu else 0
-    reserve_bytes = max(0, plan.least_free_device_bytes - device_bytes) if job.on_gpu else 0
+    reserve_bytes = max(0, plan.min_free_device_bytes - device_bytes) if job.on_gpu else 0
     needs = node_needs(job, device_bytes, plan.host_peak_bytes(), reserve_bytes)
     if job.on_gpu:  # the driver ignores the memlock limit
         pinned_bytes = footprint.pinned + (job.kv_host_bytes if job.config.pin_kv_cache else 0)

@@ -133,7 +133,7 @@ class Plan:
         libraries = machine.process_bytes + machine.library_bytes.get(self.job.config.engine, 0)
         peak = libraries - machine.measuring_bytes + self.weights.host_peak_bytes(machine.measuring_bytes)
         # with a GPU the link is measured between the loops, while everything else is allocated
-        return peak + (0 if not self.job.on_gpu or self.weights.copies_own_memory else LINK_BLOCK_BYTES)
+        return peak + (0 if not self.job.on_gpu or self.weights.measures_link_with_weights else LINK_BLOCK_BYTES)
 
     def check(self) -> None:
         """Raises UsageError: this machine lacks something besides memory that the engine needs."""

@@ -11,7 +11,6 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -47,53 +46,6 @@ class LayerSizes:
 def swappable(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether ZeRO-3 can keep `parameter` of a layer on NVMe: its buffers have one dtype, the model's."""
     return parameter.dtype == dtype
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where ZeRO-3 keeps the partition of a parameter between uses.
-
-    Attributes:
-        offload: what the resolved configuration offloads parameters to: "none", "cpu" or "nvme".
-        persistent_numel: parameters of up to so many elements stay on the device, unless their partitions are written to NVMe.
-        least_disk_bytes: a smaller partition is never written to NVMe.
-        dtype: the model's.
-    """
-
-    offload: str
-    persistent_numel: int
-    least_disk_bytes: int
-    dtype: torch.dtype
-    world_size: int
-
-    @classmethod
-    def of(cls, ds_config: dict[str, Any], dtype: torch.dtype, world_size: int) -> Places:
-        """Those of the resolved configuration."""
-        from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
-
-        zero = ds_config["zero_optimization"]
-        offload = zero.get("offload_param", {}).get("device", "none")
-        least = max(MIN_AIO_BYTES, ds_config["aio"]["block_size"]) if offload == "nvme" else 0
-        return cls(offload, zero["stage3_param_persistence_threshold"], least, dtype, world_size)
-
-    def place(self, parameter: torch.Tensor, numel: int, in_layer: bool) -> str:
-        """One of "device", "host" and "disk".
-
-        An NVMe buffer holds one parameter and all are as large as the largest: what is outside the layers, as an embedding, would
-        multiply them, and waits in host memory.
-
-        Args:
-            numel: elements as stored.
-            in_layer: whether it belongs to a decoder layer.
-        """
-        if self.offload == "nvme":
-            if not swappable(parameter, self.dtype):
-                return "host"
-            if -(-numel // self.world_size) * parameter.element_size() >= self.least_disk_bytes:
-                return "disk" if in_layer else "host"
-        if numel <= self.persistent_numel or self.offload == "none":
-            return "device"
-        return "host"
 
 
 def layer_sizes(model, layers: torch.nn.ModuleList, packed_numel, dtype: torch.dtype) -> LayerSizes:

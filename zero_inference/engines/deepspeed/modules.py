@@ -49,7 +49,7 @@ _loaded: set[str] = set()
 AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
 
 
-def use_private_folder(device_type: str) -> None:
+def set_build_folder(device_type: str) -> None:
     """One build folder an environment (a build names its paths), our flags and kind of device (async_io is built otherwise for CUDA),
     unless TORCH_EXTENSIONS_DIR says where."""
     how = [sys.prefix, *FLAGS, *TOGETHER, *TOGETHER.values(), *LIGHT, LIGHT_HEADER, SOURCES]
@@ -64,7 +64,7 @@ def check_aio(use_gds: bool) -> None:
     """Raises UsageError where NVMe cannot be read the way that was asked for."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
-    with stderr_of_process():
+    with real_stderr():
         found = AsyncIOBuilder().is_compatible(verbose=False)
     if not found:
         try:
@@ -79,7 +79,7 @@ def check_aio(use_gds: bool) -> None:
 
 
 @contextmanager
-def stderr_of_process() -> Iterator[None]:
+def real_stderr() -> Iterator[None]:
     """Where stderr has no file descriptor, as in some notebooks: DeepSpeed's probes for libaio want one, or find nothing."""
     try:
         sys.stderr.fileno()

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from zero_inference.cpu.products import quantize
-from zero_inference.engines.group_size import LEAST_COLUMNS, group_size_refusal
 from zero_inference.errors import UsageError
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import MIN_QUANTIZED_COLUMNS, GroupQuantization, group_size_refusal
 from zero_inference.models.layers import decoder_layers, layer_kinds, unused_tower_parameters
 from zero_inference.models.operators import trace_reads
 from zero_inference.utils.host_memory import host_empty
@@ -73,7 +72,7 @@ def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> Q
         last, packing = weight.shape[-1], weight.element_size() * 8 // settings["num_bits"]
         if last % size == 0 and last % packing == 0:
             chosen.add(id(weight))
-        elif last >= LEAST_COLUMNS:
+        elif last >= MIN_QUANTIZED_COLUMNS:
             raise group_size_refusal(size, f"{module_name}.weight", tuple(weight.shape), packing)
     total = quantized = 0
     for name, parameter in model.named_parameters():
@@ -127,7 +126,7 @@ def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
     parameter.weight_quantized = True
 
 
-def quantized_and_back(values: torch.Tensor, settings: dict) -> torch.Tensor:
+def quantize_dequantize(values: torch.Tensor, settings: dict) -> torch.Tensor:
     """Return `values` after quantizing and DeepSpeed's dequantizing."""
     restored = torch.empty_like(values)
     rows = max(1, BLOCK_NUMEL // values.shape[-1])  # its Python code takes many times the memory of what it is given
@@ -149,7 +148,7 @@ def dequantize_rows(dequantizer, codes: torch.Tensor, scale: torch.Tensor, minim
     return dequantizer.dequantize(codes.contiguous(), scale.contiguous(), minimum.contiguous())[:rows]
 
 
-def dequantized_gb_per_s(settings: dict, dtype: torch.dtype, device: torch.device) -> float:
+def measure_dequantized_gb_per_s(settings: dict, dtype: torch.dtype, device: torch.device) -> float:
     """Bytes of `dtype` that DeepSpeed dequantizes, and multiplies with one token, while `QuantizedFunctionals` are installed."""
     size = DEQUANTIZED_SIZE[device.type]
     weight = nn.Parameter(torch.randn(size, size, device=device).to(dtype), requires_grad=False)

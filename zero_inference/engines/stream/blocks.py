@@ -20,9 +20,8 @@ from typing import Any
 
 from torch import nn
 
-from zero_inference.engines.group_size import LEAST_COLUMNS, group_size_refusal
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import MIN_QUANTIZED_COLUMNS, GroupQuantization, group_size_refusal
 from zero_inference.models.empty_model import parameter_names
 from zero_inference.models.experts import FusedExperts, detect_experts, experts_per_token
 from zero_inference.models.layers import decoder_layers, layer_kinds
@@ -197,7 +196,7 @@ def _nbytes(parameters: Iterable[nn.Parameter]) -> int:
 
 def _is_wide(parameter: nn.Parameter) -> bool:
     """Return whether it is a matrix, or several, with rows long enough for a projection."""
-    return parameter.dim() > 1 and parameter.shape[-1] >= LEAST_COLUMNS
+    return parameter.dim() > 1 and parameter.shape[-1] >= MIN_QUANTIZED_COLUMNS
 
 
 class _Layer:

@@ -21,7 +21,7 @@ from zero_inference.engines.stream.expert_cache import ExpertCache, ExpertCaches
 from zero_inference.engines.stream.layout import BlockLayout, BlockStore, StoredParameter
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import SharedInput
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.cpu_attention import PooledCpuAttention, attention_hand_off_bytes
 from zero_inference.models.experts import FusedExperts
 from zero_inference.utils.transfers import Transfers

@@ -14,7 +14,7 @@ from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placemen
 from zero_inference.errors import UsageError
 from zero_inference.hardware.machine import CpuWorkload
 from zero_inference.hardware.rates import ConcurrentRates
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.attention_patch import why_cpu_cannot_attend
 from zero_inference.models.experts import FusedExperts
 from zero_inference.records.schema import CpuBackendUse

@@ -30,7 +30,7 @@ from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.plan import StreamPlan, plan
 from zero_inference.engines.stream.prefetch import Prefetcher
 from zero_inference.engines.stream.vocabulary import HeadWeight, HostEmbedding, QuantizedHead
-from zero_inference.kernels.groups import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.weights import load_weights
@@ -117,7 +117,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         preallocated_cache=plan.preallocated_cache,
         cores=None if plan.cpu is None else plan.cpu.facts(placement.computed_bytes),
         cpu_attention=cpu_attention,
-        page_locked=[store.buffers[block] for block in placement.in_host_memory] if plan.pinned else (),
+        pinned_memory=[store.buffers[block] for block in placement.in_host_memory] if plan.pinned else (),
         steps_to_settle=steps_to_settle,
         modules_changed=modules_changed,
         writable=[p for name, p in layers.named_parameters(prefix) if name not in weights.block_of],

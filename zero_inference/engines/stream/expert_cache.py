@@ -21,10 +21,10 @@ from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout, 
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import combination_of
 from zero_inference.engines.stream.streams import DeviceStreams
+from zero_inference.kernels.experts import ExpertActivation, expert_linear, quantized_expert_linear
 from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.kernels.indexed import Combination, linear_groups_indexed, linear_indexed
 from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.experts import FusedExperts
 from zero_inference.utils.transfers import ExpertCounts, Transfers
 
@@ -107,15 +107,15 @@ class _ExpertWeights:
         x: torch.Tensor,
         slot: torch.Tensor,
         scheme: GroupQuantization | None,
-        combination: Combination | None = None,
+        combination: ExpertActivation | None = None,
         tokens: int = 0,
     ) -> torch.Tensor:
-        """Return rows of x times the weights in slots, [pairs, rows]; arguments as of `linear_groups_indexed`."""
+        """Return rows of x times the weights in slots, [pairs, rows]; arguments as of `quantized_expert_linear`."""
         x, bias = x.to(self.dtype), self.slots[-1] if self.biased else None
         if not self.quantized or scheme is None:
-            return linear_indexed(x, self.slots[0].view(-1, self.rows, self.columns), slot, bias, combination)
+            return expert_linear(x, self.slots[0].view(-1, self.rows, self.columns), slot, bias, combination)
         codes, scale, minimum = self.slots[:3]
-        return linear_groups_indexed(
+        return quantized_expert_linear(
             x, codes, scale, minimum, scheme.bits, scheme.group_size, self.rows, slot, bias, combination, tokens
         )
 

@@ -12,8 +12,8 @@ import torch
 
 from zero_inference.cpu.products import quantize
 from zero_inference.errors import RunError
-from zero_inference.kernels.groups import GroupQuantization
 from zero_inference.kernels.products import ALIGNMENT
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.shared_memory import SharedMemory

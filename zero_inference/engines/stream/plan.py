@@ -40,8 +40,8 @@ from zero_inference.engines.stream.vocabulary import HEAD_BITS, EmbeddingTable, 
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.groups import GroupQuantization, dequantize
 from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
+from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.format import format_bytes, three_digits
 
@@ -81,11 +81,11 @@ class StreamPlan(EnginePlan):
             load_extension(None if job.ranks.is_first and job.config.verbose > 0 else lambda line: None)
 
     @property
-    def least_free_device_bytes(self) -> int:
+    def min_free_device_bytes(self) -> int:
         activations = int((1 + FRAGMENTED_SHARE) * self.job.activation_bytes)
         return self.footprint.device + self.job.cache_device_bytes + activations + RESERVE_BYTES
 
-    def as_stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
+    def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if name not in self._packed:
             return values
         scheme, transposed = self._packed[name]
@@ -199,7 +199,7 @@ class StreamPlan(EnginePlan):
         return self.placement.ring_depth if self.placement.ring_depth >= MIN_RING_DEPTH else None
 
     @property
-    def copies_own_memory(self) -> bool:
+    def measures_link_with_weights(self) -> bool:
         return self.pinned and self.placement.host_bytes > 0
 
     @property
@@ -251,9 +251,9 @@ class StreamPlan(EnginePlan):
         if not found.in_host_memory:
             offloaded = self.cpu is None and self.no_cpu and self.job.config.kv_offload
             return [*([no_cpu] if offloaded else []), *no_cpu_attention]
-        line = f"each decode step {self.fetched_in_words()}"
+        line = f"each decode step {self.describe_copies()}"
         if self.cpu is None:
-            return [line, *([no_cpu] if self.no_cpu else []), *no_cpu_attention, *self.dequantized_in_words()]
+            return [line, *([no_cpu] if self.no_cpu else []), *no_cpu_attention, *self.dequantization_warning()]
         copies = f"{line}; " if on_gpu or found.streamed else "in each decode step "
         first, *others = cpu_in_words(self.cpu, found)
         return [f"{copies}{first}", *others, *no_cpu_attention, *experts_in_words(found)]
@@ -310,8 +310,8 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         fetched_bytes=placement.nbytes_of(placement.streamed)
         + round(placement.fetched_expert_bytes)
         + job.rank_batch * placement.row_bytes,
-        cores_bytes=0 if cpu is None else placement.computed_bytes + (cpu.kv_bytes if attends else 0),
-        carries_kv=not attends,
+        cpu_bytes=0 if cpu is None else placement.computed_bytes + (cpu.kv_bytes if attends else 0),
+        copies_kv=not attends,
         preallocated_cache=has_cache and not job.window_only_in_cache,
     )
 

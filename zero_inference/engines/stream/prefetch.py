@@ -25,7 +25,7 @@ from zero_inference.engines.stream.rebalance import Rebalancer
 from zero_inference.engines.stream.ring import RingBuffer
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.trace import Timeline
-from zero_inference.kernels.groups import GroupQuantization, dequantize
+from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.frozen import set_data
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.ranks import Ranks

@@ -19,21 +19,21 @@ from zero_inference.cpu.experts import WeightedRows
 from zero_inference.cpu.library import DTYPES
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS
 from zero_inference.engines.stream.layout import BlockLayout, Packed
-from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.groups import GroupQuantization
-from zero_inference.kernels.indexed import (
+from zero_inference.kernels.experts import (
     ACTIVATED,
     GATE_FIRST,
     INTERLEAVED,
     UP_FIRST,
-    Combination,
-    linear_groups_indexed,
+    ExpertActivation,
+    quantized_expert_linear,
 )
-from zero_inference.kernels.products import ALIGNMENT, FUSED_ROWS, can_fuse, linear_groups, no_bias
+from zero_inference.kernels.extension import load_extension
+from zero_inference.kernels.products import ALIGNMENT, FUSED_ROWS, can_fuse, no_bias, quantized_linear
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.experts import FusedExperts
 
-# x, slot, combination and tokens of `linear_groups_indexed` -> [pairs, rows]
-Times = Callable[[torch.Tensor, torch.Tensor, Combination | None, int], torch.Tensor]
+# x, slot, combination and tokens of `quantized_expert_linear` -> [pairs, rows]
+Times = Callable[[torch.Tensor, torch.Tensor, ExpertActivation | None, int], torch.Tensor]
 Products = Callable[[tuple[str, ...], torch.Tensor], Sequence[torch.Tensor]]
 
 
@@ -177,8 +177,9 @@ class SharedInput:
 
 
 class Linears:
-    """`linear_groups` for the linear modules of a block, without the checks that `can_fuse` has made: in each call they would cost Python
-    more than the product takes. Weights that follow each other in memory, and take one input, are one weight.
+    """Compute a block's linear modules as `quantized_linear` does, without its checks, which take Python longer than the product.
+
+    Adjacent weights with the same input are multiplied as one.
 
     Args:
         packed_now: returns a weight in the slot where it is when its module is called.
@@ -217,7 +218,7 @@ class Linears:
     def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         module, (codes, scales, minima, *_) = self.linears[name], self.packed_now(weight_of(name))
         bits, group_size = self.scheme.bits, self.scheme.group_size
-        return linear_groups(x, codes, scales, minima, bits, group_size, module.out_features, module.bias)
+        return quantized_linear(x, codes, scales, minima, bits, group_size, module.out_features, module.bias)
 
     def _in_memory(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names in the order of their weights in memory, which is the same in all slots."""
@@ -311,10 +312,10 @@ def experts_in_groups(
     return forward
 
 
-def combination_of(experts: FusedExperts) -> Combination:
+def combination_of(experts: FusedExperts) -> ExpertActivation:
     """Return how kernels combine the first product of `experts`: activation, gate and limits."""
     gated = INTERLEAVED if experts.interleaved else UP_FIRST if experts.gate_is_second else GATE_FIRST
-    return Combination(
+    return ExpertActivation(
         gated if experts.gated else ACTIVATED,
         ACTIVATION_NUMBERS[experts.activation],
         experts.limit if experts.limit < math.inf else 0.0,
@@ -330,14 +331,14 @@ def _times(
     bias: Callable[[], torch.Tensor] | None,
     x: torch.Tensor,
     slot: torch.Tensor,
-    combination: Combination | None,
+    combination: ExpertActivation | None,
     tokens: int,
 ) -> torch.Tensor:
     """Multiply `x` with the experts `slot` of a fused parameter that is stored as `shape` [experts, rows, columns]."""
     number, rows, _ = shape
     codes, scales, minima = (part.view(number, -1) for part in packed()[:3])
     x, added = x.to(scales.dtype), None if bias is None else bias()
-    return linear_groups_indexed(
+    return quantized_expert_linear(
         x, codes, scales, minima, scheme.bits, scheme.group_size, rows, slot, added, combination, tokens
     )
 

@@ -19,8 +19,8 @@ from zero_inference.cpu.library import load_library
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import Job
 from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.groups import GroupQuantization, dequantize
-from zero_inference.kernels.products import FUSED_ROWS, can_fuse, linear_groups
+from zero_inference.kernels.products import FUSED_ROWS, can_fuse, quantized_linear
+from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.empty_model import parameter_names
 from zero_inference.models.operators import trace_reads
 from zero_inference.utils.host_memory import host_empty
@@ -196,7 +196,7 @@ class QuantizedHead:
         x = input.reshape(-1, columns)
         if len(x) <= FUSED_ROWS:
             if can_fuse(x, codes, scales, minima, HEAD_BITS, size, bias):
-                return linear_groups(input, codes, scales, minima, HEAD_BITS, size, count, bias)
+                return quantized_linear(input, codes, scales, minima, HEAD_BITS, size, count, bias)
             if not x.is_cuda and load_library() is not None:
                 return cpu_products.linear_groups(input, codes, scales, minima, HEAD_BITS, size, count, bias)
         out = x.new_empty(len(x), count)

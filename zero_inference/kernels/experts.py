@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_inference.kernels.groups import dequantize_reference
 from zero_inference.kernels.products import ALIGNMENT, LIBRARY, can_fuse
+from zero_inference.kernels.quantization import dequantize_reference
 
 MOST_PAIRS = 65535  # of a call of the fused operator: the second dimension of a grid
 # Of weights that are gathered at once: enough to fill a device, and little beside the memory that a run keeps free.
@@ -26,7 +26,7 @@ GATHERED_BYTES = 128 << 20
 TRIAL_ROWS, TRIAL_COLUMNS = 200, 1024
 TRIAL_DIFFERENCE = 1e-2  # relative; a result in bfloat16 is rounded by up to 0.4%
 
-# `bias` and what follows it: see `linear_groups_indexed` and `Combination`.
+# `bias` and what follows it: see `quantized_expert_linear` and `ExpertActivation`.
 SCHEMA = (
     "(Tensor x, Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, int rows, Tensor slot, "
     "Tensor? bias=None, int form=0, int activation=0, float limit=0, float up_offset=0, int tokens=0) -> Tensor"
@@ -36,7 +36,7 @@ SCHEMA = (
 PLAIN, ACTIVATED, GATE_FIRST, UP_FIRST, INTERLEAVED = range(5)
 
 
-class Combination(NamedTuple):
+class ExpertActivation(NamedTuple):
     """Compute hidden states from the first product: f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset), or f(product).
 
     Attributes:
@@ -54,8 +54,8 @@ class Combination(NamedTuple):
 
 
 @torch.no_grad()
-def linear_indexed(
-    x: Tensor, weight: Tensor, slot: Tensor, bias: Tensor | None = None, combination: Combination | None = None
+def expert_linear(
+    x: Tensor, weight: Tensor, slot: Tensor, bias: Tensor | None = None, combination: ExpertActivation | None = None
 ) -> Tensor:
     """Return the product of each pair of a row of `x` and one of the weights, with PyTorch alone.
 
@@ -80,7 +80,7 @@ def linear_indexed(
     return _finished(product, slot, bias, combination)
 
 
-def linear_groups_indexed(
+def quantized_expert_linear(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
@@ -90,25 +90,25 @@ def linear_groups_indexed(
     rows: int,
     slot: Tensor,
     bias: Tensor | None = None,
-    combination: Combination | None = None,
+    combination: ExpertActivation | None = None,
     tokens: int = 0,
 ) -> Tensor:
-    """`linear_indexed` with weights [rows, columns] in groups.
+    """`expert_linear` with weights [rows, columns] in groups.
 
     On a CUDA device, where `can_fuse` allows it, one kernel on the current stream, with the same bits in every run. It rounds once, what
     it stores; PyTorch rounds product, sum with the bias and combination each for itself.
 
     Args:
         x: float16, bfloat16 or float32 [tokens, columns]; columns is a multiple of the group size.
-        codes: uint8 [slots, rows * columns * bits / 8], each row of it as `zero_inference.kernels.groups` packs a weight.
+        codes: uint8 [slots, rows * columns * bits / 8], each row of it as `zero_inference.kernels.quantization` packs a weight.
         scale, minimum: [slots, rows * columns / group_size], in x's dtype.
         bits: of a code, 8 or 4.
         rows: of each weight.
-        slot, bias, combination: as of `linear_indexed`.
+        slot, bias, combination: as of `expert_linear`.
         tokens: that the pairs belong to, each with no weight twice, so that no more pairs have one weight; 0 for the rows of x.
 
     Returns:
-        As `linear_indexed`.
+        As `expert_linear`.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit each other.
@@ -122,7 +122,7 @@ def linear_groups_indexed(
             return torch.ops.zero_inference.linear_groups_indexed(
                 x, codes, scale, minimum, bits, group_size, rows, slot, bias, *how, tokens
             )
-    product = linear_groups_indexed_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
+    product = quantized_expert_linear_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
     return _finished(product, slot, bias, combination)
 
 
@@ -145,7 +145,7 @@ def kernel_agrees(device: torch.device, dtype: torch.dtype, bits: int, group_siz
     slot = torch.tensor([1, -1, 0, 1, 1], device=device)  # three that are multiplied together
     found, expected = (
         product(x, codes, scale, minimum, bits, group_size, rows, slot).float()
-        for product in (torch.ops.zero_inference.linear_groups_indexed, linear_groups_indexed_reference)
+        for product in (torch.ops.zero_inference.linear_groups_indexed, quantized_expert_linear_reference)
     )
     difference = (found - expected).norm(dim=1)
     agrees = bool((difference <= TRIAL_DIFFERENCE * expected.norm(dim=1)).all())
@@ -159,10 +159,10 @@ def kernel_agrees(device: torch.device, dtype: torch.dtype, bits: int, group_siz
 
 
 @torch.no_grad()
-def linear_groups_indexed_reference(
+def quantized_expert_linear_reference(
     x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, slot: Tensor
 ) -> Tensor:
-    """What `linear_groups_indexed` has to give without bias and combination, with PyTorch alone on any device: the weights of some
+    """What `quantized_expert_linear` has to give without bias and combination, with PyTorch alone on any device: the weights of some
     rows are gathered and dequantized at a time. Arguments, result and errors as there."""
     _check_groups(x, codes, scale, minimum, bits, group_size, rows, slot)
     columns = x.shape[1]
@@ -188,7 +188,7 @@ def _gathered(x: Tensor, slot: Tensor, weight_bytes: int, rows: int, weights) ->
     return out
 
 
-def _finished(product: Tensor, slot: Tensor, bias: Tensor | None, combination: Combination | None) -> Tensor:
+def _finished(product: Tensor, slot: Tensor, bias: Tensor | None, combination: ExpertActivation | None) -> Tensor:
     """Return what is made of `product` [pairs, rows], where a slot of -1 has no bias."""
     if bias is not None:
         product = product + torch.where((slot >= 0).unsqueeze(-1), bias[slot.clamp(min=0)], 0)
@@ -252,7 +252,7 @@ def _without_kernel(
     """Compute the operator in PyTorch, where no kernel is registered."""
     if form != PLAIN:
         raise NotImplementedError("a combination is computed by a CUDA device alone: use linear_groups_indexed")
-    product = linear_groups_indexed_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
+    product = quantized_expert_linear_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
     return _finished(product, slot, bias, None)
 
 

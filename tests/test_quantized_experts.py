@@ -10,15 +10,11 @@ import torch
 from test_quantized_products import BOUNDS, on_gpu
 
 from zero_inference.engines.stream.products import _times, combination_of, experts_forward
-from zero_inference.kernels import indexed
+from zero_inference.kernels import experts
+from zero_inference.kernels.experts import expert_linear, quantized_expert_linear, quantized_expert_linear_reference
 from zero_inference.kernels.extension import load_extension, why_unavailable
-from zero_inference.kernels.groups import GroupQuantization, dequantize_reference
-from zero_inference.kernels.indexed import (
-    linear_groups_indexed,
-    linear_groups_indexed_reference,
-    linear_indexed,
-)
 from zero_inference.kernels.products import can_fuse
+from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference
 from zero_inference.models.experts import FusedExperts
 
 
@@ -96,8 +92,8 @@ def test_experts_combine_their_first_product(form, biased, dtype):
     for k in (1, 2, 3):
         case.x = torch.randn(6 // k, 128).to(dtype)
         for out in (
-            linear_groups_indexed(*case.arguments, bias, combination_of(experts)),
-            linear_indexed(case.x, case.plain, case.slot, bias, combination_of(experts)),
+            quantized_expert_linear(*case.arguments, bias, combination_of(experts)),
+            expert_linear(case.x, case.plain, case.slot, bias, combination_of(experts)),
         ):
             check_experts(experts, case, k, bias, 5 * BOUNDS[dtype], out)
 
@@ -153,21 +149,21 @@ def test_a_module_of_experts_computes_the_weighted_sum(form, device, dtype):
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (4, 16), (8, 32), (8, 5)])
 def test_each_row_meets_its_weight(bits, group_size, dtype, monkeypatch):
     case = Case([2, -1, 0, 2, 1, -7, 0], 3, 37, 4 * group_size, bits, group_size, dtype)
-    out = linear_groups_indexed(*case.arguments)
+    out = quantized_expert_linear(*case.arguments)
     case.check(out)
-    assert torch.equal(out, linear_indexed(case.x, case.plain, case.slot))
+    assert torch.equal(out, expert_linear(case.x, case.plain, case.slot))
     assert torch.equal(out, torch.ops.zero_inference.linear_groups_indexed(*case.arguments))
-    monkeypatch.setattr(indexed, "GATHERED_BYTES", 2 * 37 * 4 * group_size * dtype.itemsize)  # two rows at a time
+    monkeypatch.setattr(experts, "GATHERED_BYTES", 2 * 37 * 4 * group_size * dtype.itemsize)  # two rows at a time
     case.x.requires_grad_()  # nothing here has a gradient; a caller may not have said so
-    case.check(linear_groups_indexed(*case.arguments))
-    case.check(linear_indexed(case.x, case.plain, case.slot))
+    case.check(quantized_expert_linear(*case.arguments))
+    case.check(expert_linear(case.x, case.plain, case.slot))
 
 
 def test_no_rows_and_rows_without_a_weight():
     for slots in ([], [-1, -1]):
         case = Case(slots, 2, 5, 64, 4, 32, torch.bfloat16)
-        case.check(linear_groups_indexed(*case.arguments))
-        case.check(linear_indexed(case.x, case.plain, case.slot))
+        case.check(quantized_expert_linear(*case.arguments))
+        case.check(expert_linear(case.x, case.plain, case.slot))
 
 
 def test_what_does_not_fit_is_a_value_error():
@@ -185,9 +181,9 @@ def test_what_does_not_fit_is_a_value_error():
         (dict(x=case.x[0]), "x must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            linear_groups_indexed(**(dict(zip(names, case.arguments)) | change))
+            quantized_expert_linear(**(dict(zip(names, case.arguments)) | change))
     with pytest.raises(ValueError, match="weight must be torch.float16"):
-        linear_indexed(case.x, case.plain.float(), case.slot)
+        expert_linear(case.x, case.plain.float(), case.slot)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
@@ -195,7 +191,7 @@ def test_what_does_not_fit_is_a_value_error():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_kernel_that_is_wrong_is_found_out(dtype, bits, group_size, device, monkeypatch):
     right = torch.ops.zero_inference.linear_groups_indexed
-    tried = indexed.kernel_agrees.__wrapped__
+    tried = experts.kernel_agrees.__wrapped__
     assert tried(torch.device(device), dtype, bits, group_size)
     for wrong in (
         lambda x, *others: right(x, *others[:-1], others[-1].clamp(min=0)),  # a weight where there is none
@@ -217,7 +213,7 @@ def test_shapes_can_be_traced():
         found = torch.ops.zero_inference.linear_groups_indexed(x, codes, groups, groups, 4, 32, 5, slot)
         assert found.shape == (3, 5)
         found = torch.ops.zero_inference.linear_groups_indexed(
-            x[:1], codes[:, :128], groups[:, :8], groups[:, :8], 4, 32, 4, slot, None, indexed.UP_FIRST, 1, 0.0, 0.0, 1
+            x[:1], codes[:, :128], groups[:, :8], groups[:, :8], 4, 32, 4, slot, None, experts.UP_FIRST, 1, 0.0, 0.0, 1
         )
         assert found.shape == (3, 2)
 
@@ -246,7 +242,7 @@ def test_the_kernel_gives_the_products_of_float64(bits, group_size, dtype, libra
             case.check(out)
             assert torch.equal(out, torch.ops.zero_inference.linear_groups_indexed(*case.arguments))
             case.slot[case.slot > 4] = -1
-            reference = linear_groups_indexed_reference(*case.arguments)
+            reference = quantized_expert_linear_reference(*case.arguments)
             assert float((out - reference).float().norm()) <= 2 * BOUNDS[dtype] * float(reference.float().norm())
 
 
@@ -264,19 +260,19 @@ def test_the_kernel_combines_the_first_product_of_experts(form, bits, group_size
             bias = torch.randn(5, rows, device="cuda").to(dtype) if seed % 2 else None
             inner = rows // 2 if experts.gated else rows
             torch.full((len(slots), inner), float("nan"), dtype=dtype, device="cuda")  # memory that held NaN before
-            out = linear_groups_indexed(*case.arguments, bias, combination_of(experts))
+            out = quantized_expert_linear(*case.arguments, bias, combination_of(experts))
             check_experts(experts, case, k, bias, BOUNDS[dtype], out)
-            assert torch.equal(out, linear_groups_indexed(*case.arguments, bias, combination_of(experts)))
+            assert torch.equal(out, quantized_expert_linear(*case.arguments, bias, combination_of(experts)))
 
 
 @on_gpu
 def test_pairs_of_one_token_give_the_same_bits_as_pairs_of_many(library):
     """`tokens` decides whether a block looks for others with its weight, and nothing else."""
     case = Case([3, 1, -1, 0, 4, 2], 5, 260, 768, 4, 32, torch.bfloat16, "cuda")
-    expected = linear_groups_indexed(*case.arguments)
+    expected = quantized_expert_linear(*case.arguments)
     case.check(expected)
     for tokens in (1, 2, 3):
-        assert torch.equal(linear_groups_indexed(*case.arguments, tokens=tokens), expected)
+        assert torch.equal(quantized_expert_linear(*case.arguments, tokens=tokens), expected)
 
 
 @on_gpu
@@ -285,9 +281,9 @@ def test_the_kernel_with_experts_of_real_models(bits, library):
     """Rows and columns of Qwen3-30B-A3B and of Mixtral 8x7B."""
     for rows, columns in ((1536, 2048), (2048, 768), (28672, 4096), (4096, 14336)):
         case = Case([2, -1, 0, 2, 1, -1, 0, 1], 3, rows, columns, bits, 64, torch.bfloat16, "cuda")
-        out = linear_groups_indexed(*case.arguments)
+        out = quantized_expert_linear(*case.arguments)
         case.check(out)
-        assert all(torch.equal(out, linear_groups_indexed(*case.arguments)) for _ in range(10)), "the same bits"
+        assert all(torch.equal(out, quantized_expert_linear(*case.arguments)) for _ in range(10)), "the same bits"
 
 
 @on_gpu
@@ -298,19 +294,19 @@ def test_rows_with_the_same_weight_are_multiplied_together(bits, library):
     for pairs, weights in ((5, 2), (16, 8), (64, 8), (100, 3), (256, 128), (1030, 2), (2500, 700)):
         slots = torch.randint(-1, weights, (pairs,), generator=draw).tolist()
         case = Case(slots, weights, 70, 256, bits, 64, torch.bfloat16, "cuda")
-        out = linear_groups_indexed(*case.arguments)
+        out = quantized_expert_linear(*case.arguments)
         case.check(out)
-        assert torch.equal(out, linear_groups_indexed(*case.arguments))
+        assert torch.equal(out, quantized_expert_linear(*case.arguments))
         order = torch.randperm(pairs, generator=draw).cuda()
         case.x, case.slot = case.x[order].contiguous(), case.slot[order].contiguous()
-        assert torch.equal(linear_groups_indexed(*case.arguments), out[order]), "the others change nothing"
+        assert torch.equal(quantized_expert_linear(*case.arguments), out[order]), "the others change nothing"
 
 
 @on_gpu
 @pytest.mark.parametrize("slots", [[1, 0, 1], [1, 1, 1, 1]])
 def test_rows_that_are_not_numbers_stay_alone(slots, library):
     case = Case(slots, 2, 70, 512, 4, 32, torch.float16, "cuda")
-    expected = linear_groups_indexed(*case.arguments)
+    expected = quantized_expert_linear(*case.arguments)
     case.x[1] = float("nan")
-    out = linear_groups_indexed(*case.arguments)
+    out = quantized_expert_linear(*case.arguments)
     assert bool(out[1].isnan().all()) and torch.equal(out[[0, 2]], expected[[0, 2]])

@@ -4,8 +4,13 @@ import pytest
 import torch
 
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.deepspeed.config import Places
-from zero_inference.engines.deepspeed.gathered import Moment, fetched_bytes, moments_of, steps_of
+from zero_inference.engines.deepspeed.memory import (
+    ModulePeak,
+    PartitionRules,
+    module_peaks,
+    pass_modules,
+    simulate_fetches,
+)
 from zero_inference.engines.deepspeed.quantization import stored_numel
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
@@ -24,10 +29,10 @@ def planned(**options):
 def said_of(plan) -> list[int]:
     """Bytes while each module computes."""
     weights, job = plan.weights, plan.job
-    places = Places.of(weights.ds_config, job.spec.dtype, job.ranks.world_size)
+    places = PartitionRules.of(weights.ds_config, job.spec.dtype, job.ranks.world_size)
     numel = {id(p): stored_numel(weights.quantization, n, p) for n, p in job.empty_model.model.named_parameters()}
-    steps = steps_of(job, weights.quantization, lambda p: numel[id(p)] > places.persistent_numel)
-    return fetched_bytes(steps, weights.ds_config["zero_optimization"], numel)
+    steps = pass_modules(job, weights.quantization, lambda p: numel[id(p)] > places.persistent_numel)
+    return simulate_fetches(steps, weights.ds_config["zero_optimization"], numel)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -67,7 +72,7 @@ def test_a_head_is_fetched_beside_the_layers_that_the_limit_allows():
 
 def test_without_a_gpu_a_rank_keeps_what_it_dequantized_and_gathers_nothing():
     plan = planned(model="opt-125m", cpu_offload=True, quant_bits=8)
-    places = Places.of(plan.weights.ds_config, torch.bfloat16, 1)
-    moments = moments_of(plan.job, plan.weights.quantization, plan.weights.ds_config, places)
+    places = PartitionRules.of(plan.weights.ds_config, torch.bfloat16, 1)
+    moments = module_peaks(plan.job, plan.weights.quantization, plan.weights.ds_config, places)
     assert moments == plan.weights.moments and {each.nbytes for each in moments} == {2 * 50272 * 768}
-    assert moments[0].layers == 0 and moments[-1] == Moment(12, moments[0].nbytes)
+    assert moments[0].layers == 0 and moments[-1] == ModulePeak(12, moments[0].nbytes)

@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 import torch
 
+from zero_inference.errors import UsageError
 from zero_inference.kernels.extension import load_extension
+from zero_inference.utils.suggestions import nearest_divisor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Shares of a group's range that tries clip at either end, each pair of them; a step of 4 bits is 0.067 of the range.
@@ -363,3 +365,22 @@ def _check_dequantize(
                 f"{name} must be {dtype}, {numel} elements, contiguous, on {out.device}; found {tensor.dtype}, "
                 f"{list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
             )
+
+
+MIN_QUANTIZED_COLUMNS = (
+    32  # a matrix with fewer keeps its dtype: it is no large projection (a low rank, the kernel of a convolution)
+)
+
+
+def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:
+    """What to say where groups of `asked` do not fit the last dimension of weight `name`, of which `packs` elements share a word."""
+    last = shape[-1]
+    fitting = nearest_divisor(asked, last, (256, 128, 64, 32, 16, 8), packs)
+    change = (
+        f"use --quant-group-size {fitting} or another divisor"
+        if fitting
+        else "no group size fits this model, drop --quant-bits"
+    )
+    return UsageError(
+        f"--quant-group-size {asked}: does not divide {name} of shape {list(shape)} along its last dimension; {change}."
+    )
