@@ -10,7 +10,6 @@ import tracemalloc
 from test_report import make_record
 
 from zero_inference.records import read
-from zero_inference.report.html.drawing import MOST_ROWS, ROWS_AT_ONCE, Row, row_figures
 from zero_inference.report.runs import load_runs
 from zero_inference.utils import write_benchmark_log
 
@@ -49,11 +48,3 @@ def test_a_file_name_with_a_line_break_makes_no_second_line(tmp_path, capsys):
     (tmp_path / "x\nerror: something else.jsonl").write_text("no record\n")
     load_runs(tmp_path)
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_the_page_draws_the_first_rows_of_thousands_and_says_so():
-    """2000 records took half a minute and 14 MB."""
-    rows = [Row(f"#{number}", "", "1 s", number) for number in range(5000)]
-    drawings = row_figures("steps", "steps", rows, lambda axes, at, data: None, lambda axes: None, "s", "")
-    assert len(drawings) == MOST_ROWS / ROWS_AT_ONCE
-    assert drawings[-1].title == f"steps (runs {MOST_ROWS - ROWS_AT_ONCE + 1} to {MOST_ROWS} of 5000)"

@@ -241,7 +241,7 @@ def test_a_damaged_file_does_not_hide_the_others(tmp_path, capsys):
 def test_importing_the_report_loads_no_heavy_package():
     for module, heavy in (
         ("report.command", {"pandas", "torch", "rich", "numpy"}),
-        ("report.html.labels", {"pandas", "torch"}),
+        ("report.html.page", {"pandas", "torch"}),
     ):
         code = f"import sys, zero_inference.{module}; print({heavy} & set(sys.modules))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,6 +1,6 @@
 "use strict";
-// Sorts the table by the column whose head is pressed, a second press turns the order; rows without a value stay last.
-// The heads are no <button>s: Chromium repeats a table's head on each printed page only where it holds none.
+// Sorts the table by the column whose head is pressed, a second press reverses the order; rows without a value stay last.
+// The heads are not <button>s: Chromium repeats a table's head on each printed page only where it holds none.
 for (const table of document.querySelectorAll("table")) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, column) => {
@@ -29,12 +29,3 @@ for (const table of document.querySelectorAll("table")) {
     });
   });
 }
-// Says that a table goes on beside the page, where it does.
-const sideways = () => {
-  for (const box of document.querySelectorAll(".scroll")) {
-    const hint = box.parentElement.querySelector(".sideways");
-    if (hint) hint.hidden = box.scrollWidth <= box.clientWidth + 1;
-  }
-};
-addEventListener("resize", sideways);
-sideways();
