@@ -16,8 +16,9 @@ export VENV="${VENV:-/opt/venv}" ZERO_INFERENCE_BUILD_CUDA="${ZERO_INFERENCE_BUI
 system() {
     export DEBIAN_FRONTEND=noninteractive
     apt-get -qq update
-    # g++ compiles the kernels for the host's cores at first use, libaio reads NVMe, Python's headers are for DeepSpeed's modules
-    apt-get -qq install -y --no-install-recommends g++ libaio-dev
+    # g++ compiles the CPU kernels at first use, libaio reads NVMe, bubblewrap isolates HumanEval's programs,
+    # Python's headers are for DeepSpeed's modules
+    apt-get -qq install -y --no-install-recommends g++ libaio-dev bubblewrap
     command -v python3 >/dev/null && python3 -c 'import ensurepip, venv, sysconfig, os
 assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null ||
         apt-get -qq install -y --no-install-recommends python3 python3-venv python3-dev

@@ -45,6 +45,12 @@ ensure_libaio() {
     fi
 }
 
+# HumanEval's programs run in a sandbox of bubblewrap; everything else runs without it.
+ensure_bubblewrap() {
+    command -v bwrap >/dev/null || apt_install bubblewrap ||
+        say "bubblewrap not found: --quality humaneval needs it (Debian, Fedora: bubblewrap)"
+}
+
 make_venv() {
     # The package itself runs with 3.10 too; the pinned versions of transformers, numpy and pandas do not.
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
@@ -101,6 +107,8 @@ pip install -q --no-compile -e . --no-deps --no-build-isolation
 say "compiling what a run imports"
 PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -c 'import deepspeed, zero_inference.runner, zero_inference.engines.stream.engine' \
     >/dev/null 2>&1 || say "it cannot be imported; a run will say why" >&2
+
+ensure_bubblewrap
 
 touch "$VENV/.complete"
 say "done: $VENV/bin/python is Python $("$VENV/bin/python" -c \

@@ -1,4 +1,4 @@
-"""Programs that misbehave: none of them may pass in the sandbox. Run as a script, it prints how they end as another user."""
+"""Programs that misbehave: none of them may pass in the sandbox. As a script, it prints their outcomes as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zero_inference.quality.sandbox import Limits, Outcome, run_program
-from zero_inference.quality.system_calls import ARCHITECTURES
 
 KEY = b"zero-inference-test"
 _NUMBERS = {
@@ -42,14 +41,13 @@ HOSTILE = {
     "    if pid != -1 or number == 0:\n      try: os.kill(pid, number)\n      except OSError: pass\n"
     "raise RuntimeError('still here')",
     "dumps core": "import os; os.abort()",
-    "lets core dumps be handled": "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
-    "limits process 1": "import resource; resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))",
     "traces process 1": _C + f"assert {_call('ptrace', '16', '1', '0', '0')} == 0",
     "floods stdout": "while True: print('x' * 4096)",
     "floods stderr": "import os\nwhile True: os.write(2, b'x' * 4096)",
-    "writes to every descriptor": "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'y' * 32)\n"
+    "writes to every descriptor": "import os\nfor fd in range(3, 256):\n    try: os.write(fd, b'y' * 32)\n"
     "    except OSError: pass",
-    "forges the result": "import os; os.write(3, b'0' * 32); os._exit(0)",
+    "forges the result": "import os\nfor fd in range(3, 256):\n    try: os.write(fd, b'0' * 32)\n"
+    "    except OSError: pass\nos._exit(0)",
     "fork bomb": "import os\nwhile True: os.fork()",
     "starts a program": "import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 100 &'], check=True)",
     "spawns a program": "import os; os.posix_spawn('/bin/true', ['true'], {})",
@@ -57,13 +55,11 @@ HOSTILE = {
     "starts a thread": "import threading; threading.Thread(target=print).start()",
     "eats memory": "x = []\nwhile True: x.append(bytearray(1 << 24))",
     "eats the temporary folder": "n = 0\nwhile True:\n    open(f'/tmp/{n}', 'wb').write(b'x' * (1 << 20)); n += 1",
-    "fills the temporary folder with names": "for n in range(10**5): open(f'/tmp/{n}', 'w').close()",
     "writes a large file": "open('/tmp/large', 'wb').write(b'x' * (1 << 25))",
     "shares memory": _C + "assert libc.shmget(0, ctypes.c_size_t(1 << 20), 0o1600) >= 0",
     "queues messages": _C + "assert libc.msgget(0, 0o1600) >= 0",
     "makes semaphores": _C + "assert libc.semget(0, 1, 0o1600) >= 0",
     "writes a file in memory": "import os; os.write(os.memfd_create('x'), b'x' * 4096)",
-    "makes a large pipe": "import fcntl, os; assert fcntl.fcntl(os.pipe()[1], 1031, 1 << 20) >= 1 << 20",
     "makes a ring for requests": _C + "assert call(425, 4, ctypes.create_string_buffer(256)) >= 0",
     "handles page faults": _C + f"assert {_call('userfaultfd', '1')} >= 0",
     "reads a key": _C + f"assert {_call('keyctl', '10', '-3', repr(b'user'), repr(KEY), '0')} > 0",
@@ -73,16 +69,12 @@ HOSTILE = {
     "removes the interpreter": "import os, sys; os.remove(os.__file__)",
     "opens a socket": "import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
     "sends a datagram": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53))",
-    "opens a socket without an address": "import socket; socket.socket(socket.AF_UNIX).bind(b'\\0zero-inference')",
     "opens a socket of the virtual machine": "import socket; socket.socket(40, socket.SOCK_STREAM)",
     "opens a socket of the kernel": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
-    "sends to a socket with a name": "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
-    "try: a.sendto(b'x', '/nowhere')\nexcept FileNotFoundError: pass",
     "reads the environment": "import os; assert os.environ, 'nothing there'",
     "reads about processes": "import os; assert os.listdir('/proc')",
     "reads what is none of its business": "open('{private}').read()",
     "reads it through a link": "import os; os.symlink('{private}', '/tmp/link'); open('/tmp/link').read()",
-    "locks a file of the system": "import fcntl, os; fcntl.flock(open(os.__file__), fcntl.LOCK_SH)",
     "asks for input": "input()",
     "waits for root": "import os; os.setuid(0); os.mkdir('/root')",
     "mounts": "import ctypes; assert ctypes.CDLL(None).mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None) == 0",
@@ -113,15 +105,13 @@ ENDLESS = {
 LIMITS = dict.fromkeys(HOSTILE, Limits(wall_s=30.0)) | dict.fromkeys(ENDLESS, Limits(wall_s=2.0, cpu_s=1))
 
 
-def namespaces_refused() -> str | None:
-    """Why no program can be isolated on this system, found out without the sandbox; None where it has to work."""
-    if os.uname().machine not in ARCHITECTURES:
-        return f"{os.uname().machine} has no filter of system calls"
+def sandbox_refused() -> str | None:
+    """Return why no program can be isolated on this system, found without our code; None where it has to work."""
+    if os.uname().machine not in _NUMBERS:
+        return f"no numbers of system calls for {os.uname().machine}"
     try:
         done = subprocess.run(
-            ["unshare", *"--user --map-root-user --mount --net --pid --ipc --uts --fork true".split()],
-            capture_output=True,
-            text=True,
+            ["bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "true"], capture_output=True, text=True
         )
     except OSError as error:
         return str(error)
@@ -129,7 +119,7 @@ def namespaces_refused() -> str | None:
 
 
 def run_hostile(port: int, private: Path) -> dict[str, Outcome]:
-    """How each of them ends. The session has a key that they could find."""
+    """Return the outcome of each. The session has a key that they could find."""
     libc = ctypes.CDLL(None)
     numbers = _NUMBERS[os.uname().machine]
     libc.syscall(ctypes.c_long(numbers["keyctl"]), 1, None)  # a session keyring of this thread and those that it starts

@@ -19,7 +19,6 @@ DATA = (
     "page.css",
     "page.js",
     "opt-125m.json",
-    "jail.py",
     "product_amx.cpp",
     "rms_norm.cu",
     "rows.cuh",

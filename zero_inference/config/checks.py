@@ -167,8 +167,8 @@ def check_quality(config: Options) -> None:
         perplexity_window(config.perplexity_window, config.perplexity_stride, None)
     if "humaneval" in config.quality and not config.allow_code_execution:
         raise UsageError(
-            "--quality humaneval runs code that the model wrote: allow it with --allow-code-execution (it runs isolated, see the README), "
-            "or leave humaneval out."
+            "--quality humaneval runs code that the model wrote: allow it with --allow-code-execution (it runs isolated, "
+            "see docs/quality.md), or leave humaneval out."
         )
     needing = [task for task in config.quality if task != "humaneval"]
     if needing and config.quality_data is None:

@@ -312,6 +312,9 @@ class Options:
         None, "write the score of each item, one JSON object a line", metavar="FILE", path="path"
     )
     allow_code_execution: bool = _humaneval(False, "humaneval: run the model's programs, in a sandbox")
+    allow_unsafe_code: bool = _humaneval(
+        False, "humaneval: run them with resource limits alone where bubblewrap cannot isolate them"
+    )
     humaneval_samples: int = _humaneval(1, "programs for each problem; a single one is greedy", metavar="N", least=1)
     humaneval_temperature: float = _humaneval(
         0.8, "temperature of several samples", reader=values.positive, metavar="T"

@@ -1,4 +1,4 @@
-"""Scores of a loaded model: each rank evaluates its share of the items, the results are joined on all."""
+"""Score a loaded model: the tasks of a run, checked before loading, evaluated after its timed loops, and printed."""
 
 from __future__ import annotations
 
@@ -27,34 +27,30 @@ from zero_inference.utils.ranks import Ranks
 
 @dataclass
 class Evaluation:
-    """Scores by task, as they go into the record, and for each item of each task one dict with what decided."""
+    """`scores`: task -> scores as in the record; `items`: one dict for each item of each task, for --quality-items."""
 
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
     items: list[dict[str, Any]] = field(default_factory=list)
 
 
 def load_tasks(config: RunConfig) -> dict[str, list[dict]]:
-    """Everything about quality that can fail before a model is loaded: the items of each task, and a place to run code.
-
-    Raises:
-        UsageError: see the message.
-    """
+    """Return task -> its items. Raises UsageError for wrong data, or where programs cannot be isolated; both before a model is loaded."""
     items = {
         task: load_items(task, path, config.quality_limit)
         for task, path in zip(config.quality, find_data_files(config))
     }
     if "humaneval" in items:
-        check_isolation()
+        check_isolation(config.allow_unsafe_code)
     return items
 
 
 def find_data_files(config: RunConfig) -> list[Path]:
-    """Where the items of each task of `config` are read from. Raises UsageError as `find_task_file`."""
+    """Return the file of each task. Raises UsageError as `find_task_file`."""
     return [find_task_file(task, config.quality_data) for task in config.quality]
 
 
 def check_lengths(config: RunConfig, positions: int | None) -> None:
-    """Raises UsageError where windows or programs are longer than the model's `positions` (None: no such limit)."""
+    """Raise UsageError where windows or programs are longer than the model's `positions` (None: no such limit)."""
     if positions is None:
         return
     if "perplexity" in config.quality:
@@ -76,6 +72,7 @@ def quality_settings(config: RunConfig, ranks: Ranks) -> QualitySettings:
         window=config.perplexity_window,
         stride=config.perplexity_stride,
         seed=config.seed,
+        allow_unsafe_code=config.allow_unsafe_code,
     )
 
 
@@ -88,7 +85,7 @@ def evaluate(
     settings: QualitySettings,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Score `model`, which stays as it is, on the checked items of each task. Every rank calls this and gets the same.
+    """Score `model` on the checked items of each task. All ranks call it and get the same result.
 
     Raises:
         RunError: the model gives no scores, or programs cannot be run.
@@ -114,13 +111,13 @@ def evaluate(
 
 
 def write_items(path: str | Path, items: list[dict]) -> None:
-    """One JSON object a line: task, item (its position in the data, from 0) and what decided."""
+    """Write one JSON object a line: task, item (its position in the data, from 0), and its log-likelihoods or programs."""
     with write_atomically(path) as file:
         file.write_text("".join(json.dumps(item) + "\n" for item in items))
 
 
 def format_scores(task: str, scores: dict) -> str:
-    """One line for people."""
+    """Return one line, such as `mmlu: accuracy 25.0% +- 4.4% (25 of 100)`."""
     if task == "perplexity":
         return (
             f"perplexity: {scores['perplexity']:.3f}{_plus_minus(scores['stderr'], '.3f')} a token "

@@ -1,48 +1,65 @@
-"""Running code that nobody has read: in namespaces of its own, with limits, or not at all. `jail.py` is the process that does it,
-`sandbox_view.py` says which files a program sees, `system_calls.py` what it may ask of the kernel.
+"""Run programs that a model wrote, each in a bubblewrap sandbox: no network, a read-only system without home folders, limits.
 
-What a program can do is spend its time, its memory and its output, all limited, and be wrong. Whether its test finished is
-told by a secret that comes back only after the last statement: ending early, in whatever way, is a failure. (A program made
-to find that secret in its own process could call itself right; it could harm nothing beyond that.)
+A program passes if it reaches its end: only then does the driver, which runs it, send back a secret. Exiting early is a failure. A program
+that searches its own memory for the secret could call itself right, and do nothing beyond that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import pwd
 import secrets
-import selectors
+import select
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from zero_inference.errors import UsageError
-from zero_inference.quality.sandbox_probe import PROBE
-from zero_inference.quality.sandbox_view import binds, hidden, interpreter, package_folders
-from zero_inference.quality.system_calls import ARCHITECTURES, Architecture, filter_program
 
-JAIL = Path(__file__).with_name("jail.py")
-SETUP_S = 30.0
+START_S = 30.0  # for the sandbox and the interpreter
+SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin")
+DEVICES = ("null", "zero", "random", "urandom")
+NOBODY = "65534"
+
+# System calls that reach what namespaces and resource limits do not cover: AUDIT_ARCH_*, then the numbers. One process without threads:
+# fork, vfork, clone, clone3 (RLIMIT_NPROC does not hold for root); further namespaces: unshare, setns; memory outside RLIMIT_AS: shmget,
+# msgget, semget, memfd_create, io_uring_setup, userfaultfd; the session's keys: add_key, request_key, keyctl; and ptrace, bpf,
+# perf_event_open and socket (vsock has no namespace).
+REFUSED_CALLS = {
+    "x86_64": (
+        0xC000003E,
+        (57, 58, 56, 435, 272, 308, 29, 68, 64, 319, 425, 323, 248, 249, 250, 101, 321, 298, 41),
+    ),
+    "aarch64": (0xC00000B7, (220, 435, 97, 268, 194, 186, 190, 279, 425, 282, 217, 218, 219, 117, 280, 241, 198)),
+}
 
 _DRIVER = """
-import json, os, sys, types
+import ctypes, json, os, resource, signal, sys, types
 def drive():
     task = json.loads(sys.stdin.buffer.read())
+    if task["die_with_parent"]:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.environ.clear()
     os.putenv("OMP_NUM_THREADS", "1")  # numpy must not start threads, as it may not; os.environ stays empty
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path.extend(task["paths"])
     module = types.ModuleType("program")
     sys.modules["program"] = module
+    for name, value in task["limits"].items():
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+    os.write(task["result_fd"], b"+")
     exec(compile(task["source"], "program.py", "exec"), module.__dict__)
     sys.stdout.flush()
-    os.write(3, task["secret"].encode())
+    os.write(task["result_fd"], task["secret"].encode())
     os._exit(0)
 drive()
 """
@@ -50,12 +67,12 @@ drive()
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use.
+    """Limits of one program.
 
     Attributes:
-        wall_s: from the start of its interpreter to its end; `cpu_s` bounds its processor time, in whole seconds.
-        memory_bytes: address space of the program, which is one process without threads.
-        file_bytes: the largest file; `disk_bytes` is all of /tmp, which is in memory.
+        wall_s: seconds from its first statement to its end; `cpu_s` bounds its CPU time, in whole seconds.
+        memory_bytes: address space.
+        file_bytes: largest file, stdout and stderr included; `disk_bytes` is the size of /tmp, which is in memory.
         output_bytes: of stdout and stderr together; more is a failure.
     """
 
@@ -66,10 +83,23 @@ class Limits:
     disk_bytes: int = 32 << 20
     output_bytes: int = 64 << 10
 
+    def resource_limits(self) -> dict[str, int]:
+        """Return RLIMIT_* name -> value. A core limit of 1 byte, unlike 0, keeps the kernel from starting the core dump handler."""
+        return {
+            "CPU": self.cpu_s,
+            "AS": self.memory_bytes,
+            "FSIZE": self.file_bytes,
+            "NPROC": 0,
+            "CORE": 1,
+            "NOFILE": 64,
+            "MEMLOCK": 0,
+            "MSGQUEUE": 0,
+        }
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended: whether it ran to its last statement, else why not, and what it printed (cut at the limit)."""
+    """`passed` if the program ran to its last statement, else the `reason`; `output` is cut at the limit."""
 
     passed: bool
     reason: str
@@ -77,163 +107,219 @@ class Outcome:
 
 
 class IsolationError(RuntimeError):
-    """The namespaces could not be made; the program was not run."""
+    """The program was not run, because the sandbox could not be made."""
 
 
-def run_program(source: str, limits: Limits = Limits()) -> Outcome:
-    """Run a Python program and see whether it reaches its end.
+def check_isolation(allow_unsafe_code: bool = False) -> None:
+    """Raise UsageError, with the remedy, where programs cannot be isolated and `allow_unsafe_code` is not set."""
+    problem = isolation_problem()
+    if problem and not allow_unsafe_code:
+        raise UsageError(
+            f"--quality humaneval: programs cannot be isolated here ({problem}).\n"
+            f"{_remedy()}; or drop humaneval, or run them with resource limits alone: --allow-unsafe-code."
+        )
 
-    Args:
-        source: the program. What it imports comes from the standard library or this environment's packages.
 
-    Raises:
-        IsolationError: this system does not give the isolation; nothing was run.
-    """
-    architecture, secret = _architecture(), secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="zero-inference-") as base:
-        task = {
-            "asker": os.getpid(),
-            "base": os.path.realpath(base),
-            "binds": binds(),
-            "hidden": hidden(),
-            "python": interpreter(),
-            "driver": _DRIVER,
-            "cpu_s": limits.cpu_s,
-            "memory_bytes": limits.memory_bytes,
-            "file_bytes": limits.file_bytes,
-            "disk_bytes": limits.disk_bytes,
-            "filter": filter_program(architecture).hex(),
-            "pivot_root": architecture.pivot_root,
-            "keyctl": architecture.keyctl,
-            "program": {"source": source, "secret": secret, "paths": package_folders()},
-        }
-        return _watch(json.dumps(task).encode(), secret, limits)
+def _remedy() -> str:
+    if shutil.which("bwrap") is None:
+        return "Install bubblewrap (apt install bubblewrap)"
+    return (
+        "Allow user namespaces (Docker: --security-opt seccomp=unconfined; "
+        "Ubuntu 24.04: sysctl kernel.apparmor_restrict_unprivileged_userns=0)"
+    )
 
 
 @functools.cache
-def check_isolation() -> None:
-    """Try once whether a program is really isolated here.
+def isolation_problem() -> str | None:
+    """Return why this machine cannot isolate programs, found by running an empty one; None if it can."""
+    if sys.platform != "linux" or os.uname().machine not in REFUSED_CALLS:
+        return f"supported: Linux on {' and '.join(REFUSED_CALLS)}; found: {sys.platform} on {os.uname().machine}"
+    if shutil.which("bwrap") is None:
+        return "bubblewrap is not installed"
+    try:
+        outcome = _run("", Limits(wall_s=30.0, cpu_s=30), isolated=True)
+    except (IsolationError, OSError) as error:
+        return str(error)
+    return None if outcome.passed else outcome.reason
+
+
+def run_program(source: str, limits: Limits = Limits(), allow_unsafe_code: bool = False) -> Outcome:
+    """Run a Python program to its end or limits. It may import the standard library and this environment's packages.
+
+    Args:
+        allow_unsafe_code: where it cannot be isolated, run it with `limits` alone.
 
     Raises:
-        UsageError: it is not; the reason is in the message.
+        IsolationError: it cannot be isolated; nothing was run.
     """
-    if sys.platform != "linux":
-        raise UsageError(
-            f"code written by a model runs only in Linux namespaces, and this is {sys.platform}; drop humaneval."
-        )
+    problem = isolation_problem()
+    if problem and not allow_unsafe_code:
+        raise IsolationError(problem)
+    return _run(source, limits, isolated=problem is None)
+
+
+def _run(source: str, limits: Limits, isolated: bool) -> Outcome:
+    secret = secrets.token_hex(16)
+    result_out, result_in = os.pipe()  # "+" when the program starts, the secret when it has ended
+    os.set_blocking(result_out, False)
     try:
-        probe = (
-            f"OUTSIDE = {sysconfig.get_path('purelib')!r}\nSECRET_FOLDER = {str(Path(__file__).parent)!r}\n"
-            f"KEYCTL = {_architecture().keyctl}\n{PROBE}"
-        )
-        outcome = run_program(probe, Limits(wall_s=30.0, cpu_s=30))
-    except (IsolationError, OSError) as error:
-        raise UsageError(
-            f"code written by a model runs only where it can be isolated, which this system does not allow ({error}).\n"
-            "Needed: Linux 5.12 with user namespaces and seccomp (in a container, allow both, or run elsewhere); "
-            "or drop humaneval."
-        ) from error
-    if not outcome.passed:
-        raise UsageError(
-            "code written by a model runs only where it can be isolated, and the test program for the sandbox failed "
-            f"({outcome.reason}).\nThe sandbox shows {', '.join(binds())}, run by {interpreter()}; "
-            "or drop humaneval."
-        )
-
-
-def _architecture() -> Architecture:
-    machine = os.uname().machine if sys.maxsize > 1 << 32 else f"32-bit Python on {os.uname().machine}"
-    if machine not in ARCHITECTURES:
-        raise IsolationError(f"system calls are filtered on {' and '.join(ARCHITECTURES)}, and this is {machine}")
-    return ARCHITECTURES[machine]
-
-
-def _watch(task: bytes, secret: str, limits: Limits) -> Outcome:
-    report_out, report_in = os.pipe()
-    result_out, result_in = os.pipe()
-    command = [interpreter(), "-I", "-S", "-B", str(JAIL), str(report_in), str(result_in)]
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(report_in, result_in),
-            env={},
-            cwd="/",
-            start_new_session=True,
-        )
-    except OSError:
-        os.close(report_out)
-        os.close(result_out)
-        raise
-    finally:
-        os.close(report_in)
-        os.close(result_in)
-    streams = {"output": process.stdout.fileno(), "report": report_out, "result": result_out}
-    seen = dict.fromkeys(streams, b"")
-    most = {"output": limits.output_bytes, "report": 4096, "result": len(secret)}
-    failure = None
-    try:
-        with selectors.DefaultSelector() as selector:
-            for name, fd in streams.items():
-                selector.register(fd, selectors.EVENT_READ, name)
+        with (
+            tempfile.TemporaryDirectory(prefix="zero-inference-") as folder,
+            tempfile.TemporaryFile() as task,
+            tempfile.TemporaryFile() as output,
+            tempfile.TemporaryFile() as call_filter,
+        ):
+            settings = {
+                "source": source,
+                "secret": secret,
+                "result_fd": result_in,
+                "paths": _package_folders(),
+                "limits": limits.resource_limits(),
+                "die_with_parent": not isolated,
+            }
+            task.write(json.dumps(settings).encode())
+            task.seek(0)
+            command = [_interpreter(), "-I", "-S", "-B", "-c", _DRIVER]
+            if isolated:
+                call_filter.write(_call_filter())
+                call_filter.seek(0)
+                command = [*_bwrap_command(limits, call_filter.fileno()), *command]
+            process = subprocess.Popen(
+                command,
+                stdin=task,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(result_in, call_filter.fileno()),
+                env={},
+                cwd=folder,
+                start_new_session=True,
+            )
+            os.close(result_in)
+            result_in = -1
+            status = None
             try:
-                process.stdin.write(task)
-                process.stdin.close()
-            except BrokenPipeError:
+                started = select.select([result_out], [], [], START_S)[0] and os.read(result_out, 1) == b"+"
+                if started:
+                    status = process.wait(limits.wall_s)
+            except subprocess.TimeoutExpired:
                 pass
-            deadline, started = time.monotonic() + SETUP_S, False
-            while selector.get_map() and failure is None:
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    failure = f"still running after {limits.wall_s:g} s" if started else "not started in time"
-                for key, _ in ready:
-                    data = os.read(key.fd, 65536)
-                    if not data:
-                        selector.unregister(key.fd)
-                    seen[key.data] += data
-                    if len(seen[key.data]) > most[key.data]:
-                        much = f"over {limits.output_bytes} bytes of output"
-                        failure = much if key.data == "output" else "wrote where it must not"
-                if not started and seen["report"].startswith(b"started"):
-                    deadline, started = time.monotonic() + limits.wall_s, True
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # bwrap, and with it everything inside
+                process.wait()
+            output.seek(0)
+            data = output.read(limits.output_bytes + 1)
+            text = data[: limits.output_bytes].decode(errors="replace")
+            if not started:
+                raise IsolationError(text.strip()[-200:] or f"the interpreter did not start within {START_S:g} s")
+            finished = _read_now(result_out) == secret.encode()
     finally:
-        _kill(process)
-        process.stdout.close()
-        os.close(report_out)
         os.close(result_out)
-    return _judge(seen, secret, failure, limits)
+        if result_in >= 0:
+            os.close(result_in)
+    if status is None:
+        return Outcome(False, f"still running after {limits.wall_s:g} s", text)
+    if len(data) > limits.output_bytes:
+        return Outcome(False, f"over {limits.output_bytes} bytes of output", text)
+    if status == 0 and finished:
+        return Outcome(True, "passed", text)
+    return Outcome(False, _failure(status, text), text)
 
 
-def _judge(seen: dict[str, bytes], secret: str, failure: str | None, limits: Limits) -> Outcome:
-    output = seen["output"][: limits.output_bytes].decode(errors="replace")
-    report = seen["report"].decode(errors="replace").splitlines()
-    refused = [line.removeprefix("refused ") for line in report if line.startswith("refused ")]
-    if refused or not report:
-        raise IsolationError(
-            refused[0] if refused else failure or output.strip()[-200:] or "the namespaces could not be made"
-        )
-    status = next((int(line.split()[1]) for line in report if line.startswith("ended ")), None)
-    if failure is None and status == 0 and seen["result"] == secret.encode():
-        return Outcome(True, "passed", output)
-    if failure is None:
-        last = output.strip().splitlines()[-1:] if status and status > 0 else []
-        ended = f"killed by {_signal_name(-status)}" if status is not None and status < 0 else f"exit status {status}"
-        failure = f"{ended}: {last[0][:200]}" if last else f"{ended} before its test had finished"
-    return Outcome(False, failure, output)
-
-
-def _signal_name(number: int) -> str:
-    return (
-        signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    )  # most real-time ones have no name
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """The keeper's group: founder and warden are in it, and with the warden goes everything in its process namespace."""
+def _read_now(fd: int) -> bytes:
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+        return os.read(fd, 4096)
+    except BlockingIOError:
+        return b""
+
+
+def _failure(status: int, output: str) -> str:
+    number = status - 128 if status > 128 else -status  # bwrap adds 128 to the signal that ended the program
+    if status < 0 or 0 < number <= signal.SIGRTMAX:
+        return f"killed by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
+    last = output.strip().splitlines()[-1:] if status else []
+    return f"exit status {status}: {last[0][:200]}" if last else f"exit status {status} before its test had finished"
+
+
+def _bwrap_command(limits: Limits, filter_fd: int) -> list[str]:
+    """Return the bwrap command line, to be followed by the interpreter's. Mounts are made in this order."""
+    command = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--uid", NOBODY, "--gid", NOBODY]
+    command += ["--die-with-parent", "--new-session", "--clearenv", "--seccomp", str(filter_fd)]
+    for path in SYSTEM:
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        else:
+            command += ["--ro-bind-try", path, path]
+    command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    for name in DEVICES:
+        command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    has_size = _has_tmpfs_size()
+    command += [*(["--size", str(limits.disk_bytes)] if has_size else []), "--tmpfs", "/tmp"]
+    hidden = _hidden_homes()
+    for home in hidden:
+        command += ["--tmpfs", home]
+    for path in _python_paths(hidden):
+        command += ["--ro-bind", path, path]
+    for path in [*hidden, "/", *([] if has_size else ["/tmp"])]:
+        command += ["--remount-ro", path]
+    return [*command, "--chdir", "/tmp", "--"]
+
+
+@functools.cache
+def _has_tmpfs_size() -> bool:
+    """Return True for bubblewrap 0.7 or newer; an older one gives a /tmp that is read-only, because its size has no bound."""
+    return "--size" in subprocess.run(["bwrap", "--help"], capture_output=True, text=True).stdout
+
+
+def _homes() -> set[Path]:
+    homes = {os.path.expanduser("~")}
+    with contextlib.suppress(KeyError):  # a user of a container without an account
+        homes.add(pwd.getpwuid(os.getuid()).pw_dir)
+    return {Path(home).resolve() for home in homes}
+
+
+def _hidden_homes() -> list[str]:
+    """Return the home folders, which are empty in the sandbox; not one that holds the system's folders or /tmp."""
+    return sorted(
+        str(home)
+        for home in _homes()
+        if home.is_dir() and not any(Path(path).is_relative_to(home) for path in (*SYSTEM, "/tmp"))
+    )
+
+
+def _python_paths(hidden: list[str]) -> list[str]:
+    """Return the interpreter, its libraries and packages as far as SYSTEM does not show them; never a home folder or its parent."""
+    prefix = os.path.dirname(os.path.dirname(_interpreter()))
+    installed = {"installed_base": prefix, "platbase": prefix}
+    libraries = [sysconfig.get_path(name, vars=installed) for name in ("stdlib", "platstdlib")]
+    paths = {_interpreter(), *libraries, *map(os.path.dirname, libraries), *_package_folders()}
+    paths |= {os.path.realpath(path) for path in paths}
+    chosen: list[str] = []
+    for path in sorted(path for path in paths if os.path.exists(path)):
+        if any(home.is_relative_to(path) for home in _homes()):
+            continue
+        shown_by = [outer for outer in (*SYSTEM, *chosen) if Path(path).is_relative_to(outer)]
+        covered = [home for home in hidden if Path(path).is_relative_to(home)]
+        if not any(not any(Path(home).is_relative_to(outer) for home in covered) for outer in shown_by):
+            chosen.append(path)
+    return chosen
+
+
+def _interpreter() -> str:
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _package_folders() -> list[str]:
+    return sorted({os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")})
+
+
+def _call_filter() -> bytes:
+    """Return the seccomp filter that answers EPERM to REFUSED_CALLS: classic BPF over `struct seccomp_data` (linux/seccomp.h)."""
+    architecture, numbers = REFUSED_CALLS[os.uname().machine]
+    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06  # BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JEQ, BPF_JGE, BPF_RET
+    kill, allow, refuse = 0x80000000, 0x7FFF0000, 0x00050001  # SECCOMP_RET_KILL_PROCESS, _ALLOW, _ERRNO | EPERM
+    tests = [(at_least, 0x40000000), *((equal, number) for number in numbers)]  # x32 repeats all calls from 1 << 30
+    steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
+    steps += [(code, len(tests) - at, 0, value) for at, (code, value) in enumerate(tests)]
+    steps += [(end, 0, 0, allow), (end, 0, 0, refuse)]
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)
