@@ -1,4 +1,4 @@
-"""What ZeRO-3 has at once of the weights that it brings: the plan's walk over the modules beside DeepSpeed's own coordinator."""
+"""Gathered weights under ZeRO-3: the plan's simulation against DeepSpeed's own coordinator."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from zero_inference.engines.deepspeed.memory import (
     module_peaks,
     pass_modules,
     simulate_fetches,
+    stored_weights,
 )
-from zero_inference.engines.deepspeed.quantization import stored_numel
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
 from zero_inference.utils.ranks import detect_ranks, start_process_group
@@ -26,13 +26,12 @@ def planned(**options):
     return plan_run(config, resolve_model(config, ranks.device.type), ranks)
 
 
-def said_of(plan) -> list[int]:
-    """Bytes while each module computes."""
+def planned_bytes(plan) -> list[int]:
+    """Return the gathered bytes while each module computes."""
     weights, job = plan.weights, plan.job
-    places = PartitionRules.of(weights.ds_config, job.spec.dtype, job.ranks.world_size)
-    numel = {id(p): stored_numel(weights.quantization, n, p) for n, p in job.empty_model.model.named_parameters()}
-    steps = pass_modules(job, weights.quantization, lambda p: numel[id(p)] > places.persistent_numel)
-    return simulate_fetches(steps, weights.ds_config["zero_optimization"], numel)
+    rules = PartitionRules.of(weights.ds_config, job.spec.dtype, job.ranks.world_size)
+    modules = pass_modules(job, rules, stored_weights(job, weights.quantization, rules))
+    return simulate_fetches(modules, weights.ds_config["zero_optimization"])
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -42,24 +41,24 @@ def test_deepspeed_fetches_as_far_ahead_as_was_planned(family, bits, checkpoints
 
     quantized = {"quant_bits": bits, "quant_group_size": 32} if bits < 16 else {}
     plan = planned(model=str(checkpoints(family)), cpu_offload=True, **quantized)
-    said, live, fetch = said_of(plan), [], Coordinator.fetch_sub_module
+    expected, live, fetch = planned_bytes(plan), [], Coordinator.fetch_sub_module
 
-    def noted(self, module, forward):
+    def recorded(self, module, forward):
         fetch(self, module, forward)
         live.append(getattr(self, LIVE))
 
-    monkeypatch.setattr(Coordinator, "fetch_sub_module", noted)
+    monkeypatch.setattr(Coordinator, "fetch_sub_module", recorded)
     loaded = plan.load()
     try:
-        for _ in range(3):  # it knows the order from the second on
+        for _ in range(3):  # the coordinator knows the order from the second pass on
             live.clear()
             with torch.no_grad():
                 loaded.model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
     finally:
         loaded.close()
     itemsize = plan.job.spec.dtype.itemsize
-    assert max(said) == itemsize * max(live) > 0
-    assert set(said) == {itemsize * each for each in live}
+    assert max(expected) == itemsize * max(live) > 0
+    assert set(expected) == {itemsize * each for each in live}
 
 
 def test_a_head_is_fetched_beside_the_layers_that_the_limit_allows():
@@ -67,12 +66,13 @@ def test_a_head_is_fetched_beside_the_layers_that_the_limit_allows():
     plan = planned(model="llama-3.1-70b", cpu_offload=True, quant_bits=8)
     limit = 2 * plan.weights.ds_config["zero_optimization"]["stage3_max_live_parameters"]
     largest = 128256 * 8192 * (1 + 4 / 64)
-    assert limit + 0.7 * largest < max(said_of(plan)) < limit + largest
+    assert limit + 0.7 * largest < max(planned_bytes(plan)) < limit + largest
 
 
 def test_without_a_gpu_a_rank_keeps_what_it_dequantized_and_gathers_nothing():
     plan = planned(model="opt-125m", cpu_offload=True, quant_bits=8)
-    places = PartitionRules.of(plan.weights.ds_config, torch.bfloat16, 1)
-    moments = module_peaks(plan.job, plan.weights.quantization, plan.weights.ds_config, places)
-    assert moments == plan.weights.moments and {each.nbytes for each in moments} == {2 * 50272 * 768}
-    assert moments[0].layers == 0 and moments[-1] == ModulePeak(12, moments[0].nbytes)
+    rules = PartitionRules.of(plan.weights.ds_config, torch.bfloat16, 1)
+    weights = stored_weights(plan.job, plan.weights.quantization, rules)
+    peaks = module_peaks(plan.job, plan.weights.ds_config, rules, weights)
+    assert peaks == plan.weights.memory.peaks and {peak.nbytes for peak in peaks} == {2 * 50272 * 768}
+    assert peaks[0].layers == 0 and peaks[-1] == ModulePeak(12, peaks[0].nbytes)

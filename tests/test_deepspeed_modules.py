@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from zero_inference.engines.deepspeed import modules
-from zero_inference.engines.deepspeed.modules import LIGHT_HEADER, TOGETHER, _load_joined, join_sources
+from zero_inference.engines.deepspeed.modules import JOINED, LIGHT_HEADER, _load_joined, join_sources
 from zero_inference.errors import UsageError
 from zero_inference.utils.files import EXTENSIONS
 
-NAME, PLACE = "async_io", TOGETHER["async_io"]
+NAME, PLACE = "async_io", JOINED["async_io"]
 
 
 @pytest.fixture

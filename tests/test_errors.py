@@ -592,10 +592,10 @@ def test_a_weight_that_accelerate_has_not_brought_is_told_from_other_errors(read
 
 @pytest.mark.parametrize("pair", ["cuda:0 and meta", "meta and cuda:0"])
 def test_so_is_one_that_a_gpu_misses(pair):
-    assert accelerate.OF_META_TENSOR.search(
+    assert accelerate.META_TENSOR_ERROR.search(
         f"Expected all tensors to be on the same device, but found at least two devices, {pair}!"
     )
-    assert accelerate.OF_META_TENSOR.search("Could not run 'aten::x' with arguments from the 'Meta' backend.")
+    assert accelerate.META_TENSOR_ERROR.search("Could not run 'aten::x' with arguments from the 'Meta' backend.")
 
 
 def test_help_answers_without_torch():

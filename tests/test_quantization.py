@@ -134,9 +134,9 @@ def test_a_cpu_dequantizes_row_by_row_what_deepspeed_does_at_once(bits, monkeypa
             expected = weight.dequantizer.dequantize(packed.view(torch.uint8), scale, minimum)
             x = torch.randn(2, 32).bfloat16()
             assert torch.equal(F.linear(x, weight), functionals._linear(x, expected))
-        kept = functionals._kept
+        kept = functionals._buffer
         F.linear(x, large)
-        assert functionals._kept is kept and kept.numel() == 11 * 32, "one piece of memory, of the largest weight"
+        assert functionals._buffer is kept and kept.numel() == 11 * 32, "one piece of memory, of the largest weight"
     finally:
         functionals.remove()
 

@@ -272,7 +272,7 @@ def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch,
             raise RuntimeError("no nvcc")
 
     monkeypatch.setattr(engine, "build_modules", build)
-    monkeypatch.setattr(engine, "dequantized_gb_per_s", lambda settings, dtype, device: rates[dtype])
+    monkeypatch.setattr(engine, "measure_dequantized_gb_per_s", lambda settings, dtype, device: rates[dtype])
     loop = SimpleNamespace(prefill_s=0.2, step_s=[0.1])
     monkeypatch.setattr(_Thin, "loops", lambda self, warmup: [loop])
     plan = planned(f"--model opt-125m --cpu-offload --quant-bits 4 {SIZES}", ProfiledMachine(FAST))

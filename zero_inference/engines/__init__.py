@@ -1,4 +1,4 @@
-"""How a model is run: a module an engine, behind the protocol that `zero_inference.engines.base` describes."""
+"""Inference engines: one module each, with the functions that `zero_inference.engines.base` describes."""
 
 from __future__ import annotations
 
@@ -13,5 +13,4 @@ _ENGINES = {
 
 
 def engine_module(name: str):
-    """The module of engine `name`, with the functions `connect`, `plan`, `check` and `load`."""
     return import_module(_ENGINES[name])

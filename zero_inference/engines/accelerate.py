@@ -1,4 +1,4 @@
-"""accelerate's CPU and disk offload, as its users run it: the peer to compare with."""
+"""accelerate's CPU and disk offload, for comparison."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from zero_inference.utils.format import first_line
 from zero_inference.utils.transfers import Transfers
 
 connect = no_communicator
-# Words of torch about a tensor on the meta device; other errors have "metadata" or "meta-llama" in them.
-OF_META_TENSOR = re.compile(
+# torch's errors about a tensor on the meta device; other errors contain "metadata" or "meta-llama".
+META_TENSOR_ERROR = re.compile(
     r"\b(on|device:?|two devices, [\w:, ]+) meta(?![\w/-])|two devices, meta\b|\bmeta'? (tensor|backend)|register_meta function",
     re.IGNORECASE,
 )
@@ -41,18 +41,17 @@ OF_META_TENSOR = re.compile(
 
 @dataclass(frozen=True)
 class AcceleratePlan(EnginePlan):
-    """Its hooks bring a module's weights when the module is called, and the host waits for them."""
+    """accelerate's hooks copy a module's weights when it is called, and the host waits for them."""
 
     @functools.cached_property
     def cost_terms(self) -> CostTerms:
-        """See `EnginePlan`. One fetch for each module that has weights itself."""
         modules = self.job.empty_model.model.modules()
         fetches = sum(any(True for _ in module.parameters(recurse=False)) for module in modules)
         return replace(super().cost_terms, copies_overlap=False, fetches=fetches)
 
 
 def plan(job: Job) -> AcceleratePlan:
-    """accelerate brings one module's own weights at a time; disk offload still loads through host memory.
+    """Plan copies of one module's weights at a time; disk offload still loads through host memory.
 
     Raises:
         UsageError: several ranks, or a model that changes its weights.
@@ -65,22 +64,22 @@ def plan(job: Job) -> AcceleratePlan:
         )
     largest = max(p.numel() * p.element_size() for p in job.empty_model.model.parameters())
     total = job.sizes.parameter_bytes
-    brought = sum(
+    fetched = sum(
         p.numel() * p.element_size() for _, p in job.empty_model.model.named_parameters(remove_duplicate=False)
     )
     if job.config.disk_offload and not job.on_gpu:
-        # a weight is copied out of pages of its file, which count as the process's while they are mapped
+        # a weight is copied from its mapped file, whose pages count as the process's
         footprint = Footprint(device=2 * largest, gathered=2 * largest, disk=total, loading=total)
-    else:  # on a CPU it computes with weights in host memory where they are
+    else:  # a CPU computes with weights in place
         disk = total if job.config.disk_offload else 0
         footprint = Footprint(device=largest if job.on_gpu else 0, host=total, disk=disk)
-    read = brought if job.config.disk_offload else 0
-    return AcceleratePlan(job, footprint, pinned=False, weight_bytes=total, fetched_bytes=brought, disk_bytes=read)
+    read = fetched if job.config.disk_offload else 0
+    return AcceleratePlan(job, footprint, pinned=False, weight_bytes=total, fetched_bytes=fetched, disk_bytes=read)
 
 
 def check(plan: EnginePlan) -> None:
-    """Raises UsageError: an offload folder that cannot be used or has too little space."""
-    if plan.job.config.disk_offload and not plan.job.config.dry_run:  # the plan has a line for it
+    """Raise UsageError if the offload folder cannot be used or has too little space."""
+    if plan.job.config.disk_offload and not plan.job.config.dry_run:  # a dry run prints the space instead
         check_offload_folder(plan.job.config.offload_path, plan.footprint.disk)
 
 
@@ -107,7 +106,7 @@ def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedMode
             raise
     else:
         cpu_offload(model, execution_device=device)
-    # its parameters are on the meta device between forwards, which `generate` takes for the place of the inputs
+    # parameters are on the meta device between forwards; `generate` warns that inputs should be there too
     warnings.filterwarnings("ignore", message="You are calling .generate\\(\\) with the `input_ids`")
     _explain_missing_weights(model)
     transfers = Transfers()
@@ -123,18 +122,18 @@ def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedMode
 
 
 def _explain_missing_weights(model: torch.nn.Module) -> None:
-    """Have passes of `model` raise RunError where they meet a weight that accelerate has not brought."""
-    own = model.forward
+    """Patch `model.forward` to raise RunError for a weight that accelerate has not copied."""
+    original = model.forward
 
-    @functools.wraps(own)  # generate looks at its arguments
+    @functools.wraps(original)  # generate inspects the signature
     def forward(*args: Any, **call: Any) -> Any:
         try:
-            return own(*args, **call)
+            return original(*args, **call)
         except (NotImplementedError, RuntimeError) as error:
-            if not OF_META_TENSOR.search(str(error)):
+            if not META_TENSOR_ERROR.search(str(error)):
                 raise
             raise RunError(
-                f"--engine accelerate: {model.config.model_type} reads a weight without calling its module, and accelerate brings weights "
+                f"--engine accelerate: {model.config.model_type} reads a weight without calling its module, but accelerate copies weights "
                 f"only for that call; use --engine stream or deepspeed ({first_line(error)})"
             ) from error
 
@@ -142,7 +141,7 @@ def _explain_missing_weights(model: torch.nn.Module) -> None:
 
 
 def _write_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Fill `folder` as `accelerate.utils.offload_state_dict` does, which writes through mapped pages: a full disk kills that.
+    """Fill `folder` as `accelerate.utils.offload_state_dict` does, but without mapped pages: a full disk would end the process.
 
     Raises:
         RunError: the file system has no space for it, or refuses it.
@@ -155,7 +154,7 @@ def _write_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _count_reads(model, transfers: Transfers, from_disk: bool) -> None:
-    """Count what accelerate's hooks take out of their weights maps before each forward."""
+    """Count the weights that accelerate's hooks copy before each forward."""
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         for one in getattr(hook, "hooks", [hook]):
@@ -164,8 +163,6 @@ def _count_reads(model, transfers: Transfers, from_disk: bool) -> None:
 
 
 class _CountedWeights(Mapping):
-    """A weights map that counts the bytes read from it."""
-
     def __init__(self, weights: Mapping, transfers: Transfers, from_disk: bool):
         self.weights, self.transfers, self.from_disk = weights, transfers, from_disk
 

@@ -1,12 +1,12 @@
-"""What an engine is: four functions, what they are told and what they hand over.
+"""The engine protocol: connect, plan, check, load.
 
-An engine is a module with
+An engine is a module with these functions:
 
-    connect(ranks) -> Any                        a communicator of its own, made before free memory is read; None if it needs none
-    plan(job) -> EnginePlan                      what will lie where; loads nothing; raises UsageError. Other ranks are asked only where
-                                                 `job.group` says that all of them plan it
-    check(plan)                                  whether the machine has what the plan needs besides memory; raises UsageError
-    load(plan, progress) -> LoadedModel          raises RunError when loading goes wrong
+    connect(ranks) -> Any                    create a communicator, before free memory is read; None if it needs none
+    plan(job) -> EnginePlan                  decide where weights are stored; loads nothing; raises UsageError. Ranks communicate only
+                                             through `job.group`, which is set if all of them plan together
+    check(plan)                              check compilers, libraries and disks, but not memory; raises UsageError
+    load(plan, progress) -> LoadedModel      raises RunError if loading fails
 """
 
 from __future__ import annotations
@@ -39,19 +39,17 @@ from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
 Progress = Callable[[int], None]
-WINDOW_OF_CACHE = "whether the window is the cache's"  # of a model, known once
-MATMUL_WORKSPACE_BYTES = 32 << 20  # that PyTorch gives cuBLAS on Hopper; less on others
+MATMUL_WORKSPACE_BYTES = 32 << 20  # PyTorch's cuBLAS workspace on Hopper; smaller on other GPUs
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run as an engine sees it: what was asked, of which model, on which device; and the sizes that follow from it alone.
+    """A run as an engine sees it, with the sizes that follow from its options.
 
     Attributes:
-        free_device_bytes: of each rank's device, the least of all ranks where they are connected; None for a CPU, where the
-            device is host memory.
-        group: what the engine's `connect` gave; None where this rank plans alone.
-        machine: the hardware that it is for.
+        free_device_bytes: of the rank with the least where ranks are connected; None for a CPU, where the device is host memory.
+        group: result of the engine's `connect`; None where this rank plans alone.
+        machine: the machine to plan for.
     """
 
     config: RunConfig
@@ -72,70 +70,66 @@ class Job:
 
     @property
     def rank_batch(self) -> int:
-        """Sequences of a rank."""
         return self.config.batch_size // self.ranks.world_size
 
     @property
     def length(self) -> int:
-        """Positions of a sequence, prompt and generated tokens."""
+        """Prompt and generated tokens of a sequence."""
         return self.config.positions
 
     @property
     def pin_weights(self) -> bool:
-        """Whether weights in host memory are to be page-locked: as asked, and by default where a GPU copies them."""
+        """True if weights in host memory are to be pinned, by default those that a GPU copies."""
         if self.config.offload == "gpu" or self.config.engine not in PAGE_LOCKING_ENGINES:
             return False
         return self.on_gpu if self.config.pin_memory is None else self.config.pin_memory
 
     def kv_bytes(self, length: int | None = None) -> int:
-        """Keys and values of a rank's sequences in all layers, in the model's dtype, at `length` positions (default: all).
+        """Return the bytes of a rank's KV cache at `length` positions (default: all), in the model's dtype.
 
-        Sliding windows are not taken off: the caches of this package keep all positions.
+        Sliding windows are ignored: this package's caches hold all positions.
         """
         return self._kv_bytes(sum(self.sizes.kv_widths), length)
 
     @property
     def mean_kv_bytes(self) -> int:
-        """What of them a decode step reads, the mean of the steps: they follow a prompt and the tokens 1 to G - 1."""
+        """KV bytes that a decode step reads, averaged over steps: they start after the prompt and tokens 1 to G - 1."""
         return self.kv_bytes(2 * self.config.prompt_len + self.config.gen_len) // 2
 
     @property
     def growing_kv_bytes(self) -> int:
-        """The keys, or the values, of a layer: what is there twice while they grow."""
+        """Bytes of a layer's keys (or values), which exist twice while a growing cache is copied."""
         return self._kv_bytes(max(self.sizes.kv_widths, default=0)) // 2
 
     def state_bytes(self, length: int | None = None) -> int:
-        """Return the bytes of a rank's other state at `length` positions, by default all: of recurrences, and keys of indexers.
-
-        It is always on the device.
-        """
-        at_any_length, of_position = self.sizes.state_bytes
-        return self.rank_batch * (at_any_length + (self.length if length is None else length) * of_position)
+        """Return the bytes of a rank's recurrent state and indexer keys, always on the device, at `length` positions (default: all)."""
+        fixed, per_position = self.sizes.state_bytes
+        return self.rank_batch * (fixed + (self.length if length is None else length) * per_position)
 
     @property
     def window_only_in_cache(self) -> bool:
-        """Return whether keys and values have to be in transformers' own cache: it drops those beyond a window, and masks know none."""
+        """True if only transformers' own cache applies a sliding window, by dropping positions: the masks ignore it."""
         if sees_all_positions(self.spec.config, self.length):
             return False
         if not self.empty_model.is_empty:
-            return self.empty_model.cache.get(WINDOW_OF_CACHE, False)
-        return self.empty_model.cached(WINDOW_OF_CACHE, lambda: window_only_in_cache(self.empty_model.model))
+            return self.empty_model.cache.get("window_only_in_cache", False)
+        return self.empty_model.cached("window_only_in_cache", lambda: window_only_in_cache(self.empty_model.model))
 
     @property
     def kv_device_bytes(self) -> int:
-        """What of them is on the device: all, or the slots that layers in host memory pass through on their way to a GPU."""
+        """KV bytes on the device: all, or the slots that layers in host memory are copied into for a GPU."""
         if not self.config.kv_offload:
             return self.kv_bytes()
         return SLOTS * self._kv_bytes(max(self.sizes.kv_widths, default=0)) if self.on_gpu else 0
 
     @property
     def cache_device_bytes(self) -> int:
-        """Keys and values on the device, and other state."""
+        """Bytes of KV cache and other state on the device."""
         return self.kv_device_bytes + self.state_bytes()
 
     @property
     def min_cache_device_bytes(self) -> int:
-        """The part of `cache_device_bytes` that is needed in any case: transformers' own cache drops what has left a sliding window."""
+        """Lower bound of `cache_device_bytes`: transformers' own cache drops positions that left a sliding window."""
         text = self.spec.text_config
         window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
         if self.config.kv_offload or not window:
@@ -148,7 +142,7 @@ class Job:
 
     @property
     def activation_bytes(self) -> int:
-        """Of a rank's prefill, at its peak."""
+        """Peak activation bytes of a rank's prefill."""
         return self.empty_model.activation_bytes(self.spec, self.rank_batch, self.config.prompt_len)
 
     def _kv_bytes(self, width: int, length: int | None = None) -> int:
@@ -158,13 +152,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that the weights of one rank take at each place while it runs.
+    """Bytes of one rank's weights.
 
     Attributes:
-        gathered: the part of `device` that is an upper bound, above all what an engine holds for a moment; the rest is exact.
-        pinned: the part of `host` that is page-locked.
-        loading: most host memory while the weights are loaded, where that is known to be more than stays; without a GPU that of
-            `device` is part of it.
+        gathered: part of `device` that is an upper bound, mostly weights that are there for a moment; the rest is exact.
+        pinned: part of `host`.
+        loading: peak host memory while weights are loaded, if known to exceed what stays; includes `device` without a GPU.
     """
 
     device: int = 0
@@ -177,17 +170,17 @@ class Footprint:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What an engine will do with the weights. Engines add what they need for loading.
+    """Where an engine will store the weights and what it will move. Engines add fields that `load` needs.
 
     Attributes:
-        pinned: whether the weights that wait in host memory are page-locked.
-        weight_bytes: of all weights, over all ranks, as the engine stores them.
-        fetched_bytes, disk_bytes: of weights, over all ranks, that a decode step brings to the devices, and reads from disk. One that two
-            modules share counts as often as it is brought.
-        sharded_bytes: of weights that lie on the devices in parts, one a rank, and are brought together in each pass.
-        cpu_bytes: of weights, keys and values, over all ranks, that the host's cores read in a decode step.
-        copies_kv: whether keys and values in host memory cross the link; else the cores attend over them.
-        preallocated_cache: keys and values have all their memory from the start; else they grow, as transformers' own cache does.
+        pinned: weights in host memory are pinned.
+        weight_bytes: all weights, over all ranks, as the engine stores them.
+        fetched_bytes, disk_bytes: weights that a decode step copies to the devices and reads from disk, over all ranks. A weight that two
+            modules share counts each time that it is copied.
+        sharded_bytes: weights on the devices that are sharded over the ranks and gathered in each pass.
+        cpu_bytes: weights, keys and values that the CPU backend reads in a decode step, over all ranks.
+        copies_kv: a KV cache in host memory is copied over the link; otherwise the CPU computes its attention.
+        preallocated_cache: the KV cache has its final size from the start; otherwise it grows as transformers' own does.
     """
 
     job: Job
@@ -203,123 +196,115 @@ class EnginePlan:
 
     @property
     def device_peak_bytes(self) -> int:
-        """Most device memory of a rank: in the prefill, or at the last step where keys and values grow until then, while those of a
-        layer are copied or tokens are chosen."""
+        """Peak device memory of a rank: in the prefill, or at the last step if the cache grows until then."""
         job, workspace = self.job, MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0
         if self.preallocated_cache or job.config.kv_offload:
-            stays = job.config.kv_offload and not self.copies_kv  # the cores attend where keys and values lie
-            on_device = job.state_bytes() if stays else job.cache_device_bytes
-            return self.footprint.device + workspace + on_device + job.activation_bytes
-        chosen = job.rank_batch * logits_bytes(job.spec)
-        last_step = self.footprint.device + job.cache_device_bytes + max(job.growing_kv_bytes, chosen)
+            cpu_attention = job.config.kv_offload and not self.copies_kv
+            cache = job.state_bytes() if cpu_attention else job.cache_device_bytes
+            return self.footprint.device + workspace + cache + job.activation_bytes
+        logits = job.rank_batch * logits_bytes(job.spec)
+        last_step = self.footprint.device + job.cache_device_bytes + max(job.growing_kv_bytes, logits)
         return workspace + max(self.prefill_bytes + job.activation_bytes, last_step)
 
     @property
     def prefill_bytes(self) -> int:
-        """Most of weights, and keys and values that grow, that are on the device at once in a prefill."""
+        """Peak bytes of weights and growing KV cache on the device in a prefill."""
         length = self.job.config.prompt_len
         return self.footprint.device + self.job.kv_bytes(length) + self.job.state_bytes(length)
 
     def host_peak_bytes(self, measuring_bytes: int = 0) -> int:
-        """Most host memory of a rank beside its libraries, the device's included where there is no GPU: while the weights are loaded, while
-        the run measures the machine, or while it generates.
+        """Return the peak host memory of a rank without libraries, in loading, measuring or generating; includes a CPU's device memory.
 
         Args:
-            measuring_bytes: that the measurement takes while nothing but the weights is there, and layers that are to be compared, for
-                which nothing has to be free.
+            measuring_bytes: buffers of a measurement that runs while only weights, and layers to compare, are in memory.
         """
         job, weights = self.job, self.footprint
         on_device = 0 if job.on_gpu else weights.device - weights.gathered
         generating = weights.host + job.kv_host_bytes + (0 if job.on_gpu else self.device_peak_bytes)
-        beside = measuring_bytes + self.compared_bytes if measuring_bytes else 0
-        return max(weights.loading, weights.host + on_device + beside, generating)
+        measuring = measuring_bytes + self._compared_bytes if measuring_bytes else 0
+        return max(weights.loading, weights.host + on_device + measuring, generating)
 
     @property
-    def compared_bytes(self) -> int:
-        """Bytes of the layers that a run keeps in host memory until it has compared the loaded model's with them."""
+    def _compared_bytes(self) -> int:
+        """Bytes of reference layers that stay in host memory until the loaded model's outputs are compared with theirs."""
         found = self.job.empty_model.cached(
             "compared", lambda: sum(first_layer_bytes(self.job.empty_model.model).values())
         )
         return min(found, COMPARED_BYTES)
 
     def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return `values` of parameter `name` as products see them: quantized and back, where this engine quantizes it."""
+        """Return parameter `name` after quantizing and dequantizing `values`; unchanged if this engine does not quantize it."""
         return values
 
     def prepare(self) -> None:
-        """Compile what `load` needs, if that was not done on this machine before. A second call does nothing."""
+        """Compile what `load` needs, once per machine."""
 
     def alternative(self) -> EnginePlan | None:
-        """The same run planned otherwise, to be preferred where it is predicted to decode faster; None where there is nothing to choose."""
+        """Return another plan of this run, to prefer if it is predicted to decode faster; None if there is none."""
         return None
 
     def without_short_prompts(self) -> EnginePlan | None:
-        """Return the same plan with all of each prompt computed by the device; None where this plan does so."""
+        """Return this plan without CPU-computed blocks in the prefill of short prompts; None if it has none."""
         return None
 
     def exchanged_bytes(self, fetched_bytes: int) -> float:
-        """Of weights, that each of several GPUs gets from the others in a pass that fetches `fetched_bytes` over all links."""
+        """Return the weight bytes that each GPU receives from the others in a pass that copies `fetched_bytes` over all links."""
         ranks = self.job.ranks.world_size
         return (fetched_bytes + self.sharded_bytes) * (ranks - 1) / ranks
 
     @property
     def min_free_device_bytes(self) -> int:
-        """That a device has to have for the engine to make this plan."""
+        """Free device memory that this plan needs."""
         return self.device_peak_bytes
 
     @functools.cached_property
     def cost_terms(self) -> CostTerms:
-        """What the cost model needs to know of how this engine runs the plan."""
         return CostTerms(
             prefill_fetched_bytes=self.fetched_bytes,
             dequantizes_on_cpu=self.job.config.quantized and not self.job.on_gpu,
         )
 
     def rebalanced_s(self, link_s: float, others_s: float) -> tuple[float, float]:
-        """Return the seconds of a decode step's copies, and of device and CPU, after a run has moved blocks between link and CPU.
-
-        Args:
-            link_s, others_s: the same as placed.
-        """
+        """Return (link, device and CPU) seconds of a decode step after rebalancing, from those as placed."""
         return link_s, others_s
 
     def overlapped_s(self, link_s: float, others_s: float) -> float:
-        """Return the seconds of a decode step whose copies, and device and CPU, take so long, with what they wait for each other."""
+        """Return the seconds of a decode step, including waits, from those of its copies and of device and CPU."""
         return max(link_s, others_s)
 
     def measure_dequantized_gb_per_s(self, dtype: torch.dtype) -> float | None:
-        """Return the rate at which this engine's own operator dequantizes to `dtype` and multiplies with one token, measured on the device
-        while a model is loaded; None for an engine without such an operator."""
+        """Return the GB/s (of `dtype`) that the loaded engine dequantizes and multiplies with one token; None for an engine without its
+        own operator."""
         return None
 
     @property
     def gpu_memory_bytes(self) -> int | None:
-        """Bytes that `--gpu-memory` has to name for the same plan; None for an engine without that option."""
+        """`--gpu-memory` in bytes that gives this plan; None for an engine without that option."""
         return None
 
     @property
     def ring_depth(self) -> int | None:
-        """Slots that `--ring-depth` has to name for the same plan; None where the option is not needed."""
+        """`--ring-depth` that gives this plan; None if the default does."""
         return None
 
     @property
     def measures_link_with_weights(self) -> bool:
-        """Whether a run measures the link by copies of the weights themselves, and needs no host memory for that."""
+        """True if the link is measured with copies of weights, which needs no other host memory."""
         return False
 
     @property
     def copied_kv_layers(self) -> int:
-        """Layers whose keys and values cross the link in each step."""
-        crosses = self.job.on_gpu and self.job.config.kv_offload and self.copies_kv
-        return len(self.job.sizes.kv_widths) if crosses else 0
+        """Layers whose KV cache is copied over the link in each step."""
+        copied = self.job.on_gpu and self.job.config.kv_offload and self.copies_kv
+        return len(self.job.sizes.kv_widths) if copied else 0
 
     @property
     def copied_kv_bytes(self) -> int:
-        """Of keys and values, over all ranks, that cross the link in a decode step of mean length."""
+        """KV bytes copied over the link in a mean decode step, over all ranks."""
         return self.job.ranks.world_size * self.job.mean_kv_bytes if self.copied_kv_layers else 0
 
     def moved_per_step(self) -> MovedPerStep:
-        """What a decode step of mean length moves, over all ranks."""
+        """Return the bytes moved in a mean decode step, over all ranks."""
         job, ranks = self.job, self.job.ranks.world_size
         return MovedPerStep(
             host_to_device_bytes_per_step=self.fetched_bytes + self.copied_kv_bytes,
@@ -329,15 +314,15 @@ class EnginePlan:
         )
 
     def in_words(self) -> list[str]:
-        """Return lines about what a decode step moves and what computes it."""
+        """Return lines about what a decode step moves and where it is computed."""
         if not self.fetched_bytes:
             return []
-        disk = f"{format_bytes(self.disk_bytes)} {{}}from disk" if self.disk_bytes else ""
-        if not (
-            self.job.on_gpu or self.cost_terms.copies_within_host
-        ):  # weights in host memory are used where they are
-            return [f"each decode step reads {disk.format('')}"] if disk else []
-        return [f"each decode step {self.describe_copies()}{', ' * bool(disk)}{disk.format('of it ')}"]
+        disk = format_bytes(self.disk_bytes)
+        if self.job.on_gpu or self.cost_terms.copies_within_host:
+            return [
+                f"each decode step {self.describe_copies()}" + (f", {disk} of it from disk" if self.disk_bytes else "")
+            ]
+        return [f"each decode step reads {disk} from disk"] if self.disk_bytes else []
 
     def dequantization_warning(self) -> list[str]:
         """Return a warning if a CPU dequantizes weights in every step."""
@@ -352,50 +337,49 @@ class EnginePlan:
         return f"copies {fetched} {'over the link' if self.job.on_gpu else 'within host memory'}"
 
     def places_in_words(self) -> str:
-        """Return where the weights are: on disk, in host memory or on the device."""
+        """Return where the weights are stored, such as "on disk"."""
         if self.footprint.disk:
             return "on disk"
         return "in host memory" if self.footprint.host or not self.job.on_gpu else "on the device"
 
     @property
     def why_whole_layers(self) -> str:
-        """Why a step of a mixture copies experts that no token chose, in a few words."""
+        """Reason why a step of an MoE model copies experts that no token chose, in a few words."""
         return "it fetches whole layers"
 
 
 class Timeline(Protocol):
-    """An engine's own record of its copies and layers."""
+    """Times of an engine's copies and layers in the last generation."""
 
     def restart(self) -> None:
-        """Forget everything: a generation begins."""
+        """Clear all times: a generation begins."""
 
     def link_use(self) -> LinkUse | None:
-        """What this rank's link did in the decode steps of the last generation; None before the second of them."""
+        """Return how busy this rank's link was in decode steps; None before the second step."""
 
-    def write_chrome_trace(self, path: Path) -> None:
-        """Write the last generation as a Chrome trace."""
+    def write_chrome_trace(self, path: Path) -> None: ...
 
 
 @dataclass
 class LoadedModel:
-    """A model ready for `generate` and what the record says of it.
+    """A model ready for `generate`, with what its record needs.
 
     Attributes:
-        model: the transformers model to call; inputs go to `device`.
-        weight_bytes: bytes of all weights as this engine stores them, quantized and over all ranks.
-        transfers: counters that rise while the model runs.
-        facts: fields of `records.schema.EngineFacts` and their values; others are refused.
-        close: releases what the engine holds (files, patches); safe to call twice.
-        timeline: when layers were copied and computed, of an engine that keeps it.
-        preallocated_cache: the engine is made for a KV cache that takes no memory while the model runs.
-        cores: how the host's cores take part; None where they do not.
-        cpu_attention: computes attention over a KV cache in host memory, where the CPU does.
-        pinned_memory: uint8 [bytes] each, the host memory that this rank's device copies weights from, where the engine has it so.
-        steps_to_settle: consecutive decode steps until the engine's next choice of how it runs them; 0 when nothing is left to choose.
-            The same on all ranks.
-        modules_changed: told modules whose children were wrapped or replaced, or that have hooks of others: from now on the engine calls
-            each module in them, in every pass, and computes no block of them as a whole.
-        writable: parameters that stay where they are, so that a model may write them itself, as RWKV does.
+        model: the transformers model; inputs go to `device`.
+        weight_bytes: all weights as stored, over all ranks.
+        transfers: byte counters, updated in each pass.
+        facts: values of fields of `records.schema.EngineFacts`; other keys are errors.
+        close: releases files and patches; safe to call twice.
+        timeline: times of copies and layers, if the engine records them.
+        preallocated_cache: the engine needs a KV cache that allocates nothing while the model runs.
+        cpu_backend: how the CPU backend takes part; None without one.
+        cpu_attention: computes attention over a KV cache in host memory, if the CPU does.
+        pinned_memory: uint8 [bytes] each, pinned host memory that this rank's device copies weights from.
+        steps_to_settle: returns the consecutive decode steps until the engine next changes how it runs them; 0 when settled. Equal on all
+            ranks.
+        modules_changed: gets modules whose children were replaced or that have foreign hooks. From then on the engine calls each module
+            inside them in every pass and computes none of their blocks as a whole.
+        writable: parameters that stay in place, so that a model may write them, as RWKV does.
     """
 
     model: Any
@@ -408,7 +392,7 @@ class LoadedModel:
     timeline: Timeline | None = None
     preallocated_cache: bool = False
     pinned_memory: Sequence[torch.Tensor] = ()
-    cores: CpuBackendUse | None = None
+    cpu_backend: CpuBackendUse | None = None
     cpu_attention: CpuAttention | None = None
     steps_to_settle: Callable[[], int] = lambda: 0
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
@@ -416,13 +400,13 @@ class LoadedModel:
 
 
 def refuse_written_weights(job: Job) -> None:
-    """Raises UsageError for a model that changes its own weights, of an engine that brings them for each pass: the change would be lost."""
+    """Raise UsageError for a model that changes its own weights, with an engine that copies them anew for each pass."""
     if job.sizes.writes_weights:
         raise UsageError(
-            f"--engine {job.config.engine}: {job.spec.text_config.model_type} changes its weights when it is first called, and this engine "
-            "brings them anew for each pass; use --engine stream or --engine resident."
+            f"--engine {job.config.engine}: {job.spec.text_config.model_type} changes its weights in its first call, but this engine "
+            "copies them anew for each pass; use --engine stream or --engine resident."
         )
 
 
 def no_communicator(ranks: Ranks) -> None:
-    """The `connect` of an engine that brings ranks together by the default process group alone."""
+    """Do nothing, as `connect` of an engine that uses only the default process group."""

@@ -1,4 +1,4 @@
-"""The offload folder: one private subfolder a process, and no remains of runs that were killed."""
+"""The offload folder: a private subfolder for each process; those of killed runs are removed."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ _open: set[OffloadWorkspace] = set()
 
 
 class OffloadWorkspace:
-    """A marked and locked subfolder of the offload folder for this process; removed on `close`.
+    """A locked subfolder of the offload folder for this process, removed by `close`.
 
-    Its lock file ends with the process however that ends, so that whoever opens the offload folder next can tell the
-    folders of living runs from remains. The mark is written under the lock: a folder that is marked and not locked is one
-    whose run has ended.
+    The lock ends with the process, and MARK is written while it is held: a folder with MARK and without a lock belongs to a run that has
+    ended.
 
     Raises:
         OSError: the folder cannot be listed or written to, or its file system has no locks.
     """
 
     def __init__(self, folder: Path):
-        _remove_remains(folder)
+        _remove_abandoned(folder)
         with defer_signals():
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
             try:
@@ -48,7 +47,7 @@ class OffloadWorkspace:
             _open.add(self)
 
     def close(self) -> None:
-        """Remove it and what is in it. A second call does nothing; signals wait until it is done."""
+        """Remove the subfolder; signals are deferred. A second call does nothing."""
         with defer_signals():
             if self in _open:
                 _open.discard(self)
@@ -57,13 +56,13 @@ class OffloadWorkspace:
 
 
 def close_all() -> None:
-    """Remove the workspaces of this process, from any thread, before it ends without running the main one to its end."""
+    """Remove the workspaces of this process, from any thread, before it exits without unwinding the main thread."""
     for workspace in list(_open):
         workspace.close()
 
 
 def check_offload_folder(folder: Path, needed_bytes: int) -> None:
-    """Make the folder if need be, and remove the remains of earlier runs.
+    """Create the folder if needed, and remove subfolders of killed runs.
 
     Raises:
         UsageError: it cannot be written to, or has less free space than `needed_bytes`.
@@ -77,19 +76,19 @@ def check_offload_folder(folder: Path, needed_bytes: int) -> None:
     if free < needed_bytes:
         needed, there, unit = format_bytes_pair(needed_bytes, free)
         raise UsageError(
-            f"--offload-dir {folder}: {needed} {unit} is needed and {there} {unit} is free; choose another folder, or let --dry-run say "
-            "what would fit."
+            f"--offload-dir {folder}: {needed} {unit} is needed and {there} {unit} is free; choose another folder, or see with "
+            "--dry-run what would fit."
         )
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Make `path` a file of `nbytes` whose space is taken, so that writing it cannot find the disk full.
+    """Create the file `path` with `nbytes` allocated, so that writing it cannot find the disk full.
 
     Raises:
         RunError: the file system has no space for it, or refuses it.
     """
-    with _told_if_full(path, nbytes):
-        # not for appending: where the file system has no fallocate, glibc writes to each block in its place, and refuses that then
+    with _disk_full_errors(path, nbytes):
+        # no O_APPEND: without fallocate in the file system, glibc writes into each block, which O_APPEND prevents
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -98,13 +97,13 @@ def reserve(path: Path, nbytes: int) -> None:
 
 
 def write(path: Path, data: bytes | memoryview) -> None:
-    """Write a new file. Raises RunError as `reserve` does."""
-    with _told_if_full(path, memoryview(data).nbytes), open(path, "wb") as file:
+    """Write a new file; raise RunError as `reserve` does."""
+    with _disk_full_errors(path, memoryview(data).nbytes), open(path, "wb") as file:
         file.write(data)
 
 
 @contextlib.contextmanager
-def _told_if_full(path: Path, nbytes: int) -> Iterator[None]:
+def _disk_full_errors(path: Path, nbytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -114,23 +113,23 @@ def _told_if_full(path: Path, nbytes: int) -> Iterator[None]:
         ) from error
 
 
-def _remove_remains(folder: Path) -> None:
-    """Delete the subfolders of runs that are no more. What does not carry the mark, or is another user's, is left alone."""
-    for remain in os.listdir(folder):
-        if OURS.fullmatch(remain):
-            with _abandoned(folder / remain) as abandoned:
+def _remove_abandoned(folder: Path) -> None:
+    """Delete subfolders of runs that have ended, except those of other users or without MARK."""
+    for name in os.listdir(folder):
+        if OURS.fullmatch(name):
+            with _lock_abandoned(folder / name) as abandoned:
                 if abandoned:
-                    _remove(folder / remain)
+                    _remove(folder / name)
 
 
 @contextlib.contextmanager
-def _abandoned(folder: Path) -> Iterator[bool]:
-    """Whether `folder` is a workspace of this user whose run has ended. It stays locked inside the context."""
+def _lock_abandoned(folder: Path) -> Iterator[bool]:
+    """Yield whether `folder` is a workspace of this user whose run has ended; it stays locked inside the context."""
     descriptor, abandoned = None, False
-    with contextlib.suppress(OSError):  # no folder, no lock file, not ours to read, or the lock of a living run
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO must not make it wait
-        around, lock = folder.lstat(), os.fstat(descriptor)
-        if stat.S_ISDIR(around.st_mode) and stat.S_ISREG(lock.st_mode) and around.st_uid == lock.st_uid == os.geteuid():
+    with contextlib.suppress(OSError):  # not a folder, no lock file, not readable, or locked by a running process
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # do not wait for a FIFO
+        parent, lock = folder.lstat(), os.fstat(descriptor)
+        if stat.S_ISDIR(parent.st_mode) and stat.S_ISREG(lock.st_mode) and parent.st_uid == lock.st_uid == os.geteuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             abandoned = os.read(descriptor, len(MARK) + 1) == MARK
     try:
@@ -141,7 +140,7 @@ def _abandoned(folder: Path) -> Iterator[bool]:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a workspace as far as that goes, its mark last: what is left of it stays known as a remain."""
+    """Delete a workspace as far as possible, its lock file last, so that the next run finds the rest."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False):

@@ -1,4 +1,4 @@
-"""Every weight on the device: the check of the tokens, and the speed to compare with where a model fits."""
+"""All weights on the device: the reference for tokens and, if the model fits, for speed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ connect = no_communicator
 
 
 def plan(job: Job) -> EnginePlan:
-    """Each rank holds the whole model and its share of the batch."""
+    """Plan the whole model on each rank, with its share of the batch."""
     total = job.sizes.parameter_bytes
     return EnginePlan(job, Footprint(device=total), pinned=False, weight_bytes=total)
 
 
 def check(plan: EnginePlan) -> None:
-    """Nothing beyond what every engine needs."""
+    """Check nothing."""
 
 
 def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedModel:
-    """Put each weight on the device as it is read."""
+    """Copy each weight to the device as it is read."""
     job, model = plan.job, plan.job.empty_model.model
     device = job.ranks.device
 

@@ -87,9 +87,9 @@ class ReferenceLayers:
         if not self.positions:
             return
         tokens = COMPARED_TOKENS
-        if loaded.cores is not None:  # the CPU computes blocks after a first pass, in passes of few tokens
+        if loaded.cpu_backend is not None:  # the CPU computes blocks after a first pass, in passes of few tokens
             self._run(loaded, tokens, vocabulary, seed=0)
-            tokens = min(tokens, loaded.cores.rows)
+            tokens = min(tokens, loaded.cpu_backend.rows)
         prefix, layers = decoder_layers(loaded.model)
         for seed in range(COMPARED_TRIES):
             calls = self._run(loaded, tokens, vocabulary, seed)

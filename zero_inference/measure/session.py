@@ -153,7 +153,7 @@ def measure_run(
     """
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
     link = LinkRate(ranks, loaded.pinned_memory)
-    rates = measure_rates(config, job.spec, ranks, link, loaded.weight_bytes, loaded.cores)
+    rates = measure_rates(config, job.spec, ranks, link, loaded.weight_bytes, loaded.cpu_backend)
     compare()
     return_free_memory()  # of the measurement
     monitor = LoopMonitor(link, loaded.timeline)

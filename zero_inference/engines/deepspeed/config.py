@@ -1,8 +1,7 @@
-"""The DeepSpeed configuration of a run: made from the model at hand, with the user's file merged over it.
+"""The DeepSpeed configuration of a run: generated from the model, with the user's `--ds-config` merged over it.
 
-Every size below counts elements, as DeepSpeed does. What drives them is the decoder layer: it is fetched as a whole
-(a leaf module), and prefetching has to be at least a layer deep to keep the link busy. The often copied `2 h^2` is less
-than one MLP weight, which then is never prefetched.
+Sizes count elements, as in DeepSpeed. A decoder layer is fetched as a whole (a leaf module), so prefetching must be at least a layer deep
+to keep the link busy. The common bucket of `2 h^2` elements is less than one MLP weight, which then is never prefetched.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ import torch
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
 
-LAYERS_AHEAD = 3  # each costs a layer of device memory
-LIVE_BESIDE = 2  # layers that are on the device beside those ahead: the one that computes, and the one that it releases
-FREE_SHARE = 0.5  # of the free device memory, for layers ahead
+PREFETCHED_LAYERS = 3  # each takes a layer of device memory
+OTHER_LIVE_LAYERS = 2  # on the device beside prefetched ones: the layer that computes and the one being released
+PREFETCH_SHARE = 0.5  # of free device memory
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a model as stored, in elements, before they are split over ranks.
+    """Elements of a model as stored, before sharding.
 
     Attributes:
-        layer: the largest decoder layer.
-        layer_bytes: the same in bytes.
-        largest_in_layer: the largest parameter of a decoder layer that can be swapped (see `swappable`).
-        parameters_per_layer: how many matrices of a layer can be swapped.
-        largest_outside: the largest parameter that is not in a decoder layer (embedding, head).
-        largest_vector: the largest one-dimensional parameter (biases, norms): these stay on the device.
+        layer: of the largest decoder layer.
+        layer_bytes: bytes of the same layer.
+        largest_in_layer: of the largest parameter of a layer that can be swapped (see `swappable`).
+        parameters_per_layer: number of a layer's matrices that can be swapped.
+        largest_outside: of the largest parameter outside layers (embedding, head).
+        largest_vector: of the largest 1-D parameter (biases, norms); these stay on the device.
     """
 
     layer: int
@@ -44,44 +43,44 @@ class LayerSizes:
 
 
 def swappable(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether ZeRO-3 can keep `parameter` of a layer on NVMe: its buffers have one dtype, the model's."""
+    """Return whether ZeRO-3 can store `parameter` on NVMe: all buffers have the model's dtype."""
     return parameter.dtype == dtype
 
 
 def layer_sizes(model, layers: torch.nn.ModuleList, packed_numel, dtype: torch.dtype) -> LayerSizes:
-    """Measure a (meta) model of `dtype`; `packed_numel(name, parameter)` is how many elements a parameter has as stored."""
+    """Measure a (meta) model of `dtype`; `packed_numel(name, parameter)` returns elements as stored."""
     numel = {id(p): packed_numel(name, p) for name, p in model.named_parameters()}
-    own = [list(layer.parameters()) for layer in layers]
-    inside = {id(p) for parameters in own for p in parameters}
-    swapped = [[p for p in parameters if swappable(p, dtype)] for parameters in own]
+    in_layers = [list(layer.parameters()) for layer in layers]
+    layer_ids = {id(p) for parameters in in_layers for p in parameters}
+    swapped = [[p for p in parameters if swappable(p, dtype)] for parameters in in_layers]
     return LayerSizes(
-        layer=max(sum(numel[id(p)] for p in parameters) for parameters in own),
-        layer_bytes=max(sum(numel[id(p)] * p.element_size() for p in parameters) for parameters in own),
+        layer=max(sum(numel[id(p)] for p in parameters) for parameters in in_layers),
+        layer_bytes=max(sum(numel[id(p)] * p.element_size() for p in parameters) for parameters in in_layers),
         largest_in_layer=max(numel[id(p)] for parameters in swapped for p in parameters),
         parameters_per_layer=max(sum(p.dim() > 1 for p in parameters) for parameters in swapped),
-        largest_outside=max((n for key, n in numel.items() if key not in inside), default=0),
+        largest_outside=max((n for key, n in numel.items() if key not in layer_ids), default=0),
         largest_vector=max((p.numel() for p in model.parameters() if p.dim() == 1), default=0),
     )
 
 
-def layers_ahead(sizes: LayerSizes, free_device_bytes: int | None) -> int:
-    """How many layers to prefetch: `LAYERS_AHEAD`, or what `FREE_SHARE` of the free device memory holds, but at least one."""
+def prefetched_layers(sizes: LayerSizes, free_device_bytes: int | None) -> int:
+    """Return how many layers to prefetch: `PREFETCHED_LAYERS`, or as many as fit into `PREFETCH_SHARE`, but at least one."""
     if free_device_bytes is None:
-        return LAYERS_AHEAD
-    fit = int(free_device_bytes * FREE_SHARE / sizes.layer_bytes) - 1
-    return max(1, min(LAYERS_AHEAD, fit))
+        return PREFETCHED_LAYERS
+    fit = int(free_device_bytes * PREFETCH_SHARE / sizes.layer_bytes) - 1
+    return max(1, min(PREFETCHED_LAYERS, fit))
 
 
 def build_ds_config(
-    config: RunConfig, dtype: torch.dtype, sizes: LayerSizes, world_size: int, pin_memory: bool, ahead: int
+    config: RunConfig, dtype: torch.dtype, sizes: LayerSizes, world_size: int, pin_memory: bool, prefetched: int
 ) -> dict:
-    """The generated configuration, with `--ds-config` merged over it.
+    """Return the generated configuration with `--ds-config` merged over it.
 
     Args:
-        ahead: how many layers to prefetch.
+        prefetched: number of layers to prefetch.
 
     Raises:
-        UsageError: the file is not a JSON object, or turns off what this tool is for.
+        UsageError: the file is not a JSON object, or sets what other options set or offloading needs.
     """
     generated: dict = {
         "train_batch_size": world_size,
@@ -90,7 +89,7 @@ def build_ds_config(
         "wall_clock_breakdown": False,
         "fp16": {"enabled": dtype == torch.float16},
         "bf16": {"enabled": dtype == torch.bfloat16},
-        "zero_optimization": _zero_optimization(config, sizes, world_size, pin_memory, ahead),
+        "zero_optimization": _zero_optimization(config, sizes, world_size, pin_memory, prefetched),
     }
     if config.disk_offload:
         generated["aio"] = {
@@ -104,12 +103,12 @@ def build_ds_config(
     if config.quantized:
         generated["weight_quantization"] = {"quantized_initialization": quantization_settings(config)}
     merged = _merge(generated, read_ds_config(config.ds_config))
-    _refuse_other_run(config, dtype, generated, merged)
+    _refuse_conflicts(config, dtype, generated, merged)
     return merged
 
 
 def quantization_settings(config: RunConfig) -> dict:
-    """DeepSpeed's `quantized_initialization` block."""
+    """Return DeepSpeed's `quantized_initialization` block."""
     return {
         "num_bits": config.quant_bits,
         "group_size": config.group_size,
@@ -118,11 +117,13 @@ def quantization_settings(config: RunConfig) -> dict:
     }
 
 
-def _zero_optimization(config: RunConfig, sizes: LayerSizes, world_size: int, pin_memory: bool, ahead: int) -> dict:
+def _zero_optimization(
+    config: RunConfig, sizes: LayerSizes, world_size: int, pin_memory: bool, prefetched: int
+) -> dict:
     zero: dict = {
         "stage": 3,
-        "stage3_prefetch_bucket_size": ahead * sizes.layer,
-        "stage3_max_live_parameters": (ahead + LIVE_BESIDE) * sizes.layer + sizes.largest_outside,
+        "stage3_prefetch_bucket_size": prefetched * sizes.layer,
+        "stage3_max_live_parameters": (prefetched + OTHER_LIVE_LAYERS) * sizes.layer + sizes.largest_outside,
         "stage3_max_reuse_distance": 0,
         "stage3_param_persistence_threshold": sizes.largest_vector,
     }
@@ -133,25 +134,25 @@ def _zero_optimization(config: RunConfig, sizes: LayerSizes, world_size: int, pi
             "device": "nvme",
             "nvme_path": str(config.offload_path),
             "pin_memory": pin_memory,
-            # one parameter a buffer, all of them page-locked; a partition is padded to the number of ranks
+            # one parameter a buffer, all pinned; a partition is padded to the number of ranks
             "buffer_size": -(-sizes.largest_in_layer // world_size) + 1,
-            "buffer_count": (ahead + LIVE_BESIDE) * sizes.parameters_per_layer,
+            "buffer_count": (prefetched + OTHER_LIVE_LAYERS) * sizes.parameters_per_layer,
         }
     return zero
 
 
-def _refuse_other_run(config: RunConfig, dtype: torch.dtype, generated: dict, merged: dict) -> None:
-    """Raises UsageError where the user's file changes the dtype or the stage, or holds words where our plan computes with numbers."""
+def _refuse_conflicts(config: RunConfig, dtype: torch.dtype, generated: dict, merged: dict) -> None:
+    """Raise UsageError if the user's file changes dtype or stage, or has no number where the plan needs one."""
     for block in ("fp16", "bf16"):
         if merged[block].get("enabled") is not generated[block]["enabled"]:
             raise UsageError(
                 f"--ds-config {config.ds_config}: {block}.enabled is {merged[block].get('enabled')!r}, but the run "
                 f"uses {str(dtype).removeprefix('torch.')}; remove it and use --dtype."
             )
-    both = generated["zero_optimization"], merged["zero_optimization"]
-    offloads = [part.get("offload_param", {}) for part in both]
-    for made, found in (both, offloads, (generated.get("aio", {}), merged.get("aio", {}))):
-        for key, value in made.items():  # DeepSpeed reads "5" as 5
+    zeros = generated["zero_optimization"], merged["zero_optimization"]
+    offloads = [zero.get("offload_param", {}) for zero in zeros]
+    for ours, found in (zeros, offloads, (generated.get("aio", {}), merged.get("aio", {}))):
+        for key, value in ours.items():  # DeepSpeed would read "5" as 5
             if type(value) is int and type(found[key]) not in (int, float):
                 raise UsageError(f"--ds-config {config.ds_config}: {key} is {found[key]!r}; a number is needed.")
     if merged["zero_optimization"].get("stage") != 3:
@@ -162,14 +163,10 @@ def _refuse_other_run(config: RunConfig, dtype: torch.dtype, generated: dict, me
 
 
 def read_ds_config(path: str | None) -> dict:
-    """The user's file, or {}.
-
-    Raises:
-        UsageError: not there, not JSON, or not an object.
-    """
+    """Return the user's file, or {}. Raise UsageError if it is missing, not a JSON object, or sets what other options set."""
     if path is None:
         return {}
-    if os.path.exists(path) and not os.path.isfile(path):  # opening a FIFO waits for ever
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a FIFO blocks
         raise UsageError(f"--ds-config {path}: not a regular file; name one that holds a JSON object.")
     try:
         loaded = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -185,17 +182,14 @@ def read_ds_config(path: str | None) -> dict:
             part = part.get(key, {})
             if not isinstance(part, dict):
                 raise UsageError(f"--ds-config {path}: {block} holds a {type(part).__name__}; a JSON object is needed.")
-    for block in ("optimizer", "scheduler"):  # DeepSpeed would compile and build one
+    for block in ("optimizer", "scheduler"):  # DeepSpeed would build one
         if block in loaded:
             raise UsageError(f"--ds-config {path}: {block} is for training; remove it.")
     if "weight_quantization" in loaded:
         raise UsageError(
             f"--ds-config {path}: weight_quantization is set by --quant-bits and --quant-group-size; remove it."
         )
-    for key, option in (
-        ("device", "--cpu-offload or --disk-offload"),
-        ("nvme_path", "--offload-dir"),
-    ):  # it empties nvme_path
+    for key, option in (("device", "--cpu-offload or --disk-offload"), ("nvme_path", "--offload-dir")):
         if key in loaded.get("zero_optimization", {}).get("offload_param", {}):
             raise UsageError(f"--ds-config {path}: offload_param.{key} is set by {option}; remove it.")
     return loaded
@@ -204,7 +198,6 @@ def read_ds_config(path: str | None) -> dict:
 def _merge(base: dict, over: dict) -> dict:
     merged = dict(base)
     for key, value in over.items():
-        merged[key] = (
-            _merge(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
-        )
+        both_dicts = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both_dicts else value
     return merged

@@ -1,11 +1,13 @@
-"""What weights take where under ZeRO-3: as they wait, what is gathered of them, and while they are loaded."""
+"""Memory of weights under ZeRO-3: where partitions are stored, what is gathered on the device in a pass, and the peak while loading.
+
+All follows from the model's shapes and the resolved configuration; no weights are needed.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,12 +19,80 @@ from zero_inference.models.layers import decoder_layers
 
 
 @dataclass(frozen=True)
-class ModulePeak:
-    """While a module computes.
+class PartitionRules:
+    """Where ZeRO-3 stores the partition of a parameter between uses.
 
     Attributes:
-        layers: decoder layers that have begun, this one included.
-        nbytes: of gathered weights, its own and those fetched ahead, and of one of its own that is dequantized.
+        offload: device that the resolved configuration offloads parameters to: "none", "cpu" or "nvme".
+        persistent_numel: parameters of up to so many elements stay on the device, unless their partitions are written to NVMe.
+        min_disk_bytes: smaller partitions are never written to NVMe.
+        dtype: the model's.
+    """
+
+    offload: str
+    persistent_numel: int
+    min_disk_bytes: int
+    dtype: torch.dtype
+    world_size: int
+
+    @classmethod
+    def of(cls, ds_config: dict[str, Any], dtype: torch.dtype, world_size: int) -> PartitionRules:
+        """Return the rules of a resolved configuration."""
+        from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
+
+        zero = ds_config["zero_optimization"]
+        offload = zero.get("offload_param", {}).get("device", "none")
+        min_bytes = max(MIN_AIO_BYTES, ds_config["aio"]["block_size"]) if offload == "nvme" else 0
+        return cls(offload, zero["stage3_param_persistence_threshold"], min_bytes, dtype, world_size)
+
+    def location(self, parameter: torch.Tensor, numel: int, in_layer: bool) -> str:
+        """Return "device", "host" or "disk".
+
+        NVMe buffers hold one parameter each and are all as large as the largest. Parameters outside layers, such as an embedding, would
+        multiply their size, so they stay in host memory.
+
+        Args:
+            numel: elements as stored.
+            in_layer: the parameter belongs to a decoder layer.
+        """
+        if self.offload == "nvme":
+            if not swappable(parameter, self.dtype):
+                return "host"
+            if -(-numel // self.world_size) * parameter.element_size() >= self.min_disk_bytes:
+                return "disk" if in_layer else "host"
+        if numel <= self.persistent_numel or self.offload == "none":
+            return "device"
+        return "host"
+
+
+class StoredWeight(NamedTuple):
+    """A parameter as ZeRO-3 stores it.
+
+    Attributes:
+        numel: elements as stored, over all ranks.
+        location: of its partitions, from `PartitionRules.location`.
+        layer: index of its decoder layer, or None.
+        uses: modules that share it, such as embedding and head.
+    """
+
+    parameter: nn.Parameter
+    numel: int
+    quantized: bool
+    location: str
+    layer: int | None
+    uses: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.parameter.element_size()
+
+
+class ModulePeak(NamedTuple):
+    """Device memory while one module of a pass computes.
+
+    Attributes:
+        layers: decoder layers that have begun, including this one.
+        nbytes: gathered weights, prefetched ones included, and one weight of the module that is dequantized.
     """
 
     layers: int
@@ -30,263 +100,198 @@ class ModulePeak:
 
 
 @dataclass(frozen=True)
-class PassModule:
-    """A module that DeepSpeed's hooks see. Small parameters, which stay, are not in `parameters`."""
-
-    is_layer: bool
-    parameters: list[torch.Tensor]
-    restored: int
-
-
-def module_peaks(
-    job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], places: PartitionRules
-) -> tuple[ModulePeak, ...]:
-    """Those of a pass, in the order in which modules were registered, as models call them.
-
-    A single rank without a GPU gathers nothing, because ZeRO-3 points a parameter at its partition, or at the buffer that it was read into;
-    nor does one whose weights stay on its GPU.
+class WeightMemory:
     """
-    model = job.empty_model.model
-    numel = {id(p): stored_numel(quantization, name, p) for name, p in model.named_parameters()}
-    steps = pass_modules(job, quantization, lambda p: numel[id(p)] > places.persistent_numel)
-    kept = 0 if job.on_gpu else max(step.restored for step in steps)  # see `QuantizedFunctionals`
-    alone = places.world_size == 1
-    if alone and (places.offload == "none" or not job.on_gpu):
-        held = [0] * len(steps)
-    else:
-        small = _small_bytes(model, places, numel)
-        held = [small + nbytes for nbytes in simulate_fetches(steps, ds_config["zero_optimization"], numel)]
-    found, layers = [], 0
-    for step, nbytes in zip(steps, held):
-        layers += step.is_layer
-        found.append(ModulePeak(layers, nbytes + (kept or step.restored)))
-    return tuple(found)
+    Attributes:
+        stored_bytes: all ranks' weights by location.
+        fetched_bytes: the same, counted once for each module that uses a weight.
+        fetched_parameters: parameters that a step gathers, counted once for each use: offloaded ones, or without offload those that are
+            sharded.
+        peaks: for each module of a pass, in order.
+    """
+
+    stored_bytes: dict[str, int]
+    fetched_bytes: dict[str, int]
+    fetched_parameters: int
+    peaks: tuple[ModulePeak, ...]
+    footprint: Footprint
 
 
-def pass_modules(
-    job: Job, quantization: QuantizationPlan | None, large: Callable[[torch.Tensor], bool]
-) -> list[PassModule]:
-    model = job.empty_model.model
-    layers = {id(layer) for layer in decoder_layers(model)[1]}
-    hidden = {id(part) for layer in decoder_layers(model)[1] for part in layer.modules()} - layers
-    names = {id(p): name for name, p in model.named_parameters()}
-    chosen = quantization.names if quantization else set()
-
-    def restored(modules: list[nn.Module]) -> int:
-        """Of the largest of their weights that is dequantized whole; an embedding's rows alone are."""
-        weights = [module.weight for module in modules if type(module) is nn.Linear]
-        return max((_restored_bytes(job, p) for p in weights if names[id(p)] in chosen), default=0)
-
-    steps = []
-    for module in model.modules():
-        if id(module) not in hidden:
-            is_layer = id(module) in layers
-            parameters = [p for p in module.parameters(recurse=is_layer) if large(p)]
-            steps.append(PassModule(is_layer, parameters, restored(list(module.modules()) if is_layer else [module])))
-    return steps
-
-
-def _restored_bytes(job: Job, weight: torch.Tensor) -> int:
-    """Of a weight while it is dequantized: DeepSpeed's kernel for float16 writes nothing else; its Python code unpacks 4 bits to bytes
-    first, on a CPU of a few rows."""
-    unpacked = job.config.quant_bits == 4 and job.on_gpu and job.spec.dtype != torch.float16
-    return weight.numel() * (weight.element_size() + (1 if unpacked else 0))
-
-
-def _small_bytes(model: nn.Module, places: PartitionRules, numel: dict[int, int]) -> int:
-    """Of parameters that stay once they were gathered, beside their partitions: a single rank's on the device is the parameter itself."""
-    inside = {id(p) for layer in decoder_layers(model)[1] for p in layer.parameters()}
-    small = [p for p in model.parameters() if numel[id(p)] <= places.persistent_numel]
-    return sum(
-        numel[id(p)] * p.element_size()
-        for p in small
-        if places.world_size > 1 or places.place(p, numel[id(p)], id(p) in inside) != "device"
-    )
-
-
-def simulate_fetches(steps: list[PassModule], zero: dict[str, Any], numel: dict[int, int]) -> list[int]:
-    """Bytes that are there while each of `steps` computes."""
-    queue = deque((place, p) for place, step in enumerate(steps) for p in step.parameters)
-    there: dict[int, int] = {}  # bytes, by parameter
-    last_use: dict[int, int] = {}  # of those that were fetched ahead, or would have been
-    live, found = 0, []
-    for place, step in enumerate(steps):
-        for p in step.parameters:
-            if id(p) not in there:
-                there[id(p)] = numel[id(p)] * p.element_size()
-                live += numel[id(p)]
-        while queue and queue[0][0] <= place:
-            queue.popleft()
-        room, ahead = min(zero["stage3_max_live_parameters"] - live, zero["stage3_prefetch_bucket_size"]), 0
-        while queue and ahead < room:
-            used_at, p = queue.popleft()
-            last_use[id(p)] = used_at
-            if id(p) not in there:
-                there[id(p)] = numel[id(p)] * p.element_size()
-                ahead += numel[id(p)]
-        live += ahead
-        found.append(sum(there.values()))
-        for p in step.parameters:
-            if last_use.get(id(p), place) <= place and there.pop(id(p), None) is not None:
-                live -= numel[id(p)]
-    return found
-
-
-def places_of_weights(
+def measure_weights(
     job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], pinned: bool
-) -> tuple[dict[str, int], dict[str, int], int, tuple[ModulePeak, ...], Footprint]:
-    """What `_bytes_by_place` finds of stored weights, and of those that a step brings; how many these are, what is gathered of them while
-    a pass runs, and what weights take where."""
-    stored = _bytes_by_place(job, quantization, ds_config)
-    brought = _bytes_by_place(job, quantization, ds_config, as_often_as_used=True)
-    parameters = _brought_parameters(job, quantization, ds_config)
-    moments = module_peaks(
-        job, quantization, ds_config, PartitionRules.of(ds_config, job.spec.dtype, job.ranks.world_size)
-    )
-    gathered = max(moment.nbytes for moment in moments)
-    return stored, brought, parameters, moments, _footprint(job, quantization, ds_config, pinned, stored, gathered)
+) -> WeightMemory:
+    """Return the memory that the weights of `job` take with the resolved `ds_config`."""
+    rules = PartitionRules.of(ds_config, job.spec.dtype, job.ranks.world_size)
+    weights = stored_weights(job, quantization, rules)
+    stored, fetched = (dict.fromkeys(("device", "host", "disk"), 0) for _ in range(2))
+    fetched_parameters = 0
+    for weight in weights:
+        stored[weight.location] += weight.nbytes
+        fetched[weight.location] += weight.nbytes * weight.uses
+        sharded = weight.numel > rules.persistent_numel if rules.offload == "none" else weight.location != "device"
+        fetched_parameters += sharded * weight.uses
+    peaks = module_peaks(job, ds_config, rules, weights)
 
-
-def _bytes_by_place(
-    job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], as_often_as_used: bool = False
-) -> dict[str, int]:
-    """Stored bytes of all ranks' weights on the device, in host memory and on disk.
-
-    Args:
-        as_often_as_used: a weight that two modules share, such as embedding and head, counts twice: each brings it.
-    """
-    model, places = job.empty_model.model, PartitionRules.of(ds_config, job.spec.dtype, job.ranks.world_size)
-    _, layers = decoder_layers(model)
-    inside = {id(p) for layer in layers for p in layer.parameters()}
-    found = dict.fromkeys(("device", "host", "disk"), 0)
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=not as_often_as_used))
-    for name, p in model.named_parameters():
-        numel = stored_numel(quantization, name, p)
-        found[places.place(p, numel, id(p) in inside)] += numel * p.element_size() * uses[id(p)]
-    return found
-
-
-def _brought_parameters(job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any]) -> int:
-    """How many a step brings together for the modules that use them, those that two modules share twice: from where they are offloaded to,
-    or, where they stay on the device, all that ZeRO-3 does not keep whole."""
-    model, places = job.empty_model.model, PartitionRules.of(ds_config, job.spec.dtype, job.ranks.world_size)
-    inside = {id(p) for layer in decoder_layers(model)[1] for p in layer.parameters()}
-    named = model.named_parameters(remove_duplicate=False)
-
-    def brought(name: str, parameter: torch.Tensor) -> bool:
-        numel = stored_numel(quantization, name, parameter)
-        if places.offload == "none":
-            return numel > places.persistent_numel
-        return places.place(parameter, numel, id(parameter) in inside) != "device"
-
-    return sum(brought(name, parameter) for name, parameter in named)
-
-
-def _footprint(
-    job: Job,
-    quantization: QuantizationPlan | None,
-    ds_config: dict[str, Any],
-    pinned: bool,
-    stored: dict[str, int],
-    gathered: int,
-) -> Footprint:
-    """What is gathered on the device and the partition of this rank where it waits, as the resolved configuration says.
-
-    Args:
-        stored: what `_bytes_by_place` found.
-        gathered: most bytes that a rank holds for a moment of weights that wait elsewhere, or are quantized.
-    """
-    ranks = job.ranks.world_size
-    places = PartitionRules.of(ds_config, job.spec.dtype, ranks)
-    share = {place: nbytes // ranks for place, nbytes in stored.items()}
+    gathered = max(peak.nbytes for peak in peaks)
+    share = {location: nbytes // rules.world_size for location, nbytes in stored.items()}
+    persistent = share["device"] if rules.offload != "none" else 0  # an upper bound: DeepSpeed may keep fewer
     buffers = 0
     if job.config.disk_offload:
         offload = ds_config["zero_optimization"]["offload_param"]
         buffers = offload["buffer_size"] * offload["buffer_count"] * job.spec.dtype.itemsize
-    persistent = share["device"] if places.offload != "none" else 0  # DeepSpeed may keep fewer of the small ones there
-    return Footprint(
+    footprint = Footprint(
         device=share["device"] + gathered,
         gathered=gathered + persistent,
         host=share["host"] + buffers,
         pinned=buffers + (share["host"] if pinned else 0),
         disk=share["disk"],
-        loading=0 if job.on_gpu else _loading_bytes(job, quantization, places, buffers),
+        loading=0 if job.on_gpu else _loading_bytes(job, weights, buffers),
     )
+    return WeightMemory(stored, fetched, fetched_parameters, peaks, footprint)
 
 
-def _loading_bytes(job: Job, quantization: QuantizationPlan | None, places: PartitionRules, buffers: int) -> int:
-    """Most host memory of a rank without a GPU while it takes parameters over: those that it has, one as it came and as it is
-    stored, and of a checkpoint the rest of its layer.
-
-    Args:
-        buffers: bytes that are there from the start.
-    """
-    model, ranks = job.empty_model.model, job.ranks.world_size
-    _, layers = decoder_layers(model)
-    layer_of = {id(p): index for index, layer in enumerate(layers) for p in layer.parameters()}
-    waiting: Counter[int | None] = Counter()
-    if not job.config.dummy:
-        for p in model.parameters():
-            waiting[layer_of.get(id(p))] += p.numel() * p.element_size()
-    taken = most = buffers
+def stored_weights(job: Job, quantization: QuantizationPlan | None, rules: PartitionRules) -> list[StoredWeight]:
+    """Return the model's parameters in the order in which they are loaded."""
+    model = job.empty_model.model
+    layer_of = {id(p): index for index, layer in enumerate(decoder_layers(model)[1]) for p in layer.parameters()}
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found = []
     for name, p in model.named_parameters():
         numel, layer = stored_numel(quantization, name, p), layer_of.get(id(p))
-        whole, kept = p.numel() * p.element_size(), -(-numel // ranks) * p.element_size()
-        if places.place(p, numel, layer is not None) == "disk":
-            kept = 0  # one of the buffers takes it
-        beside = kept
-        if quantization and name in quantization.names:
-            # codes, and what is made of them: of 4 bits two more tensors while they change places, then all as one
-            codes = p.numel() * job.config.quant_bits // 8
-            beside = codes + max(kept, 2 * codes if job.config.quant_bits == 4 else 0)
-        waiting[layer] -= whole if waiting[layer] else 0
-        most = max(most, taken + waiting[layer] + whole + beside)
-        taken += kept
-    return most
+        quantized = quantization is not None and name in quantization.names
+        found.append(StoredWeight(p, numel, quantized, rules.location(p, numel, layer is not None), layer, uses[id(p)]))
+    return found
 
 
-@dataclass(frozen=True)
-class PartitionRules:
-    """Where ZeRO-3 keeps the partition of a parameter between uses.
+def _loading_bytes(job: Job, weights: list[StoredWeight], buffers: int) -> int:
+    """Return the peak host memory of a rank without a GPU while `weights` are partitioned one by one.
+
+    It holds `buffers`, the partitions so far, one parameter as read and as stored, and of a checkpoint the rest of its layer.
+    """
+    unpartitioned: Counter[int | None] = Counter()
+    if not job.config.dummy:
+        for weight in weights:
+            unpartitioned[weight.layer] += weight.parameter.nbytes
+    partitioned = peak = buffers
+    for weight in weights:
+        whole = weight.parameter.nbytes
+        share = -(-weight.numel // job.ranks.world_size) * weight.parameter.element_size()
+        if weight.location == "disk":
+            share = 0  # it is in one of the buffers
+        as_stored = share
+        if weight.quantized:
+            # codes, then what is made of them: two more tensors while nibbles of 4 bits are swapped, then all in one
+            codes = weight.parameter.numel() * job.config.quant_bits // 8
+            as_stored = codes + max(share, 2 * codes if job.config.quant_bits == 4 else 0)
+        unpartitioned[weight.layer] -= whole if unpartitioned[weight.layer] else 0
+        peak = max(peak, partitioned + unpartitioned[weight.layer] + whole + as_stored)
+        partitioned += share
+    return peak
+
+
+class PassModule(NamedTuple):
+    """A module that DeepSpeed's hooks gather parameters for.
 
     Attributes:
-        offload: what the resolved configuration offloads parameters to: "none", "cpu" or "nvme".
-        persistent_numel: parameters of up to so many elements stay on the device, unless their partitions are written to NVMe.
-        least_disk_bytes: a smaller partition is never written to NVMe.
-        dtype: the model's.
+        weights: its parameters, without persistent ones.
+        dequantized_bytes: of its largest weight that is dequantized as a whole. An embedding dequantizes only the rows that it reads.
     """
 
-    offload: str
-    persistent_numel: int
-    least_disk_bytes: int
-    dtype: torch.dtype
-    world_size: int
+    is_layer: bool
+    weights: list[StoredWeight]
+    dequantized_bytes: int
 
-    @classmethod
-    def of(cls, ds_config: dict[str, Any], dtype: torch.dtype, world_size: int) -> PartitionRules:
-        """Those of the resolved configuration."""
-        from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 
-        zero = ds_config["zero_optimization"]
-        offload = zero.get("offload_param", {}).get("device", "none")
-        least = max(MIN_AIO_BYTES, ds_config["aio"]["block_size"]) if offload == "nvme" else 0
-        return cls(offload, zero["stage3_param_persistence_threshold"], least, dtype, world_size)
+def module_peaks(
+    job: Job, ds_config: dict[str, Any], rules: PartitionRules, weights: list[StoredWeight]
+) -> tuple[ModulePeak, ...]:
+    """Return the peaks of a pass, in the order in which modules were registered, as models call them.
 
-    def place(self, parameter: torch.Tensor, numel: int, in_layer: bool) -> str:
-        """One of "device", "host" and "disk".
+    A single rank without a GPU gathers nothing, because ZeRO-3 points a parameter at its partition or at the buffer that it was read into;
+    nor does a single rank whose weights stay on its GPU.
+    """
+    modules = pass_modules(job, rules, weights)
+    # a CPU keeps one buffer for dequantized weights, see `QuantizedFunctionals`
+    cpu_buffer = 0 if job.on_gpu else max(module.dequantized_bytes for module in modules)
+    if rules.world_size == 1 and (rules.offload == "none" or not job.on_gpu):
+        gathered = [0] * len(modules)
+    else:
+        persistent = sum(
+            weight.nbytes  # beside the partition, except for a single rank's on the device
+            for weight in weights
+            if weight.numel <= rules.persistent_numel and (rules.world_size > 1 or weight.location != "device")
+        )
+        gathered = [persistent + nbytes for nbytes in simulate_fetches(modules, ds_config["zero_optimization"])]
+    peaks, layers = [], 0
+    for module, nbytes in zip(modules, gathered):
+        layers += module.is_layer
+        peaks.append(ModulePeak(layers, nbytes + (cpu_buffer or module.dequantized_bytes)))
+    return tuple(peaks)
 
-        An NVMe buffer holds one parameter and all are as large as the largest: what is outside the layers, as an embedding, would
-        multiply them, and waits in host memory.
 
-        Args:
-            numel: elements as stored.
-            in_layer: whether it belongs to a decoder layer.
-        """
-        if self.offload == "nvme":
-            if not swappable(parameter, self.dtype):
-                return "host"
-            if -(-numel // self.world_size) * parameter.element_size() >= self.least_disk_bytes:
-                return "disk" if in_layer else "host"
-        if numel <= self.persistent_numel or self.offload == "none":
-            return "device"
-        return "host"
+def pass_modules(job: Job, rules: PartitionRules, weights: list[StoredWeight]) -> list[PassModule]:
+    model = job.empty_model.model
+    by_id = {id(weight.parameter): weight for weight in weights}
+    layers = {id(layer) for layer in decoder_layers(model)[1]}
+    inside_layers = {id(part) for layer in decoder_layers(model)[1] for part in layer.modules()} - layers
+    found = []
+    for module in model.modules():
+        if id(module) in inside_layers:
+            continue
+        is_layer = id(module) in layers
+        own = [by_id[id(p)] for p in module.parameters(recurse=is_layer)]
+        linears = [each for each in (module.modules() if is_layer else (module,)) if type(each) is nn.Linear]
+        quantized = [linear.weight for linear in linears if by_id[id(linear.weight)].quantized]
+        found.append(
+            PassModule(
+                is_layer,
+                [weight for weight in own if weight.numel > rules.persistent_numel],
+                max((_dequantized_bytes(job, weight) for weight in quantized), default=0),
+            )
+        )
+    return found
+
+
+def _dequantized_bytes(job: Job, weight: torch.Tensor) -> int:
+    """Return the bytes to dequantize `weight` into: DeepSpeed's float16 kernel writes only the result, its Python code first unpacks 4 bits
+    to bytes (on a CPU only of a few rows)."""
+    unpacked = job.config.quant_bits == 4 and job.on_gpu and job.spec.dtype != torch.float16
+    return weight.numel() * (weight.element_size() + (1 if unpacked else 0))
+
+
+def simulate_fetches(modules: list[PassModule], zero: dict[str, Any]) -> list[int]:
+    """Return the gathered bytes while each of `modules` computes, by the rules of `fetch_sub_module` of ZeRO-3's coordinator.
+
+    A module's parameters are gathered, then those of the next modules up to the prefetch bucket while fewer than
+    `stage3_max_live_parameters` elements are live. The limit is tested before a parameter is taken, so it is exceeded by up to one: by a
+    whole output head. After the module its own parameters are released, even if a stream still uses them.
+    """
+    queue = deque((index, weight) for index, module in enumerate(modules) for weight in module.weights)
+    live_bytes: dict[int, int] = {}  # by id of the parameter
+    last_use: dict[int, int] = {}  # index of the last module that a parameter was prefetched for
+    live_numel, found = 0, []
+
+    def gather(weight: StoredWeight) -> int:
+        """Return the elements that become live."""
+        if id(weight.parameter) in live_bytes:
+            return 0
+        live_bytes[id(weight.parameter)] = weight.nbytes
+        return weight.numel
+
+    for index, module in enumerate(modules):
+        live_numel += sum(gather(weight) for weight in module.weights)
+        while queue and queue[0][0] <= index:
+            queue.popleft()
+        limit = min(zero["stage3_max_live_parameters"] - live_numel, zero["stage3_prefetch_bucket_size"])
+        prefetched = 0
+        while queue and prefetched < limit:
+            used_at, weight = queue.popleft()
+            last_use[id(weight.parameter)] = used_at
+            prefetched += gather(weight)
+        live_numel += prefetched
+        found.append(sum(live_bytes.values()))
+        for weight in module.weights:
+            key = id(weight.parameter)
+            if last_use.get(key, index) <= index and live_bytes.pop(key, None) is not None:
+                live_numel -= weight.numel
+    return found

@@ -1,8 +1,8 @@
 """int8 and int4 weights under ZeRO-3, in DeepSpeed's packed format.
 
-DeepSpeed quantizes while the model is built, with the checkpoint's dtype, and reads the bits back in the model's: a
-float16 checkpoint in bfloat16 becomes noise. Here each weight already has the model's dtype when it is quantized. The
-patched functionals are put back when the engine closes, and an embedding dequantizes the rows it looks up, not the table.
+DeepSpeed itself quantizes while the model is built, in the checkpoint's dtype, and reads the bits back in the model's: a float16 checkpoint
+in bfloat16 becomes noise. Here a weight is converted to the model's dtype first. Also, the patched functionals are restored when the engine
+closes, and an embedding dequantizes only the rows that it reads.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from zero_inference.models.operators import trace_reads
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.timing import measure_median_s
 
-BLOCK_NUMEL = 1 << 18  # elements that a CPU dequantizes at once: near its caches
+BLOCK_NUMEL = 1 << 18  # elements that a CPU dequantizes at once, to stay in its caches
 QUANTIZED_LAYERS = (nn.Linear, nn.Embedding)
-DEQUANTIZED_SIZE = {"cuda": 8192, "cpu": 2048}  # of the square weight whose dequantizing is timed
-DEQUANTIZED_S = 0.1
-# DeepSpeed's kernel launches a thread block for each 32 groups: none for fewer, which CUDA refuses. Those it launches cover all groups.
-LEAST_GROUPS = 32
+TIMED_SIZE = {"cuda": 8192, "cpu": 2048}  # rows and columns of the weight whose dequantization is timed
+TIMED_S = 0.1
+# DeepSpeed's kernel launches groups // 32 thread blocks, which cover all groups; CUDA refuses to launch none.
+MIN_GROUPS = 32
 
 
 @dataclass
 class QuantizationPlan:
-    """Which weights are quantized, decided before loading.
+    """Weights to quantize.
 
     Attributes:
         settings: DeepSpeed's quantized_initialization block.
-        names: parameters that are quantized.
-        skipped: matrices (and larger) that are not, because DeepSpeed quantizes only nn.Linear and nn.Embedding, because their family
-            keeps them in float32, or because they are narrow and groups do not fit them.
-        fraction: share of the elements that is quantized.
+        names: parameters to quantize.
+        skipped: other parameters of two or more dimensions: not in nn.Linear or nn.Embedding, kept in float32 by their family, or too
+            narrow for groups.
+        fraction: quantized share of all elements.
     """
 
     settings: dict
@@ -47,7 +47,7 @@ class QuantizationPlan:
     fraction: float = 0.0
 
     def packed_numel(self, name: str, parameter: torch.Tensor) -> int:
-        """Elements of its dtype that `parameter` takes as stored: packed values, then scales and minima."""
+        """Return the elements, of its dtype, that `parameter` is stored in: packed codes, scales and minima."""
         if name not in self.names:
             return parameter.numel()
         packed_bytes = parameter.numel() * self.settings["num_bits"] // 8
@@ -55,8 +55,10 @@ class QuantizationPlan:
 
 
 def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> QuantizationPlan:
-    """Decide by layer type, as DeepSpeed does, and leave alone what is not in `dtype`, the model's own, the tower of a wrapper, and
-    weights that a decoder layer reads otherwise than by calling their module: only that call restores them.
+    """Choose nn.Linear and nn.Embedding weights of `dtype`, as DeepSpeed does.
+
+    Skipped are the unused tower of a wrapper, and weights that a decoder layer reads without calling their module: only that call
+    dequantizes.
 
     Raises:
         UsageError: the last dimension of a weight that is not narrow is not a multiple of the group size, or too odd to pack.
@@ -64,10 +66,10 @@ def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> Q
     plan = QuantizationPlan(settings)
     size = settings["group_size"]
     chosen: set[int] = set()
-    left_alone = {id(p) for p in unused_tower_parameters(model)} | _read_otherwise(model)
+    excluded = {id(p) for p in unused_tower_parameters(model)} | _read_without_call(model)
     for module_name, module in model.named_modules():
         weight = module.weight if type(module) in QUANTIZED_LAYERS else None
-        if weight is None or weight.dtype != dtype or id(weight) in left_alone:
+        if weight is None or weight.dtype != dtype or id(weight) in excluded:
             continue
         last, packing = weight.shape[-1], weight.element_size() * 8 // settings["num_bits"]
         if last % size == 0 and last % packing == 0:
@@ -86,17 +88,17 @@ def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> Q
     return plan
 
 
-def _read_otherwise(model: nn.Module) -> set[int]:
-    """Ids of weights of decoder layers that are read outside of calls of their module, as Jamba's mixers do."""
+def _read_without_call(model: nn.Module) -> set[int]:
+    """Return ids of weights that decoder layers read outside of calls of their module, as Jamba's mixers do."""
     try:
         prefix, layers = decoder_layers(model)
-    except UsageError:  # a model without a list of them
+    except UsageError:  # no list of layers
         return set()
-    reads, alike = trace_reads(model), layer_kinds(model).first
+    reads, first_of_kind = trace_reads(model), layer_kinds(model).first
     found = set()
     for index, layer in enumerate(layers if reads is not None else ()):
         for name, module in layer.named_modules():
-            full = f"{prefix}.{alike.get(index, index)}.{name}"
+            full = f"{prefix}.{first_of_kind.get(index, index)}.{name}"
             if type(module) in QUANTIZED_LAYERS and not reads.only_inside(f"{full}.weight", full):
                 found.add(id(module.weight))
     return found
@@ -107,17 +109,17 @@ def stored_numel(quantization: QuantizationPlan | None, name: str, parameter: to
 
 
 def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
-    """Quantize in place, where it lies: `parameter.data` becomes DeepSpeed's flat packed tensor in the same dtype.
+    """Quantize in place, on its device: `parameter.data` becomes DeepSpeed's flat packed tensor of the same dtype.
 
-    DeepSpeed's own quantizer takes a group's extremes; scale and minimum are chosen as for the stream engine instead, at the same
-    bytes, so that DeepSpeed restores them with no larger error in any group.
+    DeepSpeed's quantizer uses a group's extremes. Scale and minimum are chosen as for the stream engine instead, in the same bytes, so
+    that no group has a larger error.
     """
     from deepspeed.inference.quantization.utils import DeQuantizer, concat_to_compat_param
 
     weight, bits, size = parameter.data, settings["num_bits"], settings["group_size"]
     codes, scale, minimum = quantize(weight, GroupQuantization(bits, size), divides=True)
     if bits == 4:
-        codes = (codes << 4).bitwise_or_(codes >> 4)  # DeepSpeed has the even element in the high nibble
+        codes = (codes << 4).bitwise_or_(codes >> 4)  # DeepSpeed packs the even element in the high nibble
     codes = codes.view(*weight.shape[:-1], -1).view(weight.dtype)
     groups = (*weight.shape[:-1], weight.shape[-1] // size, 1)
     packed = concat_to_compat_param(codes, scale.view(groups), minimum.view(groups))
@@ -127,56 +129,63 @@ def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
 
 
 def quantize_dequantize(values: torch.Tensor, settings: dict) -> torch.Tensor:
-    """Return `values` after quantizing and DeepSpeed's dequantizing."""
+    """Return `values` after quantizing and DeepSpeed's dequantization."""
     restored = torch.empty_like(values)
-    rows = max(1, BLOCK_NUMEL // values.shape[-1])  # its Python code takes many times the memory of what it is given
-    for some, their_place in zip(values.split(rows), restored.split(rows)):
-        parameter = nn.Parameter(some.clone(), requires_grad=False)
+    rows = max(1, BLOCK_NUMEL // values.shape[-1])  # DeepSpeed's Python code takes many times the memory of its input
+    for chunk, out in zip(values.split(rows), restored.split(rows)):
+        parameter = nn.Parameter(chunk.clone(), requires_grad=False)
         quantize_parameter(parameter, settings)
         packed, scale, minimum = parameter.deconcat(parameter)
-        their_place.copy_(dequantize_rows(parameter.dequantizer, packed.view(torch.uint8), scale, minimum))
+        out.copy_(dequantize_rows(parameter.dequantizer, packed.view(torch.uint8), scale, minimum))
     return restored
 
 
 def dequantize_rows(dequantizer, codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
-    """Return rows [rows, columns] of codes uint8 [rows, bytes], scale and minimum [rows, groups, 1], however few they are."""
-    rows, of_row = len(codes), scale.shape[1]
-    more = max(0, -(-LEAST_GROUPS // of_row) - rows)
-    if more:
-        codes = F.pad(codes, (0, 0, 0, more))
-        scale, minimum = (F.pad(each, (0, 0, 0, 0, 0, more)) for each in (scale, minimum))
+    """Dequantize a few rows.
+
+    Args:
+        codes: uint8 [rows, bytes].
+        scale, minimum: [rows, groups, 1].
+
+    Returns:
+        [rows, columns] in the dtype of `scale`.
+    """
+    rows, groups_per_row = len(codes), scale.shape[1]
+    padding = max(0, -(-MIN_GROUPS // groups_per_row) - rows)
+    if padding:
+        codes = F.pad(codes, (0, 0, 0, padding))
+        scale, minimum = (F.pad(each, (0, 0, 0, 0, 0, padding)) for each in (scale, minimum))
     return dequantizer.dequantize(codes.contiguous(), scale.contiguous(), minimum.contiguous())[:rows]
 
 
 def measure_dequantized_gb_per_s(settings: dict, dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes of `dtype` that DeepSpeed dequantizes, and multiplies with one token, while `QuantizedFunctionals` are installed."""
-    size = DEQUANTIZED_SIZE[device.type]
+    """Return the GB/s (of `dtype`) that DeepSpeed dequantizes and multiplies with one token; `QuantizedFunctionals` must be installed."""
+    size = TIMED_SIZE[device.type]
     weight = nn.Parameter(torch.randn(size, size, device=device).to(dtype), requires_grad=False)
     nbytes, x = weight.nbytes, torch.randn(1, size, device=device).to(dtype)
     quantize_parameter(weight, settings)
     with torch.no_grad():
-        return nbytes / measure_median_s(device, lambda: F.linear(x, weight), DEQUANTIZED_S) / 1e9
+        return nbytes / measure_median_s(device, lambda: F.linear(x, weight), TIMED_S) / 1e9
 
 
 class QuantizedFunctionals:
-    """While installed, F.linear and F.embedding understand quantized parameters."""
+    """Patch F.linear and F.embedding to dequantize quantized parameters, until `remove`."""
 
     def __init__(self) -> None:
         self._linear, self._embedding = F.linear, F.embedding
-        self._kept: torch.Tensor | None = None  # of the model's dtype, as large as the largest weight so far
-        F.linear = self._multiply
-        F.embedding = self._lookup
+        self._buffer: torch.Tensor | None = None  # [numel of the largest weight so far], in the model's dtype
+        F.linear, F.embedding = self._quantized_linear, self._quantized_embedding
 
-    def _multiply(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def _quantized_linear(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if getattr(weight, "weight_quantized", False):
-            weight = self._dequantized(weight)
+            weight = self._dequantize(weight)
         return self._linear(input, weight, *args, **kwargs)
 
-    def _dequantized(self, weight: torch.Tensor) -> torch.Tensor:
-        """A quantized weight as a plain one [rows, columns]; on a CPU until the next.
+    def _dequantize(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a quantized weight as a plain one [rows, columns]; on a CPU in a buffer that the next call overwrites.
 
-        There DeepSpeed's Python code unpacks all codes to bytes first, of a head once a token, and glibc could not always use again what
-        that freed: memory grew from token to token. So a few rows at a time become what they are in memory that is kept.
+        On a CPU DeepSpeed's Python code unpacks all codes to bytes first, and glibc did not always reuse that memory: it grew with each
+        token. So a few rows at a time are dequantized into one buffer.
         """
         packed, scale, minimum = weight.deconcat(weight)
         codes = packed.view(torch.uint8)
@@ -184,17 +193,17 @@ class QuantizedFunctionals:
             return dequantize_rows(weight.dequantizer, codes, scale, minimum)
         columns = codes.shape[1] * 8 // weight.dequantizer.config["num_bits"]
         numel, rows = codes.shape[0] * columns, max(1, BLOCK_NUMEL // columns)
-        if self._kept is None or self._kept.numel() < numel:
-            self._kept = None  # before more is taken
-            self._kept = host_empty((numel,), scale.dtype, pinned=False)
-        values = self._kept[:numel].view(-1, columns)
+        if self._buffer is None or self._buffer.numel() < numel:
+            self._buffer = None  # free it first
+            self._buffer = host_empty((numel,), scale.dtype, pinned=False)
+        values = self._buffer[:numel].view(-1, columns)
         for start in range(0, codes.shape[0], rows):
-            part = slice(start, start + rows)
-            values[part] = weight.dequantizer.dequantize(codes[part], scale[part], minimum[part])
+            chunk = slice(start, start + rows)
+            values[chunk] = weight.dequantizer.dequantize(codes[chunk], scale[chunk], minimum[chunk])
         return values
 
-    def _lookup(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Rows of a packed table: gather values, scales and minima of `input`, then dequantize those alone."""
+    def _quantized_embedding(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """Gather the codes, scales and minima of the rows `input`, then dequantize only those."""
         if not getattr(weight, "weight_quantized", False):
             return self._embedding(input, weight, *args, **kwargs)
         packed, scale, minimum = weight.deconcat(weight)
@@ -203,5 +212,5 @@ class QuantizedFunctionals:
         return values.reshape(*input.shape, -1)
 
     def remove(self) -> None:
-        self._kept = None
+        self._buffer = None
         F.linear, F.embedding = self._linear, self._embedding
