@@ -7,6 +7,7 @@ import pytest
 from test_html_report import (
     EVIL,
     FAILED,
+    LINK_USE,
     committed_records,
     hostile_records,
     limit,
@@ -25,7 +26,6 @@ from zero_inference.utils.format import format_bytes
 GIB = 2**30
 H200 = {"gpus": [{"name": "H200"}], "cpu_model": "Xeon", "cpu_cores": 16}
 MOVED = {"host_to_device_bytes_per_step": 14e9, "disk_read_bytes_per_step": 0, "cores_bytes_per_step": 0}
-LINK_USE = {"busy_s": 6.0, "slot_wait_s": 3.0, "host_late_s": 0.3, "step_start_s": 0.7, "gbps_while_busy": 54.07}
 
 
 def drawn(draw, *records):

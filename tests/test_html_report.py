@@ -22,24 +22,14 @@ from zero_inference.utils.format import three_digits
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-FAILED = {
-    "status": "failed",
-    "loops": None,
-    "limit": None,
-    "prefill_latency_s": None,
-    "decode_throughput": None,
-    "total_throughput": None,
-}
+UNMEASURED = ("loops", "limit", "prefill_latency_s", "decode_throughput", "total_throughput")
+FAILED = {"status": "failed"} | dict.fromkeys(UNMEASURED)
+LINK_USE = {"busy_s": 6.0, "slot_wait_s": 3.0, "host_late_s": 0.3, "step_start_s": 0.7, "gbps_while_busy": 54.07}
 
 
 def limit(bound_by="link", share=0.93, **more):
-    return {
-        "link_gbps": 55.4,
-        "device_copy_gbps": 3900.0,
-        "bound_by": bound_by,
-        "floor_decode_s": 1.0,
-        "fraction_of_limit": share,
-    } | more
+    rates = {"link_gbps": 55.4, "device_copy_gbps": 3900.0, "floor_decode_s": 1.0}
+    return {**rates, "bound_by": bound_by, "fraction_of_limit": share, **more}
 
 
 def rich_record(step_s=0.3, **changes):
@@ -56,34 +46,20 @@ def rich_record(step_s=0.3, **changes):
 
 
 def many_records(count):
-    records = []
-    for number in range(count):
-        engine = ("deepspeed", "stream", "accelerate", "resident")[number % 4]
-        use = {
-            "link_use": {
-                "busy_s": 6.0,
-                "slot_wait_s": 3.0,
-                "host_late_s": 0.2,
-                "step_start_s": 0.1,
-                "gbps_while_busy": 54.1,
-            }
-        }
-        records.append(
-            rich_record(
-                step_s=0.01 * (1 + number % 37),
-                model=f"organisation/a-model-with-quite-a-long-name-{number // 4 % 9}b-instruct-v0.{number % 3}",
-                engine=engine,
-                quant_bits=(16, 8, 4)[number // 7 % 3],
-                batch_size=2 ** (number // 36 % 7),
-                prompt_len=(128, 512)[number % 2],
-                cpu_offload=number % 3 > 0,
-                disk_offload=number % 3 == 0,
-                transfers={"host_to_device_bytes_per_step": 26e9 / (1 + number % 5)},
-                predicted={"decode_s": 0.3 * (1 + number % 37), "prefill_s": 1 / (2.5 + number % 2)},
-                **(use if engine == "stream" else {}),
-            )
+    return [
+        rich_record(
+            step_s=0.01 * (1 + number % 37),
+            model=f"organisation/a-model-with-quite-a-long-name-{number // 4 % 9}b-instruct-v0.{number % 3}",
+            engine=("deepspeed", "stream", "accelerate", "resident")[number % 4],
+            quant_bits=(16, 8, 4)[number // 7 % 3],
+            batch_size=2 ** (number // 36 % 7),
+            prompt_len=(128, 512)[number % 2],
+            transfers={"host_to_device_bytes_per_step": 26e9 / (1 + number % 5)},
+            predicted={"decode_s": 0.3 * (1 + number % 37), "prefill_s": 1 / (2.5 + number % 2)},
+            link_use=LINK_USE if number % 4 == 1 else None,
         )
-    return records
+        for number in range(count)
+    ]
 
 
 def odd_records():
@@ -197,7 +173,7 @@ def committed(tmp_path_factory):
     return Page(folder / "page.html")
 
 
-def test_the_page_of_committed_runs_has_every_run_and_every_subject_they_tell_of(committed):
+def test_the_page_has_every_run_and_the_figures_that_their_records_have_data_for(committed):
     records = [json.loads(file.read_text()) for file in sorted((RESULTS / "h200").glob("*.jsonl"))]
     assert len(committed.rows) == 1 + len(records)
     speeds = {three_digits(record["decode_throughput"]) for record in records}
@@ -212,11 +188,10 @@ def test_the_page_of_committed_runs_has_every_run_and_every_subject_they_tell_of
     assert len(committed.source) < 400_000
 
 
-def test_the_page_needs_nothing_beside_it(committed):
+def test_the_page_fetches_nothing_and_its_ids_are_unique(committed):
     assert not {"link", "img", "iframe", "object", "image"} & set(committed.tags)
-    targets = [
-        value for _, name, value in committed.attributes if name in ("src", "href", "xlink:href", "action", "data")
-    ]
+    fetching = ("src", "href", "xlink:href", "action", "data")
+    targets = [value for _, name, value in committed.attributes if name in fetching]
     assert targets and all(value.startswith("#") for value in targets)
     assert "@import" not in committed.source and not re.search(r"url\((?!#)", committed.source)
     ids = [value for _, name, value in committed.attributes if name == "id"]
@@ -224,101 +199,53 @@ def test_the_page_needs_nothing_beside_it(committed):
     assert {value[1:] for value in targets} <= set(ids)
 
 
-def test_every_figure_is_named_and_described_for_who_cannot_see_it(committed):
-    assert committed.tags.count("svg") == committed.tags.count("figure") > 3
-    assert [value for tag, name, value in committed.attributes if (tag, name) == ("svg", "role")] == [
-        "img"
-    ] * committed.tags.count("svg")
-    assert all(committed.texts("desc")) and len(committed.texts("desc")) == committed.tags.count("svg")
+def test_every_figure_has_a_role_a_title_and_a_description(committed):
+    count = committed.tags.count("svg")
+    assert count == committed.tags.count("figure") > 3
+    assert [value for tag, name, value in committed.attributes if (tag, name) == ("svg", "role")] == ["img"] * count
+    assert len(committed.texts("desc")) == len(committed.texts("title")) - 1 == count
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_colours_stand_out_and_differ_to_the_colour_blind(committed, theme):
+def test_colours_have_contrast(committed, theme):
     blocks = re.findall(r":root \{(.*?)\}", committed.source, re.S)
     colours = dict(re.findall(r"--([\w-]+): (#\w{6})", blocks[0] + (blocks[1] if theme == "dark" else "")))
-    for name, least in (
-        ("ink", 4.5),
-        ("muted", 4.5),
-        ("link", 4.5),
-        ("bad", 4.5),
-        *((f"series-{i}", 3.0) for i in range(1, 7)),
-    ):
-        for ground in ("surface", "raised") if least > 4 else ("surface",):
-            assert contrast(colours[name], colours[ground]) >= least, (name, ground)
-    series = [colours[f"series-{i}"] for i in range(1, 7)]
-    for index, one in enumerate(series):
-        for other in series[:index]:
-            for vision in VISION:
-                assert distance(seen(one, vision), seen(other, vision)) > 15, (
-                    one,
-                    other,
-                    vision,
-                )  # 2.3 is just noticeable
-
-
-# Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
-VISION = {
-    "full": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
-    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
-}
-
-
-def linear(colour):
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    for name in ("ink", "muted", "link", "bad"):
+        assert min(contrast(colours[name], colours[ground]) for ground in ("surface", "raised")) >= 4.5, name
+    for number in range(1, 7):
+        assert contrast(colours[f"series-{number}"], colours["surface"]) >= 3, number
 
 
 def contrast(one, other):
     """WCAG 2.2's contrast ratio."""
-    low, high = sorted(sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(colour))) for colour in (one, other))
+
+    def luminance(colour):
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+    low, high = sorted(map(luminance, (one, other)))
     return (high + 0.05) / (low + 0.05)
 
 
-def seen(colour, vision):
-    return [min(1, max(0, sum(w * c for w, c in zip(row, linear(colour))))) for row in VISION[vision]]
-
-
-def distance(one, other):
-    """CIE76 difference of two linear RGB colours."""
-
-    def lab(rgb):
-        rows = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
-        xyz = [sum(w * c for w, c in zip(row, rgb)) / white for row, white in zip(rows, (0.9505, 1, 1.089))]
-        x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
-        return 116 * y - 16, 500 * (x - y), 200 * (y - z)
-
-    return sum((a - b) ** 2 for a, b in zip(lab(one), lab(other))) ** 0.5
-
-
 def test_text_of_records_stays_text(tmp_path):
-    page = page_of(tmp_path, odd_records())
+    page = page_of(tmp_path, odd_records() + hostile_records())
     assert page.tags.count("script") == 1 and "img" not in page.tags
     assert not any(name.startswith("on") for _, name, _ in page.attributes)
     assert EVIL in page.texts() and "$x_1$" in page.words
     assert not re.search("[\x00\u202e\ud800]", page.source)
 
 
-def test_quality_stands_in_the_runs_row_with_its_error_and_in_a_figure(tmp_path):
+def test_quality_is_in_the_row_of_its_run_with_its_error(tmp_path):
     page = page_of(tmp_path, odd_records()[:2])
     head, first, second = page.rows
-    assert [row[head.index("mmlu accuracy")] for row in (first, second)] == ["42.0 ± 1.2 %", "39.7 ± 1.2 %"]
-    assert first[head.index("humaneval pass@10")] == "31.0 %" and second[head.index("humaneval pass@10")] == "-"
-    assert (
-        first[head.index("hellaswag acc_norm")] == "55.0 ± 2.1 %"
-        and first[head.index("hellaswag accuracy")] == "51.0 %"
-    )
-    assert first[head.index("perplexity")] == "12.34"
-    assert {"Quality: mmlu accuracy", "Quality: perplexity", "Quality: humaneval pass@1"} < set(page.texts("h3"))
-
-
-def test_pass_at_k_has_its_standard_errors(tmp_path):
-    scores = {"humaneval": {"pass_at_k": {"1": 0.12, "10": 0.31}, "stderr": {"1": 0.0254, "10": None}, "n": 10}}
-    page = page_of(tmp_path, [rich_record(quality=scores)])
-    head, row = page.rows
-    assert row[head.index("humaneval pass@1")] == "12.0 ± 2.5 %" and row[head.index("humaneval pass@10")] == "31.0 %"
-    assert any(text.endswith(": 12.0 ± 2.5 %") for text in page.texts("desc"))
+    expected = {
+        "mmlu accuracy": ("42.0 ± 1.2 %", "39.7 ± 1.2 %"),
+        "humaneval pass@10": ("31.0 %", "-"),
+        "hellaswag acc_norm": ("55.0 ± 2.1 %", "-"),
+        "perplexity": ("12.34", "-"),
+    }
+    assert {name: (first[head.index(name)], second[head.index(name)]) for name in expected} == expected
 
 
 def looped_record(rates, **changes):
@@ -335,14 +262,12 @@ def test_what_the_loops_cannot_tell_apart_is_not_called_fastest(tmp_path):
     slow = looped_record((49, 50, 51), engine="accelerate")
     page = page_of(tmp_path, [looped_record((339, 342, 345)), near, slow])
     assert page.texts("strong") == ["deepspeed, host, fp16, batch 7", "stream, host, fp16, batch 7"]
-    assert "are the fastest, too close for the spread of their loops to tell apart: 342 to 340 token/s" in page.words
+    assert "are the fastest and differ by less than the spread of their loops: 342 to 340 token/s" in page.words
     quiet = looped_record((339.9, 340, 340.1), engine="stream")
     page = page_of(tmp_path / "quiet", [looped_record((341.9, 342, 342.1)), quiet, slow])
     assert page.texts("strong") == ["deepspeed, host, fp16, batch 7"]
-    assert (
-        "is fastest: 342 token/s in decode, 1.01 times the next setting (stream, host, fp16, batch 7: 340)."
-        in page.words
-    )
+    expected = "is fastest: 342 token/s in decode, 1.01 times the next setting (stream, host, fp16, batch 7: 340)."
+    assert expected in page.words
     single = page_of(tmp_path / "single", [looped_record((342,)), looped_record((340,), engine="stream")])
     assert "(stream, host, fp16, batch 7: 340); the spread of their loops was not recorded." in single.words
     engines = ("deepspeed", "stream", "accelerate", "resident", "another")
@@ -396,11 +321,9 @@ def test_words_on_the_limit_are_the_same_for_new_and_old_records():
 
 def test_a_throughput_that_varies_manifold_is_given_as_its_range(tmp_path):
     """On a busy host the same run took 17 times as long: neither of the two, nor what lies between, is a headline."""
-    page = page_of(tmp_path, [rich_record(step_s=0.01), rich_record(step_s=0.17)])
-    rates = [
-        run.decode_throughput for run in label_runs([Run.read(rich_record(step_s=step_s)) for step_s in (0.01, 0.17)])
-    ]
-    low, high = (f"{each:.3g}" for each in sorted(rates))
+    records = [rich_record(step_s=0.01), rich_record(step_s=0.17)]
+    page = page_of(tmp_path, records)
+    high, low = (f"{record['decode_throughput']:.3g}" for record in records)
     assert f"{low} to {high} token/s in" in page.words and "differ 17-fold" in page.words
     steady = page_of(tmp_path, [rich_record(step_s=0.01), rich_record(step_s=0.011)])
     assert "-fold" not in steady.words
@@ -427,9 +350,8 @@ def test_logs_without_records_and_single_runs_have_a_page(tmp_path):
     log_block(tmp_path, "ds-opt-66b-bs7-prompt129-gen33-n1x1-cpu", make_record())
     page = page_of(tmp_path)
     assert "1 run of 1 model." in page.words and len(page.rows) == 2
-    assert any(title.startswith("Phases") for title in page.texts("h3")) and not any(
-        "Step" in title for title in page.texts("h3")
-    )
+    titles = " ".join(page.texts("h3"))
+    assert "Phases" in titles and "Step" not in titles
 
 
 def test_the_pages_order_is_that_of_sort_and_its_columns_those_of_all_columns(tmp_path):
@@ -437,18 +359,13 @@ def test_the_pages_order_is_that_of_sort_and_its_columns_those_of_all_columns(tm
     page = page_of(tmp_path, records)
     speed, size = page.rows[0].index("decode (token/s)"), page.rows[0].index("batch")
     speeds = [float(row[speed]) for row in page.rows[1:]]
-    assert [row[size] for row in page.rows[1:]] == ["1", "2", "2", "4"] and speeds[1] > speeds[2], (
-        "equal work, fastest first"
-    )
+    assert [row[size] for row in page.rows[1:]] == ["1", "2", "2", "4"]
+    assert speeds[1] > speeds[2], "equal work, fastest first"
     assert "batch and length stand together, the fastest first" in page.words
     page = page_of(tmp_path, records, "--sort", "batch_size", "--all-columns")
     assert "stand together" not in page.words
-    assert [row[page.rows[0].index("batch")] for row in page.rows[1:]] == [
-        "1",
-        "2",
-        "2",
-        "4",
-    ] and "ids sha256" in page.rows[0]
+    head, *rows = page.rows
+    assert [row[head.index("batch")] for row in rows] == ["1", "2", "2", "4"] and "ids sha256" in head
 
 
 def test_a_file_that_cannot_be_written_is_bad_usage(tmp_path):
@@ -461,10 +378,10 @@ def test_a_file_that_cannot_be_written_is_bad_usage(tmp_path):
     assert done.returncode == 2 and "page.html cannot be written (No such file or directory)" in done.stderr
 
 
-def test_the_page_of_thousands_of_runs_is_made_in_seconds(tmp_path):
+def test_the_page_of_many_runs_is_small_and_made_in_seconds(tmp_path):
     start = time.monotonic()
-    page = page_of(tmp_path, many_records(40) * 75)
-    assert len(page.rows) == 3001 and len(page.source) < 5_000_000
+    page = page_of(tmp_path, many_records(40) * 40)
+    assert len(page.rows) == 1601 and len(page.source) < 3_000_000
     assert time.monotonic() - start < 60
 
 

@@ -9,7 +9,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -41,7 +40,7 @@ from zero_inference.utils.format import GIB, format_bytes, format_number, format
 MOST_POINTS = 300  # of a roofline
 MOST_FIGURES = 6  # of a kind
 MARKERS = ("o", "s", "^", "D", "v", "P")
-LINK_LABELS = dict(zip(LINK_PARTS, ("copying", "waiting for a slot", "host late", "start of a step")))
+LINK_LABELS = ("copying", "waiting for a slot", "host late", "start of a step")  # of `LINK_PARTS`
 HIGHEST_SHARE = 1.5  # of the limit; marks beyond are at the edge
 DECODE_WITHIN, PREFILL_WITHIN = 0.10, 0.15  # the bands around a prediction
 HIGHEST_RATIO = 4.0  # of a measured to its predicted time, and 1 / 4; marks beyond are at the edge
@@ -118,8 +117,8 @@ def _lines(runs: list[Run], settings: list[str]) -> Plot:
         colour, marker = (MUTED, ".") if index is None else (SERIES[index], MARKERS[index])
         axes.plot(x, y, color=colour, marker=marker, linewidth=0.8 if index is None else 1.8, label=label)
         described.append(f"{setting}: {', '.join(f'{format_number(s)} at batch {b}' for b, s in zip(x, y))}")
-    set_log_axis(axes.xaxis, [run.request.batch_size for run in runs])
     batches = sorted({run.request.batch_size for run in runs})
+    set_log_axis(axes.xaxis, batches)
     if len(batches) <= 8:
         axes.set_xticks(batches, map(format_number, batches))
     speeds = [run.decode_throughput for run in runs]
@@ -134,38 +133,27 @@ def _lines(runs: list[Run], settings: list[str]) -> Plot:
     return make_plot(axes, title, caption, "token/s by " + "; ".join(described))
 
 
-@dataclass(frozen=True)
-class Point:
-    """A run below the roofline: bytes that a token needs at the rate that bounds the run; `limit`: token/s at its own rates."""
-
-    run: Run
-    gib_per_token: float
-    tokens_per_s: float
-    limit: float | None
-
-
 def roofline(runs: list[Run]) -> list[Plot]:
     """Draw a roofline for each machine: token/s against the bytes that a token needs."""
-    points = [point for run in runs if (point := _point(run))]
-    machines = _grouped(points, lambda point: _machine(point.run))
+    known = [run for run in runs if run.decode_throughput and run.bound_by and (run.request.batch_size or 0) > 0]
+    machines = _grouped((run for run in known if _bytes_per_step(run) > 0), _machine)
     ranked = sorted(machines.items(), key=lambda machine: -len(machine[1]))
-    return [_roofline(name, points) for name, points in ranked[:MOST_FIGURES]]
+    return [_roofline(name, runs) for name, runs in ranked[:MOST_FIGURES]]
 
 
-def _roofline(machine: str, points: list[Point]) -> Plot:
-    shown = points[:MOST_POINTS]
-    x, y = (np.array(values) for values in zip(*((point.gib_per_token, point.tokens_per_s) for point in shown)))
-    limits = np.array([point.limit or point.tokens_per_s for point in shown])
-    bounds = np.array([point.run.bound_by for point in shown])
+def _roofline(machine: str, runs: list[Run]) -> Plot:
+    shown = runs[:MOST_POINTS]
+    x = np.array([_bytes_per_step(run) / run.request.batch_size / GIB for run in shown])
+    y = np.array([run.decode_throughput for run in shown])
+    limits = y / np.array([run.share_of_limit or 1 for run in shown])  # at the run's own rates
+    bounds = np.array([run.bound_by for run in shown])
     axes = new_axes(280)
     set_log_axis(axes.xaxis, x)
     set_log_axis(axes.yaxis, [*y, *limits])
     left, right = axes.get_xlim()
     lines = []
-    for bound in _in_order(bounds):
-        colour, marker = _look(bound)
-        label = _bound_name(bound)
-        if rates := [rate for point in shown if (rate := _rates(point.run).get(bound))]:
+    for bound, colour, marker, label in _looks(bounds):
+        if rates := [rate for run in shown if (rate := _rates(run).get(bound))]:
             low, high = min(rates), max(rates)
             label += f": {format_number(low / 1e9)} to" if high > 1.05 * low else ":"
             label += f" {format_number(high / 1e9)} GB/s"
@@ -174,41 +162,27 @@ def _roofline(machine: str, points: list[Point]) -> Plot:
         at = bounds == bound
         axes.vlines(x[at], y[at], limits[at], color=colour, linewidth=1)
         axes.plot(x[at], y[at], marker, color=colour, label=label, gid=f"runs-{bound}")
-    _number(axes, shown)
+    places = (axes.transData - axes.transAxes).transform(np.stack([x, y], axis=1))  # [runs, 2], 0 to 1
+    for run, place in zip(shown, places):
+        right_by, above = (places - place).T
+        if not ((right_by > 0) & (right_by < 0.12) & (abs(above) < 0.05)).any():  # no other mark is there
+            style = {"textcoords": "offset points", "va": "center", "in_layout": False}
+            axes.annotate(str(run.number), place, (6, 0), "axes fraction", **style)
     axes.set(xlabel="GiB that a token needs", ylabel="decode throughput (token/s)", xlim=(left, right))
     axes.grid()
     described = [
-        f"{join(point.run.label, point.run.rest)}: {format_number(point.tokens_per_s)} token/s at "
-        f"{format_bytes(point.gib_per_token * GIB)} a token, {point.run.share_of_limit:.1%} of its limit by "
-        f"{_bound_name(point.run.bound_by)}"
-        for point in shown
+        f"{join(run.label, run.rest)}: {format_number(run.decode_throughput)} token/s at {format_bytes(gib * GIB)} a token, "
+        f"{run.share_of_limit:.1%} of its limit by {_bound_name(run.bound_by)}"
+        for run, gib in zip(shown, x)
     ]
     caption = (
         "Each mark is a run, numbered as in the table; colour and shape show what bounds it. Lines are the highest rates "
         "measured; a stem ends at what the run's own rates allow. A token needs its share of the bytes that a step copies over "
         "the link and reads from host memory with the CPU, reads from disk, or reads from memory, whichever bounds the run."
     )
-    if len(points) > len(shown):
-        caption += f" The first {len(shown)} of {len(points)} runs."
+    if len(runs) > len(shown):
+        caption += f" The first {len(shown)} of {len(runs)} runs."
     return make_plot(axes, f"Roofline: {machine}", caption, f"{'; '.join(lines)}. {'; '.join(described)}")
-
-
-def _number(axes: Axes, points: list[Point]) -> None:
-    """Write the number of each run right of its mark, unless another mark is there."""
-    to_fraction = axes.transData - axes.transAxes
-    places = to_fraction.transform([(point.gib_per_token, point.tokens_per_s) for point in points])
-    for point, place in zip(points, places):
-        x, y = (places - place).T
-        if not ((x > 0) & (x < 0.12) & (abs(y) < 0.05)).any():
-            text, style = str(point.run.number), {"va": "center", "in_layout": False}
-            axes.annotate(text, place, (6, 0), "axes fraction", "offset points", **style)
-
-
-def _point(run: Run) -> Point | None:
-    batch, speed, share = run.request.batch_size, run.decode_throughput, run.share_of_limit
-    if not speed or not batch or batch < 0 or not run.bound_by or (nbytes := _bytes_per_step(run)) <= 0:
-        return None
-    return Point(run, nbytes / batch / GIB, speed, speed / share if share else None)
 
 
 def _bytes_per_step(run: Run) -> float:
@@ -265,11 +239,8 @@ def shares_of_limit(runs: list[Run]) -> list[Plot]:
         axes.set_xlim(0, 104 * max(1, shares.max()))
         axes.hlines(y, 0, axes.get_xlim()[1], color=GRID)
         axes.vlines([100] * len(y), y - height / 2, y + height / 2, color=INK, linewidth=2)
-        for bound in _in_order(bounds):
-            colour, marker = _look(bound)
-            axes.plot(
-                100 * shares[bounds == bound], at[bounds == bound], marker, color=colour, label=_bound_name(bound)
-            )
+        for bound, colour, marker, name in _looks(bounds):
+            axes.plot(100 * shares[bounds == bound], at[bounds == bound], marker, color=colour, label=name)
 
     caption = (
         "Shortest possible time of a decode step over the measured time; the upright line is the limit. The shortest time is "
@@ -340,7 +311,7 @@ def link_use(runs: list[Run]) -> list[Plot]:
         "layer copies. Host late: the host asked too late for the next layer. Start of a step: the host prepares the token."
     )
     title = "Where the stream engine's link time went"
-    return _stacked(title, caption, "share of the link's time in decode (%)", rows, list(LINK_LABELS.values()))
+    return _stacked(title, caption, "share of the link's time in decode (%)", rows, LINK_LABELS)
 
 
 def _stacked(title: str, caption: str, x_label: str, rows: list[Row], parts: Sequence[str]) -> list[Plot]:
@@ -361,9 +332,8 @@ def steps(runs: list[Run]) -> list[Plot]:
         if run.step_s and not run.failed:
             median_s = statistics.median(run.step_s)
             percent = [100 * (step_s / median_s - 1) for step_s in run.step_s]
-            rows.append(
-                Row(run.label, run.rest, f"{format_short_time(median_s)}, slowest {max(percent):+.0f}%", percent)
-            )
+            value = f"{format_short_time(median_s)}, slowest {max(percent):+.0f}%"
+            rows.append(Row(run.label, run.rest, value, percent))
 
     def draw(axes: Axes, y: np.ndarray, height: float, data: Sequence[list[float]]) -> None:
         percent = [np.clip(each, *STEP_RANGE) for each in data]
@@ -395,9 +365,8 @@ def quality(runs: list[Run]) -> list[Plot]:
         axes.grid(axis="x")
 
     plots = []
-    for metric, is_share in list(dict.fromkeys((score.metric, score.share) for run in runs for score in run.quality))[
-        :12
-    ]:
+    metrics = dict.fromkeys((score.metric, score.share) for run in runs for score in run.quality)
+    for metric, is_share in list(metrics)[: 2 * MOST_FIGURES]:
         scale = 100 if is_share else 1
         rows = [
             Row(run.label, run.rest, score.text, (score.value * scale, (score.stderr or 0) * scale))
@@ -412,16 +381,11 @@ def quality(runs: list[Run]) -> list[Plot]:
     return plots
 
 
-def _in_order(bounds: Iterable[str]) -> list[str]:
-    """Return the distinct bounds in the order of `BOUND_NAMES`, then others."""
-    found = sorted(set(bounds))
-    return [bound for bound in BOUND_NAMES if bound in found] + [bound for bound in found if bound not in BOUND_NAMES]
-
-
-def _look(bound: str) -> tuple[str, str]:
-    """Return colour and marker."""
+def _looks(bounds: Iterable[str]) -> list[tuple[str, str, str, str]]:
+    """Return (bound, colour, marker, name) of each of the bounds, in the order of `BOUND_NAMES`, then others."""
     looks = dict(zip(BOUND_NAMES, zip(SERIES, MARKERS)))
-    return looks.get(bound, (MUTED, "X"))
+    found = sorted(set(bounds), key=[*BOUND_NAMES, *sorted(set(bounds))].index)
+    return [(bound, *looks.get(bound, (MUTED, "X")), _bound_name(bound)) for bound in found]
 
 
 def _bound_name(bound: str) -> str:

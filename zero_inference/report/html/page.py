@@ -83,7 +83,7 @@ def render_page(source: str, runs: list[Run], table: Table) -> str:
 
 
 def label_runs(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs numbered in their order, each with what distinguishes it from the others in `rest` and `options`."""
+    """Return the runs numbered in their order; `rest` and `options` of each distinguish it from the others."""
     several_gpus = len({name for run in runs for name in run.gpu_names}) > 1
     several_models = len({run.model for run in runs}) > 1
     differing = {

@@ -20,7 +20,7 @@ LINK_CAUSES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The fastest run of one model and length, and those that the spread of the loops cannot tell from it.
+    """The fastest run of one model and length, and those within the spread of its loops.
 
     Attributes:
         group: model and lengths.
@@ -71,7 +71,7 @@ def _finding(runs: list[Run]) -> Finding | None:
     equal = [run for run in others.values() if _within_spread(best, run, rate, f"{phase}_s")]
     leaders = [best, *equal]
     if equal:
-        claim = "are the fastest, too close for the spread of their loops to tell apart: "
+        claim = "are the fastest and differ by less than the spread of their loops: "
         claim += f"{format_number(rate(best))} to {format_number(rate(equal[-1]))} token/s in {phase}"
     else:
         claim = "is fastest" if len(ranked) > 1 else "is the only run"
