@@ -153,7 +153,7 @@ def test_gradients_other_calls_and_long_passes_go_to_the_models_own_function(mon
             ((q.detach().transpose(1, 2), k.transpose(1, 2), cos, sin), {"unsqueeze_dim": 2}),
         ]
         for args, options in others:
-            expected = embed.own(*args, **options)
+            expected = embed.before(*args, **options)
             assert all(torch.equal(*pair) for pair in zip(embed(*args, **options), expected))
         monkeypatch.setattr(rotary, "MOST_TOKENS", 4)
         embed(q.detach(), k, cos, sin)
@@ -162,7 +162,7 @@ def test_gradients_other_calls_and_long_passes_go_to_the_models_own_function(mon
 
 def test_a_rotation_wider_than_a_head_goes_to_the_models_own_function():
     forms = (None, None, rotary.Form(2, False))
-    embed = rotary._Rotary(lambda q, k, cos, sin: "own", file=None)
+    embed = rotary._Rotary(lambda q, k, cos, sin: "own")
     embed.forms[torch.device("cpu"), torch.float32] = forms
     q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
     for width, goes_to_kernel in ((4, True), (10, False), (12, False)):

@@ -33,6 +33,7 @@ from zero_inference.planning.plan import Plan, build_job, check_launch, check_mo
 from zero_inference.records.failure import explain_failure
 from zero_inference.utils import garbage
 from zero_inference.utils.format import format_bytes
+from zero_inference.utils.patching import Patches
 from zero_inference.utils.progress import Progress
 from zero_inference.utils.ranks import Ranks, detect_ranks, hold_process_group
 
@@ -160,15 +161,15 @@ def _make_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
     model._state = _State(loaded, memory, releases, guard)
     if job.config.engine == "deepspeed":
         model._state.lock = _DEEPSPEED_LOCK
-    _redirect_forward(model)
+    patches = releases.enter_context(Patches())
+    _redirect_forward(model, patches)
     # before the engine's own hook, which begins a pass
-    hook = model.register_forward_pre_hook(memory.pre_forward, with_kwargs=True, prepend=True)
-    releases.callback(hook.remove)
+    patches.add_hooks(model.register_forward_pre_hook(memory.pre_forward, with_kwargs=True, prepend=True))
     LOADED.add(model)
     return model
 
 
-def _redirect_forward(model: Any) -> None:
+def _redirect_forward(model: Any, patches: Patches) -> None:
     """Make `model.forward(...)`, which wrappers of a model call, the same as `model(...)`: with hooks, checks and the lock."""
     own, state = model.forward, model._state
 
@@ -178,7 +179,7 @@ def _redirect_forward(model: Any) -> None:
             return own(*args, **kwargs)
         return model(*args, **kwargs)
 
-    model.forward = forward
+    patches.set_attr(model, "forward", forward)
 
 
 def _state_of(model: Any) -> _State:
@@ -334,8 +335,6 @@ class PlacedModel:
         state.memory.forget_cache()
         state.releases.close()
         for module in self.modules():  # type: ignore[attr-defined]
-            for name in ("_hf_hook", "_old_forward", "forward"):
-                module.__dict__.pop(name, None)
             for tensors in (module._parameters, module._buffers):
                 for name in tensors:
                     tensors[name] = None

@@ -109,6 +109,14 @@ def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedMode
     # parameters are on the meta device between forwards; `generate` warns that inputs should be there too
     warnings.filterwarnings("ignore", message="You are calling .generate\\(\\) with the `input_ids`")
     _explain_missing_weights(model)
+
+    def close() -> None:
+        for module in model.modules():  # accelerate's `remove_hook_from_module` would read all weights again
+            for name in ("_hf_hook", "_old_forward", "forward"):
+                vars(module).pop(name, None)
+        if workspace:
+            workspace.close()
+
     transfers = Transfers()
     _count_reads(model, transfers, from_disk=workspace is not None)
     return LoadedModel(
@@ -117,7 +125,7 @@ def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedMode
         dtype=spec.dtype,
         weight_bytes=weight_bytes,
         transfers=transfers,
-        close=workspace.close if workspace else lambda: None,
+        close=close,
     )
 
 

@@ -10,9 +10,7 @@ that took an H200 49 us of the 449 of a layer, and attention over the copies 34 
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_inference.kernels.extension import load_extension, operator_library
+from zero_inference.utils.patching import Patches, SharedPatch
 
 # options of attention functions that neither the kernel nor a product of rows supports
 CHANGES_RESULT = ("position_bias", "softcap", "s_aux", "cache")
@@ -33,17 +32,16 @@ OLDEST_DEVICE = (8, 0)  # whose tensor cores take bfloat16
 LIBRARY = operator_library(__name__)
 
 
-@contextlib.contextmanager
-def using_decode_attention() -> Iterator[None]:
-    """Within it, models with PyTorch's attention use `attend`."""
-    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = functools.partial(attend, own)
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # uncovers the original, unless that was set the same way
-        if ALL_ATTENTION_FUNCTIONS.get("sdpa") is not own:
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+class _DecodeAttention(SharedPatch):
+    def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        return attend(self.before, *args, **options)
+
+
+def using_decode_attention() -> Patches:
+    """Let models with PyTorch's attention use `attend` until the result is closed."""
+    patches = Patches()
+    patches.share_item(ALL_ATTENTION_FUNCTIONS, "sdpa", _DecodeAttention)
+    return patches
 
 
 def attend(

@@ -6,23 +6,21 @@ kernel, a `_Rotary` has that name there. It still calls the function for long pa
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zero_inference.kernels.extension import operator_library
+from zero_inference.utils.patching import Patches, SharedPatch
 
 NAME = "apply_rotary_pos_emb"
 MOST_TOKENS = 4096  # of all sequences in a pass; of more the products take the time
 TRIAL = {"batch": 2, "heads": 4, "key_heads": 2, "tokens": 3, "head_dim": 64}
-_changing = threading.Lock()
 
 
 class Form(NamedTuple):
@@ -57,50 +55,30 @@ def _reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotated: int, q_o
 LIBRARY.impl("rotary_embedding", _reference, "CompositeExplicitAutograd")
 
 
-@contextlib.contextmanager
-def rotary_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Within it, calls of `model` on `device` in `dtype` use the kernel, if a trial there gives what the model's own function does."""
-    files = [sys.modules[name] for name in {type(module).__module__ for module in model.modules()}]
-    used = [rotary for file in files if (rotary := _use(file, device, dtype)) is not None]
-    try:
-        yield
-    finally:
-        for rotary in used:
-            rotary.leave()
-
-
-def _use(file: Any, device: torch.device, dtype: torch.dtype) -> _Rotary | None:
-    """Replace the function of the module `file`, or add a user; None where it has no function that the kernel equals."""
-    with _changing:
+def rotary_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Patches:
+    """Let calls of `model` on `device` in `dtype` use the kernel until the result is closed, if a trial there gives what the model's own
+    function does."""
+    patches = Patches()
+    for file in (sys.modules[name] for name in {type(module).__module__ for module in model.modules()}):
         found = vars(file).get(NAME)
-        own = found.own if isinstance(found, _Rotary) else found
-        if not callable(own) or not any(forms := supported_forms(own, device, dtype)):
-            return None
-        rotary = found if isinstance(found, _Rotary) else _Rotary(own, file)
-        rotary.users += 1
-        rotary.forms[torch.empty(0, device=device).device, dtype] = forms  # a device with its number
-        setattr(file, NAME, rotary)
-        return rotary
+        own = found.before if isinstance(found, _Rotary) else found
+        if callable(own) and any(forms := supported_forms(own, device, dtype)):
+            rotary = patches.share_item(vars(file), NAME, _Rotary)
+            rotary.forms[torch.empty(0, device=device).device, dtype] = forms  # a device with its number
+    return patches
 
 
-class _Rotary:
+class _Rotary(SharedPatch):
     """Calls the kernel, or the model's own function for calls that the kernel does not take.
 
     Attributes:
         forms: as of `supported_forms`, by device and dtype.
-        users: models that are loaded.
     """
 
-    def __init__(self, own: Callable, file: Any):
-        functools.update_wrapper(self, own)
-        self.own, self.file, self.users = own, file, 0
+    def __init__(self, before: Callable):
+        functools.update_wrapper(self, before)
+        super().__init__(before)
         self.forms: dict[tuple[torch.device, torch.dtype], tuple[Form | None, ...]] = {}
-
-    def leave(self) -> None:
-        with _changing:
-            self.users -= 1
-            if not self.users and vars(self.file).get(NAME) is self:
-                setattr(self.file, NAME, self.own)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if len(args) == 4 and not options and not torch.compiler.is_compiling():
@@ -108,7 +86,7 @@ class _Rotary:
             form = self._form(q, k, cos, sin)
             if form is not None:
                 return rotate(q, k, cos, sin, form)
-        return self.own(*args, **options)
+        return self.before(*args, **options)
 
     def _form(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Form | None:
         """Return what the kernel computes for this call; None where it does not take it."""

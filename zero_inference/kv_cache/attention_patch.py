@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from zero_inference.models.layers import copy_with_few_layers, layer_kinds
 from zero_inference.models.meta_pass import tensors_in
 from zero_inference.models.sizes import cache_class, new_cache
 from zero_inference.utils.format import first_line
+from zero_inference.utils.patching import Patches, SharedPatch
 from zero_inference.utils.transfers import Transfers
 
 # other implementations have masks of another kind
@@ -127,7 +128,7 @@ def _trial_steps(
     ids = 1 + torch.arange(2 * length).reshape(2, length) % (copied.config.get_text_config(decoder=True).vocab_size - 1)
     mask = torch.ones_like(ids)
     mask[0, : TRIAL_PROMPT // 2] = 0
-    with _patched(copied) if cpu_attention else nullcontext(), torch.no_grad(), _RandomProducts() as products:
+    with patch_attention(copied) if cpu_attention else nullcontext(), torch.no_grad(), _RandomProducts() as products:
         for start, end in ((0, TRIAL_PROMPT), *((at, at + 1) for at in range(TRIAL_PROMPT, length))):
             begin_pass()
             products.inputs.clear()
@@ -223,46 +224,26 @@ class _ReferenceAttention:
         return attention_reference(query, *layer.stored, **options).to(query.dtype).transpose(1, 2)
 
 
-@contextmanager
-def _patched(model: PreTrainedModel) -> Iterator[None]:
-    """Patch `model` within it."""
-    name = model.config.get_text_config(decoder=True)._attn_implementation
-    before = ALL_ATTENTION_FUNCTIONS.get(name)
-    patch_attention(model)
-    try:
-        yield
-    finally:
-        if ALL_ATTENTION_FUNCTIONS.get(name) is not before:
-            del ALL_ATTENTION_FUNCTIONS[name]  # uncovers the original, unless that was set the same way
-            if ALL_ATTENTION_FUNCTIONS.get(name) is not before:
-                ALL_ATTENTION_FUNCTIONS[name] = before
-
-
-def patch_attention(model: PreTrainedModel) -> None:
-    """Let the CPU attend wherever a `CpuAttentionCache` holds the keys and values of `model`; safe to call twice.
+def patch_attention(model: PreTrainedModel) -> Patches:
+    """Let the CPU attend wherever a `CpuAttentionCache` holds the keys and values of `model`, until the result is closed.
 
     `why_cpu_cannot_attend` must have returned None before the weights were loaded.
     """
-    own = _own_forwards(model)
+    patches, own = Patches(), _own_forwards(model)
     for module in own:
-        if not isinstance(module.forward, _OwnForward):
-            module.forward = _OwnForward(OWN_FORWARDS[type(module).__name__], module, module.forward)
+        patches.set_attr(module, "forward", partial(OWN_FORWARDS[type(module).__name__], module, module.forward))
     if not own:
         name = model.config.get_text_config(decoder=True)._attn_implementation
-        before = ALL_ATTENTION_FUNCTIONS.get(name)
-        if not isinstance(before, _PatchedFunction):
-            ALL_ATTENTION_FUNCTIONS[name] = _PatchedFunction(before)
+        patches.share_item(ALL_ATTENTION_FUNCTIONS, name, _PatchedFunction)
+    return patches
 
 
-class _PatchedFunction:
+class _PatchedFunction(SharedPatch):
     """An attention function of transformers, replaced by CPU attention for keys that a `CpuAttentionLayer` marked.
 
-    Args:
+    Attributes:
         before: the function; None: the `eager_attention_forward` of each model's own file.
     """
-
-    def __init__(self, before: Callable | None):
-        self.before = before
 
     def __call__(
         self,
@@ -362,10 +343,6 @@ def _mpt_forward(
 
     out = _attend_own(module, past_key_values, tuple(states), module.softmax_scale, slopes, mask)
     return module.out_proj(out), None
-
-
-class _OwnForward(partial):
-    """One of `OWN_FORWARDS` bound to a module and its original `forward`."""
 
 
 OWN_FORWARDS: dict[str, Callable] = {"BloomAttention": _bloom_forward, "MptAttention": _mpt_forward}

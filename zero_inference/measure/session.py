@@ -26,6 +26,7 @@ from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.experts import detect_routers, install_routing_kernel
 from zero_inference.models.weights import draw_tokens, return_free_memory
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
+from zero_inference.norms.patch import unpatch_norms
 from zero_inference.planning import roofline
 from zero_inference.planning.cost import Range
 from zero_inference.planning.explain import seconds_in_words
@@ -76,7 +77,8 @@ def loaded_model(
         reference = ReferenceLayers(plan.weights) if compared else None
         with contextlib.nullcontext() if reference is None else reference.capture_weights():
             loaded = plan.load(progress.loading(job.sizes.parameter_bytes))
-    try:
+    with contextlib.ExitStack() as closing:
+        closing.callback(loaded.close)
         job.ranks.barrier()
         load_s = time.perf_counter() - start
         progress.clear()
@@ -85,6 +87,7 @@ def loaded_model(
         )
         for line in plan.weights.in_words():
             progress.say(line)
+        closing.callback(unpatch_norms, loaded.model)
         loaded.facts |= apply_norm_kernels(norm_kernels, unused_because, loaded.model, progress.say)
         Result().add_facts(loaded.facts)  # raises for facts that the record does not declare: now, not after the loops
         if names := loaded.facts.get("not_quantized"):
@@ -93,12 +96,10 @@ def loaded_model(
                 f"{', '.join(names[:3])}"
                 + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else "")
             )
-        install_routing_kernel(loaded.model, routers)
-        rotary = rotary_kernel(loaded.model, job.ranks.device, job.spec.dtype) if fuses else contextlib.nullcontext()
-        with rotary:
-            yield loaded, load_s, lambda: None if reference is None else _compare(reference, plan, loaded, progress)
-    finally:
-        loaded.close()
+        closing.enter_context(install_routing_kernel(loaded.model, routers))
+        if fuses:
+            closing.enter_context(rotary_kernel(loaded.model, job.ranks.device, job.spec.dtype))
+        yield loaded, load_s, lambda: None if reference is None else _compare(reference, plan, loaded, progress)
 
 
 def has_kernels(job: Job, progress: Progress) -> bool:

@@ -25,6 +25,7 @@ from torch.nn import functional
 from zero_inference.kernels.extension import operator_library
 from zero_inference.models.layers import cache_per_module
 from zero_inference.models.mlp import ACTIVATIONS
+from zero_inference.utils.patching import Patches
 
 TOLERANCE = 1e-5  # relative: formulas of one activation differ by less, two activations by 1e-3 or more
 # Scales of trial inputs: near 1 activations differ most; a family's limit of their values shows only with large inputs.
@@ -306,12 +307,14 @@ def detect_routers(model: nn.Module, device: torch.device) -> dict[str, RouterFo
     return found
 
 
-def install_routing_kernel(model: nn.Module, found: dict[str, RouterForm]) -> None:
-    """Let the routers `found` of a loaded model use the kernel, except those whose `forward` is replaced already."""
+def install_routing_kernel(model: nn.Module, found: dict[str, RouterForm]) -> Patches:
+    """Let the routers `found` of a loaded model use the kernel until the result is closed, except those whose `forward` is replaced."""
+    patches = Patches()
     for name, routing in found.items():
         module = model.get_submodule(name)
         if "forward" not in vars(module):
-            module.forward = MethodType(_forward_of(routing), module)
+            patches.set_attr(module, "forward", MethodType(_forward_of(routing), module))
+    return patches
 
 
 def _forward_of(routing: RouterForm) -> Any:

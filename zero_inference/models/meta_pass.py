@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from zero_inference.models.layers import LayerKinds, copy_with_few_layers, layer_kinds
+from zero_inference.utils.patching import Patches
 
 # More than any model has that computes its positions at once; recurrent ones that loop over them are estimated.
 MOST_OPERATORS = 40_000
@@ -314,8 +315,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-@contextmanager
-def _module_hooks(observer: PassObserver) -> Iterator[None]:
+def _module_hooks(observer: PassObserver) -> Patches:
     def before(module: nn.Module, args: tuple) -> None:
         if not observer.is_paused:
             observer.on_module_call(module)
@@ -324,31 +324,22 @@ def _module_hooks(observer: PassObserver) -> Iterator[None]:
         if not observer.is_paused:
             observer.on_module_return()
 
-    hooks = torch.nn.modules.module
-    handles = (
+    hooks, patches = torch.nn.modules.module, Patches()
+    patches.add_hooks(
         hooks.register_module_forward_pre_hook(before),
         hooks.register_module_forward_hook(after, always_call=True),
     )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return patches
 
 
-@contextmanager
-def _no_padding() -> Iterator[None]:
+def _no_padding() -> Patches:
     """Have transformers take an attention mask as all ones: it may read one that a model has made, as OPT does in version 5.17."""
     from transformers import masking_utils
 
-    fast_all = getattr(masking_utils, "fast_all", None)
-    if fast_all is not None:
-        masking_utils.fast_all = lambda mask: True
-    try:
-        yield
-    finally:
-        if fast_all is not None:
-            masking_utils.fast_all = fast_all
+    patches = Patches()
+    if hasattr(masking_utils, "fast_all"):
+        patches.set_attr(masking_utils, "fast_all", lambda mask: True)
+    return patches
 
 
 def _passing_cache(config: Any, past: int) -> Any:

@@ -22,6 +22,7 @@ from types import MethodType
 from torch import Tensor, nn
 
 from zero_inference.norms import ops
+from zero_inference.utils.patching import Patches
 
 _STATE = "_zero_inference_norm_patches"
 
@@ -87,19 +88,18 @@ def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
         the number of patched norm modules. 0 with a warning that gives the reason if the model is not patched.
     """
     if hasattr(model, _STATE):
-        return len({module for module, *_ in getattr(model, _STATE) if _is_norm(module)})
+        return sum(map(_is_norm, model.modules()))
     reason = patch_refusal(model, model_type)
     if reason is not None:
         warnings.warn(f"norms are left as they are: {reason}", stacklevel=2)
         return 0
     family = FAMILIES[model_type or model.config.model_type]
-    patches: list[tuple[nn.Module, str, object]] = []
-    count = 0
+    patches, count = Patches(), 0
     for module in model.modules():
         name = type(module).__name__
         if name in family.norms:
             _set_forward(module, _norm_forward(family.norms[name]), patches)
-            _set(module, "extra_repr", _norm_repr(family.norms[name]), patches)
+            patches.set_attr(module, "extra_repr", MethodType(_norm_repr(family.norms[name]), module))
             count += 1
         elif name == family.layer_class:
             forward = _fused_forward(type(module), family.after_add)  # type: ignore[arg-type]  # a class can be hashed
@@ -111,12 +111,8 @@ def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
 
 def unpatch_norms(model: nn.Module) -> None:
     """Restore what `patch_norms` replaced, if anything."""
-    for module, attribute, before in reversed(getattr(model, _STATE, [])):
-        if before is None:
-            delattr(module, attribute)
-        else:
-            setattr(module, attribute, before)
     if hasattr(model, _STATE):
+        getattr(model, _STATE).close()
         delattr(model, _STATE)
 
 
@@ -150,16 +146,10 @@ def _is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__ and not list(module.children())
 
 
-def _set_forward(module: nn.Module, forward, patches: list) -> None:
+def _set_forward(module: nn.Module, forward, patches: Patches) -> None:
     # accelerate's hook is the instance's `forward`, which calls the previous one as `_old_forward`
     attribute = "_old_forward" if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward") else "forward"
-    _set(module, attribute, forward, patches)
-
-
-def _set(module: nn.Module, attribute: str, function, patches: list) -> None:
-    """Make `function` a method of this instance; append the previous one to `patches`."""
-    patches.append((module, attribute, module.__dict__.get(attribute)))
-    setattr(module, attribute, MethodType(function, module))
+    patches.set_attr(module, attribute, MethodType(forward, module))
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.kernels.decode_attention import using_decode_attention
 from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions
 from zero_inference.records.schema import DecodeGraph
+from zero_inference.utils.patching import Patches
 
 # Eager steps in a row right before a capture: libraries take their memory, and blocks are placed and used as in the step to come
 EAGER_STEPS = 2
@@ -126,11 +127,12 @@ class StepGraph:
         def forward(*args: Any, **call: Any) -> Any:
             return self._forward(*args, **call)
 
-        model.forward = forward
+        self.patches = Patches()
+        self.patches.set_attr(model, "forward", forward)
 
     def close(self) -> None:
         """Restore the model's forward and release the graph."""
-        self.model.__dict__.pop("forward", None)
+        self.patches.close()
         self._release()
         self.cache, self.given_up = None, True
 

@@ -78,7 +78,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         closing.callback(head.close)
     cpu_attention = None
     if cpu is not None and cpu.plan.attends:
-        patch_attention(model)
+        closing.enter_context(patch_attention(model))
         cpu_attention = cpu.attention()
 
     facts = _facts(plan, model)

@@ -28,6 +28,7 @@ from zero_inference.engines.stream.trace import Timeline
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.frozen import set_data
 from zero_inference.models.layers import decoder_layers
+from zero_inference.utils.patching import Patches
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
@@ -101,8 +102,7 @@ class Prefetcher:
         self.linears: dict[int, dict[str, nn.Module]] = {}  # of `cpu_blocks`, by name, before anything wrapped them
         self.learned: set[int] = set()  # blocks that the device has computed once with plain weights
 
-        self.hooks: list[Any] = []
-        self.replaced: list[nn.Module] = []  # modules whose forward is not their class's
+        self.patches = Patches()
         self.empty_values: dict[torch.dtype, torch.Tensor] = {}  # without elements, on the device
         self._install(model)
         if self.experts is not None:
@@ -113,12 +113,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """Release hooks and memory; the model cannot run any more."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
-        for module in self.replaced:
-            module.__dict__.pop("forward", None)
-        self.replaced.clear()
+        self.patches.close()
         self.compute.close()
         if self.ring is not None:
             self.ring.close()
@@ -132,7 +127,7 @@ class Prefetcher:
     def _install(self, model: nn.Module) -> None:
         prefix, layers = decoder_layers(model)
         decoder = model.get_submodule(prefix.rpartition(".")[0])
-        self.hooks.append(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
+        self.patches.add_hooks(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
         for index, block in enumerate(self.placement.blocks):
             module = block.of(layers[block.layer])
             self.modules.append(module)
@@ -147,10 +142,10 @@ class Prefetcher:
                 self._install_cpu(index, module)
             if not self._keeps_parameters(index):
                 self._empty(self.parameters[index])
-            self.hooks += [
+            self.patches.add_hooks(
                 module.register_forward_pre_hook(self._before_block(index), with_kwargs=True),
                 module.register_forward_hook(self._after_block(index)),
-            ]
+            )
 
     # Passes
 
@@ -330,13 +325,13 @@ class Prefetcher:
                 modules.setdefault(stored.module, []).append(stored)
         for name, weights in modules.items():
             called = module.get_submodule(name)
-            self.replaced.append(called)
             if group := weights[0].group:
                 times = [partial(self._dequantize, index, weight) for weight in mixtures[name].weights_in(name)]
-                called.forward = experts_in_groups(called, mixtures[name], group, *times)
+                forward = experts_in_groups(called, mixtures[name], group, *times)
             else:
                 parameters = {each.name: module.get_parameter(each.name) for each in weights}
-                called.forward = self._dequantizing(index, parameters, called.forward)
+                forward = self._dequantizing(index, parameters, called.forward)
+            self.patches.set_attr(called, "forward", forward)
 
     def _dequantizing(self, index: int, parameters: dict[str, nn.Parameter], own: Callable) -> Callable:
         """Return the forward `own` of a module that dequantizes `parameters`, by their names in the block, for each call."""
@@ -365,9 +360,8 @@ class Prefetcher:
             module, layout, places, self.scheme, lambda weight: self.packed[index][weight], mixtures
         )
         for found in self.codes[index].found:
-            self.replaced.append(found.module)
             applies = partial(self._multiplies_codes, index, found.weights[0])
-            _replace_forward(found.module, found.forward, applies, partial(self.codes[index].observe, found))
+            self._replace_forward(found.module, found.forward, applies, partial(self.codes[index].observe, found))
 
     def _multiplies_codes(self, index: int, weight: str) -> bool:
         """Return whether a weight stays quantized in this pass, because its module multiplies the codes."""
@@ -378,22 +372,34 @@ class Prefetcher:
         cpu_block = self.cpu_blocks[index]
         if isinstance(cpu_block, CpuBlock) and cpu_block.task is None:
             return self._install_cpu_linears(index, cpu_block)
-        self.replaced.append(module)
 
         def applies() -> bool:
             return index in self.cpu_computed and (isinstance(cpu_block, CpuExpertBlock) or cpu_block.task is not None)
 
-        _replace_forward(module, cpu_block.feed_forward, applies)
+        self._replace_forward(module, cpu_block.feed_forward, applies)
 
     def _install_cpu_linears(self, index: int, cpu_block: CpuBlock) -> None:
         for name, linear in self.linears[index].items():
-            self.replaced.append(linear)
-            _replace_forward(
+            self._replace_forward(
                 linear,
                 lambda x, name=name: cpu_block.linear(name, x, self.tokens),
                 lambda: index in self.cpu_computed,
                 lambda x, name=name: cpu_block.observe(name, x),
             )
+
+    def _replace_forward(
+        self, module: nn.Module, other: Callable, applies: Callable[[], Any], observe: Callable = lambda *args: None
+    ) -> None:
+        """Let `module` compute `other` in passes in which it `applies`, and show the arguments of other calls to `observe`."""
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if applies():
+                return other(*args, **kwargs)
+            observe(*args)
+            return own(*args, **kwargs)
+
+        self.patches.set_attr(module, "forward", forward)
 
     def modules_changed(self, modules: set[nn.Module]) -> None:
         """From now on call every module of the blocks that hold one of `modules`: adapters or hooks were added to it. The CPU goes on with
@@ -414,18 +420,3 @@ def _tokens_of(args: tuple, kwargs: dict[str, Any]) -> int:
         if torch.is_tensor(value) and value.dim() >= 2:
             return value.shape[0] * value.shape[1]
     return sys.maxsize  # an unknown call is computed as a long pass, which is always right
-
-
-def _replace_forward(
-    module: nn.Module, other: Callable, applies: Callable[[], Any], observe: Callable = lambda *args: None
-) -> None:
-    """Let `module` compute `other` in passes in which it `applies`, and show the arguments of other calls to `observe`."""
-    own = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if applies():
-            return other(*args, **kwargs)
-        observe(*args)
-        return own(*args, **kwargs)
-
-    module.forward = forward

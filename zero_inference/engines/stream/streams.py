@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_inference.utils.patching import Patches
+
 
 class HostEvent:
     """A time of the host clock, with the methods of `torch.cuda.Event` that are used here."""
@@ -100,14 +102,14 @@ class ComputeStream:
         self.done = streams.blocking_event() if host_waits else None
         self.callers: Any = None  # stream of the caller, during a call
         self.depth = 0  # of calls and of `entered`: a graph is replayed within the call of its step
-        self.hooks = [
+        self.patches = Patches()
+        self.patches.add_hooks(
             module.register_forward_pre_hook(self._begin),
             module.register_forward_hook(self._end, always_call=True),
-        ]
+        )
 
     def close(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
+        self.patches.close()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.empty_model import parameter_names
 from zero_inference.models.operators import trace_reads
 from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.patching import Patches
 
 HEAD_BITS = 8
 HEAD_ROWS_MULTIPLE = 256  # so that parts of a head begin at addresses from which kernels read vectors
@@ -91,9 +92,9 @@ class HostEmbedding:
     """
 
     def __init__(self, module: nn.Module, values: torch.Tensor, pinned: bool):
-        self.module, self.table = module, host_empty(values.shape, values.dtype, pinned)
+        self.patches, self.table = Patches(), host_empty(values.shape, values.dtype, pinned)
         self.table.copy_(values)
-        module.forward = self.rows
+        self.patches.set_attr(module, "forward", self.rows)
 
     def rows(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of the ids `input`, [..., columns]; on a GPU an id beyond the table is a device-side assert, as in PyTorch."""
@@ -104,7 +105,7 @@ class HostEmbedding:
         return out
 
     def close(self) -> None:
-        self.module.__dict__.pop("forward", None)
+        self.patches.close()
         self.table = self.table.new_empty(0, 0)
 
 
@@ -182,12 +183,12 @@ class QuantizedHead:
     def __init__(
         self, module: nn.Module, weight: HeadWeight, packed: tuple[torch.Tensor, ...], workspace: torch.Tensor
     ):
-        self.module, self.weight, self.packed = module, weight, packed
+        self.module, self.weight, self.packed, self.patches = module, weight, packed, Patches()
         count = workspace.numel() // weight.row_bytes
         count = min(weight.shape[0], count // HEAD_ROWS_MULTIPLE * HEAD_ROWS_MULTIPLE or count)
         with torch.inference_mode(False):  # a view of inference mode could not be used outside it
             self.rows = workspace[: count * weight.row_bytes].view(weight.scheme.dtype).view(count, -1)
-        module.forward = self.logits
+        self.patches.set_attr(module, "forward", self.logits)
 
     def logits(self, input: torch.Tensor) -> torch.Tensor:
         """Return logits [..., rows] of `input` [..., columns]: few tokens multiply codes, more multiply chunks of dequantized rows."""
@@ -212,5 +213,5 @@ class QuantizedHead:
         return out.view(*input.shape[:-1], count)
 
     def close(self) -> None:
-        self.module.__dict__.pop("forward", None)
+        self.patches.close()
         self.packed, self.rows = (), self.rows.new_empty(0, 0)
