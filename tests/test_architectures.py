@@ -102,9 +102,7 @@ def test_a_real_difference_is_found_and_its_size():
 
 
 def test_the_interval_is_the_bootstrap_of_the_median_with_wider_tails():
-    """Against tables of Student's t, and a plain calculation of the bootstrap's own distribution for 6 pairs."""
-    for freedom, value in ((1, 12.7062), (5, 2.5706), (9, 2.2622), (29, 2.0452)):
-        assert stats.student_quantile(0.975, freedom) == pytest.approx(value, abs=1e-3)
+    """Against a plain calculation of the bootstrap's own distribution for 6 pairs."""
     assert stats.expanded_tail(6) == pytest.approx(0.0005, abs=1e-4)
     assert stats.expanded_tail(10**5) == pytest.approx(0.015, abs=1e-5)
     # 4 or more of 6 draws fall on the smallest pair with probability 0.0087, more than the tail: the interval ends there
@@ -420,9 +418,7 @@ def test_the_last_words_of_a_run(tmp_path):
         return failure_reason(ChildRun(code, tmp_path / "out"))
 
     assert why("loading\nerror: does not fit\n[rank0] launcher's remark\n", 2) == "does not fit"
-    assert (
-        why("loading\nKilled\n", 137) == "Killed (exit code 137)" and why("", 9) == "exit code 9, and it said nothing"
-    )
+    assert why("loading\nKilled\n", 137) == "Killed (exit code 137)" and why("", 9) == "exit code 9, without output"
 
 
 def test_every_arm_is_checked_before_any_run_and_one_that_may_not_fit_is_warned_of(

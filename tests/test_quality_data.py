@@ -153,7 +153,7 @@ def test_what_is_not_data_is_said(tmp_path):
 
 def test_a_small_file_cannot_unpack_to_any_size(tmp_path, monkeypatch):
     """4 MB of zeros in .gz took 4 GB of memory."""
-    monkeypatch.setattr(data_rows, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(data_rows, "MAX_TEXT_BYTES", 1 << 20)
     bomb = tmp_path / "bomb.jsonl.gz"
     with gzip.open(bomb, "wb") as file:
         for _ in range(64):

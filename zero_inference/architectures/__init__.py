@@ -1,11 +1,11 @@
-"""Models side by side: how fast, how large, how good, and how sure one can be of the difference."""
+"""Compare models: speed, memory and quality, with confidence intervals of the differences."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-# Found when first asked for, so that `zero-inference --help` does not wait for torch.
+# Imported at first use, so that `zero-inference --help` does not wait for torch.
 _HOMES = {
     "ArchitectureBenchmark": "benchmark",
     "BenchmarkResult": "benchmark",

@@ -1,4 +1,4 @@
-"""The arms of `zero-inference compare`: what each is asked, and one run of one of them in a process of its own."""
+"""The arms of `zero-inference compare`: their options, and checks and runs of an arm in its own process."""
 
 from __future__ import annotations
 
@@ -21,15 +21,25 @@ from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
 from zero_inference.utils.format import file_stem
 from zero_inference.utils.processes import OWN_ERROR, ChildRun, isolated_ranks, last_error_line, run_child
 
-# What `compare` says itself, to every run.
-TAKEN = {"log-file", "log-dir", "dry-run", "json", "save-config", "warmup", "warmup-spread", "verbose", "local-rank"}
-# Files that a run writes where an option says; two arms would overwrite each other's.
-OWN_FILES = ("quality_items", "trace")
+# Options that `compare` sets for every run.
+SET_BY_COMPARE = {
+    "log-file",
+    "log-dir",
+    "dry-run",
+    "json",
+    "save-config",
+    "warmup",
+    "warmup-spread",
+    "verbose",
+    "local-rank",
+}
+# Options that name an output file; two arms must not write the same.
+OUTPUT_FILES = ("quality_items", "trace")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A name, the options of run_model.py it stands for, and the configuration they come to."""
+    """A name, its options of run_model.py, and the configuration that they give."""
 
     name: str
     options: tuple[str, ...]
@@ -43,25 +53,25 @@ class Arm:
 def read_arms(
     models: Sequence[str], texts: Sequence[str], shared: Sequence[str], config_of: Callable[[list[str]], RunConfig]
 ) -> list[Arm]:
-    """The arms that `--model NAME` and `--arm "NAME=OPTIONS"` ask for; `shared` options are of all of them, an arm's own win.
+    """Return the arms of `--model NAME` and `--arm "NAME=OPTIONS"`. `shared` options are for all; an arm's own override them.
 
     Args:
-        config_of: validated configuration of a list of run_model.py's options.
+        config_of: returns the validated configuration of a list of run_model.py's options.
 
     Raises:
-        UsageError: fewer than two arms, two of one name, or options that cannot be meant; says of which arm.
+        UsageError: fewer than two arms, two of one name, or invalid options; names the arm.
     """
     short = [model.rstrip("/").rpartition("/")[2] or model for model in models]
-    asked = [(name if short.count(name) == 1 else model, ["--model", model]) for name, model in zip(short, models)]
+    named = [(name if short.count(name) == 1 else model, ["--model", model]) for name, model in zip(short, models)]
     for text in texts:
         name, equals, options = text.partition("=")
         if not equals or not name.strip() or name.startswith("-") or not name.isprintable():
             raise UsageError(f'--arm {text!r}: write a name, = and options, such as "int4=--model X --quant-bits 4".')
         try:
-            asked.append((name.strip(), shlex.split(options)))
+            named.append((name.strip(), shlex.split(options)))
         except ValueError as error:
             raise UsageError(f"--arm {text!r}: {error}.") from error
-    arms = [_arm(name, [*shared, *options], config_of) for name, options in asked]
+    arms = [_arm(name, [*shared, *options], config_of) for name, options in named]
     _refuse_shared_files(arms)
     if len(arms) < 2:
         raise UsageError(
@@ -81,11 +91,13 @@ def read_arms(
 
 def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConfig]) -> Arm:
     try:
-        options = expand_config_files(options)  # which may change while the arms run, and may say what is refused here
+        options = expand_config_files(
+            options
+        )  # a config file may change while the arms run, and may hold a refused option
     except UsageError as error:
         raise UsageError(f"arm {name}: {error}") from error
     given = {_option_name(word) for word in options if word.startswith("--")}
-    if taken := sorted(given & TAKEN):
+    if taken := sorted(given & SET_BY_COMPARE):
         raise UsageError(
             f"arm {name}: --{taken[0]} is set by compare itself; drop it (compare has --log-dir and --warmup-tries)."
         )
@@ -96,14 +108,14 @@ def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConf
 
 
 def _refuse_shared_files(arms: Sequence[Arm]) -> None:
-    for name in OWN_FILES:
+    for name in OUTPUT_FILES:
         by_file: dict[str, str] = {}
         for arm in arms:
             file = getattr(arm.config, name)
             if file and by_file.setdefault(os.path.abspath(file), arm.name) != arm.name:
                 raise UsageError(
                     f"arm {arm.name}: --{name.replace('_', '-')} {file} is also written by arm "
-                    f"{by_file[os.path.abspath(file)]}; give each arm a file of its own."
+                    f"{by_file[os.path.abspath(file)]}; give each arm its own file."
                 )
 
 
@@ -112,33 +124,30 @@ def _option_name(word: str) -> str:
 
 
 def speed_only(options: Sequence[str]) -> list[str]:
-    """`options` without those about scores, which take long and are the same in every run: the first run has them."""
+    """Return `options` without those about scores, which are equal in every run: only the first run has them."""
     takes_value = {name.replace("_", "-"): not isinstance(DEFAULTS[name], bool) for name in QUALITY_FIELDS}
-    kept: list[str] = []
+    found: list[str] = []
     words = iter(options)
     for word in words:
         name = _option_name(word) if word.startswith("--") else ""
         if name not in takes_value:
-            kept.append(word)
+            found.append(word)
         elif takes_value[name] and "=" not in word:
             next(words, None)
-    return kept
+    return found
 
 
 def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> str | None:
-    """Whether the first run of `arm` can work, found by its --dry-run, which loads nothing.
-
-    In processes of its own, as a run is: one that asks a GPU keeps some of its memory until it ends. The later runs have the
-    same options less those about scores.
+    """Check an arm by --dry-run, in its own processes: a process that has used a GPU holds some of its memory until it ends.
 
     Args:
-        extra, folder, ranks: as of `run_arm`; the folder gets the plan, `<arm>-check.out`.
+        extra, folder, ranks: as of `run_arm`; the plan goes to `<arm>-check.out` in the folder.
 
     Returns:
-        The plan's own words where it says that the arm does not fit, which it estimates, or None.
+        The plan's verdict if it estimates that the arm does not fit, else None.
 
     Raises:
-        UsageError: the run would be refused for what is no estimate; names the arm and says why.
+        UsageError: the run would be refused; names the arm and the reason.
     """
     output = _check_output(arm, folder)
     options = [*arm.options, *extra, "--dry-run", "--json"]
@@ -157,25 +166,25 @@ def _check_output(arm: Arm, folder: Path) -> Path:
 
 
 def read_plan(arm: Arm, folder: Path) -> dict[str, Any] | None:
-    """Return the plan that `check_arm` left in `folder`, as `--dry-run --json` prints it; None without one."""
+    """Return the plan that `check_arm` wrote to `folder`, as of `--dry-run --json`; None without one."""
     output = _check_output(arm, folder)
-    said = output.read_text(errors="replace") if output.is_file() else ""
-    for begin in re.finditer(r"^\{", said, re.MULTILINE):  # libraries may have printed something before it
+    text = output.read_text(errors="replace") if output.is_file() else ""
+    for begin in re.finditer(r"^\{", text, re.MULTILINE):  # libraries may have printed something before it
         with contextlib.suppress(ValueError):
-            plan = json.JSONDecoder().raw_decode(said, begin.start())[0]
+            plan = json.JSONDecoder().raw_decode(text, begin.start())[0]
             if "fits" in plan:
                 return plan
     return None
 
 
 def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: int = 1) -> dict[str, Any]:
-    """One run of `arm` as `zero-inference run`, in its own processes: its record, or one made up here that says why it has none.
-    The first run, number 0, is the one that scores quality, where that was asked for.
+    """Run `zero-inference run` in its own processes; return the record, or `status` and `error` if there is none.
 
     Args:
-        extra: options on top of the arm's.
-        folder: gets log, record and output, `<arm>-<number>.log`, `.jsonl` and `.out`.
-        ranks: processes, started by torchrun where there are several.
+        extra: options added to the arm's.
+        folder: for log, record and output: `<arm>-<number>.log`, `.jsonl` and `.out`.
+        number: the first run, 0, is the one that scores quality.
+        ranks: processes; several are started by torchrun.
     """
     log, output = folder / f"{arm.file_stem}-{number}.log", folder / f"{arm.file_stem}-{number}.out"
     options = arm.options if number == 0 else speed_only(arm.options)
@@ -189,10 +198,10 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
 
 
 def failure_reason(ended: ChildRun) -> str:
-    """What a run that left no record said last."""
+    """Return the last error line of a run without a record."""
     words = last_error_line(ended.read_output())
     if words is None:
-        return f"exit code {ended.code}, and it said nothing"
+        return f"exit code {ended.code}, without output"
     return words.removeprefix("error: ") if OWN_ERROR.match(words) else f"{words} (exit code {ended.code})"
 
 

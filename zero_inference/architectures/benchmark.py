@@ -1,4 +1,4 @@
-"""One loaded model: generation and batch throughput, with memory and operations counted."""
+"""Benchmark one loaded transformers model: generation and batch throughput with memory and FLOPs, and quality."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ WARMUP_TRIES = 10
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """What one benchmark of one model gave.
+    """Result of one benchmark of one model.
 
     Attributes:
         name: `gen_p{prompt}_l{generated}` or `batch_b{batch}_s{sequence}`.
-        throughput: tokens/s over the median run: generated ones of a generation, all of a batch's.
-        latency_p50, latency_p95, latency_p99: of a run, in ms; None from fewer than 1, 20 and 100 runs.
-        memory_gb: weights and the most that a run held beside them, in GB of 2^30 bytes.
-        flops: floating-point operations of the products of one run, counted as it ran.
+        throughput: tokens/s of the median run: generated tokens, or all tokens of a batch.
+        latency_p50, latency_p95, latency_p99: of a run, in ms; None below 1, 20 and 100 runs.
+        memory_gb: weights and the peak that a run allocated beside them, in GB of 2^30 bytes.
+        flops: floating-point operations of the matrix products of one run, counted.
     """
 
     name: str
@@ -54,17 +54,16 @@ class BenchmarkResult:
 
 @dataclass
 class Memory:
-    """Filled when `measure_memory` ends: `peak_bytes` of the model's weights and the most held beside them meanwhile."""
+    """`peak_bytes`: the model's weights and the peak allocated beside them; set when `measure_memory` ends."""
 
     peak_bytes: int | None = None
 
 
 class ArchitectureBenchmark:
-    """Times a transformers model on one device. Weights and inputs are moved there; the model is put into eval mode.
+    """Times a transformers model on one device. The model is moved there and put into eval mode.
 
     Args:
-        model: called with `input_ids`; `generate` is needed by `benchmark_generation` alone.
-        device: where to run, such as "cuda" or "cpu".
+        model: called with `input_ids`; only `benchmark_generation` needs `generate`.
         seed: of the random prompts.
     """
 
@@ -75,9 +74,10 @@ class ArchitectureBenchmark:
 
     @contextlib.contextmanager
     def measure_memory(self) -> Iterator[Memory]:
-        """`with measure_memory() as memory: ...`, then `memory.peak_bytes`: the model's parameters and buffers, and the most that
-        torch held beside what it held before. On CUDA by its allocator's counters, on a CPU by every allocation torch's profiler
-        saw (which slows the work: time it elsewhere)."""
+        """Measure peak memory: parameters and buffers, plus the peak that torch allocated within the context.
+
+        On CUDA by the allocator's counters, on a CPU by the allocations that torch's profiler records, which slows the work.
+        """
         memory = Memory()
         unique = {each.data_ptr(): each.nbytes for each in (*self.model.parameters(), *self.model.buffers())}
         if self.device.type == "cuda":
@@ -103,10 +103,10 @@ class ArchitectureBenchmark:
     def benchmark_generation(
         self, prompt_tokens: int | torch.Tensor, generation_length: int, num_runs: int = 20
     ) -> BenchmarkResult:
-        """Greedy generation of exactly `generation_length` tokens with a KV cache, each run from the same prompt.
+        """Time greedy generation of exactly `generation_length` tokens with a KV cache, each run from the same prompt.
 
         Args:
-            prompt_tokens: token ids int64 [batch, P], or P for one sequence of P random ids.
+            prompt_tokens: token ids int64 [B, P], or P for one sequence of P random ids.
 
         Raises:
             ValueError: a length or number below 1, more positions than the model has, or a model that cannot generate.
@@ -121,13 +121,13 @@ class ArchitectureBenchmark:
         def generate() -> None:
             self.model.generate(ids, attention_mask=mask, generation_config=settings)
 
-        with self._without_own_settings():
+        with self._own_settings_reset():
             return self._result(
                 f"gen_p{ids.shape[1]}_l{generation_length}", generate, ids.shape[0] * generation_length, num_runs
             )
 
     def benchmark_batch_throughput(self, batch_size: int, seq_len: int, num_runs: int = 50) -> BenchmarkResult:
-        """Forward passes over the same [batch_size, seq_len] random ids; all positions are computed and none is cached.
+        """Time forward passes over the same random ids [batch_size, seq_len], without a KV cache.
 
         Raises:
             ValueError: a size or number below 1, or more positions than the model has.
@@ -163,8 +163,8 @@ class ArchitectureBenchmark:
         return BenchmarkResult(name, tokens / (p50 / 1e3), p50, p95, p99, memory.peak_bytes / GB, flops)
 
     def count_flops(self, run: Callable[[], None]) -> int:
-        """Operations of the products in `run`, by `torch.utils.flop_counter`. The CPU's fused attention is not in its table, so
-        there attention runs as plain products, which are as many."""
+        """Return the FLOPs of the products in `run`, by `torch.utils.flop_counter`, which does not know the CPU's fused attention: there
+        attention runs as plain products, with as many FLOPs."""
         from torch.utils.flop_counter import FlopCounterMode
 
         plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else contextlib.nullcontext()
@@ -199,10 +199,10 @@ class ArchitectureBenchmark:
     def _check_positions(self, length: int) -> None:
         positions = max_positions(self.model.config)
         if positions and length > positions:
-            raise ValueError(f"{length} positions asked for, {type(self.model).__name__} has {positions}")
+            raise ValueError(f"{length} positions are needed, {type(self.model).__name__} has {positions}")
 
     @contextlib.contextmanager
-    def _without_own_settings(self) -> Iterator[None]:
+    def _own_settings_reset(self) -> Iterator[None]:
         own = self.model.generation_config
         reset_generation_config(self.model)
         try:
@@ -221,15 +221,14 @@ class QualityBenchmark:
     """Scores a causal language model on tasks.
 
     Args:
-        model: a transformers model, ready to be called; it is not changed.
-        tokenizer: its tokenizer.
-        device: where inputs go; None takes that of the model's parameters.
-        allow_code_execution: humaneval runs what the model wrote, in `zero_inference.quality.sandbox`.
-        settings: fields of `QualitySettings`: batch_size, samples, temperature, ks, window, stride, seed, limits.
+        model: a transformers model; it is not changed.
+        device: of the inputs; None takes that of the model's parameters.
+        allow_code_execution: let humaneval run the model's programs, in `zero_inference.quality.sandbox`.
+        settings: fields of `QualitySettings`: batch_size, samples, temperature, ks, window, stride, seed, limits, allow_unsafe_code.
 
     Raises:
         UsageError: no tokenizer.
-        ValueError: a k of pass@k that is larger than the number of samples.
+        ValueError: a k of pass@k above the number of samples.
     """
 
     def __init__(
@@ -242,7 +241,7 @@ class QualityBenchmark:
         **settings,
     ):
         if tokenizer is None:
-            raise UsageError("quality is measured on text, and no tokenizer was given: pass the model's.")
+            raise UsageError("QualityBenchmark needs the model's tokenizer, and got None.")
         self.model, self.tokenizer = model, tokenizer
         self.device = torch.device(device) if device is not None else _device_of(model)
         self.allow_code_execution = allow_code_execution
@@ -250,20 +249,20 @@ class QualityBenchmark:
         self.settings.check_ks()
 
     def evaluate_task(self, task: str, dataset: Any) -> dict[str, Any]:
-        """Score the model on `dataset`, whose fields `zero_inference.quality.data` lists.
+        """Score the model on `dataset`, whose fields are in `zero_inference.quality.data`.
 
         Args:
-            dataset: dicts in any iterable, a datasets.Dataset, a DataFrame, or the path of a file or folder.
+            dataset: an iterable of dicts, a datasets.Dataset, a DataFrame, or the path of a file or folder.
 
         Returns:
             For mmlu and hellaswag `accuracy`, `stderr` (None for one item), `correct`, `total`, and hellaswag's `acc_norm`; for
             humaneval `pass_at_k` ({k: value}), `n` samples a problem and `k`, the list of them; for perplexity `perplexity`,
-            `stderr`, `tokens`, `window` and `stride`. More keys beside them.
+            `stderr`, `tokens`, `window` and `stride`; more keys as in the record.
 
         Raises:
             ValueError: unknown task.
-            UsageError: data that is empty or wrong, code that may not or cannot be run.
-            RunError: the model gives no scores.
+            UsageError: data that is empty or wrong, or programs that may not be run or cannot be isolated.
+            RunError: the scores are not finite, or a prompt is too long.
         """
         if task not in QUALITY_TASKS:
             raise ValueError(f"unknown task {task!r}; there are {', '.join(QUALITY_TASKS)}")
@@ -274,13 +273,13 @@ class QualityBenchmark:
         if task == "humaneval":
             if not self.allow_code_execution:
                 raise UsageError("humaneval runs code that the model wrote: allow it with allow_code_execution=True.")
-            check_isolation()
+            check_isolation(self.settings.allow_unsafe_code)
         alone = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=self.device)
         return evaluate({task: items}, self.model, self.tokenizer, self.device, alone, self.settings).scores[task]
 
 
 def _device_of(model) -> torch.device:
-    """Of the first parameter that is anywhere; one that accelerate offloads is on the meta device between forwards."""
+    """Return the device of the first parameter that is not on meta, where accelerate keeps offloaded ones between forward passes."""
     for parameter in model.parameters():
         if parameter.device.type != "meta":
             return parameter.device

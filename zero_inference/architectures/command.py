@@ -1,4 +1,4 @@
-"""`zero-inference compare`: models, or configurations of one model, in alternating runs and one table."""
+"""`zero-inference compare`: run models, or configurations of one model, alternately, and print one table."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ from zero_inference.utils.tables import FORMATS
 
 WARMUP_SPREAD = 0.05
 WARMUP_TRIES = 10
-SETTLED_LOOPS = 3  # warm-up loops of a run that settles at once
-# For estimates: seconds of imports, and bytes/s of loading where no plan predicts it.
+SETTLED_LOOPS = 3  # fewest warm-up loops of a run
+# For estimates: seconds of imports, and bytes/s of loading where the plan predicts none.
 START_S, LOADED_BYTES_PER_S = 10.0, 5e8
 MOST = 10_000  # rounds, warm-up loops, processes
 Runs = dict[str, list[tuple[int, dict[str, Any]]]]  # arm -> (pass, record) of each of its runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `zero-inference compare`; what follows `--` is run_model.py's, for every arm."""
     parser.epilog = examples(
         "zero-inference compare --model opt-125m --model opt-1.3b -- --dummy --engine resident",
         'zero-inference compare --arm "fp16=opt-13b" --arm "int4=opt-13b --quant-bits 4" -- --dummy --engine stream',
@@ -87,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments up to a `--` of `compare`, and those after it; argparse would take the latter for positional ones."""
+    """Return the arguments before and after the `--` of `compare`; argparse would take the latter for positional ones."""
     if argv[:1] != ["compare"] or "--" not in argv:
         return argv, []
     at = argv.index("--")
@@ -95,24 +94,22 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[str]], RunConfig]) -> int:
-    """Checks all arms, runs them in turn and prints the table; 0, or 1 where an arm failed.
+    """Check all arms, run them alternately and print the table; return 0.
 
     Args:
         shared: options of run_model.py for every arm.
-        config_of: what such options come to.
+        config_of: returns the validated configuration of such options.
 
     Raises:
         UsageError: an arm cannot work; nothing was run.
         RunError: an arm failed; the others are in the table.
     """
-    exit_on_stop()  # a run under way has to end too
+    exit_on_stop()  # ends the current run too
     arms = read_arms(args.model, args.arm, shared, config_of)
     baseline = args.baseline or arms[0].name
-    _refuse(arms, baseline, args.num_gpus)
+    _check_names_and_batches(arms, baseline, args.num_gpus)
     folder = _log_folder(args.log_dir)
-    settles = (
-        args.warmup_tries is not None or args.rounds > 1
-    )  # one round gives no verdict that an unsettled run could spoil
+    settles = args.warmup_tries is not None or args.rounds > 1  # one round gives no verdict
     args.warmup_tries = args.warmup_tries or (WARMUP_TRIES if settles else 1)
     extra = ["--warmup", str(args.warmup_tries), *(["--warmup-spread", str(WARMUP_SPREAD)] if settles else [])]
     with use_progress(Progress(args.verbose > 0)) as progress:
@@ -133,8 +130,7 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     return 0
 
 
-def _refuse(arms: list[Arm], baseline: str, num_gpus: int) -> None:
-    """Raises UsageError for what no run of the arms could change."""
+def _check_names_and_batches(arms: list[Arm], baseline: str, num_gpus: int) -> None:
     names = [arm.name for arm in arms]
     if baseline not in names:
         raise UsageError(f"--baseline {baseline}: there is no such arm; the arms are {', '.join(names)}.")
@@ -169,11 +165,7 @@ def _print_table(rows: list[dict[str, Any]], baseline: str, format: str) -> None
 
 
 def _log_folder(given: Path | None) -> Path:
-    """The folder given, made if need be, or a new one.
-
-    Raises:
-        UsageError: it cannot be made, or not be written to.
-    """
+    """Return the given folder, created if needed, or a new one. Raises UsageError if it cannot be created or written to."""
     try:
         folder = new_folder(Path("logs")) if given is None else given
         folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +179,7 @@ def _log_folder(given: Path | None) -> Path:
 
 
 def new_folder(parent: Path) -> Path:
-    """A new folder in `parent` named after the time: two comparisons that start in the same second would take each other's runs."""
+    """Create a folder in `parent` named after the time; unique, also for comparisons that start in the same second."""
     first = f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     parent.mkdir(parents=True, exist_ok=True)
     folder, number = parent / first, 1
@@ -202,7 +194,6 @@ def new_folder(parent: Path) -> Path:
 
 
 def _check_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder: Path, progress: Progress) -> None:
-    """Raises UsageError for the first arm that cannot work."""
     with progress.task("compare", len(arms), ticking=True) as task:
         for count, arm in enumerate(arms):
             task.at(f"checking arm {count + 1} of {len(arms)} ({arm.name})", count)
@@ -212,7 +203,7 @@ def _check_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], fold
 
 
 def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder: Path, progress: Progress) -> Runs:
-    """Every arm's runs; one that failed is not run again."""
+    """Run all arms; one that failed is not run again."""
     from zero_inference.architectures.comparison import alternate_runs
 
     by_name = {arm.name: arm for arm in arms}
@@ -240,7 +231,7 @@ def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder
 
 
 def _about(least: list[float | None], most: list[float | None]) -> str:
-    """Return the estimate of runs that take from `least` to `most` seconds each, in words; nothing where one of them is not known."""
+    """Return the estimate of runs that take `least` to `most` seconds each, such as `, about 3 min`; "" if one is unknown."""
     if None in least or None in most:
         return ""
     low, high = (format_duration(60 * max(1, round(sum(filter(None, each)) / 60))) for each in (least, most))
@@ -248,10 +239,9 @@ def _about(least: list[float | None], most: list[float | None]) -> str:
 
 
 def predict_run_s(arm: Arm, plan: dict[str, Any] | None, warmup: int) -> float | None:
-    """Return the seconds that a run of `arm` is expected to take with `warmup` loops before those that count, scoring not counted.
+    """Return the predicted seconds of a run with `warmup` loops, without scoring; None if unknown.
 
-    They are those of `plan`, or without a GPU what its bytes and products take this machine's memory and cores. None where neither
-    is known.
+    By the plan's times, or without a GPU by its bytes and FLOPs over quickly measured rates of this machine.
     """
     if plan is None:
         return None
@@ -272,7 +262,7 @@ def predict_run_s(arm: Arm, plan: dict[str, Any] | None, warmup: int) -> float |
 
 @functools.cache
 def measure_quick_rates() -> tuple[float, float]:
-    """Return GB/s of memory and GFLOP/s of the cores, measured in a fraction of a second: good for an estimate."""
+    """Return GB/s of memory and GFLOP/s of the CPU, measured in a fraction of a second."""
     import numpy
 
     data, square = numpy.ones(1 << 24, numpy.float32), numpy.ones((512, 512), numpy.float32)
@@ -289,7 +279,7 @@ def measure_quick_rates() -> tuple[float, float]:
 
 
 class RunTimes:
-    """How long the runs of each arm took, and from that how long others will."""
+    """Seconds of the runs of each arm so far, to predict the remaining ones."""
 
     def __init__(self, expected: Mapping[str, float | None] = MappingProxyType({})) -> None:
         self.expected = expected
@@ -303,8 +293,8 @@ class RunTimes:
             self.failed.add(arm)
 
     def expected_s(self, arms: list[str]) -> float | None:
-        """Seconds of runs of `arms`, one after the other; an arm that has not run yet takes as long as the others. Before
-        any has, what is expected of them; None where that is not known."""
+        """Return the seconds of one run of each of `arms`: its mean so far, or the mean of all arms if it has not run yet, or before the
+        first run the prediction; None if unknown."""
         means = {arm: sum(found) / len(found) for arm, found in self.seconds.items()}
         if not means:
             known = [self.expected.get(arm) for arm in arms]

@@ -1,7 +1,6 @@
-"""Several models in one process, and what may be said of their differences.
+"""Benchmark several models in one process, and summarize a comparison: speedups and differences of scores.
 
-A comparison is a frame with one row for each architecture, configuration and pass; `summarize` turns it into ratios and
-differences. `zero-inference compare` makes such a frame from the records of runs.
+A comparison is a data frame with one row for each architecture, configuration and pass; `zero-inference compare` builds it from records.
 """
 
 from __future__ import annotations
@@ -19,52 +18,26 @@ if TYPE_CHECKING:
     import torch
 
 SPEED, QUALITY, FAILED = "speed", "quality", "failed"
-COLUMNS = (
-    "architecture",
-    "type",
-    "config",
-    "pass",
-    "throughput",
-    "latency_p50",
-    "latency_p95",
-    "latency_p99",
-    "memory_gb",
-    "flops",
-    "accuracy",
-    "stderr",
-    "total",
-    "error",
+COLUMNS = tuple(
+    "architecture type config pass throughput latency_p50 latency_p95 latency_p99 memory_gb flops "
+    "accuracy stderr total error".split()
 )
-SUMMARY = (
-    "architecture",
-    "type",
-    "config",
-    "runs",
-    "throughput",
-    "speedup",
-    "speedup_low",
-    "speedup_high",
-    "memory_gb",
-    "flops",
-    "accuracy",
-    "stderr",
-    "accuracy_difference",
-    "accuracy_difference_stderr",
-    "verdict",
-    "error",
+SUMMARY = tuple(
+    "architecture type config runs throughput speedup speedup_low speedup_high memory_gb flops "
+    "accuracy stderr accuracy_difference accuracy_difference_stderr verdict error".split()
 )
 
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
-    """What `compare_architectures` does with each model.
+    """What `compare_architectures` runs for each model.
 
     Attributes:
-        device: where to run; the GPU where there is one.
+        device: None takes the GPU if there is one.
         generation: pairs (prompt tokens, tokens to generate).
         batch: pairs (batch size, sequence length).
-        passes: how often each model has its turn; the order is turned round every time, and fewer than 6 give no verdict.
-        generation_runs, batch_runs: runs of each turn.
+        passes: passes over all models, in alternating order; fewer than 6 give no verdict.
+        generation_runs, batch_runs: runs in each pass.
         quality: task -> its data, for `QualityBenchmark.evaluate_task`; scored in the first pass.
         tokenizers: architecture -> tokenizer, for those tasks.
     """
@@ -89,19 +62,18 @@ def compare_architectures(
     architectures: Mapping[str, torch.nn.Module | Callable[[], torch.nn.Module]],
     benchmark_config: BenchmarkConfig | Mapping[str, Any],
 ) -> pandas.DataFrame:
-    """Benchmark every architecture in turn: A B B A A B ..., so that drift of the machine meets all alike.
+    """Benchmark the architectures in the order A B B A A B ..., so that drift of the machine affects all alike.
 
     Args:
-        architectures: name -> a model, moved to the device for its turns and back after them, or a function that makes one,
-            called at each turn.
+        architectures: name -> a model, moved to the device for its passes and back, or a function that builds one, called in each pass.
         benchmark_config: a `BenchmarkConfig`, or its fields as a mapping.
 
     Returns:
         COLUMNS; `type` is "speed" (one row a configuration and pass, as in `BenchmarkResult`), "quality" (one row a task) or
-        "failed": an architecture that raised ends there, with the reason in `error`, and the others go on.
+        "failed": an architecture that raised is not run again; the reason is in `error`.
 
     Raises:
-        ValueError: fewer than one architecture, or a configuration that cannot be meant.
+        ValueError: no architecture, or nothing to run.
     """
     import torch
 
@@ -114,11 +86,12 @@ def compare_architectures(
         if any(row["architecture"] == name and row["type"] == FAILED for row in rows):
             continue
         try:
-            with _in_turn(architectures[name], device) as model:
+            with _model_for_pass(architectures[name], device) as model:
                 rows += [
-                    {"architecture": name, "pass": number} | row for row in _turn(name, model, device, config, number)
+                    {"architecture": name, "pass": number} | row
+                    for row in _run_pass(name, model, device, config, number)
                 ]
-        except Exception as error:  # of the model's own code: it must not take the others along
+        except Exception as error:  # of the model's code; the other architectures go on
             reason = str(error).strip().splitlines() or [""]
             rows.append(
                 {"architecture": name, "type": FAILED, "pass": number, "error": f"{type(error).__name__}: {reason[0]}"}
@@ -127,24 +100,24 @@ def compare_architectures(
 
 
 def alternate_runs(names: Sequence[str], passes: int) -> list[tuple[int, str]]:
-    """(pass, name) in the order to run: each pass has every name once, every other pass in reverse (A B, B A, A B, ...)."""
+    """Return (pass, name) in the order to run: every other pass is reversed (A B, B A, A B, ...)."""
     return [
         (number, name) for number in range(passes) for name in (names if number % 2 == 0 else list(reversed(names)))
     ]
 
 
 def build_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
-    """Rows (mappings with some of COLUMNS) as a comparison's frame."""
+    """Return a comparison's frame from rows that have some of COLUMNS."""
     import pandas
 
     return pandas.DataFrame([{name: row.get(name) for name in COLUMNS} for row in rows], columns=list(COLUMNS))
 
 
 def summarize(frame: pandas.DataFrame, baseline: str) -> pandas.DataFrame:
-    """What the runs of a comparison say about each architecture beside `baseline`.
+    """Return the differences of each architecture from `baseline`.
 
     Args:
-        frame: of `compare_architectures`, or several of them together.
+        frame: of `compare_architectures`, or several concatenated.
         baseline: an architecture of the frame.
 
     Returns:
@@ -152,8 +125,8 @@ def summarize(frame: pandas.DataFrame, baseline: str) -> pandas.DataFrame:
         `flops`, and the `speedup` with its 97% interval `speedup_low` to `speedup_high` and `verdict` ("faster", "slower", "no
         difference" where the interval contains 1, "too few runs" below 6 pairs), from the `runs` passes that both have. Quality:
         `accuracy` with its `stderr`, the `accuracy_difference` with `accuracy_difference_stderr`, and a verdict ("higher",
-        "lower", "no difference"; "no standard error", "too few items" below 30, where there can be none). Failed: `error`. What
-        has no counterpart in the baseline has no difference.
+        "lower", "no difference"; or why there is none: "no standard error", "too few items" below 30). Failed: `error`. Configurations
+        that the baseline lacks have no difference.
 
     Raises:
         ValueError: the frame has no such baseline.
@@ -200,7 +173,7 @@ def _speed(group: pandas.DataFrame, base: pandas.DataFrame) -> dict[str, Any]:
 
 
 def _quality(group: pandas.DataFrame, base: pandas.DataFrame) -> dict[str, Any]:
-    """Scores do not change from run to run, so the last one stands for all."""
+    """Summarize the last score: scores do not change from run to run."""
     last = group.iloc[-1]
     row = {"runs": len(group), "accuracy": last["accuracy"], "stderr": last["stderr"]}
     if base.empty:
@@ -212,12 +185,12 @@ def _quality(group: pandas.DataFrame, base: pandas.DataFrame) -> dict[str, Any]:
 
 
 def _score(row: pandas.Series) -> statistics.Score:
-    """A quality row's score; pandas says nan for what is missing."""
+    """Return the score of a row, in which pandas has nan for missing values."""
     error, items = (None if value is None or value != value else value for value in (row["stderr"], row["total"]))
     return statistics.Score(row["accuracy"], error, items)
 
 
-def _turn(
+def _run_pass(
     name: str, model: torch.nn.Module, device: torch.device, config: BenchmarkConfig, number: int
 ) -> Iterator[dict[str, Any]]:
     from zero_inference.architectures.benchmark import ArchitectureBenchmark
@@ -239,9 +212,9 @@ def _turn(
 
 
 def quality_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows of a comparison from `task -> result of evaluate_task`, one for each k of pass@k.
+    """Yield rows of a comparison from `task -> result of evaluate_task`: accuracies, and one row for each k of pass@k.
 
-    `total` is the number of items, of problems for pass@k. Perplexities and the like are left to the record.
+    `total` is the number of items, of problems for pass@k.
     """
     for task, score in scores.items():
         if not isinstance(score, Mapping):
@@ -268,18 +241,18 @@ def quality_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, 
 
 
 @contextlib.contextmanager
-def _in_turn(architecture: Any, device: torch.device) -> Iterator[torch.nn.Module]:
-    """A model for one turn; after it a given one goes back to where it was and a made one is gone: the next needs the memory."""
+def _model_for_pass(architecture: Any, device: torch.device) -> Iterator[torch.nn.Module]:
+    """Give a model for one pass; then move it back to its device, or delete it if it was built: the next one needs the memory."""
     import torch
 
-    given = isinstance(architecture, torch.nn.Module)
-    model = architecture if given else architecture()
+    is_model = isinstance(architecture, torch.nn.Module)
+    model = architecture if is_model else architecture()
     home = next((parameter.device for parameter in model.parameters()), device)
     training = model.training
     try:
         yield model
     finally:
-        if given:
+        if is_model:
             model.to(home).train(training)
         del model
         gc.collect()

@@ -1,4 +1,4 @@
-"""The table of `zero-inference compare`: one row an arm, from the records of its runs."""
+"""The table of `zero-inference compare`: one row for each arm, from the records of its runs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def _times(ratio: float) -> str:
     return f"{ratio:.3f}x"
 
 
+def _speed_columns(phase: str, digits: int) -> list[Column]:
+    return [
+        Column(f"{phase}_throughput", f"{phase} (token/s)", decimals(digits)),
+        Column(f"{phase}_speedup", f"{phase} speedup", _times),
+        Column(f"{phase}_speedup_low", f"{phase} from", _times),
+        Column(f"{phase}_speedup_high", f"{phase} to", _times),
+        Column(f"{phase}_verdict", f"{phase} verdict", dtype="string"),
+    ]
+
+
 COLUMNS = (
     Column("arm", "arm", dtype="string"),
     Column("model", "model", dtype="string"),
@@ -33,21 +43,9 @@ COLUMNS = (
     Column("dtype", "type", dtype="string"),
     Column("quant_bits", "bits", dtype="Int64"),
     Column("runs", "runs", dtype="Int64"),
-    Column("decode_throughput", "decode (token/s)", decimals(3)),
-    Column("decode_speedup", "decode speedup", _times),
-    Column("decode_speedup_low", "decode from", _times),
-    Column("decode_speedup_high", "decode to", _times),
-    Column("decode_verdict", "decode verdict", dtype="string"),
-    Column("prefill_throughput", "prefill (token/s)", decimals(1)),
-    Column("prefill_speedup", "prefill speedup", _times),
-    Column("prefill_speedup_low", "prefill from", _times),
-    Column("prefill_speedup_high", "prefill to", _times),
-    Column("prefill_verdict", "prefill verdict", dtype="string"),
-    Column("total_throughput", "total (token/s)", decimals(3)),
-    Column("total_speedup", "total speedup", _times),
-    Column("total_speedup_low", "total from", _times),
-    Column("total_speedup_high", "total to", _times),
-    Column("total_verdict", "total verdict", dtype="string"),
+    *_speed_columns("decode", 3),
+    *_speed_columns("prefill", 1),
+    *_speed_columns("total", 3),
     Column("step_samples", "steps", dtype="Int64"),
     Column("step_p50_s", "p50 (ms)", _milliseconds),
     Column("step_p95_s", "p95 (ms)", _milliseconds),
@@ -63,7 +61,7 @@ ERROR = Column("error", "error", dtype="string")
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """COLUMNS, those of each quality task that any arm has, and the error's."""
+    """Return COLUMNS, those of each quality task, and the error's."""
     found = list(COLUMNS)
     for task in dict.fromkeys(task for row in rows for task in row.get("quality", {})):
         found += [
@@ -79,8 +77,8 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 def compact_for_display(
     found: Sequence[Column], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Column], list[dict[str, Any]]]:
-    """Columns and rows that fit beside each other: choices in which the arms differ, speedups with their intervals in one column,
-    the whole run's throughput only where there is no decode."""
+    """Return fewer columns, for a terminal: choices only if arms differ in them, speedups with intervals in one column, total throughput
+    only without decode."""
     shown = [dict(row) for row in rows]
     left_out = {"step_samples", "weight_bytes"}
     left_out |= {
@@ -108,10 +106,10 @@ def _ratio(middle: float | None, low: float | None, high: float | None) -> str |
 
 
 def arm_rows(arms: Sequence[Arm], runs: Runs, baseline: str) -> list[dict[str, Any]]:
-    """One row an arm, plain JSON values under the names of `columns`, and `quality`: task -> its summary.
+    """Return one row for each arm: JSON values under the names of `columns`, and `quality`: task -> its summary.
 
-    Throughputs are medians over runs, percentiles those of the decode steps of all runs together, peaks the largest of any run.
-    An arm with a failed run has `error` and no speed.
+    Throughputs are medians over runs, percentiles over the decode steps of all runs, peaks maxima. An arm with a failed run has `error` and
+    no speed.
     """
     summary = _summary(arms, runs, baseline)
     return [_row(arm, runs[arm.name], runs[baseline], summary) for arm in arms]
@@ -192,30 +190,21 @@ def _summary(arms: Sequence[Arm], runs: Runs, baseline: str):
 
 
 def _plain(value: Any) -> Any:
-    """None for what pandas calls missing, and for an end of an interval that has none."""
+    """Return None for nan and for an unbounded end of an interval."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     return value
 
 
 def run_facts(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What the JSON output tells of one run; the record in the log folder has the rest."""
-    names = (
-        "status",
-        "timestamp",
-        "prefill_throughput",
-        "decode_throughput",
-        "total_throughput",
-        "warmed_up",
-        "warmup_total_s",
-        "settling_s",
-        "error",
-    )
+    """Return the fields of a record that the JSON output lists for each run."""
+    rates = [f"{phase}_throughput" for phase in ("prefill", "decode", "total")]
+    names = ["status", "timestamp", *rates, "warmed_up", "warmup_total_s", "settling_s", "error"]
     return {name: record[name] for name in names if record.get(name) is not None}
 
 
 def captions(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
-    """The lines under the table."""
+    """Return the lines below the table."""
     lines = [
         f"speedup: median over pairs of runs next to each other, against {baseline} (97% interval, by bootstrap over the "
         "pairs); no difference: the interval contains 1"

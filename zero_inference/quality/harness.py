@@ -1,6 +1,6 @@
-"""lm-evaluation-harness on a model that an engine has loaded: choices by log-likelihood, windows of text, completions.
+"""lm-evaluation-harness on a model that an engine has loaded: log-likelihoods of choices and of windows of text, and completions.
 
-Each rank takes every n-th item, so each function works on one rank's share and returns a result for each item of it.
+Each function takes one rank's share of the items and returns one result for each.
 """
 
 from __future__ import annotations
@@ -29,37 +29,24 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from zero_inference.errors import RunError
 from zero_inference.utils.progress import Progress, Task
 
-STOP = [
-    "\nclass",
-    "\ndef",
-    "\n#",
-    "\nif",
-    "\nprint",
-]  # of lm-eval's task humaneval, from Codex: the function is complete
-TOP_P = 0.95  # of several samples, as in the Codex paper
+STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # the function is complete; from lm-eval's task humaneval (Codex)
+TOP_P = 0.95  # for several samples, as in the Codex paper
 
 
 class EngineLM(HFLM):
-    """HFLM over a loaded model: its device is the one that the engine names, its weights stay untouched, its progress is ours.
+    """HFLM over a loaded model, with the engine's device and our progress; its weights stay untouched.
 
-    The device of the first parameter, which HFLM asks, is meta under accelerate; tying the weights again would put plain
-    parameters where an engine manages its own. Log-probabilities are float32; HFLM's default is the dtype of the logits, in
-    which bfloat16 has three digits.
+    HFLM would take the device of the first parameter, which is meta under accelerate, and tie weights again, which puts plain parameters
+    where an engine manages its own. Log-probabilities are float32; HFLM's default is the dtype of the logits: bfloat16 has three digits.
 
     Attributes:
-        in_own_dtype: the last log-likelihoods with log-probabilities in the dtype of the logits; None where that is float32.
-        replayed: log-likelihoods to return in place of asking the model; None asks it.
+        in_own_dtype: the last log-likelihoods with log-probabilities in the dtype of the logits; None if that is float32.
+        replayed: log-likelihoods to return instead of running the model, or None.
     """
 
-    def __init__(
-        self,
-        model,
-        tokenizer,
-        device: torch.device,
-        batch_size: int,
-    ):
+    def __init__(self, model, tokenizer, device: torch.device, batch_size: int):
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        with _weights_untouched(model):
+        with _tie_weights_disabled(model):
             super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
         self._device = device
         self.in_own_dtype: list[float] | None = None
@@ -100,7 +87,7 @@ class EngineLM(HFLM):
 
     @contextmanager
     def _in_both_dtypes(self) -> Iterator[None]:
-        """Replace HFLM's Collator, which sees each answer, by one that also scores it in the dtype of the logits."""
+        """Replace HFLM's Collator, which gets each answer, by one that also scores it in the dtype of the logits."""
         collator, self.in_own_dtype = lm_eval_models.Collator, None
         lm_eval_models.Collator = partial(_InOwnDtype, self)
         try:
@@ -111,7 +98,7 @@ class EngineLM(HFLM):
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """What HFLM would draw with a bar of its own, a request at a time, is told as our progress."""
+        """Replace HFLM's progress bar of requests by ours."""
         bars = lm_eval_models.tqdm
         lm_eval_models.tqdm = lambda *rows, total=None, **settings: _Requests(self, total)
         try:
@@ -121,7 +108,7 @@ class EngineLM(HFLM):
 
 
 class _InOwnDtype(Collator):
-    """Computes each answer again from the logits as they are, with the log-softmax in their dtype."""
+    """Computes each answer again with the log-softmax in the dtype of the logits."""
 
     def __init__(self, lm: EngineLM, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -143,7 +130,7 @@ class _InOwnDtype(Collator):
 
 
 class _Requests:
-    """Takes the place of one of HFLM's bars."""
+    """Stands in for one of HFLM's progress bars."""
 
     def __init__(self, lm: EngineLM, total: int):
         self.lm, self.total, self.done = lm, total, 0
@@ -160,10 +147,10 @@ class _Requests:
 
 @dataclass(frozen=True)
 class Choice:
-    """One question: the summed log-likelihood (nat) of each choice, and whether the right one had the highest.
+    """One question: the summed log-likelihood (nat) of each choice, and whether the right one has the highest.
 
-    `correct_norm` is lm-eval's acc_norm: log-likelihoods divided by the choices' lengths in characters. `in_own_dtype` is the same with
-    log-probabilities in the dtype of the logits; None where that is float32.
+    `correct_norm` is lm-eval's acc_norm: log-likelihoods divided by the choices' lengths in characters. `in_own_dtype` has the results with
+    log-probabilities in the dtype of the logits; None if that is float32.
     """
 
     log_likelihoods: list[float]
@@ -173,17 +160,13 @@ class Choice:
 
 
 def score_choices(lm: EngineLM, task: str, items: list[dict]) -> list[Choice]:
-    """Which choice the model finds likeliest, item by item.
-
-    Raises:
-        RunError: a log-likelihood is no number.
-    """
+    """Return the score of each item. Raises RunError for a log-likelihood that is not finite."""
     if not items:
         return []
     lm.label = task
     with TemporaryDirectory(prefix="zero-inference-") as folder, _no_bars():
-        made = build_choice_task(task, items, Path(folder))
-        scored = _choices(task, lm, made)
+        choice_task = build_choice_task(task, items, Path(folder))
+        scored = _run_choice_task(task, lm, choice_task)
         for number, one in enumerate(scored):
             if not all(map(math.isfinite, one.log_likelihoods)):
                 raise RunError(
@@ -194,14 +177,14 @@ def score_choices(lm: EngineLM, task: str, items: list[dict]) -> list[Choice]:
             return scored
         lm.replayed = lm.in_own_dtype
         try:
-            own = _choices(task, lm, made)
+            in_own_dtype = _run_choice_task(task, lm, choice_task)
         finally:
             lm.replayed = None
-    return [replace(one, in_own_dtype=other) for one, other in zip(scored, own)]
+    return [replace(one, in_own_dtype=other) for one, other in zip(scored, in_own_dtype)]
 
 
-def _choices(task: str, lm: EngineLM, made) -> list[Choice]:
-    samples = evaluator.evaluate(lm, {task: made}, bootstrap_iters=0, log_samples=True)["samples"][task]
+def _run_choice_task(task: str, lm: EngineLM, choice_task) -> list[Choice]:
+    samples = evaluator.evaluate(lm, {task: choice_task}, bootstrap_iters=0, log_samples=True)["samples"][task]
     scored = []
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
         values = [float(answer[0]) for answer in sample["filtered_resps"]]
@@ -210,11 +193,11 @@ def _choices(task: str, lm: EngineLM, made) -> list[Choice]:
 
 
 def build_choice_task(task: str, items: list[dict], folder: Path):
-    """lm-eval's task over `items`, which it reads from a file in `folder`. No examples are shown before the question."""
+    """Return lm-eval's zero-shot task over `items`, which it reads from a file in `folder`."""
     docs = build_choice_docs(task, items)
     path = folder / f"{task}.jsonl"
     path.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    text = datasets.Value("string")  # said, or texts that all look like dates would be read as such
+    text = datasets.Value("string")  # texts that all look like dates would be parsed
     features = datasets.Features({"query": text, "choices": datasets.List(text), "gold": datasets.Value("int64")})
     metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     return lm_eval_task.ConfigurableTask(
@@ -239,18 +222,18 @@ def build_choice_task(task: str, items: list[dict], folder: Path):
 
 
 def build_choice_docs(task: str, items: list[dict]) -> list[dict]:
-    """What is asked: `query`, `choices`, and `gold`, the right one's number."""
+    """Return lm-eval's documents: `query`, `choices`, and `gold`, the index of the right choice."""
     if task == "mmlu":
         return [{"query": item["prompt"], "choices": item["choices"], "gold": item["answer"]} for item in items]
     if all({"activity_label", "ctx_a", "ctx_b"} <= item.keys() for item in items):
-        made = hellaswag_docs(datasets.Dataset.from_list(items))
-        return [{name: doc[name] for name in ("query", "choices", "gold")} for doc in made]
+        docs = hellaswag_docs(datasets.Dataset.from_list(items))
+        return [{name: doc[name] for name in ("query", "choices", "gold")} for doc in docs]
     return [{"query": item["ctx"], "choices": item["endings"], "gold": item["label"]} for item in items]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of a text with the ones before them: `context` is only seen, `scored` is predicted."""
+    """Tokens of a document: `scored` are predicted, with `context` before them."""
 
     document: int
     context: list[int]
@@ -258,11 +241,11 @@ class Window:
 
 
 def split_windows(lm: EngineLM, texts: list[str], window: int, stride: int) -> list[Window]:
-    """Every token of every text in exactly one window, the first one predicted from the beginning-of-text token.
+    """Split texts so that every token is scored in exactly one window, the first one after the beginning-of-text token.
 
     Args:
-        window: the most tokens that the model is given at once.
-        stride: tokens that each window after the first predicts; window - stride + 1 or more come before each of them.
+        window: most tokens of a forward pass.
+        stride: tokens that each window after the first scores, each with a context of window - stride + 1 or more.
     """
     windows = []
     for number, text in enumerate(texts):
@@ -275,11 +258,8 @@ def split_windows(lm: EngineLM, texts: list[str], window: int, stride: int) -> l
 
 
 def score_windows(lm: EngineLM, windows: list[Window]) -> list[tuple[float, float]]:
-    """The summed log-likelihood (nat) of each window's scored tokens, and the same with log-probabilities in the dtype of the logits.
-
-    Raises:
-        RunError: one is no number.
-    """
+    """Return for each window the summed log-likelihood (nat) of its scored tokens, with float32 log-probabilities and in the dtype of the
+    logits. Raises RunError if one is not finite."""
     if not windows:
         return []
     lm.label = "perplexity"
@@ -294,7 +274,7 @@ def score_windows(lm: EngineLM, windows: list[Window]) -> list[tuple[float, floa
 def complete_programs(
     lm: EngineLM, prompts: list[str], new_tokens: int, temperature: float | None, seed: int
 ) -> list[str]:
-    """A completion of each prompt, cut where the function ends. Greedy without a temperature.
+    """Return a completion of each prompt, cut where the function ends; greedy if `temperature` is None.
 
     Raises:
         RunError: a prompt and `new_tokens` exceed the model's context.
@@ -320,7 +300,7 @@ def complete_programs(
 
 
 @contextmanager
-def _weights_untouched(model) -> Iterator[None]:
+def _tie_weights_disabled(model) -> Iterator[None]:
     model.tie_weights = lambda *arguments, **named: None
     try:
         yield
@@ -330,7 +310,7 @@ def _weights_untouched(model) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """lm-eval and datasets draw bars of their own into the progress line."""
+    """Hide the progress bars of lm-eval and datasets, which would break our progress line."""
     bars, drawn = lm_eval_task.tqdm, datasets.are_progress_bars_disabled()
     lm_eval_task.tqdm = lambda rows, **settings: rows
     datasets.disable_progress_bars()
