@@ -269,3 +269,16 @@ def test_odd_and_hostile_records_are_drawn_without_errors_and_warnings(records):
         found = figures.all_figures(runs)
     assert len(found) > 3
     assert all("<script" not in svg and "<img" not in svg for _, svg in found)
+
+
+def test_a_setting_has_the_same_look_in_all_figures_and_few_lines_are_named():
+    records = [
+        rich_record(model=model, engine=engine, batch_size=batch)
+        for model in ("org/a", "org/b")
+        for engine in [f"engine {number}" for number in range(9 if model == "org/a" else 2)]
+        for batch in (1, 8)
+    ]
+    first, second = (plot.figure.axes[0].lines for plot in drawn(figures.throughput, *records))
+    looks = {each.get_label(): (each.get_color(), each.get_marker()) for each in first}
+    assert len(looks) == 7 and len(set(looks.values())) == 7 and "other settings (see the table)" in looks
+    assert {each.get_label(): (each.get_color(), each.get_marker()) for each in second}.items() <= looks.items()

@@ -64,10 +64,10 @@ def throughput(runs: list[Run]) -> list[Plot]:
     groups = sorted(_grouped(known, lambda run: run.group).values(), key=len, reverse=True)
     several = [group for group in groups if len(group) > 1]
     alone = [run for group in groups if len(group) == 1 for run in group]
-    settings = [setting for setting, _ in Counter(run.setting for run in known).most_common(len(SERIES))]
+    ranks = {setting: rank for rank, (setting, _) in enumerate(Counter(run.setting for run in known).most_common())}
     plots = []
     for group in several[:MOST_FIGURES]:
-        plots += _bars(group) if len({run.request.batch_size for run in group}) == 1 else [_lines(group, settings)]
+        plots += _bars(group) if len({run.request.batch_size for run in group}) == 1 else [_lines(group, ranks)]
     return plots + _bars(alone)
 
 
@@ -105,17 +105,19 @@ def _bars(runs: list[Run]) -> list[Plot]:
     return row_figure(title, caption, "decode throughput (token/s)", rows, draw, "settings")
 
 
-def _lines(runs: list[Run], settings: list[str]) -> Plot:
-    """Draw a line for each setting, in the same colour in all figures if it is one of `settings`."""
+def _lines(runs: list[Run], ranks: dict[str, int]) -> Plot:
+    """Draw a line for each setting; its colour and marker follow from its rank, so that they are the same in all figures."""
     axes = new_axes(210)
     described = []
-    for setting, alike in _grouped(runs, lambda run: run.setting).items():
+    by_setting = sorted(_grouped(runs, lambda run: run.setting).items(), key=lambda each: ranks[each[0]])
+    for number, (setting, alike) in enumerate(by_setting):
         by_batch = sorted(_grouped(alike, lambda run: run.request.batch_size).items())
         x, y = zip(*((batch, statistics.median(run.decode_throughput for run in each)) for batch, each in by_batch))
-        index = settings.index(setting) if setting in settings else None
-        label = cut(setting) if index is not None else "other settings (see the table)"
-        colour, marker = (MUTED, ".") if index is None else (SERIES[index], MARKERS[index])
-        axes.plot(x, y, color=colour, marker=marker, linewidth=0.8 if index is None else 1.8, label=label)
+        rank, count = ranks[setting], len(SERIES)
+        colour, marker, label = SERIES[rank % count], MARKERS[(rank + rank // count) % count], cut(setting)
+        if number >= count:
+            colour, marker, label = MUTED, ".", "other settings (see the table)"
+        axes.plot(x, y, color=colour, marker=marker, linewidth=1.5, label=label)
         described.append(f"{setting}: {', '.join(f'{format_number(s)} at batch {b}' for b, s in zip(x, y))}")
     batches = sorted({run.request.batch_size for run in runs})
     set_log_axis(axes.xaxis, batches)
