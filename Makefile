@@ -10,12 +10,13 @@ STAMP  := $(VENV)/.complete
 IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs
+.PHONY: help setup demo test test-all lint format docs
 
 help:
 	@echo "make setup   make .venv and install everything into it"
 	@echo "make demo    generate with a small real model, weights offloaded to host memory"
-	@echo "make test    run all tests"
+	@echo "make test    run the tests, but for the slow ones"
+	@echo "make test-all  run all tests"
 	@echo "make lint    check the layout of the code, likely bugs and types; changes nothing"
 	@echo "make format  lay the code out, and fix what can be fixed by a tool"
 	@echo "make docs    build the documentation as a site in site/"
@@ -60,8 +61,13 @@ docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet --clean
 	@echo "docs: open site/index.html; for the search as well: python3 -m http.server -d site"
 
-# The tests start real runs in processes of their own and often wait: three files at a time, one thread each. Bytecode is kept even
+# The tests start real runs in processes of their own and often wait: three files at a time, one thread each. Bytecode is cached even
 # where the environment says otherwise: each of those processes would compile the package again.
+PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
-	@echo "test: pytest, three files at a time"
-	@$(IN_VENV) OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	@echo "test: pytest, three files at a time, without the slow tests"
+	@$(PYTEST) -m "not slow"
+
+test-all: $(STAMP)
+	@echo "test-all: pytest, three files at a time"
+	@$(PYTEST)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The steps of the images in Dockerfile, which tests/test_wheel.py follows without Docker as far as it can.
+# The steps of the images in Dockerfile, which tests/test_packaging.py follows without Docker as far as it can.
 #   docker/install.sh system     Debian's or Ubuntu's packages, as root
 #   docker/install.sh python     a virtual environment with the package and all that it needs
 # Variables:

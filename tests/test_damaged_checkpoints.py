@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, plain_ids
+from conftest import VOCAB, build_model, plain_ids
 from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
+from zero_inference.errors import RunError
 from zero_inference.measure.session import output_ids_sha256
+from zero_inference.models.checkpoint_files import checkpoint_files
 from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
@@ -263,3 +265,78 @@ def test_a_config_chooses_neither_kernels_nor_what_a_forward_returns(run, folder
     config = build_on_meta(spec).config
     assert config._attn_implementation == "sdpa" and config.return_dict
     assert run()[::2] == (0, expected)
+
+
+BAD = {
+    "a list": b"[1]",
+    "no map": b"{}",
+    "a map of another kind": b'{"weight_map": [1]}',
+    "null": b'{"weight_map": null}',
+    "a number": b'{"weight_map": {"a": 1}}',
+    "mixed": b'{"weight_map": {"a": "x", "b": null}}',
+    "not UTF-8": b"\xff\xfe\x00",
+    "deep": b"[" * 100_000,
+    "empty": b"",
+    "nothing in it": b'{"weight_map": {}}',
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_damaged_index_is_named(name, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_bytes(BAD[name])
+    with pytest.raises(
+        RunError,
+        match="model.safetensors.index.json: (damaged, or no index|names .*, which is not a file in its folder)",
+    ):
+        checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/hostname", "a/../../b"])
+def test_an_index_leads_to_its_own_folder_alone(name, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name, "b": "there"}}))
+    (tmp_path / "there").touch()
+    with pytest.raises(RunError, match=f"names '{name}', which is not a file in its folder"):
+        checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize("held", ["equal", "different", "head"])
+@pytest.mark.parametrize("engine", [["--engine", "resident"], ["--engine", "stream"], ["--cpu-offload"]], ids="-".join)
+def test_the_sides_that_are_in_the_file(held, engine, tmp_path):
+    model = build_model("opt")
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    table = tensors["model.decoder.embed_tokens.weight"]
+    tensors["lm_head.weight"] = table.flip(0).contiguous() if held == "different" else table.clone()
+    if held == "head":
+        del tensors["model.decoder.embed_tokens.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert (
+        main(
+            [
+                "run_model.py",
+                "--model",
+                str(tmp_path / "model"),
+                "--dtype",
+                "float32",
+                "--prompt-len",
+                "9",
+                "--gen-len",
+                "6",
+                "--loops",
+                "1",
+                "--warmup",
+                "0",
+                "--log-file",
+                str(tmp_path / "run.log"),
+                *engine,
+            ]
+        )
+        == 0
+    )
+    record = json.loads((tmp_path / "run.jsonl").read_text())
+    unique = sum(p.numel() for p in model.parameters()) + (table.numel() if held == "different" else 0)
+    assert record["weight_bytes"] == 4 * unique
+    assert record["output_ids_sha256"] == output_ids_sha256(
+        plain_ids(tmp_path / "model", random_ids(0, 1, 9, VOCAB), 6)
+    )

@@ -34,6 +34,15 @@ SHORT = ("--loops", "1", "--warmup", "0", "--gen-len", "3")
 EARLIER = json.dumps({"status": "ok", "model": "earlier"}) + "\n"
 
 
+# One of each kind, which `make test` runs: a full disk, a closed pipe, a bad input, a killed rank of two.
+FAST = (
+    "disk full at the record",
+    "reader of stdout leaves",
+    "checkpoint cut short",
+    "second rank killed that shares the cores",
+)
+
+
 @dataclass
 class Run:
     """A run that is under way: its processes by rank, and its files in `folder`."""
@@ -337,7 +346,13 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.name.replace(" ", "-"), marks=[] if fault.name in FAST else [pytest.mark.slow])
+        for fault in FAULTS
+    ],
+)
 def test_fault(fault: Fault, checkpoints, fork_server, tmp_path):
     run = Run(tmp_path)
     write_benchmark_log(run.log, *range(10))

@@ -299,6 +299,7 @@ def link(*options, launcher=(), **changes) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "machine.json"
     done = link("--json", "--disk", tmp_path, "--save", path, CUDA_VISIBLE_DEVICES="")
@@ -413,6 +414,7 @@ def test_without_a_compiler_it_says_why_the_cores_are_missing(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_at_once_and_the_first_prints_the_sum(copy_python):
     copy_python(AS_USERS)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]

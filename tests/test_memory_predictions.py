@@ -51,6 +51,7 @@ RUNS = {
     "gpt_neox": ("stream", "deepspeed --quant-bits 8", "accelerate --disk-offload"),
 }
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU all of a run's memory is host memory"),
     pytest.mark.usefixtures("measured_as_for_users"),
 ]

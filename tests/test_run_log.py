@@ -303,6 +303,7 @@ def test_what_fails_before_the_weights_are_read_leaves_a_record_too(run, tmp_pat
     )
 
 
+@pytest.mark.slow
 def test_a_terminal_that_hangs_up_is_the_reason_in_the_record(checkpoints, tmp_path):
     """And not what the progress line says when there is no terminal left to write it on."""
     ours, terminal = os.openpty()

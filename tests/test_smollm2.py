@@ -53,10 +53,12 @@ def converted(tmp_path_factory):
     return {"cache": cache, "leftovers": leftovers, "outputs": outputs}
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_no_folder_that_looks_complete(converted):
     assert sorted(converted["leftovers"]) == [".lock", ".part", ".py"]
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_convert_once_and_get_the_same_folder(converted):
     (first, first_log), (second, second_log) = converted["outputs"]
     assert first == second
@@ -68,6 +70,7 @@ def test_two_processes_at_once_convert_once_and_get_the_same_folder(converted):
     assert (folder / "model.safetensors").stat().st_size > 200_000_000
 
 
+@pytest.mark.slow
 def test_the_next_call_returns_the_folder_without_converting(converted, monkeypatch):
     monkeypatch.setenv("ZERO_INFERENCE_CACHE", str(converted["cache"]))
     cache = converted["cache"]
@@ -76,12 +79,12 @@ def test_the_next_call_returns_the_folder_without_converting(converted, monkeypa
     assert {path: path.stat().st_mtime_ns for path in (cache, *cache.rglob("*"))} == before
 
 
-def test_the_checkpoint_is_a_plain_tied_bfloat16_llama_that_knows_paris(converted):
+def test_the_checkpoint_is_a_plain_tied_bfloat16_llama_that_knows_paris(smollm2_folder):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = converted["outputs"][0][0].strip()
-    config = json.loads(pathlib.Path(folder, "config.json").read_text())
+    folder = smollm2_folder
+    config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and "quantization_config" not in config
 
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)

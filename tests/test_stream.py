@@ -309,6 +309,7 @@ def test_logits_are_bit_equal_to_the_resident_engine(checkpoints):
             assert torch.equal(*logits), (family, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"cpu_compute": "off"}, {"cpu_compute": "0.5"}, {"cpu_compute": "1", "decode_graph": "on"}],

@@ -184,6 +184,7 @@ def test_launchers_get_the_number_of_gpus(program, launcher, start):
     assert "2" not in sweep(program, "--list", "--launcher", launcher).stdout.split("program.py")[0].split()
 
 
+@pytest.mark.slow
 def test_no_file_of_the_current_folder_is_run(program, tmp_path):
     folder = tmp_path / "elsewhere"
     folder.mkdir()
@@ -193,6 +194,7 @@ def test_no_file_of_the_current_folder_is_run(program, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_runs_every_rank_and_the_world_size_is_part_of_the_request(program):
     words = ("--launcher", "torchrun", "--num-gpus")
     done = sweep(program, *words, 2)
@@ -268,6 +270,7 @@ def test_scripts_of_the_classic_cases_list_their_cases(script, program):
     assert all("--batch-size 3" in line and line.startswith("deepspeed ") for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_names_that_are_no_file_names_and_folders_that_cannot_be_made_cost_one_line(program):
     """Each ended the sweep with a traceback. A name too long for a file system ends that case alone."""
     done = sweep(program, "--engine", "a/../b", "stream", "--model", "n" * 240, "org/small")

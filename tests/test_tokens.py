@@ -223,6 +223,7 @@ def test_a_model_that_takes_something_else_than_a_prompt_is_refused_before_loadi
         assert f"{name} {why}" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path, capfd):
     from zero_inference.config.run_config import RunConfig
     from zero_inference.models.prompts import encode_prompts, read_prompts

