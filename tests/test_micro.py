@@ -537,13 +537,13 @@ def micro(*options) -> subprocess.CompletedProcess:
 def test_the_table_of_layer_fits_100_columns_and_says_what_it_leaves_out():
     """Also with the columns that a GPU of a known card and norm kernels add."""
     every = [*(each for each in layer.COLUMNS if each.name not in ("skipped", "error")), command.NOT_MEASURED]
-    shown, hidden = command._fitting(every, layer.LEAST_SHOWN, 100)
+    shown, hidden = command._hide_columns(every, layer.LEAST_SHOWN, 100)
     printer = RowPrinter(shown, "table", gap=1)
     assert printer.width <= 100 and max(map(len, printer._head())) <= 100
     names = [column.name for column in shown]
     assert {"forward_s", "of_datasheet", "feed_forward_tflops", "attention_tflops", "norm_speedup"} <= set(names)
     assert sorted([*hidden, *(column.header for column in shown)]) == sorted(column.header for column in every)
-    assert command._fitting(every, layer.LEAST_SHOWN, 400) == (every, [])
+    assert command._hide_columns(every, layer.LEAST_SHOWN, 400) == (every, [])
 
 
 def test_the_command_prints_and_draws(copied_runs, tmp_path):

@@ -25,7 +25,7 @@ from zero_inference.hardware.profile import (
     LoadingRates,
 )
 from zero_inference.hardware.rates import CPU_BLOCK_BYTES, device_attention_s
-from zero_inference.measure.engine_overhead import _loaded_alike
+from zero_inference.measure.engine_overhead import _with_shortest_loading
 from zero_inference.planning.cost import (
     COMPARED_GB_PER_S,
     LAUNCH_SLOWDOWN,
@@ -261,7 +261,7 @@ def test_the_product_of_one_token_is_in_the_rate_of_dequantizing():
 @pytest.mark.parametrize("compiled", [True, False])
 def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch, capfd):
     from zero_inference.engines.deepspeed import engine
-    from zero_inference.measure.engine_overhead import _Thin
+    from zero_inference.measure.engine_overhead import _ThinModel
 
     rates = {torch.bfloat16: 141.0, torch.float16: 1300.0}
     built = []
@@ -274,10 +274,10 @@ def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch,
     monkeypatch.setattr(engine, "build_modules", build)
     monkeypatch.setattr(engine, "measure_dequantized_gb_per_s", lambda settings, dtype, device: rates[dtype])
     loop = SimpleNamespace(prefill_s=0.2, step_s=[0.1])
-    monkeypatch.setattr(_Thin, "loops", lambda self, warmup: [loop])
+    monkeypatch.setattr(_ThinModel, "loops", lambda self, warmup: [loop])
     plan = planned(f"--model opt-125m --cpu-offload --quant-bits 4 {SIZES}", ProfiledMachine(FAST))
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    thin = _Thin(plan, on_gpu, 0.0, pieces=1, resident=False, launches=1, restored=0)
+    thin = _ThinModel(plan, on_gpu, 0.0, units=1, resident=False, launches=1, dequantized_weights=0)
     found = thin.overhead_over(thin)
     assert found.restored_gb_per_s == 141.0 and built == [(False, True)]
     assert found.restored_float16_gb_per_s == (1300.0 if compiled else None)
@@ -389,7 +389,7 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
 def test_the_shortest_loading_of_an_engine_is_that_of_all_its_formats():
     first = HOOKS.model_copy(update={"quant_bits": 16, "load_layer_s": 0.3})
     others = [HOOKS.model_copy(update={"load_layer_s": 0.02}), HOOKS.model_copy(update={"engine": "stream"})]
-    assert [each.load_layer_s for each in _loaded_alike([first, *others])] == [0.02, 0.02, 0.0]
+    assert [each.load_layer_s for each in _with_shortest_loading([first, *others])] == [0.02, 0.02, 0.0]
 
 
 def test_a_layer_whose_keys_the_cores_attend_over_takes_the_host_time():

@@ -60,7 +60,7 @@ class Refused(argparse.ArgumentError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes `_` for `-` in option names, and answers bad usage in one line with exit code 2."""
+    """Accepts `_` for `-` in option names, and reports bad usage in one line with exit code 2."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", Formatter)
@@ -116,21 +116,22 @@ class Parser(argparse.ArgumentParser):
             known = f"choose one of {', '.join(action.choices)}"
             raise Refused(action, f"there is no command {value}; {near or known}")
         words = not_among(_name(action), value, tuple(action.choices)).removesuffix(".")
-        raise Refused(action, words + self._misplaced(action, str(value)))
+        raise Refused(action, words + self._advice_on_model(action, str(value)))
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
+        """Return `text` converted by the option's type. Raises Refused, with the option, the value and the reason in one line."""
         try:
             return super()._get_value(action, text)
-        except UsageError as error:  # of Option.read
+        except UsageError as error:  # from Option.read: it names the option already
             message = str(error)
         except argparse.ArgumentError as error:
             invalid = re.fullmatch(r"invalid (.+) value: .*", error.message, re.DOTALL)
             reason = f"not a {_KINDS.get(invalid[1], invalid[1])}" if invalid else error.message
             message = f"{_name(action)} {text}: {reason}"
-        raise Refused(action, message.removesuffix(".") + self._misplaced(action, text))
+        raise Refused(action, message.removesuffix(".") + self._advice_on_model(action, text))
 
-    def _misplaced(self, action: argparse.Action, text: str) -> str:
-        """Return advice where a model that follows an option of several values was taken for one of them."""
+    def _advice_on_model(self, action: argparse.Action, text: str) -> str:
+        """Return advice if `text` is probably the model, read as a value of the option of several values before it; else ""."""
         has_model = any(each.dest == MODEL_GIVEN for each in self._actions)
         like_a_model = re.search("[A-Za-z]", text) and re.search("[-/]", text)
         if action.nargs != "+" or not has_model or not like_a_model:

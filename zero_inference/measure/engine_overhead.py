@@ -1,4 +1,4 @@
-"""Measure engine overhead: what engines take besides the model's work, with a model so thin that nothing else counts.
+"""Measure engine overhead: the time of engines besides the model's kernels, with a model so thin that its kernels take next to none.
 
 `zero-inference link --save` runs it in a process of its own (hardware/overhead_process.py).
 """
@@ -41,8 +41,8 @@ LAYERS, WIDTH = 8, 256
 PROMPT_TOKENS = {"cuda": 2 * FUSED_ROWS, "cpu": 4}
 # Tokens of a loop: few with a GPU, for many prefills, of which the fastest counts.
 TOKENS, WARMUP = {"cuda": 4, "cpu": 12}, 1
-# Alternations of a model and the plain one, since a shared host changes within seconds.
-TURNS, LOOPS = {"cuda": 4, "cpu": 1}, {"cuda": 2, "cpu": 2}
+# Alternations of a model and the baseline, since the load of a shared host changes within seconds.
+ALTERNATIONS, LOOPS = {"cuda": 4, "cpu": 1}, {"cuda": 2, "cpu": 2}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 # By engine and bits, whose code for fetching and dequantizing differs.
 LAUNCHED: dict[str, object] = {"gpu_memory": 0.0, "cpu_compute": "off", "decode_graph": "off"}
@@ -63,8 +63,8 @@ ENGINES = (
 
 
 def print_engine_overheads() -> None:
-    """Load the libraries, wait for the go, and print one JSON object: `library_bytes` by engine, `engine_overheads` and, with a GPU,
-    `process_bytes` as `HardwareProfile` has them."""
+    """Import the libraries, wait for the parent's signal, and print one JSON object: `library_bytes` by engine, `engine_overheads` and,
+    with a GPU, `process_bytes`, with the meanings of `HardwareProfile`."""
     ranks = detect_ranks()
     os.environ |= {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
     from transformers import LlamaForCausalLM  # noqa: F401
@@ -73,98 +73,104 @@ def print_engine_overheads() -> None:
     before = resident_host_bytes()
     library_bytes = {name: added for name in LIBRARIES if (added := _import(name)) is not None}
     if ranks.device.type == "cuda" and "deepspeed" in library_bytes:
-        _compile(ranks)
-    of_libraries = resident_host_bytes() - before
+        from zero_inference.engines.deepspeed.engine import compile_dequantization
+
+        with contextlib.suppress(Exception):  # it is reported when float16 is measured
+            compile_dequantization(ranks, lambda line: print(line, flush=True))
+    all_libraries_bytes = resident_host_bytes() - before
     if not signal_ready():
         return
     with tempfile.TemporaryDirectory(prefix="zero-inference-thin-") as folder:
         _write_thin_model(Path(folder))
-        found, process_bytes = _own_work(folder, ranks, library_bytes)
+        overheads, process_bytes = _measure_overheads(folder, ranks, library_bytes)
     stop_process_group()
-    dumped = [each.model_dump(by_alias=True) for each in _loaded_alike(found)]
+    dumped = [each.model_dump(by_alias=True) for each in _with_shortest_loading(overheads)]
     result: dict[str, Any] = {"library_bytes": library_bytes, "engine_overheads": dumped}
     if ranks.device.type == "cuda" and process_bytes:  # without a GPU a run's own memory outweighs libraries
-        result["process_bytes"] = process_bytes - of_libraries
+        result["process_bytes"] = process_bytes - all_libraries_bytes
     print(json.dumps(result))
 
 
-def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> tuple[list[EngineOverhead], int]:
-    """Return the overhead of each engine that runs here, and the bytes of this process after the first one has generated.
+def _measure_overheads(model: str, ranks: Ranks, libraries: Collection[str]) -> tuple[list[EngineOverhead], int]:
+    """Return the overhead of each engine that runs here, and the bytes of this process after the baseline has generated.
 
-    Engines of `LIBRARIES` run only if they are in `libraries`.
+    Args:
+        model: folder of the thin model.
+        libraries: those of `LIBRARIES` that could be imported; engines without theirs are left out.
     """
     with contextlib.ExitStack() as stack:
-        if (plain := _loaded("resident", 16, {}, model, ranks, stack)) is None:
+        if (baseline := _load_or_print("resident", 16, {}, model, ranks, stack)) is None:
             return [], 0
-        found, process_bytes = [plain.overhead_over(plain)], resident_host_bytes()
+        overheads, process_bytes = [baseline.overhead_over(baseline)], resident_host_bytes()
         for engine, bits, options in ENGINES:
             absent = engine in LIBRARIES and engine not in libraries
-            if absent or (options in (RESIDENT, COPIED) and not plain.on_gpu):
+            if absent or (options in (RESIDENT, COPIED) and not baseline.on_gpu):
                 continue
-            with contextlib.ExitStack() as own_stack:
-                beside = _loaded(engine, bits, options, model, ranks, own_stack)
-                found += [] if beside is None else [beside.overhead_over(plain)]
-    return found, process_bytes
+            with contextlib.ExitStack() as engine_stack:
+                if loaded := _load_or_print(engine, bits, options, model, ranks, engine_stack):
+                    overheads.append(loaded.overhead_over(baseline))
+    return overheads, process_bytes
 
 
-def _loaded_alike(found: Sequence[EngineOverhead]) -> list[EngineOverhead]:
-    """Return `found` with the shortest loading of each engine: DeepSpeed's first one in this process took 2.4 s on an H200's host, the
-    second 0.2 s, as in runs."""
-    least: dict[str, float] = {}
-    for each in found:
-        least[each.engine] = min(each.load_layer_s, least.get(each.engine, each.load_layer_s))
-    return [each.model_copy(update={"load_layer_s": least[each.engine]}) for each in found]
+def _with_shortest_loading(overheads: Sequence[EngineOverhead]) -> list[EngineOverhead]:
+    """Return `overheads` with the shortest loading of each engine: DeepSpeed's first one in this process took 2.4 s on an H200's host,
+    the second 0.2 s, as in runs."""
+    shortest_s = {
+        engine: min(each.load_layer_s for each in overheads if each.engine == engine)
+        for engine in {each.engine for each in overheads}
+    }
+    return [each.model_copy(update={"load_layer_s": shortest_s[each.engine]}) for each in overheads]
 
 
 @dataclass(frozen=True)
-class _Thin:
+class _ThinModel:
     """The thin model, loaded by an engine.
 
     Attributes:
-        pieces: layers with keys and values in host memory, else blocks.
+        units: what the overhead of a step is divided by: layers if the KV cache is in host memory, else blocks.
         resident: quantized weights stay on the device.
         launches: kernels of a step; a prefill has about as many.
-        restored: weights that a prefill dequantizes, a kernel each.
+        dequantized_weights: weights that a prefill dequantizes, with a kernel each.
     """
 
     plan: Plan
     loaded: LoadedModel
     load_s: float
-    pieces: int
+    units: int
     resident: bool
     launches: int
-    restored: int
+    dequantized_weights: int
 
     @property
     def on_gpu(self) -> bool:
         return self.plan.job.on_gpu
 
-    def overhead_over(self, plain: _Thin) -> EngineOverhead:
-        """Return what this takes more than `plain`, which fetches nothing and was loaded first. The two alternate, and the fastest loops
-        count: other work of the host is not the engine's."""
-        own, others = _Fastest(), _Fastest()
-        for turn in range(TURNS[self.loaded.device.type]):
-            for model, fastest in ((self, own), (plain, others))[: 1 if self is plain else 2]:
-                fastest.add(model.loops(WARMUP if turn == 0 else 0))
-        if self is plain:
-            others = own
-        restored_s = self.restored * others.step_s / plain.launches
+    def overhead_over(self, baseline: _ThinModel) -> EngineOverhead:
+        """Return the seconds that this takes longer than `baseline`, which fetches nothing and was loaded first. The two alternate, and
+        the fastest loops count: other work of the host is not the engine's."""
+        own = _Fastest()
+        base = own if self is baseline else _Fastest()
+        for alternation in range(ALTERNATIONS[self.loaded.device.type]):
+            for model, fastest in ((self, own), (baseline, base))[: 1 if self is baseline else 2]:
+                fastest.add(model.loops(WARMUP if alternation == 0 else 0))
+        dequantize_s = self.dequantized_weights * base.step_s / baseline.launches
         return EngineOverhead(
             engine=self.plan.job.config.engine,
             quant_bits=self.plan.job.config.quant_bits,
             kv_offload=self.plan.job.config.kv_offload,
             resident=self.resident,
-            load_s=plain.load_s,
-            load_layer_s=0.0 if self is plain else self.load_s / LAYERS,
-            start_s=max(0.0, others.prefill_s - others.step_s),
-            step_piece_s=max(0.0, own.step_s - others.step_s) / max(1, self.pieces),
-            prefill_piece_s=max(0.0, own.prefill_s - others.prefill_s - restored_s) / max(1, self.pieces),
+            load_s=baseline.load_s,
+            load_layer_s=0.0 if self is baseline else self.load_s / LAYERS,
+            start_s=max(0.0, base.prefill_s - base.step_s),
+            step_piece_s=max(0.0, own.step_s - base.step_s) / max(1, self.units),
+            prefill_piece_s=max(0.0, own.prefill_s - base.prefill_s - dequantize_s) / max(1, self.units),
             restored_gb_per_s=self.plan.weights.measure_dequantized_gb_per_s(self.plan.job.spec.dtype),
-            restored_float16_gb_per_s=self._restored_float16_gb_per_s(),
+            restored_float16_gb_per_s=self._measure_float16_dequantization(),
         )
 
-    def _restored_float16_gb_per_s(self) -> float | None:
-        """Measure float16 on a GPU, where the thin model is bfloat16; None if the engine's kernel cannot be compiled, which is printed."""
+    def _measure_float16_dequantization(self) -> float | None:
+        """Return the GB/s at which the engine dequantizes to float16 on a GPU, where the thin model is bfloat16; None on a CPU, and, with
+        a message on stderr, if the engine's kernel cannot be compiled."""
         if not self.on_gpu:
             return None
         config = self.plan.job.config
@@ -175,6 +181,7 @@ class _Thin:
             return None
 
     def loops(self, warmup: int) -> list[Loop]:
+        """Return measured generations of a batch of 1, after `warmup` that are not."""
         job, loaded, kind = self.plan.job, self.loaded, self.loaded.device.type
         ids = torch.zeros(1, job.config.prompt_len, dtype=torch.int64)
         make_cache = cache_factory(
@@ -185,6 +192,8 @@ class _Thin:
 
 @dataclass
 class _Fastest:
+    """The shortest prefill and the shortest decode step of the loops added."""
+
     prefill_s: float = float("inf")
     step_s: float = float("inf")
 
@@ -194,7 +203,7 @@ class _Fastest:
 
 
 def _import(library: str) -> int | None:
-    """Return the bytes that importing it adds to this process; None if that fails, which is printed."""
+    """Return the bytes that importing `library` adds to this process; None, with a message on stderr, if that fails."""
     before = resident_host_bytes()
     try:
         importlib.import_module(library)
@@ -202,14 +211,6 @@ def _import(library: str) -> int | None:
         print(f"{library}: {error}", file=sys.stderr)
         return None
     return max(0, resident_host_bytes() - before)
-
-
-def _compile(ranks: Ranks) -> None:
-    """Compile DeepSpeed's float16 dequantization. A failure is reported when it is measured."""
-    from zero_inference.engines.deepspeed.engine import compile_dequantization
-
-    with contextlib.suppress(Exception):
-        compile_dequantization(ranks, lambda line: print(line, flush=True))
 
 
 def _write_thin_model(folder: Path) -> None:
@@ -229,23 +230,21 @@ def _write_thin_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _loaded(
+def _load_or_print(
     engine: str, bits: int, options: dict[str, object], model: str, ranks: Ranks, stack: contextlib.ExitStack
-) -> _Thin | None:
-    """Load as `_entered` does; None if the engine does not run here, which is printed."""
+) -> _ThinModel | None:
+    """Load the thin model until `stack` closes; if the engine does not run here, print why to stderr and return None."""
     try:
-        return _entered(engine, bits, options, model, ranks, stack)
+        return _load(engine, bits, options, model, ranks, stack)
     except (UsageError, RunError, RuntimeError) as error:
         print(f"{engine}, {bits} bits: {error}", file=sys.stderr)
         return None
 
 
-def _entered(
+def _load(
     engine: str, bits: int, options: dict[str, object], model: str, ranks: Ranks, stack: contextlib.ExitStack
-) -> _Thin:
-    """Load the thin model until `stack` closes. Raises UsageError, RunError or RuntimeError: the engine does not run here."""
-    on_gpu = ranks.device.type == "cuda"
-    asked = {
+) -> _ThinModel:
+    defaults = {
         "model": model,
         "engine": engine,
         "dummy": True,
@@ -255,24 +254,21 @@ def _entered(
         "gen_len": TOKENS[ranks.device.type],
         "verbose": 0,
     }
-    if on_gpu and options.get("kv_offload"):
-        asked |= {"pin_kv_cache": True, "async_kv_offload": True}
-    config = RunConfig(**asked, **options).validate()  # type: ignore[arg-type]
+    if ranks.device.type == "cuda" and options.get("kv_offload"):
+        defaults |= {"pin_kv_cache": True, "async_kv_offload": True}
+    config = RunConfig(**defaults, **options).validate()  # type: ignore[arg-type]
     plan = plan_run(config, resolve_model(config, ranks.device.type), ranks)
-    counted = _counts(plan)  # while the model is empty
-    loaded, load_s, _ = stack.enter_context(loaded_model(plan, Progress(enabled=False), compared=False))
-    return _Thin(plan, loaded, load_s, **counted)
-
-
-def _counts(plan: Plan) -> dict[str, Any]:
-    """Return the counts of `_Thin`."""
     job, terms = plan.job, plan.weights.cost_terms
-    step = job.empty_model.traced_pass(job.spec, 1, job.config.prompt_len)
+    step = job.empty_model.traced_pass(job.spec, 1, job.config.prompt_len)  # while the model is empty
     assert step is not None, "a Llama runs on the meta device"
-    restores = job.config.quantized and 0 < terms.fused_rows < job.config.prompt_len
-    return {
-        "pieces": LAYERS if job.config.kv_offload else terms.resident_quantized_blocks or terms.fetches,
-        "resident": terms.resident_quantized_blocks > 0,
-        "launches": step.launches,
-        "restored": step.products_in_layers if restores else 0,
-    }
+    dequantizes = job.config.quantized and 0 < terms.fused_rows < job.config.prompt_len
+    loaded, load_s, _ = stack.enter_context(loaded_model(plan, Progress(enabled=False), compared=False))
+    return _ThinModel(
+        plan,
+        loaded,
+        load_s,
+        units=LAYERS if job.config.kv_offload else terms.resident_quantized_blocks or terms.fetches,
+        resident=terms.resident_quantized_blocks > 0,
+        launches=step.launches,
+        dequantized_weights=step.products_in_layers if dequantizes else 0,
+    )

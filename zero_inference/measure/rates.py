@@ -20,6 +20,8 @@ from zero_inference.records.schema import CpuBackendUse, MovedPerStep
 from zero_inference.utils.ranks import Ranks
 
 MIN_BUSY_SHARE = 0.98  # of a link that limits the steps
+# Seconds for which `measure_rates` copies over the link, and multiplies matrices.
+LINK_S, PRODUCT_S = {"cuda": 0.4, "cpu": 0.1}, {"cuda": 0.1, "cpu": 0.05}
 
 
 class LinkRate:
@@ -56,7 +58,7 @@ class LinkRate:
 
     def of_all(self) -> Rate:
         """Return the sum over the ranks, which call it together."""
-        return Rate(*(self.ranks.total(int(value * 1e6)) / 1e6 for value in rate_of(self.rounds)))
+        return Rate(*(_sum_over_ranks(self.ranks, value) for value in rate_of(self.rounds)))
 
 
 class LoopMonitor:
@@ -74,21 +76,21 @@ class LoopMonitor:
         self.on_gpu = self.device.type == "cuda"
         self.peak_gpu_bytes = 0 if self.on_gpu else None
         self.uses: list[LinkUse] = []
-        self.begun = False
+        self.in_loop = False
 
     def __call__(self) -> None:
-        if self.begun:
-            self._look_back()
-        self.begun = True
+        if self.in_loop:
+            self._read_loop()
+        self.in_loop = True
         if self.on_gpu:
             self.link.measure(seconds=0.2)
             torch.cuda.reset_peak_memory_stats(self.device)
 
     @property
     def reached_gb_per_s(self) -> float:
-        """GB/s (1e9 bytes) of this rank's copies: the median of the loops in which its link was never idle, 0 without any.
+        """GB/s (1e9 bytes) of this rank's copies: the median over loops with a link busy for `MIN_BUSY_SHARE`, 0 without any.
 
-        Rates of idle links would not add up to the rate of all links at once.
+        Ranks add up these rates: links that are idle part of the time do not run at once, and would add up to too much.
         """
         return statistics.median(
             [use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share > MIN_BUSY_SHARE] or [0.0]
@@ -109,7 +111,8 @@ class LoopMonitor:
         """The use of this rank's link in the last loop; None if unknown."""
         return self.uses[-1] if self.uses else None
 
-    def _look_back(self) -> None:
+    def _read_loop(self) -> None:
+        """Read the link's use and the peak of device memory in the loop that has ended."""
         use = self.timeline.link_use() if self.timeline is not None else None
         if use is not None:
             self.uses.append(use)
@@ -154,19 +157,18 @@ def measure_rates(
 
 
 def update_link_rate(rates: Rates, link: LinkRate, reached_gb_per_s: float = 0.0) -> Rates:
-    """Return `rates` with the link's rate of all rounds so far. All ranks call it together.
+    """Return `rates` with the link rate (sum of all ranks) of `link`'s rounds or of the loops, whichever is faster: other programs may
+    use the host just between the loops. All ranks call it together.
 
     Args:
-        reached_gb_per_s: rate of this rank's copies in the loops, 0 if unknown. If the ranks' sum exceeds that of the rounds, it is the
-            link's rate: other programs may use the host just between the loops.
+        reached_gb_per_s: `LoopMonitor.reached_gb_per_s` of this rank; if it is 0 on any rank, the rounds alone count.
     """
     rate = link.of_all()
-    unknown = link.ranks.maximum([float(not reached_gb_per_s)])[0]
-    in_loops = 0.0 if unknown else link.ranks.total(int(reached_gb_per_s * 1e6)) / 1e6
-    faster, came_from = max((rate.gb_per_s, "rounds"), (in_loops, "loops"))
-    return rates.model_copy(
-        update={"link_gb_per_s": faster, "link_from": came_from, "link_spread": rate.spread_gb_per_s / faster}
-    )
+    unknown_on_any = link.ranks.maximum([float(not reached_gb_per_s)])[0]
+    loops_gb_per_s = 0.0 if unknown_on_any else _sum_over_ranks(link.ranks, reached_gb_per_s)
+    link_gb_per_s, source = max((rate.gb_per_s, "rounds"), (loops_gb_per_s, "loops"))
+    spread = rate.spread_gb_per_s / link_gb_per_s
+    return rates.model_copy(update={"link_gb_per_s": link_gb_per_s, "link_from": source, "link_spread": spread})
 
 
 def update_cpu_rate(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per_s: float) -> Rates:
@@ -179,14 +181,19 @@ def update_cpu_rate(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per
     """
     if rates.cores_gb_per_s is None or rates.link_beside_cores_gb_per_s is None:
         return rates
-    links, read = ranks.total(int(link_gb_per_s * 1e6)) / 1e6, ranks.total(int(moved.cores_bytes_per_step or 0))
-    in_loops = read / moved.cores_busy_s_per_step / 1e9 if moved.cores_busy_s_per_step else 0.0
+    links_gb_per_s, cpu_bytes = _sum_over_ranks(ranks, link_gb_per_s), ranks.total(int(moved.cores_bytes_per_step or 0))
+    cpu_gb_per_s = cpu_bytes / moved.cores_busy_s_per_step / 1e9 if moved.cores_busy_s_per_step else 0.0
     return rates.model_copy(
         update={
-            "cores_gb_per_s": max(rates.cores_gb_per_s, in_loops),
-            "link_beside_cores_gb_per_s": max(rates.link_beside_cores_gb_per_s, links),
+            "cores_gb_per_s": max(rates.cores_gb_per_s, cpu_gb_per_s),
+            "link_beside_cores_gb_per_s": max(rates.link_beside_cores_gb_per_s, links_gb_per_s),
         }
     )
+
+
+def _sum_over_ranks(ranks: Ranks, gb_per_s: float) -> float:
+    """Return the sum of all ranks' rates; it crosses as whole kB/s."""
+    return ranks.total(int(gb_per_s * 1e6)) / 1e6
 
 
 def _disks_gb_per_s(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | None:
@@ -194,12 +201,12 @@ def _disks_gb_per_s(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float
     ranks.barrier()
     return_free_memory()  # of the link's measurement, before this one takes more
     try:
-        mine = disk_read_gb_per_s(config.offload_path, weight_bytes) if ranks.local_rank == 0 else 0.0
+        gb_per_s = disk_read_gb_per_s(config.offload_path, weight_bytes) if ranks.local_rank == 0 else 0.0
     except RunError:  # the run does not need the rate
-        mine = None
-    unknown = ranks.maximum([float(mine is None)])[0]
-    total = ranks.total(int((mine or 0.0) * 1e6)) / 1e6
-    return None if unknown else total
+        gb_per_s = None
+    unknown_on_any = ranks.maximum([float(gb_per_s is None)])[0]
+    total_gb_per_s = _sum_over_ranks(ranks, gb_per_s or 0.0)
+    return None if unknown_on_any else total_gb_per_s
 
 
 def _unless_out_of_memory(measure: Callable[[], float]) -> float | None:
@@ -207,9 +214,3 @@ def _unless_out_of_memory(measure: Callable[[], float]) -> float | None:
         return measure()
     except torch.OutOfMemoryError:  # the measurements of the model stay valid
         return None
-
-
-LINK_S = {"cuda": 0.4, "cpu": 0.1}  # of copies after the loops
-
-
-PRODUCT_S = {"cuda": 0.1, "cpu": 0.05}  # of matrix products

@@ -172,7 +172,7 @@ class Benchmark:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `zero-inference micro`."""
+    """Add the options of `zero-inference micro`."""
     add_options(parser, {name: benchmark.what for name, benchmark in BENCHMARKS.items()})
 
 
@@ -189,19 +189,23 @@ def main(args: argparse.Namespace) -> int:
         benchmark = BENCHMARKS[args.benchmark]
         rates = MachineRates(choose_device(args.device))
         module = importlib.import_module(f"zero_inference.micro.{benchmark.module}")
+        device = device_name(rates.device)
+    columns, hidden = _columns(args, module, rates), []
+    if args.format == "table":
+        columns, hidden = _hide_columns(columns, getattr(module, "LEAST_SHOWN", ()), _width())
     with use_progress(Progress(args.verbose > 0)) as progress:
-        rows = _measured(args, benchmark, rates, module, progress)
+        rows = _measure_and_print(args, columns, benchmark, rates, module, progress)
     if args.format == "json":
-        print(json.dumps(_context(args, rates, device_name(rates.device)) | {"rows": rows}, indent=2, allow_nan=False))
+        print(json.dumps(_context(args, rates, device) | {"rows": rows}, indent=2, allow_nan=False))
     if args.format in ("table", "md"):
-        lines = _captions(rates, device_name(rates.device), benchmark.note)
-        if args.format == "table" and (hidden := _fitting(_columns(args, module, rates), _least(module), _width())[1]):
+        lines = _captions(rates, device, benchmark.note)
+        if hidden:
             lines.append(f"not shown for want of width, but in --format csv: {', '.join(hidden)}")
         for line in lines:
             wrapped = textwrap.fill(line, _width(), subsequent_indent="  ") if args.format == "table" else line
             print(("\n" if args.format == "md" else "") + wrapped)
     if args.plot is not None:
-        _plot(args.plot, module, rows, rates, device_name(rates.device))
+        _plot(args.plot, module, rows, rates, device)
     failed = [row for row in rows if row.get("error")]
     if failed:
         raise RunError(
@@ -210,17 +214,17 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(
-    args: argparse.Namespace, benchmark: Benchmark, rates: MachineRates, module: ModuleType, progress: Progress
+def _measure_and_print(
+    args: argparse.Namespace,
+    columns: Sequence[Column],
+    benchmark: Benchmark,
+    rates: MachineRates,
+    module: ModuleType,
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     """Return all rows, each printed as soon as it is measured."""
-    columns = _columns(args, module, rates)
-    printer = RowPrinter(
-        _fitting(columns, _least(module), _width())[0] if args.format == "table" else columns,
-        args.format,
-        gap=1 if _least(module) else 2,
-    )
-    report_rows = args.format == "json" or (sys.stderr.isatty() and not sys.stdout.isatty())
+    printer = RowPrinter(columns, args.format, gap=1 if hasattr(module, "LEAST_SHOWN") else 2)
+    also_to_stderr = args.format == "json" or (sys.stderr.isatty() and not sys.stdout.isatty())
     total, measuring = benchmark.rows(args, rates, module)
     rows: list[dict[str, Any]] = []
     with progress.task(f"micro {args.benchmark}", total, ticking=True) as task:
@@ -230,7 +234,7 @@ def _measured(
             if args.format != "json":
                 with progress.paused():
                     printer.add(row | {NOT_MEASURED.name: row.get("error") or row.get("skipped") or ""})
-            if report_rows:
+            if also_to_stderr:
                 progress.say(_in_words(row))
             if len(rows) < total:
                 task.at(f"row {len(rows) + 1} of {total}", len(rows))
@@ -238,7 +242,9 @@ def _measured(
 
 
 def _matmul_rows(args, rates: MachineRates, module: ModuleType):
-    kinds = args.dtype or _kinds(rates.device)
+    from zero_inference.micro.timing import kinds_of
+
+    kinds = args.dtype or kinds_of(rates.device)
     _check_kinds(kinds, rates.device)
     sizes = args.sizes or MATMUL_SIZES[rates.device.type]
     return len(kinds) * len(sizes), module.measure(rates, sizes, kinds, args.min_run_time, args.longest_call)
@@ -299,18 +305,14 @@ BENCHMARKS = {
 }
 
 
-def _kinds(device: torch.device) -> tuple[str, ...]:
+def _check_kinds(kinds: Iterable[str], device: torch.device) -> None:
     from zero_inference.micro.timing import kinds_of
 
-    return kinds_of(device)
-
-
-def _check_kinds(kinds: Iterable[str], device: torch.device) -> None:
     for kind in kinds:
-        if kind not in _kinds(device):
+        if kind not in kinds_of(device):
             raise UsageError(
                 f"--dtype {kind}: this {'GPU' if device.type == 'cuda' else 'CPU'} does not support it; "
-                f"use {', '.join(_kinds(device))}."
+                f"use {', '.join(kinds_of(device))}."
             )
 
 
@@ -354,18 +356,15 @@ def _columns(args, module: ModuleType, rates: MachineRates) -> list[Column]:
     return [*(column for column in module.COLUMNS if column.name not in left_out), NOT_MEASURED]
 
 
-def _fitting(columns: list[Column], least_shown: Sequence[str], width: int) -> tuple[list[Column], list[str]]:
-    """Return the columns of a table at most `width` wide, as far as leaving out `least_shown` makes it so, and the headers left out."""
+def _hide_columns(columns: list[Column], hide_first: Sequence[str], width: int) -> tuple[list[Column], list[str]]:
+    """Return (columns shown, headers hidden): columns named in `hide_first` are hidden in this order until a table of the rest is at most
+    `width` characters wide."""
     shown, hidden = columns, []
-    for name in least_shown:
+    for name in hide_first:
         if RowPrinter(shown, "table", gap=1).width > width:
             hidden += [column.header for column in shown if column.name == name]
             shown = [column for column in shown if column.name != name]
     return shown, hidden
-
-
-def _least(module: ModuleType) -> Sequence[str]:
-    return getattr(module, "LEAST_SHOWN", ())
 
 
 def _width() -> int:

@@ -208,7 +208,7 @@ TRIED_COLUMNS = 4096  # hidden size of the norm kernels' trial
 
 
 def make_norm_patch(
-    asked: str,
+    norm_kernels: str,
     device: torch.device,
     dtype: torch.dtype,
     families: Sequence[str],
@@ -220,7 +220,7 @@ def make_norm_patch(
     With `auto` the kernels are compiled and tried when the first block needs them, after its row without them.
 
     Args:
-        asked: --norm-kernels.
+        norm_kernels: the value of --norm-kernels.
         families: transformers' model_type of each block.
         prepare: replaces `norms.choice.prepare_norm_kernels` in tests without a GPU.
 
@@ -230,32 +230,32 @@ def make_norm_patch(
     from zero_inference.norms.choice import apply_norm_kernels, check_norm_kernels_option, prepare_norm_kernels
     from zero_inference.norms.patch import family_refusal
 
-    if asked == "off" or (asked == "auto" and device.type != "cuda"):
+    if norm_kernels == "off" or (norm_kernels == "auto" and device.type != "cuda"):
         return None
 
     @functools.cache
-    def why_not(family: str) -> str | None:
+    def reason_unavailable(family: str) -> str | None:
+        """Compile and try the kernels for `family`; return why they cannot be used, None if they can."""
         if reason := family_refusal(family):
             return reason
-        return (prepare or prepare_norm_kernels)(asked, family, device, dtype, TRIED_COLUMNS, current_progress().say)
+        return (prepare or prepare_norm_kernels)(
+            norm_kernels, family, device, dtype, TRIED_COLUMNS, current_progress().say
+        )
 
-    if asked == "cuda":
+    if norm_kernels == "cuda":
         known = [family for family in families if family_refusal(family) is None]
-        check_norm_kernels_option(asked, (known or families)[0])
-        why_not(known[0])
+        check_norm_kernels_option(norm_kernels, (known or families)[0])
+        reason_unavailable(known[0])
 
     def patch(block: Block) -> int:
-        reason = why_not(block.family)
-        facts = apply_norm_kernels("auto" if reason else asked, reason, block.module, lambda line: None, block.family)
+        reason = reason_unavailable(block.family)
+        option = "auto" if reason else norm_kernels  # a family without kernels is no error beside one that has them
+        facts = apply_norm_kernels(option, reason, block.module, lambda line: None, block.family)
         count = facts["norm_modules_patched"]
-        current_progress().say(
-            f"{block.name}: "
-            + (
-                f"{count} norms use this package's kernels"
-                if count
-                else f"norms use transformers' implementation: {facts['norm_kernels_unused_because']}"
-            )
-        )
+        outcome = f"transformers' implementation: {facts['norm_kernels_unused_because']}"
+        if count:
+            outcome = "this package's kernels"
+        current_progress().say(f"{block.name}: {f'{count} ' if count else ''}norms use {outcome}")
         return count
 
     return patch

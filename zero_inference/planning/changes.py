@@ -91,23 +91,26 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
 
 
 def _pairs(job: Job) -> list[tuple[Change, ...]]:
-    """Return pairs of changes, the second possible after the first, by the sum of their ranks among single changes."""
-    pairs: dict[frozenset[str], tuple[int, Change, Change]] = {}
-    for cost, first in enumerate(_changes(job.config, job)):
-        for more, second in enumerate(_changes(replace(job.config, **first.fields), job)):
+    """Return pairs of changes of different options, the second possible after the first, the cheapest pairs first.
+
+    A change costs its index in `_changes`, a pair the sum of both.
+    """
+    pairs: dict[frozenset[str], tuple[int, Change, Change]] = {}  # each once, in either order
+    for first_cost, first in enumerate(_changes(job.config, job)):
+        for second_cost, second in enumerate(_changes(replace(job.config, **first.fields), job)):
             if not first.fields.keys() & second.fields.keys():
-                pairs.setdefault(frozenset((first.options, second.options)), (cost + more, first, second))
+                pair = (first_cost + second_cost, first, second)
+                pairs.setdefault(frozenset((first.options, second.options)), pair)
     return [(first, second) for _, first, second in sorted(pairs.values(), key=lambda pair: pair[0])]
 
 
 def _fitting(choices: Iterable[Sequence[Change]], job: Job) -> Iterator[str]:
-    """Yield those of `choices` that fit, in words; of choices of the same kinds only the first."""
-    found = set()
+    """Yield the options of those of `choices` that fit; of choices that set the same fields only the first."""
+    fields_found = set()
     for changes in choices:
-        kinds = frozenset(tuple(change.fields) for change in changes)
         fields = {name: value for change in changes for name, value in change.fields.items()}
-        if kinds not in found and _fits(job, fields):
-            found.add(kinds)
+        if frozenset(fields) not in fields_found and _fits(job, fields):
+            fields_found.add(frozenset(fields))
             instead_of = [option for change in changes for option in change.instead_of]
             yield " ".join(change.options for change in changes) + (
                 f" instead of {' '.join(instead_of)}" if instead_of else ""

@@ -66,7 +66,7 @@ def _headings(runs: Sequence[Run], work: Sequence[Column]) -> list[str] | None:
 
 
 def _shared_and_shown(runs: Sequence[Run], columns: Sequence[Column]) -> tuple[list[str], list[Column]]:
-    """Return (settings that all runs share in words, columns to show)."""
+    """Return (texts of settings that all runs share, columns to show); columns without any value are in neither."""
     shared, shown = [], []
     for column in columns:
         known = [run for run in runs if not run.failed or column.value(run) is not None]

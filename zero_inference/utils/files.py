@@ -149,14 +149,14 @@ class _Opened:
             os.close(self.fd)
             raise OSError(errno.EINVAL, "neither a file nor a device", str(path))
 
-    def lock(self, since: float) -> None:
-        """Take an flock, where the file system has it; without it O_APPEND alone separates writes."""
+    def lock(self, deadline: float) -> None:
+        """Take an flock, where the file system has it; without it O_APPEND alone separates writes. Raises OSError after `deadline`."""
         while not self.locked:
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.locked = True
             except BlockingIOError:
-                if time.monotonic() - since > APPEND_LOCK_S:
+                if time.monotonic() > deadline:
                     raise _lock_timeout(self.path, APPEND_LOCK_S) from None
                 time.sleep(POLL_S)
             except OSError as error:
@@ -164,8 +164,8 @@ class _Opened:
                     raise
                 return
 
-    def is_still_named(self) -> bool:
-        """Return whether its name still leads to it: another process's `check_appendable` may have removed the empty file."""
+    def is_at_path(self) -> bool:
+        """Return whether `path` still leads to this file: another process's `check_appendable` may have removed the empty file."""
         try:
             return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
         except FileNotFoundError:
@@ -184,12 +184,13 @@ def _open_or_create(path: str) -> tuple[int, bool]:
 
 @contextlib.contextmanager
 def _open_to_append(path: str | os.PathLike) -> Iterator[_Opened]:
-    since = time.monotonic()
+    """Yield `path` opened and locked for appending; opened again if another process removed the file before the lock was held."""
+    started = time.monotonic()
     while True:
         opened = _Opened(path)
         try:
-            opened.lock(since)
-            if opened.is_still_named():
+            opened.lock(started + APPEND_LOCK_S)
+            if opened.is_at_path():
                 yield opened
                 return
         finally:

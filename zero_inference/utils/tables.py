@@ -193,10 +193,11 @@ class RowPrinter:
 
     @property
     def width(self) -> int:
-        """Characters of a line of a table, longer values apart."""
+        """Characters of a line whose values fit `widths`."""
         return sum(self.widths) + len(self.gap) * (len(self.widths) - 1)
 
     def add(self, row: Mapping[str, Any]) -> None:
+        """Print `row`, after the header if it is the first."""
         if self.format == "csv":
             text = render([row], self.columns, "csv")
             print(text if not self.begun else text.split("\n", 1)[1], end="", flush=True)

@@ -48,11 +48,13 @@ class PeerWatch:
         self.connected = threading.Event()
         self.store: dist.TCPStore | None = None
         self.store_is_gone = False
-        self.heard: dict[int, Any] = {}  # rank -> last beat; STORE -> number of answers
+        self.last_beats: dict[
+            int, Any
+        ] = {}  # rank -> its last beat; STORE -> our last beat that the store has answered
         self.threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start; to be called before the ranks first wait for each other."""
+        """Start the threads. Call it before the ranks first wait for each other."""
         launcher_watch.end = self._give_up
         launcher_watch.start()
         if self.ranks.world_size > 1:
@@ -61,8 +63,8 @@ class PeerWatch:
                 os.set_blocking(end, False)
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
             self.threads = [
-                threading.Thread(target=work, name=name, daemon=True)
-                for work, name in ((self._beat, "peer beat"), (self._check, "peer watch"))
+                threading.Thread(target=self._beat, name="peer beat", daemon=True),
+                threading.Thread(target=self._check, name="peer watch", daemon=True),
             ]
             for thread in self.threads:
                 thread.start()
@@ -98,8 +100,9 @@ class PeerWatch:
         return answers[0] if answers else None
 
     def _beat(self) -> None:
+        """Each second write a rising number to the store as this rank's beat, and read the others' into `last_beats`. May get stuck."""
         others = [rank for rank in range(self.ranks.world_size) if rank != self.ranks.rank]
-        count = 0
+        beat = 0
         try:
             # a connection that is not shared with the collectives
             self.store = dist.TCPStore(
@@ -110,12 +113,12 @@ class PeerWatch:
             )
             self.connected.set()
             while not self.stopping.is_set():
-                count += 1
-                self.store.set(store_key(self.ranks.rank), str(count))
+                beat += 1
+                self.store.set(store_key(self.ranks.rank), str(beat))
                 for rank in others:
                     if self.store.check([store_key(rank)]):
-                        self.heard[rank] = self.store.get(store_key(rank))
-                self.heard[STORE] = count
+                        self.last_beats[rank] = self.store.get(store_key(rank))
+                self.last_beats[STORE] = beat
                 self.stopping.wait(BEAT_S)
         except Exception:
             self.store_is_gone = True
@@ -127,7 +130,7 @@ class PeerWatch:
         silent_s = dict.fromkeys(sources, 0.0)
         while not self.stopping.wait(BEAT_S):
             for source in sources:
-                beat = self.heard.get(source)
+                beat = self.last_beats.get(source)
                 silent_s[source] = 0.0 if beat != last.get(source) or beat == DONE else silent_s[source] + BEAT_S
                 last[source] = beat
             if lost := self._lost(last, silent_s):
