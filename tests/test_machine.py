@@ -143,6 +143,13 @@ def test_a_file_that_cannot_be_is_refused_in_one_line(content, said, tmp_path, c
     assert line.endswith("`zero-inference link --save FILE` writes one.")
 
 
+def test_an_empty_name_of_a_machine_is_refused_in_one_line(capfd):
+    with pytest.raises(SystemExit, match="^2$"):
+        main(["run_model.py", "--model", "opt-125m", "--dummy", "--dry-run", "--machine", ""])
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: --machine is empty: ")
+
+
 @pytest.mark.parametrize("path, said", [("nowhere.json", "No such file"), (".", "not a regular file")])
 def test_a_file_that_is_not_there(path, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -190,7 +190,8 @@ def main(args: argparse.Namespace) -> int:
         rates = MachineRates(choose_device(args.device))
         module = importlib.import_module(f"zero_inference.micro.{benchmark.module}")
         device = device_name(rates.device)
-    columns, hidden = _columns(args, module, rates), []
+    hidden: list[str] = []
+    columns = _columns(args, module, rates)
     if args.format == "table":
         columns, hidden = _hide_columns(columns, getattr(module, "LEAST_SHOWN", ()), _width())
     with use_progress(Progress(args.verbose > 0)) as progress:
