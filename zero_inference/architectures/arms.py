@@ -22,17 +22,7 @@ from zero_inference.utils.format import file_stem
 from zero_inference.utils.processes import OWN_ERROR, ChildRun, isolated_ranks, last_error_line, run_child
 
 # Options that `compare` sets for every run.
-SET_BY_COMPARE = {
-    "log-file",
-    "log-dir",
-    "dry-run",
-    "json",
-    "save-config",
-    "warmup",
-    "warmup-spread",
-    "verbose",
-    "local-rank",
-}
+SET_BY_COMPARE = set("log-file log-dir dry-run json save-config warmup warmup-spread verbose local-rank".split())
 # Options that name an output file; two arms must not write the same.
 OUTPUT_FILES = ("quality_items", "trace")
 
@@ -91,17 +81,12 @@ def read_arms(
 
 def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConfig]) -> Arm:
     try:
-        options = expand_config_files(
-            options
-        )  # a config file may change while the arms run, and may hold a refused option
-    except UsageError as error:
-        raise UsageError(f"arm {name}: {error}") from error
-    given = {_option_name(word) for word in options if word.startswith("--")}
-    if taken := sorted(given & SET_BY_COMPARE):
-        raise UsageError(
-            f"arm {name}: --{taken[0]} is set by compare itself; drop it (compare has --log-dir and --warmup-tries)."
-        )
-    try:
+        options = expand_config_files(options)  # now, because a file may change while the arms run
+        given = {_option_name(word) for word in options if word.startswith("--")}
+        if refused := sorted(given & SET_BY_COMPARE):
+            raise UsageError(
+                f"--{refused[0]} is set by compare itself; drop it (compare has --log-dir and --warmup-tries)."
+            )
         return Arm(name, tuple(options), config_of(options))
     except UsageError as error:
         raise UsageError(f"arm {name}: {error}") from error
@@ -150,8 +135,8 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
         UsageError: the run would be refused; names the arm and the reason.
     """
     output = _check_output(arm, folder)
-    options = [*arm.options, *extra, "--dry-run", "--json"]
-    ended = run_child(isolated_ranks("zero_inference", ranks, "run", *options), output)
+    command = isolated_ranks("zero_inference", ranks, "run", *arm.options, *extra, "--dry-run", "--json")
+    ended = run_child(command, output)
     verdict = (read_plan(arm, folder) or {}).get("verdict", "")
     doubt = verdict if verdict.startswith(DoesNotFit.VERDICT) else None
     if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -58,20 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rounds",
-        type=_at_least_one,
+        type=_at_least(1),
         default=3,
         metavar="N",
         help="rounds of runs, each through all arms and back, A B B A; fewer than 3 give no verdict (default: 3)",
     )
     parser.add_argument(
         "--warmup-tries",
-        type=_at_least_three,
+        type=_at_least(3),
         metavar="N",
         help=f"most warm-up loops of a run, which ends them once they differ by less than {WARMUP_SPREAD:.0%}% "
         f"(default: {WARMUP_TRIES}; one loop with --rounds 1)",
     )
     parser.add_argument(
-        "--num-gpus", type=_at_least_one, default=1, metavar="N", help="GPUs, or processes, of each run (default: 1)"
+        "--num-gpus", type=_at_least(1), default=1, metavar="N", help="GPUs, or processes, of each run (default: 1)"
     )
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="folder for logs and records (default: a new one in logs/)"
@@ -182,14 +184,11 @@ def new_folder(parent: Path) -> Path:
     """Create a folder in `parent` named after the time; unique, also for comparisons that start in the same second."""
     first = f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     parent.mkdir(parents=True, exist_ok=True)
-    folder, number = parent / first, 1
+    names = (first if number == 1 else f"{first}_{number}" for number in itertools.count(1))
     while True:
-        try:
+        folder = parent / next(names)
+        with contextlib.suppress(FileExistsError):
             folder.mkdir()
-        except FileExistsError:
-            number += 1
-            folder = parent / f"{first}_{number}"
-        else:
             return folder
 
 
@@ -208,33 +207,32 @@ def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder
 
     by_name = {arm.name: arm for arm in arms}
     runs: Runs = {arm.name: [] for arm in arms}
-    loops = {each.name: (min(SETTLED_LOOPS, args.warmup_tries), args.warmup_tries) for each in arms}
-    least, most = (
-        {each.name: predict_run_s(each, read_plan(each, folder), loops[each.name][which]) for each in arms}
-        for which in (0, 1)
+    least_s, most_s = (
+        {arm.name: predict_run_s(arm, read_plan(arm, folder), loops) for arm in arms}
+        for loops in (min(SETTLED_LOOPS, args.warmup_tries), args.warmup_tries)
     )
-    turns, taken = alternate_runs(list(by_name), 2 * args.rounds), RunTimes(least)
-    about = _about([least[name] for _, name in turns], [most[name] for _, name in turns])
-    progress.say(f"compare: {len(turns)} runs, {2 * args.rounds} of each arm{about}; their output is in {folder}")
+    order, times = alternate_runs(list(by_name), 2 * args.rounds), RunTimes(least_s)
+    about = _about([least_s[name] for _, name in order], [most_s[name] for _, name in order])
+    progress.say(f"compare: {len(order)} runs, {2 * args.rounds} of each arm{about}; their output is in {folder}")
     with progress.task("compare", ticking=True) as task:
-        for count, (number, name) in enumerate(turns, 1):
+        for count, (number, name) in enumerate(order, 1):
             if any(record["status"] != "ok" for _, record in runs[name]):
                 continue
-            left = [each for _, each in turns[count - 1 :] if each not in taken.failed]
-            task.at(f"run {count} of {len(turns)} ({name})", left_s=taken.expected_s(left))
+            left = [each for _, each in order[count - 1 :] if each not in times.failed]
+            task.at(f"run {count} of {len(order)} ({name})", left_s=times.expected_s(left))
             start = progress.clock()
             record = run_arm(by_name[name], extra, folder, number, args.num_gpus)
-            taken.add(name, progress.clock() - start, record["status"] == "ok")
+            times.add(name, progress.clock() - start, record["status"] == "ok")
             runs[name].append((number, record))
-            progress.say(f"compare: run {count} of {len(turns)} ({name}): {_outcome(record, args.warmup_tries)}")
+            progress.say(f"compare: run {count} of {len(order)} ({name}): {_outcome(record, args.warmup_tries)}")
     return runs
 
 
-def _about(least: list[float | None], most: list[float | None]) -> str:
-    """Return the estimate of runs that take `least` to `most` seconds each, such as `, about 3 min`; "" if one is unknown."""
-    if None in least or None in most:
+def _about(least_s: list[float | None], most_s: list[float | None]) -> str:
+    """Return the estimate of runs that take `least_s` to `most_s` each, such as `, about 3 min`; "" if one is unknown."""
+    if None in least_s or None in most_s:
         return ""
-    low, high = (format_duration(60 * max(1, round(sum(filter(None, each)) / 60))) for each in (least, most))
+    low, high = (format_duration(60 * max(1, round(sum(filter(None, each)) / 60))) for each in (least_s, most_s))
     return f", about {low}" + (f" to {high}, by how many warm-up loops each takes" if high != low else "")
 
 
@@ -253,9 +251,8 @@ def predict_run_s(arm: Arm, plan: dict[str, Any] | None, warmup: int) -> float |
         gb_per_s, gflops = measure_quick_rates()
         step_s = sizes["weight_bytes"] / gb_per_s / 1e9
         tokens = config["batch_size"] * config["prompt_len"]
-        prefill_s = max(
-            step_s, sizes["model_bytes"] * tokens / gflops / 1e9
-        )  # 2 operations and 2 bytes for each parameter
+        # 2 FLOPs and 2 bytes for each parameter
+        prefill_s = max(step_s, sizes["model_bytes"] * tokens / gflops / 1e9)
     loop_s = prefill_s + (config["gen_len"] - 1) * step_s
     return START_S + (load_s or sizes["weight_bytes"] / LOADED_BYTES_PER_S) + (warmup + arm.config.loops) * loop_s
 
@@ -299,8 +296,8 @@ class RunTimes:
         if not means:
             known = [self.expected.get(arm) for arm in arms]
             return None if None in known else sum(filter(None, known))
-        usual = sum(means.values()) / len(means)
-        return sum(means.get(arm, usual) for arm in arms)
+        mean = sum(means.values()) / len(means)
+        return sum(means.get(arm, mean) for arm in arms)
 
 
 def _outcome(record: dict[str, Any], tries: int) -> str:
@@ -311,18 +308,12 @@ def _outcome(record: dict[str, Any], tries: int) -> str:
     return f"{rate:.3f} token/s{unsettled if record.get('warmed_up') is False else ''}"
 
 
-def _at_least_one(text: str) -> int:
-    return _at_least(1, text)
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if not least <= value <= MOST:
+            bound = f"less than {least}" if value < least else f"more than {MOST}"
+            raise argparse.ArgumentTypeError(f"{text} is {bound}")
+        return value
 
-
-def _at_least_three(text: str) -> int:
-    return _at_least(3, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    value = int(text)
-    if not least <= value <= MOST:
-        raise argparse.ArgumentTypeError(
-            f"{text} is " + (f"less than {least}" if value < least else f"more than {MOST}")
-        )
-    return value
+    return number

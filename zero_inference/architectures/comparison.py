@@ -223,21 +223,11 @@ def quality_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, 
             errors = score.get("stderr")
             for k, value in score["pass_at_k"].items():
                 error = errors.get(k) if isinstance(errors, Mapping) else errors
-                yield {
-                    "type": QUALITY,
-                    "config": f"{task} pass@{k}",
-                    "accuracy": value,
-                    "stderr": error,
-                    "total": score.get("problems"),
-                }
+                row = {"accuracy": value, "stderr": error, "total": score.get("problems")}
+                yield {"type": QUALITY, "config": f"{task} pass@{k}"} | row
         elif "accuracy" in score:
-            yield {
-                "type": QUALITY,
-                "config": task,
-                "accuracy": score["accuracy"],
-                "stderr": score.get("stderr"),
-                "total": score.get("total"),
-            }
+            row = {name: score.get(name) for name in ("accuracy", "stderr", "total")}
+            yield {"type": QUALITY, "config": task} | row
 
 
 @contextlib.contextmanager

@@ -152,14 +152,8 @@ def _row(
                 for name in ("throughput", "speedup", "speedup_low", "speedup_high", "verdict")
             }
         elif each["type"] == QUALITY:
-            names = {
-                "accuracy": "accuracy",
-                "stderr": "stderr",
-                "accuracy_difference": "difference",
-                "accuracy_difference_stderr": "difference_stderr",
-                "verdict": "verdict",
-            }
-            score = {short: _plain(each[name]) for name, short in names.items()}
+            names = ("accuracy", "stderr", "accuracy_difference", "accuracy_difference_stderr", "verdict")
+            score = {name.removeprefix("accuracy_"): _plain(each[name]) for name in names}
             row.setdefault("quality", {})[each["config"]] = score
             row |= {f"{each['config']}_{short}": value for short, value in score.items()}
     return row
@@ -172,20 +166,13 @@ def _summary(arms: Sequence[Arm], runs: Runs, baseline: str):
             rows.append({"architecture": arm.name, "type": "failed", "error": "failed"})
             continue
         for number, record in runs[arm.name]:
+            run = {"architecture": arm.name, "pass": number}
             rows += [
-                {
-                    "architecture": arm.name,
-                    "type": SPEED,
-                    "config": phase,
-                    "pass": number,
-                    "throughput": record[f"{phase}_throughput"],
-                }
+                run | {"type": SPEED, "config": phase, "throughput": rate}
                 for phase in PHASES
-                if record[f"{phase}_throughput"] is not None
+                if (rate := record[f"{phase}_throughput"]) is not None
             ]
-            rows += [
-                {"architecture": arm.name, "pass": number} | row for row in quality_rows(record.get("quality") or {})
-            ]
+            rows += [run | row for row in quality_rows(record.get("quality") or {})]
     return summarize(build_frame(rows), baseline)
 
 
@@ -211,10 +198,7 @@ def captions(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
     ]
     if any(row["arm"] == baseline and row.get("error") for row in rows):
         lines = [f"no speedup: the baseline {baseline} failed"]
-    if any(
-        row.get("decode_verdict") == statistics.TOO_FEW or row.get("total_verdict") == statistics.TOO_FEW
-        for row in rows
-    ):
+    if any(statistics.TOO_FEW in (row.get("decode_verdict"), row.get("total_verdict")) for row in rows):
         least = statistics.LEAST_PAIRS
         lines.append(f"too few runs: a verdict takes {least} runs of each arm, --rounds {least // 2}")
     few = [row["arm"] for row in rows if 0 < (row.get("step_samples") or 0) < statistics.LEAST_SAMPLES[99]]

@@ -1,1 +1,1 @@
-"""How good the answers of a loaded model are: choices, code and perplexity, of the very model that was timed."""
+"""Score the loaded model of a run: choices, code and perplexity."""

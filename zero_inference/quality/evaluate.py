@@ -62,8 +62,12 @@ def check_lengths(config: RunConfig, positions: int | None) -> None:
         )
 
 
-def quality_settings(config: RunConfig, ranks: Ranks) -> QualitySettings:
-    return QualitySettings(
+def score_run(
+    job: Job, loaded: LoadedModel, tasks: dict[str, list[dict]], tokenizer, files: RunLog, progress: Progress
+) -> Quality:
+    """Evaluate `tasks` on the loaded model of a run and write --quality-items: one JSON object a line. All ranks call it."""
+    config, ranks = job.config, job.ranks
+    settings = QualitySettings(
         batch_size=config.quality_batch_size or max(1, config.batch_size // ranks.world_size),
         samples=config.humaneval_samples,
         temperature=config.humaneval_temperature,
@@ -74,6 +78,17 @@ def quality_settings(config: RunConfig, ranks: Ranks) -> QualitySettings:
         seed=config.seed,
         allow_unsafe_code=config.allow_unsafe_code,
     )
+    evaluation = evaluate(tasks, loaded.model, tokenizer, loaded.device, ranks, settings, progress)
+    for task, scores in evaluation.scores.items():
+        if scores["truncated"]:
+            progress.say(
+                f"warning: {task}: {scores['truncated']} sequences were longer than the model's context; "
+                "their beginnings were cut off"
+            )
+    if config.quality_items and ranks.is_first:
+        with files.noting("items", config.quality_items), write_atomically(config.quality_items) as file:
+            file.write_text("".join(json.dumps(item) + "\n" for item in evaluation.items))
+    return Quality(by_task=Tasks.model_validate(evaluation.scores))
 
 
 def evaluate(
@@ -110,12 +125,6 @@ def evaluate(
     return done
 
 
-def write_items(path: str | Path, items: list[dict]) -> None:
-    """Write one JSON object a line: task, item (its position in the data, from 0), and its log-likelihoods or programs."""
-    with write_atomically(path) as file:
-        file.write_text("".join(json.dumps(item) + "\n" for item in items))
-
-
 def format_scores(task: str, scores: dict) -> str:
     """Return one line, such as `mmlu: accuracy 25.0% +- 4.4% (25 of 100)`."""
     if task == "perplexity":
@@ -144,22 +153,3 @@ def _in_dtype(value: float | None, format: str) -> str:
 
 def _plus_minus(value: float | None, format: str) -> str:
     return "" if value is None else f" +- {value:{format}}"
-
-
-def score_run(
-    job: Job, loaded: LoadedModel, questions: dict[str, list[dict]], tokenizer, files: RunLog, progress: Progress
-) -> Quality:
-    """The scores of each task, with their errors; writes the items where --quality-items asks for them. All ranks call it."""
-    config, ranks = job.config, job.ranks
-    settings = quality_settings(config, ranks)
-    evaluation = evaluate(questions, loaded.model, tokenizer, loaded.device, ranks, settings, progress)
-    for task, scores in evaluation.scores.items():
-        if scores["truncated"]:
-            progress.say(
-                f"warning: {task}: {scores['truncated']} sequences were longer than the model's context; "
-                "their beginnings were cut off"
-            )
-    if config.quality_items and ranks.is_first:
-        with files.noting("items", config.quality_items):
-            write_items(config.quality_items, evaluation.items)
-    return Quality(by_task=Tasks.model_validate(evaluation.scores))

@@ -28,7 +28,7 @@ from zero_inference.errors import UsageError
 START_S = 30.0  # for the sandbox and the interpreter
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin")
 DEVICES = ("null", "zero", "random", "urandom")
-NOBODY = "65534"
+NOBODY = "65534"  # user and group inside
 
 # System calls that reach what namespaces and resource limits do not cover: AUDIT_ARCH_*, then the numbers. One process without threads:
 # fork, vfork, clone, clone3 (RLIMIT_NPROC does not hold for root); further namespaces: unshare, setns; memory outside RLIMIT_AS: shmget,
@@ -294,15 +294,17 @@ def _python_paths(hidden: list[str]) -> list[str]:
     libraries = [sysconfig.get_path(name, vars=installed) for name in ("stdlib", "platstdlib")]
     paths = {_interpreter(), *libraries, *map(os.path.dirname, libraries), *_package_folders()}
     paths |= {os.path.realpath(path) for path in paths}
-    chosen: list[str] = []
+    shown = list(SYSTEM)
     for path in sorted(path for path in paths if os.path.exists(path)):
-        if any(home.is_relative_to(path) for home in _homes()):
-            continue
-        shown_by = [outer for outer in (*SYSTEM, *chosen) if Path(path).is_relative_to(outer)]
-        covered = [home for home in hidden if Path(path).is_relative_to(home)]
-        if not any(not any(Path(home).is_relative_to(outer) for home in covered) for outer in shown_by):
-            chosen.append(path)
-    return chosen
+        if not any(home.is_relative_to(path) for home in _homes()) and not _is_shown(Path(path), shown, hidden):
+            shown.append(path)
+    return shown[len(SYSTEM) :]
+
+
+def _is_shown(path: Path, shown: list[str], hidden: list[str]) -> bool:
+    """Return True if one of `shown` contains `path` with no hidden home in between."""
+    homes = [Path(home) for home in hidden if path.is_relative_to(home)]
+    return any(path.is_relative_to(outer) and not any(home.is_relative_to(outer) for home in homes) for outer in shown)
 
 
 def _interpreter() -> str:
