@@ -199,12 +199,12 @@ class Experts:
     def __init__(self, bits: int, dtype, group_size: int):
         import torch
 
-        from zero_inference.engines.stream.products import combination_of
+        from zero_inference.engines.stream.products import epilogue_of
         from zero_inference.models.experts import FusedExperts
 
         self.bits, self.group_size = bits, group_size
         self.form = FusedExperts("first", "last", "silu", SLOTS, True)
-        self.combination = combination_of(self.form)
+        self.epilogue = epilogue_of(self.form)
 
         def packed(rows: int, columns: int) -> tuple:
             groups = rows * columns // group_size
@@ -214,10 +214,10 @@ class Experts:
 
         self.layers = [(packed(2 * INNER, HIDDEN), packed(HIDDEN, INNER)) for _ in range(5)]
 
-    def product(self, x, packed, rows: int, slot, combination=None, tokens: int = 0):
+    def product(self, x, packed, rows: int, slot, epilogue=None, tokens: int = 0):
         from zero_inference.kernels.experts import quantized_expert_linear
 
-        return quantized_expert_linear(x, *packed, self.bits, self.group_size, rows, slot, None, combination, tokens)
+        return quantized_expert_linear(x, *packed, self.bits, self.group_size, rows, slot, None, epilogue, tokens)
 
     def first_apart(self, x, slot, layer):
         pairs = x.repeat_interleave(EXPERTS_OF_TOKEN, 0)
@@ -225,7 +225,7 @@ class Experts:
         return self.form.combined(product.float()).to(x.dtype)
 
     def first(self, x, slot, layer):
-        return self.product(x, layer[0], 2 * INNER, slot, self.combination)
+        return self.product(x, layer[0], 2 * INNER, slot, self.epilogue)
 
 
 def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> list[tuple]:

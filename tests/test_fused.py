@@ -155,7 +155,7 @@ def test_gradients_other_calls_and_long_passes_go_to_the_models_own_function(mon
         for args, options in others:
             expected = embed.before(*args, **options)
             assert all(torch.equal(*pair) for pair in zip(embed(*args, **options), expected))
-        monkeypatch.setattr(rotary, "MOST_TOKENS", 4)
+        monkeypatch.setattr(rotary, "MAX_TOKENS", 4)
         embed(q.detach(), k, cos, sin)
         assert len(calls) == 1
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_quantized_products import BOUNDS, on_gpu
 
-from zero_inference.engines.stream.products import _times, combination_of, experts_forward
+from zero_inference.engines.stream.products import _times, epilogue_of, experts_forward
 from zero_inference.kernels import experts
 from zero_inference.kernels.experts import expert_linear, quantized_expert_linear, quantized_expert_linear_reference
 from zero_inference.kernels.extension import load_extension, why_unavailable
@@ -92,8 +92,8 @@ def test_experts_combine_their_first_product(form, biased, dtype):
     for k in (1, 2, 3):
         case.x = torch.randn(6 // k, 128).to(dtype)
         for out in (
-            quantized_expert_linear(*case.arguments, bias, combination_of(experts)),
-            expert_linear(case.x, case.plain, case.slot, bias, combination_of(experts)),
+            quantized_expert_linear(*case.arguments, bias, epilogue_of(experts)),
+            expert_linear(case.x, case.plain, case.slot, bias, epilogue_of(experts)),
         ):
             check_experts(experts, case, k, bias, 5 * BOUNDS[dtype], out)
 
@@ -260,9 +260,9 @@ def test_the_kernel_combines_the_first_product_of_experts(form, bits, group_size
             bias = torch.randn(5, rows, device="cuda").to(dtype) if seed % 2 else None
             inner = rows // 2 if experts.gated else rows
             torch.full((len(slots), inner), float("nan"), dtype=dtype, device="cuda")  # memory that held NaN before
-            out = quantized_expert_linear(*case.arguments, bias, combination_of(experts))
+            out = quantized_expert_linear(*case.arguments, bias, epilogue_of(experts))
             check_experts(experts, case, k, bias, BOUNDS[dtype], out)
-            assert torch.equal(out, quantized_expert_linear(*case.arguments, bias, combination_of(experts)))
+            assert torch.equal(out, quantized_expert_linear(*case.arguments, bias, epilogue_of(experts)))
 
 
 @on_gpu

@@ -1,6 +1,6 @@
-"""Compile native libraries at first use: for CUDA (kernels/extension.py), for the CPU (cpu/library.py) and DeepSpeed's.
+"""Compile native libraries at first use: CUDA (kernels/extension.py), CPU (cpu/library.py) and DeepSpeed's.
 
-One process compiles while others wait; its compilers end with it, and write to a folder that takes its final name when it is complete.
+One process compiles while others wait. Its compilers end with it; they write to a temporary folder that is renamed when complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_inference.utils.progress import QUIET_S, current_progress
 INSTALL_COMPILER = (
     "install g++ 10 or newer (Debian and Ubuntu: apt install g++; RHEL: dnf install gcc-c++), or set CXX to clang++ 14"
 )
-# torch starts ninja itself, and kills it alone. This replaces it: what compiles runs in a group that ends with this process.
+# torch starts ninja itself and kills only ninja. This replacement runs compilers in a process group that ends with this process.
 NINJA = """#!/bin/sh
 [ "$1" != --version ] || exec {ninja} "$@"
 case "$({ninja} -n "$@" 2>&1)" in *"no work to do"*) exec {ninja} "$@" ;; esac
@@ -35,19 +35,19 @@ exec {in_group} {ninja} "$@"
 _IN_GROUP = (
     "from zero_inference.utils.processes import run_with_parent; run_with_parent(int(sys.argv[1]), sys.argv[2:])"
 )
-BUILDING = ".building-"  # prefix of a folder in which something is being compiled
-COMPLETE = "complete"  # file beside a finished library, with its digest
+BUILDING = ".building-"  # prefix of a folder that is being compiled in
+COMPLETE = "complete"  # file beside a complete library, with its digest
 _compile_s = 0.0
 
 
 def compile_s() -> float:
-    """Return the seconds that this process has compiled, or waited for another process that did."""
+    """Return the seconds that this process has spent on compiling or waiting for another process to compile."""
     return _compile_s
 
 
 @contextlib.contextmanager
 def time_compiling() -> Iterator[None]:
-    """Count the block as compiling."""
+    """Add the block's seconds to `compile_s`."""
     global _compile_s
     start = time.perf_counter()
     try:
@@ -57,7 +57,7 @@ def time_compiling() -> Iterator[None]:
 
 
 def hashed_name(prefix: str, folder: Path, files: Iterable[Path], parts: Sequence[str | None]) -> str:
-    """Return `prefix` with a hash of `files` below `folder` and of `parts`, so that any change gives a library beside the old one."""
+    """Return `prefix` with a hash of `files` below `folder` and of `parts`: each change gives a new library."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
@@ -74,14 +74,14 @@ def cached_library(
     say: Callable[[str], None],
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Path, bool]:
-    """Return the library `name` of the cache folder, and whether it was compiled now.
+    """Return the path of library `name` in the cache folder, and whether it was compiled now.
 
-    A library that has lost its end is compiled again: it would end the process when it is loaded.
+    A truncated library is compiled again: loading it would end the process.
 
     Args:
-        build: compiles it into a folder, as `NAME.so`.
-        what, duration: for the line that `say` gets before it is compiled.
-        check: raises, before that line, where it cannot be compiled.
+        build: compiles `NAME.so` into a folder.
+        what, duration: for the line that `say` gets before compiling.
+        check: raises, before that line, if it cannot be compiled.
 
     Raises OSError for files, and what `check` and `build` raise.
     """
@@ -111,43 +111,43 @@ def _digest(file: Path) -> bytes:
 
 @contextlib.contextmanager
 def new_build(folder: Path) -> Iterator[Path]:
-    """Yield a new folder to compile in, of the same name, which replaces `folder` at the end; an error removes it.
+    """Yield a new folder of the same name to compile in, which replaces `folder` at the end; an error removes it.
 
-    Hold a lock on `folder`: what killed builds have left is removed.
+    Hold a lock on `folder`: folders of killed builds are removed.
     """
     prefix = f"{BUILDING}{folder.name}-"
-    for left in folder.parent.glob(f"{prefix}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    place = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    for abandoned in folder.parent.glob(f"{prefix}*"):
+        shutil.rmtree(abandoned, ignore_errors=True)
+    parent = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
-        place.chmod(folder.parent.stat().st_mode & 0o777)  # mkdtemp's is for this user alone
-        (place / folder.name).mkdir()
-        yield place / folder.name
+        parent.chmod(folder.parent.stat().st_mode & 0o777)  # mkdtemp makes it private
+        (parent / folder.name).mkdir()
+        yield parent / folder.name
         shutil.rmtree(folder, ignore_errors=True)
-        (place / folder.name).replace(folder)
+        (parent / folder.name).replace(folder)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(parent, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def torch_build_environment(place: Path, **changes: str) -> Iterator[None]:
-    """Within it torch's extension builds end with this process, and use this environment's ninja: another version does not trust the log
-    of the first and compiles everything again.
+def torch_build_environment(folder: Path, **changes: str) -> Iterator[None]:
+    """Let torch's extension builds end with this process and use this environment's ninja: another version would distrust the first one's
+    log and compile everything again.
 
     Args:
-        place: folder for the program that replaces ninja.
-        changes: to the environment variables.
+        folder: for the script that replaces ninja.
+        changes: to environment variables.
     """
     path = _search_path()
     if ninja := shutil.which("ninja", path=path):
-        script = place / "bin" / "ninja"
+        script = folder / "bin" / "ninja"
         script.parent.mkdir(exist_ok=True)
-        words = isolated_python(_IN_GROUP, str(os.getpid()))
-        script.write_text(NINJA.format(ninja=shlex.quote(ninja), in_group=shlex.join(words)))
+        in_group = isolated_python(_IN_GROUP, str(os.getpid()))
+        script.write_text(NINJA.format(ninja=shlex.quote(ninja), in_group=shlex.join(in_group)))
         script.chmod(0o755)
         path = os.pathsep.join([str(script.parent), path])
     if shutil.which("c++", path=path) is None and shutil.which("g++", path=path):
-        changes.setdefault("CXX", os.environ.get("CXX") or "g++")  # torch knows no other name
+        changes.setdefault("CXX", os.environ.get("CXX") or "g++")  # torch tries only c++
     before = {name: os.environ.get(name) for name in ("PATH", *changes)}
     os.environ.update(changes, PATH=path)
     try:
@@ -161,10 +161,7 @@ def torch_build_environment(place: Path, **changes: str) -> Iterator[None]:
 
 
 def find_compiler() -> list[str]:
-    """Return the command of CXX, which may have arguments ("ccache g++"), else g++ or c++ of PATH.
-
-    Raises RuntimeError where none is found.
-    """
+    """Return the command of CXX, which may have arguments ("ccache g++"), or else g++ or c++ from PATH; raise RuntimeError if missing."""
     wanted = os.environ.get("CXX", "").strip()
     try:
         command, *arguments = shlex.split(wanted) or ["g++" if shutil.which("g++") else "c++"]
@@ -181,7 +178,7 @@ def find_compiler() -> list[str]:
 
 
 def check_nvcc() -> None:
-    """Raise RuntimeError where CUDA sources cannot be compiled."""
+    """Raise RuntimeError if CUDA sources cannot be compiled."""
     from torch.utils import cpp_extension
 
     if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
@@ -189,29 +186,29 @@ def check_nvcc() -> None:
             f"nvcc of CUDA {torch.version.cuda} was not found on PATH, in CUDA_HOME or /usr/local/cuda; "
             "install that CUDA toolkit, or set CUDA_HOME to it"
         )
-    find_compiler()  # which nvcc calls
+    find_compiler()  # nvcc calls it
     check_ninja()
 
 
 def check_ninja() -> None:
-    """Raise RuntimeError where torch's builds cannot be started."""
+    """Raise RuntimeError if ninja, which torch's builds need, is missing."""
     if shutil.which("ninja", path=_search_path()) is None:
         raise RuntimeError("ninja was not found on PATH; pip install ninja")
 
 
 def _search_path() -> str:
-    """Return PATH with this environment's programs first, as it need not be activated."""
+    """Return PATH with this environment's programs first; the environment may not be activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def compiler_error_line(error: Exception) -> str:
-    """Return the line of a compiler's or linker's output that names the error, else its first line."""
+    """Return the first line of a compiler's or linker's output that names an error, or else its first line."""
     text = f"{error}\n{error.__cause__ or ''}"
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    telling = [
+    errors = [
         line for line in lines[1:] if re.search(r"\berror\b|cannot find|cannot open|undefined symbol|not found", line)
     ]
-    return (telling or lines)[0][:300]
+    return (errors or lines)[0][:300]
 
 
 def print_stderr(line: str) -> None:

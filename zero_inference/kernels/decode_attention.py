@@ -1,11 +1,10 @@
-"""Attention of decode steps: one kernel (csrc/attention/decode_attention.cu) where it applies, else PyTorch's, with query heads that share
-keys and values as rows of one product.
+"""Attention of decode steps: one kernel (csrc/attention/decode_attention.cu) if it applies, otherwise PyTorch's, with query heads that
+share keys and values as rows of one product.
 
-PyTorch's memory-efficient attention, the one that takes a mask, took an H100 28 us for a query over 576 positions of 32 heads that share
-4 (h100-mixtures/host2/trace-gpu2.txt), because few heads are few blocks, and because it also reads masked positions.
-
-transformers without `pack_gqa` (5.17 has none) first copies keys and values for each of these heads. In a step of Llama-3.1-70B, batch 8,
-that took an H200 49 us of the 449 of a layer, and attention over the copies 34 (h200-kept/eighth_host/70b.txt).
+PyTorch's memory-efficient attention, which takes a mask, took an H100 28 us for a query over 576 positions of 32 heads that share 4
+(h100-mixtures/host2/trace-gpu2.txt): few heads are few thread blocks, and it also reads masked positions. transformers without `pack_gqa`
+(5.17 has none) first copies keys and values for each head: in a step of Llama-3.1-70B, batch 8, on an H200 49 us of the 449 us of a layer,
+and attention over the copies 34 us (h200-kept/eighth_host/70b.txt).
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zero_inference.kernels.extension import load_extension, operator_library
 from zero_inference.utils.patching import Patches, SharedPatch
 
-# options of attention functions that neither the kernel nor a product of rows supports
-CHANGES_RESULT = ("position_bias", "softcap", "s_aux", "cache")
+# arguments of attention functions that neither the kernel nor the grouped product supports
+UNSUPPORTED_ARGUMENTS = ("position_bias", "softcap", "s_aux", "cache")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MOST_QUERIES = 8  # of a sequence: keys and values are read once for 16 queries of heads that share them
-WIDTH_STEP, MOST_WIDTH = 8, 256  # elements of a row of keys or values
+MAX_QUERIES = 8  # of a sequence; keys and values are read once for 16 queries of heads that share them
+HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 256
 ALIGNMENT = 16  # bytes: rows are read in vectors of this size
-OLDEST_DEVICE = (8, 0)  # whose tensor cores take bfloat16
+MIN_CAPABILITY = (8, 0)  # tensor cores with bfloat16
 
 LIBRARY = operator_library(__name__)
 
@@ -38,14 +37,14 @@ class _DecodeAttention(SharedPatch):
 
 
 def using_decode_attention() -> Patches:
-    """Let models with PyTorch's attention use `attend` until the result is closed."""
+    """Let models with attention "sdpa" use `attend` until the result is closed."""
     patches = Patches()
     patches.share_item(ALL_ATTENTION_FUNCTIONS, "sdpa", _DecodeAttention)
     return patches
 
 
 def attend(
-    own: Callable[..., Any],
+    original: Callable[..., Any],
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -56,7 +55,7 @@ def attend(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Return the result of `own`, transformers' function for PyTorch's attention, up to the order of summation.
+    """Return the result of `original`, transformers' function for "sdpa", up to the order of summation.
 
     Args:
         query: [batch, heads, queries, head_dim].
@@ -67,14 +66,14 @@ def attend(
         [batch, queries, heads, head_dim of the values], and None for the scores.
     """
     batch, heads, queries, width = query.shape
-    if dropout or any(more.get(name) is not None for name in CHANGES_RESULT):
-        return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
+    if dropout or any(more.get(name) is not None for name in UNSUPPORTED_ARGUMENTS):
+        return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
     if attention_mask is not None and _has_kernel(query, key, value, attention_mask):
         scale = width**-0.5 if scaling is None else scaling
         return torch.ops.zero_inference.decode_attention(query, key, value, attention_mask, scale), None
     one_mask = attention_mask is not None and attention_mask.shape[1:3] == (1, 1)
     if key.shape[1] == heads or queries > 1 or not one_mask:
-        return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
+        return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
     rows = query.reshape(batch, key.shape[1], -1, width)
     out = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(batch, queries, heads, value.shape[-1]), None
@@ -84,16 +83,16 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool
     """Return whether the kernel applies: for a few queries, on a CUDA device of capability 8.0 or newer."""
     return (
         query.is_cuda
-        and query.shape[2] <= MOST_QUERIES
+        and query.shape[2] <= MAX_QUERIES
         and unmet_requirement(query, key, value, mask) is None
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)))
-        and torch.cuda.get_device_capability(query.device) >= OLDEST_DEVICE
+        and torch.cuda.get_device_capability(query.device) >= MIN_CAPABILITY
         and load_extension()
     )
 
 
 def unmet_requirement(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | None:
-    """Return which requirement of the operator its arguments miss; None where it takes them."""
+    """Return the requirement of the operator that its arguments do not meet, or None."""
     batch, heads, queries, width = query.shape
     shape, positions = (batch, key.shape[1]), key.shape[2]
     if len({each.device for each in (query, key, value, mask)}) > 1:
@@ -104,8 +103,10 @@ def unmet_requirement(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -
     if not fits or not positions or heads % key.shape[1]:
         return f"[batch, heads, positions, head_dim], not {[list(each.shape) for each in (query, key, value)]}"
     for each in (query, key, value):
-        if each.shape[3] % WIDTH_STEP or not WIDTH_STEP <= each.shape[3] <= MOST_WIDTH:
-            return f"a head_dim of {WIDTH_STEP} to {MOST_WIDTH}, a multiple of {WIDTH_STEP}, not {each.shape[3]}"
+        if each.shape[3] % HEAD_DIM_STEP or not HEAD_DIM_STEP <= each.shape[3] <= MAX_HEAD_DIM:
+            return (
+                f"a head_dim of {HEAD_DIM_STEP} to {MAX_HEAD_DIM}, a multiple of {HEAD_DIM_STEP}, not {each.shape[3]}"
+            )
         steps = [stride * each.element_size() for size, stride in zip(each.shape[:3], each.stride()) if size > 1]
         if each.stride(3) != 1 or any(offset % ALIGNMENT for offset in (each.data_ptr(), *steps)):
             return f"rows without gaps that begin on {ALIGNMENT} bytes, not strides of {each.stride()}"
@@ -118,7 +119,7 @@ def unmet_requirement(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -
 
 
 def _without_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Compute the operator in plain PyTorch. Raises ValueError where it does not take these arguments."""
+    """Compute the operator with PyTorch; raise ValueError for arguments that it does not take."""
     if needed := unmet_requirement(query, key, value, mask):
         raise ValueError(f"decode_attention needs {needed}")
     added = mask if mask.dtype == torch.bool else mask.float()

@@ -1,8 +1,8 @@
-"""Our CUDA operators (`torch.ops.zero_inference`): one library of the sources in csrc except csrc/cpu. It is compiled by `pip install`
-where a CUDA torch and nvcc are found (setup.py), else at first use on a machine.
+"""Our CUDA operators (`torch.ops.zero_inference`): one library of all sources in csrc except csrc/cpu.
 
-The sources keep to torch's stable ABI of version 2.11. A failed build costs speed, never a run: each operator has a PyTorch fallback
-with the same result. With torch 2.11 and CUDA an operator that raises ends the process, so callers check its arguments first.
+It is compiled by `pip install` if a CUDA torch and nvcc are found (setup.py), otherwise at first use on a machine. The sources use torch's
+stable ABI of version 2.11. Without the library each operator has a PyTorch fallback with the same result. With torch 2.11 and CUDA an
+operator that raises ends the process, so callers check its arguments first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zero_inference.kernels.build import (
 from zero_inference.utils.files import extensions_folder
 
 SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
-PREBUILT = "prebuilt"  # folder in an installed package
-CPU_SOURCES = "cpu"  # folder of csrc with the sources of another library (cpu/library.py)
+PREBUILT = "prebuilt"  # folder of an installed package
+CPU_SOURCES = "cpu"  # folder of csrc for cpu/library.py
 DEFAULT_ARCHITECTURES = ("8.0", "9.0", "10.0")  # without a device: A100, H100 and H200, B200
 DEFINES = [
     "-DUSE_CUDA",  # for the stable headers' CUDA declarations
@@ -42,12 +42,12 @@ _tried = False
 
 
 def load_extension(progress_message: Callable[[str], None] | None = None) -> bool:
-    """Make `torch.ops.zero_inference` available, compiled if needed; return whether it is. Later calls return the first result.
+    """Load `torch.ops.zero_inference`, compiled if needed, and return whether it is available; later calls return the first result.
 
-    False without a CUDA device, with ZERO_INFERENCE_BUILD_CUDA=0, and after a failed build, which is reported once.
+    Return False without a CUDA device, with ZERO_INFERENCE_BUILD_CUDA=0, and after a failed build, which is reported once.
 
     Args:
-        progress_message: gets the line that announces the compilation, and the warning that it failed; stderr if None.
+        progress_message: gets a line before compiling, and a warning if that failed; stderr if None.
     """
     global _tried, _reason
     if not _tried:
@@ -57,13 +57,15 @@ def load_extension(progress_message: Callable[[str], None] | None = None) -> boo
 
 
 def why_unavailable() -> str | None:
-    """Return why `load_extension` returned False, in a few words; None where it returned True."""
+    """Return the reason why `load_extension` returned False, or None."""
     return _reason
 
 
 def operator_library(owner: str) -> torch.library.Library:
-    """Return a new fragment of `torch.ops.zero_inference` that replaces the one of an earlier import of the module `owner`: a notebook
-    may remove modules from sys.modules to import them again."""
+    """Return a new fragment of `torch.ops.zero_inference`.
+
+    It replaces that of an earlier import of module `owner`: notebooks may delete modules from sys.modules to import them again.
+    """
     fragments = vars(torch.ops.zero_inference).setdefault("_fragments", {})
     if owner in fragments:
         fragments[owner]._destroy()
@@ -76,23 +78,23 @@ def package_folder() -> Path:
 
 
 def source_folder() -> Path:
-    """Return csrc: inside an installed package, or beside it in a checkout."""
+    """Return csrc, inside an installed package or beside it in a checkout."""
     package = package_folder()
     return package / "csrc" if (package / "csrc").is_dir() else package.parent / "csrc"
 
 
 def sources() -> list[Path]:
-    """Return the files to compile. Their names differ, because torch names the objects after them and not after their folders."""
+    """Return the files to compile; their names are unique, because torch names objects without folders."""
     return [path for path in _files(source_folder()) if path.suffix in (".cu", ".cpp")]
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return all files of `folder`, csrc, that this library depends on."""
+    """Return all files of csrc that this library depends on."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and (folder / CPU_SOURCES) not in path.parents)
 
 
 def _load(say: Callable[[str], None]) -> str | None:
-    """Return None if the operators are available, else why not."""
+    """Load the library; return the reason if it is unavailable."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return "no CUDA device"
     if os.environ.get(SWITCH) == "0":
@@ -111,7 +113,7 @@ def _load(say: Callable[[str], None]) -> str | None:
         library, loaded = cached_library(name, build, "the CUDA kernels", "about a minute", say, _check_compiler)
         if not loaded:
             torch.ops.load_library(str(library))
-    except Exception as error:  # a missing compiler, a full disk, a version that does not fit: each costs only speed
+    except Exception as error:  # missing compiler, full disk, wrong version: each costs only speed
         reason = compiler_error_line(error)
         say(f"warning: the CUDA kernels could not be compiled, slower PyTorch code is used: {reason}")
         return reason
@@ -121,7 +123,7 @@ def _load(say: Callable[[str], None]) -> str | None:
 def prebuild(folder: Path) -> str:
     """Compile the library into `folder`, for setup.py, and return its architectures.
 
-    Raises RuntimeError for a torch without CUDA, without nvcc, and where the build fails.
+    Raises RuntimeError for a torch without CUDA, without nvcc, and if the build fails.
     """
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} is without CUDA")
@@ -129,7 +131,7 @@ def prebuild(folder: Path) -> str:
     if torch.cuda.is_available():
         architectures = choose_architectures()
     else:
-        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or _known_to_nvcc()
+        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or _architectures_of_nvcc()
     name = library_name(PREBUILT)
     folder.mkdir(parents=True, exist_ok=True)
     with new_build(folder / "work") as work:
@@ -141,7 +143,7 @@ def prebuild(folder: Path) -> str:
 
 
 def prebuilt_library(package: Path) -> Path | None:
-    """Return the library of the installed `package`, if it is of these sources and this torch and runs on all devices here."""
+    """Return the prebuilt library of `package`, if it matches these sources, this torch and all devices here."""
     library = package / PREBUILT / f"{library_name(PREBUILT)}.so"
     if not library.exists():
         return None
@@ -149,7 +151,7 @@ def prebuilt_library(package: Path) -> Path | None:
     return library if _serve_all(entries, _capabilities()) else None
 
 
-def _known_to_nvcc() -> str:
+def _architectures_of_nvcc() -> str:
     from torch.utils import cpp_extension
 
     nvcc = str(Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc")
@@ -158,7 +160,7 @@ def _known_to_nvcc() -> str:
 
 
 def _check_compiler() -> None:
-    """Raise RuntimeError where a build cannot succeed."""
+    """Raise RuntimeError if sources or compilers are missing."""
     if not sources():
         raise RuntimeError(f"no sources in {source_folder()}")
     check_nvcc()
@@ -196,7 +198,7 @@ def _serve_all(entries: list[str], devices: list[tuple[int, int]]) -> bool:
 
 
 def _serves(entry: str, device: tuple[int, int]) -> bool:
-    """Return whether code for `entry` ("8.0", "8.0+PTX", "9.0a") runs on a device of this capability; unknown names do not."""
+    """Return whether code for `entry` ("8.0", "8.0+PTX", "9.0a") runs on this capability; False for unknown names."""
     parts = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", entry)
     if parts is None:
         return False
@@ -210,7 +212,7 @@ def library_name(architectures: str, folder: Path | None = None) -> str:
     """Return a name with a hash of all that the library depends on.
 
     Args:
-        folder: of the sources; `source_folder()` if None.
+        folder: of the sources; default `source_folder()`.
     """
     folder = folder or source_folder()
     parts = (torch.__version__, torch.version.cuda, architectures, sys.prefix, *DEFINES)
@@ -218,5 +220,5 @@ def library_name(architectures: str, folder: Path | None = None) -> str:
 
 
 def trial_mark(*parts: str) -> Path:
-    """Return the file that marks that kernels of this library passed a trial under the conditions `parts`."""
+    """Return the file that records that this library's kernels passed a trial under the conditions `parts`."""
     return extensions_folder() / "trials" / re.sub(r"[^\w.-]+", "_", "-".join((library_name("trial"), *parts)))

@@ -1,15 +1,16 @@
-"""Products of a few tokens with a weight in groups of codes, which is read as it is stored.
+"""Linear layers with quantized weights.
 
     out[m, n] = sum_k x[m, k] * weight[n, k] + bias[n],   weight[n, k] = code * scale + minimum, in the weight's dtype
 
-The fused operator (csrc/quantization/product.cu) never writes the weight. Up to `FUSED_ROWS` tokens it reads a quarter or a half of
-the bytes that a product with the plain weight reads, which is what a decode step's time consists of; with more tokens the weight is
-dequantized once and cuBLAS does the rest.
+For up to `FUSED_ROWS` tokens the fused operator (csrc/quantization/product.cu) multiplies with codes directly and never writes the weight:
+it reads a quarter or a half of a plain weight's bytes, which bound a decode step. For more tokens the weight is dequantized once for
+cuBLAS.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -18,18 +19,18 @@ from torch.nn import functional
 from zero_inference.kernels.extension import load_extension, operator_library
 from zero_inference.kernels.quantization import dequantize, dequantize_reference
 
-# Tokens up to which the fused operator is taken: all that it can do in one call. With 32 tokens it took 114 us for int4 weights of
-# 28672 x 8192, where dequantizing first took 288 (h200-cores/quantized_products_bf16.tsv).
+# All tokens that the fused operator can take in one call. With 32 it took 114 us for int4 weights of 28672 x 8192, where dequantizing first
+# took 288 us (h200-cores/quantized_products_bf16.tsv).
 FUSED_ROWS = 32
 FUSED_DTYPES = (torch.float16, torch.bfloat16)
 FUSED_GROUP_SIZES = (16, 32, 64, 128)
 ALIGNMENT = 16  # bytes: rows and tensors are read in vectors of this size
-# Scales of groups of 16 take so much shared memory that a block of a device with 99 KB of it (8.6, 8.9, 12.0) cannot hold them.
+# Shared memory of a block for the scales of groups of 16; devices with 99 KB (8.6, 8.9, 12.0) have less.
 GROUP_16_SHARED_BYTES = 132 << 10
 
 LIBRARY = operator_library(__name__)
-# The last three are for tests and benchmarks: the launch, where 0 leaves the choice to csrc/launch_sizes.cuh. Warps of a block
-# that split the columns (1 to 8), blocks that do (1 to 8), steps between barriers (2 to 64), all powers of two.
+# The last three are launch sizes for tests and benchmarks, powers of two; 0 leaves them to csrc/launch_sizes.cuh: warps of a block that
+# split the columns (1 to 8), blocks that do (1 to 8), steps between barriers (2 to 64).
 SCHEMA = (
     "(Tensor x, Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, int rows, Tensor bias, "
     "int column_warps=0, int splits=0, int chunk_steps=0) -> Tensor"
@@ -46,27 +47,26 @@ def quantized_linear(
     rows: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`functional.linear` of `x` with a weight [rows, columns] in groups.
+    """Return `functional.linear` of `x` with a quantized weight [rows, columns].
 
-    On a CUDA device with the compiled extension, up to `FUSED_ROWS` tokens and what `can_fuse` says, one kernel on the current
-    stream, with the same bits in every run; else the weight is dequantized into memory of this call.
+    On a CUDA device, for up to `FUSED_ROWS` tokens and if `can_fuse`, this is one kernel on the current stream, bitwise reproducible;
+    otherwise the weight is dequantized into temporary memory.
 
     Args:
         x: float16, bfloat16 or float32 [..., columns]; columns is a multiple of the group size.
         codes: uint8 [rows * columns * bits / 8], row by row; 4 bits: the even element in the low nibble.
         scale, minimum: [rows * columns / group_size], in x's dtype.
-        bits: of a code, 8 or 4.
-        rows: of the weight.
+        bits: 8 or 4.
         bias: [rows] in x's dtype, or None.
 
     Returns:
         [..., rows] in x's dtype, contiguous.
 
     Raises:
-        ValueError: dtype, size, device or strides of an argument do not fit; says which were needed.
+        ValueError: dtype, size, device or strides of an argument do not match.
     """
     _check_sizes(codes, scale, minimum, bits, group_size, rows, x.shape[-1], bias)
-    tokens = _tokens(x)
+    tokens = math.prod(x.shape[:-1])
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if tokens <= FUSED_ROWS and not needs_gradient and can_fuse(x, codes, scale, minimum, bits, group_size, bias):
         flat = x.reshape(tokens, x.shape[-1]).contiguous()
@@ -90,8 +90,7 @@ def quantized_linear_reference(
     rows: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """What `quantized_linear` has to give, with PyTorch alone on any device: the plain weight of `dequantize_reference`, then
-    `functional.linear`. Arguments, result and errors as there."""
+    """Return `quantized_linear` with PyTorch on any device: `dequantize_reference`, then `functional.linear`."""
     weight = x.new_empty(rows, x.shape[-1])
     dequantize_reference(codes, scale, minimum, bits, group_size, weight)
     return functional.linear(x, weight, bias)
@@ -100,8 +99,11 @@ def quantized_linear_reference(
 def can_fuse(
     x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, bias: Tensor | None = None
 ) -> bool:
-    """Whether the fused operator takes these arguments, however many tokens: a CUDA device of capability 8.0 or newer with the
-    compiled extension, 16-bit dtypes, groups of 16, 32, 64 or 128, rows of codes and tensors that begin on 16 bytes."""
+    """Return whether the fused operator takes these arguments, for any number of tokens.
+
+    It needs a CUDA device of capability 8.0 or newer, the compiled extension, 16-bit dtypes, groups of 16, 32, 64 or 128, and rows of codes
+    and tensors aligned to 16 bytes.
+    """
     columns = x.shape[-1]
     return (
         x.is_cuda
@@ -109,30 +111,23 @@ def can_fuse(
         and group_size in FUSED_GROUP_SIZES
         and columns * bits % (8 * ALIGNMENT) == 0
         and all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in (codes, scale, minimum, bias) if tensor is not None)
-        and _device_serves(x.device.index, group_size)
+        and _device_can_fuse(x.device.index, group_size)
         and load_extension()
     )
 
 
 @functools.cache
 def no_bias(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """What the operator takes for a product without a bias: an empty tensor."""
+    """Return the operator's argument for no bias: an empty tensor."""
     return torch.empty(0, device=device, dtype=dtype)
 
 
 @functools.cache
-def _device_serves(index: int, group_size: int) -> bool:
+def _device_can_fuse(index: int, group_size: int) -> bool:
     properties = torch.cuda.get_device_properties(index)
     return properties.major >= 8 and (
         group_size > 16 or properties.shared_memory_per_block_optin >= GROUP_16_SHARED_BYTES
     )
-
-
-def _tokens(x: Tensor) -> int:
-    tokens = 1
-    for size in x.shape[:-1]:
-        tokens *= size
-    return tokens
 
 
 def _check_sizes(
@@ -145,7 +140,6 @@ def _check_sizes(
     columns: int,
     bias: Tensor | None,
 ) -> None:
-    """What either way needs, in the same words."""
     if bits not in (8, 4):
         raise ValueError(f"bits must be 8 or 4, not {bits}")
     if columns % group_size:
@@ -177,7 +171,7 @@ def _without_kernel(
     splits: int = 0,
     chunk_steps: int = 0,
 ) -> Tensor:
-    """What runs where no kernel is registered; a launch is nothing to it."""
+    """Compute the operator with PyTorch, where no kernel is registered; launch sizes are ignored."""
     return quantized_linear_reference(x, codes, scale, minimum, bits, group_size, rows, bias if bias.numel() else None)
 
 

@@ -1,14 +1,13 @@
-"""int8 and int4 weights in groups: the packed form that crosses the link, and the way back to a plain weight.
+"""Quantization of weights to int8 and int4 in groups, and dequantization.
 
-A group is `group_size` consecutive elements of the flattened weight. It is stored as unsigned codes with a scale and a
-minimum in the weight's own dtype, and element i becomes `code[i] * scale + minimum`, computed in float32 and rounded once.
-Codes are chosen against scale and minimum as stored, so that rounding those costs no accuracy that other codes could save.
+A group is `group_size` consecutive elements of the flattened weight, stored as unsigned codes with a scale and a minimum in the weight's
+dtype. Element i is `code[i] * scale + minimum`, computed in float32 and rounded once. Codes are chosen for scale and minimum as stored, so
+that rounding those costs little accuracy.
 
-Which scale and minimum: those with the least squared error of several tries, all without data. The extremes of the group; a
-least-squares fit to the codes that these give; and for 4 bits the best of nine fits to a range clipped at both ends, fitted again
-as long as that helps. Random normal weights in groups of 32 then miss by 6.99%, where extremes alone give 7.85%, these fitted once
-7.50%, and 400 clipped ranges 6.93% (benchmarks/results/cpu/int4_quality.md). The same arithmetic is in csrc/cpu/quantize_lanes.h
-for the CPU and csrc/quantization/quantize.cu for a GPU.
+Scale and minimum are those with the least squared error of several tries, without calibration data: the group's extremes; a least-squares
+fit to the codes that these give; for 4 bits also the best of nine fits to a range clipped at both ends, refitted `REFITS` times. Random
+normal weights in groups of 32 then have a relative error of 6.99%; extremes alone have 7.85%, fitted once 7.50%, and 400 clipped ranges
+6.93% (benchmarks/results/cpu/int4_quality.md). csrc/cpu/quantize_lanes.h and csrc/quantization/quantize.cu compute the same.
 """
 
 from __future__ import annotations
@@ -24,23 +23,24 @@ from zero_inference.kernels.extension import load_extension
 from zero_inference.utils.suggestions import nearest_divisor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Shares of a group's range that tries clip at either end, each pair of them; a step of 4 bits is 0.067 of the range.
-CLIPPED = (0.0, 0.03, 0.06)
-NEIGHBOURS = {4: 1, 8: 2}  # by bits: codes that are tried where quotients are rounded, for the extremes and what stays
-REFITS = 2  # of the best try; a third takes off less than 0.1% of the error
-CHUNK_NUMEL = 1 << 19  # elements worked on at once, about 40 bytes each: near the caches on a CPU,
-CUDA_CHUNK_NUMEL = 1 << 22  # and on a device enough to hide the launches
+MIN_QUANTIZED_COLUMNS = (
+    32  # narrower matrices keep their dtype: low ranks and convolution kernels, not large projections
+)
+CLIPPED = (0.0, 0.03, 0.06)  # shares of a group's range to clip at either end, in all pairs; a step of 4 bits is 0.067
+NEIGHBOURS = {4: 1, 8: 2}  # by bits: neighbouring codes to try where DeepSpeed rounds quotients
+REFITS = 2  # of the best try; a third lowers the error by less than 0.1%
+CHUNK_NUMEL = 1 << 19  # elements quantized at once, about 40 bytes each: fits a CPU's caches
+CUDA_CHUNK_NUMEL = 1 << 22  # enough to hide kernel launches
 
 
 @dataclass(frozen=True)
 class GroupQuantization:
-    """Asymmetric quantization in groups.
+    """Scheme of asymmetric quantization in groups.
 
     Attributes:
-        bits: of a code, 8 or 4.
-        group_size: elements with one scale and minimum; even for 4 bits.
-        dtype: of the weights that are quantized, None for any. A model's own dtype here leaves alone what its family keeps in
-            float32, which is what 16 bits are too few for.
+        bits: 8 or 4.
+        group_size: elements that share a scale and a minimum; even for 4 bits.
+        dtype: dtype of the weights to quantize, None for any. The model's own dtype skips weights that its family keeps in float32.
     """
 
     bits: int
@@ -55,25 +55,21 @@ class GroupQuantization:
         return (1 << self.bits) - 1
 
     def can_quantize(self, weight: torch.Tensor) -> bool:
-        """Whether `weight` is a matrix (or fused experts, 3-D) of a dtype to quantize, with rows of whole groups."""
+        """Return whether `weight` is a matrix (or fused experts, 3-D) of a dtype to quantize, with rows of whole groups."""
         return self.is_for(weight) and weight.dim() >= 2 and weight.shape[-1] % self.group_size == 0
 
     def is_for(self, weight: torch.Tensor) -> bool:
-        """Whether `weight` has a dtype to quantize: `dtype`, or float16, bfloat16 or float32 where that is None."""
+        """Return whether `weight` has `dtype`, or float16, bfloat16 or float32 if that is None."""
         return weight.dtype in (DTYPES if self.dtype is None else (self.dtype,))
 
     def packed_bytes(self, numel: int) -> int:
-        """Bytes of the codes of `numel` elements.
-
-        Raises:
-            ValueError: `numel` is not a multiple of the group size.
-        """
+        """Return the bytes of the codes of `numel` elements; raise ValueError unless these are whole groups."""
         if numel % self.group_size:
             raise ValueError(f"{numel} elements are not whole groups of {self.group_size}")
         return numel * self.bits // 8
 
     def stored_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of codes, scales and minima of a weight of `numel` elements in `dtype`: what crosses the link."""
+        """Return the bytes of codes, scales and minima of a weight of `numel` elements in `dtype`."""
         return self.packed_bytes(numel) + 2 * (numel // self.group_size) * dtype.itemsize
 
 
@@ -81,23 +77,22 @@ class GroupQuantization:
 def quantize(
     weight: torch.Tensor, scheme: GroupQuantization, divides: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pack `weight`, on its device, with less than 256 MiB of memory beside weight and result.
+    """Quantize `weight` on its device, with less than 256 MiB of temporary memory, and a copy if it is not contiguous.
 
-    A weight that is not contiguous is copied first. With the compiled extension a CUDA device does it in one kernel
-    (csrc/quantization/quantize.cu), which adds in another order: of tries that are as good as each other, it may keep another one.
-    On a CPU, `zero_inference.cpu.products` is several times as fast.
+    With the compiled extension a CUDA device uses one kernel (csrc/quantization/quantize.cu). It sums in another order, so among equally
+    good tries it may choose another. On a CPU, `zero_inference.cpu.products.quantize` is several times as fast.
 
     Args:
         weight: float16, bfloat16 or float32, at least 2-D, its last dimension a multiple of the group size.
-        divides: store what codes are divided by instead of the scale, as DeepSpeed does: code / stored + minimum, each rounded to
-            the weight's dtype. Infinite where a group is constant.
+        divides: store the divisor of codes instead of the scale, as DeepSpeed does: code / stored + minimum, each rounded to the weight's
+            dtype. Infinite if a group is constant.
 
     Returns:
-        codes uint8 [numel * bits / 8] (4 bits: element 2i in the low nibble, 2i+1 in the high), then scale and minimum
-        [numel / group_size] in the weight's dtype. A constant group has scale 0 and is kept exactly.
+        codes uint8 [numel * bits / 8] (4 bits: element 2i in the low nibble, 2i+1 in the high), scale and minimum [numel / group_size] in
+        the weight's dtype. A constant group has scale 0 and is exact.
 
     Raises:
-        ValueError: the weight cannot be quantized so, or holds NaN, an infinity, or values whose range its dtype cannot hold.
+        ValueError: wrong shape or dtype, NaN or infinity, or a range that the dtype cannot hold.
     """
     rows, codes, scale, minimum = empty_groups(weight, scheme)
     if weight.is_cuda and load_extension():
@@ -112,11 +107,7 @@ def quantize(
 
 
 def empty_groups(weight: torch.Tensor, scheme: GroupQuantization) -> tuple[torch.Tensor, ...]:
-    """Return `weight` as rows of groups, and empty codes, scale and minimum for it.
-
-    Raises:
-        ValueError: the weight cannot be quantized so.
-    """
+    """Return `weight` as [groups, group_size], with empty codes, scale and minimum; raise ValueError if it cannot be quantized."""
     if not scheme.can_quantize(weight):
         raise ValueError(
             f"a weight of {weight.dtype} {list(weight.shape)} cannot be quantized: needed is float16, bfloat16 or "
@@ -136,7 +127,7 @@ def _quantize_in_chunks(
     minimum: torch.Tensor,
     divides: bool = False,
 ) -> None:
-    """Rows are groups; fills what `quantize` returns, with PyTorch, on any device."""
+    """Fill the results of `quantize` from rows [groups, group_size], with PyTorch on any device."""
     size = scheme.group_size
     for start, stop in _chunks(rows.shape[0], size, rows.device):
         chunk = _quantize_rows(rows[start:stop], scheme.bits, divides)
@@ -148,8 +139,8 @@ def _quantize_in_chunks(
 def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
 ) -> None:
-    """Restore the weight in `out`: one kernel on the current stream where a CUDA device and the compiled extension are there, else
-    `dequantize_reference`, which gives the same bits; arguments are as there."""
+    """Dequantize into `out`: one kernel on the current stream of a CUDA device with the compiled extension, otherwise
+    `dequantize_reference`, which gives the same bits; arguments as there."""
     if out.is_cuda and load_extension():
         torch.ops.zero_inference.dequantize_groups(codes, scale, minimum, bits, group_size, out)
         return
@@ -160,10 +151,9 @@ def dequantize(
 def dequantize_reference(
     codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
 ) -> None:
-    """Restore the weight in `out` with PyTorch, on any device, in chunks.
+    """Dequantize into `out` with PyTorch, on any device, in chunks.
 
-    Product and sum are rounded to float32 one after the other, then the sum once to `out.dtype`, as in
-    csrc/quantization/dequantize.cu.
+    Product and sum are rounded to float32 in turn, the sum once to `out.dtype`, as in csrc/quantization/dequantize.cu.
 
     Args:
         codes: uint8 [out.numel() * bits / 8].
@@ -171,28 +161,28 @@ def dequantize_reference(
         out: float16, bfloat16 or float32, any shape, contiguous; overwritten.
 
     Raises:
-        ValueError: dtype, size, device or strides of an argument do not fit; says which were needed.
+        ValueError: dtype, size, device or strides of an argument do not match.
     """
     _check_dequantize(codes, scale, minimum, bits, group_size, out)
     rows = out.detach().view(-1, group_size)
     packed = codes.view(-1, group_size * bits // 8)
     for start, stop in _chunks(rows.shape[0], group_size, out.device):
-        values = _codes_of(packed[start:stop], bits)
+        values = _unpack(packed[start:stop], bits)
         values.mul_(scale[start:stop, None].float()).add_(minimum[start:stop, None].float())
         rows[start:stop] = values
 
 
 class _Groups(NamedTuple):
     codes: torch.Tensor  # float32 [groups, group_size], whole numbers
-    scale: torch.Tensor  # stored dtype [groups, 1]
-    minimum: torch.Tensor  # stored dtype [groups, 1]
-    error: torch.Tensor  # float32 [groups, 1], squared, of the weight as it will be restored
+    scale: torch.Tensor  # weight's dtype [groups, 1]
+    minimum: torch.Tensor  # weight's dtype [groups, 1]
+    error: torch.Tensor  # float32 [groups, 1], squared error of the dequantized weight
 
 
 class _Fit(NamedTuple):
-    """The least-squares step and offset for given codes, float32 [groups, 1].
+    """Least-squares step and offset for given codes, float32 [groups, 1].
 
-    gain: what it takes off the sum of the squared centered values; 0 where all codes of a group are the same.
+    gain: by how much they reduce the sum of squares of the centered values; 0 if all codes of a group are equal.
     """
 
     step: torch.Tensor
@@ -201,7 +191,7 @@ class _Fit(NamedTuple):
 
 
 def _quantize_rows(rows: torch.Tensor, bits: int, divides: bool) -> _Groups:
-    """Groups as rows [groups, group_size] of the stored dtype."""
+    """Quantize rows [groups, group_size] of the weight's dtype."""
     values, dtype, largest = rows.float(), rows.dtype, (1 << bits) - 1
     low, high = values.aminmax(dim=1, keepdim=True)
     extent = high - low
@@ -216,7 +206,7 @@ def _quantize_rows(rows: torch.Tensor, bits: int, divides: bool) -> _Groups:
         offset = fit.mean_code / scale.float() if divides else fit.mean_code * scale.float()
         return encode(scale, (mean - offset).to(dtype))
 
-    if divides:  # DeepSpeed's own, computed in the stored dtype
+    if divides:  # DeepSpeed's formula, in the weight's dtype
         scale = _finite_factor((1 / extent.to(dtype)) * largest, extent)
     else:
         scale = _stored_scale(extent / largest, dtype, divides)
@@ -238,14 +228,16 @@ def _quantize_rows(rows: torch.Tensor, bits: int, divides: bool) -> _Groups:
 
 
 def refuse_range(refused: bool, dtype: torch.dtype) -> None:
-    """Raise ValueError where groups cannot be stored."""
+    """Raise ValueError if `refused`."""
     if refused:
         raise ValueError(f"the weight holds NaN, an infinity, or a group whose range {dtype} cannot hold")
 
 
 def _stored_scale(step: torch.Tensor, dtype: torch.dtype, divides: bool) -> torch.Tensor:
-    """`step` rounded to `dtype`, or what values are multiplied by: finite unless the step is 0. Below float16's normal numbers a
-    step is rounded up, where nearest could halve it or make it 0."""
+    """Return `step` rounded to `dtype`, or for `divides` its inverse, finite unless the step is 0.
+
+    Below float16's normal numbers steps are rounded up: rounding to nearest could halve a step or make it 0.
+    """
     if divides:
         return _finite_factor((1 / step).to(dtype), step)
     if dtype == torch.float16:
@@ -265,7 +257,7 @@ def _encode(
     divides: bool,
     neighbours: int,
 ) -> _Groups:
-    """Nearest codes for a stored scale and minimum, and what they cost."""
+    """Return the nearest codes for a stored scale and minimum, with their error."""
     scale32, minimum32 = scale.float(), minimum.float()
     shifted = values - minimum32
 
@@ -279,7 +271,7 @@ def _encode(
         codes = shifted.div_(torch.where(scale32 == 0, 1, scale32)).round_().clamp_(0, largest)
     difference = differences(codes)
     error = difference.square()
-    for _ in range(neighbours):  # a quotient that is rounded in between may make one of them nearer
+    for _ in range(neighbours):  # the rounded quotient may be nearer for a neighbour
         other = (codes + torch.where(difference < 0, 1, -1)).clamp_(0, largest)
         difference = differences(other)
         better = difference.square() < error
@@ -301,7 +293,7 @@ def _fit(centered: torch.Tensor, codes: torch.Tensor) -> _Fit:
 
 
 def _refit(best: _Fit, centered: torch.Tensor, inverse: torch.Tensor, shift: torch.Tensor, largest: int) -> _Fit:
-    """The better of `best` and the fit to the codes that `inverse * centered + shift` rounds to."""
+    """Return, for each group, the better of `best` and the fit to the rounded codes `inverse * centered + shift`."""
     codes = (centered * inverse).add_(shift).nan_to_num_(0.0).round_().clamp_(0, largest)
     found = _fit(centered, codes)
     better = found.gain > best.gain
@@ -309,15 +301,15 @@ def _refit(best: _Fit, centered: torch.Tensor, inverse: torch.Tensor, shift: tor
 
 
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Whole numbers in float32 [groups, group_size] to bytes [groups * group_size * bits / 8]."""
+    """Pack float32 codes [groups, group_size] into uint8 [groups * group_size * bits / 8]."""
     codes = codes.to(torch.uint8)
     if bits == 4:
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
     return codes.reshape(-1)
 
 
-def _codes_of(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bytes [groups, group_size * bits / 8] to whole numbers in float32 [groups, group_size]."""
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack uint8 [groups, group_size * bits / 8] into float32 codes [groups, group_size]."""
     if bits == 8:
         return packed.float()
     values = torch.empty(packed.shape[0], 2 * packed.shape[1], dtype=torch.float32, device=packed.device)
@@ -327,7 +319,7 @@ def _codes_of(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _chunks(groups: int, group_size: int, device: torch.device):
-    """(start, stop) of consecutive groups, as many at a time as suit `device`."""
+    """Yield (start, stop) of consecutive groups, as many as `device` should process at once."""
     step = max(1, (CUDA_CHUNK_NUMEL if device.type == "cuda" else CHUNK_NUMEL) // group_size)
     for start in range(0, groups, step):
         yield start, min(groups, start + step)
@@ -368,19 +360,23 @@ def _check_dequantize(
 
 
 MIN_QUANTIZED_COLUMNS = (
-    32  # a matrix with fewer keeps its dtype: it is no large projection (a low rank, the kernel of a convolution)
+    32  # narrower matrices keep their dtype: low ranks and convolution kernels, not large projections
 )
 
 
-def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:
-    """What to say where groups of `asked` do not fit the last dimension of weight `name`, of which `packs` elements share a word."""
+def group_size_refusal(group_size: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:
+    """Return the error for a group size that does not divide the last dimension of weight `name`.
+
+    Args:
+        packs: elements that share a word; if it does not divide the last dimension, no group size is suggested.
+    """
     last = shape[-1]
-    fitting = nearest_divisor(asked, last, (256, 128, 64, 32, 16, 8), packs)
+    fitting = nearest_divisor(group_size, last, (256, 128, 64, 32, 16, 8), packs)
     change = (
         f"use --quant-group-size {fitting} or another divisor"
         if fitting
         else "no group size fits this model, drop --quant-bits"
     )
     return UsageError(
-        f"--quant-group-size {asked}: does not divide {name} of shape {list(shape)} along its last dimension; {change}."
+        f"--quant-group-size {group_size}: does not divide {name} of shape {list(shape)} along its last dimension; {change}."
     )

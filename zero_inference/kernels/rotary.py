@@ -1,7 +1,7 @@
-"""Rotary embedding of queries and keys as one kernel, where it gives the bits of the model's own function.
+"""Rotary embedding of queries and keys in one kernel, if that gives the bits of the model's own function.
 
-Attention of transformers calls `apply_rotary_pos_emb` of its own file, some ten kernels of PyTorch. While a loaded model uses the
-kernel, a `_Rotary` has that name there. It still calls the function for long passes, with gradients, and for other models of the family.
+transformers' attention calls `apply_rotary_pos_emb` of its own file, some ten PyTorch kernels. While a model with our kernel is loaded, a
+`_Rotary` replaces that name. It calls the original for long passes, with gradients, and for other models of the family.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from zero_inference.kernels.extension import operator_library
 from zero_inference.utils.patching import Patches, SharedPatch
 
 NAME = "apply_rotary_pos_emb"
-MOST_TOKENS = 4096  # of all sequences in a pass; of more the products take the time
+MAX_TOKENS = 4096  # in a pass; with more, matrix products dominate
 TRIAL = {"batch": 2, "heads": 4, "key_heads": 2, "tokens": 3, "head_dim": 64}
 
 
 class Form(NamedTuple):
-    """Rotation by cos and sin of some width.
+    """Form of a model's rotation by cos and sin [batch, tokens, width].
 
     Attributes:
-        times: of that width are rotated, from the first element of a head on.
-        in_order: results lie in memory in the order of their dimensions, as what PyTorch joins of two parts; else as q and k do.
+        times: the first `times * width` elements of a head are rotated.
+        in_order: results are contiguous in the order of dimensions, as after torch.cat; otherwise they have the strides of q and k.
     """
 
     times: int
@@ -42,13 +42,13 @@ LIBRARY.define(
 
 
 def _reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotated: int, q_out: Tensor, k_out: Tensor) -> None:
-    """Write q [batch, heads, tokens, head_dim] and k with their first `rotated` elements turned by cos and sin [batch, tokens, width],
-    whose width is `rotated`, or half of it."""
+    """Write q [batch, heads, tokens, head_dim] and k, the first `rotated` elements of a head rotated by cos and sin [batch, tokens,
+    `rotated` or half of it]."""
     cos, sin = (torch.cat((each,) * (rotated // each.shape[-1]), -1).unsqueeze(1) for each in (cos, sin))
     for x, out in ((q, q_out), (k, k_out)):
-        turned = x[..., :rotated]
-        first, second = turned.chunk(2, -1)
-        out[..., :rotated] = turned * cos + torch.cat((-second, first), -1) * sin
+        head = x[..., :rotated]
+        first, second = head.chunk(2, -1)
+        out[..., :rotated] = head * cos + torch.cat((-second, first), -1) * sin
         out[..., rotated:] = x[..., rotated:]
 
 
@@ -56,23 +56,22 @@ LIBRARY.impl("rotary_embedding", _reference, "CompositeExplicitAutograd")
 
 
 def rotary_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Patches:
-    """Let calls of `model` on `device` in `dtype` use the kernel until the result is closed, if a trial there gives what the model's own
-    function does."""
+    """Let `model` use the kernel on `device` in `dtype` until the result is closed, if a trial there agrees with its own function."""
     patches = Patches()
     for file in (sys.modules[name] for name in {type(module).__module__ for module in model.modules()}):
         found = vars(file).get(NAME)
         own = found.before if isinstance(found, _Rotary) else found
         if callable(own) and any(forms := supported_forms(own, device, dtype)):
             rotary = patches.share_item(vars(file), NAME, _Rotary)
-            rotary.forms[torch.empty(0, device=device).device, dtype] = forms  # a device with its number
+            rotary.forms[torch.empty(0, device=device).device, dtype] = forms  # the device with its index
     return patches
 
 
 class _Rotary(SharedPatch):
-    """Calls the kernel, or the model's own function for calls that the kernel does not take.
+    """Calls the kernel, or the original function if the kernel does not support a call.
 
     Attributes:
-        forms: as of `supported_forms`, by device and dtype.
+        forms: result of `supported_forms`, by device and dtype.
     """
 
     def __init__(self, before: Callable):
@@ -89,7 +88,7 @@ class _Rotary(SharedPatch):
         return self.before(*args, **options)
 
     def _form(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Form | None:
-        """Return what the kernel computes for this call; None where it does not take it."""
+        """Return the form of this call, or None if the kernel does not support it."""
         forms = self.forms.get((q.device, q.dtype))
         if forms is None or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
             return None
@@ -100,12 +99,12 @@ class _Rotary(SharedPatch):
             and k.shape[2:] == q.shape[2:]
             and cos.shape[0] in (1, batch)
             and cos.shape[1] == tokens
-            and 0 < batch * tokens <= MOST_TOKENS
+            and 0 < batch * tokens <= MAX_TOKENS
             and 0 < width <= head_dim
         )
-        alike = all(x.dtype == q.dtype and x.device == q.device and x.stride(-1) == 1 for x in (q, k, cos, sin))
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, cos, sin))
-        if not fits or not alike or wanted:
+        same_type = all(x.dtype == q.dtype and x.device == q.device and x.stride(-1) == 1 for x in (q, k, cos, sin))
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, cos, sin))
+        if not fits or not same_type or needs_gradient:
             return None
         form = forms[0 if width == head_dim else 1 if 2 * width == head_dim else 2]
         return form if form is not None and form.times * width <= head_dim and form.times * width % 2 == 0 else None
@@ -121,19 +120,19 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Form) -> tuple[
 @functools.lru_cache(maxsize=64)
 @torch.no_grad()
 def supported_forms(own: Callable, device: torch.device, dtype: torch.dtype) -> tuple[Form | None, ...]:
-    """Return what the function `own` computes with cos of the width of a head, of half of it, and of less; None where it is not what the
-    kernel computes, bit by bit."""
+    """Return the forms of function `own` for cos of the width of a head, half of it, and less; None where the kernel differs in any bit."""
     head_dim = TRIAL["head_dim"]
     forms = [Form(*each) for each in itertools.product((1, 2), (False, True))]
     return tuple(
         next(
-            (form for form in forms if width * form.times <= head_dim and _alike(own, width, form, device, dtype)), None
+            (form for form in forms if width * form.times <= head_dim and _agrees(own, width, form, device, dtype)),
+            None,
         )
         for width in (head_dim, head_dim // 2, head_dim // 4)
     )
 
 
-def _alike(own: Callable, width: int, form: Form, device: torch.device, dtype: torch.dtype) -> bool:
+def _agrees(own: Callable, width: int, form: Form, device: torch.device, dtype: torch.dtype) -> bool:
     draw = torch.Generator().manual_seed(width)
     batch, tokens, head_dim = (TRIAL[name] for name in ("batch", "tokens", "head_dim"))
     q, k = (
@@ -143,7 +142,7 @@ def _alike(own: Callable, width: int, form: Form, device: torch.device, dtype: t
     cos, sin = (torch.randn(batch, tokens, width, generator=draw).to(device, dtype) for _ in range(2))
     try:
         pairs = list(zip(own(q, k, cos, sin), rotate(q, k, cos, sin, form), strict=True))
-    except Exception:  # whatever the model's own code raises with such arguments
+    except Exception:  # the model's own code may raise anything
         return False
     return all(
         torch.is_tensor(one) and one.dtype == other.dtype and torch.equal(one, other) and one.stride() == other.stride()

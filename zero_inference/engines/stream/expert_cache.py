@@ -19,9 +19,9 @@ from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, W
 from zero_inference.engines.stream.expert_sizes import expert_memory
 from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout, BlockStore, TensorSpan
 from zero_inference.engines.stream.placement import Placement
-from zero_inference.engines.stream.products import combination_of
+from zero_inference.engines.stream.products import epilogue_of
 from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.kernels.experts import ExpertActivation, expert_linear, quantized_expert_linear
+from zero_inference.kernels.experts import Epilogue, expert_linear, quantized_expert_linear
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES
 from zero_inference.kernels.quantization import GroupQuantization
@@ -107,16 +107,16 @@ class _ExpertWeights:
         x: torch.Tensor,
         slot: torch.Tensor,
         scheme: GroupQuantization | None,
-        combination: ExpertActivation | None = None,
+        epilogue: Epilogue | None = None,
         tokens: int = 0,
     ) -> torch.Tensor:
         """Return rows of x times the weights in slots, [pairs, rows]; arguments as of `quantized_expert_linear`."""
         x, bias = x.to(self.dtype), self.slots[-1] if self.biased else None
         if not self.quantized or scheme is None:
-            return expert_linear(x, self.slots[0].view(-1, self.rows, self.columns), slot, bias, combination)
+            return expert_linear(x, self.slots[0].view(-1, self.rows, self.columns), slot, bias, epilogue)
         codes, scale, minimum = self.slots[:3]
         return quantized_expert_linear(
-            x, codes, scale, minimum, scheme.bits, scheme.group_size, self.rows, slot, bias, combination, tokens
+            x, codes, scale, minimum, scheme.bits, scheme.group_size, self.rows, slot, bias, epilogue, tokens
         )
 
 
@@ -271,7 +271,7 @@ class ExpertCache:
         fetching: FetchConfig,
         shared: torch.Tensor | None = None,
     ):
-        self.experts, self.scheme, self.combination = experts, scheme, combination_of(experts)
+        self.experts, self.scheme, self.epilogue = experts, scheme, epilogue_of(experts)
         self.table, self.uses, self.counters, self.keeps = table, uses, counters, shared is None
         self.fetching, self.most = fetching, min(fetching.most, experts.number)
         half = expert_memory(layout, experts, count)[0]
@@ -388,7 +388,7 @@ class ExpertCache:
         slot, current = slots.view(-1), self.fetching.streams.current()
         if arrived[0] is not None:
             current.wait_event(arrived[0])
-        hidden = self.first.times(x, slot, self.scheme, self.combination)
+        hidden = self.first.times(x, slot, self.scheme, self.epilogue)
         if arrived[1] is not None:
             current.wait_event(arrived[1])
         return self.last.times(hidden, slot, self.scheme, tokens=len(x))

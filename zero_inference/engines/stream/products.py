@@ -24,7 +24,7 @@ from zero_inference.kernels.experts import (
     GATE_FIRST,
     INTERLEAVED,
     UP_FIRST,
-    ExpertActivation,
+    Epilogue,
     quantized_expert_linear,
 )
 from zero_inference.kernels.extension import load_extension
@@ -32,8 +32,8 @@ from zero_inference.kernels.products import ALIGNMENT, FUSED_ROWS, can_fuse, no_
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.experts import FusedExperts
 
-# x, slot, combination and tokens of `quantized_expert_linear` -> [pairs, rows]
-Times = Callable[[torch.Tensor, torch.Tensor, ExpertActivation | None, int], torch.Tensor]
+# x, slot, epilogue and tokens of `quantized_expert_linear` -> [pairs, rows]
+Times = Callable[[torch.Tensor, torch.Tensor, Epilogue | None, int], torch.Tensor]
 Products = Callable[[tuple[str, ...], torch.Tensor], Sequence[torch.Tensor]]
 
 
@@ -254,13 +254,13 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def experts_forward(experts: FusedExperts, first: Times, last: Times) -> Callable[..., torch.Tensor]:
     """Return a forward of a module of experts that multiplies with the chosen experts alone."""
-    combination = combination_of(experts)
+    epilogue = epilogue_of(experts)
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])  # [tokens, H]
         slot = top_k_index.to(torch.int64).reshape(-1)  # [tokens * chosen]
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
-        rows = last(first(x, slot, combination, len(x)), slot, None, len(x))  # [tokens * chosen, H]
+        rows = last(first(x, slot, epilogue, len(x)), slot, None, len(x))  # [tokens * chosen, H]
         out = WeightedRows(weights.contiguous(), rows).total()
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
@@ -312,10 +312,10 @@ def experts_in_groups(
     return forward
 
 
-def combination_of(experts: FusedExperts) -> ExpertActivation:
+def epilogue_of(experts: FusedExperts) -> Epilogue:
     """Return how kernels combine the first product of `experts`: activation, gate and limits."""
     gated = INTERLEAVED if experts.interleaved else UP_FIRST if experts.gate_is_second else GATE_FIRST
-    return ExpertActivation(
+    return Epilogue(
         gated if experts.gated else ACTIVATED,
         ACTIVATION_NUMBERS[experts.activation],
         experts.limit if experts.limit < math.inf else 0.0,
@@ -331,7 +331,7 @@ def _times(
     bias: Callable[[], torch.Tensor] | None,
     x: torch.Tensor,
     slot: torch.Tensor,
-    combination: ExpertActivation | None,
+    epilogue: Epilogue | None,
     tokens: int,
 ) -> torch.Tensor:
     """Multiply `x` with the experts `slot` of a fused parameter that is stored as `shape` [experts, rows, columns]."""
@@ -339,7 +339,7 @@ def _times(
     codes, scales, minima = (part.view(number, -1) for part in packed()[:3])
     x, added = x.to(scales.dtype), None if bias is None else bias()
     return quantized_expert_linear(
-        x, codes, scales, minima, scheme.bits, scheme.group_size, rows, slot, added, combination, tokens
+        x, codes, scales, minima, scheme.bits, scheme.group_size, rows, slot, added, epilogue, tokens
     )
 
 
