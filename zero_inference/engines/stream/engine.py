@@ -76,10 +76,6 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         module = model.get_submodule(plan.head.module)
         head = QuantizedHead(module, plan.head, weights.packed_head, prefetcher.workspace)
         closing.callback(head.close)
-    cpu_attention = None
-    if cpu is not None and cpu.plan.attends:
-        closing.enter_context(patch_attention(model))
-        cpu_attention = cpu.attention()
 
     facts = _facts(plan, model)
     prefetcher.on_placement_changed = lambda placement: facts["stream"].update(_bytes_per_step(placement))
@@ -95,6 +91,10 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
             lambda outcome: facts["stream"].update(decode_graph=outcome),
         )
         closing.callback(graph.close)
+    cpu_attention = None
+    if cpu is not None and cpu.plan.attends:
+        cpu_attention = cpu.attention()
+        closing.enter_context(patch_attention(model))  # last: nothing fails afterwards
 
     def steps_to_settle() -> int:  # rebalancing follows the verification of a graph
         of_graph = 0 if graph is None else graph.steps_to_settle()
