@@ -374,7 +374,7 @@ def test_scores_are_asked_for_once():
         if row.options:
             words = [row.options[-1], *(["1"] if row.value else [])]
             (of_scores if row.group == "quality" else others).append(words)
-    others.append(["facebook/opt-125m"])  # behind an option about scores that takes no value, too
+    others.append(["facebook/opt-125m"])  # after an option about scores that takes no value, too
     assert (
         ["--pass-at-k", "1"] in of_scores and ["--perplexity-stride", "1"] in of_scores and ["--engine", "1"] in others
     )
@@ -413,8 +413,8 @@ def test_the_runs_without_scores_are_valid_too(tmp_path):
 
 
 def test_the_last_words_of_a_run(tmp_path):
-    def why(said: str, code: int) -> str:
-        (tmp_path / "out").write_text(said)
+    def why(output: str, code: int) -> str:
+        (tmp_path / "out").write_text(output)
         return failure_reason(ChildRun(code, tmp_path / "out"))
 
     assert why("loading\nerror: does not fit\n[rank0] launcher's remark\n", 2) == "does not fit"
