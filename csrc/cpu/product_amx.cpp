@@ -14,52 +14,22 @@
 
 ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")
 
+#include "simd_avx512.h"
+
+#include "product_bfloat16.h"
+#include "product_fixed_tiles.h"
 #include "product_layout.h"
+#include "product_restored_tiles.h"
+#include "product_tiles.h"
 
 namespace zero_inference::cpu::amx {
 
 namespace {
 
-#include "product_wide.h"
-
-#include "product_tiles.h"
-
-#include "product_strips.h"
-
-#include "product_fixed_input.h"
-
 constexpr int64_t kTermBytes = kPanelRows * 64;  // of a panel's rows in one block of 32 columns
 // Between them lie those of the other panel, so that while one is written and one read their addresses never agree in the last
 // 12 bits, by which the processor finds out whether a load has to wait for a store.
 constexpr int64_t kTermStride = 2 * kTermBytes;
-constexpr int64_t kSumsBytes = 4 * kTileBytes;  // of two tiles of rows and two of x
-
-enum class Begin { zero, keep, load };
-
-// Tiles 0 to 3 are sums: of the weight's first rows with x's first and second, then of the weight's second rows.
-template <int kRowTiles, int kInputTiles>
-inline void begin_sums(Begin begin, const char* sums) {
-  if (begin == Begin::zero) {
-    tile_zero<0>();
-    if constexpr (kInputTiles == 2) tile_zero<1>();
-    if constexpr (kRowTiles == 2) tile_zero<2>();
-    if constexpr (kRowTiles == 2 && kInputTiles == 2) tile_zero<3>();
-  } else if (begin == Begin::load) {
-    tile_load<0>(sums);
-    if constexpr (kInputTiles == 2) tile_load<1>(sums + kTileBytes);
-    if constexpr (kRowTiles == 2) tile_load<2>(sums + 2 * kTileBytes);
-    if constexpr (kRowTiles == 2 && kInputTiles == 2) tile_load<3>(sums + 3 * kTileBytes);
-  }
-}
-
-template <int kRowTiles, int kInputTiles>
-inline void store_sums(char* sums) {
-  tile_store<0>(sums);
-  if constexpr (kInputTiles == 2) tile_store<1>(sums + kTileBytes);
-  if constexpr (kRowTiles == 2) tile_store<2>(sums + 2 * kTileBytes);
-  if constexpr (kRowTiles == 2 && kInputTiles == 2) tile_store<3>(sums + 3 * kTileBytes);
-}
-
 // Tiles 4 and 5 are the weight, 6 and 7 are x; those of x may be there already.
 template <int kRowTiles, int kInputTiles, bool kLoadInput>
 inline void multiply_block(const char* rows, const char* input, int64_t input_stride) {
@@ -94,20 +64,6 @@ void multiply_panel(const char* panel, const char* input, int64_t input_stride, 
     }
   }
   if (ends) store_sums<kRowTiles, kInputTiles>(sums);
-}
-
-// Sums of up to 32 rows of the weight and 32 of x to where they belong: a column of a tile is part of a row of `out`.
-void write_out(const char* sums, int64_t rows, int64_t count, float* out, int64_t stride) {
-  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-  for (int64_t row = 0; row < rows; row += kTileRows) {
-    const int64_t left = rows - row;
-    const __mmask16 there = static_cast<__mmask16>(left >= kTileRows ? 0xffff : (1 << left) - 1);
-    for (int64_t m = 0; m < count; ++m) {
-      const char* const tile = sums + (row / kTileRows * 2 + m / kTileRows) * kTileBytes;
-      const __m512 values = _mm512_i32gather_ps(lanes, tile + m % kTileRows * 4, 4);
-      _mm512_mask_storeu_ps(out + m * stride + row, there, values);
-    }
-  }
 }
 
 // Which part of the weight a panel holds.
@@ -267,12 +223,6 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
     }
   }
 }
-
-#include "product_fixed_tiles.h"
-
-#include "product_restored_rows.h"
-
-#include "product_restored_tiles.h"
 
 }  // namespace
 

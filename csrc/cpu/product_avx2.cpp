@@ -8,93 +8,13 @@
 
 ZI_TARGET_BEGIN("avx2,fma,f16c")
 
+#include "simd_avx2.h"
+
+#include "product_direct.h"
+#include "product_fixed_narrow.h"
 #include "product_layout.h"
 
 namespace zero_inference::cpu::avx2 {
-
-namespace {
-
-using Vector = __m256;
-
-constexpr int kLanes = 8;
-constexpr int kTokens = 2;  // 8 sums of 16 registers
-
-inline Vector zero() { return _mm256_setzero_ps(); }
-inline Vector broadcast(float value) { return _mm256_set1_ps(value); }
-inline Vector load(const float* p) { return _mm256_loadu_ps(p); }
-inline void store(float* p, Vector value) { _mm256_storeu_ps(p, value); }
-inline Vector fused(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
-
-inline float sum(Vector value) {
-  __m128 half = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
-  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-}
-
-inline Vector from_half(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-
-inline Vector from_brain(const char* p) {
-  const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-}
-
-template <Dtype kDtype>
-inline Vector rounded(Vector value) {
-  if constexpr (kDtype == Dtype::float16) return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-  if constexpr (kDtype == Dtype::bfloat16) {  // half to even
-    const __m256i bits = _mm256_castps_si256(value);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-    return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-  }
-  return value;
-}
-
-struct Group {
-  Vector scale, minimum;
-};
-
-template <Dtype kDtype>
-inline Group group_of(float scale, float minimum) {
-  return {broadcast(scale), broadcast(minimum)};
-}
-
-template <Dtype kDtype>
-inline Vector restore(__m256i codes, const Group& group) {
-  return rounded<kDtype>(_mm256_fmadd_ps(_mm256_cvtepi32_ps(codes), group.scale, group.minimum));
-}
-
-inline __m256i bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
-
-template <Dtype kDtype>
-inline Vector restore_bytes(const uint8_t* p, const Group& group) {
-  return restore<kDtype>(bytes(p), group);
-}
-
-template <Dtype kDtype>
-inline void restore_pairs(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
-  const __m256i both = bytes(p);
-  even = restore<kDtype>(_mm256_and_si256(both, _mm256_set1_epi32(15)), group);
-  odd = restore<kDtype>(_mm256_srli_epi32(both, 4), group);
-}
-
-inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {
-  // within halves of 128 bits, then the middle quarters change places
-  const __m256d low = _mm256_castps_pd(_mm256_shuffle_ps(one, two, 0x88));
-  const __m256d high = _mm256_castps_pd(_mm256_shuffle_ps(one, two, 0xdd));
-  even = _mm256_castpd_ps(_mm256_permute4x64_pd(low, 0xd8));
-  odd = _mm256_castpd_ps(_mm256_permute4x64_pd(high, 0xd8));
-}
-
-}  // namespace
-
-#include "product_narrow.h"
-
-namespace {
-
-#include "product_fixed_narrow.h"
-
-}  // namespace
 
 void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_dtype, int64_t stride, int64_t first,
                    int64_t last, int64_t columns, void* input) {

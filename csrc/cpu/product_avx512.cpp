@@ -8,21 +8,17 @@
 
 ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")
 
+#include "simd_avx512.h"
+
+#include "product_bfloat16.h"
+#include "product_direct.h"
+#include "product_fixed_vectors.h"
 #include "product_layout.h"
+#include "product_panel.h"
 
 namespace zero_inference::cpu::avx512 {
 
 namespace {
-
-#include "product_wide.h"
-
-#include "product_panel.h"
-
-#include "product_direct.h"
-
-#include "product_fixed_input.h"
-
-#include "product_fixed_vectors.h"
 
 // Products of bfloat16 pairs. What a code stands for is rounded to bfloat16, as a device does that has the weight so.
 struct Bfloat16 {

@@ -7,6 +7,16 @@
 // A Format is a weight's: kColumns restored at once from kBytes into kVectors of Weight, as open does, and multiply with x;
 // kGrouped where values come from codes, with a Group made of scale and minimum.
 
+#pragma once
+
+#include "product_layout.h"
+#include "product_panel.h"
+#include "product_vectors.h"
+#include "simd.h"
+
+namespace zero_inference::cpu {
+namespace {
+
 constexpr int64_t kDirectCount = 4;
 constexpr int64_t kScaleColumns = 2048;  // of which scales are converted at a time
 
@@ -183,3 +193,6 @@ void product_float32(const Matrix& matrix, const Layout& layout, int64_t count, 
                                                          : direct_of_dtype<Dtype::bfloat16>;
   multiply(matrix, layout, count, input, first, last, out, stride);
 }
+
+}  // namespace
+}  // namespace zero_inference::cpu

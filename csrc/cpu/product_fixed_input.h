@@ -16,6 +16,16 @@
 // An infinity or NaN makes its section's step NaN, and so the results. Sums of a section's codes times x are float32 before
 // they are scaled, so x may be up to 10^34.
 
+#pragma once
+
+#include "simd_avx512.h"
+
+#include "product_layout.h"
+#include "product_vectors.h"
+
+namespace zero_inference::cpu {
+namespace {
+
 constexpr int64_t kBlockColumns = 64;
 
 // 64 columns of a row of x: `terms` are h and l, for int4 those of even columns before those of odd ones, as codes are opened.
@@ -67,3 +77,6 @@ inline void fix_block(const Layout& layout, const char* x, Dtype dtype, int64_t 
   if (layout.sections == 1) sums[0] += sums[1];  // whole numbers of 23 bits
   for (int section = 0; section < layout.sections; ++section) block.sums[section] = sums[section] * block.steps[section];
 }
+
+}  // namespace
+}  // namespace zero_inference::cpu

@@ -5,10 +5,20 @@
 // before those of odd ones, as codes are opened. A row of the prepared input has the numbers, then for each section its step,
 // then the sums of x over groups.
 
-constexpr int64_t kUnit = 32;  // columns
-constexpr int64_t kMostSectionColumns = 64;
+#pragma once
+
+#include "simd_avx2.h"
 
 #include "product_fixed_rows.h"
+#include "product_layout.h"
+#include "product_vectors.h"
+#include "simd.h"
+
+namespace zero_inference::cpu {
+namespace {
+
+constexpr int64_t kUnit = 32;  // columns
+constexpr int64_t kMostSectionColumns = 64;
 
 inline int64_t section_columns(const Layout& layout) { return kMostSectionColumns / layout.sections; }
 
@@ -211,3 +221,6 @@ inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t
                                          : (two_units ? product_of_fixed<8, 2> : product_of_fixed<8, 1>);
   multiply(matrix, layout, count, input, first, last, out, stride);
 }
+
+}  // namespace
+}  // namespace zero_inference::cpu

@@ -1,6 +1,13 @@
 // The rows of a weight of codes that are multiplied together with fixed-point x in vectors. Included by product_fixed_vectors.h
 // and product_fixed_narrow.h, in the namespace of their set.
 
+#pragma once
+
+#include "product_layout.h"
+
+namespace zero_inference::cpu {
+namespace {
+
 constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are needed, at least
 
 // Two rows of a weight, and what is asked for ahead.
@@ -30,3 +37,6 @@ template <int kBits, typename Function>
     work(rows, row);
   }
 }
+
+}  // namespace
+}  // namespace zero_inference::cpu

@@ -22,6 +22,19 @@
 //   40, 48, 64, 96 stores, one a cycle
 //   2, 2, 2, 4 tile products, each 16 cycles
 
+#pragma once
+
+#include "simd_avx512.h"
+
+#include "product_fixed_input.h"
+#include "product_layout.h"
+#include "product_strips.h"
+#include "product_tiles.h"
+#include "simd.h"
+
+namespace zero_inference::cpu {
+namespace {
+
 // Where things lie in a thread's scratch. What is read next to each other is in the same part of a page as the input's tiles
 // that belong to it, and is written again a turn later: a load whose address has the last 12 bits of a store before it waits.
 struct FixedScratch {
@@ -397,3 +410,6 @@ void prepare_fixed_tiles(const Layout& layout, int64_t count, const char* x, Dty
     }
   }
 }
+
+}  // namespace
+}  // namespace zero_inference::cpu

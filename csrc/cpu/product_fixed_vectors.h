@@ -6,9 +6,19 @@
 // int4 those of even columns before those of odd ones; then for each chunk the steps of its sums' sections; then the sums of x
 // over groups.
 
-constexpr int64_t kChunkBytes = 64;
+#pragma once
 
+#include "simd_avx512.h"
+
+#include "product_fixed_input.h"
 #include "product_fixed_rows.h"
+#include "product_layout.h"
+#include "simd.h"
+
+namespace zero_inference::cpu {
+namespace {
+
+constexpr int64_t kChunkBytes = 64;
 
 template <int kBits>
 constexpr int64_t kChunkColumns = kChunkBytes * 8 / kBits;
@@ -168,3 +178,6 @@ inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t
                                      : product_of_fixed<4>;
   multiply(matrix, layout, input, first, last, out, stride);
 }
+
+}  // namespace
+}  // namespace zero_inference::cpu

@@ -174,4 +174,47 @@ static inline uint64_t words_sum(const char* p, int64_t bytes) {
   return total;
 }
 
+// Into the L2 cache: L1 holds the panel and x. Other places can be tried (benchmarks/cores_products.py --flags): 3 is L1, 0
+// past the caches, -1 does not ask.
+#if !defined(ZERO_INFERENCE_PREFETCH)
+#define ZERO_INFERENCE_PREFETCH 2
+#endif
+static inline void ask_for(const char* p) {
+  if (ZERO_INFERENCE_PREFETCH >= 0) __builtin_prefetch(p, 0, ZERO_INFERENCE_PREFETCH & 3);
+}
+
+// Scalar conversions, for what does not fill a vector.
+static inline float brain_value(uint16_t bits) {
+  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float value;
+  __builtin_memcpy(&value, &word, 4);
+  return value;
+}
+
+static inline float half_value(uint16_t bits) {
+  const uint32_t magnitude = bits & 0x7fffu;
+  uint32_t word = magnitude << 13;
+  float value;
+  if (magnitude >= 0x7c00u) {  // an infinity or NaN
+    word |= 0x7f800000u;
+    __builtin_memcpy(&value, &word, 4);
+  } else {
+    __builtin_memcpy(&value, &word, 4);
+    value *= 0x1p112f;  // the difference of the exponents' biases; right for subnormal numbers too
+  }
+  return bits & 0x8000u ? -value : value;
+}
+
+static inline float element(const void* values, Dtype dtype, int64_t index) {
+  const char* const p = static_cast<const char*>(values) + index * bytes_of(dtype);
+  float value;
+  uint16_t bits;
+  if (dtype == Dtype::float32) {
+    __builtin_memcpy(&value, p, 4);
+    return value;
+  }
+  __builtin_memcpy(&bits, p, 2);
+  return dtype == Dtype::float16 ? half_value(bits) : brain_value(bits);
+}
+
 }  // namespace zero_inference::cpu

@@ -9,6 +9,15 @@
 // A Product has numbers of kDtype, kBytes each, kBlock of a row in a block; step adds the products of a vector, restore makes
 // the panel.
 
+#pragma once
+
+#include "product_layout.h"
+#include "product_vectors.h"
+#include "simd.h"
+
+namespace zero_inference::cpu {
+namespace {
+
 constexpr int kRows = 4;  // of the weight
 
 // Products of float32.
@@ -196,3 +205,6 @@ inline void product_in_vectors(const Matrix& matrix, const Layout& layout, int64
     part = next;
   }
 }
+
+}  // namespace
+}  // namespace zero_inference::cpu

@@ -1,94 +1,10 @@
 // Products in plain C++: vectors of four, which every 64-bit processor has.
 
+#include "product_direct.h"
 #include "product_layout.h"
+#include "simd_portable.h"
 
 namespace zero_inference::cpu::portable {
-
-namespace {
-
-typedef float Vector __attribute__((vector_size(16)));
-
-constexpr int kLanes = 4;
-constexpr int kTokens = 2;
-
-inline float half_value(uint16_t bits);
-inline float brain_value(uint16_t bits);
-
-inline Vector zero() { return Vector{}; }
-inline Vector broadcast(float value) { return Vector{value, value, value, value}; }
-inline Vector load(const float* p) {
-  Vector value;
-  __builtin_memcpy(&value, p, sizeof(value));
-  return value;
-}
-inline void store(float* p, Vector value) { __builtin_memcpy(p, &value, sizeof(value)); }
-inline Vector fused(Vector a, Vector b, Vector c) { return a * b + c; }
-inline float sum(Vector value) { return (value[0] + value[2]) + (value[1] + value[3]); }
-
-inline Vector from_half(const char* p) {
-  uint16_t bits[4];
-  __builtin_memcpy(bits, p, 8);
-  return Vector{half_value(bits[0]), half_value(bits[1]), half_value(bits[2]), half_value(bits[3])};
-}
-
-inline Vector from_brain(const char* p) {
-  uint16_t bits[4];
-  __builtin_memcpy(bits, p, 8);
-  return Vector{brain_value(bits[0]), brain_value(bits[1]), brain_value(bits[2]), brain_value(bits[3])};
-}
-
-typedef uint32_t Words __attribute__((vector_size(16)));
-
-template <Dtype kDtype>
-inline Vector rounded(Vector value) {
-  if constexpr (kDtype == Dtype::float32) return value;
-  constexpr uint32_t kCut = kDtype == Dtype::float16 ? 13 : 16;  // bits of the fraction that do not fit: half to even
-  Words words;
-  __builtin_memcpy(&words, &value, 16);
-  Words result = (words + (1u << (kCut - 1)) - 1 + (words >> kCut & 1)) & ~((1u << kCut) - 1);
-  if constexpr (kDtype == Dtype::float16) {
-    const Vector small = value + 0.75f - 0.75f;  // multiples of 2^-24, as float16's subnormal numbers
-    Words bits;
-    __builtin_memcpy(&bits, &small, 16);
-    const Words is_small = (Words)((words & 0x7fffffffu) < 0x38800000u);  // 2^-14
-    result = (bits & is_small) | (result & ~is_small);
-  }
-  __builtin_memcpy(&value, &result, 16);
-  return value;
-}
-
-struct Group {
-  Vector scale, minimum;
-};
-
-template <Dtype kDtype>
-inline Group group_of(float scale, float minimum) {
-  return {broadcast(scale), broadcast(minimum)};
-}
-
-inline Vector of_codes(int a, int b, int c, int d) {
-  return Vector{static_cast<float>(a), static_cast<float>(b), static_cast<float>(c), static_cast<float>(d)};
-}
-
-template <Dtype kDtype>
-inline Vector restore_bytes(const uint8_t* p, const Group& group) {
-  return rounded<kDtype>(of_codes(p[0], p[1], p[2], p[3]) * group.scale + group.minimum);
-}
-
-template <Dtype kDtype>
-inline void restore_pairs(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
-  even = rounded<kDtype>(of_codes(p[0] & 15, p[1] & 15, p[2] & 15, p[3] & 15) * group.scale + group.minimum);
-  odd = rounded<kDtype>(of_codes(p[0] >> 4, p[1] >> 4, p[2] >> 4, p[3] >> 4) * group.scale + group.minimum);
-}
-
-inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {
-  even = Vector{one[0], one[2], two[0], two[2]};
-  odd = Vector{one[1], one[3], two[1], two[3]};
-}
-
-}  // namespace
-
-#include "product_narrow.h"
 
 void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_dtype, int64_t stride, int64_t first,
                    int64_t last, int64_t columns, void* input) {

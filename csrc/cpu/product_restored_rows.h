@@ -6,6 +6,16 @@
 // second ones, the second vector the third and the fourth ones. Of 32, where groups are not multiples of 64, one vector has the
 // first to the fourth ones of 8 words. x is prepared in this order. int8 has no table, and its columns' own order.
 
+#pragma once
+
+#include "simd_avx512.h"
+
+#include "product_bfloat16.h"
+#include "product_layout.h"
+
+namespace zero_inference::cpu {
+namespace {
+
 constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                 // of the blocks of a panel
 constexpr int64_t kMinimaAt = kRestoredStrips * kPanelRows * kLanes;  // behind the scales
 
@@ -85,3 +95,6 @@ struct Rows {
     panel += 64;
   }
 };
+
+}  // namespace
+}  // namespace zero_inference::cpu

@@ -18,6 +18,19 @@
 //   4 tile products                                                                                         64 cycles
 // and a fourth of a tile of sums is loaded and stored, 4 tiles in a piece of 8192 bytes.
 
+#pragma once
+
+#include "simd_avx512.h"
+
+#include "product_layout.h"
+#include "product_restored_rows.h"
+#include "product_strips.h"
+#include "product_tiles.h"
+#include "simd.h"
+
+namespace zero_inference::cpu {
+namespace {
+
 struct RestoredScratch {
   // Of a step, by blocks of 32 columns. Two panels take turns, and as they lie the addresses of one never agree with those of
   // the other in the last 12 bits (kTermStride).
@@ -240,3 +253,6 @@ void product_of_restored(const Matrix& matrix, const Layout& layout, int64_t cou
   }
   tiles_end();
 }
+
+}  // namespace
+}  // namespace zero_inference::cpu

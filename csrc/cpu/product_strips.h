@@ -3,6 +3,13 @@
 // Rows are taken in strips of 16, or of 32 where codes are restored. All strips of code_rows() rows are multiplied with one
 // piece of x, which stays in L1, before the next is begun. Meanwhile the piece behind is asked for from memory.
 
+#pragma once
+
+#include "product_layout.h"
+
+namespace zero_inference::cpu {
+namespace {
+
 // Columns of a piece of fixed-point x, whose tiles are 8 or 16 KiB. Others can be tried (benchmarks/cores_products.py --flags):
 // 256 or 512.
 #if !defined(ZERO_INFERENCE_CODE_COLUMNS)
@@ -110,3 +117,6 @@ struct Asker {
     return asked;
   }
 };
+
+}  // namespace
+}  // namespace zero_inference::cpu

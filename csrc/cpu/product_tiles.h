@@ -3,6 +3,15 @@
 // With ZERO_INFERENCE_EMULATED_TILES they are plain C++ that does the same, for tests on processors without tiles: it shows
 // that what is loaded where is right, and is not fast.
 
+#pragma once
+
+#include <immintrin.h>
+
+#include "product_layout.h"
+
+namespace zero_inference::cpu {
+namespace {
+
 // Layout of the operand of ldtilecfg.
 struct alignas(64) TileShapes {
   uint8_t palette;
@@ -126,3 +135,48 @@ inline void tile_multiply_bytes() {
 }
 
 #endif
+
+constexpr int64_t kSumsBytes = 4 * kTileBytes;  // of two tiles of rows and two of x
+
+enum class Begin { zero, keep, load };
+
+// Tiles 0 to 3 are sums: of the weight's first rows with x's first and second, then of the weight's second rows.
+template <int kRowTiles, int kInputTiles>
+inline void begin_sums(Begin begin, const char* sums) {
+  if (begin == Begin::zero) {
+    tile_zero<0>();
+    if constexpr (kInputTiles == 2) tile_zero<1>();
+    if constexpr (kRowTiles == 2) tile_zero<2>();
+    if constexpr (kRowTiles == 2 && kInputTiles == 2) tile_zero<3>();
+  } else if (begin == Begin::load) {
+    tile_load<0>(sums);
+    if constexpr (kInputTiles == 2) tile_load<1>(sums + kTileBytes);
+    if constexpr (kRowTiles == 2) tile_load<2>(sums + 2 * kTileBytes);
+    if constexpr (kRowTiles == 2 && kInputTiles == 2) tile_load<3>(sums + 3 * kTileBytes);
+  }
+}
+
+template <int kRowTiles, int kInputTiles>
+inline void store_sums(char* sums) {
+  tile_store<0>(sums);
+  if constexpr (kInputTiles == 2) tile_store<1>(sums + kTileBytes);
+  if constexpr (kRowTiles == 2) tile_store<2>(sums + 2 * kTileBytes);
+  if constexpr (kRowTiles == 2 && kInputTiles == 2) tile_store<3>(sums + 3 * kTileBytes);
+}
+
+// Sums of up to 32 rows of the weight and 32 of x to where they belong: a column of a tile is part of a row of `out`.
+void write_out(const char* sums, int64_t rows, int64_t count, float* out, int64_t stride) {
+  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+  for (int64_t row = 0; row < rows; row += kTileRows) {
+    const int64_t left = rows - row;
+    const __mmask16 there = static_cast<__mmask16>(left >= kTileRows ? 0xffff : (1 << left) - 1);
+    for (int64_t m = 0; m < count; ++m) {
+      const char* const tile = sums + (row / kTileRows * 2 + m / kTileRows) * kTileBytes;
+      const __m512 values = _mm512_i32gather_ps(lanes, tile + m % kTileRows * 4, 4);
+      _mm512_mask_storeu_ps(out + m * stride + row, there, values);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace zero_inference::cpu

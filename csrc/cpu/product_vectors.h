@@ -10,67 +10,13 @@
 //
 // What a code stands for is rounded to the dtype of its scale, so that these are the values that a device restores.
 
-constexpr int64_t kVectorBytes = kLanes * 4;
+#pragma once
 
-// Into the L2 cache: L1 holds the panel and x. Other places can be tried (benchmarks/cores_products.py --flags): 3 is L1, 0
-// past the caches, -1 does not ask.
-#if !defined(ZERO_INFERENCE_PREFETCH)
-#define ZERO_INFERENCE_PREFETCH 2
-#endif
-inline void ask_for(const char* p) {
-  if (ZERO_INFERENCE_PREFETCH >= 0) __builtin_prefetch(p, 0, ZERO_INFERENCE_PREFETCH & 3);
-}
+#include "product_layout.h"
+#include "simd.h"
 
-// Scalar conversions, for what does not fill a vector.
-inline float brain_value(uint16_t bits) {
-  const uint32_t word = static_cast<uint32_t>(bits) << 16;
-  float value;
-  __builtin_memcpy(&value, &word, 4);
-  return value;
-}
-
-inline float half_value(uint16_t bits) {
-  const uint32_t magnitude = bits & 0x7fffu;
-  uint32_t word = magnitude << 13;
-  float value;
-  if (magnitude >= 0x7c00u) {  // an infinity or NaN
-    word |= 0x7f800000u;
-    __builtin_memcpy(&value, &word, 4);
-  } else {
-    __builtin_memcpy(&value, &word, 4);
-    value *= 0x1p112f;  // the difference of the exponents' biases; right for subnormal numbers too
-  }
-  return bits & 0x8000u ? -value : value;
-}
-
-inline float element(const void* values, Dtype dtype, int64_t index) {
-  const char* const p = static_cast<const char*>(values) + index * bytes_of(dtype);
-  float value;
-  uint16_t bits;
-  if (dtype == Dtype::float32) {
-    __builtin_memcpy(&value, p, 4);
-    return value;
-  }
-  __builtin_memcpy(&bits, p, 2);
-  return dtype == Dtype::float16 ? half_value(bits) : brain_value(bits);
-}
-
-template <Dtype kDtype>
-inline Vector from(const char* p) {
-  if constexpr (kDtype == Dtype::float32) return load(reinterpret_cast<const float*>(p));
-  if constexpr (kDtype == Dtype::float16) return from_half(p);
-  if constexpr (kDtype == Dtype::bfloat16) return from_brain(p);
-}
-
-inline Vector from(Dtype dtype, const char* p) {
-  if (dtype == Dtype::float32) return from<Dtype::float32>(p);
-  return dtype == Dtype::float16 ? from<Dtype::float16>(p) : from<Dtype::bfloat16>(p);
-}
-
-// The first `count` lanes, fewer than all, of which no more is read; zeros in the others. Each set has its own, behind this
-// file.
-template <Dtype kDtype>
-Vector from_part(const char* p, int64_t count);
+namespace zero_inference::cpu {
+namespace {
 
 // `count` elements of any dtype, from a place that need not be aligned, to float32, with zeros up to `padded`.
 template <Dtype kDtype>
@@ -171,3 +117,6 @@ inline void prepare_float32(const Layout& layout, int64_t count, const char* x, 
     }
   }
 }
+
+}  // namespace
+}  // namespace zero_inference::cpu

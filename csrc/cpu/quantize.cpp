@@ -9,70 +9,27 @@
 
 #include "elementwise.h"
 #include "product.h"
-#include "target.h"
+#include "quantize.h"
 #include "threads.h"
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors stay within this file
-#pragma GCC optimize("no-trapping-math")
-#pragma GCC optimize("fp-contract=off")  // product and sum are rounded one after the other where weights are restored
-#else
-#pragma STDC FP_CONTRACT OFF
-#endif
 
 namespace zero_inference::cpu {
 
 namespace {
 
-// Of a group's range, what is clipped at either end before codes are fitted, and how often the best of those is fitted again;
-// as in zero_inference/kernels/quantization.py, which says why.
-constexpr float kClipped[] = {0.0f, 0.03f, 0.06f};
-constexpr int kRefits = 2;
-// Codes that are tried where quotients are rounded, of 4 and of 8 bits; for the extremes, and for the line that stays.
-constexpr int kNeighbours4 = 1, kNeighbours8 = 2;
 constexpr int64_t kTaskElements = 1 << 16;  // that a thread takes at a time
-
-}  // namespace
-
-namespace portable {
-constexpr int kLanes = 4;
-#include "quantize_lanes.h"
-}  // namespace portable
-
-#if defined(__x86_64__)
-ZI_TARGET_BEGIN("avx2,fma,f16c")
-namespace avx2 {
-constexpr int kLanes = 8;
-#include "quantize_lanes.h"
-}  // namespace avx2
-ZI_TARGET_END
-
-ZI_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl")
-namespace avx512 {
-constexpr int kLanes = 16;
-#include "quantize_lanes.h"
-}  // namespace avx512
-ZI_TARGET_END
-#endif
-
-namespace {
 
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
-struct Lanes {
-  int number;
-  bool (*quantize)(float*, float*, int64_t, int, Dtype, bool, uint8_t*, float*, float*);
-};
 constexpr int kMostLanes = 16;
 
-Lanes lanes_for(Instructions instructions) {
+const GroupQuantizer& quantizer_for(Instructions instructions) {
 #if defined(__x86_64__)
-  if (instructions >= Instructions::avx512) return {avx512::kLanes, avx512::quantize_lanes};
-  if (instructions == Instructions::avx2) return {avx2::kLanes, avx2::quantize_lanes};
+  if (instructions >= Instructions::avx512) return kAvx512Quantizer;
+  if (instructions == Instructions::avx2) return kAvx2Quantizer;
 #endif
-  return {portable::kLanes, portable::quantize_lanes};
+  return kPortableQuantizer;
 }
 
 // One group, to every element of `out` that is `stride` further; of float16 the bits.
@@ -115,37 +72,37 @@ int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_
   const Dtype dtype = static_cast<Dtype>(dtype_number);
   const Instructions best = best_instructions();
   if (instructions > static_cast<int32_t>(best)) return -2;
-  const Lanes lanes = lanes_for(instructions < 0 ? best : static_cast<Instructions>(instructions));
+  const GroupQuantizer& quantizer = quantizer_for(instructions < 0 ? best : static_cast<Instructions>(instructions));
   const int64_t element = dtype == Dtype::float32 ? 4 : 2;
-  const int64_t task = std::max<int64_t>(1, kTaskElements / (size * lanes.number)) * lanes.number;  // groups
+  const int64_t task = std::max<int64_t>(1, kTaskElements / (size * quantizer.lanes)) * quantizer.lanes;  // groups
   const int64_t tasks = (groups + task - 1) / task;
   std::atomic<int64_t> next{0};
   std::atomic<int32_t> result{0};
   const auto work = [&](int64_t) {
-    const size_t floats = static_cast<size_t>(size) * lanes.number * sizeof(float);
+    const size_t floats = static_cast<size_t>(size) * quantizer.lanes * sizeof(float);
     const std::unique_ptr<void, Free> memory(
-        std::aligned_alloc(64, 2 * floats + static_cast<size_t>(size + 63) / 64 * 64 * lanes.number));
+        std::aligned_alloc(64, 2 * floats + static_cast<size_t>(size + 63) / 64 * 64 * quantizer.lanes));
     if (memory == nullptr) {
       result = -1;
       return;
     }
     float* const values = static_cast<float*>(memory.get());
-    float* const centered = values + size * lanes.number;
-    uint8_t* const lane_codes = reinterpret_cast<uint8_t*>(centered + size * lanes.number);
+    float* const centered = values + size * quantizer.lanes;
+    uint8_t* const lane_codes = reinterpret_cast<uint8_t*>(centered + size * quantizer.lanes);
     float scales[kMostLanes], minima[kMostLanes];
     for (int64_t index = next++; index < tasks && result == 0; index = next++) {
       const int64_t end = std::min(groups, (index + 1) * task);
-      for (int64_t first = index * task; first < end; first += lanes.number) {
-        const int64_t count = std::min<int64_t>(lanes.number, end - first);
-        if (count < lanes.number) std::memset(values, 0, floats);
+      for (int64_t first = index * task; first < end; first += quantizer.lanes) {
+        const int64_t count = std::min<int64_t>(quantizer.lanes, end - first);
+        if (count < quantizer.lanes) std::memset(values, 0, floats);
         for (int64_t lane = 0; lane < count; ++lane)
-          load(weight, dtype, (first + lane) * size, size, values + lane, lanes.number);
-        if (!lanes.quantize(values, centered, size, bits, dtype, divides != 0, lane_codes, scales, minima)) {
+          load(weight, dtype, (first + lane) * size, size, values + lane, quantizer.lanes);
+        if (!quantizer.quantize(values, centered, size, bits, dtype, divides != 0, lane_codes, scales, minima)) {
           result = 1;
           return;
         }
         for (int64_t lane = 0; lane < count; ++lane)
-          pack(lane_codes + lane, size, bits, codes + (first + lane) * size * bits / 8, lanes.number);
+          pack(lane_codes + lane, size, bits, codes + (first + lane) * size * bits / 8, quantizer.lanes);
         store(scales, static_cast<char*>(scale) + first * element, dtype, count);
         store(minima, static_cast<char*>(minimum) + first * element, dtype, count);
       }

@@ -1,0 +1,45 @@
+// The vectors of the instruction set that a source file is compiled for: those of the simd_*.h that it includes first, or plain
+// C++ if it includes none. Each defines
+//
+//   Vector, kLanes, kTokens             a float32 vector, its lanes, and how many rows of x are multiplied together
+//   zero, broadcast, load, store, fused, sum
+//   from_half, from_brain               kLanes float16 or bfloat16 to float32
+//   rounded<dtype>                      float32 rounded to that dtype
+//   Group, group_of<dtype>(scale, minimum), restore_bytes<dtype>, restore_pairs<dtype>   codes to float32, from kLanes bytes
+//   split_pairs(one, two, even, odd)    elements of even and odd place
+
+#pragma once
+
+#if !defined(ZI_SIMD)
+#include "simd_portable.h"
+#endif
+
+namespace zero_inference::cpu {
+namespace {
+
+constexpr int64_t kVectorBytes = kLanes * 4;
+
+template <Dtype kDtype>
+inline Vector from(const char* p) {
+  if constexpr (kDtype == Dtype::float32) return load(reinterpret_cast<const float*>(p));
+  if constexpr (kDtype == Dtype::float16) return from_half(p);
+  if constexpr (kDtype == Dtype::bfloat16) return from_brain(p);
+}
+
+inline Vector from(Dtype dtype, const char* p) {
+  if (dtype == Dtype::float32) return from<Dtype::float32>(p);
+  return dtype == Dtype::float16 ? from<Dtype::float16>(p) : from<Dtype::bfloat16>(p);
+}
+
+#if !defined(ZI_SIMD_HAS_MASKS)
+// The first `count` lanes, fewer than all, of which no more is read; zeros in the others.
+template <Dtype kDtype>
+inline Vector from_part(const char* p, int64_t count) {
+  char part[kVectorBytes] = {};
+  __builtin_memcpy(part, p, static_cast<size_t>(count * bytes_of(kDtype)));
+  return from<kDtype>(part);
+}
+#endif
+
+}  // namespace
+}  // namespace zero_inference::cpu

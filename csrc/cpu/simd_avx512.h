@@ -1,0 +1,87 @@
+// Vectors of AVX-512 with BF16 and VNNI, for the products (simd.h).
+
+#pragma once
+
+#if defined(ZI_SIMD)
+#error "a source file has one instruction set"
+#endif
+#define ZI_SIMD
+#define ZI_SIMD_HAS_MASKS
+
+#include <immintrin.h>
+
+#include "product_layout.h"
+
+namespace zero_inference::cpu {
+namespace {
+
+using Vector = __m512;
+
+constexpr int kLanes = 16;
+constexpr int kTokens = 4;  // 16 sums of 32 registers
+
+inline Vector zero() { return _mm512_setzero_ps(); }
+inline Vector broadcast(float value) { return _mm512_set1_ps(value); }
+inline Vector load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vector value) { _mm512_storeu_ps(p, value); }
+inline Vector fused(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+inline float sum(Vector value) { return _mm512_reduce_add_ps(value); }
+
+inline __m256i load_32_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+inline Vector from_half(const char* p) { return _mm512_cvtph_ps(load_32_bytes(p)); }
+
+inline Vector from_brain(const char* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_32_bytes(p)), 16));
+}
+
+// bfloat16 weights are not multiplied in float32 here.
+template <Dtype kDtype>
+inline Vector rounded(Vector value) {
+  if constexpr (kDtype == Dtype::float16) return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  return value;
+}
+
+inline Vector code_vector() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+
+struct Group {
+  Vector scale, minimum, table;  // the values of codes 0 to 15
+};
+
+template <Dtype kDtype>
+inline Group group_of(float scale, float minimum) {
+  const Vector all_scale = broadcast(scale), all_minimum = broadcast(minimum);
+  return {all_scale, all_minimum, rounded<kDtype>(fused(code_vector(), all_scale, all_minimum))};
+}
+
+inline __m512i bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
+template <Dtype kDtype>
+inline Vector restore_bytes(const uint8_t* p, const Group& group) {
+  return rounded<kDtype>(fused(_mm512_cvtepi32_ps(bytes(p)), group.scale, group.minimum));
+}
+
+template <Dtype>
+inline void restore_pairs(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
+  const __m512i both = bytes(p);  // of an index into a table of 16 only the low four bits count
+  even = _mm512_permutexvar_ps(both, group.table);
+  odd = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), group.table);
+}
+
+inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {
+  const __m512i places = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  even = _mm512_permutex2var_ps(one, places, two);
+  odd = _mm512_permutex2var_ps(one, _mm512_add_epi32(places, _mm512_set1_epi32(1)), two);
+}
+
+template <Dtype kDtype>
+inline Vector from_part(const char* p, int64_t count) {
+  const __mmask16 there = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (kDtype == Dtype::float32) return _mm512_maskz_loadu_ps(there, p);
+  const __m256i words = _mm256_maskz_loadu_epi16(there, p);
+  if constexpr (kDtype == Dtype::float16) return _mm512_cvtph_ps(words);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
+
+}  // namespace
+}  // namespace zero_inference::cpu
