@@ -77,6 +77,6 @@ setup(
         "zero_inference.models": ["presets/*.json"],
         "zero_inference.hardware": ["*.json"],
         "zero_inference.report.html": ["page.html", "page.css", "page.js"],
-        **{package: ["*.cu", "*.cuh", "*.h", "*.cpp"] for package in OF_FOLDERS},
+        **{package: ["*.cu", "*.cuh", "*.h", "*.cpp", "*.md"] for package in OF_FOLDERS},
     },
 )

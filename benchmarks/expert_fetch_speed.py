@@ -1,4 +1,4 @@
-"""How fast the device copies experts from page-locked host memory by its kernel (csrc/crossing/expert_fetch.cu), beside the copy engine.
+"""How fast the device copies experts from page-locked host memory by its kernel (csrc/hand_off/expert_fetch.cu), beside the copy engine.
 
     python benchmarks/expert_fetch_speed.py
 

@@ -228,7 +228,7 @@ constexpr int product_pairs(int64_t pairs, int64_t weights) { return 4 * pairs <
 
 }  // namespace zero_inference::quantization
 
-namespace zero_inference::crossing {
+namespace zero_inference::hand_off {
 
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;  // 16-byte accesses of a thread on their way at once
@@ -255,7 +255,7 @@ constexpr int kFillTurns = 128;
 constexpr int kMostRowBlocks = 128;
 constexpr int kMostExperts = 4096;  // of a layer: 8 bytes each in shared memory
 
-}  // namespace zero_inference::crossing
+}  // namespace zero_inference::hand_off
 
 namespace zero_inference::fused {
 

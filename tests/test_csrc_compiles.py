@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -20,15 +21,17 @@ from conftest import ROOT, start_python
 from forks import LIBRARIES, wait_for_all
 from torch.utils import cpp_extension
 
+from zero_inference.cpu import library
 from zero_inference.kernels import extension
 from zero_inference.utils.files import EXTENSIONS
 
+CPU_FOLDER = extension.source_folder() / extension.CPU_SOURCES
 CUDA_FILES = [path for path in extension.sources() if path.suffix == ".cu"]
 OLDEST_STANDARD = "c++17"  # what torch 2.11, the oldest that pyproject.toml allows, compiles extensions with
 OLDEST, NEWEST = "80", "100"  # A100 and B200
 # These are compiled as far as machine code, which takes longest, and for the oldest device, which knows the fewest instructions.
 # Together they include every line of assembly. The others are compiled as far as the device's own compiler reads them.
-ASSEMBLED = ("rms_norm.cu", "product.cu", "decode_attention.cu", "crossing.cu")
+ASSEMBLED = ("rms_norm.cu", "product.cu", "decode_attention.cu", "hand_off.cu")
 # Compiled for the newest device, too: a front end that is not asked for the generation says the same of all.
 ASKING = ("product.cu", "decode_attention.cu")
 
@@ -85,6 +88,23 @@ def included(source: Path) -> set[Path]:
             found.add(path)
             left += [(path.parent / name).resolve() for name in re.findall(r'#include "(.+)"', path.read_text())]
     return found
+
+
+@pytest.mark.parametrize("header", sorted(CPU_FOLDER.glob("*.h")), ids=lambda path: path.name)
+def test_a_header_for_the_cpu_compiles_alone(header, tmp_path):
+    if platform.machine() != "x86_64" and any("immintrin.h" in path.read_text() for path in included(header)):
+        pytest.skip("instructions of x86-64")
+    source = tmp_path / "alone.cpp"
+    source.write_text(f'#include "{header}"\n')
+    command = [*library.find_compiler(), *library.FLAGS, "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_sources_for_the_cpu_include_before_they_open_a_namespace():
+    for path in CPU_FOLDER.iterdir():
+        before, _, code = path.read_text().partition("\nnamespace ")
+        assert "#include" not in code, path.name
 
 
 def test_sources_that_ask_for_the_generation_are_compiled_for_each_and_those_with_assembly_as_far_as_machine_code():

@@ -10,7 +10,7 @@ namespace {
 // Items a thread should have, so that the last ones to finish cost little.
 constexpr int64_t kItemsPerThread = 8;
 // Fewer positions are not worth a part of their own: it writes and reads back 4 bytes an element of the output.
-constexpr int64_t kLeastPositions = 2 * kPiece;
+constexpr int64_t kMinPositions = 2 * kPiece;
 
 const AttentionKernels& kernels(Instructions instructions) {
 #if defined(__x86_64__)
@@ -26,7 +26,7 @@ int64_t attention_splits(const Attention& attention, int64_t threads) {
   const int64_t groups = attention.batch * attention.kv_heads;
   const int64_t seen = attention.positions - first_position(attention);
   const int64_t wanted = (kItemsPerThread * threads + groups - 1) / groups;
-  const int64_t most = seen / kLeastPositions;
+  const int64_t most = seen / kMinPositions;
   const int64_t splits = wanted < most ? wanted : most;
   return threads > 1 && splits > 1 ? splits : 1;
 }

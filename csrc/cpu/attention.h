@@ -24,7 +24,7 @@ namespace zero_inference::cpu {
 enum class Mask : int32_t { none = 0, boolean = 1, float32 = 2, float16 = 3, bfloat16 = 4 };
 
 // Keys or values; position p of a sequence and a head is at block * (p / block_positions) + position * (p % block_positions).
-struct KeptRows {
+struct CachedRows {
   const void* data;
   int64_t block, batch, head, position;  // strides in elements; a row's elements are contiguous
 };
@@ -41,7 +41,7 @@ struct Attention {
   int64_t key_dim, value_dim, window;  // window 0: every position
   const void* queries;
   TokenRows query_strides;
-  KeptRows keys, values;
+  CachedRows keys, values;
   void* out;  // of the queries' dtype
   TokenRows out_strides;
   const void* mask;  // added, or booleans that are true where a token sees

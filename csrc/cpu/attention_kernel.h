@@ -55,7 +55,7 @@ struct Scratch {
 };
 
 template <typename T>
-inline const T* row_at(const Attention& a, const KeptRows& rows, int64_t sequence, int64_t head, int64_t position) {
+inline const T* row_at(const Attention& a, const CachedRows& rows, int64_t sequence, int64_t head, int64_t position) {
   return static_cast<const T*>(rows.data) + rows.batch * sequence + rows.head * head +
          rows.block * (position / a.block_positions) + rows.position * (position % a.block_positions);
 }
@@ -284,12 +284,12 @@ struct Kernel {
   template <int kRows>
   inline void multiply_values(float* sum, const T* values, int64_t count, const float (*weight)[kPiece], const T* next,
                               int64_t next_count) const {
-    constexpr int kMost = V::kTile / kRows < 8 ? V::kTile / kRows : 8;
+    constexpr int kMax = V::kTile / kRows < 8 ? V::kTile / kRows : 8;
     int64_t at = 0;
-    for (; at + kMost * V::kLanes <= a.value_dim; at += kMost * V::kLanes, next_count = 0) {
-      add_values<kRows, kMost>(sum, at, values, count, weight, next, next_count);
+    for (; at + kMax * V::kLanes <= a.value_dim; at += kMax * V::kLanes, next_count = 0) {
+      add_values<kRows, kMax>(sum, at, values, count, weight, next, next_count);
     }
-    if constexpr (kMost > 2) {
+    if constexpr (kMax > 2) {
       for (; at + 2 * V::kLanes <= a.value_dim; at += 2 * V::kLanes, next_count = 0) {
         add_values<kRows, 2>(sum, at, values, count, weight, next, next_count);
       }

@@ -18,7 +18,7 @@ size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kA
 size_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
 // New rows [count of (sequence, head), tokens, dim] to their places, for sequences and heads [first, last).
-void keep_rows(const Attention& a, const KeptRows& rows, const char* from, int64_t dim, int64_t first, int64_t last) {
+void store_rows(const Attention& a, const CachedRows& rows, const char* from, int64_t dim, int64_t first, int64_t last) {
   const size_t bytes = dim * size_of(a.dtype);
   char* const data = static_cast<char*>(const_cast<void*>(rows.data));
   for (int64_t group = first; group < last; ++group) {
@@ -33,7 +33,7 @@ void keep_rows(const Attention& a, const KeptRows& rows, const char* from, int64
 
 }  // namespace
 
-void AttentionTask::prepare(const Call& call, Pool& pool, Workspace& workspace) {
+void AttentionTask::prepare(const Call& call, ThreadPool& pool, Workspace& workspace) {
   Attention& a = attention_;
   a.tokens = call.extra[0], a.positions = call.extra[1], a.window = call.extra[2];
   a.queries = call.input, a.out = call.output;
@@ -46,16 +46,16 @@ void AttentionTask::prepare(const Call& call, Pool& pool, Workspace& workspace) 
 }
 
 // With one split an item is a sequence and a head, whose new rows the thread that attends them stores first. With more the
-// threads meet in between, for the last part may be attended by another thread than the first.
-void AttentionTask::run(const Call& call, Pool& pool, int thread) {
+// threads meet in activation, for the last part may be attended by another thread than the first.
+void AttentionTask::run(const Call& call, ThreadPool& pool, int thread) {
   const Attention& a = attention_;
   const int64_t groups = a.batch * a.kv_heads, items = attention_items(a, splits_);
   if (splits_ > 1) {
-    keep(call, groups * thread / pool.threads(), groups * (thread + 1) / pool.threads());
+    store_new_rows(call, groups * thread / pool.threads(), groups * (thread + 1) / pool.threads());
     pool.barrier();
   }
   const auto take = [&](int64_t first, int64_t last) {
-    if (splits_ == 1) keep(call, first, last);
+    if (splits_ == 1) store_new_rows(call, first, last);
     attend(a, instructions_, splits_, first, last, scratch_ + thread * scratch_bytes_, partials_);
   };
   const int64_t own = static_cast<int64_t>(kOwnShare * static_cast<double>(items) / pool.threads());
@@ -70,12 +70,12 @@ void AttentionTask::run(const Call& call, Pool& pool, int thread) {
   }
 }
 
-void AttentionTask::keep(const Call& call, int64_t first, int64_t last) const {
+void AttentionTask::store_new_rows(const Call& call, int64_t first, int64_t last) const {
   const Attention& a = attention_;
   const int64_t size = size_of(a.dtype), rows = a.batch * a.tokens;
   const char* const keys = static_cast<const char*>(call.input) + rows * a.heads * a.key_dim * size;
-  keep_rows(a, a.keys, keys, a.key_dim, first, last);
-  keep_rows(a, a.values, keys + rows * a.kv_heads * a.key_dim * size, a.value_dim, first, last);
+  store_rows(a, a.keys, keys, a.key_dim, first, last);
+  store_rows(a, a.values, keys + rows * a.kv_heads * a.key_dim * size, a.value_dim, first, last);
 }
 
 }  // namespace zero_inference::cpu

@@ -15,11 +15,11 @@ class AttentionTask : public Task {
   // Of `layer`, what a call brings (queries, out, tokens, positions, window) is not read.
   AttentionTask(const Attention& layer, Instructions instructions) : attention_(layer), instructions_(instructions) {}
 
-  void prepare(const Call& call, Pool& pool, Workspace& workspace) override;
-  void run(const Call& call, Pool& pool, int thread) override;
+  void prepare(const Call& call, ThreadPool& pool, Workspace& workspace) override;
+  void run(const Call& call, ThreadPool& pool, int thread) override;
 
  private:
-  void keep(const Call& call, int64_t first, int64_t last) const;
+  void store_new_rows(const Call& call, int64_t first, int64_t last) const;
 
   Attention attention_;
   const Instructions instructions_;

@@ -15,8 +15,8 @@ constexpr int64_t kAlignment = 64;
 #if !defined(ZERO_INFERENCE_LEAST_ROWS)
 #define ZERO_INFERENCE_LEAST_ROWS 16
 #endif
-constexpr int64_t kLeastRows = ZERO_INFERENCE_LEAST_ROWS;
-constexpr int64_t kMostRows = 256;  // of a part, for which there is memory
+constexpr int64_t kMinRows = ZERO_INFERENCE_LEAST_ROWS;
+constexpr int64_t kMaxRows = 256;  // of a part, for which there is memory
 // Each thread begins with a run of rows of its own, which memory gives faster than scattered ones. The rest is shared out in
 // small parts, so that all end together. Other shares can be tried (benchmarks/cores_blocks.py --flags).
 #if !defined(ZERO_INFERENCE_OWN_SHARE)
@@ -28,19 +28,19 @@ constexpr double kOwnShare = ZERO_INFERENCE_OWN_SHARE;
 // its own.
 template <typename Function>
 int64_t for_own_rows(int64_t rows, int threads, int thread, const Function& work) {
-  const int64_t own = static_cast<int64_t>(kOwnShare * static_cast<double>(rows) / threads) / kLeastRows * kLeastRows;
-  for (int64_t first = thread * own, end = first + own; first < end; first += kMostRows) {
-    work(first, std::min(first + kMostRows, end));
+  const int64_t own = static_cast<int64_t>(kOwnShare * static_cast<double>(rows) / threads) / kMinRows * kMinRows;
+  for (int64_t first = thread * own, end = first + own; first < end; first += kMaxRows) {
+    work(first, std::min(first + kMaxRows, end));
   }
   return own;
 }
 
 // Calls work(first, last) for parts of `rows` rows, each once over all threads.
 template <typename Function>
-void share_out(int64_t rows, Pool& pool, int thread, StageWatch& watch, const Function& work) {
+void share_out(int64_t rows, ThreadPool& pool, int thread, StageWatch& watch, const Function& work) {
   const int64_t shared = for_own_rows(rows, pool.threads(), thread, work) * pool.threads();
   watch.ends(Timed::own_rows);
-  for (int64_t first; (first = shared + pool.next_part() * kLeastRows) < rows;) work(first, std::min(first + kLeastRows, rows));
+  for (int64_t first; (first = shared + pool.next_part() * kMinRows) < rows;) work(first, std::min(first + kMinRows, rows));
   watch.ends(Timed::shared_rows);
 }
 
@@ -107,9 +107,9 @@ void Block::find_first_rows(int threads) {
   }
 }
 
-bool Block::read_ahead(int thread) { return !ahead_.empty() && ahead_[static_cast<size_t>(thread)].ask(); }
+bool Block::read_ahead(int thread) { return !ahead_.empty() && ahead_[static_cast<size_t>(thread)].prefetch(); }
 
-void Block::prepare(const Call& call, Pool& pool, Workspace& workspace) {
+void Block::prepare(const Call& call, ThreadPool& pool, Workspace& workspace) {
   if (ahead_.empty()) find_first_rows(pool.threads());
   size_t input = 0, scratch = 0;
   int64_t hidden = 0;
@@ -121,20 +121,20 @@ void Block::prepare(const Call& call, Pool& pool, Workspace& workspace) {
     }
   }
   scratch_bytes_ = aligned(scratch);
-  of_thread_bytes_ = scratch_bytes_ + 2 * aligned(call.count * kMostRows * sizeof(float));  // the results of a part, or of two
+  thread_bytes_ = scratch_bytes_ + 2 * aligned(call.count * kMaxRows * sizeof(float));  // the results of a part, or of two
   input_ = static_cast<char*>(workspace.input.reserve(input));
   hidden_ = static_cast<float*>(workspace.hidden.reserve(std::max<int64_t>(1, call.count * hidden) * sizeof(float)));
-  of_threads_ = static_cast<char*>(workspace.threads.reserve(of_thread_bytes_ * pool.threads()));
+  thread_memory_ = static_cast<char*>(workspace.threads.reserve(thread_bytes_ * pool.threads()));
 }
 
-void Block::reserve(const Call& call, Pool& pool, Workspace& workspace) {
+void Block::reserve(const Call& call, ThreadPool& pool, Workspace& workspace) {
   Call some = call;
   for (some.count = 1; some.count <= call.count; ++some.count) {  // the fewer may take the more: their form is another
     prepare(some, pool, workspace);
   }
 }
 
-void Block::run(const Call& call, Pool& pool, int thread) {
+void Block::run(const Call& call, ThreadPool& pool, int thread) {
   ahead_[static_cast<size_t>(thread)].restart();
   for (const Stage& stage : stages_) {
     StageWatch watch(thread, static_cast<int>(&stage - &stages_.front()));
@@ -153,7 +153,7 @@ void Block::run(const Call& call, Pool& pool, int thread) {
   }
 }
 
-void Block::prepare_stage(const Stage& stage, const Call& call, Pool& pool, int thread) {
+void Block::prepare_stage(const Stage& stage, const Call& call, ThreadPool& pool, int thread) {
   const Matrix& matrix = stage.matrices[0];
   const bool first = &stage == &stages_.front();
   const int64_t step = input_step(matrix, instructions_);
@@ -167,12 +167,12 @@ void Block::prepare_stage(const Stage& stage, const Call& call, Pool& pool, int 
 }
 
 // A part is the same rows of all products, which become as many columns of the next input.
-void Block::multiply_combined(const Stage& stage, const Call& call, Pool& pool, int thread, StageWatch& watch) {
+void Block::multiply_combined(const Stage& stage, const Call& call, ThreadPool& pool, int thread, StageWatch& watch) {
   const int64_t rows = rows_of(stage);
-  char* scratch = of_threads_ + thread * of_thread_bytes_;
+  char* scratch = thread_memory_ + thread * thread_bytes_;
   float* results[2];
   results[0] = reinterpret_cast<float*>(scratch + scratch_bytes_);
-  results[1] = results[0] + call.count * kMostRows;
+  results[1] = results[0] + call.count * kMaxRows;
   share_out(rows, pool, thread, watch, [&](int64_t first, int64_t last) {
     const int64_t width = last - first;
     for (int i = 0; i < stage.products; ++i) {
@@ -187,8 +187,8 @@ void Block::multiply_combined(const Stage& stage, const Call& call, Pool& pool, 
 }
 
 // The rows of all products are shared out as if they were those of one.
-void Block::multiply_outputs(const Stage& stage, const Call& call, Pool& pool, int thread, StageWatch& watch) {
-  char* scratch = of_threads_ + thread * of_thread_bytes_;
+void Block::multiply_outputs(const Stage& stage, const Call& call, ThreadPool& pool, int thread, StageWatch& watch) {
+  char* scratch = thread_memory_ + thread * thread_bytes_;
   float* results = reinterpret_cast<float*>(scratch + scratch_bytes_);
   share_out(rows_of(stage), pool, thread, watch, [&](int64_t begin, int64_t end) {
     for_products(stage, begin, end, [&](int i, int64_t first, int64_t last, int64_t before) {

@@ -10,7 +10,7 @@
 
 namespace zero_inference::cpu {
 
-constexpr int kMostProducts = 8;
+constexpr int kMaxProducts = 8;
 
 // What is made of the products of a stage.
 enum class Combine : int32_t {
@@ -32,8 +32,8 @@ enum class Activation : int32_t {
 // Products of one input; all of the same bits, group, dtype and columns, and of as many rows where they are combined. Filled by
 // Python.
 struct Stage {
-  Matrix matrices[kMostProducts];
-  const void* biases[kMostProducts];  // [rows] of `bias_dtype`, or null
+  Matrix matrices[kMaxProducts];
+  const void* biases[kMaxProducts];  // [rows] of `bias_dtype`, or null
   int32_t products;
   Combine combine;
   Activation activation;
@@ -46,16 +46,16 @@ class Block : public Task {
   // `dtype`: of input and output.
   Block(std::vector<Stage> stages, Dtype dtype, Instructions instructions);
 
-  void prepare(const Call& call, Pool& pool, Workspace& workspace) override;
-  void reserve(const Call& call, Pool& pool, Workspace& workspace) override;
-  void run(const Call& call, Pool& pool, int thread) override;
+  void prepare(const Call& call, ThreadPool& pool, Workspace& workspace) override;
+  void reserve(const Call& call, ThreadPool& pool, Workspace& workspace) override;
+  void run(const Call& call, ThreadPool& pool, int thread) override;
   bool read_ahead(int thread) override;
 
  private:
   void find_first_rows(int threads);
-  void prepare_stage(const Stage& stage, const Call& call, Pool& pool, int thread);
-  void multiply_combined(const Stage& stage, const Call& call, Pool& pool, int thread, StageWatch& watch);
-  void multiply_outputs(const Stage& stage, const Call& call, Pool& pool, int thread, StageWatch& watch);
+  void prepare_stage(const Stage& stage, const Call& call, ThreadPool& pool, int thread);
+  void multiply_combined(const Stage& stage, const Call& call, ThreadPool& pool, int thread, StageWatch& watch);
+  void multiply_outputs(const Stage& stage, const Call& call, ThreadPool& pool, int thread, StageWatch& watch);
   void multiply_part(const Stage& stage, int index, const Call& call, int64_t first, int64_t last, float* results,
                      char* scratch);
 
@@ -66,8 +66,8 @@ class Block : public Task {
   // of the call under way
   char* input_ = nullptr;
   float* hidden_ = nullptr;
-  char* of_threads_ = nullptr;
-  size_t of_thread_bytes_ = 0, scratch_bytes_ = 0;
+  char* thread_memory_ = nullptr;
+  size_t thread_bytes_ = 0, scratch_bytes_ = 0;
 };
 
 }  // namespace zero_inference::cpu

@@ -11,11 +11,11 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr int64_t kLeastRows = 16;  // what the kernels of every instruction set work on at once
-constexpr int64_t kMostRows = 256;
+constexpr int64_t kMinRows = 16;  // what the kernels of every instruction set work on at once
+constexpr int64_t kMaxRows = 256;
 // A part begins with waiting for memory: one core (Zen 5) multiplied parts of 64 rows of 384 bytes at 5.5 GB/s, of 256 rows
 // at 9.5. So the first ones are large, and the last ones, whose end all threads wait for, as small as this.
-constexpr int64_t kLeastBytes = 32 << 10;
+constexpr int64_t kMinBytes = 32 << 10;
 // Of the next product, asked for before this one: with it those of 64 rows reached 8 GB/s, and of 256 10.
 constexpr int64_t kBytesAhead = 4096;
 constexpr float kNoLimit = std::numeric_limits<float>::infinity();
@@ -33,17 +33,17 @@ int64_t bytes_of(const Matrix& matrix) {
 }
 
 // Asks for the first bytes of a row and of those behind it, and for their scales and minima.
-void ask_for(const Matrix& matrix, int64_t row) {
-  const auto ask = [](const void* data, int64_t from, int64_t bytes) {
+void prefetch(const Matrix& matrix, int64_t row) {
+  const auto prefetch_lines = [](const void* data, int64_t from, int64_t bytes) {
     const char* const p = static_cast<const char*>(data) + from;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
   };
   const int64_t elements = row * matrix.columns;
-  ask(matrix.values, matrix.bits == 0 ? elements * size_of(matrix.dtype) : elements * matrix.bits / 8, kBytesAhead);
+  prefetch_lines(matrix.values, matrix.bits == 0 ? elements * size_of(matrix.dtype) : elements * matrix.bits / 8, kBytesAhead);
   if (matrix.bits == 0) return;
   const int64_t of_groups = elements / matrix.group * size_of(matrix.dtype);
-  ask(matrix.scales, of_groups, kBytesAhead / 8);
-  ask(matrix.minima, of_groups, kBytesAhead / 8);
+  prefetch_lines(matrix.scales, of_groups, kBytesAhead / 8);
+  prefetch_lines(matrix.minima, of_groups, kBytesAhead / 8);
 }
 
 // For `units` that the threads share out evenly: calls work(item, begin, end) for the columns [begin, end) of each item that
@@ -62,15 +62,15 @@ void share_columns(int64_t items, int64_t columns, int64_t step, int threads, in
 
 }  // namespace
 
-Experts::Experts(std::vector<Expert> experts, Between between, Dtype dtype, Instructions instructions, int64_t* use)
+Experts::Experts(std::vector<Expert> experts, ExpertActivation activation, Dtype dtype, Instructions instructions, int64_t* use)
     : experts_(std::move(experts)),
-      between_(between),
+      expert_activation_(activation),
       inner_(experts_[0].down.columns),
       dtype_(dtype),
       instructions_(instructions),
       use_(use) {}
 
-void Experts::prepare(const Call& call, Pool& pool, Workspace& workspace) {
+void Experts::prepare(const Call& call, ThreadPool& pool, Workspace& workspace) {
   group(call);
   if (use_ != nullptr) count(call);
   const Matrix &first = experts_[0].gate, &last = experts_[0].down;
@@ -95,7 +95,7 @@ void Experts::prepare(const Call& call, Pool& pool, Workspace& workspace) {
 }
 
 // Inputs are of at most `call.count` rows each and of all pairs together; what a row takes depends on how many there are.
-void Experts::reserve(const Call& call, Pool& pool, Workspace& workspace) {
+void Experts::reserve(const Call& call, ThreadPool& pool, Workspace& workspace) {
   const int64_t pairs = call.count * call.extra[0];
   size_t of_row = 0;
   for (int64_t count = 1; count <= call.count; ++count) {
@@ -113,7 +113,7 @@ void Experts::reserve(const Call& call, Pool& pool, Workspace& workspace) {
   take(aligned(of_row * pairs), pairs, call.count, call.count, pool, workspace);
 }
 
-void Experts::take(size_t input, int64_t pairs, int64_t most_rows, int64_t count, Pool& pool, Workspace& workspace) {
+void Experts::take(size_t input, int64_t pairs, int64_t most_rows, int64_t count, ThreadPool& pool, Workspace& workspace) {
   const Expert& one = experts_[0];
   const int64_t rows = std::max<int64_t>(1, most_rows);
   scratch_bytes_ = 0;
@@ -122,15 +122,15 @@ void Experts::take(size_t input, int64_t pairs, int64_t most_rows, int64_t count
       scratch_bytes_ = std::max(scratch_bytes_, aligned(scratch_bytes(*matrix, of, instructions_)));
     }
   }
-  const size_t factors = aligned(rows * kMostRows * (between_.interleaved ? 2 : 1) * sizeof(float)),
+  const size_t factors = aligned(rows * kMaxRows * (expert_activation_.interleaved ? 2 : 1) * sizeof(float)),
                sums = aligned(count * columns_to_add(pool) * sizeof(float));
-  of_thread_bytes_ = std::max(scratch_bytes_ + factors, sums);
+  thread_bytes_ = std::max(scratch_bytes_ + factors, sums);
   prepared_ = static_cast<char*>(workspace.input.reserve(input + aligned(pairs * one.gate.columns * size_of(dtype_))));
   gathered_ = prepared_ + input;
   const int64_t floats = std::max<int64_t>(1, pairs * (inner_ + one.down.rows));
   hidden_ = static_cast<float*>(workspace.hidden.reserve(floats * sizeof(float)));
   results_ = hidden_ + pairs * inner_;
-  of_threads_ = static_cast<char*>(workspace.threads.reserve(of_thread_bytes_ * pool.threads()));
+  thread_memory_ = static_cast<char*>(workspace.threads.reserve(thread_bytes_ * pool.threads()));
 }
 
 // Sorts the pairs of a row and an expert by expert. An expert of one row shares the prepared row with the others of that row:
@@ -139,7 +139,7 @@ void Experts::group(const Call& call) {
   const int64_t k = call.extra[0], experts = static_cast<int64_t>(experts_.size());
   const int64_t* numbers = reinterpret_cast<const int64_t*>(call.extra[1]);
   const char* weights = reinterpret_cast<const char*>(call.extra[2]);
-  const Dtype of_weights = static_cast<Dtype>(call.extra[3]);
+  const Dtype weights_dtype = static_cast<Dtype>(call.extra[3]);
   const auto is_expert = [&](int64_t number) { return number >= 0 && number < experts; };
   places_.assign(experts + 1, 0);
   for (int64_t pair = 0; pair < call.count * k; ++pair) {
@@ -157,7 +157,7 @@ void Experts::group(const Call& call) {
     if (!is_expert(numbers[pair])) continue;
     const int64_t place = places_[numbers[pair]]++;
     rows_[place] = pair / k;
-    weights_[place] = load(weights + pair * size_of(of_weights), of_weights);
+    weights_[place] = load(weights + pair * size_of(weights_dtype), weights_dtype);
   }
   single_.assign(call.count, -1);
   for (Chosen& chosen : chosen_) {
@@ -195,13 +195,13 @@ void Experts::count(const Call& call) {
 
 // Rows of all chosen experts as one list of parts, which shrink towards its end: each is half of what a thread has left.
 void Experts::divide(int64_t rows, int64_t row_bytes, int threads, std::vector<Part>* parts) {
-  const int64_t least = std::max(kLeastRows, kLeastBytes / row_bytes / kLeastRows * kLeastRows);
+  const int64_t least = std::max(kMinRows, kMinBytes / row_bytes / kMinRows * kMinRows);
   int64_t left = static_cast<int64_t>(chosen_.size()) * rows;
   parts->clear();
   for (int64_t chosen = 0; chosen < static_cast<int64_t>(chosen_.size()); ++chosen) {
     for (int64_t first = 0; first < rows;) {
-      const int64_t wanted = std::max(least, left / (2 * threads) / kLeastRows * kLeastRows);
-      const int64_t last = std::min(first + std::min(wanted, kMostRows), rows);
+      const int64_t wanted = std::max(least, left / (2 * threads) / kMinRows * kMinRows);
+      const int64_t last = std::min(first + std::min(wanted, kMaxRows), rows);
       parts->push_back({chosen, first, last});
       left -= last - first;
       first = last;
@@ -211,7 +211,7 @@ void Experts::divide(int64_t rows, int64_t row_bytes, int threads, std::vector<P
 
 // Calls work(part, next) for the parts that this thread comes to, with the one behind it; null behind the last.
 template <typename Work>
-void Experts::take_parts(const std::vector<Part>& parts, Pool& pool, const Work& work) {
+void Experts::take_parts(const std::vector<Part>& parts, ThreadPool& pool, const Work& work) {
   const int64_t count = static_cast<int64_t>(parts.size());
   for (int64_t part = pool.next_part(); part < count;) {
     const int64_t next = pool.next_part();
@@ -220,7 +220,7 @@ void Experts::take_parts(const std::vector<Part>& parts, Pool& pool, const Work&
   }
 }
 
-void Experts::run(const Call& call, Pool& pool, int thread) {
+void Experts::run(const Call& call, ThreadPool& pool, int thread) {
   prepare_inputs(call, pool, thread);
   pool.barrier();
   multiply_first(pool, thread);
@@ -233,7 +233,7 @@ void Experts::run(const Call& call, Pool& pool, int thread) {
   add_up(call, pool, thread);
 }
 
-void Experts::prepare_inputs(const Call& call, Pool& pool, int thread) {
+void Experts::prepare_inputs(const Call& call, ThreadPool& pool, int thread) {
   const Matrix& matrix = experts_[0].gate;
   const int64_t columns = matrix.columns, row_bytes = columns * size_of(dtype_);
   const auto prepare = [&](int64_t item, int64_t first, int64_t last) {
@@ -259,9 +259,9 @@ void Experts::gather(const Call& call, const Input& input, int64_t first, int64_
 }
 
 // A part is the same rows of gate and up of one expert, which become as many columns of the input of down.
-void Experts::multiply_first(Pool& pool, int thread) {
-  const int64_t each = between_.interleaved ? 2 : 1;  // rows of `gate` for one of the input of down
-  char* const scratch = of_threads_ + thread * of_thread_bytes_;
+void Experts::multiply_first(ThreadPool& pool, int thread) {
+  const int64_t each = expert_activation_.interleaved ? 2 : 1;  // rows of `gate` for one of the input of down
+  char* const scratch = thread_memory_ + thread * thread_bytes_;
   float* const factors = reinterpret_cast<float*>(scratch + scratch_bytes_);
   take_parts(first_parts_, pool, [&](const Part& part, const Part* next) {
     const Chosen& chosen = chosen_[part.chosen];
@@ -270,29 +270,29 @@ void Experts::multiply_first(Pool& pool, int thread) {
     const int64_t width = part.last - part.first;
     float* const results = hidden_ + chosen.first * inner_ + part.first;
     const bool two = expert.up.values != nullptr;
-    if (two) ask_for(expert.up, part.first);
-    float* const firsts = between_.interleaved ? factors : results;
-    const int64_t stride = between_.interleaved ? 2 * width : inner_;
+    if (two) prefetch(expert.up, part.first);
+    float* const firsts = expert_activation_.interleaved ? factors : results;
+    const int64_t stride = expert_activation_.interleaved ? 2 * width : inner_;
     product(expert.gate, chosen.count, instructions_, input, each * part.first, each * part.last, firsts, stride, scratch);
     add_bias_to_rows(expert.gate_bias, each * part.first, firsts, chosen.count, each * width, stride);
-    if (next != nullptr) ask_for(experts_[chosen_[next->chosen].expert].gate, each * next->first);
+    if (next != nullptr) prefetch(experts_[chosen_[next->chosen].expert].gate, each * next->first);
     if (two) {
       product(expert.up, chosen.count, instructions_, input, part.first, part.last, factors, width, scratch);
       add_bias_to_rows(expert.up_bias, part.first, factors, chosen.count, width, width);
     }
     for (int64_t m = 0; m < chosen.count; ++m) {
       float *const gate = results + m * inner_, *const up = factors + m * each * width;
-      if (between_.interleaved) part_pairs(up, gate, width);
-      if (!two && !between_.interleaved) {
-        activate(between_.activation, gate, width);
+      if (expert_activation_.interleaved) part_pairs(up, gate, width);
+      if (!two && !expert_activation_.interleaved) {
+        activate(expert_activation_.activation, gate, width);
         continue;
       }
-      if (between_.limit < kNoLimit) {
-        limit_values(gate, -kNoLimit, between_.limit, width);
-        limit_values(up, -between_.limit, between_.limit, width);
+      if (expert_activation_.limit < kNoLimit) {
+        limit_values(gate, -kNoLimit, expert_activation_.limit, width);
+        limit_values(up, -expert_activation_.limit, expert_activation_.limit, width);
       }
-      activate(between_.activation, gate, width);
-      multiply(gate, up, between_.up_offset, width);
+      activate(expert_activation_.activation, gate, width);
+      multiply(gate, up, expert_activation_.up_offset, width);
     }
   });
 }
@@ -301,11 +301,11 @@ void Experts::multiply_first(Pool& pool, int thread) {
 void Experts::add_bias_to_rows(const void* bias, int64_t first, float* rows, int64_t count, int64_t width,
                                int64_t stride) const {
   if (bias == nullptr) return;
-  const char* const own = static_cast<const char*>(bias) + first * size_of(between_.bias_dtype);
-  for (int64_t m = 0; m < count; ++m) add_bias(rows + m * stride, own, between_.bias_dtype, width);
+  const char* const own = static_cast<const char*>(bias) + first * size_of(expert_activation_.bias_dtype);
+  for (int64_t m = 0; m < count; ++m) add_bias(rows + m * stride, own, expert_activation_.bias_dtype, width);
 }
 
-void Experts::prepare_hidden(Pool& pool, int thread) {
+void Experts::prepare_hidden(ThreadPool& pool, int thread) {
   const Matrix& matrix = experts_[0].down;
   const auto prepare = [&](int64_t item, int64_t first, int64_t last) {
     const Chosen& chosen = chosen_[item];
@@ -317,12 +317,12 @@ void Experts::prepare_hidden(Pool& pool, int thread) {
                 prepare);
 }
 
-void Experts::multiply_last(Pool& pool, int thread) {
+void Experts::multiply_last(ThreadPool& pool, int thread) {
   const int64_t rows = experts_[0].down.rows;
-  char* const scratch = of_threads_ + thread * of_thread_bytes_;
+  char* const scratch = thread_memory_ + thread * thread_bytes_;
   take_parts(last_parts_, pool, [&](const Part& part, const Part* next) {
     const Chosen& chosen = chosen_[part.chosen];
-    if (next != nullptr) ask_for(experts_[chosen_[next->chosen].expert].down, next->first);
+    if (next != nullptr) prefetch(experts_[chosen_[next->chosen].expert].down, next->first);
     float* const results = results_ + chosen.first * rows + part.first;
     product(experts_[chosen.expert].down, chosen.count, instructions_, prepared_ + chosen.hidden_offset, part.first, part.last,
             results, rows, scratch);
@@ -331,11 +331,11 @@ void Experts::multiply_last(Pool& pool, int thread) {
 }
 
 // Each thread adds up some columns of all rows.
-void Experts::add_up(const Call& call, Pool& pool, int thread) {
+void Experts::add_up(const Call& call, ThreadPool& pool, int thread) {
   const int64_t rows = experts_[0].down.rows;
   const int64_t step = columns_to_add(pool);
   const int64_t first = std::min(thread * step, rows), width = std::min(step, rows - first);
-  float* const sums = reinterpret_cast<float*>(of_threads_ + thread * of_thread_bytes_);
+  float* const sums = reinterpret_cast<float*>(thread_memory_ + thread * thread_bytes_);
   std::fill_n(sums, call.count * width, 0.0f);
   for (size_t pair = 0; pair < rows_.size(); ++pair) {
     add_scaled(sums + rows_[pair] * width, results_ + static_cast<int64_t>(pair) * rows + first, weights_[pair], width);
@@ -346,7 +346,7 @@ void Experts::add_up(const Call& call, Pool& pool, int thread) {
 }
 
 // Whole lines of an output of 2 bytes, that threads do not share.
-int64_t Experts::columns_to_add(Pool& pool) const {
+int64_t Experts::columns_to_add(ThreadPool& pool) const {
   constexpr int64_t kLine = 32;
   return parts_of(experts_[0].down.rows, kLine * pool.threads()) * kLine;
 }

@@ -11,11 +11,11 @@ namespace zero_inference::cpu {
 // down(f(gate(x)) * up(x)), or down(f(gate(x))) where `up.values` is null. Filled by Python. Experts of a task are of one form.
 struct Expert {
   Matrix gate, up, down;
-  const void *gate_bias, *up_bias, *down_bias;  // [rows] of `Between::bias_dtype`, or null
+  const void *gate_bias, *up_bias, *down_bias;  // [rows] of `ExpertActivation::bias_dtype`, or null
 };
 
 // What is made of the first products: f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset). Filled by Python.
-struct Between {
+struct ExpertActivation {
   Activation activation;
   Dtype bias_dtype;
   int32_t interleaved;  // whether rows of gate and up alternate in `Expert::gate`, gate's first
@@ -36,12 +36,12 @@ struct Between {
 class Experts : public Task {
  public:
   // `dtype`: of input and output. `use` may be null; whoever gives it keeps its memory.
-  Experts(std::vector<Expert> experts, Between between, Dtype dtype, Instructions instructions, int64_t* use);
+  Experts(std::vector<Expert> experts, ExpertActivation activation, Dtype dtype, Instructions instructions, int64_t* use);
 
-  void prepare(const Call& call, Pool& pool, Workspace& workspace) override;
+  void prepare(const Call& call, ThreadPool& pool, Workspace& workspace) override;
   // For any choice of `extra[0]` experts a row.
-  void reserve(const Call& call, Pool& pool, Workspace& workspace) override;
-  void run(const Call& call, Pool& pool, int thread) override;
+  void reserve(const Call& call, ThreadPool& pool, Workspace& workspace) override;
+  void run(const Call& call, ThreadPool& pool, int thread) override;
   int64_t chosen_bytes() const override { return chosen_bytes_; }
 
  private:
@@ -61,23 +61,23 @@ class Experts : public Task {
     int64_t chosen, first, last;  // `chosen` is its index in `chosen_`
   };
 
-  void take(size_t input, int64_t pairs, int64_t most_rows, int64_t count, Pool& pool, Workspace& workspace);
+  void take(size_t input, int64_t pairs, int64_t most_rows, int64_t count, ThreadPool& pool, Workspace& workspace);
   void group(const Call& call);
   void count(const Call& call);
   void gather(const Call& call, const Input& input, int64_t first, int64_t last);
   void divide(int64_t rows, int64_t row_bytes, int threads, std::vector<Part>* parts);
   template <typename Work>
-  void take_parts(const std::vector<Part>& parts, Pool& pool, const Work& work);
-  void prepare_inputs(const Call& call, Pool& pool, int thread);
-  void multiply_first(Pool& pool, int thread);
-  void prepare_hidden(Pool& pool, int thread);
-  void multiply_last(Pool& pool, int thread);
+  void take_parts(const std::vector<Part>& parts, ThreadPool& pool, const Work& work);
+  void prepare_inputs(const Call& call, ThreadPool& pool, int thread);
+  void multiply_first(ThreadPool& pool, int thread);
+  void prepare_hidden(ThreadPool& pool, int thread);
+  void multiply_last(ThreadPool& pool, int thread);
   void add_bias_to_rows(const void* bias, int64_t first, float* rows, int64_t count, int64_t width, int64_t stride) const;
-  void add_up(const Call& call, Pool& pool, int thread);
-  int64_t columns_to_add(Pool& pool) const;
+  void add_up(const Call& call, ThreadPool& pool, int thread);
+  int64_t columns_to_add(ThreadPool& pool) const;
 
   const std::vector<Expert> experts_;
-  const Between between_;
+  const ExpertActivation expert_activation_;
   const int64_t inner_;  // columns of down
   const Dtype dtype_;
   const Instructions instructions_;
@@ -96,8 +96,8 @@ class Experts : public Task {
   char* gathered_ = nullptr;  // rows of x of inputs with several
   float* hidden_ = nullptr;   // [pairs, columns of down]
   float* results_ = nullptr;  // [pairs, rows of down]
-  char* of_threads_ = nullptr;
-  size_t of_thread_bytes_ = 0, scratch_bytes_ = 0;
+  char* thread_memory_ = nullptr;
+  size_t thread_bytes_ = 0, scratch_bytes_ = 0;
 };
 
 }  // namespace zero_inference::cpu

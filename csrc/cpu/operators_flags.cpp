@@ -1,12 +1,12 @@
 // Flags in memory that processes share, for a model on the CPU and for what ranks tell each other
-// (zero_inference/cpu/hand_off.py); kernels raise and await those of a GPU's stream (csrc/crossing).
+// (zero_inference/cpu/hand_off.py); kernels raise and await those of a GPU's stream (csrc/hand_off).
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <thread>
 
-#include "pool.h"
+#include "thread_pool.h"
 
 namespace {
 

@@ -65,15 +65,15 @@ void pin(const int32_t* cpus, int index) {
 template <typename Task>
 double take_for(double seconds, int threads, const int32_t* cpus, int64_t tasks, const Task& task) {
   using Clock = std::chrono::steady_clock;
-  std::atomic<int> there{0};
+  std::atomic<int> started{0};
   std::atomic<int64_t> next{0};
   std::vector<Clock::time_point> begun(static_cast<size_t>(threads)), ended(static_cast<size_t>(threads));
   std::vector<std::thread> all;
   std::atomic<bool> too_many{false};
   const auto take = [&](int index) {
     pin(cpus, index);
-    there.fetch_add(1);
-    while (there.load() < threads) {
+    started.fetch_add(1);
+    while (started.load() < threads) {
       if (too_many.load()) return;
       std::this_thread::yield();
     }

@@ -8,30 +8,30 @@ namespace zero_inference::cpu {
 
 namespace {
 
-// From so many rows of x on tiles are faster than vectors, which do one row's work at a time; and with vectors, restoring codes
-// once for all rows is faster than scaling each row's sums.
+// From so many rows of x on tiles are faster than vectors, which do one row's work at a time; and with vectors, dequantizing
+// codes once for all rows is faster than scaling each row's sums.
 constexpr int64_t kRowsForTiles = 5;
-// With AVX2, restoring codes as float32 is as fast from about 16 rows on, of narrow weights from fewer.
-constexpr int64_t kRowsForRestoredFloats = 9;
+// With AVX2, dequantizing codes as float32 is as fast from about 16 rows on, of narrow weights from fewer.
+constexpr int64_t kRowsForDequantizedFloats = 9;
 // And with codes in fixed-point products: int4 and one row take 27.4 GB/s a core from the caches in vectors, 13.3 in tiles,
 // four rows 9.0 and 13.8. Others can be tried (benchmarks/cores_products.py --flags).
 #if !defined(ZERO_INFERENCE_ROWS_FOR_FIXED_TILES)
 #define ZERO_INFERENCE_ROWS_FOR_FIXED_TILES 2
 #endif
 
-// From so many on the codes of bfloat16 scales are restored strip by strip, so that sums stay in their tiles: those of each
-// section need not be stored and scaled. With 32 and 64 rows of int4 both are as fast; of int8 this is the
+// From so many on the codes of bfloat16 scales are dequantized strip by strip, so that sums stay in their tiles: those of each
+// x group need not be stored and scaled. With 32 and 64 rows of int4 both are as fast; of int8 this is the
 // faster with 64 rows and the slower with 32. Others can be
 // tried (benchmarks/cores_products.py --flags); 1000 keeps to fixed-point products.
 // int4 in groups of 32 has a number of its own: its fixed-point products take 8 rows at once and go through the codes again for
-// the next 8. 15 threads give 88 GB/s with 8 rows, 49 with 9 and 43 with 16, and restored codes 75 and 76
+// the next 8. 15 threads give 88 GB/s with 8 rows, 49 with 9 and 43 with 16, and dequantized codes 75 and 76
 // (docs/performance.md).
 #if defined(ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES)
-constexpr int64_t kRowsForRestoredTiles = ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;
-constexpr int64_t kRowsForRestoredGroupsOf32 = ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;
+constexpr int64_t kRowsForDequantizedTiles = ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;
+constexpr int64_t kRowsForDequantizedGroupsOf32 = ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;
 #else
-constexpr int64_t kRowsForRestoredTiles = 17;
-constexpr int64_t kRowsForRestoredGroupsOf32 = 9;
+constexpr int64_t kRowsForDequantizedTiles = 17;
+constexpr int64_t kRowsForDequantizedGroupsOf32 = 9;
 #endif
 
 // Whether groups fill vectors of bfloat16: then one look-up serves whole groups.
@@ -42,15 +42,15 @@ bool groups_fill(const Matrix& matrix) {
 // Whether codes are multiplied with fixed-point x in tiles. Not in large groups, as below.
 bool fixed_in_tiles(const Matrix& matrix) { return matrix.bits != 0 && matrix.group % 32 == 0 && matrix.group <= 256; }
 
-// Whether codes can be restored strip by strip (product_restored_tiles.h).
+// Whether codes can be dequantized strip by strip (product_dequantized_tiles.h).
 bool codes_in_strips(const Matrix& matrix) {
   return matrix.bits != 0 && matrix.dtype == Dtype::bfloat16 && matrix.group % 32 == 0;
 }
 
-// The least rows of x for which codes are restored.
+// The least rows of x for which codes are dequantized.
 int64_t rows_for_strips(const Matrix& matrix) {
   if (!fixed_in_tiles(matrix)) return kRowsForTiles;
-  return matrix.bits == 4 && matrix.group == 32 ? kRowsForRestoredGroupsOf32 : kRowsForRestoredTiles;
+  return matrix.bits == 4 && matrix.group == 32 ? kRowsForDequantizedGroupsOf32 : kRowsForDequantizedTiles;
 }
 
 // Whether a few rows of x are multiplied with codes in vectors, so that what they stand for is not rounded. Not in large
@@ -64,21 +64,21 @@ bool fixed_in_vectors(const Matrix& matrix) {
 Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
   if (instructions == Instructions::portable || matrix.dtype == Dtype::float32) return Form::float32;
   if (instructions == Instructions::avx2) {
-    return count < kRowsForRestoredFloats && fixed_in_vectors(matrix) ? Form::fixed : Form::float32;
+    return count < kRowsForDequantizedFloats && fixed_in_vectors(matrix) ? Form::fixed : Form::float32;
   }
-  const bool brain = matrix.dtype == Dtype::bfloat16;
+  const bool bfloat16 = matrix.dtype == Dtype::bfloat16;
   const bool amx = instructions == Instructions::amx;
   const bool fixed = fixed_in_tiles(matrix);
-  if (amx && codes_in_strips(matrix) && count >= rows_for_strips(matrix)) return Form::restored_tiles;
+  if (amx && codes_in_strips(matrix) && count >= rows_for_strips(matrix)) return Form::dequantized_tiles;
   if (amx && fixed && count >= ZERO_INFERENCE_ROWS_FOR_FIXED_TILES) return Form::fixed_tiles;
-  if (amx && count >= kRowsForTiles) return brain ? Form::tiles : Form::split_tiles;
+  if (amx && count >= kRowsForTiles) return bfloat16 ? Form::tiles : Form::split_tiles;
   if (count < kRowsForTiles && fixed_in_vectors(matrix)) return Form::fixed;
-  return brain ? Form::bfloat16 : Form::float32;
+  return bfloat16 ? Form::bfloat16 : Form::float32;
 }
 
 // Into how few tiles of x `count` rows go.
 void share_columns(Layout& layout, int64_t count) {
-  const int64_t room = kTileRows / 2 / layout.sections;  // rows of x whose terms and sections are beside each other
+  const int64_t room = kTileRows / 2 / layout.x_groups;  // rows of x whose terms and x groups are beside each other
   layout.inputs = count <= room ? 1 : 2;
   layout.pack = layout.inputs == 2 || 2 * count > room ? 1 : 4 * count > room ? 2 : 4;
   layout.width = layout.inputs == 2 ? 2 * room : room / layout.pack;
@@ -88,15 +88,15 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
   Layout layout = {
       form_of(matrix, count, instructions), false, 0, round_up(matrix.columns, kStep), matrix.bits, matrix.group, 1, 1, 1, 1};
   if (layout.form == Form::fixed || layout.form == Form::fixed_tiles) {
-    layout.sections = matrix.group % 64 == 0 ? 1 : 2;
+    layout.x_groups = matrix.group % 64 == 0 ? 1 : 2;
     if (layout.form == Form::fixed) return layout;
     layout.columns = round_up(matrix.columns, 2 * kStep);  // whole packs
     share_columns(layout, count);
     return layout;
   }
-  if (layout.form == Form::restored_tiles) {
-    const bool sections = matrix.group == 64 || matrix.group % kStep == 0;  // of 64 columns; else each 32 have their scale
-    layout.pairs = matrix.bits == 8 ? 0 : sections ? 64 : 32;
+  if (layout.form == Form::dequantized_tiles) {
+    const bool x_groups = matrix.group == 64 || matrix.group % kStep == 0;  // of 64 columns; else each 32 have their scale
+    layout.pairs = matrix.bits == 8 ? 0 : x_groups ? 64 : 32;
     return layout;
   }
   if (matrix.bits == 0) {
@@ -134,7 +134,7 @@ int64_t input_step(const Matrix& matrix, Instructions) {
 size_t scratch_bytes(const Matrix& matrix, int64_t count, Instructions instructions) {
   const Layout layout = layout_of(matrix, count, instructions);
   if (layout.form == Form::fixed_tiles) return static_cast<size_t>(kFixedScratchBytes + kPageBytes);
-  if (layout.form == Form::restored_tiles) return static_cast<size_t>(kRestoredScratchBytes);
+  if (layout.form == Form::dequantized_tiles) return static_cast<size_t>(kDequantizedScratchBytes);
   // two panels, and sums in pairs of two tiles; or 4 rows, and of each row of x and the weight a vector
   if (in_tiles(layout)) return static_cast<size_t>(2 * kPanelBytes + (count + 31) / 32 * 4 * kTileBytes);
   return static_cast<size_t>(4 * (kBlockBytes + kRowGap) + count * 4 * 64);

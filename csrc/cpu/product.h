@@ -6,8 +6,8 @@
 // zero_inference/kernels/quantization.py defines them, of which an int4 pair holds the even element in its low nibble.
 // Sums are kept in float32. x is multiplied in the precision of the weight: rounded to bfloat16 for a bfloat16 weight where the
 // processor has instructions for that, and never to less than float16's for the others. What a code stands for is rounded to
-// the dtype of its scale, as a device does that restores the weight; but in groups of up to 256, codes are multiplied as they
-// are with x in fixed-point numbers of 16 bits (product_fixed_input.h), where that is faster: for up to 8 rows of x with
+// the dtype of its scale, as a device does that dequantizes the weight; but in groups of up to 256, codes are multiplied as
+// they are with x in fixed-point numbers of 16 bits (product_fixed_input.h), where that is faster: for up to 8 rows of x with
 // avx2 (product_fixed_narrow.h) and 4 with avx512, and where groups are multiples of 32 in tiles, with scales in bfloat16 for
 // up to 16 rows of x (int4 in groups of 32: 8). These functions know no threads: the caller gives each of its threads ranges of
 // rows of W.

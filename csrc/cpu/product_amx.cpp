@@ -1,10 +1,10 @@
-// Products in the tiles of AMX, which multiply 16 rows of the weight with 16 rows of x at once: here restored as bfloat16, in
-// product_fixed_tiles.h as the codes' integers.
+// Products in the tiles of AMX, which multiply 16 rows of the weight with 16 rows of x at once: here dequantized as bfloat16,
+// in product_fixed_tiles.h as the codes' integers.
 //
-// A panel of 32 rows of the weight is restored a block of columns at a time, in tiles of 16 rows and 32 columns. x was prepared
-// in tiles of 16 pairs of columns, of each of 16 rows of x one pair; missing rows are zeros. Two tiles of the weight and two of
-// x give four tiles of sums, in which a tile's column is a row of x. Where values have two terms, the product of the second
-// ones, at most 2^-16 of the whole, is left out.
+// A panel of 32 rows of the weight is dequantized a block of columns at a time, in tiles of 16 rows and 32 columns. x was
+// prepared in tiles of 16 pairs of columns, of each of 16 rows of x one pair; missing rows are zeros. Two tiles of the weight
+// and two of x give four tiles of sums, in which a tile's column is a row of x. Where values have two terms, the product of the
+// second ones, at most 2^-16 of the whole, is left out.
 
 #if defined(__x86_64__)
 
@@ -17,9 +17,9 @@ ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx
 #include "simd_avx512.h"
 
 #include "product_bfloat16.h"
+#include "product_dequantized_tiles.h"
 #include "product_fixed_tiles.h"
 #include "product_layout.h"
-#include "product_restored_tiles.h"
 #include "product_tiles.h"
 
 namespace zero_inference::cpu::amx {
@@ -72,7 +72,7 @@ struct Part {
   char* panel;
 };
 
-// While the rows of one panel are restored, the panel before is multiplied: the tiles work beside the vectors.
+// While the rows of one panel are dequantized, the panel before is multiplied: the tiles work beside the vectors.
 template <int kTerms>
 struct Tiles {
   static constexpr int64_t kBlock = kPanelColumns / kTerms;
@@ -86,17 +86,17 @@ struct Tiles {
 
   bool ends(const Part& part) const { return part.k + part.columns == matrix.columns; }
 
-  void restore_row(const Part& part, int64_t r, int64_t last) const {
+  void dequantize_row(const Part& part, int64_t r, int64_t last) const {
     const int64_t next_row = part.row + r + (ends(part) ? kPanelRows : 0);
     const int64_t next_k = ends(part) ? 0 : part.k + part.columns;
     const char* const next = next_row < last ? values_at(matrix, next_row, next_k) : values_at(matrix, part.row, part.k);
-    const Place place = {part.panel + r * 64, kTerms * kTermStride, kTermStride};
+    const PanelRow to = {part.panel + r * 64, kTerms * kTermStride, kTermStride};
     if (matrix.bits == 0 && part.columns == kBlock) {  // what happens most is not decided again for each row
       const char* const values = values_at(matrix, part.row + r, part.k);
-      if constexpr (kTerms == 1) return brain_plain(values, kBlock, place, next);
-      if constexpr (kTerms == 2) return half_plain(values, kBlock, place, next);
+      if constexpr (kTerms == 1) return copy_bfloat16(values, kBlock, to, next);
+      if constexpr (kTerms == 2) return split_float16(values, kBlock, to, next);
     }
-    restore_brain<kTerms>(matrix, layout, part.row + r, part.k, part.columns, round_up(part.columns, kStep), place, next);
+    to_bfloat16_panel<kTerms>(matrix, layout, part.row + r, part.k, part.columns, round_up(part.columns, kStep), to, next);
   }
 
   int64_t blocks(const Part& part) const { return round_up(part.columns, kStep) / 32; }
@@ -144,7 +144,7 @@ struct Tiles {
         const int64_t all = steps(before);
         int64_t done = 0;
         for (int64_t r = 0; r < rows; ++r) {
-          restore_row(part, r, last);
+          dequantize_row(part, r, last);
           const int64_t due = all * (r + 1) / kPanelRows;
           multiply(before, done, due);
           done = due;
@@ -158,28 +158,29 @@ struct Tiles {
   }
 };
 
-// x for 64 codes of int4 that are restored, in the order of nibbles (product_restored_rows.h): of two blocks of 32 columns.
-inline void restored_input(const char* x, Dtype dtype, int64_t k, int64_t columns, int64_t order, __m512i (*blocks)[1]) {
+// x for 64 codes of int4 that are dequantized, in the order of nibbles (product_dequantized_rows.h): of two blocks of 32
+// columns.
+inline void dequantized_input(const char* x, Dtype dtype, int64_t k, int64_t columns, int64_t order, __m512i (*blocks)[1]) {
   Vector one, two, even[2], odd[2];
   if (order == 32) {
     const __m512i low = _mm512_setr_epi32(0x40000, 0xc0008, 0x140010, 0x1c0018, 0x50001, 0xd0009, 0x150011, 0x1d0019, 0x60002,
                                           0xe000a, 0x160012, 0x1e001a, 0x70003, 0xf000b, 0x170013, 0x1f001b);
     for (int block = 0; block < 2; ++block) {
-      two_vectors(x, dtype, k + block * 32, columns, one, two);
-      to_brain<1>(one, two, blocks[block]);
+      load_two_vectors(x, dtype, k + block * 32, columns, one, two);
+      to_bfloat16<1>(one, two, blocks[block]);
       blocks[block][0] = _mm512_permutexvar_epi16(low, blocks[block][0]);
     }
     return;
   }
   Vector place[4];  // in a word
   for (int block = 0; block < 2; ++block) {
-    two_vectors(x, dtype, k + block * 32, columns, one, two);
+    load_two_vectors(x, dtype, k + block * 32, columns, one, two);
     split_pairs(one, two, even[block], odd[block]);
   }
   split_pairs(even[0], even[1], place[0], place[2]);
   split_pairs(odd[0], odd[1], place[1], place[3]);
-  to_brain<1>(place[0], place[1], blocks[0]);
-  to_brain<1>(place[2], place[3], blocks[1]);
+  to_bfloat16<1>(place[0], place[1], blocks[0]);
+  to_bfloat16<1>(place[2], place[3], blocks[1]);
 }
 
 // A tile of pairs, a row of x in each of its columns, from 16 rows of x in 32 columns.
@@ -203,13 +204,13 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
         if (m + i < count) {
           const char* const row = x + (m + i) * stride * bytes_of(x_dtype);
           if constexpr (kTerms == 1) {
-            if (layout.form == Form::restored_tiles && layout.pairs != 0) {
-              restored_input(row, x_dtype, k, columns, layout.pairs, terms);
+            if (layout.form == Form::dequantized_tiles && layout.pairs != 0) {
+              dequantized_input(row, x_dtype, k, columns, layout.pairs, terms);
             } else {
-              brain_input<1>(row, x_dtype, k, columns, layout.pairs, terms);
+              bfloat16_input<1>(row, x_dtype, k, columns, layout.pairs, terms);
             }
           } else {
-            brain_input<kTerms>(row, x_dtype, k, columns, layout.pairs, terms);
+            bfloat16_input<kTerms>(row, x_dtype, k, columns, layout.pairs, terms);
           }
         }
         for (int part = 0; part < 2 * kTerms; ++part) {
@@ -249,8 +250,8 @@ void product(const Matrix& matrix, const Layout& layout, int64_t count, const vo
   if (layout.form == Form::tiles) return Tiles<1>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
   if (layout.form == Form::split_tiles)
     return Tiles<2>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
-  if (layout.form == Form::restored_tiles) {
-    return product_of_restored(matrix, layout, count, x, first, last, out, stride, panel);
+  if (layout.form == Form::dequantized_tiles) {
+    return product_of_dequantized(matrix, layout, count, x, first, last, out, stride, panel);
   }
   product_of_fixed(matrix, layout, count, x, first, last, out, stride, panel);
 }

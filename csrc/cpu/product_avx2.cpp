@@ -34,8 +34,8 @@ uint64_t read_bytes_sum(const void* data, int64_t bytes) {
   __m256i total[4] = {};
   int64_t at = 0;
   for (; at + 128 <= bytes; at += 128) {
-    ask_for(p + (at + 4096 < bytes ? at + 4096 : at));
-    ask_for(p + (at + 4160 < bytes ? at + 4160 : at));
+    prefetch(p + (at + 4096 < bytes ? at + 4096 : at));
+    prefetch(p + (at + 4160 < bytes ? at + 4160 : at));
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       total[i] = _mm256_add_epi64(total[i], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + at + 32 * i)));

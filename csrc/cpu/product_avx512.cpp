@@ -30,40 +30,40 @@ struct Bfloat16 {
     return _mm512_dpbf16_ps(total, (__m512bh)_mm512_loadu_si512(weight), (__m512bh)_mm512_loadu_si512(x));
   }
 
-  static void restore(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
-                      char* panel, const char* next) {
-    restore_brain<1>(matrix, layout, row, k, count, padded, {panel, 64, 0}, next);
+  static void dequantize(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
+                         char* panel, const char* next) {
+    to_bfloat16_panel<1>(matrix, layout, row, k, count, padded, {panel, 64, 0}, next);
   }
 };
 
-struct PlainBrain {
+struct PlainBfloat16 {
   using Weight = __m512i;
   static constexpr bool kGrouped = false;
   static constexpr int kVectors = 1;
   static constexpr int64_t kColumns = 32, kBytes = 64, kInputBytes = 2;
   static Group group(float scale, float minimum) { return {broadcast(scale), broadcast(minimum), zero()}; }
-  static void open(const char* p, const Group*, Weight* weight) { weight[0] = _mm512_loadu_si512(p); }
+  static void unpack(const char* p, const Group*, Weight* weight) { weight[0] = _mm512_loadu_si512(p); }
   static Vector multiply(Vector total, Weight weight, const char* x) {
     return _mm512_dpbf16_ps(total, (__m512bh)weight, (__m512bh)_mm512_loadu_si512(x));
   }
 };
 
-struct BytesBrain : PlainBrain {
+struct Int8Bfloat16 : PlainBfloat16 {
   static constexpr bool kGrouped = true;
   static constexpr int64_t kBytes = 32;
-  static void open(const char* p, const Group* group, Weight* weight) {
+  static void unpack(const char* p, const Group* group, Weight* weight) {
     const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);
-    to_brain<1>(fused(_mm512_cvtepi32_ps(bytes(codes)), group->scale, group->minimum),
-                fused(_mm512_cvtepi32_ps(bytes(codes + 16)), group->scale, group->minimum), weight);
+    to_bfloat16<1>(multiply_add(_mm512_cvtepi32_ps(bytes(codes)), group->scale, group->minimum),
+                   multiply_add(_mm512_cvtepi32_ps(bytes(codes + 16)), group->scale, group->minimum), weight);
   }
 };
 
 void product_bfloat16(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                       float* out, int64_t stride, char* scratch) {
   if (is_direct(matrix, layout, count) && matrix.bits == 0) {
-    direct<PlainBrain>(matrix, layout, count, input, first, last, out, stride);
+    direct<PlainBfloat16>(matrix, layout, count, input, first, last, out, stride);
   } else if (is_direct(matrix, layout, count) && matrix.bits == 8) {
-    direct<BytesBrain>(matrix, layout, count, input, first, last, out, stride);
+    direct<Int8Bfloat16>(matrix, layout, count, input, first, last, out, stride);
   } else {
     product_in_vectors<Bfloat16>(matrix, layout, count, input, first, last, out, stride, scratch);
   }
@@ -75,7 +75,7 @@ void prepare_bfloat16(const Layout& layout, int64_t count, const char* x, Dtype 
     char* const out = input + m * input_stride(layout);
     for (int64_t k = first; k < (last == columns ? layout.columns : last); k += 64) {
       __m512i terms[2][1];
-      brain_input<1>(x + m * stride * bytes_of(x_dtype), x_dtype, k, columns, layout.pairs, terms);
+      bfloat16_input<1>(x + m * stride * bytes_of(x_dtype), x_dtype, k, columns, layout.pairs, terms);
       _mm512_storeu_si512(out + 2 * k, terms[0][0]);
       _mm512_storeu_si512(out + 2 * k + 64, terms[1][0]);
     }
@@ -109,7 +109,7 @@ uint64_t read_bytes_sum(const void* data, int64_t bytes) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const int64_t ahead = at + 4096 + 64 * i;
-      ask_for(p + (ahead < bytes ? ahead : at));
+      prefetch(p + (ahead < bytes ? ahead : at));
       total[i] = _mm512_add_epi64(total[i], _mm512_loadu_si512(p + at + 64 * i));
     }
   }

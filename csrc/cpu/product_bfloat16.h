@@ -12,68 +12,67 @@ namespace zero_inference::cpu {
 namespace {
 
 // The nearest number with bfloat16's bits; of two as near the greater in magnitude.
-inline Vector kept(Vector value) {
+inline Vector round_to_bfloat16(Vector value) {
   const __m512i up = _mm512_add_epi32(_mm512_castps_si512(value), _mm512_set1_epi32(0x8000));
   return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
 // 32 float32 as bfloat16, rounded; or as what is kept of them and, rounded, what is left over.
 template <int kTerms>
-inline void to_brain(Vector one, Vector two, __m512i* terms) {
+inline void to_bfloat16(Vector one, Vector two, __m512i* terms) {
   if constexpr (kTerms == 1) {
     terms[0] = (__m512i)_mm512_cvtne2ps_pbh(two, one);
   } else {
-    const Vector kept_one = kept(one), kept_two = kept(two);
-    terms[0] = (__m512i)_mm512_cvtne2ps_pbh(kept_two, kept_one);
-    terms[1] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_sub_ps(two, kept_two), _mm512_sub_ps(one, kept_one));
+    const Vector upper_one = round_to_bfloat16(one), upper_two = round_to_bfloat16(two);
+    terms[0] = (__m512i)_mm512_cvtne2ps_pbh(upper_two, upper_one);
+    terms[1] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_sub_ps(two, upper_two), _mm512_sub_ps(one, upper_one));
   }
 }
 
 // Where a row's blocks of 32 columns go: `block` bytes from one to the next, and its second terms `term` bytes behind the
 // first.
-struct Place {
+struct PanelRow {
   char* out;
   int64_t block, term;
 };
 
 template <int kTerms>
-inline void put(Place place, int64_t block, const __m512i* terms) {
+inline void put(PanelRow to, int64_t block, const __m512i* terms) {
 #pragma GCC unroll 2
-  for (int term = 0; term < kTerms; ++term)
-    _mm512_storeu_si512(place.out + block * place.block + term * place.term, terms[term]);
+  for (int term = 0; term < kTerms; ++term) _mm512_storeu_si512(to.out + block * to.block + term * to.term, terms[term]);
 }
 
 // What codes stand for: one term is bfloat16 and rounded so when it is made, two terms hold float16.
 template <int kTerms>
 inline Vector value_of(Vector code, Vector scale, Vector minimum) {
-  const Vector value = fused(code, scale, minimum);
+  const Vector value = multiply_add(code, scale, minimum);
   return kTerms == 2 ? rounded<Dtype::float16>(value) : value;
 }
 
 // The following give columns [k, k + count) of a row, with zeros up to `padded`. No block is over 2048 columns.
 
 template <int kTerms>
-inline void narrow(const float* values, int64_t padded, Place place) {
+inline void narrow(const float* values, int64_t padded, PanelRow to) {
   for (int64_t i = 0; i < padded; i += 32) {
     __m512i terms[kTerms];
-    to_brain<kTerms>(load(values + i), load(values + i + 16), terms);
-    put<kTerms>(place, i / 32, terms);
+    to_bfloat16<kTerms>(load(values + i), load(values + i + 16), terms);
+    put<kTerms>(to, i / 32, terms);
   }
 }
 
-inline void brain_plain(const char* p, int64_t count, Place place, const char* next) {
+inline void copy_bfloat16(const char* p, int64_t count, PanelRow to, const char* next) {
   for (int64_t i = 0; i < count; i += 32) {
-    ask_for(next + i * 2);
+    prefetch(next + i * 2);
     const int64_t left = count - i;
-    const __mmask32 there = left >= 32 ? ~0u : (1u << left) - 1;
-    const __m512i value = _mm512_maskz_loadu_epi16(there, p + i * 2);
-    put<1>(place, i / 32, &value);
+    const __mmask32 mask = left >= 32 ? ~0u : (1u << left) - 1;
+    const __m512i value = _mm512_maskz_loadu_epi16(mask, p + i * 2);
+    put<1>(to, i / 32, &value);
   }
 }
 
 // 32 float16 in two terms, of which the first holds 8 of its 11 bits and the second what is left; both are exact. With column i
 // lies column i + 16, so that two vectors are put together by a shift and one logical operation.
-inline void half_block(__m256i one, __m256i two, Place place, int64_t block) {
+inline void split_float16_block(__m256i one, __m256i two, PanelRow to, int64_t block) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   constexpr int kAndOr = 0xea;  // (a & b) | c
   const __m512 values[2] = {_mm512_cvtph_ps(one), _mm512_cvtph_ps(two)};
@@ -85,23 +84,23 @@ inline void half_block(__m256i one, __m256i two, Place place, int64_t block) {
   }
   const __m512i terms[2] = {_mm512_ternarylogic_epi32(bits[1], upper, _mm512_srli_epi32(bits[0], 16), kAndOr),
                             _mm512_or_si512(left[1], _mm512_srli_epi32(left[0], 16))};
-  put<2>(place, block, terms);
+  put<2>(to, block, terms);
 }
 
-inline void half_plain(const char* p, int64_t count, Place place, const char* next) {
+inline void split_float16(const char* p, int64_t count, PanelRow to, const char* next) {
   int64_t i = 0;
   for (; i + 32 <= count; i += 32) {
-    ask_for(next + i * 2);
-    half_block(load_32_bytes(p + i * 2), load_32_bytes(p + i * 2 + 32), place, i / 32);
+    prefetch(next + i * 2);
+    split_float16_block(load_32_bytes(p + i * 2), load_32_bytes(p + i * 2 + 32), to, i / 32);
   }
   if (i < count) {
     const __m512i halves = _mm512_maskz_loadu_epi16((1u << (count - i)) - 1, p + i * 2);
-    half_block(_mm512_castsi512_si256(halves), _mm512_extracti64x4_epi64(halves, 1), place, i / 32);
+    split_float16_block(_mm512_castsi512_si256(halves), _mm512_extracti64x4_epi64(halves, 1), to, i / 32);
   }
 }
 
 template <int kTerms>
-inline void brain_bytes(const Matrix& matrix, int64_t row, int64_t k, int64_t count, Place place, const char* next) {
+inline void bfloat16_of_int8(const Matrix& matrix, int64_t row, int64_t k, int64_t count, PanelRow to, const char* next) {
   const Scales<2048 / 32 + 2> scales(matrix, row, k, count);
   const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
   int64_t left = left_in_group(matrix, k);
@@ -111,18 +110,18 @@ inline void brain_bytes(const Matrix& matrix, int64_t row, int64_t k, int64_t co
       ++index;
       left = matrix.group;
     }
-    ask_for(next + i);
+    prefetch(next + i);
     const Vector scale = broadcast(scales.scale[index]), minimum = broadcast(scales.minimum[index]);
     __m512i terms[kTerms];
-    to_brain<kTerms>(value_of<kTerms>(_mm512_cvtepi32_ps(bytes(codes + i)), scale, minimum),
-                     value_of<kTerms>(_mm512_cvtepi32_ps(bytes(codes + i + 16)), scale, minimum), terms);
-    put<kTerms>(place, i / 32, terms);
+    to_bfloat16<kTerms>(value_of<kTerms>(_mm512_cvtepi32_ps(bytes(codes + i)), scale, minimum),
+                        value_of<kTerms>(_mm512_cvtepi32_ps(bytes(codes + i + 16)), scale, minimum), terms);
+    put<kTerms>(to, i / 32, terms);
   }
 }
 
 // 64 codes through a table of 32 words: the values of 16 codes for the first half and for the second.
 template <int kTerms>
-inline void look_up(__m256i pairs, Vector one, Vector two, bool halves_differ, Place place, int64_t block) {
+inline void look_up(__m256i pairs, Vector one, Vector two, bool halves_differ, PanelRow to, int64_t block) {
   const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(0x100), 1);
   const __m512i words = _mm512_cvtepu8_epi16(pairs);
   __m512i low = words, high = words;  // bit 4 of an index chooses the half; with equal halves it may be anything
@@ -132,33 +131,33 @@ inline void look_up(__m256i pairs, Vector one, Vector two, bool halves_differ, P
   }
   high = _mm512_srli_epi16(high, 4);
   __m512i tables[kTerms], even[kTerms], odd[kTerms];
-  to_brain<kTerms>(one, two, tables);
+  to_bfloat16<kTerms>(one, two, tables);
 #pragma GCC unroll 2
   for (int term = 0; term < kTerms; ++term) {
     even[term] = _mm512_permutexvar_epi16(low, tables[term]);
     odd[term] = _mm512_permutexvar_epi16(high, tables[term]);
   }
-  put<kTerms>(place, block, even);
-  put<kTerms>(place, block + 1, odd);
+  put<kTerms>(to, block, even);
+  put<kTerms>(to, block + 1, odd);
 }
 
 template <int kTerms>
-inline void brain_pairs(const Matrix& matrix, int64_t row, int64_t k, int64_t count, Place place, const char* next) {
+inline void bfloat16_of_int4(const Matrix& matrix, int64_t row, int64_t k, int64_t count, PanelRow to, const char* next) {
   const Scales<2048 / 32 + 2> scales(matrix, row, k, count);
   const char* const codes = values_at(matrix, row, k);
   const Vector code = code_vector();
   if (matrix.group == 32) {
     int64_t i = 0;
     for (; i + 64 <= count; i += 64) {
-      ask_for(next + i / 2);
+      prefetch(next + i / 2);
       const Vector one = value_of<kTerms>(code, broadcast(scales.scale[i / 32]), broadcast(scales.minimum[i / 32]));
       const Vector two = value_of<kTerms>(code, broadcast(scales.scale[i / 32 + 1]), broadcast(scales.minimum[i / 32 + 1]));
-      look_up<kTerms>(load_32_bytes(codes + i / 2), one, two, true, place, i / 32);
+      look_up<kTerms>(load_32_bytes(codes + i / 2), one, two, true, to, i / 32);
     }
     if (i < count) {  // the row's last group, and in the place of one more zeros
       const __m128i last = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i / 2));
       const Vector one = value_of<kTerms>(code, broadcast(scales.scale[i / 32]), broadcast(scales.minimum[i / 32]));
-      look_up<kTerms>(_mm256_zextsi128_si256(last), one, zero(), true, place, i / 32);
+      look_up<kTerms>(_mm256_zextsi128_si256(last), one, zero(), true, to, i / 32);
     }
     return;
   }
@@ -169,50 +168,50 @@ inline void brain_pairs(const Matrix& matrix, int64_t row, int64_t k, int64_t co
       ++index;
       left = matrix.group;
     }
-    ask_for(next + i / 2);
+    prefetch(next + i / 2);
     const Vector values = value_of<kTerms>(code, broadcast(scales.scale[index]), broadcast(scales.minimum[index]));
-    look_up<kTerms>(load_32_bytes(codes + i / 2), values, values, false, place, i / 32);
+    look_up<kTerms>(load_32_bytes(codes + i / 2), values, values, false, to, i / 32);
   }
 }
 
 template <int kTerms>
-inline void restore_brain(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
-                          Place place, const char* next) {
+inline void to_bfloat16_panel(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
+                              PanelRow to, const char* next) {
   if (matrix.bits != 0 && !layout.vectors) {
     float values[2048];
-    restore_one_by_one(matrix, row, k, count, padded, values);  // bfloat16 is rounded when it is made
-    return narrow<kTerms>(values, padded, place);
+    dequantize_one_by_one(matrix, row, k, count, padded, values);  // bfloat16 is rounded when it is made
+    return narrow<kTerms>(values, padded, to);
   }
   if (matrix.bits == 8) {
-    brain_bytes<kTerms>(matrix, row, k, count, place, next);
+    bfloat16_of_int8<kTerms>(matrix, row, k, count, to, next);
   } else if (matrix.bits == 4) {
-    brain_pairs<kTerms>(matrix, row, k, count, place, next);
+    bfloat16_of_int4<kTerms>(matrix, row, k, count, to, next);
   } else if constexpr (kTerms == 1) {
-    brain_plain(values_at(matrix, row, k), count, place, next);
+    copy_bfloat16(values_at(matrix, row, k), count, to, next);
   } else {
-    half_plain(values_at(matrix, row, k), count, place, next);
+    split_float16(values_at(matrix, row, k), count, to, next);
   }
   const __m512i zeros[2] = {};
   for (int64_t i = layout.pairs == 64 ? round_up(count, 64) : round_up(count, 32); i < padded; i += 32)
-    put<kTerms>(place, i / 32, zeros);
+    put<kTerms>(to, i / 32, zeros);
 }
 
 // 64 elements of x from column k as bfloat16, in the order that `pairs` stands for (Layout); terms [half][term].
 template <int kTerms>
-inline void brain_input(const char* x, Dtype dtype, int64_t k, int64_t columns, int64_t pairs, __m512i (*terms)[kTerms]) {
+inline void bfloat16_input(const char* x, Dtype dtype, int64_t k, int64_t columns, int64_t pairs, __m512i (*terms)[kTerms]) {
   Vector values[4];
-  two_vectors(x, dtype, k, columns, values[0], values[1]);
-  two_vectors(x, dtype, k + 32, columns, values[2], values[3]);
+  load_two_vectors(x, dtype, k, columns, values[0], values[1]);
+  load_two_vectors(x, dtype, k + 32, columns, values[2], values[3]);
   if (pairs == 64) {
     Vector even[2], odd[2];
     split_pairs(values[0], values[1], even[0], odd[0]);
     split_pairs(values[2], values[3], even[1], odd[1]);
-    to_brain<kTerms>(even[0], even[1], terms[0]);
-    to_brain<kTerms>(odd[0], odd[1], terms[1]);
+    to_bfloat16<kTerms>(even[0], even[1], terms[0]);
+    to_bfloat16<kTerms>(odd[0], odd[1], terms[1]);
     return;
   }
-  to_brain<kTerms>(values[0], values[1], terms[0]);
-  to_brain<kTerms>(values[2], values[3], terms[1]);
+  to_bfloat16<kTerms>(values[0], values[1], terms[0]);
+  to_bfloat16<kTerms>(values[2], values[3], terms[1]);
   if (pairs == 32) {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i places = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));

@@ -1,11 +1,11 @@
-// Products of up to four rows of x, straight from the registers in which the weight was restored. Included behind
+// Products of up to four rows of x, straight from the registers in which the weight was dequantized. Included behind
 // product_vectors.h.
 //
-// With a panel between, memory waits while the panel is multiplied: one row of x and a bfloat16 weight ran at 18 GB/s on one
+// With a panel activation, memory waits while the panel is multiplied: one row of x and a bfloat16 weight ran at 18 GB/s on one
 // core of a Zen 5 that reads 38, and without it at 35.
 //
-// A Format is a weight's: kColumns restored at once from kBytes into kVectors of Weight, as open does, and multiply with x;
-// kGrouped where values come from codes, with a Group made of scale and minimum.
+// A Format is a weight's: kColumns dequantized at once from kBytes into kVectors of Weight, as unpack does, and multiply with
+// x; kGrouped where values come from codes, with a Group made of scale and minimum.
 
 #pragma once
 
@@ -21,35 +21,35 @@ constexpr int64_t kDirectCount = 4;
 constexpr int64_t kScaleColumns = 2048;  // of which scales are converted at a time
 
 template <Dtype kDtype>
-struct Plain32 {
+struct PlainFloat32 {
   using Weight = Vector;
   static constexpr bool kGrouped = false;
   static constexpr int kVectors = 1;
   static constexpr int64_t kColumns = kLanes, kBytes = kLanes * (kDtype == Dtype::float32 ? 4 : 2), kInputBytes = 4;
-  static void open(const char* p, const Group*, Weight* weight) { weight[0] = from<kDtype>(p); }
+  static void unpack(const char* p, const Group*, Weight* weight) { weight[0] = from<kDtype>(p); }
   static Vector multiply(Vector total, Weight weight, const char* x) {
-    return fused(weight, load(reinterpret_cast<const float*>(x)), total);
+    return multiply_add(weight, load(reinterpret_cast<const float*>(x)), total);
   }
 };
 
 template <Dtype kDtype>
-struct Bytes32 : Plain32<kDtype> {
+struct Int8Float32 : PlainFloat32<kDtype> {
   static constexpr bool kGrouped = true;
   static constexpr int64_t kBytes = kLanes;
   static Group group(float scale, float minimum) { return group_of<kDtype>(scale, minimum); }
-  static void open(const char* p, const Group* group, Vector* weight) {
-    weight[0] = restore_bytes<kDtype>(reinterpret_cast<const uint8_t*>(p), *group);
+  static void unpack(const char* p, const Group* group, Vector* weight) {
+    weight[0] = dequantize_int8<kDtype>(reinterpret_cast<const uint8_t*>(p), *group);
   }
 };
 
 template <Dtype kDtype>
-struct Pairs32 : Plain32<kDtype> {
+struct Int4Float32 : PlainFloat32<kDtype> {
   static constexpr bool kGrouped = true;
   static constexpr int kVectors = 2;
   static constexpr int64_t kColumns = 2 * kLanes, kBytes = kLanes;
   static Group group(float scale, float minimum) { return group_of<kDtype>(scale, minimum); }
-  static void open(const char* p, const Group* group, Vector* weight) {
-    restore_pairs<kDtype>(reinterpret_cast<const uint8_t*>(p), *group, weight[0], weight[1]);
+  static void unpack(const char* p, const Group* group, Vector* weight) {
+    dequantize_int4<kDtype>(reinterpret_cast<const uint8_t*>(p), *group, weight[0], weight[1]);
   }
 };
 
@@ -69,8 +69,8 @@ inline void multiply_direct(Direct<kCount, kRowsHere>& work, int64_t columns, co
     typename Format::Weight weights[kRowsHere][Format::kVectors];
 #pragma GCC unroll 4
     for (int r = 0; r < kRowsHere; ++r) {
-      ask_for(work.values[r] + work.ahead[r]);
-      Format::open(work.values[r], groups + r, weights[r]);
+      prefetch(work.values[r] + work.ahead[r]);
+      Format::unpack(work.values[r], groups + r, weights[r]);
       work.values[r] += Format::kBytes;
     }
 #pragma GCC unroll 4
@@ -173,9 +173,9 @@ inline void direct(const Matrix& matrix, const Layout& layout, int64_t count, co
 template <Dtype kDtype>
 void direct_of_dtype(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                      float* out, int64_t stride) {
-  if (matrix.bits == 0) return direct<Plain32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
-  if (matrix.bits == 8) return direct<Bytes32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
-  direct<Pairs32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
+  if (matrix.bits == 0) return direct<PlainFloat32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
+  if (matrix.bits == 8) return direct<Int8Float32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
+  direct<Int4Float32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
 }
 
 inline bool is_direct(const Matrix& matrix, const Layout& layout, int64_t count) {

@@ -2,18 +2,18 @@
 // product_wide.h; product_fixed_narrow.h has its own for AVX2.
 //
 //   y = sum_s step[s] * (scale[s] * sum_k code[k] * n[k] + minimum[s] * sum_k n[k]), with x[k] = step[s] * n[k] for k in
-//   section s
+//   x group s
 //
-// A section is 64 columns, or 32 where groups are no multiples of 64: all of one group. Its numbers n have 16 bits, of which
+// A x group is 64 columns, or 32 where groups are no multiples of 64: all of one group. Its numbers n have 16 bits, of which
 // the upper byte h and the lower one l, n = 256 * h + l, are both signed, and its step is a power of two. So a bfloat16 number
-// is kept exactly if it is at least a 128th of the section's greatest, a float16 number if it is at least a 16th (twice that
+// is kept exactly if it is at least a 128th of the x group's greatest, a float16 number if it is at least a 16th (twice that
 // where the greatest is just below a power of two); of smaller ones up to 2^-15 of the greatest is lost, which rounding that
 // one to bfloat16 or float16 may have lost many times over. Numbers between the products of a block come in float32. Sums of
 // products are exact. On Sapphire Rapids products of bytes take 0.28 ns a vector where those of bfloat16 take 0.74, and its
 // tiles as long for twice the columns (benchmarks/results/h200-fixed/instructions.txt); on Zen 4 vectors of both take as long,
-// but codes are opened in fewer steps.
+// but codes are unpacked in fewer steps.
 //
-// An infinity or NaN makes its section's step NaN, and so the results. Sums of a section's codes times x are float32 before
+// An infinity or NaN makes its x group's step NaN, and so the results. Sums of a x group's codes times x are float32 before
 // they are scaled, so x may be up to 10^34.
 
 #pragma once
@@ -28,11 +28,12 @@ namespace {
 
 constexpr int64_t kBlockColumns = 64;
 
-// 64 columns of a row of x: `terms` are h and l, for int4 those of even columns before those of odd ones, as codes are opened.
+// 64 columns of a row of x: `terms` are h and l, for int4 those of even columns before those of odd ones, as codes are
+// unpacked.
 struct FixedBlock {
   alignas(64) char terms[2][64];
-  float steps[2];  // of its sections
-  float sums[2];   // of its sections' values
+  float steps[2];  // of its x groups
+  float sums[2];   // of its x groups' values
 };
 
 inline __m512i magnitude(Vector value) { return _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff)); }
@@ -56,10 +57,10 @@ inline void fix_block(const Layout& layout, const char* x, Dtype dtype, int64_t 
   Vector values[2][2];
   __m512i most[2];
   for (int part = 0; part < 2; ++part) {
-    two_vectors(x, dtype, k + part * 32, columns, values[part][0], values[part][1]);
+    load_two_vectors(x, dtype, k + part * 32, columns, values[part][0], values[part][1]);
     most[part] = _mm512_max_epu32(magnitude(values[part][0]), magnitude(values[part][1]));
   }
-  if (layout.sections == 1) most[0] = most[1] = _mm512_max_epu32(most[0], most[1]);
+  if (layout.x_groups == 1) most[0] = most[1] = _mm512_max_epu32(most[0], most[1]);
   float sums[2];
   float inverse[2];
   for (int part = 0; part < 2; ++part) {
@@ -74,8 +75,8 @@ inline void fix_block(const Layout& layout, const char* x, Dtype dtype, int64_t 
     put_bytes<kBits>(lower[0], lower[1], part, block.terms[1]);
     sums[part] = static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(numbers[0], numbers[1])));
   }
-  if (layout.sections == 1) sums[0] += sums[1];  // whole numbers of 23 bits
-  for (int section = 0; section < layout.sections; ++section) block.sums[section] = sums[section] * block.steps[section];
+  if (layout.x_groups == 1) sums[0] += sums[1];  // whole numbers of 23 bits
+  for (int x_group = 0; x_group < layout.x_groups; ++x_group) block.sums[x_group] = sums[x_group] * block.steps[x_group];
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 //
 // Sections and steps are those of product_fixed_input.h, but the numbers stay whole: an instruction multiplies 16 of them with
 // 16 codes and adds the products up in pairs, exactly. Columns are taken 32 at a time, and in int4 those of even place come
-// before those of odd ones, as codes are opened. A row of the prepared input has the numbers, then for each section its step,
+// before those of odd ones, as codes are unpacked. A row of the prepared input has the numbers, then for each x group its step,
 // then the sums of x over groups.
 
 #pragma once
@@ -18,9 +18,9 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr int64_t kUnit = 32;  // columns
-constexpr int64_t kMostSectionColumns = 64;
+constexpr int64_t kMaxXGroupColumns = 64;
 
-inline int64_t section_columns(const Layout& layout) { return kMostSectionColumns / layout.sections; }
+inline int64_t x_group_columns(const Layout& layout) { return kMaxXGroupColumns / layout.x_groups; }
 
 // 16 numbers of 32 bits as 16 bits, in their order.
 inline void put_words(__m256i one, __m256i two, int16_t* to) {
@@ -45,12 +45,12 @@ inline void put_unit(const __m256i* whole, int16_t* to) {
 
 // Columns [k, k + size), zeros from `columns` on. Returns the sum of their values.
 template <int kBits>
-inline float fix_section(const char* x, Dtype dtype, int64_t k, int64_t size, int64_t columns, int16_t* numbers, float* step) {
-  constexpr int64_t kMostVectors = kMostSectionColumns / kLanes;
-  Vector values[kMostVectors];
+inline float fix_x_group(const char* x, Dtype dtype, int64_t k, int64_t size, int64_t columns, int16_t* numbers, float* step) {
+  constexpr int64_t kMaxVectors = kMaxXGroupColumns / kLanes;
+  Vector values[kMaxVectors];
   __m256i most = _mm256_setzero_si256();
   for (int64_t i = 0; i < size / kLanes; i += 2) {
-    two_vectors(x, dtype, k + i * kLanes, columns, values[i], values[i + 1]);
+    load_two_vectors(x, dtype, k + i * kLanes, columns, values[i], values[i + 1]);
     for (int64_t j = i; j < i + 2; ++j) {
       const __m256i magnitudes = _mm256_and_si256(_mm256_castps_si256(values[j]), _mm256_set1_epi32(0x7fffffff));
       most = _mm256_max_epu32(most, magnitudes);
@@ -77,7 +77,7 @@ inline float fix_section(const char* x, Dtype dtype, int64_t k, int64_t size, in
 template <int kBits>
 void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                    int64_t last, int64_t columns, char* input) {
-  const int64_t size = section_columns(layout);
+  const int64_t size = x_group_columns(layout);
   for (int64_t m = 0; m < count; ++m) {
     char* const out = input + m * input_stride(layout);
     const char* const row = x + m * stride * bytes_of(x_dtype);
@@ -87,14 +87,14 @@ void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_d
     for (int64_t g = first / layout.group; g < groups; ++g) sums[g] = 0;
     for (int64_t k = first; k < last; k += size) {
       int16_t* const numbers = reinterpret_cast<int16_t*>(out) + k;
-      sums[k / layout.group] += fix_section<kBits>(row, x_dtype, k, size, columns, numbers, steps + k / size);
+      sums[k / layout.group] += fix_x_group<kBits>(row, x_dtype, k, size, columns, numbers, steps + k / size);
     }
   }
 }
 
 // Opens 32 columns of codes, for two vectors of numbers.
 template <int kBits>
-[[gnu::always_inline]] inline void open_codes(const char* p, __m256i* codes) {
+[[gnu::always_inline]] inline void unpack_codes(const char* p, __m256i* codes) {
   if constexpr (kBits == 8) {
     codes[0] = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     codes[1] = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)));
@@ -105,9 +105,9 @@ template <int kBits>
   }
 }
 
-// Adds a section's products, of columns from `k` on.
+// Adds a x group's products, of columns from `k` on.
 template <int kCount, int kBits, int kUnits>
-[[gnu::always_inline]] inline void add_section(const TwoRows& rows, int64_t k, const float* scales, const char* x,
+[[gnu::always_inline]] inline void add_x_group(const TwoRows& rows, int64_t k, const float* scales, const char* x,
                                                const char* step, int64_t x_stride, Vector (*total)[kCount]) {
   __m256i sums[2][kCount];
 #pragma GCC unroll 2
@@ -116,8 +116,8 @@ template <int kCount, int kBits, int kUnits>
 #pragma GCC unroll 2
     for (int r = 0; r < 2; ++r) {
       const char* const p = rows.codes[r] + (k + unit * kUnit) * kBits / 8;
-      if (unit == 0) ask_for(p + rows.ahead);
-      open_codes<kBits>(p, codes[r]);
+      if (unit == 0) prefetch(p + rows.ahead);
+      unpack_codes<kBits>(p, codes[r]);
     }
 #pragma GCC unroll 2
     for (int m = 0; m < kCount; ++m) {
@@ -136,7 +136,7 @@ template <int kCount, int kBits, int kUnits>
 #pragma GCC unroll 2
     for (int r = 0; r < 2; ++r) {
       const Vector factor = _mm256_mul_ps(of_x, _mm256_broadcast_ss(scales + r * kLanes));
-      total[r][m] = fused(_mm256_cvtepi32_ps(sums[r][m]), factor, total[r][m]);
+      total[r][m] = multiply_add(_mm256_cvtepi32_ps(sums[r][m]), factor, total[r][m]);
     }
   }
 }
@@ -154,19 +154,19 @@ template <int kCount, int kBits, int kUnits, Dtype kDtype>
 #pragma GCC unroll 2
     for (int r = 0; r < 2; ++r) {
       const char *const scale = rows.scales[r] + g * 2, *const minimum = rows.minima[r] + g * 2;
-      ask_for(scale + rows.scales_ahead);
-      ask_for(minimum + rows.scales_ahead);
+      prefetch(scale + rows.scales_ahead);
+      prefetch(minimum + rows.scales_ahead);
       store(scales + r * kLanes, some == kLanes ? from<kDtype>(scale) : from_part<kDtype>(scale, some));
       const Vector minima = some == kLanes ? from<kDtype>(minimum) : from_part<kDtype>(minimum, some);
 #pragma GCC unroll 2
       for (int m = 0; m < kCount; ++m) {
-        total[r][m] = fused(minima, load(reinterpret_cast<const float*>(sums + m * x_stride) + g), total[r][m]);
+        total[r][m] = multiply_add(minima, load(reinterpret_cast<const float*>(sums + m * x_stride) + g), total[r][m]);
       }
     }
     for (int64_t i = 0; i < some; ++i) {
       for (const int64_t end = k + matrix.group; k < end; k += kUnits * kUnit) {
         const char* const step = steps + k / (kUnits * kUnit) * 4;
-        add_section<kCount, kBits, kUnits>(rows, k, scales + i, input, step, x_stride, total);
+        add_x_group<kCount, kBits, kUnits>(rows, k, scales + i, input, step, x_stride, total);
       }
     }
   }
@@ -216,7 +216,7 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
 
 inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
                              int64_t last, float* out, int64_t stride) {
-  const bool two_units = layout.sections == 1;  // in a section
+  const bool two_units = layout.x_groups == 1;  // in a x group
   const auto multiply = matrix.bits == 4 ? (two_units ? product_of_fixed<4, 2> : product_of_fixed<4, 1>)
                                          : (two_units ? product_of_fixed<8, 2> : product_of_fixed<8, 1>);
   multiply(matrix, layout, count, input, first, last, out, stride);

@@ -3,21 +3,21 @@
 //
 // A tile has 16 rows of the weight in 64 columns, one of x as many columns of up to 16 rows and terms: four columns of each in
 // each of its rows. Their product is a tile of sums, exact in integers, which are scaled in float32 and added to totals. A
-// turn, 128 or 256 columns, takes four stages: codes are opened into a panel, multiplied in tiles, the sums are stored, and
+// turn, 128 or 256 columns, takes four stages: codes are unpacked into a panel, multiplied in tiles, the sums are stored, and
 // scaled. A stage waits long for the one before (a tile product takes 52 cycles, and a load of what was just stored waits for
 // the store), so each turn does the stages for different turns, and nothing waits for what was just issued. Codes of int8 are
-// not opened, but multiplied where they lie.
+// not unpacked, but multiplied where they lie.
 //
 // Scaling takes the most. With up to 8 rows of x their terms lie beside each other in one tile, with up to 4 two blocks of 64
 // columns share it, and with up to 2 four: x of the first block lies in the first columns of its tile, x of the next one in
 // the columns behind, and the others are zero, so that the products of all add to one tile. A vector of scales then has those
-// of several groups, and the totals' shares are added at the end. So it is for the two sections of a block, where groups are no
+// of several groups, and the totals' shares are added at the end. So it is for the two x groups of a block, where groups are no
 // multiples of 64. With more rows of x each term has a tile, and integers are put together before they are scaled.
 //
 // The totals of a strip of 16 rows stay in registers for a piece of its columns.
 //
 // Estimate, not measured: 1024 bytes of int4 in groups of 64, 16 rows of 128 columns, take with up to 2, 4, 8, 16 rows of x
-//   112, 160, 192, 256 vector operations, two a cycle: 64 to open, and 4 for each row of sums, or 6 of two terms or groups
+//   112, 160, 192, 256 vector operations, two a cycle: 64 to unpack, and 4 for each row of sums, or 6 of two terms or groups
 //   150, 190, 210, 260 loads, two a cycle
 //   40, 48, 64, 96 stores, one a cycle
 //   2, 2, 2, 4 tile products, each 16 cycles
@@ -38,7 +38,7 @@ namespace {
 // Where things lie in a thread's scratch. What is read next to each other is in the same part of a page as the input's tiles
 // that belong to it, and is written again a turn later: a load whose address has the last 12 bits of a store before it waits.
 struct FixedScratch {
-  char panel[4 * kTileBytes];           // opened codes of 256 columns
+  char panel[4 * kTileBytes];           // unpacked codes of 256 columns
   char sums[4 * kTileBytes];            // of a turn
   char copies[4 * kTileBytes];          // of codes that do not fill a turn
   float factors[2][kTileRows][kLanes];  // scales and minima of a strip's rows in the groups of a piece
@@ -53,7 +53,7 @@ inline FixedScratch& scratch_beside(const char* input, char* memory) {
 }
 
 // 64 codes of int4 as bytes: those of even columns, then those of odd ones.
-inline void open_row(const char* p, char* row) {
+inline void unpack_row(const char* p, char* row) {
   const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
   const __m512i codes = _mm512_srlv_epi32(_mm512_broadcast_i64x4(load_32_bytes(p)), shifts);
   _mm512_store_si512(row, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
@@ -67,13 +67,13 @@ struct Codes {
 
 // Where the codes are that come next: turns of kTurn columns of one piece after the other. Asks for those of the piece behind.
 template <int kBits, int kTurn>
-struct Opener {
-  static constexpr int64_t kTurnBytes = kTurn * kBits / 8;                   // of a row
-  static constexpr int64_t kRowsToAsk = kTileRows * 64 / kMostPieceColumns;  // for, with each 64 columns
+struct Unpacker {
+  static constexpr int64_t kTurnBytes = kTurn * kBits / 8;                       // of a row
+  static constexpr int64_t kRowsToPrefetch = kTileRows * 64 / kMaxPieceColumns;  // for, with each 64 columns
 
   const Matrix& matrix;
   const Pieces& pieces;
-  Asker<kMostPieceColumns, kBits> asker;
+  Prefetcher<kMaxPieceColumns, kBits> prefetcher;
   char* copies;  // of a turn that lacks rows or columns
 
   int64_t row_bytes = pieces.columns * kBits / 8;
@@ -82,8 +82,8 @@ struct Opener {
   int64_t k = 0, rows = pieces.rows_of(piece);
   const char* codes = values_at(matrix, piece.row, 0);
 
-  Opener(const Matrix& matrix, const Pieces& pieces, int64_t behind, char* copies)
-      : matrix(matrix), pieces(pieces), asker(matrix, pieces, behind), copies(copies) {}
+  Unpacker(const Matrix& matrix, const Pieces& pieces, int64_t end_row, char* copies)
+      : matrix(matrix), pieces(pieces), prefetcher(matrix, pieces, end_row), copies(copies) {}
 
   // Of the next turn, which begins at column k. Behind the last one come turns of which nothing is wanted.
   [[gnu::always_inline]] inline Codes begin() const {
@@ -101,9 +101,9 @@ struct Opener {
     }
   }
 
-  [[gnu::always_inline]] inline void ask() {
+  [[gnu::always_inline]] inline void prefetch_rows() {
 #pragma GCC unroll 4
-    for (int64_t r = 0; r < kRowsToAsk; ++r) asker.ask_for_row();
+    for (int64_t r = 0; r < kRowsToPrefetch; ++r) prefetcher.prefetch_row();
   }
 
   [[gnu::always_inline]] inline void end() {
@@ -113,7 +113,7 @@ struct Opener {
   }
 
   [[gnu::noinline]] void next_piece() {
-    piece = asker.next_piece();
+    piece = prefetcher.next_piece();
     k = piece.k;
     rows = 0;
     if (piece.row >= pieces.last) return;
@@ -122,7 +122,7 @@ struct Opener {
   }
 };
 
-// What is multiplied in one turn, and what is opened into the panel behind that.
+// What is multiplied in one turn, and what is unpacked into the panel behind that.
 struct Turn {
   Codes codes;
   char* panel;
@@ -145,17 +145,17 @@ struct Scaling {
 };
 
 // At most kCodeRows rows of the weight times the rows of x that are multiplied together.
-template <int kBits, int kSections, int kInputs, int kPack>
+template <int kBits, int kXGroups, int kInputs, int kPack>
 struct FixedPass {
   static constexpr int kBlocks = kPack == 4 ? 4 : 2;  // of 64 columns, of a turn
   static constexpr int kTurn = kBlocks * 64;
   static constexpr int kPacks = kBlocks / kPack;  // of a turn, of which each has kInputs tiles of sums
   static constexpr int kPanels = kBits == 8 ? 0 : 256 / kTurn;
-  static constexpr bool kShared = kPack * kSections > 1;  // columns have scales of their own
+  static constexpr bool kShared = kPack * kXGroups > 1;  // columns have scales of their own
   static_assert(kPacks * kInputs <= 4, "tiles 0 to 3 are sums");
 
   using Totals = Vector[kTileRows];
-  using Opening = Opener<kBits, kTurn>;
+  using Unpacking = Unpacker<kBits, kTurn>;
 
   const Matrix& matrix;
   FixedScratch& scratch;
@@ -167,7 +167,7 @@ struct FixedPass {
   FixedPass(const Matrix& matrix, const Layout& layout, FixedScratch& scratch, int64_t first, int64_t last, const char* input)
       : matrix(matrix),
         scratch(scratch),
-        pieces{first, last, matrix.columns, kMostPieceColumns},
+        pieces{first, last, matrix.columns, kMaxPieceColumns},
         input(input),
         x_factors(input + fixed_tile_bytes(layout)) {}
 
@@ -189,10 +189,10 @@ struct FixedPass {
 
   // Which of the piece's groups scale the columns of its packs' sums.
   [[gnu::noinline]] void find_groups(const Piece& piece) const {
-    constexpr int kParts = kPack * kSections, kWidth = kLanes / kParts, kColumns = 64 / kSections;
+    constexpr int kParts = kPack * kXGroups, kWidth = kLanes / kParts, kColumns = 64 / kXGroups;
     int64_t left = left_in_group(matrix, piece.k);
     int32_t group = 0;
-    for (int64_t i = 0; i < kMostPieceColumns / kColumns; ++i) {
+    for (int64_t i = 0; i < kMaxPieceColumns / kColumns; ++i) {
       for (int64_t lane = 0; lane < kWidth; ++lane) scratch.groups[i / kParts][i % kParts * kWidth + lane] = group;
       left -= kColumns;
       if (left > 0) continue;
@@ -223,7 +223,7 @@ struct FixedPass {
         scale = broadcast(at[0]);
         minimum = broadcast(at[kTileRows * kLanes]);
       }
-      totals[r] = fused(x_sum, minimum, fused(stepped, scale, totals[r]));
+      totals[r] = multiply_add(x_sum, minimum, multiply_add(stepped, scale, totals[r]));
     }
     scaling.x_factors += 128;
     if constexpr (kShared) {
@@ -245,7 +245,7 @@ struct FixedPass {
 
   // Block kBlock of a turn, and those behind.
   template <int kBlock>
-  [[gnu::always_inline]] inline void advance(const Turn& turn, Opening& opener, Scaling& scaling, Totals& totals) const {
+  [[gnu::always_inline]] inline void advance(const Turn& turn, Unpacking& unpacker, Scaling& scaling, Totals& totals) const {
     constexpr int kRows = 4 + kBlock % 2, kX = kInputs == 2 ? 6 : 6 + kBlock % 2, kSums = kBlock / kPack * kInputs;
     const char* const x = turn.x + kBlock * kInputs * kTileBytes;
     if constexpr (kBits == 4) {
@@ -261,46 +261,47 @@ struct FixedPass {
     if constexpr (kBits == 4) {
       const char* p = turn.codes.rows + kBlock * 32;
 #pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r, p += turn.codes.stride) open_row(p, turn.panel + kBlock * kTileBytes + r * 64);
+      for (int r = 0; r < kTileRows; ++r, p += turn.codes.stride) unpack_row(p, turn.panel + kBlock * kTileBytes + r * 64);
     }
-    opener.ask();
-    if constexpr (kBlock + 1 < kBlocks) advance<kBlock + 1>(turn, opener, scaling, totals);
+    unpacker.prefetch_rows();
+    if constexpr (kBlock + 1 < kBlocks) advance<kBlock + 1>(turn, unpacker, scaling, totals);
   }
 
   const char* x_at(int64_t column) const { return input + column / 64 * kInputs * kTileBytes; }
 
-  [[gnu::always_inline]] inline void multiply_turn(Opening& opener, Scaling& scaling, Flight& flight, Totals& totals) const {
-    const char* const x = x_at(opener.k);
-    const Turn turn = {opener.begin(), flight.panel, kPanels == 0 ? x : flight.x};
-    advance<0>(turn, opener, scaling, totals);
-    opener.end();
+  [[gnu::always_inline]] inline void multiply_turn(Unpacking& unpacker, Scaling& scaling, Flight& flight,
+                                                   Totals& totals) const {
+    const char* const x = x_at(unpacker.k);
+    const Turn turn = {unpacker.begin(), flight.panel, kPanels == 0 ? x : flight.x};
+    advance<0>(turn, unpacker, scaling, totals);
+    unpacker.end();
     flight.x = kPanels == 1 ? x : flight.next_x;
     flight.next_x = x;
     if (kPanels == 2) flight.panel = flight.panel == scratch.panel ? scratch.panel + kBlocks * kTileBytes : scratch.panel;
   }
 
   // The first panels, before anything is multiplied.
-  [[gnu::noinline]] Flight begin(Opening& opener) const {
+  [[gnu::noinline]] Flight begin(Unpacking& unpacker) const {
     const char* x[2] = {input, input};
     for (int i = 0; i < kPanels; ++i) {
-      x[i] = x_at(opener.k);
-      const Codes codes = opener.begin();
+      x[i] = x_at(unpacker.k);
+      const Codes codes = unpacker.begin();
       char* const panel = scratch.panel + i * kBlocks * kTileBytes;
       for (int block = 0; block < kBlocks; ++block) {
         for (int r = 0; r < kTileRows; ++r)
-          open_row(codes.rows + r * codes.stride + block * 32, panel + block * kTileBytes + r * 64);
-        opener.ask();
+          unpack_row(codes.rows + r * codes.stride + block * 32, panel + block * kTileBytes + r * 64);
+        unpacker.prefetch_rows();
       }
-      opener.end();
+      unpacker.end();
     }
     return {scratch.panel, x[0], x[kPanels == 2 ? 1 : 0]};
   }
 
-  // In turn i sums of turn i are added, those of i + 1 stored, i + 2 is multiplied, and what is 256 columns behind it opened.
+  // In turn i sums of turn i are added, those of i + 1 stored, i + 2 is multiplied, and what is 256 columns behind it unpacked.
   // Rows from `behind` on are not asked for.
-  [[gnu::noinline]] void run(int64_t behind) const {
-    Opening opener(matrix, pieces, behind, scratch.copies);
-    Flight flight = begin(opener);
+  [[gnu::noinline]] void run(int64_t end_row) const {
+    Unpacking unpacker(matrix, pieces, end_row, scratch.copies);
+    Flight flight = begin(unpacker);
     Totals totals;
     int before = 2;  // turns with which it begins: nobody keeps their totals
     int64_t k = -1;
@@ -308,20 +309,20 @@ struct FixedPass {
       if (before == 0) convert(piece);
       if (kShared && piece.k != k) find_groups(piece);
       k = piece.k;
-      float* const kept = scratch.totals[(piece.row - pieces.first) / kTileRows][0];
+      float* const stored = scratch.totals[(piece.row - pieces.first) / kTileRows][0];
 #pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r) totals[r] = piece.k == 0 ? zero() : load(kept + r * kLanes);
+      for (int r = 0; r < kTileRows; ++r) totals[r] = piece.k == 0 ? zero() : load(stored + r * kLanes);
       Scaling scaling = {scratch.factors[0][0], left_in_group(matrix, piece.k), scratch.groups[0],
                          x_factors + piece.k / (64 * kPack) * 128};
       for (int64_t turns = before > 0 ? 1 : (piece.end - piece.k + kTurn - 1) / kTurn; turns > 0; --turns) {
-        multiply_turn(opener, scaling, flight, totals);
+        multiply_turn(unpacker, scaling, flight, totals);
       }
       if (before > 0) {
         --before;
         continue;
       }
 #pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r) store(kept + r * kLanes, totals[r]);
+      for (int r = 0; r < kTileRows; ++r) store(stored + r * kLanes, totals[r]);
       piece = pieces.after(piece);
     }
   }
@@ -332,31 +333,31 @@ inline void write_totals(const Layout& layout, const FixedScratch& scratch, int6
                          int64_t stride) {
   const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
   for (int64_t row = 0; row < rows; row += kTileRows) {
-    const __mmask16 there = static_cast<__mmask16>(rows - row >= kTileRows ? 0xffff : (1 << (rows - row)) - 1);
+    const __mmask16 mask = static_cast<__mmask16>(rows - row >= kTileRows ? 0xffff : (1 << (rows - row)) - 1);
     for (int64_t m = 0; m < count; ++m) {
       const float* const totals = scratch.totals[row / kTileRows][0] + m;
       Vector total = _mm512_i32gather_ps(lanes, totals, 4);
       for (int64_t share = layout.width; share < kTileRows; share += layout.width) {
         total = _mm512_add_ps(total, _mm512_i32gather_ps(lanes, totals + share, 4));
       }
-      _mm512_mask_storeu_ps(out + m * stride + row, there, total);
+      _mm512_mask_storeu_ps(out + m * stride + row, mask, total);
     }
   }
 }
 
-template <int kBits, int kSections>
+template <int kBits, int kXGroups>
 void multiply_fixed(const Matrix& matrix, const Layout& layout, FixedScratch& scratch, int64_t first, int64_t last,
-                    const char* input, int64_t behind) {
-  if (layout.inputs == 2) return FixedPass<kBits, kSections, 2, 1>(matrix, layout, scratch, first, last, input).run(behind);
-  if (layout.pack == 4) return FixedPass<kBits, kSections, 1, 4>(matrix, layout, scratch, first, last, input).run(behind);
-  if (layout.pack == 2) return FixedPass<kBits, kSections, 1, 2>(matrix, layout, scratch, first, last, input).run(behind);
-  FixedPass<kBits, kSections, 1, 1>(matrix, layout, scratch, first, last, input).run(behind);
+                    const char* input, int64_t end_row) {
+  if (layout.inputs == 2) return FixedPass<kBits, kXGroups, 2, 1>(matrix, layout, scratch, first, last, input).run(end_row);
+  if (layout.pack == 4) return FixedPass<kBits, kXGroups, 1, 4>(matrix, layout, scratch, first, last, input).run(end_row);
+  if (layout.pack == 2) return FixedPass<kBits, kXGroups, 1, 2>(matrix, layout, scratch, first, last, input).run(end_row);
+  FixedPass<kBits, kXGroups, 1, 1>(matrix, layout, scratch, first, last, input).run(end_row);
 }
 
 void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                       float* out, int64_t stride, char* memory) {
-  const auto multiply = matrix.bits == 4 ? (layout.sections == 1 ? multiply_fixed<4, 1> : multiply_fixed<4, 2>)
-                                         : (layout.sections == 1 ? multiply_fixed<8, 1> : multiply_fixed<8, 2>);
+  const auto multiply = matrix.bits == 4 ? (layout.x_groups == 1 ? multiply_fixed<4, 1> : multiply_fixed<4, 2>)
+                                         : (layout.x_groups == 1 ? multiply_fixed<8, 1> : multiply_fixed<8, 2>);
   FixedScratch& scratch = scratch_beside(input, memory);
   tiles_begin();
   const int64_t rows_together = code_rows(matrix);
@@ -376,10 +377,10 @@ template <int kBits>
 void prepare_fixed_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                          int64_t last, int64_t columns, char* input) {
   const __m512i rows = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-  // Of a tile's rows, those of the second section: int4 has its even columns in rows 4 to 7, its odd ones in rows 12 to 15.
-  const __mmask16 second = layout.sections == 1 ? 0 : kBits == 4 ? 0xf0f0 : 0xff00;
+  // Of a tile's rows, those of the second x group: int4 has its even columns in rows 4 to 7, its odd ones in rows 12 to 15.
+  const __mmask16 second = layout.x_groups == 1 ? 0 : kBits == 4 ? 0xf0f0 : 0xff00;
   const int64_t beside = layout.inputs == 2 ? 1 : 2;  // terms
-  const int64_t section_columns = beside * layout.width;
+  const int64_t x_group_columns = beside * layout.width;
   for (int64_t m = 0; m < count; m += tokens_at_once(layout), input += fixed_input_bytes(layout)) {
     const int64_t tokens = count - m < tokens_at_once(layout) ? count - m : tokens_at_once(layout);
     for (int64_t k = first; k < last; k += 64 * layout.pack) {
@@ -390,15 +391,15 @@ void prepare_fixed_tiles(const Layout& layout, int64_t count, const char* x, Dty
         for (int64_t i = 0; i < tokens; ++i) {
           FixedBlock block;
           fix_block<kBits>(layout, x + (m + i) * stride * bytes_of(x_dtype), x_dtype, k + b * 64, columns, block);
-          const int64_t column = b * layout.sections * section_columns + i;  // of the first section's upper bytes
+          const int64_t column = b * layout.x_groups * x_group_columns + i;  // of the first x group's upper bytes
           const __m512i places =
-              _mm512_mask_add_epi32(rows, second, rows, _mm512_set1_epi32(static_cast<int>(section_columns)));
+              _mm512_mask_add_epi32(rows, second, rows, _mm512_set1_epi32(static_cast<int>(x_group_columns)));
           for (int64_t term = 0; term < 2; ++term) {
             char* const to = tiles + (beside == 2 ? (column + term * layout.width) * 4 : term * kTileBytes + column * 4);
             _mm512_i32scatter_epi32(to, places, _mm512_load_si512(block.terms[term]), 4);
           }
-          for (int64_t s = 0; s < layout.sections; ++s) {
-            const int64_t here = column + s * section_columns;
+          for (int64_t s = 0; s < layout.x_groups; ++s) {
+            const int64_t here = column + s * x_group_columns;
             factors[0][here] = beside == 2 ? 256 * block.steps[s] : block.steps[s];
             if (beside == 2) factors[0][here + layout.width] = block.steps[s];
             factors[1][here] = block.sums[s];

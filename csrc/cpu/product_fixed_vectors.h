@@ -2,8 +2,8 @@
 // product_fixed_input.h.
 //
 // A chunk is 64 bytes of codes. One instruction adds the products of four bytes to each of 16 sums, so that these hold the
-// chunk's sections side by side. A row of the prepared input has for each chunk the upper bytes of x and the lower ones, for
-// int4 those of even columns before those of odd ones; then for each chunk the steps of its sums' sections; then the sums of x
+// chunk's x groups side by side. A row of the prepared input has for each chunk the upper bytes of x and the lower ones, for
+// int4 those of even columns before those of odd ones; then for each chunk the steps of its sums' x groups; then the sums of x
 // over groups.
 
 #pragma once
@@ -27,7 +27,7 @@ template <int kBits>
 void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                    int64_t last, int64_t columns, char* input) {
   constexpr int64_t kParts = kChunkColumns<kBits> / kBlockColumns, kPartBytes = 64 / kParts;  // of a chunk, of a term's vector
-  const int64_t section = kBlockColumns / layout.sections, lanes = kLanes / kParts / layout.sections;
+  const int64_t x_group = kBlockColumns / layout.x_groups, lanes = kLanes / kParts / layout.x_groups;
   for (int64_t m = 0; m < count; ++m) {
     char* const out = input + m * input_stride(layout);
     float* const sums = reinterpret_cast<float*>(out + sums_at(layout));
@@ -42,9 +42,9 @@ void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_d
         __builtin_memcpy(to + i * 64, block.terms[i / kParts] + i % kParts * kPartBytes, kPartBytes);
       }
       float* const steps = reinterpret_cast<float*>(out + steps_at(layout)) + chunk * kLanes + part * (kLanes / kParts);
-      for (int64_t s = 0; s < layout.sections; ++s) {
+      for (int64_t s = 0; s < layout.x_groups; ++s) {
         for (int64_t lane = 0; lane < lanes; ++lane) steps[s * lanes + lane] = block.steps[s];
-        if (k + s * section < columns) sums[(k + s * section) / layout.group] += block.sums[s];
+        if (k + s * x_group < columns) sums[(k + s * x_group) / layout.group] += block.sums[s];
       }
     }
   }
@@ -85,7 +85,7 @@ template <int kCount, int kBits, bool kWhole>
 #pragma GCC unroll 2
   for (int r = 0; r < 2; ++r) {
     const char* const p = rows.codes[r] + at;
-    ask_for(p + rows.ahead);
+    prefetch(p + rows.ahead);
     codes[r][0] = kWhole ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((1ull << bytes) - 1, p);
     if constexpr (kBits == 4) {
       codes[r][1] = _mm512_and_si512(_mm512_srli_epi16(codes[r][0], 4), low);
@@ -104,7 +104,7 @@ template <int kCount, int kBits, bool kWhole>
       constexpr int64_t kLower = 64 * 8 / kBits;
       sums = _mm512_dpbusd_epi32(sums, codes[r][0], _mm512_loadu_si512(x + kLower));
       if constexpr (kBits == 4) sums = _mm512_dpbusd_epi32(sums, codes[r][1], _mm512_loadu_si512(x + kLower + 64));
-      total[r][m] = fused(_mm512_mul_ps(_mm512_cvtepi32_ps(sums), step), scale[r], total[r][m]);
+      total[r][m] = multiply_add(_mm512_mul_ps(_mm512_cvtepi32_ps(sums), step), scale[r], total[r][m]);
     }
   }
 }
@@ -125,13 +125,13 @@ template <int kCount, int kBits, Dtype kDtype>
 #pragma GCC unroll 2
     for (int r = 0; r < 2; ++r) {
       const char *const scale = rows.scales[r] + g * 2, *const minimum = rows.minima[r] + g * 2;
-      ask_for(scale + rows.scales_ahead);
-      ask_for(minimum + rows.scales_ahead);
+      prefetch(scale + rows.scales_ahead);
+      prefetch(minimum + rows.scales_ahead);
       scales[r] = some >= kLanes ? from<kDtype>(scale) : from_part<kDtype>(scale, some);
       const Vector minima = some >= kLanes ? from<kDtype>(minimum) : from_part<kDtype>(minimum, some);
 #pragma GCC unroll 4
       for (int m = 0; m < kCount; ++m) {
-        total[r][m] = fused(minima, load(reinterpret_cast<const float*>(sums + m * x_stride)), total[r][m]);
+        total[r][m] = multiply_add(minima, load(reinterpret_cast<const float*>(sums + m * x_stride)), total[r][m]);
       }
     }
     of_lane.restart();

@@ -14,37 +14,37 @@ enum class Form : int32_t {
   fixed,     // [count], each row in fixed-point numbers, their steps, and sums over groups (product_fixed_vectors.h, _narrow.h)
   bfloat16,  // [count][columns]; products of bfloat16 pairs, summed up in float32
   tiles,     // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
-  split_tiles,    // likewise, and each value in two bfloat16 terms
-  fixed_tiles,    // tiles of fixed-point numbers, their steps, and sums over sections (product_fixed_tiles.h)
-  restored_tiles  // tiles, and int4 in the order of nibbles; products with codes that are restored strip by strip
+  split_tiles,       // likewise, and each value in two bfloat16 terms
+  fixed_tiles,       // tiles of fixed-point numbers, their steps, and sums over x groups (product_fixed_tiles.h)
+  dequantized_tiles  // tiles, and int4 in the order of nibbles; products with codes that are dequantized strip by strip
 };
 
 struct Layout {
   Form form;
-  bool vectors;  // groups are whole vectors of codes; else codes are restored one by one
+  bool vectors;  // groups are whole vectors of codes; else codes are dequantized one by one
   // Order of the columns. int4 in vectors: so many are a block, in which those of low nibbles come before those of high ones.
-  // Plain in two terms: 32, with column i of a block beside i + 16. int4 in restored_tiles: so many, 64 or 32, are in the order
-  // of product_restored_rows.h. Else 0, as they are.
+  // Plain in two terms: 32, with column i of a block beside i + 16. int4 in dequantized_tiles: so many, 64 or 32, are in the
+  // order of product_dequantized_rows.h. Else 0, as they are.
   int64_t pairs;
   int64_t columns;  // with padding of zeros, a multiple of kStep
   int64_t bits;     // of the weight's codes
   int64_t group;    // of the weight
-  // Fixed-point x: sections of 64 columns, 1 or 2.
-  int64_t sections;
+  // Fixed-point x: x groups of 64 columns, 1 or 2.
+  int64_t x_groups;
   // In tiles: `inputs` tiles for 64 columns and as many rows of x as there is room for. One has the terms beside each other,
-  // and the sections of `pack` blocks of 64 columns, each in columns of its own, where tiles of others are zero; of two, each
-  // has a term. A section and a term have `width` columns, one for each row of x.
+  // and the x groups of `pack` blocks of 64 columns, each in columns of its own, where tiles of others are zero; of two, each
+  // has a term. A x group and a term have `width` columns, one for each row of x.
   int64_t inputs, pack, width;
 };
 
 constexpr int64_t kStep = 128;  // columns that are prepared and multiplied together
-// Bytes of one restored row that are multiplied at a time: 4 rows of it and the input stay in L1.
+// Bytes of one dequantized row that are multiplied at a time: 4 rows of it and the input stay in L1.
 constexpr int64_t kBlockBytes = 4096;
 // Bytes between rows that would else lie a power of two apart, and share lines of the cache.
 constexpr int64_t kRowGap = 64;
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileBytes = 1024;
-constexpr int64_t kPanelRows = 2 * kTileRows;  // rows of the weight that are restored and multiplied together in tiles
+constexpr int64_t kPanelRows = 2 * kTileRows;  // rows of the weight that are dequantized and multiplied together in tiles
 // Columns of a panel of them in one term: two panels take two thirds of the L1 cache of 48 KiB. Others can be tried
 // (benchmarks/cores_products.py --flags): multiples of 256.
 #if !defined(ZERO_INFERENCE_PANEL_COLUMNS)
@@ -66,22 +66,22 @@ static_assert(kCodeRows > 0 && kCodeRows % (2 * kTileRows) == 0, "whole tiles of
 
 static inline int64_t code_rows(const Matrix& matrix) { return matrix.bits == 8 ? kCodeRows / 2 : kCodeRows; }
 
-// Of a thread's scratch for fixed-point products in tiles: opened codes, sums, copied codes, scales and minima, the totals of
-// kCodeRows rows, the groups of sections, and what brings it to the input's place in a page.
+// Of a thread's scratch for fixed-point products in tiles: unpacked codes, sums, copied codes, scales and minima, the totals of
+// kCodeRows rows, the groups of x groups, and what brings it to the input's place in a page.
 constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kFixedScratchBytes = (4 + 4 + 4 + 2) * kTileBytes + kCodeRows / kTileRows * kTileBytes + 8 * 64;
 
-// Columns of a piece of up to 32 rows of x where codes are restored in tiles, whose tiles of x are then 32 KiB; half of them
+// Columns of a piece of up to 32 rows of x where codes are dequantized in tiles, whose tiles of x are then 32 KiB; half of them
 // for up to 64 rows. Others can be tried (benchmarks/cores_products.py --flags): 256 or 512.
 #if !defined(ZERO_INFERENCE_RESTORED_COLUMNS)
 #define ZERO_INFERENCE_RESTORED_COLUMNS 512
 #endif
-constexpr int64_t kRestoredColumns = ZERO_INFERENCE_RESTORED_COLUMNS;
-static_assert(kRestoredColumns == 256 || kRestoredColumns == 512, "scales are converted for 512 columns");
+constexpr int64_t kDequantizedColumns = ZERO_INFERENCE_RESTORED_COLUMNS;
+static_assert(kDequantizedColumns == 256 || kDequantizedColumns == 512, "scales are converted for 512 columns");
 
 // Of a thread's scratch for them: two panels, and of each strip of kCodeRows rows scales, minima, and totals with 64 rows of x.
-constexpr int64_t kRestoredStrips = (kCodeRows + kPanelRows - 1) / kPanelRows;
-constexpr int64_t kRestoredScratchBytes = (16 + kRestoredStrips * (4 + 8)) * kTileBytes;
+constexpr int64_t kDequantizedStrips = (kCodeRows + kPanelRows - 1) / kPanelRows;
+constexpr int64_t kDequantizedScratchBytes = (16 + kDequantizedStrips * (4 + 8)) * kTileBytes;
 
 static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -127,7 +127,7 @@ static inline void find_step(uint32_t most, float& step, float& inverse) {
 }
 
 static inline bool in_tiles(const Layout& layout) {
-  return layout.form == Form::tiles || layout.form == Form::split_tiles || layout.form == Form::restored_tiles ||
+  return layout.form == Form::tiles || layout.form == Form::split_tiles || layout.form == Form::dequantized_tiles ||
          layout.form == Form::fixed_tiles;
 }
 
@@ -179,19 +179,19 @@ static inline uint64_t words_sum(const char* p, int64_t bytes) {
 #if !defined(ZERO_INFERENCE_PREFETCH)
 #define ZERO_INFERENCE_PREFETCH 2
 #endif
-static inline void ask_for(const char* p) {
+static inline void prefetch(const char* p) {
   if (ZERO_INFERENCE_PREFETCH >= 0) __builtin_prefetch(p, 0, ZERO_INFERENCE_PREFETCH & 3);
 }
 
 // Scalar conversions, for what does not fill a vector.
-static inline float brain_value(uint16_t bits) {
+static inline float bfloat16_value(uint16_t bits) {
   const uint32_t word = static_cast<uint32_t>(bits) << 16;
   float value;
   __builtin_memcpy(&value, &word, 4);
   return value;
 }
 
-static inline float half_value(uint16_t bits) {
+static inline float float16_value(uint16_t bits) {
   const uint32_t magnitude = bits & 0x7fffu;
   uint32_t word = magnitude << 13;
   float value;
@@ -214,7 +214,7 @@ static inline float element(const void* values, Dtype dtype, int64_t index) {
     return value;
   }
   __builtin_memcpy(&bits, p, 2);
-  return dtype == Dtype::float16 ? half_value(bits) : brain_value(bits);
+  return dtype == Dtype::float16 ? float16_value(bits) : bfloat16_value(bits);
 }
 
 }  // namespace zero_inference::cpu

@@ -1,13 +1,14 @@
 // Products of more rows of x than product_direct.h takes, in vectors of any instruction set. Included behind product_vectors.h.
 //
 // A few rows of the weight are multiplied with all rows of x, a block of columns at a time. Weights that are no numbers of the
-// product's own dtype are restored into a panel in the L1 cache first, and while a block is restored, the next one is asked for
-// from memory: the processor itself reads ahead only to the end of a page of 4 KiB. Others are multiplied where they lie, and
-// what comes next is asked for line by line meanwhile, so that memory does not wait for the products: two cores of a Zen 4 took
-// in 27.2 GB/s of a bfloat16 weight with 8 rows of x, and 17.6 with a panel (benchmarks/results/cpu/avx512_products.txt).
+// product's own dtype are dequantized into a panel in the L1 cache first, and while a block is dequantized, the next one is
+// asked for from memory: the processor itself reads ahead only to the end of a page of 4 KiB. Others are multiplied where they
+// lie, and what comes next is asked for line by line meanwhile, so that memory does not wait for the products: two cores of a
+// Zen 4 took in 27.2 GB/s of a bfloat16 weight with 8 rows of x, and 17.6 with a panel
+// (benchmarks/results/cpu/avx512_products.txt).
 //
-// A Product has numbers of kDtype, kBytes each, kBlock of a row in a block; step adds the products of a vector, restore makes
-// the panel.
+// A Product has numbers of kDtype, kBytes each, kBlock of a row in a block; step adds the products of a vector, dequantize
+// makes the panel.
 
 #pragma once
 
@@ -27,11 +28,11 @@ struct Float32 {
   static constexpr int64_t kBlock = kBlockBytes / kBytes;
 
   static Vector step(Vector total, const char* weight, const char* x) {
-    return fused(load(reinterpret_cast<const float*>(weight)), load(reinterpret_cast<const float*>(x)), total);
+    return multiply_add(load(reinterpret_cast<const float*>(weight)), load(reinterpret_cast<const float*>(x)), total);
   }
 
   template <Dtype kDtype>
-  static void restore_groups(const Matrix& matrix, int64_t row, int64_t k, int64_t count, float* out, const char* next) {
+  static void dequantize_groups(const Matrix& matrix, int64_t row, int64_t k, int64_t count, float* out, const char* next) {
     const Scales<kBlock / kLanes + 2> scales(matrix, row, k, count);
     const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
     int64_t left = left_in_group(matrix, k);
@@ -45,12 +46,12 @@ struct Float32 {
         group = group_of<kDtype>(scales.scale[index], scales.minimum[index]);
       }
       if (matrix.bits == 8) {
-        ask_for(next + i);
-        store(out + i, restore_bytes<kDtype>(codes + i, group));
+        prefetch(next + i);
+        store(out + i, dequantize_int8<kDtype>(codes + i, group));
       } else {
-        ask_for(next + i / 2);
+        prefetch(next + i / 2);
         Vector even, odd;
-        restore_pairs<kDtype>(codes + i / 2, group, even, odd);
+        dequantize_int4<kDtype>(codes + i / 2, group, even, odd);
         store(out + i, even);
         store(out + i + kLanes, odd);
       }
@@ -58,14 +59,14 @@ struct Float32 {
   }
 
   // Columns [k, k + count) of a row into `out`, with zeros up to `padded`.
-  static void restore(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
-                      char* panel, const char* next) {
+  static void dequantize(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
+                         char* panel, const char* next) {
     float* const out = reinterpret_cast<float*>(panel);
     if (matrix.bits == 0) return widen(matrix.dtype, values_at(matrix, row, k), count, padded, out, next);
-    if (!layout.vectors) return restore_one_by_one(matrix, row, k, count, padded, out);
-    if (matrix.dtype == Dtype::float32) restore_groups<Dtype::float32>(matrix, row, k, count, out, next);
-    if (matrix.dtype == Dtype::float16) restore_groups<Dtype::float16>(matrix, row, k, count, out, next);
-    if (matrix.dtype == Dtype::bfloat16) restore_groups<Dtype::bfloat16>(matrix, row, k, count, out, next);
+    if (!layout.vectors) return dequantize_one_by_one(matrix, row, k, count, padded, out);
+    if (matrix.dtype == Dtype::float32) dequantize_groups<Dtype::float32>(matrix, row, k, count, out, next);
+    if (matrix.dtype == Dtype::float16) dequantize_groups<Dtype::float16>(matrix, row, k, count, out, next);
+    if (matrix.dtype == Dtype::bfloat16) dequantize_groups<Dtype::bfloat16>(matrix, row, k, count, out, next);
     for (int64_t i = count; i < padded; i += kLanes) store(out + i, zero());
   }
 };
@@ -86,14 +87,14 @@ struct Part {
 };
 
 // Asks for a part of a plain weight in so many steps.
-struct AskedInSteps {
+struct PrefetchInSteps {
   const char* at;        // the next line
   const char* row_end;   // of the part of this row
   int64_t rows;          // behind it
   int64_t bytes, pitch;  // of a row's part, and from row to row
   int64_t lines, steps, due;
 
-  AskedInSteps(const Matrix& matrix, const Part& part, int64_t steps) : rows(part.rows - 1), steps(steps), due(0) {
+  PrefetchInSteps(const Matrix& matrix, const Part& part, int64_t steps) : rows(part.rows - 1), steps(steps), due(0) {
     at = values_at(matrix, part.row, part.k);
     bytes = part.columns * bytes_of(matrix.dtype);
     row_end = at + bytes;
@@ -108,26 +109,26 @@ struct AskedInSteps {
         at = row_end + pitch - bytes;
         row_end += pitch;
       }
-      ask_for(at);
+      prefetch(at);
       at += 64;
     }
   }
 };
 
-struct AskedBefore {
+struct NoPrefetch {
   void step() {}
 };
 
 // `bytes` of kRows rows of the weight times as many of kCount rows of x, added to sums [kCount][kRows] of vectors. Few sums are
 // done as kTurns that do not wait for each other.
-template <class Product, int kCount, int kTurns, class Asked>
+template <class Product, int kCount, int kTurns, class Prefetch>
 inline void multiply(const char* const* rows, const char* x, int64_t x_stride, int64_t bytes, float* sums, bool first,
-                     Asked& asked) {
+                     Prefetch& prefetch) {
   Vector total[kTurns][kCount][kRows];
 #pragma GCC unroll 16
   for (int i = 0; i < kTurns * kCount * kRows; ++i) total[i / (kCount * kRows)][i / kRows % kCount][i % kRows] = zero();
   for (int64_t at = 0; at < bytes; at += kTurns * kVectorBytes) {
-    asked.step();
+    prefetch.step();
 #pragma GCC unroll 2
     for (int turn = 0; turn < kTurns; ++turn) {
 #pragma GCC unroll 4
@@ -149,19 +150,19 @@ inline void multiply(const char* const* rows, const char* x, int64_t x_stride, i
   }
 }
 
-template <class Product, class Asked>
+template <class Product, class Prefetch>
 inline void multiply_all(const char* const* rows, const char* x, int64_t x_stride, int64_t count, int64_t bytes, float* sums,
-                         bool first, Asked& asked) {
+                         bool first, Prefetch& prefetch) {
   int64_t m = 0;
   if constexpr (kTokens == 4) {
     for (; m + 4 <= count; m += 4) {
-      multiply<Product, 4, 1>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, asked);
+      multiply<Product, 4, 1>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, prefetch);
     }
   }
   for (; m + 2 <= count; m += 2) {
-    multiply<Product, 2, kTokens / 2>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, asked);
+    multiply<Product, 2, kTokens / 2>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, prefetch);
   }
-  if (m < count) multiply<Product, 1, 2>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, asked);
+  if (m < count) multiply<Product, 1, 2>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, prefetch);
 }
 
 // The steps that multiply_all takes.
@@ -184,18 +185,19 @@ inline void product_in_vectors(const Matrix& matrix, const Layout& layout, int64
     const char* rows[kRows];
     if (as_it_lies && part.columns == padded) {
       for (int r = 0; r < kRows; ++r) rows[r] = values_at(matrix, part.row + (r < part.rows ? r : 0), part.k);
-      AskedInSteps asked(matrix, next, steps_of(count, bytes));
-      multiply_all<Product>(rows, x, x_stride, count, bytes, sums, part.k == 0, asked);
+      PrefetchInSteps prefetch(matrix, next, steps_of(count, bytes));
+      multiply_all<Product>(rows, x, x_stride, count, bytes, sums, part.k == 0, prefetch);
     } else {
       for (int r = 0; r < kRows; ++r) {
         char* const panel = scratch + r * kPanelStride;
         rows[r] = panel;
         if (r >= part.rows) continue;
-        const char* const ask = r < next.rows ? values_at(matrix, next.row + r, next.k) : values_at(matrix, part.row, part.k);
-        Product::restore(matrix, layout, part.row + r, part.k, part.columns, padded, panel, ask);
+        const char* const next_values =
+            r < next.rows ? values_at(matrix, next.row + r, next.k) : values_at(matrix, part.row, part.k);
+        Product::dequantize(matrix, layout, part.row + r, part.k, part.columns, padded, panel, next_values);
       }
-      AskedBefore asked;
-      multiply_all<Product>(rows, x, x_stride, count, bytes, sums, part.k == 0, asked);
+      NoPrefetch prefetch;
+      multiply_all<Product>(rows, x, x_stride, count, bytes, sums, part.k == 0, prefetch);
     }
     if (part.ends_rows(matrix)) {
       for (int64_t m = 0; m < count; ++m) {

@@ -1,6 +1,6 @@
 // In which order a weight's codes are read for tiles. Included by product_amx.cpp behind product_wide.h.
 //
-// Rows are taken in strips of 16, or of 32 where codes are restored. All strips of code_rows() rows are multiplied with one
+// Rows are taken in strips of 16, or of 32 where codes are dequantized. All strips of code_rows() rows are multiplied with one
 // piece of x, which stays in L1, before the next is begun. Meanwhile the piece behind is asked for from memory.
 
 #pragma once
@@ -17,7 +17,7 @@ namespace {
 #endif
 static_assert(ZERO_INFERENCE_CODE_COLUMNS == 256 || ZERO_INFERENCE_CODE_COLUMNS == 512,
               "a vector holds the scales of 512 columns in groups of 32");
-constexpr int64_t kMostPieceColumns = ZERO_INFERENCE_CODE_COLUMNS;
+constexpr int64_t kMaxPieceColumns = ZERO_INFERENCE_CODE_COLUMNS;
 
 // Columns [k, end) of a strip of rows.
 struct Piece {
@@ -49,12 +49,12 @@ inline int64_t scale_bytes(const Matrix& matrix, int64_t row, int64_t column) {
 // Asks for the codes of one piece after the other, row by row, meanwhile another one is multiplied: of each row the codes, and
 // the lines of its scales and minima.
 template <int64_t kPieceColumns, int kBits>
-struct Asker {
+struct Prefetcher {
   static constexpr int64_t kRowBytes = kPieceColumns * kBits / 8;  // of a piece, where it is not the row's last one
 
   const Matrix& matrix;
   const Pieces& pieces;
-  int64_t behind;  // the last row that may be asked for
+  int64_t end_row;  // the last row that may be asked for
 
   // What is asked for: so many rows, and bytes of each.
   Piece piece;
@@ -68,14 +68,14 @@ struct Asker {
   bool first;  // piece of the row
   uintptr_t scales_of_piece = static_cast<uintptr_t>((kPieceColumns + matrix.group - 1) / matrix.group * 2);  // bytes
 
-  Asker(const Matrix& matrix, const Pieces& pieces, int64_t behind) : matrix(matrix), pieces(pieces), behind(behind) {
+  Prefetcher(const Matrix& matrix, const Pieces& pieces, int64_t end_row) : matrix(matrix), pieces(pieces), end_row(end_row) {
     begin(pieces.begin());
     next_piece();
   }
 
   void begin(const Piece& next) {
     piece = next;
-    rows = behind - piece.row < pieces.strip ? behind - piece.row : pieces.strip;
+    rows = end_row - piece.row < pieces.strip ? end_row - piece.row : pieces.strip;
     bytes = (piece.end - piece.k) * kBits / 8;
     first = piece.k == 0;
     codes = values_at(matrix, piece.row, 0) + piece.k * kBits / 8;
@@ -85,25 +85,25 @@ struct Asker {
   }
 
   // The line in which a row's scales or minima of a piece end, unless those of the piece before reach it.
-  [[gnu::always_inline]] inline void ask_for_end(const char* p) {
+  [[gnu::always_inline]] inline void prefetch_end(const char* p) {
     p += scales_of_piece - 1;
-    if ((reinterpret_cast<uintptr_t>(p) & 63) < scales_of_piece) ask_for(p);
+    if ((reinterpret_cast<uintptr_t>(p) & 63) < scales_of_piece) prefetch(p);
   }
 
-  [[gnu::always_inline]] inline void ask_for_row() {
+  [[gnu::always_inline]] inline void prefetch_row() {
     if (--rows < 0) return;
     if (bytes == kRowBytes) {
 #pragma GCC unroll 8
-      for (int64_t i = 0; i < kRowBytes; i += 64) ask_for(codes + i);
+      for (int64_t i = 0; i < kRowBytes; i += 64) prefetch(codes + i);
     } else {
-      for (int64_t i = 0; i < bytes; i += 64) ask_for(codes + i);
+      for (int64_t i = 0; i < bytes; i += 64) prefetch(codes + i);
     }
     if (first) {
-      ask_for(scales);
-      ask_for(minima);
+      prefetch(scales);
+      prefetch(minima);
     }
-    ask_for_end(scales);
-    ask_for_end(minima);
+    prefetch_end(scales);
+    prefetch_end(minima);
     codes += codes_bytes;
     scales += scales_bytes;
     minima += scales_bytes;
@@ -111,10 +111,10 @@ struct Asker {
 
   // Asks for the rest of the piece, which it returns, and goes on with the one behind, if it is not of rows that follow.
   Piece next_piece() {
-    while (rows > 0) ask_for_row();
-    const Piece asked = piece;
-    if (asked.row < pieces.last) begin(pieces.after(asked));
-    return asked;
+    while (rows > 0) prefetch_row();
+    const Piece finished = piece;
+    if (finished.row < pieces.last) begin(pieces.after(finished));
+    return finished;
   }
 };
 

@@ -98,10 +98,10 @@ inline void tile_store(char* p) {
   __builtin_memcpy(p, tiles[kTile].bytes, 1024);
 }
 
-inline float brain_at(const EmulatedTile& tile, int row, int column) {
+inline float bfloat16_at(const EmulatedTile& tile, int row, int column) {
   uint16_t bits;
   __builtin_memcpy(&bits, tile.bytes + row * 64 + column * 2, 2);
-  return brain_value(bits);
+  return bfloat16_value(bits);
 }
 
 // add(i, j, sum) for each of a tile of sums.
@@ -120,7 +120,7 @@ inline void add_to_sums(EmulatedTile& sums, const Add& add) {
 template <int kSums, int kRowTile, int kPairs>
 inline void tile_multiply() {
   add_to_sums<float>(tiles[kSums], [](int i, int j, float& sum) {
-    for (int k = 0; k < 32; ++k) sum += brain_at(tiles[kRowTile], i, k) * brain_at(tiles[kPairs], k / 2, 2 * j + k % 2);
+    for (int k = 0; k < 32; ++k) sum += bfloat16_at(tiles[kRowTile], i, k) * bfloat16_at(tiles[kPairs], k / 2, 2 * j + k % 2);
   });
 }
 
@@ -169,11 +169,11 @@ void write_out(const char* sums, int64_t rows, int64_t count, float* out, int64_
   const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
   for (int64_t row = 0; row < rows; row += kTileRows) {
     const int64_t left = rows - row;
-    const __mmask16 there = static_cast<__mmask16>(left >= kTileRows ? 0xffff : (1 << left) - 1);
+    const __mmask16 mask = static_cast<__mmask16>(left >= kTileRows ? 0xffff : (1 << left) - 1);
     for (int64_t m = 0; m < count; ++m) {
       const char* const tile = sums + (row / kTileRows * 2 + m / kTileRows) * kTileBytes;
       const __m512 values = _mm512_i32gather_ps(lanes, tile + m % kTileRows * 4, 4);
-      _mm512_mask_storeu_ps(out + m * stride + row, there, values);
+      _mm512_mask_storeu_ps(out + m * stride + row, mask, values);
     }
   }
 }

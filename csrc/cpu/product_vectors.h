@@ -2,13 +2,13 @@
 // unnamed namespace, behind
 //
 //   Vector, kLanes, kTokens             a float32 vector, its lanes, and how many rows of x are multiplied together
-//   zero, broadcast, load, store, fused, sum
-//   from_half, from_brain               kLanes float16 or bfloat16 to float32; from_part is defined behind it
+//   zero, broadcast, load, store, multiply_add, sum
+//   from_float16, from_bfloat16               kLanes float16 or bfloat16 to float32; from_part is defined behind it
 //   rounded<dtype>                      float32 as that dtype would keep it
-//   Group, group_of<dtype>(scale, minimum), restore_bytes<dtype>, restore_pairs<dtype>   codes to float32, from kLanes bytes
-//   split_pairs(one, two, even, odd)    elements of even and odd place
+//   Group, group_of<dtype>(scale, minimum), dequantize_int8<dtype>, dequantize_int4<dtype>   codes to float32, from kLanes
+//   bytes split_pairs(one, two, even, odd)    elements of even and odd place
 //
-// What a code stands for is rounded to the dtype of its scale, so that these are the values that a device restores.
+// What a code stands for is rounded to the dtype of its scale, so that these are the values that a device dequantizes.
 
 #pragma once
 
@@ -24,7 +24,7 @@ inline void widen(const char* p, int64_t count, int64_t padded, float* out, cons
   constexpr int64_t kBytes = kDtype == Dtype::float32 ? 4 : 2;
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    ask_for(next + i * kBytes);
+    prefetch(next + i * kBytes);
     store(out + i, from<kDtype>(p + i * kBytes));
   }
   if (i < count) {
@@ -41,10 +41,10 @@ inline void widen(Dtype dtype, const char* p, int64_t count, int64_t padded, flo
 }
 
 // Scale and minimum, in float32, of the groups that columns [k, k + count) of a row lie in.
-template <int64_t kMost>
+template <int64_t kMax>
 struct Scales {
-  float scale[kMost + 2 * kLanes];  // with zeros of a vector behind the last
-  float minimum[kMost + 2 * kLanes];
+  float scale[kMax + 2 * kLanes];  // with zeros of a vector behind the last
+  float minimum[kMax + 2 * kLanes];
 
   Scales() {}
   Scales(const Matrix& matrix, int64_t row, int64_t k, int64_t count) { convert(matrix, row, k, count); }
@@ -66,7 +66,7 @@ inline Vector rounded(Dtype dtype, Vector value) {
 }
 
 // Any group size, in the order of the columns.
-inline void restore_one_by_one(const Matrix& matrix, int64_t row, int64_t k, int64_t count, int64_t padded, float* out) {
+inline void dequantize_one_by_one(const Matrix& matrix, int64_t row, int64_t k, int64_t count, int64_t padded, float* out) {
   const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
   int64_t group = row * groups_in(matrix, matrix.columns) + groups_in(matrix, k);
   int64_t left = left_in_group(matrix, k);
@@ -87,7 +87,7 @@ inline void restore_one_by_one(const Matrix& matrix, int64_t row, int64_t k, int
 }
 
 // 2 * kLanes elements of x from column k, with zeros from column `columns` on.
-inline void two_vectors(const char* x, Dtype dtype, int64_t k, int64_t columns, Vector& one, Vector& two) {
+inline void load_two_vectors(const char* x, Dtype dtype, int64_t k, int64_t columns, Vector& one, Vector& two) {
   const int64_t bytes = bytes_of(dtype);
   const char* p = x + k * bytes;
   char tail[2 * kVectorBytes] = {};
@@ -105,7 +105,7 @@ inline void prepare_float32(const Layout& layout, int64_t count, const char* x, 
     float* const out = reinterpret_cast<float*>(input + m * input_stride(layout));
     for (int64_t k = first; k < (last == columns ? layout.columns : last); k += 2 * kLanes) {
       Vector one, two;
-      two_vectors(x + m * stride * bytes_of(x_dtype), x_dtype, k, columns, one, two);
+      load_two_vectors(x + m * stride * bytes_of(x_dtype), x_dtype, k, columns, one, two);
       if (layout.pairs) {
         Vector even, odd;
         split_pairs(one, two, even, odd);

@@ -22,7 +22,7 @@ struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
-constexpr int kMostLanes = 16;
+constexpr int kMaxLanes = 16;
 
 const GroupQuantizer& quantizer_for(Instructions instructions) {
 #if defined(__x86_64__)
@@ -89,7 +89,7 @@ int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_
     float* const values = static_cast<float*>(memory.get());
     float* const centered = values + size * quantizer.lanes;
     uint8_t* const lane_codes = reinterpret_cast<uint8_t*>(centered + size * quantizer.lanes);
-    float scales[kMostLanes], minima[kMostLanes];
+    float scales[kMaxLanes], minima[kMaxLanes];
     for (int64_t index = next++; index < tasks && result == 0; index = next++) {
       const int64_t end = std::min(groups, (index + 1) * task);
       for (int64_t first = index * task; first < end; first += quantizer.lanes) {

@@ -9,7 +9,7 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors stay within this file
 #pragma GCC optimize("no-trapping-math")
-#pragma GCC optimize("fp-contract=off")  // product and sum are rounded one after the other where weights are restored
+#pragma GCC optimize("fp-contract=off")  // product and sum are rounded one after the other where weights are dequantized
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif
@@ -49,7 +49,7 @@ struct QuantizeLanes {
     return (Vector)(bits_of(found) | (bits & 0x80000000u));
   }
 
-  static inline Vector from_half(Bits half) {
+  static inline Vector from_float16(Bits half) {
     const Vector value = (Vector)((half & 0x7fffu) << 13) * 5.192296858534828e33f;  // 2^112, by which the exponents differ
     const Vector found = (half & 0x7c00u) == 0x7c00u ? (Vector)(0x7f800000u | (half & 0x3ffu) << 13) : value;
     return (Vector)(bits_of(found) | (half & 0x8000u) << 16);
@@ -65,19 +65,19 @@ struct QuantizeLanes {
       found = found > 0.0f ? found : all(0.0f);  // also where the group is constant and its scale infinite
       return whole(found < largest ? found : all(largest));
     }
-    Vector restored(Vector code, Dtype dtype, bool divides) const {
+    Vector dequantized(Vector code, Dtype dtype, bool divides) const {
       return rounded((divides ? rounded(code / scale, dtype) : code * scale) + minimum, dtype);
     }
     // `code` and its squared error. A quotient that is rounded in between may make a neighbour nearer.
     Vector best_code(Vector value, Dtype dtype, float largest, bool divides, Vector& error) const {
-      Vector found = code(value, largest, divides), difference = restored(found, dtype, divides) - value;
+      Vector found = code(value, largest, divides), difference = dequantized(found, dtype, divides) - value;
       error = difference * difference;
       const int neighbours = !divides ? 0 : largest > 15.0f ? kNeighbours8 : kNeighbours4;
       for (int i = 0; i < neighbours; ++i) {
         Vector other = found + (difference < 0.0f ? all(1.0f) : all(-1.0f));
         other = other > 0.0f ? other : all(0.0f);
         other = other < largest ? other : all(largest);
-        difference = restored(other, dtype, divides) - value;
+        difference = dequantized(other, dtype, divides) - value;
         const Integers better = difference * difference < error;
         found = better ? other : found;
         error = better ? difference * difference : error;
@@ -159,7 +159,7 @@ struct QuantizeLanes {
     const float largest = static_cast<float>((1 << bits) - 1);
 
     if (dtype == Dtype::float16)
-      for (int64_t i = 0; i < size; ++i) values[i] = from_half(bits_of(values[i]));
+      for (int64_t i = 0; i < size; ++i) values[i] = from_float16(bits_of(values[i]));
 
     Vector low = values[0], high = values[0], sum = {}, finite = {};
     for (int64_t i = 0; i < size; ++i) {
@@ -177,7 +177,7 @@ struct QuantizeLanes {
       const Vector factor = rounded(rounded(1.0f / rounded(range, dtype), dtype) * largest, dtype);
       best.scale = finite_factor(factor, range, dtype);
     }
-    const Vector top = best.restored(all(largest), dtype, divides);
+    const Vector top = best.dequantized(all(largest), dtype, divides);
     finite += divides ? range * 0.0f : top * 0.0f;
     float lanes[kLanes];
     __builtin_memcpy(lanes, &finite, sizeof(lanes));
@@ -194,7 +194,7 @@ struct QuantizeLanes {
     const auto try_line = [&](const Line& line) {
       Vector found = {};
       for (int64_t i = 0; i < size; ++i) {
-        const Vector difference = line.restored(line.code(values[i], largest, divides), dtype, divides) - values[i];
+        const Vector difference = line.dequantized(line.code(values[i], largest, divides), dtype, divides) - values[i];
         found += difference * difference;
       }
       const Integers better = found < error;  // false for NaN

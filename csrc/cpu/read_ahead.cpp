@@ -51,7 +51,7 @@ void ReadAhead::restart() {
   at_ = runs_.empty() ? nullptr : runs_[0].at;
 }
 
-bool ReadAhead::ask() {
+bool ReadAhead::prefetch() {
   for (int lines = 0; lines < kLinesAtOnce; ++lines) {
     if (run_ == runs_.size()) return false;
     __builtin_prefetch(at_, 0, 2);

@@ -16,7 +16,7 @@ class alignas(64) ReadAhead {
   // From the first line on again.
   void restart();
   // Asks for some lines more; false where none is left.
-  bool ask();
+  bool prefetch();
 
  private:
   struct Run {

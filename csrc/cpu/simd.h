@@ -2,11 +2,11 @@
 // C++ if it includes none. Each defines
 //
 //   Vector, kLanes, kTokens             a float32 vector, its lanes, and how many rows of x are multiplied together
-//   zero, broadcast, load, store, fused, sum
-//   from_half, from_brain               kLanes float16 or bfloat16 to float32
+//   zero, broadcast, load, store, multiply_add, sum
+//   from_float16, from_bfloat16               kLanes float16 or bfloat16 to float32
 //   rounded<dtype>                      float32 rounded to that dtype
-//   Group, group_of<dtype>(scale, minimum), restore_bytes<dtype>, restore_pairs<dtype>   codes to float32, from kLanes bytes
-//   split_pairs(one, two, even, odd)    elements of even and odd place
+//   Group, group_of<dtype>(scale, minimum), dequantize_int8<dtype>, dequantize_int4<dtype>   codes to float32, from kLanes
+//   bytes split_pairs(one, two, even, odd)    elements of even and odd place
 
 #pragma once
 
@@ -22,8 +22,8 @@ constexpr int64_t kVectorBytes = kLanes * 4;
 template <Dtype kDtype>
 inline Vector from(const char* p) {
   if constexpr (kDtype == Dtype::float32) return load(reinterpret_cast<const float*>(p));
-  if constexpr (kDtype == Dtype::float16) return from_half(p);
-  if constexpr (kDtype == Dtype::bfloat16) return from_brain(p);
+  if constexpr (kDtype == Dtype::float16) return from_float16(p);
+  if constexpr (kDtype == Dtype::bfloat16) return from_bfloat16(p);
 }
 
 inline Vector from(Dtype dtype, const char* p) {

@@ -23,7 +23,7 @@ inline Vector zero() { return _mm256_setzero_ps(); }
 inline Vector broadcast(float value) { return _mm256_set1_ps(value); }
 inline Vector load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Vector value) { _mm256_storeu_ps(p, value); }
-inline Vector fused(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
 
 inline float sum(Vector value) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
@@ -31,9 +31,9 @@ inline float sum(Vector value) {
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
-inline Vector from_half(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Vector from_float16(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
-inline Vector from_brain(const char* p) {
+inline Vector from_bfloat16(const char* p) {
   const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
 }
@@ -60,22 +60,22 @@ inline Group group_of(float scale, float minimum) {
 }
 
 template <Dtype kDtype>
-inline Vector restore(__m256i codes, const Group& group) {
+inline Vector dequantize(__m256i codes, const Group& group) {
   return rounded<kDtype>(_mm256_fmadd_ps(_mm256_cvtepi32_ps(codes), group.scale, group.minimum));
 }
 
 inline __m256i bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 
 template <Dtype kDtype>
-inline Vector restore_bytes(const uint8_t* p, const Group& group) {
-  return restore<kDtype>(bytes(p), group);
+inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
+  return dequantize<kDtype>(bytes(p), group);
 }
 
 template <Dtype kDtype>
-inline void restore_pairs(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
+inline void dequantize_int4(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
   const __m256i both = bytes(p);
-  even = restore<kDtype>(_mm256_and_si256(both, _mm256_set1_epi32(15)), group);
-  odd = restore<kDtype>(_mm256_srli_epi32(both, 4), group);
+  even = dequantize<kDtype>(_mm256_and_si256(both, _mm256_set1_epi32(15)), group);
+  odd = dequantize<kDtype>(_mm256_srli_epi32(both, 4), group);
 }
 
 inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {

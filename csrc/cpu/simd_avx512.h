@@ -24,14 +24,14 @@ inline Vector zero() { return _mm512_setzero_ps(); }
 inline Vector broadcast(float value) { return _mm512_set1_ps(value); }
 inline Vector load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vector value) { _mm512_storeu_ps(p, value); }
-inline Vector fused(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Vector value) { return _mm512_reduce_add_ps(value); }
 
 inline __m256i load_32_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
-inline Vector from_half(const char* p) { return _mm512_cvtph_ps(load_32_bytes(p)); }
+inline Vector from_float16(const char* p) { return _mm512_cvtph_ps(load_32_bytes(p)); }
 
-inline Vector from_brain(const char* p) {
+inline Vector from_bfloat16(const char* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_32_bytes(p)), 16));
 }
 
@@ -51,18 +51,18 @@ struct Group {
 template <Dtype kDtype>
 inline Group group_of(float scale, float minimum) {
   const Vector all_scale = broadcast(scale), all_minimum = broadcast(minimum);
-  return {all_scale, all_minimum, rounded<kDtype>(fused(code_vector(), all_scale, all_minimum))};
+  return {all_scale, all_minimum, rounded<kDtype>(multiply_add(code_vector(), all_scale, all_minimum))};
 }
 
 inline __m512i bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
 template <Dtype kDtype>
-inline Vector restore_bytes(const uint8_t* p, const Group& group) {
-  return rounded<kDtype>(fused(_mm512_cvtepi32_ps(bytes(p)), group.scale, group.minimum));
+inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
+  return rounded<kDtype>(multiply_add(_mm512_cvtepi32_ps(bytes(p)), group.scale, group.minimum));
 }
 
 template <Dtype>
-inline void restore_pairs(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
+inline void dequantize_int4(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
   const __m512i both = bytes(p);  // of an index into a table of 16 only the low four bits count
   even = _mm512_permutexvar_ps(both, group.table);
   odd = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), group.table);
@@ -76,9 +76,9 @@ inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {
 
 template <Dtype kDtype>
 inline Vector from_part(const char* p, int64_t count) {
-  const __mmask16 there = static_cast<__mmask16>((1u << count) - 1);
-  if constexpr (kDtype == Dtype::float32) return _mm512_maskz_loadu_ps(there, p);
-  const __m256i words = _mm256_maskz_loadu_epi16(there, p);
+  const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (kDtype == Dtype::float32) return _mm512_maskz_loadu_ps(mask, p);
+  const __m256i words = _mm256_maskz_loadu_epi16(mask, p);
   if constexpr (kDtype == Dtype::float16) return _mm512_cvtph_ps(words);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
 }

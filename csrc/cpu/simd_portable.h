@@ -25,19 +25,19 @@ inline Vector load(const float* p) {
   return value;
 }
 inline void store(float* p, Vector value) { __builtin_memcpy(p, &value, sizeof(value)); }
-inline Vector fused(Vector a, Vector b, Vector c) { return a * b + c; }
+inline Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
 inline float sum(Vector value) { return (value[0] + value[2]) + (value[1] + value[3]); }
 
-inline Vector from_half(const char* p) {
+inline Vector from_float16(const char* p) {
   uint16_t bits[4];
   __builtin_memcpy(bits, p, 8);
-  return Vector{half_value(bits[0]), half_value(bits[1]), half_value(bits[2]), half_value(bits[3])};
+  return Vector{float16_value(bits[0]), float16_value(bits[1]), float16_value(bits[2]), float16_value(bits[3])};
 }
 
-inline Vector from_brain(const char* p) {
+inline Vector from_bfloat16(const char* p) {
   uint16_t bits[4];
   __builtin_memcpy(bits, p, 8);
-  return Vector{brain_value(bits[0]), brain_value(bits[1]), brain_value(bits[2]), brain_value(bits[3])};
+  return Vector{bfloat16_value(bits[0]), bfloat16_value(bits[1]), bfloat16_value(bits[2]), bfloat16_value(bits[3])};
 }
 
 typedef uint32_t Words __attribute__((vector_size(16)));
@@ -74,12 +74,12 @@ inline Vector of_codes(int a, int b, int c, int d) {
 }
 
 template <Dtype kDtype>
-inline Vector restore_bytes(const uint8_t* p, const Group& group) {
+inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
   return rounded<kDtype>(of_codes(p[0], p[1], p[2], p[3]) * group.scale + group.minimum);
 }
 
 template <Dtype kDtype>
-inline void restore_pairs(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
+inline void dequantize_int4(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
   even = rounded<kDtype>(of_codes(p[0] & 15, p[1] & 15, p[2] & 15, p[3] & 15) * group.scale + group.minimum);
   odd = rounded<kDtype>(of_codes(p[0] >> 4, p[1] >> 4, p[2] >> 4, p[3] >> 4) * group.scale + group.minimum);
 }

@@ -5,14 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "pool.h"
 #include "product.h"
+#include "thread_pool.h"
 
 namespace zero_inference::cpu {
 
 // One request. The pointers stay valid until it is done.
 struct Call {
-  int64_t task;   // its number in `Cores`
+  int64_t task;   // its number in `CpuPool`
   int64_t count;  // rows of the input
   const void* input;
   void* output;
@@ -41,14 +41,14 @@ class Task {
  public:
   virtual ~Task() = default;
   // Takes what memory the call needs. On one thread, before `run`.
-  virtual void prepare(const Call& call, Pool& pool, Workspace& workspace) = 0;
+  virtual void prepare(const Call& call, ThreadPool& pool, Workspace& workspace) = 0;
   // Takes what memory calls of up to as many rows need.
-  virtual void reserve(const Call& call, Pool& pool, Workspace& workspace) { prepare(call, pool, workspace); }
+  virtual void reserve(const Call& call, ThreadPool& pool, Workspace& workspace) { prepare(call, pool, workspace); }
   // Asks for some of what the thread will read first, whatever the input, while the input of the next call is waited for. False
   // where nothing is left to ask for. On every thread of the pool, before `prepare`.
   virtual bool read_ahead(int) { return false; }
   // On every thread of the pool.
-  virtual void run(const Call& call, Pool& pool, int thread) = 0;
+  virtual void run(const Call& call, ThreadPool& pool, int thread) = 0;
   // Of the weights that the call prepared last reads, where its input decides that; 0 for tasks that always read all of theirs.
   virtual int64_t chosen_bytes() const { return 0; }
 };

@@ -20,7 +20,7 @@ from zero_inference.errors import RunError
 MASKS = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  # zero_inference::cpu::Mask
 
 
-class _KeptRows(ctypes.Structure):
+class _CachedRows(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("block", "batch", "head", "position")]
 
 
@@ -34,7 +34,7 @@ class AttentionArguments(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "tokens", "positions", "block_positions")]
         + [(name, ctypes.c_int64) for name in ("key_dim", "value_dim", "window")]
-        + [("queries", ctypes.c_void_p), ("query_strides", _TokenRows), ("keys", _KeptRows), ("values", _KeptRows)]
+        + [("queries", ctypes.c_void_p), ("query_strides", _TokenRows), ("keys", _CachedRows), ("values", _CachedRows)]
         + [("out", ctypes.c_void_p), ("out_strides", _TokenRows), ("mask", ctypes.c_void_p)]
         + [("mask_strides", _TokenRows), ("slopes", ctypes.c_void_p), ("sinks", ctypes.c_void_p)]
         + [("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("dtype", ctypes.c_int32)]
@@ -67,7 +67,7 @@ def _layer_arguments(
         dtype=DTYPES[keys.dtype],
     )
     for name, stored in (("keys", keys), ("values", values)):
-        setattr(arguments, name, _KeptRows(stored.data_ptr(), *stored.stride()[:4]))
+        setattr(arguments, name, _CachedRows(stored.data_ptr(), *stored.stride()[:4]))
     for name, per_head in (("slopes", slopes), ("sinks", sinks)):
         setattr(arguments, name, None if per_head is None else per_head.data_ptr())
     return arguments
@@ -240,7 +240,7 @@ def add_attention(
     slopes, sinks = (None if per_head is None else per_head.contiguous() for per_head in (slopes, sinks))
     layer = _layer_arguments(keys, values, heads, scale, 0, slopes, softcap, sinks)
     pool.references += [tensor for tensor in (keys, values, slopes, sinks) if tensor is not None]
-    task = pool.library.zero_inference_cores_add_attention(
+    task = pool.library.zero_inference_cpu_pool_add_attention(
         pool.handle, ctypes.byref(layer), INSTRUCTIONS.index(pool.instructions)
     )
     _reserve_attention(pool, task, 1, keys.shape[0] * keys.shape[3])
@@ -249,7 +249,7 @@ def add_attention(
 
 def _reserve_attention(pool: CpuPool, task: int, new: int, positions: int) -> None:
     call = Call(task, new, None, None, (new, positions, 0, 0))
-    if pool.library.zero_inference_cores_reserve(pool.handle, ctypes.byref(call)):
+    if pool.library.zero_inference_cpu_pool_reserve(pool.handle, ctypes.byref(call)):
         raise _no_memory()
 
 
@@ -267,7 +267,7 @@ def run_attention(
         RunError: not enough memory.
     """
     call = Call(task, new, packed.data_ptr(), out.data_ptr(), (new, positions, window, 0))
-    if pool.library.zero_inference_cores_run(pool.handle, ctypes.byref(call)):
+    if pool.library.zero_inference_cpu_pool_run(pool.handle, ctypes.byref(call)):
         raise _no_memory()
 
 
@@ -282,7 +282,7 @@ def submit_attention(
     if new > 1:  # `add_attention` reserved memory for one token
         _reserve_attention(pool, task, new, positions)
     call = Call(task, new, source, target, (new, positions, window, 0))
-    pool.library.zero_inference_cores_submit(pool.handle, ctypes.byref(call), number)
+    pool.library.zero_inference_cpu_pool_submit(pool.handle, ctypes.byref(call), number)
 
 
 def _no_memory() -> RunError:

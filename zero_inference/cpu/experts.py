@@ -118,7 +118,7 @@ def add_experts(
         activation.limit,
         activation.up_offset,
     )
-    number = pool.library.zero_inference_cores_add_experts(
+    number = pool.library.zero_inference_cpu_pool_add_experts(
         pool.handle,
         filled,
         len(experts),
@@ -149,7 +149,7 @@ class WeightedRows(NamedTuple):
 
     @property
     def has_kernel(self) -> bool:
-        """Return whether the kernel of csrc/crossing computes the sum."""
+        """Return whether the kernel of csrc/hand_off computes the sum."""
         return self.rows.is_cuda and {self.rows.dtype, self.weights.dtype} <= DTYPES.keys() and load_extension()
 
     def total(self) -> torch.Tensor:

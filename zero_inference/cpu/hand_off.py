@@ -182,17 +182,17 @@ class DeviceSide(Protocol):
 
 
 class StreamSide:
-    """The current stream of a CUDA device (csrc/crossing)."""
+    """The current stream of a CUDA device (csrc/hand_off)."""
 
     def __init__(self, device: torch.device):
         self.scratch = torch.zeros(3, dtype=torch.int32, device=device)
 
     def push(self, tensors: Sequence[torch.Tensor], targets: Sequence[int], flag: int) -> None:
-        torch.ops.zero_inference.crossing_push(tensors, targets, flag, self.scratch)
+        torch.ops.zero_inference.hand_off_push(tensors, targets, flag, self.scratch)
 
     def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
         rows = () if of_device is None else of_device
-        torch.ops.zero_inference.crossing_pull(out, source, flag, stop, self.scratch, *rows)
+        torch.ops.zero_inference.hand_off_pull(out, source, flag, stop, self.scratch, *rows)
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.scratch.device).synchronize()

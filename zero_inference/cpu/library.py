@@ -100,7 +100,7 @@ def sources() -> list[Path]:
 def library_name(*parts: str) -> str:
     """Return a name with a hash of the sources, the machine type, the flags and `parts`, so that any change gives a new library."""
     folder = source_folder() / CPU_SOURCES
-    files = sorted(file for file in folder.iterdir() if file.is_file())
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".h", ".cpp"))
     return hashed_name("zero_inference_cpu", folder, files, (platform.machine(), *FLAGS, *parts))
 
 
@@ -131,7 +131,7 @@ def _run_all(commands: list[list[str]]) -> None:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Load the library at `path` and declare the types of its functions (csrc/cpu/operators_*.cpp, attention_operators.cpp).
+    """Load the library at `path` and declare the types of its functions (csrc/cpu/operators_*.cpp).
 
     Raises OSError where it cannot be loaded.
     """
@@ -148,15 +148,15 @@ def open_library(path: Path) -> ctypes.CDLL:
         ("attention", int32, pointer, int32, int64),
         ("raise_flag", None, pointer, ctypes.c_uint32),
         ("await_flag", int32, pointer, pointer, ctypes.c_uint32, int64),
-        ("cores_new", pointer, pointer, int64, int64, pointer, int64),
-        ("cores_delete", None, pointer),
-        ("cores_add_block", int64, pointer, pointer, int64, int32, int32),
-        ("cores_add_experts", int64, pointer, pointer, int64, pointer, int32, int32, pointer),
-        ("cores_add_attention", int64, pointer, pointer, int32),
-        ("cores_reserve", int32, pointer, pointer),
-        ("cores_run", int32, pointer, pointer),
-        ("cores_submit", None, pointer, pointer, ctypes.c_uint32),
-        ("cores_statistics", None, pointer, pointer),
+        ("cpu_pool_new", pointer, pointer, int64, int64, pointer, int64),
+        ("cpu_pool_delete", None, pointer),
+        ("cpu_pool_add_block", int64, pointer, pointer, int64, int32, int32),
+        ("cpu_pool_add_experts", int64, pointer, pointer, int64, pointer, int32, int32, pointer),
+        ("cpu_pool_add_attention", int64, pointer, pointer, int32),
+        ("cpu_pool_reserve", int32, pointer, pointer),
+        ("cpu_pool_run", int32, pointer, pointer),
+        ("cpu_pool_submit", None, pointer, pointer, ctypes.c_uint32),
+        ("cpu_pool_statistics", None, pointer, pointer),
     ):
         function = getattr(library, f"zero_inference_{name}")
         function.restype, function.argtypes = result, arguments

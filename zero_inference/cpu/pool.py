@@ -1,4 +1,4 @@
-"""The CPU backend's thread pool: which CPUs its threads run on, and calls of the tasks that csrc/cpu/cores.h computes."""
+"""The CPU backend's thread pool: which CPUs its threads run on, and calls of the tasks that csrc/cpu/cpu_pool.h computes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-MOST_PRODUCTS = 8  # of a stage: kMostProducts in csrc/cpu/block.h
+MOST_PRODUCTS = 8  # of a stage: kMaxProducts in csrc/cpu/block.h
 # The numbers of csrc/cpu/block.h for the names of zero_inference.models.mlp.
 ACTIVATION_NUMBERS = {
     "relu": 0,
@@ -230,7 +230,7 @@ class CpuPool:
         self.threads = len(cpus)
         self.instructions = best_instructions() if instructions == "auto" else instructions
         self.flags, self.ranks = flags, ranks
-        self.handle = self.library.zero_inference_cores_new(
+        self.handle = self.library.zero_inference_cpu_pool_new(
             (ctypes.c_int32 * len(cpus))(*cpus), len(cpus), spin_us, None if flags is None else flags.data_ptr(), ranks
         )
         if not self.handle:
@@ -250,7 +250,7 @@ class CpuPool:
             to.products = len(stage.weights)
             to.combine = COMBINATIONS[stage.combine]
             to.activation = ACTIVATION_NUMBERS[stage.activation]
-        number = self.library.zero_inference_cores_add_block(
+        number = self.library.zero_inference_cpu_pool_add_block(
             self.handle, filled, len(stages), DTYPES[dtype], INSTRUCTIONS.index(self.instructions)
         )
         return Task(
@@ -263,14 +263,14 @@ class CpuPool:
     def reserve(self, task: Task, rows: int, chosen: int = 0) -> None:
         """Allocate scratch memory for calls of `rows` rows per rank with `chosen` experts per row. Raises RunError without memory."""
         call = Call(task.number, rows * self.ranks, None, None, (chosen,))
-        if self.library.zero_inference_cores_reserve(self.handle, ctypes.byref(call)):
+        if self.library.zero_inference_cpu_pool_reserve(self.handle, ctypes.byref(call)):
             raise _no_memory(rows)
 
     def run(self, task: Task, x: torch.Tensor, out: torch.Tensor, routing: Routing | None = None) -> None:
         """Compute `out` from `x` [rows, columns] synchronously; all contiguous on the CPU. Raises RunError without memory."""
         extra = () if routing is None else routing.extra(*(tensor.data_ptr() for tensor in routing))
         call = Call(task.number, x.shape[0], x.data_ptr(), out.data_ptr(), extra)
-        if self.library.zero_inference_cores_run(self.handle, ctypes.byref(call)):
+        if self.library.zero_inference_cpu_pool_run(self.handle, ctypes.byref(call)):
             raise _no_memory(x.shape[0])
 
     def submit(self, task: Task, rows: int, source: int, target: int, number: int, extra: tuple[int, ...] = ()) -> None:
@@ -281,7 +281,7 @@ class CpuPool:
             source, target, extra: addresses in host memory.
         """
         call = Call(task.number, rows * self.ranks, source, target, extra)
-        self.library.zero_inference_cores_submit(self.handle, ctypes.byref(call), number)
+        self.library.zero_inference_cpu_pool_submit(self.handle, ctypes.byref(call), number)
 
     def busy_s(self) -> float:
         """Return the seconds that the threads have worked so far."""
@@ -293,13 +293,13 @@ class CpuPool:
 
     def _statistics(self) -> _Statistics:
         found = _Statistics()
-        self.library.zero_inference_cores_statistics(self.handle, ctypes.byref(found))
+        self.library.zero_inference_cpu_pool_statistics(self.handle, ctypes.byref(found))
         return found
 
     def close(self) -> None:
         """End the threads; safe to call twice."""
         if self.handle is not None:
-            self.library.zero_inference_cores_delete(self.handle)
+            self.library.zero_inference_cpu_pool_delete(self.handle)
             self.handle = None
             self.references.clear()
 

@@ -1,4 +1,4 @@
-// How codes are restored as bfloat16, into panels of 32 rows. Included by product_amx.cpp behind product_wide.h.
+// How codes are dequantized as bfloat16, into panels of 32 rows. Included by product_amx.cpp behind product_wide.h.
 //
 // int4: the 16 values of a group, as bfloat16, are a table of 16 words, which is there twice. Of an index into it only the low
 // five bits count, of which the fifth then makes no difference: so four nibbles in a word need only be rotated, each to its
@@ -16,14 +16,14 @@
 namespace zero_inference::cpu {
 namespace {
 
-constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                 // of the blocks of a panel
-constexpr int64_t kMinimaAt = kRestoredStrips * kPanelRows * kLanes;  // behind the scales
+constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                    // of the blocks of a panel
+constexpr int64_t kMinimaAt = kDequantizedStrips * kPanelRows * kLanes;  // behind the scales
 
 // RowCodes of kBits with so many tables, or scales, a step of 128 columns: 1 in groups of whole steps, 2 in groups of 64, and
 // 4, one for each block of 32 columns, in others.
 template <int kBits, int kTables>
 struct RowCodes {
-  static constexpr int kUnit = kBits == 4 && kTables < 4 ? 64 : 32;  // columns that are restored together
+  static constexpr int kUnit = kBits == 4 && kTables < 4 ? 64 : 32;  // columns that are dequantized together
   static constexpr int kUnits = kStep / kUnit;
 
   struct Group {
@@ -35,7 +35,7 @@ struct RowCodes {
     Group group;
     if constexpr (kBits == 4) {
       const Vector values = value_of<1>(code_vector(), broadcast(scale[0]), broadcast(scale[kMinimaAt]));
-      to_brain<1>(values, values, &group.table);
+      to_bfloat16<1>(values, values, &group.table);
     } else {
       group.scale = broadcast(scale[0]);
       group.minimum = broadcast(scale[kMinimaAt]);
@@ -48,12 +48,12 @@ struct RowCodes {
   }
 
   // A unit of a row, to one or two blocks.
-  [[gnu::always_inline]] static inline void restore(const char* p, const Group& group, char* out) {
+  [[gnu::always_inline]] static inline void dequantize(const char* p, const Group& group, char* out) {
     if constexpr (kBits == 8) {
       const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);
       __m512i values;
-      to_brain<1>(value_of<1>(_mm512_cvtepi32_ps(bytes(codes)), group.scale, group.minimum),
-                  value_of<1>(_mm512_cvtepi32_ps(bytes(codes + 16)), group.scale, group.minimum), &values);
+      to_bfloat16<1>(value_of<1>(_mm512_cvtepi32_ps(bytes(codes)), group.scale, group.minimum),
+                     value_of<1>(_mm512_cvtepi32_ps(bytes(codes + 16)), group.scale, group.minimum), &values);
       _mm512_store_si512(out, values);
     } else if constexpr (kUnit == 32) {
       const __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -67,7 +67,7 @@ struct RowCodes {
   }
 };
 
-// What is restored next: rows of a step.
+// What is dequantized next: rows of a step.
 template <int kBits, int kTables>
 struct Rows {
   using Parts = RowCodes<kBits, kTables>;
@@ -85,7 +85,7 @@ struct Rows {
       char* const out = panel + unit * (Parts::kUnit / 32) * kBlockStride;
       if (unit * Parts::kUnit < columns) {
         if (unit * kTables % Parts::kUnits == 0) group = Parts::group_at(scales + unit * kTables / Parts::kUnits);
-        Parts::restore(codes + unit * Parts::kUnit * kBits / 8, group, out);
+        Parts::dequantize(codes + unit * Parts::kUnit * kBits / 8, group, out);
       } else {
         for (int i = 0; i < Parts::kUnit / 32; ++i) _mm512_store_si512(out + i * kBlockStride, _mm512_setzero_si512());
       }

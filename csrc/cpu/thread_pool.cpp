@@ -1,4 +1,4 @@
-#include "pool.h"
+#include "thread_pool.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -27,7 +27,7 @@ void pause_core() {
 #endif
 }
 
-Pool::Pool(const std::vector<int>& cpus, int64_t spin_us) : cpus_(cpus), spin_us_(spin_us) {
+ThreadPool::ThreadPool(const std::vector<int>& cpus, int64_t spin_us) : cpus_(cpus), spin_us_(spin_us) {
   try {
     for (int thread = 1; thread < threads(); ++thread) others_.emplace_back([this, thread] { follow(thread); });
   } catch (...) {
@@ -36,9 +36,9 @@ Pool::Pool(const std::vector<int>& cpus, int64_t spin_us) : cpus_(cpus), spin_us
   }
 }
 
-Pool::~Pool() { end(); }
+ThreadPool::~ThreadPool() { end(); }
 
-void Pool::end() {
+void ThreadPool::end() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     ends_ = true;
@@ -48,7 +48,7 @@ void Pool::end() {
   for (std::thread& other : others_) other.join();
 }
 
-void Pool::pin(int thread) const {
+void ThreadPool::pin(int thread) const {
   if (cpus_[thread] < 0) return;
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -57,7 +57,7 @@ void Pool::pin(int thread) const {
                          &set);  // a core that was taken away in the meantime: the thread runs elsewhere
 }
 
-void Pool::run(Work& work) {
+void ThreadPool::run(Work& work) {
   work_ = &work;
   parts_.store(0, std::memory_order_relaxed);
   call_.fetch_add(1);  // in order with `sleepers_`: either this sees a sleeper, or the sleeper sees this
@@ -71,7 +71,7 @@ void Pool::run(Work& work) {
   barrier();
 }
 
-void Pool::barrier() {
+void ThreadPool::barrier() {
   const uint32_t phase = phase_.load(std::memory_order_acquire);
   if (waiting_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads()) {
     waiting_.store(0, std::memory_order_relaxed);
@@ -84,7 +84,7 @@ void Pool::barrier() {
   }
 }
 
-void Pool::follow(int thread) {
+void ThreadPool::follow(int thread) {
   pin(thread);
   uint64_t seen = 0;
   for (;;) {

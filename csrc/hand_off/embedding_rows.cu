@@ -22,7 +22,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using zero_inference::current_stream;
 
-using namespace zero_inference::crossing;  // launch sizes
+using namespace zero_inference::hand_off;  // launch sizes
 
 // `table` [rows, columns] and `out` [tokens, columns], in vectors. An id outside of the table reads nothing: it is the error
 // that PyTorch's embedding makes of it on a device.

@@ -15,22 +15,22 @@ namespace zero_inference::cpu {
 // Tells the core that this is a loop that waits.
 void pause_core();
 
-class Pool {
+class ThreadPool {
  public:
   // What all threads do together: called on each, with its number.
   class Work {
    public:
     virtual ~Work() = default;
-    virtual void run(Pool& pool, int thread) = 0;
+    virtual void run(ThreadPool& pool, int thread) = 0;
   };
 
   // One thread fewer than `cpus` is started: the caller of `run` is thread 0, and pins itself with `pin`. A negative cpu leaves
   // its thread where the system puts it. Threads spin for `spin_us` after a call, then sleep. Throws std::system_error where
   // the system does not allow so many.
-  Pool(const std::vector<int>& cpus, int64_t spin_us);
-  ~Pool();
-  Pool(const Pool&) = delete;
-  Pool& operator=(const Pool&) = delete;
+  ThreadPool(const std::vector<int>& cpus, int64_t spin_us);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
 
   int threads() const { return static_cast<int>(cpus_.size()); }
   void pin(int thread) const;

@@ -1,4 +1,4 @@
-#include "cores.h"
+#include "cpu_pool.h"
 
 #include <chrono>
 
@@ -14,10 +14,10 @@ int64_t now_ns() {
 
 }  // namespace
 
-class Cores::OnPool : public Pool::Work {
+class CpuPool::OnPool : public ThreadPool::Work {
  public:
   OnPool(Task& task, const Call& call) : task_(task), call_(call) {}
-  void run(Pool& pool, int thread) override { task_.run(call_, pool, thread); }
+  void run(ThreadPool& pool, int thread) override { task_.run(call_, pool, thread); }
 
  private:
   Task& task_;
@@ -25,23 +25,23 @@ class Cores::OnPool : public Pool::Work {
 };
 
 // Asks for what the threads will read first of a call, until its input is there or all of that is asked for.
-class Cores::ReadingAhead : public Pool::Work {
+class CpuPool::ReadingAhead : public ThreadPool::Work {
  public:
-  ReadingAhead(Cores& cores, uint32_t number, Task& task)
-      : cores_(cores), number_(number), task_(task), others_(cores.pool_.threads() - 1) {}
+  ReadingAhead(CpuPool& owner, uint32_t number, Task& task)
+      : owner_(owner), number_(number), task_(task), others_(owner.pool_.threads() - 1) {}
 
   // When the input was there; 0 if it is still to come.
   int64_t arrived_ns() const { return arrived_ns_; }
 
-  void run(Pool&, int thread) override {
+  void run(ThreadPool&, int thread) override {
     if (thread > 0) {
       while (!over_.load(std::memory_order_acquire) && task_.read_ahead(thread)) {
       }
       others_.fetch_sub(1);
       return;
     }
-    for (bool more = true; (more || others_.load() > 0) && !cores_.ends_.load(std::memory_order_relaxed);) {
-      if (cores_.all_arrived(number_)) {
+    for (bool more = true; (more || others_.load() > 0) && !owner_.ends_.load(std::memory_order_relaxed);) {
+      if (owner_.all_arrived(number_)) {
         arrived_ns_ = now_ns();
         break;
       }
@@ -52,7 +52,7 @@ class Cores::ReadingAhead : public Pool::Work {
   }
 
  private:
-  Cores& cores_;
+  CpuPool& owner_;
   const uint32_t number_;
   Task& task_;
   int64_t arrived_ns_ = 0;
@@ -60,14 +60,14 @@ class Cores::ReadingAhead : public Pool::Work {
   std::atomic<int> others_;  // that still ask
 };
 
-Cores::Cores(const std::vector<int>& cpus, int64_t spin_us, Flag* flags, int64_t ranks)
+CpuPool::CpuPool(const std::vector<int>& cpus, int64_t spin_us, Flag* flags, int64_t ranks)
     : pool_(cpus, spin_us), spin_us_(spin_us), flags_(flags), ranks_(ranks) {
   if (flags_ == nullptr) return;
   for (int64_t flag = 0; flag < kArrived + ranks_; ++flag) flags_[flag].number.store(0);
   leader_ = std::thread([this] { lead(); });
 }
 
-Cores::~Cores() {
+CpuPool::~CpuPool() {
   if (!leader_.joinable()) return;
   flags_[kStop].number.store(1);
   {
@@ -78,20 +78,20 @@ Cores::~Cores() {
   leader_.join();
 }
 
-int64_t Cores::add(std::unique_ptr<Task> task) {
+int64_t CpuPool::add(std::unique_ptr<Task> task) {
   const std::lock_guard<std::mutex> lock(tasks_mutex_);
   tasks_.push_back(std::move(task));
   return static_cast<int64_t>(tasks_.size()) - 1;
 }
 
-void Cores::reserve(const Call& call) {
+void CpuPool::reserve(const Call& call) {
   while (leader_.joinable() && flags_[kDone].number.load() != last_.load()) std::this_thread::sleep_for(kNap);
   task_of(call).reserve(call, pool_, workspace_);
 }
 
-void Cores::run(const Call& call) { execute(call, task_of(call), now_ns()); }
+void CpuPool::run(const Call& call) { execute(call, task_of(call), now_ns()); }
 
-void Cores::submit(const Call& call, uint32_t number) {
+void CpuPool::submit(const Call& call, uint32_t number) {
   const uint64_t place = submitted_.load();
   while (place - taken_.load() >= kPlaces) std::this_thread::sleep_for(kNap);
   queue_[place % kPlaces] = {call, number};
@@ -105,24 +105,24 @@ void Cores::submit(const Call& call, uint32_t number) {
   }
 }
 
-Statistics Cores::statistics() const { return {calls_.load(), busy_ns_.load(), late_ns_.load(), chosen_bytes_.load()}; }
+Statistics CpuPool::statistics() const { return {calls_.load(), busy_ns_.load(), late_ns_.load(), chosen_bytes_.load()}; }
 
-void Cores::lead() {
+void CpuPool::lead() {
   pool_.pin(0);
   Submitted submitted;
   while (next(submitted)) {
-    const int64_t asked_ns = now_ns();
+    const int64_t taken_ns = now_ns();
     Task& task = task_of(submitted.call);
     const int64_t arrived_ns = wait_for_input(submitted.number, task);
     if (arrived_ns == 0) return;
-    late_ns_.fetch_add(arrived_ns - asked_ns);
+    late_ns_.fetch_add(arrived_ns - taken_ns);
     execute(submitted.call, task, arrived_ns);
     flags_[kDone].number.store(submitted.number, std::memory_order_release);
   }
 }
 
 // False when this ends.
-bool Cores::next(Submitted& submitted) {
+bool CpuPool::next(Submitted& submitted) {
   const uint64_t place = taken_.load();
   const int64_t until = now_ns() + spin_us_ * 1000;
   for (int spins = 1; submitted_.load(std::memory_order_acquire) == place; ++spins) {
@@ -140,13 +140,13 @@ bool Cores::next(Submitted& submitted) {
   return true;
 }
 
-Task& Cores::task_of(const Call& call) {
+Task& CpuPool::task_of(const Call& call) {
   const std::lock_guard<std::mutex> lock(tasks_mutex_);
   return *tasks_[call.task];
 }
 
 // Whether the input of a call is there, of all ranks. The numbers may pass the end of 32 bits.
-bool Cores::all_arrived(uint32_t number) const {
+bool CpuPool::all_arrived(uint32_t number) const {
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     if (static_cast<int32_t>(flags_[kArrived + rank].number.load(std::memory_order_acquire) - number) < 0) return false;
   }
@@ -154,7 +154,7 @@ bool Cores::all_arrived(uint32_t number) const {
 }
 
 // When the input was there; 0 when this ends first. Threads that would not watch for the next call do not read ahead either.
-int64_t Cores::wait_for_input(uint32_t number, Task& task) {
+int64_t CpuPool::wait_for_input(uint32_t number, Task& task) {
   if (all_arrived(number)) return now_ns();
   const int64_t until = now_ns() + spin_us_ * 1000;
   if (spin_us_ > 0 && task.read_ahead(0)) {
@@ -170,7 +170,7 @@ int64_t Cores::wait_for_input(uint32_t number, Task& task) {
   return now_ns();
 }
 
-void Cores::execute(const Call& call, Task& task, int64_t since_ns) {
+void CpuPool::execute(const Call& call, Task& task, int64_t since_ns) {
   task.prepare(call, pool_, workspace_);
   OnPool work(task, call);
   pool_.run(work);

@@ -28,7 +28,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using zero_inference::current_stream;
 
-using namespace zero_inference::crossing;  // launch sizes
+using namespace zero_inference::hand_off;  // launch sizes
 
 enum State : int { kOther, kMissed, kIdle };  // idle: in a slot, and no token chose it
 

@@ -1,8 +1,8 @@
-// How a stream of the device and the host's cores meet (csrc/cpu/cores.h), without the host's Python in between: kernels that
-// write into page-locked host memory and read from it.
+// How a stream of the device and the host's cores meet (csrc/cpu/cpu_pool.h), without the host's Python in between: kernels
+// that write into page-locked host memory and read from it.
 //
-//   crossing_push   writes tensors there, begins the next call, and raises the flag to its number
-//   crossing_pull   waits until the flag has the number of that call, and reads a tensor from there; with `weights` and `rows`,
+//   hand_off_push   writes tensors there, begins the next call, and raises the flag to its number
+//   hand_off_pull   waits until the flag has the number of that call, and reads a tensor from there; with `weights` and `rows`,
 //   adds
 //                   to it what the device has computed of the same sum: weights [tokens, k] times rows [tokens * k, width]
 //   weighted_rows   that sum alone
@@ -39,7 +39,7 @@ using zero_inference::aligned;
 using zero_inference::current_stream;
 using zero_inference::Element;
 
-using namespace zero_inference::crossing;  // launch sizes
+using namespace zero_inference::hand_off;  // launch sizes
 
 // Of the scratch tensor, uint32 [3], zero at first.
 constexpr int kFinished = 0;  // blocks that have written their part; wraps to 0
@@ -145,15 +145,15 @@ __global__ void __launch_bounds__(kThreads) pull(const Vector* source, Vector* _
 // Weights [tokens, k] times rows [tokens * k, width], and the same weights times `more`, unless it is null.
 struct WeightedRows {
   const void* weights;
-  ScalarType of_weights;
+  ScalarType weights_dtype;
   const void* rows;
   const void* more;
   int k;
   int64_t width;
 
   __device__ float weight(int64_t i) const {
-    if (of_weights == ScalarType::Float) return static_cast<const float*>(weights)[i];
-    if (of_weights == ScalarType::Half) return __half2float(static_cast<const __half*>(weights)[i]);
+    if (weights_dtype == ScalarType::Float) return static_cast<const float*>(weights)[i];
+    if (weights_dtype == ScalarType::Half) return __half2float(static_cast<const __half*>(weights)[i]);
     return __bfloat162float(static_cast<const __nv_bfloat16*>(weights)[i]);
   }
 };
@@ -281,16 +281,16 @@ T* at(int64_t address) {
   return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
 }
 
-void crossing_push(std::vector<Tensor> tensors, std::vector<int64_t> targets, int64_t flag, const Tensor& scratch) {
-  STD_TORCH_CHECK(!tensors.empty() && tensors.size() <= kMostParts && targets.size() == tensors.size(), "crossing_push: 1 to ",
+void hand_off_push(std::vector<Tensor> tensors, std::vector<int64_t> targets, int64_t flag, const Tensor& scratch) {
+  STD_TORCH_CHECK(!tensors.empty() && tensors.size() <= kMostParts && targets.size() == tensors.size(), "hand_off_push: 1 to ",
                   kMostParts, " tensors and as many targets, found ", tensors.size(), " and ", targets.size());
-  STD_TORCH_CHECK(flag != 0, "crossing_push: there must be a flag");
+  STD_TORCH_CHECK(flag != 0, "hand_off_push: there must be a flag");
   Parts parts = {};
   for (size_t p = 0; p < kMostParts; ++p) {
     Part& part = parts.part[p];
     part.unit = 1;
     if (p < tensors.size()) {
-      check("crossing_push", tensors[p], scratch);
+      check("hand_off_push", tensors[p], scratch);
       const int64_t bytes = bytes_of(tensors[p]);
       part.source = static_cast<const char*>(tensors[p].const_data_ptr());
       part.target = at<char>(targets[p]);
@@ -311,21 +311,25 @@ void crossing_push(std::vector<Tensor> tensors, std::vector<int64_t> targets, in
 // Of tensors that belong to `out` [tokens, width], or to [tokens * width].
 WeightedRows weighted(const char* name, const Tensor& out, int64_t width, const Tensor& weights, const Tensor& rows,
                       const std::optional<Tensor>& more) {
-  const ScalarType of_weights = weights.scalar_type();
+  const ScalarType weights_dtype = weights.scalar_type();
   STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous() && rows.dim() == 2 && rows.is_contiguous() &&
                       rows.size(0) == weights.numel() && weights.size(0) * rows.size(1) == out.numel() && rows.size(1) == width,
                   name, ": weights [tokens, k] and rows [tokens * k, width] must be contiguous and fit the result");
-  STD_TORCH_CHECK(of_weights == ScalarType::Float || of_weights == ScalarType::Half || of_weights == ScalarType::BFloat16, name,
-                  ": weights must be Float, Half or BFloat16, found ", torch::headeronly::toString(of_weights));
+  STD_TORCH_CHECK(
+      weights_dtype == ScalarType::Float || weights_dtype == ScalarType::Half || weights_dtype == ScalarType::BFloat16, name,
+      ": weights must be Float, Half or BFloat16, found ", torch::headeronly::toString(weights_dtype));
   const bool fits =
       !more.has_value() || (more->numel() == rows.numel() && more->is_contiguous() && more->is_cuda() &&
                             more->scalar_type() == rows.scalar_type() && more->get_device_index() == out.get_device_index());
   STD_TORCH_CHECK(fits && rows.is_cuda() && weights.is_cuda() && rows.get_device_index() == out.get_device_index() &&
                       weights.get_device_index() == out.get_device_index() && rows.scalar_type() == out.scalar_type(),
                   name, ": rows and more must be alike and of the result's dtype, all on its device");
-  return {
-      weights.const_data_ptr(),          of_weights, rows.const_data_ptr(), more.has_value() ? more->const_data_ptr() : nullptr,
-      static_cast<int>(weights.size(1)), width};
+  return {weights.const_data_ptr(),
+          weights_dtype,
+          rows.const_data_ptr(),
+          more.has_value() ? more->const_data_ptr() : nullptr,
+          static_cast<int>(weights.size(1)),
+          width};
 }
 
 // Calls launch(T, std::bool_constant<whether rows are whole vectors>).
@@ -350,16 +354,16 @@ void with_access(const char* name, const Tensor& out, const WeightedRows& of, co
   }
 }
 
-void crossing_pull(const Tensor& out, int64_t source, int64_t flag, int64_t stop, const Tensor& scratch,
+void hand_off_pull(const Tensor& out, int64_t source, int64_t flag, int64_t stop, const Tensor& scratch,
                    const std::optional<Tensor>& weights, const std::optional<Tensor>& rows, const std::optional<Tensor>& more) {
-  check("crossing_pull", out, scratch);
+  check("hand_off_pull", out, scratch);
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const cudaStream_t stream = current_stream(out.get_device_index());
   uint32_t* const counters = static_cast<uint32_t*>(scratch.mutable_data_ptr());
   if (weights.has_value()) {
-    STD_TORCH_CHECK(rows.has_value(), "crossing_pull: weights of which rows?");
-    const WeightedRows of = weighted("crossing_pull", out, rows->size(1), *weights, *rows, more);
-    with_access("crossing_pull", out, of, at<void>(source), [&](auto zero, auto in_vectors) {
+    STD_TORCH_CHECK(rows.has_value(), "hand_off_pull: weights of which rows?");
+    const WeightedRows of = weighted("hand_off_pull", out, rows->size(1), *weights, *rows, more);
+    with_access("hand_off_pull", out, of, at<void>(source), [&](auto zero, auto in_vectors) {
       using T = decltype(zero);
       const int64_t units = out.numel() / Access<T, in_vectors.value>::kElements;
       pull_sum<T, in_vectors.value><<<blocks_for(units, kThreads), kThreads, 0, stream>>>(
@@ -408,15 +412,15 @@ Tensor weighted_rows(const Tensor& weights, const Tensor& rows, const std::optio
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
-  library.def("crossing_push(Tensor[] tensors, int[] targets, int flag, Tensor(a!) scratch) -> ()");
+  library.def("hand_off_push(Tensor[] tensors, int[] targets, int flag, Tensor(a!) scratch) -> ()");
   library.def(
-      "crossing_pull(Tensor(a!) out, int source, int flag, int stop, Tensor(b!) scratch, Tensor? weights=None, "
+      "hand_off_pull(Tensor(a!) out, int source, int flag, int stop, Tensor(b!) scratch, Tensor? weights=None, "
       "Tensor? rows=None, Tensor? more=None) -> ()");
   library.def("weighted_rows(Tensor weights, Tensor rows, Tensor? more=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) {
-  library.impl("crossing_push", TORCH_BOX(&crossing_push));
-  library.impl("crossing_pull", TORCH_BOX(&crossing_pull));
+  library.impl("hand_off_push", TORCH_BOX(&hand_off_push));
+  library.impl("hand_off_pull", TORCH_BOX(&hand_off_pull));
   library.impl("weighted_rows", TORCH_BOX(&weighted_rows));
 }

@@ -8,7 +8,7 @@
 
 #include "attention.h"
 #include "attention_task.h"
-#include "cores.h"
+#include "cpu_pool.h"
 #include "threads.h"
 
 using namespace zero_inference::cpu;
@@ -60,8 +60,8 @@ int zero_inference_attention(const Attention* attention, int32_t instructions, i
   }
 }
 
-int64_t zero_inference_cores_add_attention(void* cores, const Attention* layer, int32_t instructions) {
-  return static_cast<Cores*>(cores)->add(std::make_unique<AttentionTask>(*layer, static_cast<Instructions>(instructions)));
+int64_t zero_inference_cpu_pool_add_attention(void* pool, const Attention* layer, int32_t instructions) {
+  return static_cast<CpuPool*>(pool)->add(std::make_unique<AttentionTask>(*layer, static_cast<Instructions>(instructions)));
 }
 
 }  // extern "C"

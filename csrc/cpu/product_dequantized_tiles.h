@@ -1,14 +1,14 @@
-// Products with codes restored as bfloat16, in tiles. Included by product_amx.cpp behind product_restored_rows.h, and
+// Products with codes dequantized as bfloat16, in tiles. Included by product_amx.cpp behind product_dequantized_rows.h, and
 // product_strips.h, with whose strips and pieces it goes through a weight.
 //
 // What a code stands for, code * scale + minimum, is rounded to bfloat16 as a device rounds it. So all groups are added up in
 // one tile, and sums are stored once a piece, where products with codes themselves store and scale the sums of each group.
 //
-// Strips are of 32 rows. A step of 128 columns of one is restored into a panel while the step before is multiplied from another
-// panel: a fourth of the products of 32 columns, then two rows, and so on, so that neither waits for the other. Four tiles hold
-// the sums of two tiles of rows with two of x, from where they are loaded at a piece's begin to where they are stored at its
-// end. With more than 32 rows of x a panel is multiplied with two such pairs of tiles, and their sums are loaded and stored for
-// each step.
+// Strips are of 32 rows. A step of 128 columns of one is dequantized into a panel while the step before is multiplied from
+// another panel: a fourth of the products of 32 columns, then two rows, and so on, so that neither waits for the other. Four
+// tiles hold the sums of two tiles of rows with two of x, from where they are loaded at a piece's begin to where they are
+// stored at its end. With more than 32 rows of x a panel is multiplied with two such pairs of tiles, and their sums are loaded
+// and stored for each step.
 //
 // Estimate, not measured: 512 bytes of int4, 64 columns of 16 rows in groups of 64, times up to 32 rows of x, take
 //   32 look-ups of two operations, 32 operations of tables and 4 of scales that only one port does         100 cycles
@@ -22,8 +22,8 @@
 
 #include "simd_avx512.h"
 
+#include "product_dequantized_rows.h"
 #include "product_layout.h"
-#include "product_restored_rows.h"
 #include "product_strips.h"
 #include "product_tiles.h"
 #include "simd.h"
@@ -31,19 +31,19 @@
 namespace zero_inference::cpu {
 namespace {
 
-struct RestoredScratch {
+struct DequantizedScratch {
   // Of a step, by blocks of 32 columns. Two panels take turns, and as they lie the addresses of one never agree with those of
   // the other in the last 12 bits (kTermStride).
   char panels[kStep / 32][2][kPanelRows * 64];
   // Of each row in the groups of kScalesColumns, or for each 32 of them: they are converted for several pieces.
-  float scales[kRestoredStrips][kPanelRows][kLanes];
-  float minima[kRestoredStrips][kPanelRows][kLanes];
-  char totals[kRestoredStrips][2][kSumsBytes];  // [strip][pair of tiles of x]
+  float scales[kDequantizedStrips][kPanelRows][kLanes];
+  float minima[kDequantizedStrips][kPanelRows][kLanes];
+  char totals[kDequantizedStrips][2][kSumsBytes];  // [strip][pair of tiles of x]
 };
-static_assert(sizeof(RestoredScratch) == kRestoredScratchBytes, "csrc/cpu/product.cpp says how much there is");
+static_assert(sizeof(DequantizedScratch) == kDequantizedScratchBytes, "csrc/cpu/product.cpp says how much there is");
 
 constexpr int64_t kScalesColumns = 32 * kLanes;
-constexpr int64_t kRestoredTokens = 2 * 2 * kTileRows;  // rows of x
+constexpr int64_t kDequantizedTokens = 2 * 2 * kTileRows;  // rows of x
 
 // A fourth of the products of multiply_block, with sums in tiles 0 to 3; `second`: with two tiles of rows.
 template <int kInputTiles, int kPart>
@@ -65,7 +65,7 @@ inline void multiply_part(bool second, const char* rows, const char* x, int64_t 
 }
 
 // A step that is multiplied.
-struct Restored {
+struct Dequantized {
   const char *panel, *x;
   char* totals;
   Begin begin;
@@ -74,24 +74,24 @@ struct Restored {
 
 // At most kCodeRows rows of the weight times up to four tiles of x.
 template <int kInputTiles, int kBits, int kTables>
-struct RestoredPass {
+struct DequantizedPass {
   static constexpr int kPairs = (kInputTiles + 1) / 2;  // of tiles of x
-  static constexpr int64_t kPieceColumns = kRestoredColumns / kPairs;
-  static constexpr int kAsksInBlock = kPanelRows * kStep / kPieceColumns / (4 * kPairs);
+  static constexpr int64_t kPieceColumns = kDequantizedColumns / kPairs;
+  static constexpr int kPrefetchesInBlock = kPanelRows * kStep / kPieceColumns / (4 * kPairs);
 
-  using Asking = Asker<kPieceColumns, kBits>;
+  using Prefetching = Prefetcher<kPieceColumns, kBits>;
 
   const Matrix& matrix;
   const Layout& layout;
-  RestoredScratch& scratch;
+  DequantizedScratch& scratch;
   Pieces pieces;
   const char* input;  // its tiles, `input_stride` bytes apart
 
   int64_t input_stride = layout.columns / 32 * kTileBytes;
   int64_t groups = groups_in(matrix, matrix.columns);
 
-  RestoredPass(const Matrix& matrix, const Layout& layout, RestoredScratch& scratch, int64_t first, int64_t last,
-               const char* input)
+  DequantizedPass(const Matrix& matrix, const Layout& layout, DequantizedScratch& scratch, int64_t first, int64_t last,
+                  const char* input)
       : matrix(matrix),
         layout(layout),
         scratch(scratch),
@@ -115,8 +115,8 @@ struct RestoredPass {
     const __m512i groups_of_blocks = groups_from(piece.k);
     float* const to = scratch.scales[strip_of(piece)][0];
     for (int64_t r = 0; r < pieces.rows_of(piece); ++r, scales += groups * 2, minima += groups * 2) {
-      Vector scale = left >= kLanes ? from_brain(scales) : from_part<Dtype::bfloat16>(scales, left);
-      Vector minimum = left >= kLanes ? from_brain(minima) : from_part<Dtype::bfloat16>(minima, left);
+      Vector scale = left >= kLanes ? from_bfloat16(scales) : from_part<Dtype::bfloat16>(scales, left);
+      Vector minimum = left >= kLanes ? from_bfloat16(minima) : from_part<Dtype::bfloat16>(minima, left);
       if (kTables == 4 && matrix.group != 32) {
         scale = _mm512_permutexvar_ps(groups_of_blocks, scale);
         minimum = _mm512_permutexvar_ps(groups_of_blocks, minimum);
@@ -134,47 +134,48 @@ struct RestoredPass {
             scratch.scales[strip_of(step)][0] + scale, scratch.panels[0][panel]};
   }
 
-  // A part of block `block` of a pair of tiles of x, and its share of kRows rows that are restored meanwhile.
+  // A part of block `block` of a pair of tiles of x, and its share of kRows rows that are dequantized meanwhile.
   template <int kTiles, int kPart, int kRows>
   [[gnu::always_inline]] inline void advance(bool second, const char* block, const char* x, Rows<kBits, kTables>& rows,
-                                             Asking& asker) const {
+                                             Prefetching& prefetcher) const {
     constexpr int kRowsInBlock = kRows / (kStep / 32 * kPairs);
     multiply_part<kTiles, kPart>(second, block, x, input_stride);
     if constexpr (kRows > 0) {
 #pragma GCC unroll 2
       for (int r = kRowsInBlock * kPart / 4; r < kRowsInBlock * (kPart + 1) / 4; ++r) rows.next(kStep);
-      if constexpr (kPart * kAsksInBlock % 4 == 0) asker.ask_for_row();
+      if constexpr (kPart * kPrefetchesInBlock % 4 == 0) prefetcher.prefetch_row();
     }
   }
 
   template <int kPair, int kRows>
-  [[gnu::always_inline]] inline void multiply(const Restored& step, Rows<kBits, kTables>& rows, Asking& asker) const {
+  [[gnu::always_inline]] inline void multiply(const Dequantized& step, Rows<kBits, kTables>& rows,
+                                              Prefetching& prefetcher) const {
     constexpr int kTiles = kInputTiles - 2 * kPair >= 2 ? 2 : 1;
     char* const totals = step.totals + kPair * kSumsBytes;
     const char* block = step.panel;
     const char* x = step.x + 2 * kPair * input_stride;
     step.second ? begin_sums<2, kTiles>(step.begin, totals) : begin_sums<1, kTiles>(step.begin, totals);
     for (int i = 0; i < kStep / 32; ++i, block += kBlockStride, x += kTileBytes) {
-      advance<kTiles, 0, kRows>(step.second, block, x, rows, asker);
-      advance<kTiles, 1, kRows>(step.second, block, x, rows, asker);
-      advance<kTiles, 2, kRows>(step.second, block, x, rows, asker);
-      advance<kTiles, 3, kRows>(step.second, block, x, rows, asker);
+      advance<kTiles, 0, kRows>(step.second, block, x, rows, prefetcher);
+      advance<kTiles, 1, kRows>(step.second, block, x, rows, prefetcher);
+      advance<kTiles, 2, kRows>(step.second, block, x, rows, prefetcher);
+      advance<kTiles, 3, kRows>(step.second, block, x, rows, prefetcher);
     }
     if (step.ends) step.second ? store_sums<2, kTiles>(totals) : store_sums<1, kTiles>(totals);
   }
 
   template <int kRows>
-  [[gnu::noinline]] void multiply(const Restored& step, Rows<kBits, kTables> rows, Asking& asker) const {
-    multiply<0, kRows>(step, rows, asker);
-    if constexpr (kPairs == 2) multiply<1, kRows>(step, rows, asker);
+  [[gnu::noinline]] void multiply(const Dequantized& step, Rows<kBits, kTables> rows, Prefetching& prefetcher) const {
+    multiply<0, kRows>(step, rows, prefetcher);
+    if constexpr (kPairs == 2) multiply<1, kRows>(step, rows, prefetcher);
   }
 
   // Rows that fill no tile, or fewer columns, or nothing to multiply yet.
-  [[gnu::noinline]] void restore(const Piece& step, Rows<kBits, kTables> rows) const {
+  [[gnu::noinline]] void dequantize(const Piece& step, Rows<kBits, kTables> rows) const {
     for (int64_t r = 0; r < pieces.rows_of(step); ++r) rows.next(step.end - step.k);
   }
 
-  Restored restored(const Piece& step, int64_t first_column, int panel) const {
+  Dequantized dequantized(const Piece& step, int64_t first_column, int panel) const {
     const Begin begin = step.k == 0 ? Begin::zero : step.k == first_column || kPairs == 2 ? Begin::load : Begin::keep;
     return {scratch.panels[0][panel],
             input + step.k / 32 * kTileBytes,
@@ -185,61 +186,61 @@ struct RestoredPass {
   }
 
   // Rows from `behind` on are not asked for.
-  [[gnu::noinline]] void run(int64_t behind) const {
-    Asking asker(matrix, pieces, behind);
+  [[gnu::noinline]] void run(int64_t end_row) const {
+    Prefetching prefetcher(matrix, pieces, end_row);
     Piece step = pieces.begin();  // of which columns [k, k + kStep) are in a panel
     int64_t first_column = 0;     // of its piece
     int panel = 0;
     convert(step);
-    restore(step, rows_at(step, panel));
+    dequantize(step, rows_at(step, panel));
     while (step.row < pieces.last) {
-      const Restored now = restored(step, first_column, panel);
+      const Dequantized now = dequantized(step, first_column, panel);
       panel = 1 - panel;
       step.k += kStep;
       if (step.k >= step.end) {
-        step = asker.next_piece();
+        step = prefetcher.next_piece();
         first_column = step.k;
         if (step.row < pieces.last && step.k % kScalesColumns == 0) convert(step);
       }
-      const bool there = step.row < pieces.last;
-      const Rows<kBits, kTables> rows = there ? rows_at(step, panel) : Rows<kBits, kTables>{};
-      const int64_t whole = there && step.end - step.k >= kStep ? pieces.rows_of(step) : 0;
+      const bool more = step.row < pieces.last;
+      const Rows<kBits, kTables> rows = more ? rows_at(step, panel) : Rows<kBits, kTables>{};
+      const int64_t whole = more && step.end - step.k >= kStep ? pieces.rows_of(step) : 0;
       if (whole == kPanelRows) {
-        multiply<kPanelRows>(now, rows, asker);
+        multiply<kPanelRows>(now, rows, prefetcher);
       } else if (whole == kTileRows) {
-        multiply<kTileRows>(now, rows, asker);
+        multiply<kTileRows>(now, rows, prefetcher);
       } else {
-        multiply<0>(now, rows, asker);
-        if (there) restore(step, rows);
+        multiply<0>(now, rows, prefetcher);
+        if (more) dequantize(step, rows);
       }
     }
   }
 };
 
 template <int kInputTiles>
-void multiply_restored(const Matrix& matrix, const Layout& layout, RestoredScratch& scratch, int64_t first, int64_t last,
-                       const char* input, int64_t behind) {
-  if (matrix.bits == 8) return RestoredPass<kInputTiles, 8, 4>(matrix, layout, scratch, first, last, input).run(behind);
-  if (layout.pairs == 32) return RestoredPass<kInputTiles, 4, 4>(matrix, layout, scratch, first, last, input).run(behind);
+void multiply_dequantized(const Matrix& matrix, const Layout& layout, DequantizedScratch& scratch, int64_t first, int64_t last,
+                          const char* input, int64_t end_row) {
+  if (matrix.bits == 8) return DequantizedPass<kInputTiles, 8, 4>(matrix, layout, scratch, first, last, input).run(end_row);
+  if (layout.pairs == 32) return DequantizedPass<kInputTiles, 4, 4>(matrix, layout, scratch, first, last, input).run(end_row);
   if (matrix.group == 64) {
-    return RestoredPass<kInputTiles, 4, 2>(matrix, layout, scratch, first, last, input).run(behind);
+    return DequantizedPass<kInputTiles, 4, 2>(matrix, layout, scratch, first, last, input).run(end_row);
   }
-  RestoredPass<kInputTiles, 4, 1>(matrix, layout, scratch, first, last, input).run(behind);
+  DequantizedPass<kInputTiles, 4, 1>(matrix, layout, scratch, first, last, input).run(end_row);
 }
 
-void product_of_restored(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
-                         int64_t last, float* out, int64_t stride, char* memory) {
-  RestoredScratch& scratch = *reinterpret_cast<RestoredScratch*>(memory);
+void product_of_dequantized(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
+                            int64_t last, float* out, int64_t stride, char* memory) {
+  DequantizedScratch& scratch = *reinterpret_cast<DequantizedScratch*>(memory);
   tiles_begin();
   const int64_t rows_together = code_rows(matrix);
   for (int64_t row = first; row < last; row += rows_together) {
     const int64_t end = last - row < rows_together ? last : row + rows_together;
-    for (int64_t m = 0; m < count; m += kRestoredTokens) {
-      const int64_t some = count - m < kRestoredTokens ? count - m : kRestoredTokens;
-      const auto multiply = some <= 16   ? multiply_restored<1>
-                            : some <= 32 ? multiply_restored<2>
-                            : some <= 48 ? multiply_restored<3>
-                                         : multiply_restored<4>;
+    for (int64_t m = 0; m < count; m += kDequantizedTokens) {
+      const int64_t some = count - m < kDequantizedTokens ? count - m : kDequantizedTokens;
+      const auto multiply = some <= 16   ? multiply_dequantized<1>
+                            : some <= 32 ? multiply_dequantized<2>
+                            : some <= 48 ? multiply_dequantized<3>
+                                         : multiply_dequantized<4>;
       multiply(matrix, layout, scratch, row, end, input + m * layout.columns * 2, last);
       for (int64_t at = row; at < end; at += kPanelRows) {
         for (int64_t i = 0; i < some; i += 2 * kTileRows) {

@@ -30,12 +30,12 @@ struct Statistics {
   int64_t chosen_bytes;  // of weights read by tasks whose input decides which they read
 };
 
-class Cores {
+class CpuPool {
  public:
   // `flags` is null where calls are made at once only; otherwise there are `kArrived` + `ranks`.
-  Cores(const std::vector<int>& cpus, int64_t spin_us, Flag* flags, int64_t ranks);
+  CpuPool(const std::vector<int>& cpus, int64_t spin_us, Flag* flags, int64_t ranks);
   // Waits for the call under way, and forgets those whose input has not arrived.
-  ~Cores();
+  ~CpuPool();
 
   int64_t add(std::unique_ptr<Task> task);
   // Takes the memory that calls with up to so many rows need; throws std::bad_alloc.
@@ -64,7 +64,7 @@ class Cores {
   static constexpr uint64_t kPlaces =
       4096;  // more than a pass of any model has calls, so that Python is never held up for long
 
-  Pool pool_;
+  ThreadPool pool_;
   const int64_t spin_us_;
   Flag* const flags_;
   const int64_t ranks_;
