@@ -9,7 +9,7 @@ namespace zero_inference {
 // Whether `pointer` may be accessed in units of `bytes`. A null pointer may: nothing is there to be accessed.
 inline bool aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
-// Whether rows of `length` elements, one behind the other from each of `pointers`, are whole 16-byte vectors that begin on 16
+// Whether rows of `length` elements, one after the other from each of `pointers`, are whole 16-byte vectors that begin on 16
 // bytes.
 template <typename T, typename... Pointers>
 bool in_vectors(int64_t length, Pointers... pointers) {

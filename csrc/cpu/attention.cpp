@@ -1,4 +1,4 @@
-// What is shared out, and which kernels do it.
+// Splits attention into items and chooses the kernels.
 
 #include "attention.h"
 
@@ -7,9 +7,9 @@
 namespace zero_inference::cpu {
 namespace {
 
-// Items a thread should have, so that the last ones to finish cost little.
+// Balances the load.
 constexpr int64_t kItemsPerThread = 8;
-// Fewer positions are not worth a part of their own: it writes and reads back 4 bytes an element of the output.
+// A part writes and reads back 4 bytes an output element, so it has at least this many positions.
 constexpr int64_t kMinPositions = 2 * kPiece;
 
 const AttentionKernels& kernels(Instructions instructions) {

@@ -1,16 +1,16 @@
-// Attention of a few new tokens over keys and values where they lie in host memory, each read once.
+// Attention of a few new tokens over keys and values in host memory, each read once.
 //
 //   out[t] = sum_p w[t][p] V[p],  w[t] = softmax over p of (cap(scale * q[t] . K[p]) + slope * (p - own(t)) + mask[t][p])
 //
 // cap(x) = softcap * tanh(x / softcap); own(t) = positions - tokens + t is the position of new token t, which sees positions up
-// to its own, and of those the last `window` (its own included) if there is one. A sink is one more logit of the softmax,
-// without a value. Sums are float32. A token that sees nothing gets zeros.
+// to its own, of those only the last `window` if set. A sink is one more logit of the softmax, without a value. Sums are
+// float32. A token that sees nothing gets zeros.
 //
-// Keys and values lie in blocks of `block_positions` positions. Where a block's rows of one head are contiguous, a core reads
-// runs of block_positions * head_dim elements (16 KB at 64 positions of 128 float16), which is what the prefetchers of a core
-// follow; position-major memory (one block, a row of one head every batch * kv_heads rows) is right too, in runs of one row.
+// Keys and values are in blocks of `block_positions`. Where a head's rows of a block are contiguous, cores read runs of
+// block_positions * head_dim elements (16 KB at 64 positions of 128 float16), which hardware prefetchers follow; other strides
+// work too.
 //
-// These functions know no threads: the caller shares the items out, and calls `merge` for all once all items are done.
+// These functions start no threads: the caller shares items out, and calls `merge` once all are done.
 
 #pragma once
 
@@ -53,27 +53,25 @@ struct Attention {
   Mask mask_kind;
 };
 
-// Into how many parts the positions of each sequence and head are split, so that `threads` threads have enough items.
+// Parts per sequence and head, such that `threads` threads have enough items.
 int64_t attention_splits(const Attention& attention, int64_t threads);
 
-// Independent items: sequence, then head of keys and values, then part. Neighbours lie next to each other in memory.
+// Independent items: sequence, then head, then part; neighbours are adjacent in memory.
 int64_t attention_items(const Attention& attention, int64_t splits);
 
-// Bytes that a thread lends to `attend`, for itself alone; 64-byte aligned.
+// Scratch bytes of one thread; 64-byte aligned.
 size_t attention_scratch_bytes(const Attention& attention);
 
-// Bytes of what the items leave for `merge`; 0 where one split writes `out` itself. 64-byte aligned.
+// Bytes of partial results for `merge`; 0 with one split, which writes `out` itself. 64-byte aligned.
 size_t attention_partial_bytes(const Attention& attention, int64_t splits);
 
-// Items [first, last).
+// Computes items [first, last).
 void attend(const Attention& attention, Instructions instructions, int64_t splits, int64_t first, int64_t last, void* scratch,
             void* partials);
 
-// Outputs of sequences and heads of keys and values [first, last), of batch * kv_heads, from all their parts; nothing to do for
-// one split.
+// Outputs of groups (sequence, head) [first, last) from all their parts; no-op with one split.
 void merge(const Attention& attention, Instructions instructions, int64_t splits, int64_t first, int64_t last, void* partials);
 
-// One instruction set each; `attend` and `merge` choose.
 struct AttentionKernels {
   void (*attend)(const Attention& attention, int64_t splits, int64_t first, int64_t last, float* scratch, float* partials);
   void (*merge)(const Attention& attention, int64_t splits, int64_t group, float* partials);

@@ -1,12 +1,11 @@
-// The attention of one item, written once for all instruction sets. A set is a type V of static functions:
+// Attention of one item, a template on the vectors V of an instruction set, whose static functions are
 //
 //   kLanes, kTile; Register
-//   zero(), all(float), load(const T*), load(const T*, count) (zeros behind), store(T*, Register), store(T*, Register, count)
+//   zero(), all(float), load(const T*), load(const T*, count) (then zeros), store(T*, Register), store(T*, Register, count)
 //   add, sub, mul, fma(a, b, c) = a * b + c, max, div, below(x, limit, then, otherwise), times_two_to(x, whole), round
 //   sum(x), largest(x), sums(const Register[kTile], float*)
 //
-// for T of float, Float16 and BFloat16. All of this has internal linkage: files of different instruction sets must not share
-// it.
+// for T of float, Float16 and BFloat16. All has internal linkage: sources of different instruction sets must not share it.
 
 #pragma once
 
@@ -22,7 +21,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Positions between two looks at the softmax: their keys and values, 32 KB at 128 float16, stay in the first-level cache.
+// Positions per step of the online softmax: 32 KB of keys and values at 128 float16 stay in L1.
 constexpr int64_t kPiece = 64;
 constexpr int64_t kLine = 64;     // bytes of a cache line
 constexpr int64_t kPadding = 16;  // floats; rows of queries and sums begin at a multiple of them
@@ -30,7 +29,7 @@ constexpr float kNothing = -__builtin_inff();
 
 inline int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
-// The oldest position that any new token sees.
+// The oldest visible position.
 inline int64_t first_position(const Attention& a) {
   const int64_t first = a.positions - a.tokens + 1 - a.window;
   return a.window > 0 && first > 0 ? first : 0;
@@ -39,10 +38,10 @@ inline int64_t first_position(const Attention& a) {
 // Rows of queries that read the same keys and values.
 inline int64_t rows_of(const Attention& a) { return a.heads / a.kv_heads * a.tokens; }
 
-// What a part leaves for `merge`: the weighted sum of each row, then the largest logit and the sum of weights of each.
+// Partial result: weighted sums of all rows, then the largest logit and the sum of weights of each.
 inline int64_t partial_floats(const Attention& a) { return rows_of(a) * padded(a.value_dim) + padded(2 * rows_of(a)); }
 
-// Where things lie in a thread's scratch memory, in floats.
+// Offsets in a thread's scratch, in floats.
 struct Scratch {
   int64_t query_stride, sum_stride, sums, largest, weights, floats;
   explicit Scratch(const Attention& a) {
@@ -88,7 +87,7 @@ struct Kernel {
   int64_t token_of(int64_t row) const { return row % a.tokens; }
   int64_t own_position(int64_t row) const { return a.positions - a.tokens + token_of(row); }
 
-  // exp(x), 0 below -86. The polynomial is Taylor's of degree 6 on |r| <= ln(2) / 2, where it is off by 1.2e-7 of the result.
+  // exp(x), 0 below -86: Taylor polynomial of degree 6 on |r| <= ln(2) / 2, relative error 1.2e-7.
   static inline Register exp(Register x) {
     const Register whole = V::round(V::mul(x, V::all(1.44269504f)));
     Register r = V::fma(whole, V::all(-0.693359375f), x);  // ln(2) in two parts, the first exact in any product with `whole`
@@ -137,8 +136,8 @@ struct Kernel {
     for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(T)); i += kLine) __builtin_prefetch(bytes + i, 0, 3);
   }
 
-  // logits[r][p] of kRows rows of queries and `count` keys, `stride` elements apart; those behind `count` are of the last key.
-  // What the core reads next is asked for here, a row a key: it is a piece of 16 KB away, 1.6 us at 10 GB/s.
+  // logits[r][p] of kRows query rows and `count` keys; after `count` the last key repeats. Prefetches what is read next, a row
+  // per key: 16 KB away, 1.6 us at 10 GB/s.
   template <int kRows>
   inline void multiply_keys(const float* query, const T* keys, int64_t count, float (*logits)[kPiece], const T* next,
                             int64_t next_count) const {
@@ -177,7 +176,7 @@ struct Kernel {
     }
   }
 
-  // What is added to the logits of a row at `position` and behind, of which `count` are asked for.
+  // Mask values of a row from `position` on.
   inline Register mask_at(int64_t row, int64_t position, int64_t count) const {
     const int64_t at =
         a.mask_strides.batch * sequence + a.mask_strides.head * head_of(row) + a.mask_strides.token * token_of(row) + position;
@@ -201,7 +200,7 @@ struct Kernel {
     return V::zero();
   }
 
-  // Cap, bias and mask of a row's logits, and nothing where it sees nothing; returns the largest.
+  // Applies cap, bias, mask and causality to logits; returns the largest.
   inline float finish_logits(int64_t row, int64_t position, int64_t count, float* logits) const {
     const int64_t own = own_position(row);
     const int64_t last = own + 1 - position < count ? own + 1 - position : count;
@@ -229,7 +228,7 @@ struct Kernel {
     return V::largest(most);
   }
 
-  // Logits become weights relative to the largest so far; sums of before are brought to the new one. False: all are 0.
+  // Turns logits into weights relative to the largest so far, and rescales earlier sums. False: all are 0.
   inline bool take_weights(int64_t row, float most, float* logits) {
     if (most == kNothing) {
       for (int64_t i = 0; i < kPiece; ++i) logits[i] = 0.0f;
@@ -256,7 +255,7 @@ struct Kernel {
     return true;
   }
 
-  // sums[r] += weight[r][p] * value[p], for kVectors registers of each row of values from element `at`.
+  // sums[r] += weight[r][p] * value[p], for kVectors registers from element `at`.
   template <int kRows, int kVectors>
   inline void add_values(float* sum, int64_t at, const T* values, int64_t count, const float (*weight)[kPiece], const T* next,
                          int64_t next_count) const {
@@ -299,7 +298,7 @@ struct Kernel {
     }
   }
 
-  // A piece of positions [position, position + count), and how many of the next piece's keys are asked for.
+  // Positions [position, position + count), and how many of the next keys to prefetch.
   struct Piece {
     int64_t position, count, next_count;
     const T* keys;
@@ -333,7 +332,7 @@ struct Kernel {
     return position + most < end ? position + most : end;
   }
 
-  // The first keys of the item that this thread attends next; null where there is none.
+  // First keys of the thread's next item, or null.
   const T* following = nullptr;
   int64_t following_count = 0;
 
@@ -355,7 +354,7 @@ struct Kernel {
     }
   }
 
-  // The output of a row from its sums; the sink joins the softmax here.
+  // Writes the output of a row; the sink joins the softmax here.
   void write(int64_t row, const float* sum, float most, float total) const {
     float shrink = 1.0f;
     if (a.sinks) {
@@ -372,7 +371,7 @@ struct Kernel {
     if (i < a.value_dim) V::store(to + i, V::mul(V::load(sum + i), factor), a.value_dim - i);
   }
 
-  // Where part `part` of `splits` begins; that of `splits` is the end.
+  // First position of `part`; of `splits`: the end.
   int64_t begin_of(int64_t part, int64_t splits) const {
     const int64_t size = a.block_positions < kPiece ? a.block_positions : kPiece;
     const int64_t seen = first_position(a), first = seen / size;
@@ -397,7 +396,7 @@ struct Kernel {
     for (int64_t i = 0; i < partial_floats(a); i += V::kLanes) V::store(partial + i, V::load(sums + i));
   }
 
-  // `partials` of the parts lie one behind the other; the first takes the sums of all.
+  // Merges consecutive `partials` into the first.
   void merge(int64_t splits, float* partials) const {
     const int64_t stride = partial_floats(a);
     for (int64_t row = 0; row < rows; ++row) {

@@ -105,7 +105,7 @@ struct Portable {
   static inline Register below(const Register& x, float limit, const Register& then, const Register& otherwise) {
     return each([&](int i) { return x.lane[i] < limit ? then.lane[i] : otherwise.lane[i]; });
   }
-  static inline Register round(const Register& x) {  // of at most 2^22: behind the sum's last bit there is no fraction
+  static inline Register round(const Register& x) {  // of at most 2^22: the sum has no fraction bits left
     return each([&](int i) { return x.lane[i] + 12582912.0f - 12582912.0f; });
   }
   // `whole` within [-125, 127]; others are right only where the result is not used.

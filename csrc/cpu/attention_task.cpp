@@ -8,8 +8,7 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-// Each thread begins with a run of items of its own, whose memory it reads in order, and takes small parts of the rest, so that
-// all end together. The same share as for products (block.cpp).
+// Each thread takes a contiguous run of items, then small parts of the rest; shares as for products (block.cpp).
 constexpr double kOwnShare = 0.75;
 constexpr int64_t kPartsOfThread = 32;  // the size of those parts: a core that is slower delays the others by 1/32 at most
 
@@ -17,7 +16,7 @@ size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kA
 
 size_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
-// New rows [count of (sequence, head), tokens, dim] to their places, for sequences and heads [first, last).
+// New rows [(sequence, head), tokens, dim] to the cache, for groups [first, last).
 void store_rows(const Attention& a, const CachedRows& rows, const char* from, int64_t dim, int64_t first, int64_t last) {
   const size_t bytes = dim * size_of(a.dtype);
   char* const data = static_cast<char*>(const_cast<void*>(rows.data));
@@ -45,8 +44,8 @@ void AttentionTask::prepare(const Call& call, ThreadPool& pool, Workspace& works
   partials_ = workspace.hidden.reserve(std::max<size_t>(kAlignment, attention_partial_bytes(a, splits_)));
 }
 
-// With one split an item is a sequence and a head, whose new rows the thread that attends them stores first. With more the
-// threads meet in activation, for the last part may be attended by another thread than the first.
+// With one split a thread stores the new rows of its own items. With more there is a barrier, because another thread may attend
+// the last part.
 void AttentionTask::run(const Call& call, ThreadPool& pool, int thread) {
   const Attention& a = attention_;
   const int64_t groups = a.batch * a.kv_heads, items = attention_items(a, splits_);

@@ -1,4 +1,4 @@
-// Attention of a decoder layer as a task of the cores: the new keys and values are stored, then attended with all before them.
+// Attention of a decoder layer as a task: stores the new keys and values, then attends.
 
 #pragma once
 
@@ -7,12 +7,12 @@
 
 namespace zero_inference::cpu {
 
-// The input of a call is the queries [batch, heads, tokens, key_dim], behind them the new keys [batch, kv_heads, tokens,
-// key_dim], behind them the new values [batch, kv_heads, tokens, value_dim]; the output is [batch, tokens, heads, value_dim].
-// `extra` of a call is the number of new tokens, the positions with them, and the window. There is no mask.
+// Input of a call: queries [batch, heads, tokens, key_dim], then new keys [batch, kv_heads, tokens, key_dim], then new values
+// [batch, kv_heads, tokens, value_dim]. Output: [batch, tokens, heads, value_dim]. `extra`: tokens, positions with them,
+// window. No mask.
 class AttentionTask : public Task {
  public:
-  // Of `layer`, what a call brings (queries, out, tokens, positions, window) is not read.
+  // queries, out, tokens, positions and window of `layer` are ignored: they come with a call.
   AttentionTask(const Attention& layer, Instructions instructions) : attention_(layer), instructions_(instructions) {}
 
   void prepare(const Call& call, ThreadPool& pool, Workspace& workspace) override;
@@ -23,7 +23,7 @@ class AttentionTask : public Task {
 
   Attention attention_;
   const Instructions instructions_;
-  // of the call under way
+  // of the running call
   int64_t splits_ = 1;
   size_t scratch_bytes_ = 0;
   char* scratch_ = nullptr;

@@ -11,21 +11,20 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-// Of the smallest part, whole strips. Others can be tried: CXX="g++ -DZERO_INFERENCE_LEAST_ROWS=32".
+// Rows of the smallest part, whole strips. Others: CXX="g++ -DZERO_INFERENCE_LEAST_ROWS=32".
 #if !defined(ZERO_INFERENCE_LEAST_ROWS)
 #define ZERO_INFERENCE_LEAST_ROWS 16
 #endif
 constexpr int64_t kMinRows = ZERO_INFERENCE_LEAST_ROWS;
 constexpr int64_t kMaxRows = 256;  // of a part, for which there is memory
-// Each thread begins with a run of rows of its own, which memory gives faster than scattered ones. The rest is shared out in
-// small parts, so that all end together. Other shares can be tried (benchmarks/cores_blocks.py --flags).
+// Share of the rows that threads take in contiguous runs, which read faster; small parts of the rest balance the load. Others:
+// benchmarks/cores_blocks.py --flags.
 #if !defined(ZERO_INFERENCE_OWN_SHARE)
 #define ZERO_INFERENCE_OWN_SHARE 0.75
 #endif
 constexpr double kOwnShare = ZERO_INFERENCE_OWN_SHARE;
 
-// Calls work(first, last) for the parts of the rows that a thread begins with, of so many. Returns how many each thread has of
-// its own.
+// Calls work(first, last) for the thread's contiguous run; returns its length.
 template <typename Function>
 int64_t for_own_rows(int64_t rows, int threads, int thread, const Function& work) {
   const int64_t own = static_cast<int64_t>(kOwnShare * static_cast<double>(rows) / threads) / kMinRows * kMinRows;
@@ -35,7 +34,7 @@ int64_t for_own_rows(int64_t rows, int threads, int thread, const Function& work
   return own;
 }
 
-// Calls work(first, last) for parts of `rows` rows, each once over all threads.
+// Calls work(first, last) so that all threads together cover `rows` once.
 template <typename Function>
 void share_out(int64_t rows, ThreadPool& pool, int thread, StageWatch& watch, const Function& work) {
   const int64_t shared = for_own_rows(rows, pool.threads(), thread, work) * pool.threads();
@@ -50,15 +49,15 @@ int64_t parts_of(int64_t rows, int64_t rows_of_part) { return (rows + rows_of_pa
 
 size_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
-// Rows that a stage shares out: those of all its products, or where these are combined, of one of them.
+// Rows that are shared out: of all products, or of one where they are combined.
 int64_t rows_of(const Stage& stage) {
   int64_t rows = 0;
   for (int i = 0; i < (stage.combine == Combine::none ? stage.products : 1); ++i) rows += stage.matrices[i].rows;
   return rows;
 }
 
-// Calls work(product, first, last, before) for the rows of each product that are among rows [begin, end) of those of all, with
-// how many rows the products before have.
+// Calls work(product, first, last, before) for the rows of each product in [begin, end) of the concatenated rows; `before`:
+// rows of earlier products.
 template <typename Function>
 void for_products(const Stage& stage, int64_t begin, int64_t end, const Function& work) {
   int64_t before = 0;
@@ -90,7 +89,6 @@ void* Buffer::reserve(size_t bytes) {
 Block::Block(std::vector<Stage> stages, Dtype dtype, Instructions instructions)
     : stages_(std::move(stages)), dtype_(dtype), instructions_(instructions) {}
 
-// The rows that each thread of the first stage begins with, in the order in which it multiplies them.
 void Block::find_first_rows(int threads) {
   const Stage& stage = stages_.front();
   ahead_ = std::vector<ReadAhead>(static_cast<size_t>(threads));
@@ -129,7 +127,7 @@ void Block::prepare(const Call& call, ThreadPool& pool, Workspace& workspace) {
 
 void Block::reserve(const Call& call, ThreadPool& pool, Workspace& workspace) {
   Call some = call;
-  for (some.count = 1; some.count <= call.count; ++some.count) {  // the fewer may take the more: their form is another
+  for (some.count = 1; some.count <= call.count; ++some.count) {  // fewer rows may need more: another layout
     prepare(some, pool, workspace);
   }
 }
@@ -148,7 +146,7 @@ void Block::run(const Call& call, ThreadPool& pool, int thread) {
       multiply_combined(stage, call, pool, thread, watch);
       pool.barrier();
       watch.ends(Timed::wait_for_rows);
-      if (thread == 0) pool.restart_parts();  // the barrier behind the next preparation lies between this and the next use
+      if (thread == 0) pool.restart_parts();  // the barrier after the next preparation lies between this and the next use
     }
   }
 }
@@ -166,7 +164,7 @@ void Block::prepare_stage(const Stage& stage, const Call& call, ThreadPool& pool
   }
 }
 
-// A part is the same rows of all products, which become as many columns of the next input.
+// A part is the same rows of all products: columns of the next input.
 void Block::multiply_combined(const Stage& stage, const Call& call, ThreadPool& pool, int thread, StageWatch& watch) {
   const int64_t rows = rows_of(stage);
   char* scratch = thread_memory_ + thread * thread_bytes_;
@@ -186,7 +184,7 @@ void Block::multiply_combined(const Stage& stage, const Call& call, ThreadPool& 
   });
 }
 
-// The rows of all products are shared out as if they were those of one.
+// Rows of all products are shared out as one range.
 void Block::multiply_outputs(const Stage& stage, const Call& call, ThreadPool& pool, int thread, StageWatch& watch) {
   char* scratch = thread_memory_ + thread * thread_bytes_;
   float* results = reinterpret_cast<float*>(scratch + scratch_bytes_);
@@ -202,7 +200,7 @@ void Block::multiply_outputs(const Stage& stage, const Call& call, ThreadPool& p
   });
 }
 
-// Rows [first, last) of product `index` with their bias: results[m * (last - first) + r - first].
+// results[m * (last - first) + r - first], with bias.
 void Block::multiply_part(const Stage& stage, int index, const Call& call, int64_t first, int64_t last, float* results,
                           char* scratch) {
   const int64_t width = last - first;

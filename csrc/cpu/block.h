@@ -1,4 +1,4 @@
-// A block of a decoder layer: products with weights in host memory, and what lies between them.
+// A block of a decoder layer as a task: products with weights in host memory and the elementwise steps between them.
 
 #pragma once
 
@@ -12,7 +12,6 @@ namespace zero_inference::cpu {
 
 constexpr int kMaxProducts = 8;
 
-// What is made of the products of a stage.
 enum class Combine : int32_t {
   none = 0,        // each is an output of the block: the last stage
   activation = 1,  // f(first) is the input of the next stage
@@ -29,8 +28,8 @@ enum class Activation : int32_t {
   identity = 6
 };
 
-// Products of one input; all of the same bits, group, dtype and columns, and of as many rows where they are combined. Filled by
-// Python.
+// Products of one input, all of the same bits, group, dtype and columns, and of as many rows where combined. Layout:
+// zero_inference/cpu/pool.py.
 struct Stage {
   Matrix matrices[kMaxProducts];
   const void* biases[kMaxProducts];  // [rows] of `bias_dtype`, or null
@@ -40,10 +39,9 @@ struct Stage {
   Dtype bias_dtype;
 };
 
-// The output of the call holds the products of the last stage one behind the other, each [count, rows] in `dtype`.
+// The output holds the products of the last stage one after the other, each [count, rows] in `dtype`.
 class Block : public Task {
  public:
-  // `dtype`: of input and output.
   Block(std::vector<Stage> stages, Dtype dtype, Instructions instructions);
 
   void prepare(const Call& call, ThreadPool& pool, Workspace& workspace) override;
@@ -63,7 +61,7 @@ class Block : public Task {
   const Dtype dtype_;
   const Instructions instructions_;
   std::vector<ReadAhead> ahead_;  // of threads, once there was a call
-  // of the call under way
+  // of the running call
   char* input_ = nullptr;
   float* hidden_ = nullptr;
   char* thread_memory_ = nullptr;

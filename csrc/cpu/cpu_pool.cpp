@@ -24,13 +24,13 @@ class CpuPool::OnPool : public ThreadPool::Work {
   const Call& call_;
 };
 
-// Asks for what the threads will read first of a call, until its input is there or all of that is asked for.
+// Reads weights of a call ahead until its input arrives or the cache is full.
 class CpuPool::ReadingAhead : public ThreadPool::Work {
  public:
   ReadingAhead(CpuPool& owner, uint32_t number, Task& task)
       : owner_(owner), number_(number), task_(task), others_(owner.pool_.threads() - 1) {}
 
-  // When the input was there; 0 if it is still to come.
+  // 0: not yet.
   int64_t arrived_ns() const { return arrived_ns_; }
 
   void run(ThreadPool&, int thread) override {
@@ -57,7 +57,7 @@ class CpuPool::ReadingAhead : public ThreadPool::Work {
   Task& task_;
   int64_t arrived_ns_ = 0;
   std::atomic<bool> over_{false};
-  std::atomic<int> others_;  // that still ask
+  std::atomic<int> others_;  // that still prefetch
 };
 
 CpuPool::CpuPool(const std::vector<int>& cpus, int64_t spin_us, Flag* flags, int64_t ranks)
@@ -121,7 +121,7 @@ void CpuPool::lead() {
   }
 }
 
-// False when this ends.
+// False at the end.
 bool CpuPool::next(Submitted& submitted) {
   const uint64_t place = taken_.load();
   const int64_t until = now_ns() + spin_us_ * 1000;
@@ -145,7 +145,7 @@ Task& CpuPool::task_of(const Call& call) {
   return *tasks_[call.task];
 }
 
-// Whether the input of a call is there, of all ranks. The numbers may pass the end of 32 bits.
+// Numbers may wrap at 2^32.
 bool CpuPool::all_arrived(uint32_t number) const {
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     if (static_cast<int32_t>(flags_[kArrived + rank].number.load(std::memory_order_acquire) - number) < 0) return false;
@@ -153,7 +153,7 @@ bool CpuPool::all_arrived(uint32_t number) const {
   return true;
 }
 
-// When the input was there; 0 when this ends first. Threads that would not watch for the next call do not read ahead either.
+// Returns the time of arrival; 0 at the end. A pool that does not spin does not read ahead.
 int64_t CpuPool::wait_for_input(uint32_t number, Task& task) {
   if (all_arrived(number)) return now_ns();
   const int64_t until = now_ns() + spin_us_ * 1000;

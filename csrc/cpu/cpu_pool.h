@@ -1,5 +1,4 @@
-// The host's cores as a device: tasks that are registered once, and calls of them, at once or when the devices of one rank or
-// of several have brought the input.
+// CPU backend: tasks that are registered once and called at once or when the devices of all ranks have raised their flags.
 
 #pragma once
 
@@ -15,9 +14,8 @@
 
 namespace zero_inference::cpu {
 
-// In memory that devices and other processes see too. The cores raise `done` to a call's number when the output is there.
-// `stop` lets devices go on without an output. From `arrived` on each rank has a flag, which its device raises when the rank's
-// input is there.
+// In memory shared with devices and other processes. Set to a call's number: `kDone` by the CPU when the output is written,
+// `kArrived` + rank by the rank's device when its input is. `kStop` releases waiting devices.
 struct alignas(64) Flag {
   std::atomic<uint32_t> number;
 };
@@ -26,23 +24,23 @@ enum Flags { kDone, kStop, kArrived };
 struct Statistics {
   int64_t calls;
   int64_t busy_ns;       // from the arrival of the input to the output
-  int64_t late_ns;       // of the first thread: waiting for the input of a call that was already asked for
-  int64_t chosen_bytes;  // of weights read by tasks whose input decides which they read
+  int64_t late_ns;       // of the first thread: waiting for the input of a submitted call
+  int64_t chosen_bytes;  // of weights that routed tasks read
 };
 
 class CpuPool {
  public:
-  // `flags` is null where calls are made at once only; otherwise there are `kArrived` + `ranks`.
+  // `flags`: kArrived + ranks of them, or null where calls only use `run`.
   CpuPool(const std::vector<int>& cpus, int64_t spin_us, Flag* flags, int64_t ranks);
-  // Waits for the call under way, and forgets those whose input has not arrived.
+  // Waits for the running call, drops those without input.
   ~CpuPool();
 
   int64_t add(std::unique_ptr<Task> task);
-  // Takes the memory that calls with up to so many rows need; throws std::bad_alloc.
+  // Allocates for calls with up to call.count rows; throws std::bad_alloc.
   void reserve(const Call& call);
-  // At once, with the calling thread as one of the pool's; while no call that was submitted is under way.
+  // Runs now, the caller as thread 0; only while no submitted call is pending.
   void run(const Call& call);
-  // When the input of all ranks has arrived, in the order of submission; `number` rises from call to call. Returns at once.
+  // Queues a call that runs when the inputs of all ranks have arrived. Numbers ascend. Returns at once.
   void submit(const Call& call, uint32_t number);
   Statistics statistics() const;
 
@@ -61,8 +59,7 @@ class CpuPool {
   int64_t wait_for_input(uint32_t number, Task& task);
   void execute(const Call& call, Task& task, int64_t since_ns);
 
-  static constexpr uint64_t kPlaces =
-      4096;  // more than a pass of any model has calls, so that Python is never held up for long
+  static constexpr uint64_t kPlaces = 4096;  // more calls than a step of any model has, so that Python does not wait
 
   ThreadPool pool_;
   const int64_t spin_us_;

@@ -2,15 +2,13 @@
 
 #include <cstring>
 
-// g++ makes no vectors of most choices between two numbers otherwise, because a comparison might trap.
+// Else g++ does not vectorize most selections, because a comparison might trap.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-trapping-math")
 #endif
 
-// One copy of a function for each of these, chosen when the library is loaded; the compiler writes the vectors. By
-// instructions: what arch= names is chosen on that one processor only, and all others would take the default
-// (benchmarks/cpu_activations.cpp). Only of functions that no header declares: clang 14 makes none of others, and names them so
-// that other files do not find them.
+// One clone per instruction set, chosen at load time. Not by arch=, which matches that one processor only
+// (benchmarks/cpu_activations.cpp). Only for functions without a declaration in a header: clang 14 fails on others.
 #if defined(__x86_64__) && defined(__gnu_linux__)
 #define ZI_FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -34,8 +32,7 @@ ZI_INLINE uint32_t to_bits(float value) {
   return bits;
 }
 
-// exp(x) = 2^n * exp(r), |r| <= ln(2) / 2, by the Taylor polynomial of degree 7: relative error below 3e-7. Clamped where
-// float32 ends, so that no branch is left.
+// exp(x) = 2^n * exp(r), |r| <= ln(2) / 2, Taylor polynomial of degree 7: relative error below 3e-7. Clamped, without branches.
 ZI_INLINE float exponential(float x) {
   x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
   const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum is rounded to a whole number

@@ -11,12 +11,12 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr int64_t kMinRows = 16;  // what the kernels of every instruction set work on at once
+constexpr int64_t kMinRows = 16;  // rows of a tile
 constexpr int64_t kMaxRows = 256;
-// A part begins with waiting for memory: one core (Zen 5) multiplied parts of 64 rows of 384 bytes at 5.5 GB/s, of 256 rows
-// at 9.5. So the first ones are large, and the last ones, whose end all threads wait for, as small as this.
+// Starting a part waits for memory: one Zen 5 core reached 5.5 GB/s in parts of 64 rows of 384 bytes, 9.5 in 256. So parts
+// begin large and end this small.
 constexpr int64_t kMinBytes = 32 << 10;
-// Of the next product, asked for before this one: with it those of 64 rows reached 8 GB/s, and of 256 10.
+// Prefetched of the next product: parts of 64 rows then reached 8 GB/s, of 256 10.
 constexpr int64_t kBytesAhead = 4096;
 constexpr float kNoLimit = std::numeric_limits<float>::infinity();
 
@@ -32,7 +32,6 @@ int64_t bytes_of(const Matrix& matrix) {
   return elements * matrix.bits / 8 + 2 * (elements / matrix.group) * size_of(matrix.dtype);
 }
 
-// Asks for the first bytes of a row and of those behind it, and for their scales and minima.
 void prefetch(const Matrix& matrix, int64_t row) {
   const auto prefetch_lines = [](const void* data, int64_t from, int64_t bytes) {
     const char* const p = static_cast<const char*>(data) + from;
@@ -46,8 +45,7 @@ void prefetch(const Matrix& matrix, int64_t row) {
   prefetch_lines(matrix.minima, of_groups, kBytesAhead / 8);
 }
 
-// For `units` that the threads share out evenly: calls work(item, begin, end) for the columns [begin, end) of each item that
-// are this thread's, where an item is `columns` columns in steps of `step`.
+// Divides items * columns, in steps of `step`, evenly among threads; calls work(item, begin, end).
 template <typename Work>
 void share_columns(int64_t items, int64_t columns, int64_t step, int threads, int thread, const Work& work) {
   const int64_t steps = parts_of(columns, step);
@@ -94,7 +92,6 @@ void Experts::prepare(const Call& call, ThreadPool& pool, Workspace& workspace) 
   take(std::max(inputs, hidden), static_cast<int64_t>(rows_.size()), most_rows, call.count, pool, workspace);
 }
 
-// Inputs are of at most `call.count` rows each and of all pairs together; what a row takes depends on how many there are.
 void Experts::reserve(const Call& call, ThreadPool& pool, Workspace& workspace) {
   const int64_t pairs = call.count * call.extra[0];
   size_t of_row = 0;
@@ -117,7 +114,7 @@ void Experts::take(size_t input, int64_t pairs, int64_t most_rows, int64_t count
   const Expert& one = experts_[0];
   const int64_t rows = std::max<int64_t>(1, most_rows);
   scratch_bytes_ = 0;
-  for (int64_t of = 1; of <= rows; ++of) {  // the fewer may take the more: their form is another
+  for (int64_t of = 1; of <= rows; ++of) {  // fewer rows may need more: another layout
     for (const Matrix* matrix : {&one.gate, &one.down}) {
       scratch_bytes_ = std::max(scratch_bytes_, aligned(scratch_bytes(*matrix, of, instructions_)));
     }
@@ -133,8 +130,7 @@ void Experts::take(size_t input, int64_t pairs, int64_t most_rows, int64_t count
   thread_memory_ = static_cast<char*>(workspace.threads.reserve(thread_bytes_ * pool.threads()));
 }
 
-// Sorts the pairs of a row and an expert by expert. An expert of one row shares the prepared row with the others of that row:
-// at batch 1 all have the same.
+// Sorts (token, expert) pairs by expert. Experts of a single token share its prepared row.
 void Experts::group(const Call& call) {
   const int64_t k = call.extra[0], experts = static_cast<int64_t>(experts_.size());
   const int64_t* numbers = reinterpret_cast<const int64_t*>(call.extra[1]);
@@ -172,7 +168,7 @@ void Experts::group(const Call& call) {
   }
 }
 
-// Behind `group`. Python reads while this writes, each number for itself.
+// After `group`. Python may read at the same time.
 void Experts::count(const Call& call) {
   const int64_t pairs = call.count * call.extra[0], experts = static_cast<int64_t>(experts_.size());
   const int64_t* numbers = reinterpret_cast<const int64_t*>(call.extra[1]);
@@ -193,7 +189,7 @@ void Experts::count(const Call& call) {
   add(3, fetched);
 }
 
-// Rows of all chosen experts as one list of parts, which shrink towards its end: each is half of what a thread has left.
+// Parts of all routed experts; each takes half of a thread's remaining share.
 void Experts::divide(int64_t rows, int64_t row_bytes, int threads, std::vector<Part>* parts) {
   const int64_t least = std::max(kMinRows, kMinBytes / row_bytes / kMinRows * kMinRows);
   int64_t left = static_cast<int64_t>(chosen_.size()) * rows;
@@ -209,7 +205,7 @@ void Experts::divide(int64_t rows, int64_t row_bytes, int threads, std::vector<P
   }
 }
 
-// Calls work(part, next) for the parts that this thread comes to, with the one behind it; null behind the last.
+// Calls work(part, next part or null).
 template <typename Work>
 void Experts::take_parts(const std::vector<Part>& parts, ThreadPool& pool, const Work& work) {
   const int64_t count = static_cast<int64_t>(parts.size());
@@ -225,7 +221,7 @@ void Experts::run(const Call& call, ThreadPool& pool, int thread) {
   pool.barrier();
   multiply_first(pool, thread);
   pool.barrier();
-  if (thread == 0) pool.restart_parts();  // the barrier behind the next preparation lies between this and the next use
+  if (thread == 0) pool.restart_parts();  // the barrier after the next preparation lies between this and the next use
   prepare_hidden(pool, thread);
   pool.barrier();
   multiply_last(pool, thread);
@@ -249,7 +245,6 @@ void Experts::prepare_inputs(const Call& call, ThreadPool& pool, int thread) {
                 prepare);
 }
 
-// Columns [first, last) of the input's rows of x, one behind the other.
 void Experts::gather(const Call& call, const Input& input, int64_t first, int64_t last) {
   const int64_t size = size_of(dtype_), row_bytes = experts_[0].gate.columns * size;
   for (int64_t i = input.first; i < input.first + input.count; ++i) {
@@ -258,7 +253,7 @@ void Experts::gather(const Call& call, const Input& input, int64_t first, int64_
   }
 }
 
-// A part is the same rows of gate and up of one expert, which become as many columns of the input of down.
+// A part is the same rows of gate and up: columns of down's input.
 void Experts::multiply_first(ThreadPool& pool, int thread) {
   const int64_t each = expert_activation_.interleaved ? 2 : 1;  // rows of `gate` for one of the input of down
   char* const scratch = thread_memory_ + thread * thread_bytes_;
@@ -297,7 +292,6 @@ void Experts::multiply_first(ThreadPool& pool, int thread) {
   });
 }
 
-// Rows of `results`, `stride` apart, get the bias of the weight's rows from `first` on.
 void Experts::add_bias_to_rows(const void* bias, int64_t first, float* rows, int64_t count, int64_t width,
                                int64_t stride) const {
   if (bias == nullptr) return;
@@ -330,7 +324,6 @@ void Experts::multiply_last(ThreadPool& pool, int thread) {
   });
 }
 
-// Each thread adds up some columns of all rows.
 void Experts::add_up(const Call& call, ThreadPool& pool, int thread) {
   const int64_t rows = experts_[0].down.rows;
   const int64_t step = columns_to_add(pool);
@@ -345,7 +338,7 @@ void Experts::add_up(const Call& call, ThreadPool& pool, int thread) {
   }
 }
 
-// Whole lines of an output of 2 bytes, that threads do not share.
+// Whole cache lines of a 16-bit output, not shared by threads.
 int64_t Experts::columns_to_add(ThreadPool& pool) const {
   constexpr int64_t kLine = 32;
   return parts_of(experts_[0].down.rows, kLine * pool.threads()) * kLine;

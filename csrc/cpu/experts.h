@@ -1,4 +1,4 @@
-// The experts of a mixture: of each row of the input only those that it chose are read.
+// MoE experts as a task: reads only the routed ones.
 
 #pragma once
 
@@ -8,13 +8,13 @@
 
 namespace zero_inference::cpu {
 
-// down(f(gate(x)) * up(x)), or down(f(gate(x))) where `up.values` is null. Filled by Python. Experts of a task are of one form.
+// down(f(gate(x)) * up(x)), or down(f(gate(x))) where `up.values` is null. All experts of a task have one format.
 struct Expert {
   Matrix gate, up, down;
   const void *gate_bias, *up_bias, *down_bias;  // [rows] of `ExpertActivation::bias_dtype`, or null
 };
 
-// What is made of the first products: f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset). Filled by Python.
+// f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset).
 struct ExpertActivation {
   Activation activation;
   Dtype bias_dtype;
@@ -22,41 +22,40 @@ struct ExpertActivation {
   float limit, up_offset;
 };
 
-// The input of a call is x [count, columns]. Its `extra` says what each row chose:
-//   0   k, the experts of a row
-//   1   address of their numbers, int64 [count, k]. ~e stands for an expert e that the device has, and ~(e + experts) for
-//       one that it fetches: these are counted and not read. Any other number that is no expert's counts nothing
-//   2   address of their weights [count, k]
+// The input of a call is x [count, columns]; `extra` is the routing:
+//   0   k, experts per token
+//   1   address of expert ids, int64 [count, k]. ~e: expert e is in the device's cache; ~(e + experts): the device fetches it.
+//       Both are counted and not computed. Other ids out of range are ignored.
+//   2   address of weights [count, k]
 //   3   dtype of the weights
-// The output is [count, rows of down]: the sum of weight x expert, in float32 and in ascending order of the experts.
+// The output is [count, rows of down]: sum of weight x expert, in float32, experts in ascending order.
 //
-// What was chosen is counted in `use`, int64 [4], which Python reads at any time: choices, those of experts that the device
-// has, the experts that no call had to read for that reason (one counts once a call), and those that the device fetched
-// (likewise).
+// `use`, int64 [4], may be read at any time: routed pairs, hits in the device's cache, experts not read for hits (once a call),
+// experts fetched by the device (once a call).
 class Experts : public Task {
  public:
-  // `dtype`: of input and output. `use` may be null; whoever gives it keeps its memory.
+  // `use` may be null.
   Experts(std::vector<Expert> experts, ExpertActivation activation, Dtype dtype, Instructions instructions, int64_t* use);
 
   void prepare(const Call& call, ThreadPool& pool, Workspace& workspace) override;
-  // For any choice of `extra[0]` experts a row.
+  // For any routing with extra[0] experts a token.
   void reserve(const Call& call, ThreadPool& pool, Workspace& workspace) override;
   void run(const Call& call, ThreadPool& pool, int thread) override;
   int64_t chosen_bytes() const override { return chosen_bytes_; }
 
  private:
-  // Rows of x that make one prepared input.
+  // Rows of x that are one prepared input.
   struct Input {
     int64_t first, count;  // in `rows_`
     size_t offset;         // in bytes, of the prepared input
   };
-  // An expert that rows chose.
+  // A routed expert.
   struct Chosen {
     int64_t expert, first, count;  // its pairs in `rows_` and `weights_`
     int64_t input;                 // index in `inputs_` of what gate and up multiply
     size_t hidden_offset;          // in bytes, of the prepared input of down
   };
-  // Rows [first, last) of gate and up, which are as many columns of down, or rows of down, of an expert.
+  // Rows [first, last) of gate and up (columns of down), or rows of down.
   struct Part {
     int64_t chosen, first, last;  // `chosen` is its index in `chosen_`
   };
@@ -82,7 +81,7 @@ class Experts : public Task {
   const Dtype dtype_;
   const Instructions instructions_;
   int64_t* const use_;
-  // of the call under way
+  // of the running call
   std::vector<int64_t> elsewhere_;  // choices of each expert that is computed elsewhere
   std::vector<int64_t> places_;     // in `rows_` of each expert's next pair, while they are sorted
   std::vector<int64_t> rows_;       // of x, of each pair of a row and an expert, by expert and then by row

@@ -1,4 +1,4 @@
-// What the processor has and the operating system saves at a switch of threads.
+// Detects what the processor has and the operating system saves.
 
 #include "product.h"
 
@@ -28,7 +28,7 @@ uint64_t saved_by_system() {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// The tiles' 8 KiB are saved only for a process that asked. For all its threads, also those that run already.
+// Tile data is saved only for processes that request it; applies to all threads.
 bool tiles_permitted() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM

@@ -50,7 +50,7 @@ void attend_all(const Attention& attention, Instructions instructions, int64_t t
 
 extern "C" {
 
-// By `threads` threads, at once. `instructions` -1: the best there are. Returns -1 where memory is missing.
+// Runs now on `threads` threads; `instructions` -1: the best. Returns -1 without memory.
 int zero_inference_attention(const Attention* attention, int32_t instructions, int64_t threads) {
   try {
     attend_all(*attention, instructions < 0 ? best_instructions() : static_cast<Instructions>(instructions), threads);

@@ -1,5 +1,4 @@
-// The C interface of `CpuPool`, for zero_inference/cpu/pool.py. A call that cannot take memory returns -1, all others 0 or
-// what they say.
+// C interface of `CpuPool` for zero_inference/cpu/pool.py. -1: out of memory.
 
 #include <cstring>
 #include <exception>
@@ -13,7 +12,7 @@ using namespace zero_inference::cpu;
 
 extern "C" {
 
-// Null where the system allows no such number of threads, or has no memory for them.
+// Null where threads or memory are not available.
 void* zero_inference_cpu_pool_new(const int32_t* cpus, int64_t threads, int64_t spin_us, void* flags, int64_t ranks) {
   try {
     return new CpuPool(std::vector<int>(cpus, cpus + threads), spin_us, static_cast<Flag*>(flags), ranks);
@@ -64,7 +63,7 @@ void zero_inference_cpu_pool_statistics(const void* pool, Statistics* statistics
 }
 
 #if defined(ZERO_INFERENCE_STAGE_TIMES)
-// Copies all of `stage_times` [threads][stages][parts] and begins with zeros again. Between calls.
+// Copies `stage_times` [threads][stages][parts] and clears it; between calls.
 void zero_inference_take_stage_times(int64_t* out) {
   std::memcpy(out, stage_times, sizeof(stage_times));
   std::memset(stage_times, 0, sizeof(stage_times));

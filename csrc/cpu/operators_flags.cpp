@@ -1,5 +1,5 @@
-// Flags in memory that processes share, for a model on the CPU and for what ranks tell each other
-// (zero_inference/cpu/hand_off.py); kernels raise and await those of a GPU's stream (csrc/hand_off).
+// Flags in shared memory, for models on the CPU and between ranks (zero_inference/cpu/hand_off.py); kernels of csrc/hand_off do
+// the same on a GPU stream.
 
 #include <algorithm>
 #include <atomic>
@@ -20,11 +20,10 @@ constexpr auto kLongestNap = std::chrono::microseconds(1000);
 
 extern "C" {
 
-// What was written before is seen by whoever sees the number.
+// Release: earlier writes are visible to a reader of the number.
 void zero_inference_raise_flag(std::atomic<uint32_t>* flag, uint32_t number) { flag->store(number, std::memory_order_release); }
 
-// 1 when the flag has come to the number, which may pass the end of 32 bits; -1 when `stop` is raised before; 0 after
-// `most_us`.
+// Returns 1 when the flag has reached the number (which may wrap), -1 when `stop` is raised first, 0 after `most_us`.
 int32_t zero_inference_await_flag(const std::atomic<uint32_t>* flag, const std::atomic<uint32_t>* stop, uint32_t number,
                                   int64_t most_us) {
   const auto start = Clock::now();

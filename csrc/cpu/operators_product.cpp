@@ -1,4 +1,4 @@
-// product.h for Python's ctypes, with threads of its own: for tests, measurements and operators outside of an engine.
+// C interface of product.h with threads of its own: tests, measurements and operators outside of an engine.
 
 #include <pthread.h>
 #include <sched.h>
@@ -20,8 +20,7 @@ namespace {
 
 using namespace zero_inference::cpu;
 
-// Of a weight that a thread takes at a time: 13 us at 10 GB/s, at least kTaskRows. Others can be tried (benchmarks/
-// cores_products.py --flags).
+// Bytes of a weight per task: 13 us at 10 GB/s. Others: benchmarks/cores_products.py --flags.
 #if !defined(ZERO_INFERENCE_TASK_BYTES)
 #define ZERO_INFERENCE_TASK_BYTES 131072
 #endif
@@ -60,8 +59,7 @@ void pin(const int32_t* cpus, int index) {
   pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
 }
 
-// Tasks are taken over and over until the time is up. Returns the seconds from when all threads were there to the last one's
-// end; kNotMeasured where the system does not allow so many.
+// Repeats tasks until the time is up. Returns the seconds from the first start to the last end; kNotMeasured without threads.
 template <typename Task>
 double take_for(double seconds, int threads, const int32_t* cpus, int64_t tasks, const Task& task) {
   using Clock = std::chrono::steady_clock;
@@ -102,8 +100,8 @@ extern "C" {
 
 int32_t zero_inference_best_instructions() { return static_cast<int32_t>(best_instructions()); }
 
-// out[m * out_stride + r - first] for rows [first, last) of the weight, in float32. 0; 1 where the processor lacks what is
-// asked for; -1 where memory is missing. The input is prepared in as many parts as threads are wanted.
+// Rows [first, last) of the product, in float32: out[m * out_stride + r - first]. Returns 0; 1 where the processor lacks the
+// instructions; -1 without memory.
 int32_t zero_inference_product(const Matrix* matrix, int64_t count, int32_t instructions, const void* x, int32_t x_dtype,
                                int64_t stride, int64_t first, int64_t last, float* out, int64_t out_stride, int32_t threads) {
   const Instructions set = static_cast<Instructions>(instructions);
@@ -140,9 +138,8 @@ int32_t zero_inference_product(const Matrix* matrix, int64_t count, int32_t inst
   }
 }
 
-// Multiplies `number` weights of one shape and format over and over, each thread on its cpu where `cpus` are given. Returns
-// seconds, and in `bytes` how many of the weights were read; -1 where the processor lacks what is asked for, -2 where threads
-// or memory are missing.
+// Repeats `number` products of one format on pinned threads (where `cpus` are given). Returns seconds, and the weight bytes
+// read; -1 where the processor lacks the instructions, -2 without threads or memory.
 double zero_inference_measure_products(const Matrix* matrices, int64_t number, int64_t count, int32_t instructions,
                                        const void* x, int32_t x_dtype, int32_t threads, const int32_t* cpus, double seconds,
                                        int64_t* bytes) {
@@ -175,8 +172,7 @@ double zero_inference_measure_products(const Matrix* matrices, int64_t number, i
   }
 }
 
-// Reads `size` bytes over and over in the same tasks; what the products can reach at most. The sum of one pass over the words
-// comes back from `zero_inference_read_bytes_sum`.
+// Reads `size` bytes over and over: the bandwidth that products can reach.
 double zero_inference_measure_reads(const void* data, int64_t size, int32_t instructions, int32_t threads, const int32_t* cpus,
                                     double seconds, int64_t* bytes) {
   const Instructions set = static_cast<Instructions>(instructions);

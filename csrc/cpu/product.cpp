@@ -1,4 +1,4 @@
-// Which kernels and which form of the input a product takes.
+// Chooses the kernel and the layout of the input; README.md has the table.
 
 #include "product.h"
 
@@ -8,24 +8,21 @@ namespace zero_inference::cpu {
 
 namespace {
 
-// From so many rows of x on tiles are faster than vectors, which do one row's work at a time; and with vectors, dequantizing
-// codes once for all rows is faster than scaling each row's sums.
+// M from which tiles are faster than vectors, which multiply one row at a time; and from which vectors gain from dequantizing
+// once for all rows.
 constexpr int64_t kRowsForTiles = 5;
-// With AVX2, dequantizing codes as float32 is as fast from about 16 rows on, of narrow weights from fewer.
+// AVX2: dequantizing to float32 is as fast from about M = 16, for narrow weights from fewer.
 constexpr int64_t kRowsForDequantizedFloats = 9;
-// And with codes in fixed-point products: int4 and one row take 27.4 GB/s a core from the caches in vectors, 13.3 in tiles,
-// four rows 9.0 and 13.8. Others can be tried (benchmarks/cores_products.py --flags).
+// M for codes with fixed-point x in tiles: int4 from the caches gives 27.4 GB/s a core in vectors and 13.3 in tiles with M = 1,
+// 9.0 and 13.8 with M = 4. Others: benchmarks/cores_products.py --flags.
 #if !defined(ZERO_INFERENCE_ROWS_FOR_FIXED_TILES)
 #define ZERO_INFERENCE_ROWS_FOR_FIXED_TILES 2
 #endif
 
-// From so many on the codes of bfloat16 scales are dequantized strip by strip, so that sums stay in their tiles: those of each
-// x group need not be stored and scaled. With 32 and 64 rows of int4 both are as fast; of int8 this is the
-// faster with 64 rows and the slower with 32. Others can be
-// tried (benchmarks/cores_products.py --flags); 1000 keeps to fixed-point products.
-// int4 in groups of 32 has a number of its own: its fixed-point products take 8 rows at once and go through the codes again for
-// the next 8. 15 threads give 88 GB/s with 8 rows, 49 with 9 and 43 with 16, and dequantized codes 75 and 76
-// (docs/performance.md).
+// M from which codes with bfloat16 scales are dequantized, so that sums stay in their tiles. int4 is as fast either way with 32
+// and 64 rows; int8 is faster with 64 and slower with 32. int4 in groups of 32: fixed-point products read the codes again every
+// 8 rows (15 threads: 88 GB/s with 8 rows, 49 with 9, 43 with 16; dequantized 75 and 76; docs/performance.md). Others:
+// benchmarks/cores_products.py --flags; 1000 disables it.
 #if defined(ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES)
 constexpr int64_t kRowsForDequantizedTiles = ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;
 constexpr int64_t kRowsForDequantizedGroupsOf32 = ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;
@@ -34,28 +31,26 @@ constexpr int64_t kRowsForDequantizedTiles = 17;
 constexpr int64_t kRowsForDequantizedGroupsOf32 = 9;
 #endif
 
-// Whether groups fill vectors of bfloat16: then one look-up serves whole groups.
+// Whether one table look-up serves whole vectors of bfloat16.
 bool groups_fill(const Matrix& matrix) {
   return matrix.bits == 8 ? matrix.group % 32 == 0 : matrix.group == 32 || matrix.group % 64 == 0;
 }
 
-// Whether codes are multiplied with fixed-point x in tiles. Not in large groups, as below.
+// Fixed-point x in tiles; large groups as in fixed_in_vectors.
 bool fixed_in_tiles(const Matrix& matrix) { return matrix.bits != 0 && matrix.group % 32 == 0 && matrix.group <= 256; }
 
-// Whether codes can be dequantized strip by strip (product_dequantized_tiles.h).
 bool codes_in_strips(const Matrix& matrix) {
   return matrix.bits != 0 && matrix.dtype == Dtype::bfloat16 && matrix.group % 32 == 0;
 }
 
-// The least rows of x for which codes are dequantized.
+// Least M for dequantized tiles.
 int64_t rows_for_strips(const Matrix& matrix) {
   if (!fixed_in_tiles(matrix)) return kRowsForTiles;
   return matrix.bits == 4 && matrix.group == 32 ? kRowsForDequantizedGroupsOf32 : kRowsForDequantizedTiles;
 }
 
-// Whether a few rows of x are multiplied with codes in vectors, so that what they stand for is not rounded. Not in large
-// groups: of their 16 values each is there often, and the sum over its errors of rounding, which a device has, is not: with
-// 4096 in a group and an x whose mean is half its deviation, bfloat16's results differ by 0.7 %, with 64 by 0.2 %.
+// Fixed-point x in vectors, which does not round dequantized values. A device does, and in large groups these errors add up:
+// with groups of 4096 and an x whose mean is half its deviation bfloat16 results differ by 0.7 %, with 64 by 0.2 %.
 bool fixed_in_vectors(const Matrix& matrix) {
   const int64_t group = matrix.group;
   return matrix.bits != 0 && (group == 32 || group == 64 || group == 128 || group == 256);
@@ -76,7 +71,6 @@ Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
   return bfloat16 ? Form::bfloat16 : Form::float32;
 }
 
-// Into how few tiles of x `count` rows go.
 void share_columns(Layout& layout, int64_t count) {
   const int64_t room = kTileRows / 2 / layout.x_groups;  // rows of x whose terms and x groups are beside each other
   layout.inputs = count <= room ? 1 : 2;

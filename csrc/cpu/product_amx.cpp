@@ -1,10 +1,9 @@
-// Products in the tiles of AMX, which multiply 16 rows of the weight with 16 rows of x at once: here dequantized as bfloat16,
-// in product_fixed_tiles.h as the codes' integers.
+// Products in AMX tiles, 16 rows of the weight with 16 rows of x at once; here in bfloat16, of codes in product_fixed_tiles.h
+// and product_dequantized_tiles.h.
 //
-// A panel of 32 rows of the weight is dequantized a block of columns at a time, in tiles of 16 rows and 32 columns. x was
-// prepared in tiles of 16 pairs of columns, of each of 16 rows of x one pair; missing rows are zeros. Two tiles of the weight
-// and two of x give four tiles of sums, in which a tile's column is a row of x. Where values have two terms, the product of the
-// second ones, at most 2^-16 of the whole, is left out.
+// Panels of 32 rows are converted one block of columns at a time, to tiles of 16 rows and 32 columns. x is in tiles of 16
+// column pairs by 16 rows, missing rows zero. Two tiles of the weight and two of x give four tiles of sums. With two terms the
+// product of the second ones (at most 2^-16 of the sum) is left out.
 
 #if defined(__x86_64__)
 
@@ -27,10 +26,10 @@ namespace zero_inference::cpu::amx {
 namespace {
 
 constexpr int64_t kTermBytes = kPanelRows * 64;  // of a panel's rows in one block of 32 columns
-// Between them lie those of the other panel, so that while one is written and one read their addresses never agree in the last
-// 12 bits, by which the processor finds out whether a load has to wait for a store.
+// The other panel lies between, so that addresses of stores to one and loads from the other differ in their low 12 bits: else a
+// load waits for the store (4K aliasing).
 constexpr int64_t kTermStride = 2 * kTermBytes;
-// Tiles 4 and 5 are the weight, 6 and 7 are x; those of x may be there already.
+// Tiles 4 and 5: weight; 6 and 7: x, which may be loaded already.
 template <int kRowTiles, int kInputTiles, bool kLoadInput>
 inline void multiply_block(const char* rows, const char* input, int64_t input_stride) {
   if constexpr (kLoadInput) tile_load<6>(input);
@@ -47,7 +46,6 @@ inline void multiply_block(const char* rows, const char* input, int64_t input_st
   }
 }
 
-// `blocks` blocks of 32 columns of a panel times one or two tiles of x, `input_stride` bytes apart.
 template <int kRowTiles, int kInputTiles, int kTerms>
 void multiply_panel(const char* panel, const char* input, int64_t input_stride, int64_t blocks, Begin begin, bool ends,
                     char* sums) {
@@ -66,13 +64,13 @@ void multiply_panel(const char* panel, const char* input, int64_t input_stride, 
   if (ends) store_sums<kRowTiles, kInputTiles>(sums);
 }
 
-// Which part of the weight a panel holds.
+// The part of the weight in a panel.
 struct Part {
   int64_t row, rows, k, columns;
   char* panel;
 };
 
-// While the rows of one panel are dequantized, the panel before is multiplied: the tiles work beside the vectors.
+// Tiles multiply the previous panel while vector units fill the next.
 template <int kTerms>
 struct Tiles {
   static constexpr int64_t kBlock = kPanelColumns / kTerms;
@@ -91,7 +89,7 @@ struct Tiles {
     const int64_t next_k = ends(part) ? 0 : part.k + part.columns;
     const char* const next = next_row < last ? values_at(matrix, next_row, next_k) : values_at(matrix, part.row, part.k);
     const PanelRow to = {part.panel + r * 64, kTerms * kTermStride, kTermStride};
-    if (matrix.bits == 0 && part.columns == kBlock) {  // what happens most is not decided again for each row
+    if (matrix.bits == 0 && part.columns == kBlock) {  // the common case, decided once
       const char* const values = values_at(matrix, part.row + r, part.k);
       if constexpr (kTerms == 1) return copy_bfloat16(values, kBlock, to, next);
       if constexpr (kTerms == 2) return split_float16(values, kBlock, to, next);
@@ -101,12 +99,12 @@ struct Tiles {
 
   int64_t blocks(const Part& part) const { return round_up(part.columns, kStep) / 32; }
 
-  // A step is a block of 32 columns of the panel times one or two tiles of x.
+  // A step: a block of 32 columns of the panel times one or two tiles of x.
   int64_t steps(const Part& part) const { return blocks(part) * ((count + 2 * kTileRows - 1) / (2 * kTileRows)); }
 
-  // Steps [from, to): blocks of columns of the first tiles of x, then of the next ones.
+  // Steps [from, to): blocks of columns of the first tiles of x, then of the next.
   void multiply(const Part& part, int64_t from, int64_t to) const {
-    const bool alone = count <= 2 * kTileRows;  // then the sums stay in their tiles
+    const bool alone = count <= 2 * kTileRows;  // sums stay in their tiles
     const int64_t stride = layout.columns / 32 * kTerms * kTileBytes;
     while (from < to) {
       const int64_t pair = alone ? 0 : from / blocks(part);
@@ -123,7 +121,7 @@ struct Tiles {
     }
   }
 
-  // The rest of a panel's steps, and where its rows are complete, their results.
+  // The remaining steps, and the output of complete rows.
   void finish(const Part& part, int64_t from, int64_t first, float* out, int64_t stride) const {
     multiply(part, from, steps(part));
     if (!ends(part)) return;
@@ -158,8 +156,7 @@ struct Tiles {
   }
 };
 
-// x for 64 codes of int4 that are dequantized, in the order of nibbles (product_dequantized_rows.h): of two blocks of 32
-// columns.
+// x for 64 int4 codes in nibble order (product_dequantized_rows.h).
 inline void dequantized_input(const char* x, Dtype dtype, int64_t k, int64_t columns, int64_t order, __m512i (*blocks)[1]) {
   Vector one, two, even[2], odd[2];
   if (order == 32) {
@@ -183,7 +180,6 @@ inline void dequantized_input(const char* x, Dtype dtype, int64_t k, int64_t col
   to_bfloat16<1>(place[2], place[3], blocks[1]);
 }
 
-// A tile of pairs, a row of x in each of its columns, from 16 rows of x in 32 columns.
 inline void put_pairs(const char* rows, char* tile) {
   const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
   for (int64_t pair = 0; pair < 16; ++pair) {
@@ -191,7 +187,7 @@ inline void put_pairs(const char* rows, char* tile) {
   }
 }
 
-// Tiles [first, last) in columns of the prepared input, of x with `columns` columns.
+// Columns [first, last) of the prepared input.
 template <int kTerms>
 void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                    int64_t last, int64_t columns, char* input) {

@@ -1,4 +1,4 @@
-// Products with AVX2, FMA and F16C: vectors of eight.
+// Products with AVX2, FMA and F16C.
 
 #if defined(__x86_64__)
 

@@ -1,4 +1,4 @@
-// Products with AVX-512, BF16 and VNNI: float32 in vectors of sixteen, bfloat16 in pairs, and codes as integers.
+// Products with AVX-512, BF16 and VNNI.
 
 #if defined(__x86_64__)
 
@@ -20,7 +20,7 @@ namespace zero_inference::cpu::avx512 {
 
 namespace {
 
-// Products of bfloat16 pairs. What a code stands for is rounded to bfloat16, as a device does that has the weight so.
+// Products of bfloat16 pairs; dequantized values are rounded to bfloat16, as on a device.
 struct Bfloat16 {
   static constexpr Dtype kDtype = Dtype::bfloat16;
   static constexpr int64_t kBytes = 2;

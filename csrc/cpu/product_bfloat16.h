@@ -1,5 +1,4 @@
-// AVX-512 with BF16: vectors of sixteen, and rows of a weight as bfloat16 in one or two terms. Included by product_avx512.cpp
-// and product_amx.cpp inside their unnamed namespaces, behind <immintrin.h>.
+// Weight rows and x as bfloat16, in one term or in two whose sum is exact for float16 (AVX-512 with BF16).
 
 #pragma once
 
@@ -11,13 +10,13 @@
 namespace zero_inference::cpu {
 namespace {
 
-// The nearest number with bfloat16's bits; of two as near the greater in magnitude.
+// To nearest, ties away from zero.
 inline Vector round_to_bfloat16(Vector value) {
   const __m512i up = _mm512_add_epi32(_mm512_castps_si512(value), _mm512_set1_epi32(0x8000));
   return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// 32 float32 as bfloat16, rounded; or as what is kept of them and, rounded, what is left over.
+// 32 float32 as bfloat16: rounded (one term), or rounded and the rest (two terms).
 template <int kTerms>
 inline void to_bfloat16(Vector one, Vector two, __m512i* terms) {
   if constexpr (kTerms == 1) {
@@ -29,8 +28,7 @@ inline void to_bfloat16(Vector one, Vector two, __m512i* terms) {
   }
 }
 
-// Where a row's blocks of 32 columns go: `block` bytes from one to the next, and its second terms `term` bytes behind the
-// first.
+// Destination of a row: bytes from one block of 32 columns to the next, and from a first term to its second.
 struct PanelRow {
   char* out;
   int64_t block, term;
@@ -42,14 +40,14 @@ inline void put(PanelRow to, int64_t block, const __m512i* terms) {
   for (int term = 0; term < kTerms; ++term) _mm512_storeu_si512(to.out + block * to.block + term * to.term, terms[term]);
 }
 
-// What codes stand for: one term is bfloat16 and rounded so when it is made, two terms hold float16.
+// One term is rounded by its conversion to bfloat16; two terms hold float16.
 template <int kTerms>
 inline Vector value_of(Vector code, Vector scale, Vector minimum) {
   const Vector value = multiply_add(code, scale, minimum);
   return kTerms == 2 ? rounded<Dtype::float16>(value) : value;
 }
 
-// The following give columns [k, k + count) of a row, with zeros up to `padded`. No block is over 2048 columns.
+// These write columns [k, k + count) of a row (at most 2048), padded with zeros.
 
 template <int kTerms>
 inline void narrow(const float* values, int64_t padded, PanelRow to) {
@@ -70,8 +68,8 @@ inline void copy_bfloat16(const char* p, int64_t count, PanelRow to, const char*
   }
 }
 
-// 32 float16 in two terms, of which the first holds 8 of its 11 bits and the second what is left; both are exact. With column i
-// lies column i + 16, so that two vectors are put together by a shift and one logical operation.
+// 32 float16 as two terms of 8 and 3 bits, both exact. Column i is beside i + 16, so a shift and one logical operation join two
+// vectors.
 inline void split_float16_block(__m256i one, __m256i two, PanelRow to, int64_t block) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   constexpr int kAndOr = 0xea;  // (a & b) | c
@@ -119,7 +117,7 @@ inline void bfloat16_of_int8(const Matrix& matrix, int64_t row, int64_t k, int64
   }
 }
 
-// 64 codes through a table of 32 words: the values of 16 codes for the first half and for the second.
+// 64 codes by a table of 32 words: 16 values for each half.
 template <int kTerms>
 inline void look_up(__m256i pairs, Vector one, Vector two, bool halves_differ, PanelRow to, int64_t block) {
   const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(0x100), 1);
@@ -154,7 +152,7 @@ inline void bfloat16_of_int4(const Matrix& matrix, int64_t row, int64_t k, int64
       const Vector two = value_of<kTerms>(code, broadcast(scales.scale[i / 32 + 1]), broadcast(scales.minimum[i / 32 + 1]));
       look_up<kTerms>(load_32_bytes(codes + i / 2), one, two, true, to, i / 32);
     }
-    if (i < count) {  // the row's last group, and in the place of one more zeros
+    if (i < count) {  // the last group, then zeros
       const __m128i last = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i / 2));
       const Vector one = value_of<kTerms>(code, broadcast(scales.scale[i / 32]), broadcast(scales.minimum[i / 32]));
       look_up<kTerms>(_mm256_zextsi128_si256(last), one, zero(), true, to, i / 32);
@@ -196,7 +194,7 @@ inline void to_bfloat16_panel(const Matrix& matrix, const Layout& layout, int64_
     put<kTerms>(to, i / 32, zeros);
 }
 
-// 64 elements of x from column k as bfloat16, in the order that `pairs` stands for (Layout); terms [half][term].
+// 64 elements of x from column k, in the order `pairs` (Layout::pairs); terms [half][term].
 template <int kTerms>
 inline void bfloat16_input(const char* x, Dtype dtype, int64_t k, int64_t columns, int64_t pairs, __m512i (*terms)[kTerms]) {
   Vector values[4];

@@ -1,10 +1,10 @@
-// How codes are dequantized as bfloat16, into panels of 32 rows. Included by product_amx.cpp behind product_wide.h.
+// Dequantizes codes to bfloat16 in panels of 32 rows, for AMX tiles.
 //
-// int4: the 16 values of a group, as bfloat16, are a table of 16 words, which is there twice. Of an index into it only the low
-// five bits count, of which the fifth then makes no difference: so four nibbles in a word need only be rotated, each to its
-// place in one of four copies of the word. Of 64 nibbles the first vector has the first nibbles of all 16 words and then the
-// second ones, the second vector the third and the fourth ones. Of 32, where groups are not multiples of 64, one vector has the
-// first to the fourth ones of 8 words. x is prepared in this order. int8 has no table, and its columns' own order.
+// int4: the 16 values of a group, twice, are a look-up table of 32 words. Index bit 4 is irrelevant then, so a rotation by 0,
+// 4, 8 or 12 bits brings each of a word's four nibbles to the index of one of four copies of the word. Of 64 nibbles the first
+// vector has the first and then the second nibbles of 16 words, the second vector the third and fourth; of 32 (groups not
+// multiples of 64) one vector has the first to fourth of 8 words. x is prepared in this order. int8 is converted in column
+// order.
 
 #pragma once
 
@@ -17,10 +17,9 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                    // of the blocks of a panel
-constexpr int64_t kMinimaAt = kDequantizedStrips * kPanelRows * kLanes;  // behind the scales
+constexpr int64_t kMinimaAt = kDequantizedStrips * kPanelRows * kLanes;  // after the scales
 
-// RowCodes of kBits with so many tables, or scales, a step of 128 columns: 1 in groups of whole steps, 2 in groups of 64, and
-// 4, one for each block of 32 columns, in others.
+// kTables: tables or scales per step of 128 columns: 1 (groups of whole steps), 2 (groups of 64), 4 (one per 32 columns).
 template <int kBits, int kTables>
 struct RowCodes {
   static constexpr int kUnit = kBits == 4 && kTables < 4 ? 64 : 32;  // columns that are dequantized together
@@ -47,7 +46,7 @@ struct RowCodes {
     _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_rorv_epi32(words, counts), table));
   }
 
-  // A unit of a row, to one or two blocks.
+  // One unit of a row.
   [[gnu::always_inline]] static inline void dequantize(const char* p, const Group& group, char* out) {
     if constexpr (kBits == 8) {
       const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);
@@ -67,7 +66,7 @@ struct RowCodes {
   }
 };
 
-// What is dequantized next: rows of a step.
+// Rows of a step, dequantized one by one.
 template <int kBits, int kTables>
 struct Rows {
   using Parts = RowCodes<kBits, kTables>;
@@ -77,7 +76,7 @@ struct Rows {
   const float* scales;
   char* panel;
 
-  // Columns up to `columns`, in units; with zeros behind them.
+  // Columns from `columns` on are zero.
   [[gnu::always_inline]] inline void next(int64_t columns) {
     typename Parts::Group group;
 #pragma GCC unroll 4

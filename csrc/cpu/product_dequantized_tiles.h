@@ -1,14 +1,11 @@
-// Products with codes dequantized as bfloat16, in tiles. Included by product_amx.cpp behind product_dequantized_rows.h, and
-// product_strips.h, with whose strips and pieces it goes through a weight.
+// Products of codes dequantized to bfloat16, in AMX tiles.
 //
-// What a code stands for, code * scale + minimum, is rounded to bfloat16 as a device rounds it. So all groups are added up in
-// one tile, and sums are stored once a piece, where products with codes themselves store and scale the sums of each group.
+// Sums of all groups stay in one tile and are stored once a piece, where product_fixed_tiles.h stores and scales those of each
+// group.
 //
-// Strips are of 32 rows. A step of 128 columns of one is dequantized into a panel while the step before is multiplied from
-// another panel: a fourth of the products of 32 columns, then two rows, and so on, so that neither waits for the other. Four
-// tiles hold the sums of two tiles of rows with two of x, from where they are loaded at a piece's begin to where they are
-// stored at its end. With more than 32 rows of x a panel is multiplied with two such pairs of tiles, and their sums are loaded
-// and stored for each step.
+// Strips are 32 rows. A step of 128 columns is dequantized into one panel while the step before is multiplied from the other: a
+// fourth of the products of 32 columns, then two rows, so that neither waits. Four tiles hold the sums of a piece; with more
+// than 32 rows of x they are loaded and stored for each step.
 //
 // Estimate, not measured: 512 bytes of int4, 64 columns of 16 rows in groups of 64, times up to 32 rows of x, take
 //   32 look-ups of two operations, 32 operations of tables and 4 of scales that only one port does         100 cycles
@@ -32,20 +29,19 @@ namespace zero_inference::cpu {
 namespace {
 
 struct DequantizedScratch {
-  // Of a step, by blocks of 32 columns. Two panels take turns, and as they lie the addresses of one never agree with those of
-  // the other in the last 12 bits (kTermStride).
+  // Of a step. The two panels differ in the low 12 bits of their addresses (kTermStride).
   char panels[kStep / 32][2][kPanelRows * 64];
-  // Of each row in the groups of kScalesColumns, or for each 32 of them: they are converted for several pieces.
+  // Scales of each row for kScalesColumns, converted for several pieces.
   float scales[kDequantizedStrips][kPanelRows][kLanes];
   float minima[kDequantizedStrips][kPanelRows][kLanes];
   char totals[kDequantizedStrips][2][kSumsBytes];  // [strip][pair of tiles of x]
 };
-static_assert(sizeof(DequantizedScratch) == kDequantizedScratchBytes, "csrc/cpu/product.cpp says how much there is");
+static_assert(sizeof(DequantizedScratch) == kDequantizedScratchBytes, "product_layout.h has the size");
 
 constexpr int64_t kScalesColumns = 32 * kLanes;
 constexpr int64_t kDequantizedTokens = 2 * 2 * kTileRows;  // rows of x
 
-// A fourth of the products of multiply_block, with sums in tiles 0 to 3; `second`: with two tiles of rows.
+// A fourth of multiply_block; `second`: two tiles of rows.
 template <int kInputTiles, int kPart>
 inline void multiply_part(bool second, const char* rows, const char* x, int64_t x_stride) {
   if constexpr (kPart == 0) {
@@ -64,7 +60,7 @@ inline void multiply_part(bool second, const char* rows, const char* x, int64_t 
   }
 }
 
-// A step that is multiplied.
+// A step to multiply.
 struct Dequantized {
   const char *panel, *x;
   char* totals;
@@ -72,7 +68,7 @@ struct Dequantized {
   bool ends, second;  // of its tiles of rows
 };
 
-// At most kCodeRows rows of the weight times up to four tiles of x.
+// kCodeRows rows of the weight, up to four tiles of x.
 template <int kInputTiles, int kBits, int kTables>
 struct DequantizedPass {
   static constexpr int kPairs = (kInputTiles + 1) / 2;  // of tiles of x
@@ -100,7 +96,7 @@ struct DequantizedPass {
 
   int64_t strip_of(const Piece& piece) const { return (piece.row - pieces.first) / kPanelRows; }
 
-  // Of 16 blocks of 32 columns from a column on, in which group they lie, counted from the first.
+  // Group index, from that of `column`, of 16 blocks of 32 columns.
   __m512i groups_from(int64_t column) const {
     const int64_t before = matrix.group - left_in_group(matrix, column);
     const Vector middle = _mm512_add_ps(code_vector(), broadcast(static_cast<float>(before / 32) + 0.5f));
@@ -134,7 +130,7 @@ struct DequantizedPass {
             scratch.scales[strip_of(step)][0] + scale, scratch.panels[0][panel]};
   }
 
-  // A part of block `block` of a pair of tiles of x, and its share of kRows rows that are dequantized meanwhile.
+  // A fourth of a block's products, and its share of kRows rows to dequantize.
   template <int kTiles, int kPart, int kRows>
   [[gnu::always_inline]] inline void advance(bool second, const char* block, const char* x, Rows<kBits, kTables>& rows,
                                              Prefetching& prefetcher) const {
@@ -170,7 +166,7 @@ struct DequantizedPass {
     if constexpr (kPairs == 2) multiply<1, kRows>(step, rows, prefetcher);
   }
 
-  // Rows that fill no tile, or fewer columns, or nothing to multiply yet.
+  // Partial steps, or nothing to multiply yet.
   [[gnu::noinline]] void dequantize(const Piece& step, Rows<kBits, kTables> rows) const {
     for (int64_t r = 0; r < pieces.rows_of(step); ++r) rows.next(step.end - step.k);
   }
@@ -185,7 +181,7 @@ struct DequantizedPass {
             pieces.rows_of(step) > kTileRows};
   }
 
-  // Rows from `behind` on are not asked for.
+  // Prefetches up to row `end_row`.
   [[gnu::noinline]] void run(int64_t end_row) const {
     Prefetching prefetcher(matrix, pieces, end_row);
     Piece step = pieces.begin();  // of which columns [k, k + kStep) are in a panel

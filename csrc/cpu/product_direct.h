@@ -1,11 +1,10 @@
-// Products of up to four rows of x, straight from the registers in which the weight was dequantized. Included behind
-// product_vectors.h.
+// Products of up to four rows of x with the weight in registers, for any instruction set (simd.h).
 //
-// With a panel activation, memory waits while the panel is multiplied: one row of x and a bfloat16 weight ran at 18 GB/s on one
-// core of a Zen 5 that reads 38, and without it at 35.
+// With a panel, memory waits while the panel is multiplied: M = 1, bfloat16, one core of a Zen 5 that reads 38 GB/s: 18 with a
+// panel, 35 without.
 //
-// A Format is a weight's: kColumns dequantized at once from kBytes into kVectors of Weight, as unpack does, and multiply with
-// x; kGrouped where values come from codes, with a Group made of scale and minimum.
+// A Format unpacks kBytes to kColumns values in kVectors of Weight and multiplies them with x; kGrouped: codes, with a Group of
+// scale and minimum.
 
 #pragma once
 
@@ -18,7 +17,7 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr int64_t kDirectCount = 4;
-constexpr int64_t kScaleColumns = 2048;  // of which scales are converted at a time
+constexpr int64_t kScaleColumns = 2048;  // whose scales are converted at a time
 
 template <Dtype kDtype>
 struct PlainFloat32 {
@@ -53,16 +52,16 @@ struct Int4Float32 : PlainFloat32<kDtype> {
   }
 };
 
-// What a call works on: kRowsHere rows of the weight from codes[r] on, and the rows of x.
+// Pointers of one call: kRowsHere rows of the weight, kCount rows of x.
 template <int kCount, int kRowsHere>
 struct Direct {
   const char* values[kRowsHere];
-  int64_t ahead[kRowsHere];  // bytes to what is asked for
+  int64_t ahead[kRowsHere];  // bytes to the prefetched line
   const char* x[kCount];
   Vector total[kCount][kRowsHere];
 };
 
-// `columns`, whole chunks of one group.
+// `columns`: whole chunks of one group.
 template <class Format, int kCount, int kRowsHere>
 inline void multiply_direct(Direct<kCount, kRowsHere>& work, int64_t columns, const Group* groups) {
   for (int64_t i = 0; i < columns; i += Format::kColumns) {
@@ -135,7 +134,7 @@ void direct_rows(const Matrix& matrix, const Layout& layout, int64_t count, cons
     int64_t rows[kRowsHere];
 #pragma GCC unroll 4
     for (int r = 0; r < kRowsHere; ++r) {
-      rows[r] = row + r < last ? row + r : row;  // again, where there is none
+      rows[r] = row + r < last ? row + r : row;  // repeated after the last
       work.values[r] = values_at(matrix, rows[r], 0);
       work.ahead[r] = rows[r] + kRowsHere < last ? kRowsHere * row_bytes : 0;
     }
@@ -156,8 +155,7 @@ void direct_rows(const Matrix& matrix, const Layout& layout, int64_t count, cons
   }
 }
 
-// Three rows of x are multiplied as four, of which one is there twice, and two likewise where there are few registers: every
-// number of rows that has code of its own takes its time to compile.
+// Three rows of x are multiplied as four (one repeated), and two likewise where registers are few: saves compile time.
 template <class Format>
 inline void direct(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                    float* out, int64_t stride) {
@@ -182,7 +180,6 @@ inline bool is_direct(const Matrix& matrix, const Layout& layout, int64_t count)
   return count <= kDirectCount && (matrix.bits == 0 || layout.vectors);
 }
 
-// Whichever way suits, of products in float32.
 void product_float32(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                      float* out, int64_t stride, char* scratch) {
   if (!is_direct(matrix, layout, count)) {

@@ -1,20 +1,14 @@
-// x as fixed-point numbers, for products with codes in integers. Included by product_avx512.cpp and product_amx.cpp behind
-// product_wide.h; product_fixed_narrow.h has its own for AVX2.
+// x in fixed point, so that codes are multiplied as integers (AVX-512; product_fixed_narrow.h has AVX2's own).
 //
-//   y = sum_s step[s] * (scale[s] * sum_k code[k] * n[k] + minimum[s] * sum_k n[k]), with x[k] = step[s] * n[k] for k in
-//   x group s
+//   y = sum_s step[s] * (scale[s] * sum_k code[k] * n[k] + minimum[s] * sum_k n[k]),  x[k] = step[s] * n[k] for k in x group s
 //
-// A x group is 64 columns, or 32 where groups are no multiples of 64: all of one group. Its numbers n have 16 bits, of which
-// the upper byte h and the lower one l, n = 256 * h + l, are both signed, and its step is a power of two. So a bfloat16 number
-// is kept exactly if it is at least a 128th of the x group's greatest, a float16 number if it is at least a 16th (twice that
-// where the greatest is just below a power of two); of smaller ones up to 2^-15 of the greatest is lost, which rounding that
-// one to bfloat16 or float16 may have lost many times over. Numbers between the products of a block come in float32. Sums of
-// products are exact. On Sapphire Rapids products of bytes take 0.28 ns a vector where those of bfloat16 take 0.74, and its
-// tiles as long for twice the columns (benchmarks/results/h200-fixed/instructions.txt); on Zen 4 vectors of both take as long,
-// but codes are unpacked in fewer steps.
+// An x group is 64 columns (32 where groups are not multiples of 64) of one group of the weight. n has 16 bits, n = 256 * h + l
+// with signed bytes h and l, and step is a power of two. bfloat16 is exact from 1/128 of the x group's greatest value on,
+// float16 from 1/16; of smaller ones at most 2^-15 of the greatest is lost. Sums of products are exact. Sapphire Rapids
+// multiplies bytes in 0.28 ns a vector and bfloat16 in 0.74, in tiles twice the columns at once
+// (benchmarks/results/h200-fixed/instructions.txt); on Zen 4 both take as long, but unpacking takes fewer steps.
 //
-// An infinity or NaN makes its x group's step NaN, and so the results. Sums of a x group's codes times x are float32 before
-// they are scaled, so x may be up to 10^34.
+// An infinity or NaN makes its step, and so the results, NaN. Sums are float32 before scaling, so x may be up to 10^34.
 
 #pragma once
 
@@ -28,8 +22,7 @@ namespace {
 
 constexpr int64_t kBlockColumns = 64;
 
-// 64 columns of a row of x: `terms` are h and l, for int4 those of even columns before those of odd ones, as codes are
-// unpacked.
+// 64 columns of a row of x. terms: h and l; for int4 even columns before odd ones.
 struct FixedBlock {
   alignas(64) char terms[2][64];
   float steps[2];  // of its x groups

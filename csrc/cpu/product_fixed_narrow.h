@@ -1,9 +1,8 @@
-// Products of codes with fixed-point x in 16-bit numbers. Included by product_avx2.cpp behind product_narrow.h.
+// Products of codes with fixed-point x in int16 (AVX2).
 //
-// Sections and steps are those of product_fixed_input.h, but the numbers stay whole: an instruction multiplies 16 of them with
-// 16 codes and adds the products up in pairs, exactly. Columns are taken 32 at a time, and in int4 those of even place come
-// before those of odd ones, as codes are unpacked. A row of the prepared input has the numbers, then for each x group its step,
-// then the sums of x over groups.
+// x groups and steps as in product_fixed_input.h, but n stays int16: one instruction multiplies 16 codes and adds pairs,
+// exactly. Blocks of 32 columns; int4: even columns before odd ones. A row of the prepared input: n, steps of x groups, sums of
+// x over groups.
 
 #pragma once
 
@@ -22,7 +21,6 @@ constexpr int64_t kMaxXGroupColumns = 64;
 
 inline int64_t x_group_columns(const Layout& layout) { return kMaxXGroupColumns / layout.x_groups; }
 
-// 16 numbers of 32 bits as 16 bits, in their order.
 inline void put_words(__m256i one, __m256i two, int16_t* to) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(one, two), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words);
@@ -92,7 +90,7 @@ void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_d
   }
 }
 
-// Opens 32 columns of codes, for two vectors of numbers.
+// Unpacks 32 codes.
 template <int kBits>
 [[gnu::always_inline]] inline void unpack_codes(const char* p, __m256i* codes) {
   if constexpr (kBits == 8) {
@@ -105,7 +103,7 @@ template <int kBits>
   }
 }
 
-// Adds a x group's products, of columns from `k` on.
+// Adds the products of an x group.
 template <int kCount, int kBits, int kUnits>
 [[gnu::always_inline]] inline void add_x_group(const TwoRows& rows, int64_t k, const float* scales, const char* x,
                                                const char* step, int64_t x_stride, Vector (*total)[kCount]) {
@@ -172,7 +170,6 @@ template <int kCount, int kBits, int kUnits, Dtype kDtype>
   }
 }
 
-// `kCount` rows of x from row `m` on.
 template <int kCount, int kBits, int kUnits, Dtype kDtype>
 [[gnu::noinline]] void multiply_rows(const Matrix& matrix, const Layout& layout, const TwoRows& rows, const char* input,
                                      float* out, int64_t stride, int64_t rows_left) {
@@ -187,7 +184,7 @@ template <int kCount, int kBits, int kUnits, Dtype kDtype>
   }
 }
 
-// Two rows of the weight at a time, with two rows of x or the last one alone, so that all sums stay in registers.
+// Two rows of the weight and one or two of x at a time: all sums stay in registers.
 template <int kBits, int kUnits, Dtype kDtype>
 void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                       float* out, int64_t stride) {
@@ -216,7 +213,7 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
 
 inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
                              int64_t last, float* out, int64_t stride) {
-  const bool two_units = layout.x_groups == 1;  // in a x group
+  const bool two_units = layout.x_groups == 1;  // in an x group
   const auto multiply = matrix.bits == 4 ? (two_units ? product_of_fixed<4, 2> : product_of_fixed<4, 1>)
                                          : (two_units ? product_of_fixed<8, 2> : product_of_fixed<8, 1>);
   multiply(matrix, layout, count, input, first, last, out, stride);

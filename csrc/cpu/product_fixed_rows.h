@@ -1,5 +1,4 @@
-// The rows of a weight of codes that are multiplied together with fixed-point x in vectors. Included by product_fixed_vectors.h
-// and product_fixed_narrow.h, in the namespace of their set.
+// Iterates over the rows of a weight of codes two at a time, with prefetch, for fixed-point x in vectors.
 
 #pragma once
 
@@ -8,9 +7,8 @@
 namespace zero_inference::cpu {
 namespace {
 
-constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are needed, at least
+constexpr int64_t kAhead = 4096;  // bytes, at least, of prefetch distance
 
-// Two rows of a weight, and what is asked for ahead.
 struct TwoRows {
   const char* codes[2];
   const char* scales[2];
@@ -18,7 +16,7 @@ struct TwoRows {
   int64_t ahead, scales_ahead;
 };
 
-// Calls work(rows, row) for rows [first, last), two at a time; an odd last one is there twice.
+// Calls work(rows, row) for rows [first, last), two at a time; an odd last one twice.
 template <int kBits, typename Function>
 [[gnu::always_inline]] inline void for_two_rows(const Matrix& matrix, int64_t first, int64_t last, const Function& work) {
   const int64_t row_bytes = matrix.columns * kBits / 8, row_scales = groups_in(matrix, matrix.columns) * 2;

@@ -1,20 +1,16 @@
-// Products of codes with fixed-point x (product_fixed_input.h), in tiles of bytes. Included by product_amx.cpp behind
-// product_tiles.h and product_strips.h.
+// Products of codes with fixed-point x (product_fixed_input.h), in AMX tiles of bytes.
 //
-// A tile has 16 rows of the weight in 64 columns, one of x as many columns of up to 16 rows and terms: four columns of each in
-// each of its rows. Their product is a tile of sums, exact in integers, which are scaled in float32 and added to totals. A
-// turn, 128 or 256 columns, takes four stages: codes are unpacked into a panel, multiplied in tiles, the sums are stored, and
-// scaled. A stage waits long for the one before (a tile product takes 52 cycles, and a load of what was just stored waits for
-// the store), so each turn does the stages for different turns, and nothing waits for what was just issued. Codes of int8 are
-// not unpacked, but multiplied where they lie.
+// A tile of 16 rows and 64 columns of codes times a tile of x (4 columns a row, up to 16 rows and terms) is a tile of exact
+// integer sums, which are scaled in float32 and added to totals. A turn, 128 or 256 columns, has four stages: unpack to a
+// panel, multiply, store sums, scale. A tile product takes 52 cycles and a load waits for the store before it, so stages of
+// different turns are interleaved. int8 codes are multiplied in place.
 //
-// Scaling takes the most. With up to 8 rows of x their terms lie beside each other in one tile, with up to 4 two blocks of 64
-// columns share it, and with up to 2 four: x of the first block lies in the first columns of its tile, x of the next one in
-// the columns behind, and the others are zero, so that the products of all add to one tile. A vector of scales then has those
-// of several groups, and the totals' shares are added at the end. So it is for the two x groups of a block, where groups are no
-// multiples of 64. With more rows of x each term has a tile, and integers are put together before they are scaled.
+// Scaling takes the most. With up to 8 rows of x both terms share a tile, with up to 4 two blocks of 64 columns share it too,
+// and with up to 2 four: x of each block has columns of its own and zeros elsewhere, so all products add to one tile; the
+// shares of a total are added at the end. Likewise for two x groups of a block. With more rows each term has a tile, and
+// integers are joined before they are scaled.
 //
-// The totals of a strip of 16 rows stay in registers for a piece of its columns.
+// Totals of a strip of 16 rows stay in registers for one piece.
 //
 // Estimate, not measured: 1024 bytes of int4 in groups of 64, 16 rows of 128 columns, take with up to 2, 4, 8, 16 rows of x
 //   112, 160, 192, 256 vector operations, two a cycle: 64 to unpack, and 4 for each row of sums, or 6 of two terms or groups
@@ -35,8 +31,7 @@
 namespace zero_inference::cpu {
 namespace {
 
-// Where things lie in a thread's scratch. What is read next to each other is in the same part of a page as the input's tiles
-// that belong to it, and is written again a turn later: a load whose address has the last 12 bits of a store before it waits.
+// Scratch of a thread. Loads and stores that are close in time lie at different offsets in a page (4K aliasing).
 struct FixedScratch {
   char panel[4 * kTileBytes];           // unpacked codes of 256 columns
   char sums[4 * kTileBytes];            // of a turn
@@ -45,27 +40,26 @@ struct FixedScratch {
   float totals[kCodeRows / kTileRows][kTileRows][kLanes];
   int32_t groups[8][kLanes];  // of a piece's packs: which group scales which column
 };
-static_assert(sizeof(FixedScratch) == kFixedScratchBytes, "csrc/cpu/product.cpp says how much there is");
+static_assert(sizeof(FixedScratch) == kFixedScratchBytes, "product_layout.h has the size");
 
-// At the same place of a page as the input.
+// At the page offset of the input.
 inline FixedScratch& scratch_beside(const char* input, char* memory) {
   return *reinterpret_cast<FixedScratch*>(memory + ((input - memory) & (kPageBytes - 1)));
 }
 
-// 64 codes of int4 as bytes: those of even columns, then those of odd ones.
+// 64 int4 codes as bytes: even columns, then odd ones.
 inline void unpack_row(const char* p, char* row) {
   const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
   const __m512i codes = _mm512_srlv_epi32(_mm512_broadcast_i64x4(load_32_bytes(p)), shifts);
   _mm512_store_si512(row, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
 }
 
-// A turn's codes: 16 rows, `stride` bytes apart.
 struct Codes {
   const char* rows;
   int64_t stride;
 };
 
-// Where the codes are that come next: turns of kTurn columns of one piece after the other. Asks for those of the piece behind.
+// Codes of the next turns (kTurn columns), piece by piece; prefetches the next piece.
 template <int kBits, int kTurn>
 struct Unpacker {
   static constexpr int64_t kTurnBytes = kTurn * kBits / 8;                       // of a row
@@ -77,7 +71,7 @@ struct Unpacker {
   char* copies;  // of a turn that lacks rows or columns
 
   int64_t row_bytes = pieces.columns * kBits / 8;
-  // What comes next.
+  // The next turn.
   Piece piece = pieces.begin();
   int64_t k = 0, rows = pieces.rows_of(piece);
   const char* codes = values_at(matrix, piece.row, 0);
@@ -85,14 +79,14 @@ struct Unpacker {
   Unpacker(const Matrix& matrix, const Pieces& pieces, int64_t end_row, char* copies)
       : matrix(matrix), pieces(pieces), prefetcher(matrix, pieces, end_row), copies(copies) {}
 
-  // Of the next turn, which begins at column k. Behind the last one come turns of which nothing is wanted.
+  // Codes of the next turn, at column k; after the last one their values are unused.
   [[gnu::always_inline]] inline Codes begin() const {
     if (__builtin_expect(rows == kTileRows && piece.end - k >= kTurn, 1)) return {codes, row_bytes};
     copy();
     return {copies, kTurnBytes};
   }
 
-  // In the place of what is not there are zeros, of which x is zero or the results are not wanted.
+  // Missing columns and rows are zero: x is zero there, or the results are unused.
   [[gnu::noinline]] void copy() const {
     __builtin_memset(copies, 0, kTileRows * kTurnBytes);
     const int64_t some = piece.end - k < kTurn ? (piece.end - k) * kBits / 8 : kTurnBytes;
@@ -122,21 +116,20 @@ struct Unpacker {
   }
 };
 
-// What is multiplied in one turn, and what is unpacked into the panel behind that.
+// Multiplied in one turn, while the panel is filled anew.
 struct Turn {
   Codes codes;
   char* panel;
   const char* x;
 };
 
-// The panel that is multiplied next and its tiles of x, and those of the panel behind.
+// The next panel with its tiles of x, and x of the one after.
 struct Flight {
   char* panel;
   const char *x, *next_x;
 };
 
-// What is added next: its scales, and how many columns of their group are left, or which groups its columns belong to; and the
-// steps and sums of x.
+// Scales of the next sums: columns left in their group or group of each column; steps and sums of x.
 struct Scaling {
   const float* at;
   int64_t left;
@@ -144,7 +137,6 @@ struct Scaling {
   const char* x_factors;
 };
 
-// At most kCodeRows rows of the weight times the rows of x that are multiplied together.
 template <int kBits, int kXGroups, int kInputs, int kPack>
 struct FixedPass {
   static constexpr int kBlocks = kPack == 4 ? 4 : 2;  // of 64 columns, of a turn
@@ -171,7 +163,6 @@ struct FixedPass {
         input(input),
         x_factors(input + fixed_tile_bytes(layout)) {}
 
-  // Scales and minima of a piece.
   template <Dtype kDtype>
   void convert(const Piece& piece) const {
     const int64_t at = scale_bytes(matrix, piece.row, piece.k), left = groups - groups_in(matrix, piece.k);
@@ -187,7 +178,7 @@ struct FixedPass {
     matrix.dtype == Dtype::float16 ? convert<Dtype::float16>(piece) : convert<Dtype::bfloat16>(piece);
   }
 
-  // Which of the piece's groups scale the columns of its packs' sums.
+  // Group of each column of the packs' sums.
   [[gnu::noinline]] void find_groups(const Piece& piece) const {
     constexpr int kParts = kPack * kXGroups, kWidth = kLanes / kParts, kColumns = 64 / kXGroups;
     int64_t left = left_in_group(matrix, piece.k);
@@ -201,7 +192,7 @@ struct FixedPass {
     }
   }
 
-  // Sums in scratch are scaled and added, and those in the pack's tiles take their place.
+  // Scales and adds the stored sums, and stores those in the pack's tiles.
   template <int kIndex>
   [[gnu::always_inline]] inline void finish(Scaling& scaling, Totals& totals) const {
     char* const sums = scratch.sums + kIndex * kInputs * kTileBytes;
@@ -243,7 +234,7 @@ struct FixedPass {
     }
   }
 
-  // Block kBlock of a turn, and those behind.
+  // Block kBlock of a turn and the rest.
   template <int kBlock>
   [[gnu::always_inline]] inline void advance(const Turn& turn, Unpacking& unpacker, Scaling& scaling, Totals& totals) const {
     constexpr int kRows = 4 + kBlock % 2, kX = kInputs == 2 ? 6 : 6 + kBlock % 2, kSums = kBlock / kPack * kInputs;
@@ -280,7 +271,7 @@ struct FixedPass {
     if (kPanels == 2) flight.panel = flight.panel == scratch.panel ? scratch.panel + kBlocks * kTileBytes : scratch.panel;
   }
 
-  // The first panels, before anything is multiplied.
+  // Fills the first panels.
   [[gnu::noinline]] Flight begin(Unpacking& unpacker) const {
     const char* x[2] = {input, input};
     for (int i = 0; i < kPanels; ++i) {
@@ -297,13 +288,13 @@ struct FixedPass {
     return {scratch.panel, x[0], x[kPanels == 2 ? 1 : 0]};
   }
 
-  // In turn i sums of turn i are added, those of i + 1 stored, i + 2 is multiplied, and what is 256 columns behind it unpacked.
-  // Rows from `behind` on are not asked for.
+  // In turn i: adds sums of turn i, stores those of i + 1, multiplies i + 2, unpacks 256 columns ahead. Prefetches up to row
+  // `end_row`.
   [[gnu::noinline]] void run(int64_t end_row) const {
     Unpacking unpacker(matrix, pieces, end_row, scratch.copies);
     Flight flight = begin(unpacker);
     Totals totals;
-    int before = 2;  // turns with which it begins: nobody keeps their totals
+    int before = 2;  // turns that fill the pipeline; their totals are dropped
     int64_t k = -1;
     for (Piece piece = pieces.begin(); piece.row < pieces.last;) {
       if (before == 0) convert(piece);
@@ -328,7 +319,7 @@ struct FixedPass {
   }
 };
 
-// A column of a tile of totals is part of a row of `out`; of each of its shares one is.
+// A column of a tile of totals is part of a row of `out`; its shares are added.
 inline void write_totals(const Layout& layout, const FixedScratch& scratch, int64_t rows, int64_t count, float* out,
                          int64_t stride) {
   const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
@@ -372,12 +363,12 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
   tiles_end();
 }
 
-// Columns [first, last) of the prepared input, whole packs.
+// Columns [first, last): whole packs.
 template <int kBits>
 void prepare_fixed_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                          int64_t last, int64_t columns, char* input) {
   const __m512i rows = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-  // Of a tile's rows, those of the second x group: int4 has its even columns in rows 4 to 7, its odd ones in rows 12 to 15.
+  // Rows of a tile in the second x group: int4 has even columns in rows 4 to 7, odd ones in 12 to 15.
   const __mmask16 second = layout.x_groups == 1 ? 0 : kBits == 4 ? 0xf0f0 : 0xff00;
   const int64_t beside = layout.inputs == 2 ? 1 : 2;  // terms
   const int64_t x_group_columns = beside * layout.width;

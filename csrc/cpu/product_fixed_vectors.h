@@ -1,10 +1,7 @@
-// Products of codes with fixed-point x in vectors, for few rows of x. Included by product_avx512.cpp behind
-// product_fixed_input.h.
+// Products of codes with fixed-point x in vectors, up to 4 rows of x (AVX-512 VNNI).
 //
-// A chunk is 64 bytes of codes. One instruction adds the products of four bytes to each of 16 sums, so that these hold the
-// chunk's x groups side by side. A row of the prepared input has for each chunk the upper bytes of x and the lower ones, for
-// int4 those of even columns before those of odd ones; then for each chunk the steps of its sums' x groups; then the sums of x
-// over groups.
+// A chunk is 64 bytes of codes; one instruction adds products of four bytes to each of 16 sums. A row of the prepared input:
+// for each chunk h and l (int4: even columns before odd ones), then the steps for its sums, then the sums of x over groups.
 
 #pragma once
 
@@ -50,7 +47,7 @@ void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_d
   }
 }
 
-// Which of 16 scales belongs to which of a chunk's sums, chunk after chunk.
+// Index of the scale of each of a chunk's sums.
 template <int kBits>
 struct GroupOfLane {
   int64_t group;
@@ -74,7 +71,7 @@ struct GroupOfLane {
   }
 };
 
-// Adds a chunk's products. kWhole: all its bytes are there.
+// kWhole: the chunk has all its bytes.
 template <int kCount, int kBits, bool kWhole>
 [[gnu::always_inline]] inline void add_chunk(const TwoRows& rows, int64_t at, int64_t bytes, __m512i groups,
                                              const Vector* scales, const char* x, const char* steps, int64_t x_stride,
@@ -109,7 +106,6 @@ template <int kCount, int kBits, bool kWhole>
   }
 }
 
-// Two rows, 16 groups after the other.
 template <int kCount, int kBits, Dtype kDtype>
 [[gnu::always_inline]] inline void multiply_fixed(const Matrix& matrix, const Layout& layout, const TwoRows& rows,
                                                   const char* input, Vector (*total)[kCount]) {

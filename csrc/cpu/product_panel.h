@@ -1,14 +1,12 @@
-// Products of more rows of x than product_direct.h takes, in vectors of any instruction set. Included behind product_vectors.h.
+// Products of more than four rows of x, for any instruction set (simd.h).
 //
-// A few rows of the weight are multiplied with all rows of x, a block of columns at a time. Weights that are no numbers of the
-// product's own dtype are dequantized into a panel in the L1 cache first, and while a block is dequantized, the next one is
-// asked for from memory: the processor itself reads ahead only to the end of a page of 4 KiB. Others are multiplied where they
-// lie, and what comes next is asked for line by line meanwhile, so that memory does not wait for the products: two cores of a
-// Zen 4 took in 27.2 GB/s of a bfloat16 weight with 8 rows of x, and 17.6 with a panel
+// Four rows of the weight are multiplied with all rows of x, one block of columns at a time. Weights of another dtype are
+// converted to a panel in L1, while the next block is prefetched: hardware prefetchers stop at a page of 4 KiB. Others are
+// multiplied in place, prefetched line by line: M = 8, bfloat16, two Zen 4 cores: 27.2 GB/s, through a panel 17.6
 // (benchmarks/results/cpu/avx512_products.txt).
 //
-// A Product has numbers of kDtype, kBytes each, kBlock of a row in a block; step adds the products of a vector, dequantize
-// makes the panel.
+// A Product has elements of kDtype (kBytes each, kBlock in a block); step adds the products of a vector, dequantize fills the
+// panel.
 
 #pragma once
 
@@ -21,7 +19,6 @@ namespace {
 
 constexpr int kRows = 4;  // of the weight
 
-// Products of float32.
 struct Float32 {
   static constexpr Dtype kDtype = Dtype::float32;
   static constexpr int64_t kBytes = 4;
@@ -58,7 +55,7 @@ struct Float32 {
     }
   }
 
-  // Columns [k, k + count) of a row into `out`, with zeros up to `padded`.
+  // Columns [k, k + count) of a row, padded with zeros.
   static void dequantize(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
                          char* panel, const char* next) {
     float* const out = reinterpret_cast<float*>(panel);
@@ -71,7 +68,7 @@ struct Float32 {
   }
 };
 
-// A block of a weight: `rows` rows from `row` on, none or fewer behind the last, and `columns` columns from `k` on.
+// A block of a weight; no rows after the last one.
 struct Part {
   int64_t row, rows, k, columns;
 
@@ -86,11 +83,11 @@ struct Part {
   }
 };
 
-// Asks for a part of a plain weight in so many steps.
+// Prefetches a block of a plain weight, spread evenly over `steps` calls.
 struct PrefetchInSteps {
   const char* at;        // the next line
   const char* row_end;   // of the part of this row
-  int64_t rows;          // behind it
+  int64_t rows;          // after it
   int64_t bytes, pitch;  // of a row's part, and from row to row
   int64_t lines, steps, due;
 
@@ -119,8 +116,8 @@ struct NoPrefetch {
   void step() {}
 };
 
-// `bytes` of kRows rows of the weight times as many of kCount rows of x, added to sums [kCount][kRows] of vectors. Few sums are
-// done as kTurns that do not wait for each other.
+// kRows rows of the weight times kCount rows of x, added to sums [kCount][kRows] of vectors. kTurns: independent sums, to hide
+// latency.
 template <class Product, int kCount, int kTurns, class Prefetch>
 inline void multiply(const char* const* rows, const char* x, int64_t x_stride, int64_t bytes, float* sums, bool first,
                      Prefetch& prefetch) {
@@ -165,7 +162,7 @@ inline void multiply_all(const char* const* rows, const char* x, int64_t x_strid
   if (m < count) multiply<Product, 1, 2>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, prefetch);
 }
 
-// The steps that multiply_all takes.
+// Iterations of multiply_all.
 inline int64_t steps_of(int64_t count, int64_t bytes) {
   const int64_t vectors = bytes / kVectorBytes;
   return count / kTokens * vectors + (count % kTokens + 1) / 2 * vectors / 2;

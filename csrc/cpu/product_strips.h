@@ -1,7 +1,7 @@
-// In which order a weight's codes are read for tiles. Included by product_amx.cpp behind product_wide.h.
+// The order in which tiles read a weight's codes, and their prefetch.
 //
-// Rows are taken in strips of 16, or of 32 where codes are dequantized. All strips of code_rows() rows are multiplied with one
-// piece of x, which stays in L1, before the next is begun. Meanwhile the piece behind is asked for from memory.
+// Strips are 16 rows, or 32 where codes are dequantized. All strips of code_rows() rows are multiplied with one piece of
+// columns of x, which stays in L1; meanwhile the next piece is prefetched.
 
 #pragma once
 
@@ -10,8 +10,7 @@
 namespace zero_inference::cpu {
 namespace {
 
-// Columns of a piece of fixed-point x, whose tiles are 8 or 16 KiB. Others can be tried (benchmarks/cores_products.py --flags):
-// 256 or 512.
+// Columns of a piece of fixed-point x, whose tiles are 8 or 16 KiB. 256 or 512: benchmarks/cores_products.py --flags.
 #if !defined(ZERO_INFERENCE_CODE_COLUMNS)
 #define ZERO_INFERENCE_CODE_COLUMNS 512
 #endif
@@ -19,12 +18,11 @@ static_assert(ZERO_INFERENCE_CODE_COLUMNS == 256 || ZERO_INFERENCE_CODE_COLUMNS 
               "a vector holds the scales of 512 columns in groups of 32");
 constexpr int64_t kMaxPieceColumns = ZERO_INFERENCE_CODE_COLUMNS;
 
-// Columns [k, end) of a strip of rows.
 struct Piece {
   int64_t row, k, end;
 };
 
-// The order of the pieces of rows [first, last): all strips, then the next columns.
+// All strips, then the next columns.
 struct Pieces {
   int64_t first, last, columns, most;
   int64_t strip = kTileRows;  // rows of one
@@ -33,7 +31,7 @@ struct Pieces {
   int64_t rows_of(const Piece& piece) const { return last - piece.row < strip ? last - piece.row : strip; }
   Piece begin() const { return {first, 0, end_of(0)}; }
 
-  // Behind the last one comes the first of the rows that follow.
+  // After the last piece comes the first one of the next rows.
   Piece after(const Piece& piece) const {
     if (piece.row + strip < last) return {piece.row + strip, piece.k, piece.end};
     if (piece.end < columns) return {first, piece.end, end_of(piece.end)};
@@ -41,25 +39,23 @@ struct Pieces {
   }
 };
 
-// Where the scale of a row and a column lies among all.
 inline int64_t scale_bytes(const Matrix& matrix, int64_t row, int64_t column) {
   return (row * groups_in(matrix, matrix.columns) + groups_in(matrix, column)) * 2;
 }
 
-// Asks for the codes of one piece after the other, row by row, meanwhile another one is multiplied: of each row the codes, and
-// the lines of its scales and minima.
+// Prefetches the next piece row by row while another is multiplied: codes, and cache lines of scales and minima.
 template <int64_t kPieceColumns, int kBits>
 struct Prefetcher {
   static constexpr int64_t kRowBytes = kPieceColumns * kBits / 8;  // of a piece, where it is not the row's last one
 
   const Matrix& matrix;
   const Pieces& pieces;
-  int64_t end_row;  // the last row that may be asked for
+  int64_t end_row;  // prefetches up to this row
 
-  // What is asked for: so many rows, and bytes of each.
+  // Next to prefetch.
   Piece piece;
   int64_t rows, bytes;
-  // Pointers lie apart, and with them what a row adds: two side by side GCC would add as a vector, and take apart again.
+  // Pointers and strides are not adjacent: GCC would add two of them as a vector.
   const char* codes;
   int64_t codes_bytes = pieces.columns * kBits / 8;
   const char* scales;
@@ -84,7 +80,7 @@ struct Prefetcher {
     minima = static_cast<const char*>(matrix.minima) + at;
   }
 
-  // The line in which a row's scales or minima of a piece end, unless those of the piece before reach it.
+  // The line in which scales or minima of a row end, unless an earlier piece fetched it.
   [[gnu::always_inline]] inline void prefetch_end(const char* p) {
     p += scales_of_piece - 1;
     if ((reinterpret_cast<uintptr_t>(p) & 63) < scales_of_piece) prefetch(p);
@@ -109,7 +105,7 @@ struct Prefetcher {
     minima += scales_bytes;
   }
 
-  // Asks for the rest of the piece, which it returns, and goes on with the one behind, if it is not of rows that follow.
+  // Prefetches the rest of the piece, moves to the next one of these rows, and returns the former.
   Piece next_piece() {
     while (rows > 0) prefetch_row();
     const Piece finished = piece;

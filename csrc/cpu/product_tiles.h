@@ -1,7 +1,6 @@
-// The tile instructions of AMX. Included by product_amx.cpp inside its unnamed namespace.
+// Tile instructions of AMX, and sums in four tiles.
 //
-// With ZERO_INFERENCE_EMULATED_TILES they are plain C++ that does the same, for tests on processors without tiles: it shows
-// that what is loaded where is right, and is not fast.
+// With ZERO_INFERENCE_EMULATED_TILES they are plain C++ for tests on processors without AMX: slow, same results.
 
 #pragma once
 
@@ -12,7 +11,7 @@
 namespace zero_inference::cpu {
 namespace {
 
-// Layout of the operand of ldtilecfg.
+// Operand of ldtilecfg.
 struct alignas(64) TileShapes {
   uint8_t palette;
   uint8_t start_row;
@@ -24,7 +23,7 @@ static_assert(sizeof(TileShapes) == 64, "the operand of ldtilecfg has 64 bytes")
 
 #if !defined(ZERO_INFERENCE_EMULATED_TILES)
 
-// All eight tiles with 16 rows of 64 bytes.
+// Eight tiles of 16 rows of 64 bytes.
 inline void tiles_begin() {
   TileShapes shapes = {};
   shapes.palette = 1;
@@ -35,7 +34,7 @@ inline void tiles_begin() {
   __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-// Without this the system would go on to save the tiles at each switch of threads.
+// Else the system saves the tiles at each context switch.
 inline void tiles_end() { __asm__ volatile("tilerelease" ::: "memory"); }
 
 template <int kTile>
@@ -43,7 +42,7 @@ inline void tile_zero() {
   __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
 
-// 16 rows of 64 bytes, `stride` bytes apart. The compiler does not know what is read: "memory" keeps stores before it.
+// 16 rows of 64 bytes. "memory" keeps earlier stores before the load.
 template <int kTile>
 inline void tile_load(const char* p, int64_t stride = 64) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
@@ -54,14 +53,13 @@ inline void tile_store(char* p) {
   __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(static_cast<int64_t>(64)), "i"(kTile) : "memory");
 }
 
-// sums[i][j] += sum over p of rows[i][2p] * pairs[p][2j] + rows[i][2p + 1] * pairs[p][2j + 1]; in this notation of the
-// assembler the operands stand in the opposite order.
+// sums[i][j] += sum_p rows[i][2p] * pairs[p][2j] + rows[i][2p + 1] * pairs[p][2j + 1]; AT&T syntax reverses the operands.
 template <int kSums, int kRowTile, int kPairs>
 inline void tile_multiply() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRowTile), "i"(kPairs));
 }
 
-// sums[i][j] += sum over p and b < 4 of rows[i][4p + b] * x[p][4j + b] in integers; rows without a sign, x with one.
+// sums[i][j] += sum over p and b < 4 of rows[i][4p + b] * x[p][4j + b]; rows unsigned, x signed.
 template <int kSums, int kRowTile, int kX>
 inline void tile_multiply_bytes() {
   __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRowTile), "i"(kX));
@@ -104,7 +102,6 @@ inline float bfloat16_at(const EmulatedTile& tile, int row, int column) {
   return bfloat16_value(bits);
 }
 
-// add(i, j, sum) for each of a tile of sums.
 template <typename Sum, typename Add>
 inline void add_to_sums(EmulatedTile& sums, const Add& add) {
   for (int i = 0; i < 16; ++i) {
@@ -140,7 +137,7 @@ constexpr int64_t kSumsBytes = 4 * kTileBytes;  // of two tiles of rows and two 
 
 enum class Begin { zero, keep, load };
 
-// Tiles 0 to 3 are sums: of the weight's first rows with x's first and second, then of the weight's second rows.
+// Tiles 0 to 3: first 16 rows of the weight times first and second tile of x, then the next 16 rows.
 template <int kRowTiles, int kInputTiles>
 inline void begin_sums(Begin begin, const char* sums) {
   if (begin == Begin::zero) {
@@ -164,7 +161,7 @@ inline void store_sums(char* sums) {
   if constexpr (kRowTiles == 2 && kInputTiles == 2) tile_store<3>(sums + 3 * kTileBytes);
 }
 
-// Sums of up to 32 rows of the weight and 32 of x to where they belong: a column of a tile is part of a row of `out`.
+// A column of a tile is part of a row of `out`.
 void write_out(const char* sums, int64_t rows, int64_t count, float* out, int64_t stride) {
   const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
   for (int64_t row = 0; row < rows; row += kTileRows) {

@@ -1,14 +1,5 @@
-// What products in vectors have in common, for any instruction set. Included by product_narrow.h and product_wide.h in an
-// unnamed namespace, behind
-//
-//   Vector, kLanes, kTokens             a float32 vector, its lanes, and how many rows of x are multiplied together
-//   zero, broadcast, load, store, multiply_add, sum
-//   from_float16, from_bfloat16               kLanes float16 or bfloat16 to float32; from_part is defined behind it
-//   rounded<dtype>                      float32 as that dtype would keep it
-//   Group, group_of<dtype>(scale, minimum), dequantize_int8<dtype>, dequantize_int4<dtype>   codes to float32, from kLanes
-//   bytes split_pairs(one, two, even, odd)    elements of even and odd place
-//
-// What a code stands for is rounded to the dtype of its scale, so that these are the values that a device dequantizes.
+// Conversions to float32 vectors that all products share, for any instruction set (simd.h). Dequantized values are rounded to
+// the dtype of the scale, so they are those that a device computes.
 
 #pragma once
 
@@ -18,7 +9,7 @@
 namespace zero_inference::cpu {
 namespace {
 
-// `count` elements of any dtype, from a place that need not be aligned, to float32, with zeros up to `padded`.
+// `count` elements, unaligned, to float32, padded with zeros.
 template <Dtype kDtype>
 inline void widen(const char* p, int64_t count, int64_t padded, float* out, const char* next) {
   constexpr int64_t kBytes = kDtype == Dtype::float32 ? 4 : 2;
@@ -40,10 +31,10 @@ inline void widen(Dtype dtype, const char* p, int64_t count, int64_t padded, flo
   widen<Dtype::bfloat16>(p, count, padded, out, next);
 }
 
-// Scale and minimum, in float32, of the groups that columns [k, k + count) of a row lie in.
+// Scales and minima in float32 of the groups of columns [k, k + count) of a row.
 template <int64_t kMax>
 struct Scales {
-  float scale[kMax + 2 * kLanes];  // with zeros of a vector behind the last
+  float scale[kMax + 2 * kLanes];  // padded with zeros
   float minimum[kMax + 2 * kLanes];
 
   Scales() {}
@@ -65,7 +56,7 @@ inline Vector rounded(Dtype dtype, Vector value) {
   return dtype == Dtype::float16 ? rounded<Dtype::float16>(value) : rounded<Dtype::bfloat16>(value);
 }
 
-// Any group size, in the order of the columns.
+// For any group size, columns in order.
 inline void dequantize_one_by_one(const Matrix& matrix, int64_t row, int64_t k, int64_t count, int64_t padded, float* out) {
   const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
   int64_t group = row * groups_in(matrix, matrix.columns) + groups_in(matrix, k);
@@ -86,7 +77,7 @@ inline void dequantize_one_by_one(const Matrix& matrix, int64_t row, int64_t k, 
   for (int64_t i = 0; i < padded; i += kLanes) store(out + i, rounded(matrix.dtype, load(out + i)));
 }
 
-// 2 * kLanes elements of x from column k, with zeros from column `columns` on.
+// 2 * kLanes elements of x from column k, zeros from `columns` on.
 inline void load_two_vectors(const char* x, Dtype dtype, int64_t k, int64_t columns, Vector& one, Vector& two) {
   const int64_t bytes = bytes_of(dtype);
   const char* p = x + k * bytes;

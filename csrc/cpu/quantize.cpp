@@ -1,4 +1,4 @@
-// float32, float16 or bfloat16 to int8 / int4 groups: what `_quantize_rows` in zero_inference/kernels/quantization.py does.
+// Quantizes float32, float16 or bfloat16 to int8 / int4 groups, as `_quantize_rows` in zero_inference/kernels/quantization.py.
 
 #include <algorithm>
 #include <atomic>
@@ -32,7 +32,7 @@ const GroupQuantizer& quantizer_for(Instructions instructions) {
   return kPortableQuantizer;
 }
 
-// One group, to every element of `out` that is `stride` further; of float16 the bits.
+// One group to every `stride`-th element of `out`; float16 as bits.
 void load(const void* weight, Dtype dtype, int64_t first, int64_t size, float* out, int stride) {
   if (dtype == Dtype::float32) {
     const float* from = static_cast<const float*>(weight) + first;
@@ -47,7 +47,6 @@ void load(const void* weight, Dtype dtype, int64_t first, int64_t size, float* o
   }
 }
 
-// The codes of one group, each `stride` after the other.
 void pack(const uint8_t* codes, int64_t size, int bits, uint8_t* out, int stride) {
   if (bits == 8) {
     for (int64_t i = 0; i < size; ++i) out[i] = codes[i * stride];
@@ -63,8 +62,8 @@ void pack(const uint8_t* codes, int64_t size, int bits, uint8_t* out, int stride
 
 extern "C" {
 
-// Groups of `size` consecutive elements. Returns 0; 1 where a group holds NaN, an infinity, or a range that its dtype cannot
-// hold; -1 where memory is missing; -2 without these instructions, where numbers below 0 are the best.
+// Groups of `size` elements. Returns 0; 1 where a group holds NaN, an infinity or too large a range; -1 without memory; -2
+// where the processor lacks `instructions` (negative: the best).
 int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_t groups, int64_t size, int32_t bits,
                                 int32_t divides, uint8_t* codes, void* scale, void* minimum, int32_t threads,
                                 int32_t instructions) {

@@ -1,5 +1,4 @@
-// Groups side by side, one a lane of the vectors of an instruction set: quantize.cpp includes this once for each, in a
-// namespace of its own that has `kLanes`.
+// Quantization of groups, one a lane. One source file per instruction set instantiates it with its lanes.
 
 #pragma once
 
@@ -7,7 +6,7 @@
 #include "quantize.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors stay within this file
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are not passed between files
 #pragma GCC optimize("no-trapping-math")
 #pragma GCC optimize("fp-contract=off")  // product and sum are rounded one after the other where weights are dequantized
 #else
@@ -17,11 +16,10 @@
 namespace zero_inference::cpu {
 namespace {
 
-// Of a group's range, what is clipped at either end before codes are fitted, and how often the best of those is fitted again;
-// as in zero_inference/kernels/quantization.py, which says why.
+// Clipped shares of a group's range, and refits of the best; reasons in zero_inference/kernels/quantization.py.
 constexpr float kClipped[] = {0.0f, 0.03f, 0.06f};
 constexpr int kRefits = 2;
-// Codes that are tried where quotients are rounded, of 4 and of 8 bits; for the extremes, and for the line that stays.
+// Neighbouring codes that are tried where quotients are rounded.
 constexpr int kNeighbours4 = 1, kNeighbours8 = 2;
 
 template <int kLanes>
@@ -36,7 +34,7 @@ struct QuantizeLanes {
   static inline Vector absolute(Vector value) { return (Vector)(bits_of(value) & 0x7fffffffu); }
   static inline Vector whole(Vector value) { return (value + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23: the sum is rounded
 
-  // To nearest even, as a float.
+  // To nearest even.
   static inline Vector rounded(Vector value, Dtype dtype) {
     const Bits bits = bits_of(value);
     if (dtype == Dtype::bfloat16) return (Vector)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
@@ -55,7 +53,7 @@ struct QuantizeLanes {
     return (Vector)(bits_of(found) | (half & 0x8000u) << 16);
   }
 
-  // A scale and a minimum as they are stored. `divides`: scale is what values are multiplied by, as DeepSpeed has it.
+  // A stored scale and minimum. `divides`: values are multiplied by the scale, as in DeepSpeed.
   struct Line {
     Vector scale, minimum;
 
@@ -68,7 +66,7 @@ struct QuantizeLanes {
     Vector dequantized(Vector code, Dtype dtype, bool divides) const {
       return rounded((divides ? rounded(code / scale, dtype) : code * scale) + minimum, dtype);
     }
-    // `code` and its squared error. A quotient that is rounded in between may make a neighbour nearer.
+    // Also tries neighbours, because a rounded quotient may make one nearer.
     Vector best_code(Vector value, Dtype dtype, float largest, bool divides, Vector& error) const {
       Vector found = code(value, largest, divides), difference = dequantized(found, dtype, divides) - value;
       error = difference * difference;
@@ -86,14 +84,13 @@ struct QuantizeLanes {
     }
   };
 
-  // What values are multiplied by is finite unless their range is 0.
+  // Finite unless the range is 0.
   static inline Vector finite_factor(Vector factor, Vector range, Dtype dtype) {
     const Vector most = all(dtype == Dtype::float16 ? 65504.0f : dtype == Dtype::bfloat16 ? 3.3895314e38f : 3.4028235e38f);
     return range > 0.0f && factor > most ? most : factor;
   }
 
-  // The step of the codes as it is stored. Below float16's normal numbers a scale is rounded up, where nearest could halve it
-  // or make it 0.
+  // Below float16's normal numbers a scale is rounded up: nearest could halve it or make it 0.
   static inline Vector stored_scale(Vector step, Dtype dtype, bool divides) {
     if (divides) return finite_factor(rounded(1.0f / step, dtype), step, dtype);
     if (dtype == Dtype::float16) {
@@ -104,7 +101,6 @@ struct QuantizeLanes {
     return rounded(step, dtype);
   }
 
-  // Sums over a group's codes, which give the scale and the minimum that fit them best.
   struct Sums {
     Vector codes = {}, squares = {}, products = {};  // products: with the group's values less their mean
 
@@ -131,7 +127,7 @@ struct QuantizeLanes {
     }
   };
 
-  // The fit to the codes that `inverse * centered + shift` rounds to.
+  // Fit to the codes that `inverse * centered + shift` rounds to.
   static inline Fit fit_to(const Vector* centered, int64_t size, Vector inverse, Vector shift, float largest) {
     Sums sums;
     for (int64_t i = 0; i < size; ++i) {
@@ -150,8 +146,7 @@ struct QuantizeLanes {
     best.gain = better ? found.gain : best.gain;
   }
 
-  // `memory`: values [size, kLanes] of a group a lane, of float16 their bits; `scratch`: as much memory. Fills codes [size,
-  // kLanes], scales and minima. Returns whether all groups can be stored.
+  // See GroupQuantizer::quantize.
   static bool quantize(float* memory, float* scratch, int64_t size, int bits, Dtype dtype, bool divides, uint8_t* codes,
                        float* scales, float* minima) {
     Vector* const values = reinterpret_cast<Vector*>(memory);

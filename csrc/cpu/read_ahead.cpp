@@ -9,10 +9,10 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr uintptr_t kLineBytes = 64;
-constexpr int kLinesAtOnce = 32;  // half a microsecond; then the thread looks for its input again
+constexpr int kLinesAtOnce = 32;  // half a microsecond between two polls for input
 
-// Three quarters of the L2 cache: x and what lies between products need the rest. Nothing where the system does not tell its
-// size. Others can be tried: CXX="g++ -DZERO_INFERENCE_AHEAD_BYTES=1048576".
+// Three quarters of L2: x and intermediate results need the rest. 0 where its size is unknown. Others: CXX="g++
+// -DZERO_INFERENCE_AHEAD_BYTES=1048576".
 int64_t most_bytes() {
 #if defined(ZERO_INFERENCE_AHEAD_BYTES)
   return ZERO_INFERENCE_AHEAD_BYTES;

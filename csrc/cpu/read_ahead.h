@@ -1,4 +1,4 @@
-// What a thread will read first, asked for into its L2 cache while it waits for the input.
+// Prefetches the weights that a thread reads first into its L2 cache, while it waits for the input.
 
 #pragma once
 
@@ -8,14 +8,13 @@
 
 namespace zero_inference::cpu {
 
-// Of one thread, on cache lines of its own.
+// Of one thread, on its own cache lines.
 class alignas(64) ReadAhead {
  public:
-  // Rows [first, last) of a weight are read next, with their scales and minima. What the cache does not hold is left out.
+  // Appends rows [first, last) with scales and minima, as far as the cache holds them.
   void add(const Matrix& matrix, int64_t first, int64_t last);
-  // From the first line on again.
   void restart();
-  // Asks for some lines more; false where none is left.
+  // Prefetches some lines; false at the end.
   bool prefetch();
 
  private:
@@ -27,7 +26,7 @@ class alignas(64) ReadAhead {
 
   std::vector<Run> runs_;
   int64_t bytes_ = 0;
-  size_t run_ = 0;  // that is asked for next, from `at_` on
+  size_t run_ = 0;  // current, from `at_` on
   const char* at_ = nullptr;
 };
 

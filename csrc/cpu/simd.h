@@ -1,12 +1,12 @@
-// The vectors of the instruction set that a source file is compiled for: those of the simd_*.h that it includes first, or plain
-// C++ if it includes none. Each defines
+// Vectors of one instruction set. A source file includes simd_avx2.h or simd_avx512.h first, or gets plain C++. Each defines
 //
-//   Vector, kLanes, kTokens             a float32 vector, its lanes, and how many rows of x are multiplied together
+//   Vector, kLanes, kTokens                  a float32 vector, its lanes, rows of x that are multiplied together
 //   zero, broadcast, load, store, multiply_add, sum
-//   from_float16, from_bfloat16               kLanes float16 or bfloat16 to float32
-//   rounded<dtype>                      float32 rounded to that dtype
-//   Group, group_of<dtype>(scale, minimum), dequantize_int8<dtype>, dequantize_int4<dtype>   codes to float32, from kLanes
-//   bytes split_pairs(one, two, even, odd)    elements of even and odd place
+//   from_float16, from_bfloat16              kLanes elements to float32
+//   rounded<dtype>                           float32 rounded to dtype
+//   Group, group_of<dtype>(scale, minimum)
+//   dequantize_int8<dtype>, dequantize_int4<dtype>   kLanes bytes of codes to float32
+//   split_pairs(one, two, even, odd)         elements of even and odd index
 
 #pragma once
 
@@ -32,7 +32,7 @@ inline Vector from(Dtype dtype, const char* p) {
 }
 
 #if !defined(ZI_SIMD_HAS_MASKS)
-// The first `count` lanes, fewer than all, of which no more is read; zeros in the others.
+// The first `count` < kLanes elements; reads no more, and fills with zeros.
 template <Dtype kDtype>
 inline Vector from_part(const char* p, int64_t count) {
   char part[kVectorBytes] = {};

@@ -35,7 +35,7 @@ inline Vector from_bfloat16(const char* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_32_bytes(p)), 16));
 }
 
-// bfloat16 weights are not multiplied in float32 here.
+// bfloat16 weights are not multiplied in float32 here: no case for them.
 template <Dtype kDtype>
 inline Vector rounded(Vector value) {
   if constexpr (kDtype == Dtype::float16) return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
@@ -63,7 +63,7 @@ inline Vector dequantize_int8(const uint8_t* p, const Group& group) {
 
 template <Dtype>
 inline void dequantize_int4(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
-  const __m512i both = bytes(p);  // of an index into a table of 16 only the low four bits count
+  const __m512i both = bytes(p);  // only the low four bits of an index count
   even = _mm512_permutexvar_ps(both, group.table);
   odd = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), group.table);
 }

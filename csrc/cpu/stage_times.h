@@ -1,5 +1,5 @@
-// How long each thread takes for which part of a block, in a build with -DZERO_INFERENCE_STAGE_TIMES
-// (benchmarks/cores_blocks.py --stages); in others nothing.
+// Times of each thread and stage of a block, with -DZERO_INFERENCE_STAGE_TIMES (benchmarks/cores_blocks.py --stages); else
+// empty.
 
 #pragma once
 
@@ -10,12 +10,12 @@ namespace zero_inference::cpu {
 
 constexpr int kTimedThreads = 64, kTimedStages = 2, kTimedParts = 5;
 
-// Of a stage of a thread, one after the other.
+// In order of execution.
 enum class Timed : int32_t { input = 0, wait_for_input = 1, own_rows = 2, shared_rows = 3, wait_for_rows = 4 };
 
 #if defined(ZERO_INFERENCE_STAGE_TIMES)
 
-// Nanoseconds in all calls. A thread writes its own alone, and they are read between calls.
+// Nanoseconds over all calls; each thread writes its own row.
 inline int64_t stage_times[kTimedThreads][kTimedStages][kTimedParts];
 
 class StageWatch {

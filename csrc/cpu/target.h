@@ -1,5 +1,5 @@
-// Instruction sets by file: code between ZI_TARGET_BEGIN("avx2,fma") and ZI_TARGET_END, that of headers included there too, is
-// compiled for these as well. It has internal linkage, so that no other file runs it.
+// Code between ZI_TARGET_BEGIN("avx2,fma") and ZI_TARGET_END, headers included there too, is compiled for these instructions.
+// It has internal linkage (unnamed namespaces), so that no other file calls it.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What the cores can be asked to do for a pass of the model, and how it is asked.
+// A task of the CPU backend, and a call of it.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace zero_inference::cpu {
 
-// One request. The pointers stay valid until it is done.
+// Pointers stay valid until it is done.
 struct Call {
   int64_t task;   // its number in `CpuPool`
   int64_t count;  // rows of the input
@@ -19,7 +19,7 @@ struct Call {
   int64_t extra[4];  // of the kind of task
 };
 
-// 64-byte aligned memory that grows when it has to and is kept.
+// 64-byte aligned memory that only grows.
 class Buffer {
  public:
   ~Buffer();
@@ -30,7 +30,7 @@ class Buffer {
   size_t bytes_ = 0;
 };
 
-// Memory that tasks share, because they run one after the other.
+// Shared by tasks, which run one after the other.
 struct Workspace {
   Buffer input;    // prepared for products
   Buffer hidden;   // float32 between the stages of a block
@@ -40,16 +40,16 @@ struct Workspace {
 class Task {
  public:
   virtual ~Task() = default;
-  // Takes what memory the call needs. On one thread, before `run`.
+  // Allocates for the call; one thread, before `run`.
   virtual void prepare(const Call& call, ThreadPool& pool, Workspace& workspace) = 0;
-  // Takes what memory calls of up to as many rows need.
+  // Allocates for calls of up to call.count rows.
   virtual void reserve(const Call& call, ThreadPool& pool, Workspace& workspace) { prepare(call, pool, workspace); }
-  // Asks for some of what the thread will read first, whatever the input, while the input of the next call is waited for. False
-  // where nothing is left to ask for. On every thread of the pool, before `prepare`.
+  // Prefetches some weights that the thread reads first, before the input arrives. False when done. On every thread, before
+  // `prepare`.
   virtual bool read_ahead(int) { return false; }
-  // On every thread of the pool.
+  // On every thread.
   virtual void run(const Call& call, ThreadPool& pool, int thread) = 0;
-  // Of the weights that the call prepared last reads, where its input decides that; 0 for tasks that always read all of theirs.
+  // Bytes of weights that the prepared call reads where its input decides; else 0.
   virtual int64_t chosen_bytes() const { return 0; }
 };
 

@@ -9,8 +9,7 @@ namespace zero_inference::cpu {
 
 namespace {
 
-// Spins before a waiting thread offers its core to others: 0.1 ms or so, longer than a barrier takes where each thread has its
-// core.
+// About 0.1 ms: longer than a barrier takes where each thread has a core.
 constexpr int kSpinsBeforeYield = 4096;
 
 int64_t now_us() {

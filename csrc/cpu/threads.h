@@ -9,8 +9,8 @@
 
 namespace zero_inference::cpu {
 
-// Calls `work(thread)` on up to `threads` threads, of which the caller is number 0. The system may allow fewer, so `work` takes
-// its parts from a counter until none is left, and waits for no other thread to begin.
+// Calls work(thread) on up to `threads` threads, the caller is 0. The system may allow fewer, so `work` takes parts from a
+// counter and waits for no other thread to start.
 template <typename Work>
 void on_threads(int64_t threads, const Work& work) {
   std::vector<std::thread> others;

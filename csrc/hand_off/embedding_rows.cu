@@ -1,5 +1,5 @@
-// Rows of an embedding table in page-locked host memory, read over the link by a kernel of the model's stream, so that a CUDA
-// graph holds it. No copy engine, and no host thread, has to know the ids.
+// Reads rows of an embedding table in page-locked host memory over PCIe, in a kernel that a CUDA graph can capture: neither a
+// copy engine nor a host thread needs the ids.
 
 #include <cuda_runtime.h>
 
@@ -24,8 +24,7 @@ using zero_inference::current_stream;
 
 using namespace zero_inference::hand_off;  // launch sizes
 
-// `table` [rows, columns] and `out` [tokens, columns], in vectors. An id outside of the table reads nothing: it is the error
-// that PyTorch's embedding makes of it on a device.
+// `table` [rows, columns] and `out` [tokens, columns], in vectors. An id out of range fails a device assertion, as in PyTorch.
 template <typename Vector>
 __global__ void __launch_bounds__(kThreads)
     gather(const int64_t* __restrict__ ids, int64_t tokens, const Vector* __restrict__ table, int64_t rows, int64_t columns,

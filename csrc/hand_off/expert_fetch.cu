@@ -1,13 +1,12 @@
-// The experts of a mixture that device memory does not hold: which of those that tokens chose the device fetches itself, and
-// copies straight from page-locked host memory. The first two are kernels of the model's stream, so that a CUDA graph holds
-// them.
+// Expert cache: routed experts that are not in device memory are fetched from page-locked host memory, or computed on the CPU.
+// A CUDA graph captures the first two kernels.
 //
-//   expert_division   divides what was chosen over device memory, link and CPU, and evicts experts for those that are fetched
+//   expert_division   divides routed experts among device cache, fetch and CPU, and evicts experts for fetched ones
 //   expert_fetch      copies experts into their slots
-//   expert_fill       copies all experts into a block: from their slots, or from host memory those that have none
+//   expert_fill       copies all experts into a block: from their slots, else from host memory
 //
-// A kernel that reads host memory reaches 46 GB/s with one expert of 2.65 MB, and 50 with more, where a copy engine reaches 55
-// (H100, PCIe 5), and needs no host thread to know what was chosen.
+// A kernel reads host memory at 46 GB/s with one expert of 2.65 MB, at 50 with more, a copy engine at 55 (H100, PCIe 5); the
+// kernel needs no host thread that knows the routing.
 
 #include <cuda_runtime.h>
 
@@ -30,15 +29,15 @@ using zero_inference::current_stream;
 
 using namespace zero_inference::hand_off;  // launch sizes
 
-enum State : int { kOther, kMissed, kIdle };  // idle: in a slot, and no token chose it
+enum State : int { kOther, kMissed, kIdle };  // idle: cached, not routed to
 
-// One block. The most used missed experts are fetched, and the least used idle ones make room; of those used alike the lowest
-// number comes first. Without `keeps` the table stays as it is, and fetched experts go to slots 0, 1 ...
+// One block. Fetches the most used misses and evicts the least used idle experts, ties by lowest id. Without `keeps` the table
+// is unchanged, and fetched experts go to slots 0, 1 ...
 __global__ void __launch_bounds__(kThreads)
     divide(const int64_t* __restrict__ chosen, int pairs, int64_t* table, float* uses, int experts,
            const int64_t* __restrict__ quota, float kept_use, bool keeps, int most, int64_t* __restrict__ for_cpu,
            int64_t* __restrict__ slot, int64_t* __restrict__ fetched_slot, int64_t* fetched, int64_t* fetched_into) {
-  extern __shared__ int state[];  // [experts]; at first whether a token chose it
+  extern __shared__ int state[];  // [experts]; first whether it is routed to
   float* const used = reinterpret_cast<float*>(state + experts);
   __shared__ int counts[3];
   for (int e = threadIdx.x; e < experts; e += kThreads) state[e] = 0;
@@ -109,8 +108,8 @@ __device__ void copy(const Vector* __restrict__ source, Vector* __restrict__ tar
   }
 }
 
-// `pieces` are [address in host memory, address of slots, offset in the block, bytes of an expert] each.
-// blockIdx.y: which of `fetched`, and its slot in `fetched_into`; blockIdx.z: which of `pieces`.
+// `pieces`: rows of [address in host memory, address of slots, offset in the block, bytes of an expert]. blockIdx.y: index into
+// `fetched` and `fetched_into`; blockIdx.z: index into `pieces`.
 template <typename Vector>
 __global__ void __launch_bounds__(kThreads)
     fetch(const int64_t* __restrict__ fetched, const int64_t* __restrict__ fetched_into, const int64_t* __restrict__ pieces) {
@@ -123,7 +122,7 @@ __global__ void __launch_bounds__(kThreads)
        static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, static_cast<int64_t>(gridDim.x) * kThreads);
 }
 
-// A block of threads copies one of `parts` parts of a piece of an expert at a time.
+// A thread block copies one of `parts` parts of one piece of one expert at a time.
 template <typename Vector>
 __global__ void __launch_bounds__(kThreads)
     fill(const int64_t* __restrict__ table, int64_t experts, const int64_t* __restrict__ pieces, int64_t number, int64_t parts,

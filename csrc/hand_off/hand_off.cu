@@ -1,15 +1,13 @@
-// How a stream of the device and the host's cores meet (csrc/cpu/cpu_pool.h), without the host's Python in between: kernels
-// that write into page-locked host memory and read from it.
+// Hand-off between a CUDA stream and the CPU backend (csrc/cpu/cpu_pool.h) without Python: kernels that write and read
+// page-locked host memory.
 //
-//   hand_off_push   writes tensors there, begins the next call, and raises the flag to its number
-//   hand_off_pull   waits until the flag has the number of that call, and reads a tensor from there; with `weights` and `rows`,
-//   adds
-//                   to it what the device has computed of the same sum: weights [tokens, k] times rows [tokens * k, width]
-//   weighted_rows   that sum alone
+//   hand_off_push   writes tensors there, increments the call number and raises the flag to it
+//   hand_off_pull   waits until the flag has that number, and reads a tensor; with `weights` and `rows` adds the device's share
+//                   of the sum: weights [tokens, k] times rows [tokens * k, width]
+//   weighted_rows   that share alone
 //
-// The device counts the calls, so that a graph of these kernels can be launched again and again.
-//
-// No copy engine takes part: one that copies weights would finish those first.
+// The device counts the calls, so that a CUDA graph of these kernels can be replayed. No copy engine is used: it would first
+// finish queued copies of weights.
 
 #include <cuda_runtime.h>
 
@@ -41,12 +39,12 @@ using zero_inference::Element;
 
 using namespace zero_inference::hand_off;  // launch sizes
 
-// Of the scratch tensor, uint32 [3], zero at first.
+// Indices into the scratch tensor, uint32 [3], initially zero.
 constexpr int kFinished = 0;  // blocks that have written their part; wraps to 0
-constexpr int kSeen = 1;      // the number that the first block found in the flag
-constexpr int kNumber = 2;    // of the call under way
+constexpr int kSeen = 1;      // the last flag value that the first block read
+constexpr int kNumber = 2;    // of the current call
 
-// What one call brings, in units of 16 bytes, 4 or 1.
+// Tensors of one call, in units of 16, 4 or 1 bytes.
 struct Part {
   const char* source;
   char* target;
@@ -58,16 +56,15 @@ struct Parts {
   int64_t units;
 };
 
-// Everything that happened before is seen by whoever finds `value` in `flag`, on the host too.
+// Release: earlier writes are visible to a reader of `value`, on the host too.
 __device__ __forceinline__ void raise_flag(uint32_t* flag, uint32_t value) {
   asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// What was read and written before is in order before what follows, for the host too; no order among several such fences is
-// needed, as __threadfence_system gives.
+// Orders earlier accesses before later ones, for the host too; cheaper than __threadfence_system, which also orders fences.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// One fence a block: what its other threads wrote comes before it by the barrier.
+// One fence per block: the barrier orders the writes of its other threads before it.
 __global__ void __launch_bounds__(kPushThreads) push(const Parts parts, uint32_t* flag, uint32_t* scratch) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kPushThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPushThreads + threadIdx.x; i < parts.units; i += stride) {
@@ -105,12 +102,12 @@ __device__ __forceinline__ bool reached(const volatile uint32_t* flag, uint32_t 
   return static_cast<int32_t>(*flag - number) >= 0;
 }
 
-// All threads of a block leave it when the cores have written the output of the call under way.
+// Blocks until the CPU has written the output of the current call.
 __device__ __forceinline__ void await_output(const uint32_t* flag, const uint32_t* stop, uint32_t* scratch) {
   if (threadIdx.x == 0) {
     const uint32_t number = scratch[kNumber];
     volatile uint32_t* const seen = scratch + kSeen;
-    if (blockIdx.x == 0) {  // one thread asks over the link, the others on the device
+    if (blockIdx.x == 0) {  // one thread polls host memory, the others the device
       for (int polls = 1; !reached(flag, number); ++polls) {
         if (polls % 1024 == 0 && *reinterpret_cast<const volatile uint32_t*>(stop) != 0) break;
       }
@@ -158,7 +155,7 @@ struct WeightedRows {
   }
 };
 
-// The elements of one access: 16 bytes, or one element where rows are not whole vectors.
+// One access: 16 bytes, or one element where rows are not whole vectors.
 template <typename T, bool kVector>
 struct Access {
   using Unit = std::conditional_t<kVector, uint4, std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>;
@@ -190,8 +187,7 @@ struct Access {
   }
 };
 
-// Adds to `sums` the elements from `first` on of the sum [tokens, width], in the order of the choices; reads of some of these
-// are on their way at once.
+// Adds elements from `first` on of the sum [tokens, width], in routing order; kUnroll reads are in flight.
 template <typename T, bool kVector>
 __device__ __forceinline__ void add_rows(const WeightedRows& of, int64_t first, float (&sums)[Access<T, kVector>::kElements]) {
   using A = Access<T, kVector>;
@@ -231,7 +227,7 @@ __device__ __forceinline__ void add_rows(const WeightedRows& of, int64_t first, 
   }
 }
 
-// `pull` of T [tokens, width], to which the sum of the device's own rows is added; that is computed before the wait ends.
+// `pull` of T [tokens, width] plus the device's share of the sum, which is computed before the wait.
 template <typename T, bool kVector>
 __global__ void __launch_bounds__(kThreads)
     pull_sum(const WeightedRows of, const T* source, T* __restrict__ target, int64_t units, const uint32_t* flag,
@@ -308,7 +304,7 @@ void hand_off_push(std::vector<Tensor> tensors, std::vector<int64_t> targets, in
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// Of tensors that belong to `out` [tokens, width], or to [tokens * width].
+// Checks the tensors of a sum whose result is `out`.
 WeightedRows weighted(const char* name, const Tensor& out, int64_t width, const Tensor& weights, const Tensor& rows,
                       const std::optional<Tensor>& more) {
   const ScalarType weights_dtype = weights.scalar_type();
@@ -332,7 +328,7 @@ WeightedRows weighted(const char* name, const Tensor& out, int64_t width, const 
           width};
 }
 
-// Calls launch(T, std::bool_constant<whether rows are whole vectors>).
+// Calls launch(T, std::bool_constant<rows are whole vectors>).
 template <typename Launch>
 void with_access(const char* name, const Tensor& out, const WeightedRows& of, const void* source, const Launch& launch) {
   const auto of_type = [&](auto zero) {

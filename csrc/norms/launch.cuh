@@ -39,7 +39,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_by
   check_cuda(cudaGetLastError());
 }
 
-// Blocks of `kernel` that one processor holds; asked once a device, when the kernel also gets leave to use its shared memory.
+// Blocks of `kernel` that one processor holds; queried once a device, where the kernel is also allowed its shared memory.
 // `known` belongs to this kernel alone.
 template <typename Kernel>
 int resident_blocks(Kernel kernel, int threads, int shared_bytes, const Device& device, std::atomic<int> (&known)[kDevices]) {

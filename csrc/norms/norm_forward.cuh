@@ -45,7 +45,7 @@ template <typename S, bool kLayer, bool kAdd>
 __global__ void __launch_bounds__(S::kBlock) norm_forward_rows(const NormForward<typename S::Type> a) {
   using T = typename S::Type;
   using Vector = Chunk<T, kVector<T>>;
-  constexpr bool kEarly = S::kVectors * (kLayer ? 2 : 1) <= 4;  // weights are sent for beside the row, in 16 registers at most
+  constexpr bool kEarly = S::kVectors * (kLayer ? 2 : 1) <= 4;  // weights are loaded with the row, in 16 registers at most
   __shared__ float scratch[kSumScratch<S::kThreads, 1> + 1];
   int turn = 0;
   const int64_t row = S::first_row();
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(S::kBlock) norm_forward_rows(const NormForward
   } else {
     load_weights();
 #pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) add_up(x.at(v));  // zeros behind the row's end
+    for (int v = 0; v < S::kVectors; ++v) add_up(x.at(v));  // zeros after the row's end
   }
   row_sum<S::kThreads>(total, scratch, turn);
 

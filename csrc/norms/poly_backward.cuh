@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(S::kBlock) poly_backward_rows(const Poly<typen
     const PolyWeights weights = padding ? PolyWeights{} : weights_of(a, expert);
     float total[kPolySums] = {};
 #pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) {  // zeros behind the row's end
+    for (int v = 0; v < S::kVectors; ++v) {  // zeros after the row's end
       add_poly_vector<kMul>(total, held.at(v), upstream.at(v), gate.at(v));
     }
     row_sum<S::kThreads>(total, scratch, turn);

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(S::kBlock) poly_forward_rows(const Poly<typena
   float total[3] = {};
 #pragma unroll
   for (int v = 0; v < S::kVectors; ++v) {
-    const Vector x = held.at(v);  // zeros behind the row's end
+    const Vector x = held.at(v);  // zeros after the row's end
 #pragma unroll
     for (int i = 0; i < kVector<T>; ++i) add_powers(total, x.value[i]);
   }

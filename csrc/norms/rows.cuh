@@ -27,7 +27,7 @@ struct RowShape {
   static __device__ __forceinline__ int column(int vector) { return (vector * kThreads + thread()) * kVector<T>; }
 };
 
-// A thread's share of a row in registers, zero behind the row's end. With one row a block and a block a row the hardware's
+// A thread's share of a row in registers, zero after the row's end. With one row a block and a block a row the hardware's
 // scheduler keeps loads in flight, and nothing passes through shared memory but the sums. kEvictLast: see access.cuh.
 //
 // Plain loads: with a hint that keeps them out of the L1 cache (where they land on their way) rms_norm lost 4%, and with
@@ -98,7 +98,7 @@ struct RowRing {
     }
   }
 
-  // Send for the first rows; one committed group a row, empty behind the last.
+  // Start copying the first rows; one committed group a row, empty after the last.
   __device__ __forceinline__ void start(int64_t row) const {
 #pragma unroll
     for (int at_stage = 0; at_stage < S::kStages; ++at_stage) {
@@ -112,7 +112,7 @@ struct RowRing {
 
   __device__ __forceinline__ uint4& at(int tensor, int vector) const { return *place(stage, tensor, vector); }
 
-  // Behind the last use of a vector of `row`: the same place takes the row that comes kStages turns later.
+  // After the last use of a vector of `row`: the same place takes the row that comes kStages turns later.
   __device__ __forceinline__ void refill(int64_t row, int vector) const {
     fetch(row + S::kStages * S::row_stride(), stage, vector);
   }

@@ -62,7 +62,7 @@ class Call {
     return torch::stable::new_empty(like_, none);
   }
 
-  // float32 memory for partial results; the caching allocator orders its reuse behind the kernels of this stream.
+  // float32 memory for partial results; the caching allocator orders its reuse after the kernels of this stream.
   float* scratch(int64_t count) {
     const int64_t sizes[] = {count};
     kept_.push_back(torch::stable::new_empty(like_, sizes, ScalarType::Float));

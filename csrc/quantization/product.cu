@@ -175,7 +175,7 @@ struct Place {
   }
 };
 
-// Tokens of a chunk: the vectors that a warp's lanes read together lie together, in the order of the lanes. Zeros behind the
+// Tokens of a chunk: the vectors that a warp's lanes read together lie together, in the order of the lanes. Zeros after the
 // last column.
 template <int kBits, typename AnyTask>
 __device__ __forceinline__ void stage_input(const AnyTask& task, const Place<kBits>& place, int chunk_first, uint4* to) {
@@ -198,7 +198,7 @@ __device__ __forceinline__ void stage_input(const AnyTask& task, const Place<kBi
   }
 }
 
-// Scales and minima of a chunk, kBytes at a time (2: not asynchronous). Zeros behind the last group of a row.
+// Scales and minima of a chunk, kBytes at a time (2: not asynchronous). Zeros after the last group of a row.
 template <int kBits, int kBytes, typename AnyTask>
 __device__ __forceinline__ void stage_groups(const AnyTask& task, const Place<kBits>& place, int chunk_first, uint8_t* to) {
   using S = Step<kBits>;
@@ -317,7 +317,7 @@ __device__ __forceinline__ void multiply_step(const Task& task, const Place<kBit
   for (int part = 0; part < S::kInputs; ++part) {
     uint32_t tokens[kTokenTiles][4];
 #pragma unroll
-    for (int tile = 0; tile < kTokenTiles; ++tile) {  // lanes behind the last token repeat it: their sums are thrown away
+    for (int tile = 0; tile < kTokenTiles; ++tile) {  // lanes after the last token repeat it: their sums are thrown away
       const int token = min(tile * kTileTokens + place.row_lane, task.tokens - 1);
       input_pairs<kBits>(x[(part * task.tokens + token) * kRowShares], tokens[tile]);
     }
@@ -478,7 +478,7 @@ __device__ __forceinline__ void multiply_rows(const AnyTask& task) {
   for (int turn = 0; turn < turns; ++turn) {
     copy_wait<kProductStages - 2>();
     if (of_chunk == 0) {
-      __syncthreads();  // the chunk is there for all, and nobody reads the one before it
+      __syncthreads();  // the chunk is loaded, and no thread still reads the previous one
       if ((chunk + 1) * task.chunk_steps < turns)
         stage_chunk<kBits>(task, place, chunk + 1, chunks + (chunk + 1) % 2 * chunk_bytes);
     }
