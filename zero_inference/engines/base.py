@@ -362,7 +362,7 @@ class Timeline(Protocol):
 
 @dataclass
 class LoadedModel:
-    """A model ready for `generate`, with what its record needs.
+    """A model ready for `generate`, with the facts for its record.
 
     Attributes:
         model: the transformers model; inputs go to `device`.

@@ -266,7 +266,7 @@ def _ds_config(job: Job, quantization: QuantizationPlan | None) -> dict[str, Any
 
 
 def _with_nvme_path(ds_config: dict[str, Any], path: str | None) -> dict[str, Any]:
-    """Return a copy, with `path` as the folder of offloaded weights if given."""
+    """Return a copy with `path`, if given, as the folder of offloaded weights."""
     changed = copy.deepcopy(ds_config)
     if path is not None:
         changed["zero_optimization"]["offload_param"]["nvme_path"] = path

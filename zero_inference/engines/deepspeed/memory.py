@@ -180,7 +180,7 @@ def _loading_bytes(job: Job, weights: list[StoredWeight], buffers: int) -> int:
             share = 0  # it is in one of the buffers
         as_stored = share
         if weight.quantized:
-            # codes, then what is made of them: two more tensors while nibbles of 4 bits are swapped, then all in one
+            # codes, plus two more tensors while nibbles of 4 bits are swapped, then plus all in one tensor
             codes = weight.parameter.numel() * job.config.quant_bits // 8
             as_stored = codes + max(share, 2 * codes if job.config.quant_bits == 4 else 0)
         unpartitioned[weight.layer] -= whole if unpartitioned[weight.layer] else 0
