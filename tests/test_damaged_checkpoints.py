@@ -311,29 +311,15 @@ def test_the_sides_that_are_in_the_file(held, engine, tmp_path):
     if held == "head":
         del tensors["model.decoder.embed_tokens.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    assert (
-        main(
-            [
-                "run_model.py",
-                "--model",
-                str(tmp_path / "model"),
-                "--dtype",
-                "float32",
-                "--prompt-len",
-                "9",
-                "--gen-len",
-                "6",
-                "--loops",
-                "1",
-                "--warmup",
-                "0",
-                "--log-file",
-                str(tmp_path / "run.log"),
-                *engine,
-            ]
-        )
-        == 0
-    )
+    argv = [
+        "run_model.py",
+        "--model",
+        str(tmp_path / "model"),
+        *"--dtype float32 --prompt-len 9 --gen-len 6 --loops 1 --warmup 0 --log-file".split(),
+        str(tmp_path / "run.log"),
+        *engine,
+    ]
+    assert main(argv) == 0
     record = json.loads((tmp_path / "run.jsonl").read_text())
     unique = sum(p.numel() for p in model.parameters()) + (table.numel() if held == "different" else 0)
     assert record["weight_bytes"] == 4 * unique

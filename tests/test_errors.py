@@ -402,22 +402,18 @@ def test_a_prompt_ends_with_its_line(tmp_path):
 
 def test_a_good_ds_config_has_the_last_word(checkpoints, tmp_path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage3_prefetch_bucket_size": 12345}}')
-    assert (
-        main(
-            [
-                "run_model.py",
-                *SHORT,
-                "--model",
-                str(checkpoints("opt")),
-                "--cpu-offload",
-                "--ds-config",
-                str(tmp_path / "ds.json"),
-                "--log-file",
-                str(tmp_path / "run.log"),
-            ]
-        )
-        == 0
-    )
+    argv = [
+        "run_model.py",
+        *SHORT,
+        "--model",
+        str(checkpoints("opt")),
+        "--cpu-offload",
+        "--ds-config",
+        str(tmp_path / "ds.json"),
+        "--log-file",
+        str(tmp_path / "run.log"),
+    ]
+    assert main(argv) == 0
     zero = json.loads((tmp_path / "run.jsonl").read_text())["ds_config"]["zero_optimization"]
     assert zero["stage3_prefetch_bucket_size"] == 12345 and zero["offload_param"]["device"] == "cpu"
 
@@ -472,16 +468,7 @@ def test_out_of_memory_in_a_real_process(checkpoints, run_model):
     done = run_model(
         "--model",
         checkpoints("opt"),
-        "--dtype",
-        "float32",
-        "--batch-size",
-        40000,
-        "--prompt-len",
-        64,
-        "--gen-len",
-        2,
-        "--engine",
-        "resident",
+        *"--dtype float32 --batch-size 40000 --prompt-len 64 --gen-len 2 --engine resident".split(),
         on_cpu=True,
         memory_bytes=2 << 30,
     )
@@ -511,20 +498,13 @@ def test_a_failure_of_one_rank_alone_leaves_one_record(checkpoints, tmp_path):
     done = subprocess.run(
         [
             sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "--master-port",
+            *"-m torch.distributed.run --nproc-per-node 2 --master-port".split(),
             free_port(),
             str(program),
             *SHORT,
             "--model",
             str(checkpoints("opt")),
-            "--batch-size",
-            "2",
-            "--cpu-offload",
-            "--log-file",
+            *"--batch-size 2 --cpu-offload --log-file".split(),
             str(tmp_path / "run.log"),
         ],
         capture_output=True,
@@ -542,11 +522,7 @@ def test_accelerate_refuses_several_ranks(checkpoints, run_model):
         "--model",
         checkpoints("opt"),
         *SHORT,
-        "--batch-size",
-        2,
-        "--engine",
-        "accelerate",
-        "--cpu-offload",
+        *"--batch-size 2 --engine accelerate --cpu-offload".split(),
         launcher="by hand",
         ranks=2,
     )

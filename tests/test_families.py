@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_inference import load
 from zero_inference.cpu.products import quantize
-from zero_inference.engines.deepspeed.quantization import QuantizedFunctionals, plan_quantization, quantize_parameter
+from zero_inference.engines.deepspeed.quantization import plan_quantization, quantize_dequantize
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.engines.stream.vocabulary import find_head
 from zero_inference.errors import UsageError
@@ -272,15 +272,9 @@ def with_deepspeed_weights(model: nn.Module) -> nn.Module | None:
         names = plan_quantization(model, SETTINGS, torch.float32).names
     except UsageError:
         return None
-    functionals = QuantizedFunctionals()
-    try:
-        for name, parameter in model.named_parameters():
-            if name in names:
-                packed = nn.Parameter(parameter.data.clone(), requires_grad=False)
-                quantize_parameter(packed, SETTINGS)
-                parameter.data.copy_(functionals._dequantized(packed).view(parameter.shape))
-    finally:
-        functionals.remove()
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.data.copy_(quantize_dequantize(parameter.data, SETTINGS).view(parameter.shape))
     return model
 
 

@@ -405,13 +405,7 @@ def start(run: Run, fault: Fault, model: Path, server: ForkServer) -> None:
     options = [
         "--model",
         str(model),
-        "--engine",
-        "stream",
-        "--dtype",
-        "float32",
-        "--prompt-len",
-        "8",
-        "--log-file",
+        *"--engine stream --dtype float32 --prompt-len 8 --log-file".split(),
         str(run.log),
         *(option.format(folder=run.folder) for option in fault.options),
     ]

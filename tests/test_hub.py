@@ -13,20 +13,7 @@ from conftest import VOCAB, free_port, need_lm_eval
 from forks import PROGRAM, ForkServer
 from hub_server import COMMIT, Hub
 
-SHORT = [
-    "--prompt-len",
-    "8",
-    "--gen-len",
-    "3",
-    "--loops",
-    "1",
-    "--warmup",
-    "0",
-    "--dtype",
-    "float32",
-    "--engine",
-    "resident",
-]
+SHORT = "--prompt-len 8 --gen-len 3 --loops 1 --warmup 0 --dtype float32 --engine resident".split()
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 READ_ON_IMPORT = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE")  # by the hub's libraries
 
@@ -119,10 +106,7 @@ def test_a_run_fetches_config_tokenizer_and_the_shards_of_the_index_once(hub, ru
     hub.files.clear()
     again = run_model("--model", "some/llama", *SHORT, env=hub.environment(cache))
     unreachable = run_model(
-        "--model",
-        "some/llama",
-        *SHORT,
-        env=hub.environment(cache, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}"),
+        "--model", "some/llama", *SHORT, env=hub.environment(cache, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     )
     offline = run_model("--model", "some/llama", *SHORT, env=hub.environment(cache, HF_HUB_OFFLINE="1"))
     for run in (again, offline, unreachable):
@@ -277,11 +261,7 @@ def test_a_complete_cache_without_a_list_of_files_runs_offline(hub, run_model, c
     online = run_model("--model", "some/llama", *SHORT, env=hub.environment(cache))
     shutil.rmtree(cache / "hub" / "models--some--llama" / "trees")
     offline = run_model(
-        "--model",
-        "some/llama",
-        *SHORT,
-        "--trust-remote-code",
-        env=hub.environment(cache, HF_HUB_OFFLINE="1"),
+        "--model", "some/llama", *SHORT, "--trust-remote-code", env=hub.environment(cache, HF_HUB_OFFLINE="1")
     )
     assert offline.code == 0, offline.stderr
     assert offline.record["output_ids_sha256"] == online.record["output_ids_sha256"]

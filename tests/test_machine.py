@@ -409,12 +409,7 @@ def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):
         "--engine accelerate --cpu-offload",
     ):
         asked = [
-            "run_model.py",
-            "--model",
-            "llama-2-13b",
-            "--dummy",
-            "--dry-run",
-            "--machine",
+            *"run_model.py --model llama-2-13b --dummy --dry-run --machine".split(),
             str(tmp_path / "machine.json"),
         ]
         assert main([*asked, *options.split()]) == 0, options

@@ -268,27 +268,11 @@ def test_what_would_take_too_long_is_predicted_and_not_begun(monkeypatch, capsys
 
     monkeypatch.setattr(torch, "mm", slow)
     monkeypatch.setitem(timing.PROBE_SIZES, "cpu", (16,))
-    assert (
-        console_main(
-            [
-                "zero-inference",
-                "micro",
-                "matmul",
-                "--device",
-                "cpu",
-                "--sizes",
-                "128",
-                "2048",
-                "--dtype",
-                "fp16",
-                "--format",
-                "csv",
-                "--min-run-time",
-                "0.01",
-            ]
-        )
-        == 0
-    )
+    argv = [
+        *"zero-inference micro matmul --device cpu --sizes 128 2048".split(),
+        *"--dtype fp16 --format csv --min-run-time 0.01".split(),
+    ]
+    assert console_main(argv) == 0
     good, skipped = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert float(good["tflops"]) > 0 and max(sizes) == 512
     assert skipped["tflops"] == "" and skipped["skipped"].startswith("one product is expected to take ")
@@ -341,28 +325,13 @@ def test_a_row_is_shown_before_the_next_is_measured(format, monkeypatch, capsys)
 
     monkeypatch.setattr(matmul, "time_matmul", watching)
     monkeypatch.setitem(timing.PROBE_SIZES, "cpu", (16,))
-    assert (
-        console_main(
-            [
-                "zero-inference",
-                "micro",
-                "matmul",
-                "--device",
-                "cpu",
-                "--sizes",
-                "16",
-                "77",
-                "99",
-                "--dtype",
-                "fp32",
-                "--format",
-                format,
-                "--min-run-time",
-                "0.01",
-            ]
-        )
-        == 0
-    )
+    argv = [
+        *"zero-inference micro matmul --device cpu --sizes 16 77 99 --dtype fp32 --format".split(),
+        format,
+        "--min-run-time",
+        "0.01",
+    ]
+    assert console_main(argv) == 0
     rest = capsys.readouterr()
     texts = [each.err if format == "json" else each.out for each in (*shown, rest)]
     assert [re.findall(r"fp32[ |,]+(?:n )?(\d+)", text) for text in texts] == [[], ["16"], ["77"], ["99"]]
@@ -496,27 +465,11 @@ def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch, capsys):
 
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setitem(timing.PROBE_SIZES, "cpu", (16,))
-    assert (
-        console_main(
-            [
-                "zero-inference",
-                "micro",
-                "matmul",
-                "--device",
-                "cpu",
-                "--sizes",
-                "16",
-                "32",
-                "--dtype",
-                "fp32",
-                "--format",
-                "csv",
-                "--min-run-time",
-                "0.01",
-            ]
-        )
-        == 1
-    )
+    argv = [
+        *"zero-inference micro matmul --device cpu --sizes 16 32".split(),
+        *"--dtype fp32 --format csv --min-run-time 0.01".split(),
+    ]
+    assert console_main(argv) == 1
     shown = capsys.readouterr()
     good, bad = csv.DictReader(io.StringIO(shown.out))
     assert float(good["tflops"]) > 0 and bad["error"] == "out of memory" and bad["tflops"] == ""
@@ -548,20 +501,8 @@ def test_the_table_of_layer_fits_100_columns_and_says_what_it_leaves_out():
 
 def test_the_command_prints_and_draws(copied_runs, tmp_path):
     done = micro(
-        "layer",
-        "--blocks",
-        "bert-large",
-        "llama-3.2-1b",
-        "--seq",
-        "8",
-        "16",
-        "--batch",
-        "1",
-        "--min-run-time",
-        "0.01",
-        "--format",
-        "json",
-        "--plot",
+        *"layer --blocks bert-large llama-3.2-1b --seq 8 16".split(),
+        *"--batch 1 --min-run-time 0.01 --format json --plot".split(),
         tmp_path / "layer.png",
     )
     assert done.returncode == 0, done.stderr
@@ -593,25 +534,17 @@ def test_the_command_prints_and_draws(copied_runs, tmp_path):
 def test_tables_of_the_command(tmp_path, capsys):
     for name, options in (("matmul", ["--sizes", "16", "33"]), ("elementwise", ["--sizes", "100", "3000"])):
         plot = tmp_path / f"{name}.png"
-        assert (
-            console_main(
-                [
-                    "zero-inference",
-                    "micro",
-                    name,
-                    "--device",
-                    "cpu",
-                    *options,
-                    "--min-run-time",
-                    "0.01",
-                    "--format",
-                    "md",
-                    "--plot",
-                    str(plot),
-                ]
-            )
-            == 0
-        )
+        argv = [
+            "zero-inference",
+            "micro",
+            name,
+            "--device",
+            "cpu",
+            *options,
+            *"--min-run-time 0.01 --format md --plot".split(),
+            str(plot),
+        ]
+        assert console_main(argv) == 0
         out = capsys.readouterr().out
         assert (
             out.startswith("|") and "of measured" in out and "of datasheet" not in out and plot.stat().st_size > 10_000

@@ -67,16 +67,7 @@ def test_a_run_builds_its_model_once(engine, built, checkpoints, tmp_path):
 
 
 def test_a_plan_that_tries_many_changes_builds_its_model_once(built, capfd):
-    asked = [
-        "--model",
-        "meta-llama/Llama-2-70b-hf",
-        "--dummy",
-        "--dry-run",
-        "--engine",
-        "resident",
-        "--batch-size",
-        "4096",
-    ]
+    asked = "--model meta-llama/Llama-2-70b-hf --dummy --dry-run --engine resident --batch-size 4096".split()
     assert main(["run_model.py", *asked]) == 2
     assert "It does not fit." in capfd.readouterr().out and built == ["llama"]
 

@@ -29,24 +29,15 @@ OPTIONS = ["--prompt-len", "12", "--gen-len", "5", "--dtype", "float32"]
 
 def test_log_record_and_output_agree(checkpoints, tmp_path, capfd):
     for _ in range(2):
-        assert (
-            main(
-                [
-                    "run_model.py",
-                    "--model",
-                    str(checkpoints("qwen3")),
-                    *OPTIONS,
-                    "--batch-size",
-                    "4",
-                    "--cpu-offload",
-                    "--loops",
-                    "3",
-                    "--log-dir",
-                    str(tmp_path),
-                ]
-            )
-            == 0
-        )
+        argv = [
+            "run_model.py",
+            "--model",
+            str(checkpoints("qwen3")),
+            *OPTIONS,
+            *"--batch-size 4 --cpu-offload --loops 3 --log-dir".split(),
+            str(tmp_path),
+        ]
+        assert main(argv) == 0
     out = capfd.readouterr().out
     log = tmp_path / "ds-qwen3-bs4-prompt12-gen5-n1x1-cpu.log"
     blocks, records = parse_log(log), read_records(log.with_suffix(".jsonl"))
@@ -69,12 +60,8 @@ def test_log_record_and_output_agree(checkpoints, tmp_path, capfd):
 
 def test_fetched_bytes_are_the_offloaded_weights(checkpoints, tmp_path):
     folder = checkpoints("llama")
-    assert (
-        main(
-            ["run_model.py", "--model", str(folder), *OPTIONS, "--cpu-offload", "--log-file", str(tmp_path / "run.log")]
-        )
-        == 0
-    )
+    argv = ["run_model.py", "--model", str(folder), *OPTIONS, "--cpu-offload", "--log-file", str(tmp_path / "run.log")]
+    assert main(argv) == 0
     record = json.loads((tmp_path / "run.jsonl").read_text())
     vectors = 4 * 7 * 64  # the norms stay on the device
     assert record["transfers"]["host_to_device_bytes_per_step"] == record["weight_bytes"] - vectors
@@ -95,23 +82,19 @@ def test_disk_reads_are_the_layers(checkpoints, tmp_path):
     }
     big.mkdir()
     (big / "config.json").write_text(json.dumps(config))
-    assert (
-        main(
-            [
-                "run_model.py",
-                "--model",
-                str(big),
-                "--dummy",
-                *OPTIONS,
-                "--disk-offload",
-                "--offload-dir",
-                str(tmp_path / "offload"),
-                "--log-file",
-                str(tmp_path / "run.log"),
-            ]
-        )
-        == 0
-    )
+    argv = [
+        "run_model.py",
+        "--model",
+        str(big),
+        "--dummy",
+        *OPTIONS,
+        "--disk-offload",
+        "--offload-dir",
+        str(tmp_path / "offload"),
+        "--log-file",
+        str(tmp_path / "run.log"),
+    ]
+    assert main(argv) == 0
     record = json.loads((tmp_path / "run.jsonl").read_text())
     matrices = 2 * 4 * (4 * 512 * 512 + 3 * 512 * 1024)
     assert record["transfers"]["disk_read_bytes_per_step"] == matrices
@@ -123,24 +106,14 @@ def test_disk_reads_are_the_layers(checkpoints, tmp_path):
 
 
 def test_one_token_has_no_decode(checkpoints, tmp_path):
-    assert (
-        main(
-            [
-                "run_model.py",
-                "--model",
-                str(checkpoints("opt")),
-                "--prompt-len",
-                "8",
-                "--gen-len",
-                "1",
-                "--dtype",
-                "float32",
-                "--log-file",
-                str(tmp_path / "run.log"),
-            ]
-        )
-        == 0
-    )
+    argv = [
+        "run_model.py",
+        "--model",
+        str(checkpoints("opt")),
+        *"--prompt-len 8 --gen-len 1 --dtype float32 --log-file".split(),
+        str(tmp_path / "run.log"),
+    ]
+    assert main(argv) == 0
     record = json.loads((tmp_path / "run.jsonl").read_text())
     assert record["decode_throughput"] is None and record["loops"][0]["step_s"] == []
     assert "decode throughput: nan token/s" in (tmp_path / "run.log").read_text()
@@ -149,31 +122,13 @@ def test_one_token_has_no_decode(checkpoints, tmp_path):
 def test_prompts_come_from_the_file_and_fill_the_length(smollm2_folder, tmp_path, capfd):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The capital of France is\n" + "The river was long and " * 40 + "\n")
-    assert (
-        main(
-            [
-                "run_model.py",
-                "--model",
-                "smollm2-135m",
-                "--prompts",
-                str(prompts),
-                "--batch-size",
-                "2",
-                "--prompt-len",
-                "24",
-                "--gen-len",
-                "4",
-                "--loops",
-                "1",
-                "--warmup",
-                "0",
-                "--cpu-offload",
-                "--log-file",
-                str(tmp_path / "run.log"),
-            ]
-        )
-        == 0
-    )
+    argv = [
+        *"run_model.py --model smollm2-135m --prompts".split(),
+        str(prompts),
+        *"--batch-size 2 --prompt-len 24 --gen-len 4 --loops 1 --warmup 0 --cpu-offload --log-file".split(),
+        str(tmp_path / "run.log"),
+    ]
+    assert main(argv) == 0
     assert "[0] " in (out := capfd.readouterr().out) and "Paris" in out
 
 
@@ -192,20 +147,16 @@ def test_torch_checkpoints_are_read_too(checkpoints, tmp_path):
     (old / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     hashes = []
     for folder in (safe, old):
-        assert (
-            main(
-                [
-                    "run_model.py",
-                    "--model",
-                    str(folder),
-                    *OPTIONS,
-                    "--cpu-offload",
-                    "--log-file",
-                    str(tmp_path / f"{folder.name}.log"),
-                ]
-            )
-            == 0
-        )
+        argv = [
+            "run_model.py",
+            "--model",
+            str(folder),
+            *OPTIONS,
+            "--cpu-offload",
+            "--log-file",
+            str(tmp_path / f"{folder.name}.log"),
+        ]
+        assert main(argv) == 0
         hashes.append(read_records(tmp_path / f"{folder.name}.jsonl")[-1]["output_ids_sha256"])
     assert hashes[0] == hashes[1]
 
@@ -322,52 +273,19 @@ def test_drawn_tokens_depend_on_the_prompt_and_the_seed_alone():
 
 
 def test_dummy_presets_stay_finite(tmp_path, capfd):
-    assert (
-        main(
-            [
-                "run_model.py",
-                "--model",
-                "opt-125m",
-                "--dummy",
-                "--prompt-len",
-                "8",
-                "--gen-len",
-                "2",
-                "--loops",
-                "1",
-                "--warmup",
-                "0",
-                "--cpu-offload",
-                "--log-file",
-                str(tmp_path / "run.log"),
-            ]
-        )
-        == 0
-    )
+    argv = [
+        *"run_model.py --model opt-125m --dummy --prompt-len 8 --gen-len 2".split(),
+        *"--loops 1 --warmup 0 --cpu-offload --log-file".split(),
+        str(tmp_path / "run.log"),
+    ]
+    assert main(argv) == 0
     first = read_records(tmp_path / "run.jsonl")[0]["output_ids_sha256"]
-    assert (
-        main(
-            [
-                "run_model.py",
-                "--model",
-                "opt-125m",
-                "--dummy",
-                "--prompt-len",
-                "8",
-                "--gen-len",
-                "2",
-                "--loops",
-                "1",
-                "--warmup",
-                "0",
-                "--engine",
-                "resident",
-                "--log-file",
-                str(tmp_path / "run.log"),
-            ]
-        )
-        == 0
-    )
+    argv = [
+        *"run_model.py --model opt-125m --dummy --prompt-len 8 --gen-len 2".split(),
+        *"--loops 1 --warmup 0 --engine resident --log-file".split(),
+        str(tmp_path / "run.log"),
+    ]
+    assert main(argv) == 0
     assert read_records(tmp_path / "run.jsonl")[1]["output_ids_sha256"] == first
 
 

@@ -23,20 +23,7 @@ from zero_inference.records.write import append_record
 from zero_inference.utils import files, write_benchmark_log
 from zero_inference.utils.files import append_bytes, check_appendable, check_replaceable
 
-SHORT = [
-    "--engine",
-    "resident",
-    "--prompt-len",
-    "4",
-    "--gen-len",
-    "2",
-    "--loops",
-    "1",
-    "--warmup",
-    "0",
-    "--dtype",
-    "float32",
-]
+SHORT = "--engine resident --prompt-len 4 --gen-len 2 --loops 1 --warmup 0 --dtype float32".split()
 
 
 @pytest.fixture

@@ -139,19 +139,7 @@ def test_every_engine_that_does_not_fit_has_what_would(capfd):
 
 
 def test_the_table_is_for_people(capfd, tmp_path):
-    asked = [
-        "plan",
-        "--model",
-        "llama-2-13b",
-        "--dummy",
-        "--batch-size",
-        "1",
-        "8",
-        "--goal",
-        "latency",
-        "--assume",
-        LINE,
-    ]
+    asked = [*"plan --model llama-2-13b --dummy --batch-size 1 8 --goal latency --assume".split(), LINE]
     assert console_main(["zero-inference", *asked, "--plot", str(tmp_path / "front.svg")]) == 0
     out, err = capfd.readouterr()
     lines = out.splitlines()
@@ -684,14 +672,8 @@ def test_a_named_engine_is_kept_and_bits_come_before_speed(kept_here, capfd):
 
 def test_what_auto_cannot_do(monkeypatch, capfd):
     asked = [
-        "run_model.py",
-        "--model",
-        "opt-66b",
-        "--dummy",
-        "--engine",
-        "auto",
-        "--dry-run",
-        "--assume",
+        *"run_model.py --model opt-66b --dummy".split(),
+        *"--engine auto --dry-run --assume".split(),
         "gpus=1x8GiB,host=50GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,disk=3GB/s,disk_free=50GiB",
     ]
     assert main(asked) == 2
@@ -711,16 +693,7 @@ def test_what_auto_cannot_do(monkeypatch, capfd):
     )
     for name, value in names.items():
         monkeypatch.setenv(name, value)
-    two = [
-        "run_model.py",
-        "--model",
-        "opt-125m",
-        "--dummy",
-        "--engine",
-        "auto",
-        "--dry-run",
-        "--assume",
-    ]
+    two = "run_model.py --model opt-125m --dummy --engine auto --dry-run --assume".split()
     assert main([*two, "gpus=2x24GiB,host=8GiB"]) == 2
     assert "this works in one process only, and 2 were started" in capfd.readouterr().err
 
@@ -816,11 +789,7 @@ def test_the_best_are_tried(kept_here, copied_runs, tmp_path):
         "zero_inference",
         *asked.split(),
         *ways,
-        "--kv-offload",
-        "off",
-        "--verify",
-        "2",
-        "--json",
+        *"--kv-offload off --verify 2 --json".split(),
     ]
     environment = without_gpus() | {"ZERO_INFERENCE_MACHINE": str(path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -849,19 +818,7 @@ def test_keys_and_values_on_the_host_cross_the_link_as_fast_as_they_can(capfd):
 
 
 def test_a_part_of_the_device_is_in_the_command_too(capfd):
-    asked = [
-        "plan",
-        "--model",
-        "llama-3.1-8b",
-        "--dummy",
-        "--json",
-        "--engine",
-        "stream",
-        "--quant-bits",
-        "16",
-        "--batch-size",
-        "1",
-    ]
+    asked = "plan --model llama-3.1-8b --dummy --json --engine stream --quant-bits 16 --batch-size 1".split()
     assert (
         console_main(["zero-inference", *asked, "--max-gpu-memory", "10", "--kv-offload", "off", "--assume", LINE]) == 0
     )
@@ -888,11 +845,7 @@ def test_what_the_stream_engine_refuses_is_no_candidate():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        "--engine stream --pin-memory 0",
-        "--engine stream --pin-memory 1",
-        "--quality perplexity,mmlu --quality-data .",
-    ],
+    ["--engine stream --pin-memory 0", "--engine stream --pin-memory 1", "--quality perplexity,mmlu --quality-data ."],
 )
 def test_options_are_written_as_they_are_read(options):
     if "--quality" in options:

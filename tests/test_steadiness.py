@@ -15,15 +15,7 @@ from zero_inference.utils.format import three_digits
 
 
 def loops_of(*step_s: list[float]) -> list[Loop]:
-    return [
-        Loop(
-            prefill_s=0.5,
-            decode_s=sum(steps),
-            total_s=0.5 + sum(steps),
-            step_s=steps,
-        )
-        for steps in step_s
-    ]
+    return [Loop(prefill_s=0.5, decode_s=sum(steps), total_s=0.5 + sum(steps), step_s=steps) for steps in step_s]
 
 
 def test_loops_that_differ_are_told_and_warned_of():
@@ -72,14 +64,7 @@ def test_a_run_prints_and_records_the_spread_of_its_loops(checkpoints, tmp_path,
     options = [
         "--model",
         str(checkpoints("opt")),
-        "--engine",
-        "resident",
-        "--prompt-len",
-        "8",
-        "--gen-len",
-        "6",
-        "--dtype",
-        "float32",
+        *"--engine resident --prompt-len 8 --gen-len 6 --dtype float32".split(),
     ]
     assert main(["run_model.py", *options, "--loops", "3", "--log-file", str(tmp_path / "three.log")]) == 0
     out, err = capfd.readouterr()

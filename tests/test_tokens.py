@@ -58,11 +58,7 @@ def test_ids_equal_plain_transformers(family, way, checkpoints, tmp_path, capfd)
             str(PROMPT),
             "--gen-len",
             str(GEN),
-            "--loops",
-            "2",
-            "--warmup",
-            "1",
-            "--log-file",
+            *"--loops 2 --warmup 1 --log-file".split(),
             str(tmp_path / "run.log"),
             *in_folder(WAYS[way], tmp_path / "offload"),
         ]
@@ -238,31 +234,13 @@ def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path
         ["--engine", "stream", "--cpu-compute", "0.6", "--kv-offload"],
     ):
         log = tmp_path / "-".join(["smollm2", *way]).replace("/", "")
-        assert (
-            main(
-                [
-                    "run_model.py",
-                    "--model",
-                    "smollm2-135m",
-                    "--dtype",
-                    "float32",
-                    "--batch-size",
-                    "2",
-                    "--prompt-len",
-                    "40",
-                    "--gen-len",
-                    "12",
-                    "--loops",
-                    "1",
-                    "--warmup",
-                    "0",
-                    "--log-file",
-                    f"{log}.log",
-                    *in_folder(way, tmp_path / "offload"),
-                ]
-            )
-            == 0
-        )
+        argv = [
+            *"run_model.py --model smollm2-135m --dtype float32 --batch-size 2 --prompt-len 40".split(),
+            *"--gen-len 12 --loops 1 --warmup 0 --log-file".split(),
+            f"{log}.log",
+            *in_folder(way, tmp_path / "offload"),
+        ]
+        assert main(argv) == 0
         assert json.loads((tmp_path / f"{log.name}.jsonl").read_text())["output_ids_sha256"] == output_ids_sha256(
             expected
         ), way
