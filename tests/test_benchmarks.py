@@ -1,4 +1,5 @@
-"""Programs of benchmarks/ and scripts/measure_gpu.py: cases within a time limit, GGUF files of peers, traced kernels."""
+"""Programs of benchmarks/ and scripts/measure_gpu.py: cases within a time limit, GGUF files of peers, traced kernels,
+ranges of predicted times."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import shlex
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,10 +19,16 @@ from conftest import ROOT
 from test_presets import PARAMETERS
 
 from benchmarks.peers import gguf_file, llama_cpp
+from benchmarks.predictions import HOSTS, RESULTS, ranges_of, ratios, with_cores_of_run, within_others
 from benchmarks.traced_run import Kernel, main, print_kernels
 from zero_inference import runner
+from zero_inference.config.run_options import parse_options
+from zero_inference.hardware.profile import read_profile
 from zero_inference.models.preset_table import find_preset
+from zero_inference.models.spec import resolve_model
+from zero_inference.planning.cost import RANGES
 from zero_inference.planning.plan import Plan
+from zero_inference.records.read import read_records
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import measure_gpu  # noqa: E402
@@ -270,3 +278,52 @@ def test_llama_bench_gives_a_row_for_each_number_of_threads_and_what_it_printed_
     ]
     assert rows == [(2, {"32": 100}, 2), (4, {"32": 100}, 4), (8, {}, 8), (4, {"64": 100}, None)]
     assert [row.get("depth") for row in json.loads(made.stdout)["rows"]] == [32, 32, 0, None]
+
+
+PREDICTED_HOST = "h200-kept/ninth_host"
+
+
+def planned_with(run: str, model: str):
+    """The machine of that host, as it was kept and as the run had it, and the record."""
+    kept = read_profile(RESULTS / PREDICTED_HOST / "machine.json")
+    record = list(read_records(Path(RESULTS / PREDICTED_HOST / f"{run}.jsonl")))[-1]
+    spec = resolve_model(parse_options(["--model", model, "--dummy"]), "cuda")
+    return kept, with_cores_of_run(kept, record, spec), record
+
+
+def test_cores_are_as_fast_as_in_the_run():
+    kept, found, record = planned_with("llama13b-int4-bs8-auto", "llama-2-13b")
+    moved, planned = record["transfers"], record["stream"]["cores"]["of_step_gbps"]
+    rate = moved["cores_bytes_per_step"] / moved["cores_busy_s_per_step"] / 1e9
+    assert rate == pytest.approx(55.6, abs=0.1) and planned == pytest.approx(69.3, abs=0.1)
+    for before, after in zip(kept.cores.products, found.cores.products):
+        assert after.cores_gb_per_s == pytest.approx(before.cores_gb_per_s * rate / planned)
+        assert (after.link_gb_per_s, after.hand_off_s) == (before.link_gb_per_s, before.hand_off_s)
+    assert found.link_gb_per_s == kept.link_gb_per_s
+
+
+@pytest.mark.parametrize(
+    "run, model", [("mixtral-int4-auto", "mixtral-8x7b"), ("llama13b-int4-bs1-off", "llama-2-13b")]
+)
+def test_a_mixture_and_a_run_without_cores_keep_what_was_measured(run, model):
+    kept, found, _ = planned_with(run, model)
+    assert found == kept
+
+
+def test_ranges_are_those_of_committed_runs_and_hold_for_hosts_that_they_were_not_made_from():
+    found = list(ratios())
+    assert ranges_of(found) == RANGES and {each.host for each in found} == set(HOSTS)
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    for kind, (low, high) in RANGES.items():
+        assert f"| {low:.2f} to {high:.2f} | {sum(each.kind == kind for each in found)} |" in design, kind
+    inside = within_others(found)
+    every = {host: [each for of_kind in kinds.values() for each in of_kind] for host, kinds in inside.items()}
+    whole = [each for of_host in every.values() for each in of_host]
+    for those in (whole, every["h100-readme"]):
+        assert f"{sum(those)} of {len(those)}" in design
+    for kind in RANGES:
+        known = [each for of_host in inside.values() for each in of_host.get(kind, [])]
+        assert len(known) > 20 and sum(known) >= 0.9 * len(known), kind
+    for host, kinds in inside.items():
+        known = [each for of_kind in kinds.values() for each in of_kind]
+        assert sum(known) >= 0.75 * len(known), host
