@@ -119,7 +119,7 @@ constexpr int bounded_blocks(int block, int threads_of_row) {
 constexpr int kRowsOfPart = 16;
 
 // The second kernel, which sums the parts column by column in a fixed order: a block has 32 columns, so that a warp reads 128
-// bytes behind each other, and 16 threads for each, which take the parts in turn. The order of the sums depends on it. Not
+// contiguous bytes, and 16 threads for each, over the parts. The order of the sums depends on it. Not
 // swept.
 constexpr int kColumnLanes = 32;
 constexpr int kPartLanes = 16;
@@ -231,27 +231,24 @@ constexpr int product_pairs(int64_t pairs, int64_t weights) { return 4 * pairs <
 namespace zero_inference::hand_off {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // 16-byte accesses of a thread on their way at once
-// Enough to fill a link of 64 GB/s and 8 us: 32 * 256 * 4 * 16 bytes. All have to run at once, since they wait for one of them.
+constexpr int kUnroll = 4;  // 16-byte accesses of a thread in flight
+// Fills a link of 64 GB/s and 8 us: 32 * 256 * 4 * 16 bytes. All must be resident, because they wait for the first one.
 constexpr int kMostBlocks = 32;
-// One block copies 8 KB at once: a token of 3840 elements in 16 bits and its choices. With several blocks the last one to
-// finish, by a counter, raises the flag. Not swept.
+// One block copies 8 KB at once: a token of 3840 elements in 16 bits and its routing. Of several the last to finish raises
+// the flag. Not swept.
 constexpr int kPushThreads = 512;
-constexpr int kMostParts = 4;  // tensors that one call brings
-// Of a sum of weighted rows by itself, 16 bytes a thread: four blocks for a token of 2048 elements, because each thread waits
-// for as many reads as a token has experts. Not swept.
+constexpr int kMostParts = 4;  // tensors of a call
+// weighted_rows, 16 bytes a thread: four blocks for a token of 2048 elements, because each thread waits for a read per expert.
+// Not swept.
 constexpr int kSumThreads = 64;
-// Of a piece of an expert that is fetched. 4 to 132 blocks copied one expert of 2.65 MB at 44 to 47 GB/s, and four at 50
-// (H100).
+// Per fetched piece of an expert. 4 to 132 blocks copied one expert of 2.65 MB at 44 to 47 GB/s, four experts at 50 (H100).
 constexpr int kFetchBlocks = 16;
-// Of a block whose experts come from host memory and slots, beside what computes the block before: 32 * 256 * 4 * 16 bytes are
-// on their way at once. Not swept.
+// expert_fill, beside kernels that compute the previous block: 32 * 256 * 4 * 16 bytes in flight. Not swept.
 constexpr int kFillBlocks = 32;
-// Of one piece of all experts. With few experts, of which some are missed, each comes by several blocks, because one does not
-// fill the link: four at 50 GB/s (`kFetchBlocks`). Not swept.
+// Per piece of all experts: few experts are copied by several blocks each, because one does not fill the link. Not swept.
 constexpr int kFillTurns = 128;
-// Of rows of an embedding table: 128 * 256 * 16 bytes are on their way at once, as many as kMostBlocks fills a link with. Not
-// swept: the rows of a decode step are 16 KB a token, and four blocks read one.
+// Rows of an embedding table: 128 * 256 * 16 bytes in flight, as with kMostBlocks. Not swept: a decode step reads 16 KB a
+// token, four blocks.
 constexpr int kMostRowBlocks = 128;
 constexpr int kMostExperts = 4096;  // of a layer: 8 bytes each in shared memory
 

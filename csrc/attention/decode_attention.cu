@@ -1,16 +1,16 @@
-// zero_inference::decode_attention: attention of a few queries a sequence over all keys, as decode steps have it.
+// zero_inference::decode_attention: attention of the few queries of a decode step over all keys.
 //
-//   out[b, q, h] = sum_k p[k] * value[b, h / group, k],   p = softmax_k(scale * query[b, h, q] . key[b, h / group, k] + mask[b,
-//   h, q, k])
+//   out[b, q, h] = sum_k p[k] * value[b, h / group, k]
+//   p = softmax_k(scale * query[b, h, q] . key[b, h / group, k] + mask[b, h, q, k])
 //
-// A block has 8 or 16 rows, which are queries of heads that share a key head; so keys and values are read once for them all.
-// Steps of 8 or 16 keys go round the warps of the block and of its cluster, and one that the mask hides from all rows is not
-// read: the unfilled end of a cache of fixed size, or what lies before a sliding window. Keys and values go from device memory
-// to registers and into the tensor cores; a softmax per warp is rescaled as its maximum grows. Results of warps, then of
-// blocks, are added in their order at the end. No atomics: the same bits in every run.
+// A block has 8 or 16 rows: queries of heads that share a key head, so keys and values are read once for all. The warps of a
+// block and of its cluster share steps of 8 or 16 keys; a step that the mask hides from all rows (the unfilled end of a static
+// cache, positions before a sliding window) is skipped. Keys and values go from device memory to registers and tensor cores;
+// each warp has an online softmax. Results of warps, then of blocks, are added in a fixed order without atomics: the same bits
+// in every run.
 //
-// Sums are float32. Of float16 and bfloat16, softmax's p is rounded to that dtype; float32 is multiplied as three products of
-// its upper and lower bits (tf32). Rows that see no key are zeros.
+// Sums are float32. p is rounded to float16 or bfloat16 inputs' dtype; float32 is multiplied as three tf32 products. Rows
+// without a visible key are zeros.
 
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
@@ -59,7 +59,7 @@ constexpr float kLog2E = 1.44269504088896340736f;
 
 enum class Mask : int { kBoolean, kAdded };
 
-// [sequence, head, position]: elements from one to the next
+// Strides in elements: [sequence, head, position].
 struct Strides {
   int64_t sequence, head, position;
 };
@@ -77,15 +77,15 @@ struct Task {
   float hidden;    // what the mask adds to a key that is not seen, or less
 };
 
-// Products of the tensor cores: lane L has rows L / 4 and L / 4 + 8 of `a` and of the sums, columns L / 4 of `b`, and columns
-// 2 (L % 4) and the next of the sums. Which of the summed columns a lane has is free as long as `a` and `b` agree.
+// Tensor-core layout: lane L has rows L / 4 and L / 4 + 8 of `a` and of the sums, column L / 4 of `b`, and columns 2 (L % 4)
+// and the next of the sums. Summed columns may be permuted if `a` and `b` agree.
 template <typename T>
 struct Product {
   static constexpr int kKeyTiles = 2;  // of keys, in a product with values
   static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     Pair<T>::multiply(sum, a, b0, b1);
   }
-  // p [tile][row L / 4 or + 8][key] -> operand `a`; p becomes what that holds.
+  // p [tile][row L / 4 or + 8][key] -> operand `a`; p is rounded to it.
   static __device__ __forceinline__ void pack(float (&p)[kKeyTiles][2][2], uint32_t (&a)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -132,7 +132,7 @@ struct Product<float> {
   }
 };
 
-// Sizes of a block with kHalves * 8 rows and keys and values of up to kWidth elements.
+// Sizes of a block with kHalves * 8 rows and head dimensions up to kWidth.
 template <typename T, int kWidth, int kHalves>
 struct Shape {
   static constexpr int kVector = 16 / static_cast<int>(sizeof(T));  // elements
@@ -140,11 +140,11 @@ struct Shape {
   static constexpr int kValueVectors = kWidth / (kTile * kVector);  // of a row of values, a lane
   static constexpr int kRows = kHalves * kTile;
   static constexpr int kStep = Product<T>::kKeyTiles * kTile;  // keys
-  // Vectors of keys, and of keys and values, that a lane copies for a step.
+  // Vectors of keys, and of keys and values, per lane and step.
   static constexpr int kKeyCopies = Product<T>::kKeyTiles * kKeyVectors;
   static constexpr int kCopies = kKeyCopies + Product<T>::kKeyTiles * 2 * kValueVectors;
-  // In shared memory: queries; of each warp the keys and values of two steps, and when these are done its sums, four at once;
-  // maximum and total of each row and warp, then of the block's.
+  // Shared memory: queries; keys and values of two steps of each warp, later its sums; maximum and total of each row and warp,
+  // then of the block.
   static constexpr int kQueries = kKeyVectors * kHalves * kWarp;
   static constexpr int kRing = 2 * kCopies * kWarp;
   static constexpr int kSums = kHalves * (kWidth / 16) * kWarp;
@@ -154,16 +154,16 @@ struct Shape {
 
 __device__ __forceinline__ float larger(float one, float other) { return one > other ? one : other; }
 
-// A maximum as what exponents are less, also where no key was seen.
+// The maximum that exponents subtract; finite without visible keys.
 __device__ __forceinline__ float finite(float maximum) { return maximum == kHidden ? 0.0f : maximum; }
 
-// Key i of a lane's in a step, as the tensor cores have the sums of scores.
+// Key index of a lane in a step, in the layout of the scores.
 template <typename T>
 __device__ __forceinline__ int key_of(int step, int i) {
   return step * Product<T>::kKeyTiles * kTile + i / 2 * kTile + 2 * (threadIdx.x % kShares) + i % 2;
 }
 
-// The mask as it is, for rows [half] and keys [tile][0, 1] of a lane in a step; past the last key, that of the last.
+// Mask words for rows [half] and keys [tile][0, 1] of a lane; after the last key they repeat.
 template <typename T, int kHalves>
 __device__ __forceinline__ void load_mask(const Task& task, const int64_t (&rows)[kHalves], int step,
                                           uint32_t (&mask)[kHalves][Product<T>::kKeyTiles * 2]) {
@@ -179,7 +179,7 @@ __device__ __forceinline__ void load_mask(const Task& task, const int64_t (&rows
   }
 }
 
-// What a word of the mask adds to a score, times log2(e).
+// Mask value times log2(e).
 template <typename T>
 __device__ __forceinline__ float added(const Task& task, int key, uint32_t mask) {
   if (key >= task.positions) return kHidden;
@@ -189,7 +189,6 @@ __device__ __forceinline__ float added(const Task& task, int key, uint32_t mask)
   return values[0] > task.hidden ? values[0] * kLog2E : kHidden;
 }
 
-// Four columns of a row.
 template <typename T>
 __device__ __forceinline__ void store(T* out, const float (&values)[4]) {
   if constexpr (sizeof(T) == 4) {
@@ -255,8 +254,8 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
     total[half] = 0.0f;
   }
 
-  // Positions past the end read the last one and are masked; columns past the width read the first one, and are multiplied by
-  // zeros of the query or not stored. A lane reads only what it has copied itself.
+  // Positions past the end read the last one and are masked; columns past the width read the first one, and meet zeros of the
+  // query or are not stored. A lane reads only what it copied.
   const auto copy = [&](int step, uint4* to) {
 #pragma unroll
     for (int tile = 0; tile < kKeyTiles; ++tile) {
@@ -280,7 +279,7 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
     }
   };
 
-  // The next step that has a key to be seen, and what the mask adds there; `mask` is of the step after.
+  // The next visible step and its mask; `mask` is prefetched for the step after.
   const int steps = (task.positions + S::kStep - 1) / S::kStep;
   const int stride = task.splits * warps;
   int candidate = static_cast<int>(blockIdx.x) * warps + warp;
@@ -395,7 +394,7 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
   }
 
   __syncwarp();  // sums take the place of what lanes have read
-  // A lane's sums lie four columns at once, lanes beside each other: vector v of a half has column `column_of(v, lane)`.
+  // A lane has four contiguous columns: vector v of a half is column `column_of(v, lane)`.
   const auto column_of = [](int vector, int of_lane) {
     constexpr int kFours = kVector / 4;
     return (vector / (2 * kFours) * kTile + 2 * (of_lane % kShares) + vector / kFours % 2) * kVector + vector % kFours * 4;
@@ -423,8 +422,8 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
   }
   __syncthreads();
 
-  // Adds vector `index` of `parts`, each with its own maximum of the row; divides by the total where `divided`, and leaves
-  // maximum and total of the row otherwise.
+  // Adds vector `index` of `parts`, each relative to its own maximum; divides by the total if `divided`, else returns maximum
+  // and total of the row.
   const auto add = [&](int parts, auto part, float (&sum)[4], float& most, float& all) {
     most = kHidden;
     for (int i = 0; i < parts; ++i) most = larger(most, *part(i).maximum);
@@ -542,7 +541,7 @@ void launch_width(const Task& task, int64_t sequences, int64_t key_heads, const 
   run(task, sequences, key_heads, device);
 }
 
-// Rows of whole, aligned vectors; a dimension of one is never gone along.
+// Rows of whole, aligned vectors; strides of dimensions of size one are ignored.
 Strides checked(const char* name, const Tensor& tensor, const Tensor& query, int64_t heads, int64_t positions) {
   STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
                       tensor.scalar_type() == query.scalar_type() && tensor.dim() == 4,

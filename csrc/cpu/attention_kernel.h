@@ -401,7 +401,7 @@ struct Kernel {
     const int64_t stride = partial_floats(a);
     for (int64_t row = 0; row < rows; ++row) {
       float* const sum = partials + row * sum_stride;
-      float* const state = partials + rows * sum_stride + row;  // largest logit; `rows` behind it, the sum of weights
+      float* const state = partials + rows * sum_stride + row;  // largest logit; `rows` later, the sum of weights
       float most = kNothing, total = 0.0f;
       for (int64_t part = 0; part < splits; ++part) {
         if (!(state[part * stride] <= most)) most = state[part * stride];

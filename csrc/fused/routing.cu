@@ -1,9 +1,8 @@
-// A router's choice of experts for each token, from its logits: softmax over all experts, the k largest and their sum to one,
-// or the k largest and softmax over them. The schema is in zero_inference/models/experts.py. PyTorch takes seven kernels for
-// it, 18 us of a layer's decode step.
+// MoE routing of each token from router logits: softmax over all experts, then the normalized top k; or top k, then softmax.
+// The schema is in zero_inference/models/experts.py. PyTorch needs seven kernels, 18 us of a layer's decode step.
 //
-// A warp has a token, and each lane experts lane, lane + 32, ...; sums have the order of PyTorch's softmax and sum of a few.
-// Chosen experts follow each other by value, equal ones by number; NaN is larger than any number, as in torch.topk.
+// A warp has a token, lane l experts l, l + 32, ...; sums have PyTorch's order. Experts are sorted by value, ties by id; NaN is
+// the largest, as in torch.topk.
 
 #include <cuda_runtime.h>
 
@@ -35,14 +34,14 @@ constexpr int kWarp = 32;
 constexpr unsigned int kAll = 0xffffffffu;
 constexpr int kMostExperts = 1024;
 
-// Of every lane's value the sum, in every lane.
+// Sum over the warp, in every lane.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) value = __fadd_rn(value, __shfl_xor_sync(kAll, value, offset));
   return value;
 }
 
-// An unsigned int that is larger for a larger value, largest for NaN, and never 0.
+// Order-preserving unsigned int of a float: NaN is the largest, never 0.
 __device__ __forceinline__ uint32_t order_of(float value) {
   if (value != value) return ~0u;
   const uint32_t bits = __float_as_uint(value);
@@ -53,7 +52,7 @@ __device__ __forceinline__ float value_of(uint32_t order) {
   return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
 }
 
-// Softmax of the row of which this lane has `value`; -infinity where there is no expert.
+// Softmax of a row in a warp; lanes without an expert have -infinity.
 template <int kEach>
 __device__ __forceinline__ void softmax(float (&value)[kEach]) {
   float most = value[0];
@@ -72,8 +71,8 @@ __device__ __forceinline__ void softmax(float (&value)[kEach]) {
   for (int i = 0; i < kEach; ++i) value[i] = __fdiv_rn(value[i], sum);
 }
 
-// The sum of what the first k lanes have, in every lane; others have 0. Lanes beyond the largest power of two up to k add
-// theirs to those of the first ones, and then neighbours are added, and neighbours of these.
+// Sum over the first k lanes, in every lane. Lanes from the largest power of two up to k are added to the first ones, then
+// neighbours pairwise.
 __device__ __forceinline__ float sum_of_chosen(float value, int k, int lane) {
   const int width = 1 << (kWarp - 1 - __clz(k));
   const float beyond = __shfl_down_sync(kAll, value, width % kWarp);
@@ -113,7 +112,7 @@ __global__ void __launch_bounds__(kRoutingThreads)
         at = i;
       }
     }
-    // the larger value wins, and of equal ones the smaller number
+    // the larger value wins, of equal ones the lower id
     unsigned long long key =
         static_cast<unsigned long long>(best) << 32 | (kAll - static_cast<unsigned int>(lane + at * kWarp));
 #pragma unroll

@@ -2,9 +2,9 @@
 //
 //   out[i] = round(code[i] * scale[i / group_size] + minimum[i / group_size])
 //
-// Product and sum are rounded to float32 one after the other and the sum once to the output type: the same bits as
-// `dequantize_reference` in zero_inference/kernels/quantization.py. Code i lies at bit `bits * i` of the little-endian codes,
-// so of an int4 pair the even element has the low nibble.
+// Product and sum are each rounded to float32, the sum then to the output type: the same bits as `dequantize_reference` in
+// zero_inference/kernels/quantization.py. Code i is at bit `bits * i`, little-endian: the even element of an int4 pair has the
+// low nibble.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -59,8 +59,8 @@ __device__ __forceinline__ float restore(uint32_t code, float scale, float minim
   return __fadd_rn(__fmul_rn(static_cast<float>(code), scale), minimum);
 }
 
-// One 16-byte store a vector. Neighbouring threads have neighbouring vectors, in the loads and in the stores; a vector never
-// crosses a group. `shift` is log2(vectors_in_group), or negative where that is no power of two.
+// One 16-byte store a vector; neighbouring threads access neighbouring vectors, which never cross a group. `shift` is
+// log2(vectors_in_group), negative if not a power of two.
 template <typename T, int kBits>
 __global__ void __launch_bounds__(kThreads)
     dequantize_vectors(const Codes<T, kBits>* __restrict__ codes, const T* __restrict__ scale, const T* __restrict__ minimum,
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One byte of codes a thread: for groups that no vector fits, and tensors that are not aligned.
+// One byte of codes a thread: for groups that are not whole vectors, and unaligned tensors.
 template <typename T, int kBits>
 __global__ void __launch_bounds__(kThreads)
     dequantize_bytes(const uint8_t* __restrict__ codes, const T* __restrict__ scale, const T* __restrict__ minimum,

@@ -1,16 +1,15 @@
-// zero_inference::linear_groups: a few tokens times a weight in int8 / int4 groups, which is read as it is stored.
-// zero_inference::linear_groups_indexed: pairs of a row and one of several such weights; pairs of the same weight together.
-// What an expert of a mixture makes of its first product (`Form`, `Activation`) is computed from the float32 sums.
+// zero_inference::linear_groups: a few tokens times a weight of int8 / int4 groups, read in its stored format.
+// zero_inference::linear_groups_indexed: pairs of a row of x and one of several weights; pairs of one weight share a block. The
+// activation of an expert (`Form`, `Activation`) is applied to the float32 sums.
 //
 //   out[m, n] = round(sum_k x[m, k] * weight[n, k] + bias[n]),   weight[n, k] = round(code * scale + minimum)
 //
-// The weight is rounded to its 16 bits as dequantize_groups does (once instead of twice, which differs where the first rounding
-// makes a tie), products are exact and sums float32, so what is left between this and dequantize_groups with a matrix product
-// is the order of sums. No atomics: the same bits in every run.
+// The weight is rounded to 16 bits once (dequantize_groups: twice, which differs in ties), products are exact and sums float32:
+// compared with dequantizing and a matrix product only the order of sums differs. No atomics: the same bits in every run.
 //
-// A block has rows of the weight, its warps share them and their columns. Codes come 16 bytes a lane through a ring of stages
-// in shared memory, which only that lane reads; tokens and scales come for the whole block, a chunk of columns ahead. Sums of
-// warps, and of the blocks of a cluster, which split the columns, are added in their order at the end.
+// The warps of a block share its rows of the weight and their columns. Each lane streams its own codes, 16 bytes at a time,
+// through a ring in shared memory; the block prefetches tokens and scales one chunk of columns ahead. Sums of warps, then of
+// the blocks of a cluster, which split the columns, are added in order.
 
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
@@ -57,18 +56,17 @@ constexpr int kFoundBytes = 128;         // of shared memory for those, at most
 constexpr int64_t kMostPairs = 1 << 16;  // fewer than these: blocks of a grid in its second dimension
 constexpr int kRingVectors = kWarps * kProductStages * kProductTiles * 2 * kWarp;
 
-// Where sums of the block's warps lie: rows beside each other, four apart from token to token so that a warp's stores meet in
-// no bank.
+// Layout of a block's sums: four extra elements per token avoid bank conflicts between the stores of a warp.
 constexpr int kSumsPad = 4;
 
-// What is stored of a pair's product: all of its rows; f of each; or f(gate) * up, where rows of gate come first, those of up,
-// or both in turn. As in zero_inference/kernels/experts.py.
+// Result of a pair: all rows; f of each; or f(gate) * up, with rows of gate first, up first, or interleaved. As in
+// zero_inference/kernels/experts.py.
 enum Form : int { kPlain, kActivated, kGateFirst, kUpFirst, kInterleaved, kForms };
 
 // f, as `ACTIVATION_NUMBERS` of zero_inference/cpu/pool.py.
 enum Activation : int { kRelu, kSilu, kGelu, kGeluTanh, kReluSquared, kGeluSigmoid, kIdentity, kActivations };
 
-// Where a value is not a number, the result is none either, as in PyTorch.
+// NaN stays NaN, as in PyTorch.
 __device__ __forceinline__ float activated(int activation, float x) {
   switch (activation) {
     case kRelu:
@@ -98,7 +96,7 @@ struct Task {
   int64_t rows;
   int columns, tokens, group_shift;
   int column_warps, splits, chunk_steps;
-  // of linear_groups_indexed, where `tokens` is how many pairs a block multiplies at most; its first one is blockIdx.y
+  // of linear_groups_indexed; `tokens` is the maximum of pairs in a block, the first one is blockIdx.y
   int pairs;         // 1 otherwise
   int pairs_of_row;  // of x, one after the other
   int64_t weights;
@@ -108,27 +106,27 @@ struct Task {
 
   __device__ int64_t x_row(int token) const { return token; }
   __device__ int64_t out_row(int token) const { return token; }
-  // That is row `local` of the block that begins with `first`; those after the last one repeat it and are not stored.
+  // Row `local` of the block that starts at `first`; after the last row it repeats and is not stored.
   __device__ int64_t weight_row(int64_t first, int local) const { return min(first + local, rows - 1); }
-  // Rows of the weight for one element of the result, as a shift.
+  // log2 of the weight rows per result element.
   __device__ int halved() const { return 0; }
   __host__ __device__ int block_rows() const { return kWarps / column_warps * kWarpRows; }
   __host__ __device__ int chunk_columns(int step) const { return column_warps * chunk_steps * step; }
   __host__ __device__ int slices() const { return (columns + kSlice - 1) / kSlice; }
-  // Bytes of a row's scales of a chunk: an odd number of vectors, so that rows lie in different banks.
+  // Bytes of a row's scales of a chunk: an odd number of vectors avoids bank conflicts.
   __host__ __device__ int scale_stride(int step) const {
     return ((chunk_columns(step) >> group_shift) * 2 + kVectorBytes - 1) / kVectorBytes * kVectorBytes | kVectorBytes;
   }
   __host__ __device__ int input_bytes(int step) const { return tokens * chunk_columns(step) * 2; }
   __host__ __device__ int chunk_bytes(int step) const { return input_bytes(step) + 2 * block_rows() * scale_stride(step); }
-  // One buffer where no block has a second chunk.
+  // One buffer suffices without a second chunk.
   int shared_bytes(int step) const {
     const int most = (slices() + splits - 1) / splits * kSlice;
     return kRingVectors * kVectorBytes + chunk_bytes(step) * (most > chunk_columns(step) ? 2 : 1);
   }
 };
 
-// One pair. A block with gate and up in two parts of the weight has as many rows of each, the first part's first.
+// One pair. Gate and up in two halves of the weight: a block has as many rows of each, the first half's first.
 struct Alone : Task {
   __device__ int halved() const { return form >= kGateFirst ? 1 : 0; }
   __device__ bool in_two_parts() const { return form == kGateFirst || form == kUpFirst; }
@@ -140,7 +138,7 @@ struct Alone : Task {
   }
 };
 
-// The pairs of one weight that a block multiplies, as its tokens.
+// Pairs of one weight, the tokens of a block.
 struct Together : Alone {
   const int* pair;    // [tokens], in shared memory
   const int* row_of;  // of x, likewise
@@ -149,10 +147,10 @@ struct Together : Alone {
   __device__ int64_t out_row(int token) const { return pair[token]; }
 };
 
-// Of a power of two, as warps, steps, rows of a block and groups are.
+// log2 of a power of two.
 __device__ __forceinline__ int log2_of(int value) { return __ffs(value) - 1; }
 
-// The columns of this block, and which of its rows and columns a thread works on.
+// The block's columns, and a thread's rows and columns.
 template <int kBits>
 struct Place {
   int64_t first_row;
@@ -175,8 +173,7 @@ struct Place {
   }
 };
 
-// Tokens of a chunk: the vectors that a warp's lanes read together lie together, in the order of the lanes. Zeros after the
-// last column.
+// Tokens of a chunk, in the order in which lanes of a warp read them. Zeros after the last column.
 template <int kBits, typename AnyTask>
 __device__ __forceinline__ void stage_input(const AnyTask& task, const Place<kBits>& place, int chunk_first, uint4* to) {
   using S = Step<kBits>;
@@ -233,7 +230,7 @@ __device__ __forceinline__ void stage_chunk(const AnyTask& task, const Place<kBi
   using S = Step<kBits>;
   const int chunk_first = place.first + chunk * task.chunk_columns(S::kElements);
   stage_input<kBits>(task, place, chunk_first, reinterpret_cast<uint4*>(to));
-  // What every row's part begins with and consists of: groups in a row, those before this chunk, those of a chunk.
+  // Offsets: groups in a row, before this chunk, and in a chunk.
   const int groups = ((task.columns >> task.group_shift) | (chunk_first >> task.group_shift) |
                       (task.chunk_columns(S::kElements) >> task.group_shift));
   to += task.input_bytes(S::kElements);
@@ -246,7 +243,7 @@ __device__ __forceinline__ void stage_chunk(const AnyTask& task, const Place<kBi
   }
 }
 
-// Scale and minimum of the columns that a lane has of one row in a step, each twice in a word: kGroups of them.
+// Scale and minimum of kGroups groups of a lane's row and step, each twice in a word.
 template <int kGroups>
 struct LaneGroups {
   uint32_t scale[kGroups], minimum[kGroups];
@@ -266,7 +263,7 @@ struct LaneGroups {
   }
 };
 
-// The weights of one row that are multiplied with vector `part` of x, as pairs.
+// Weights of one row that multiply vector `part` of x, as pairs.
 template <typename T, int kBits, int kGroups>
 __device__ __forceinline__ void weight_pairs(const uint32_t (&words)[4], int part, const LaneGroups<kGroups>& groups,
                                              uint32_t (&pairs)[4]) {
@@ -287,8 +284,8 @@ __device__ __forceinline__ void weight_pairs(const uint32_t (&words)[4], int par
 template <int kTokenTiles>
 using Sums = float[kProductTiles][kTokenTiles][4];
 
-// One step of a warp: 32 rows times 64 bytes of codes times all tokens. `ring` is this lane's first vector of the stage, `step`
-// counts within the chunk.
+// One step of a warp: 32 rows times 64 bytes of codes times all tokens. `ring`: the lane's first vector of the stage; `step`:
+// within the chunk.
 template <typename T, int kBits, int kTokenTiles, int kGroups>
 __device__ __forceinline__ void multiply_step(const Task& task, const Place<kBits>& place, const uint4* ring,
                                               const uint8_t* chunk, int step, Sums<kTokenTiles>& sums) {
@@ -338,7 +335,7 @@ __device__ __forceinline__ void multiply_step(const Task& task, const Place<kBit
   }
 }
 
-// This lane's sums to where the block adds them: [column warp][token][row].
+// Stores a lane's sums: [column warp][token][row].
 template <int kBits, int kTokenTiles>
 __device__ __forceinline__ void store_sums(const Task& task, const Place<kBits>& place, const Sums<kTokenTiles>& sums,
                                            float* shared) {
@@ -357,8 +354,7 @@ __device__ __forceinline__ void store_sums(const Task& task, const Place<kBits>&
   }
 }
 
-// Element `index` of what the block that begins with row `first` stores of a token; `sum_of(row)` is the sum of one of its
-// rows.
+// Result element `index` of the block that starts at row `first`; `sum_of(row)` returns a row's sum.
 template <typename T, typename AnyTask, typename SumOf>
 __device__ __forceinline__ void store_result(const AnyTask& task, int64_t first, int token, int index, SumOf sum_of) {
   const int64_t rows = task.rows >> task.halved();
@@ -387,7 +383,7 @@ __device__ __forceinline__ void store_result(const AnyTask& task, int64_t first,
   static_cast<T*>(task.out)[task.out_row(token) * rows + row] = Pair<T>::round(value);
 }
 
-// Adds the sums of the block's warps, then of the cluster's blocks, each of which writes a part of the result.
+// Adds sums of the block's warps, then of the cluster's blocks, each of which writes a part.
 template <typename T, int kTokenTiles, typename AnyTask>
 __device__ __forceinline__ void finish(const AnyTask& task, int64_t first_row, float* shared) {
   const int rows = task.block_rows();
@@ -453,7 +449,7 @@ __device__ __forceinline__ void multiply_rows(const AnyTask& task) {
     const int row = place.row_warp * kWarpRows + half * (kTileRows / 2) + place.row_lane;
     from[half] = task.codes + task.weight_row(place.first_row, row) * row_bytes + place.column_lane * kVectorBytes;
   }
-  // Step `turn` of this warp into stage `stage` of its ring; every turn is one group of copies, though it be empty.
+  // Copies step `turn` into stage `stage`; every turn commits one group, even if empty.
   const auto fetch = [&](int turn, int stage) {
     const int step = turn * task.column_warps + place.column_warp;
     const int column = place.first + step * S::kElements;
@@ -502,9 +498,9 @@ __device__ __forceinline__ void multiply_rows(const AnyTask& task) {
   finish<T, kTokenTiles>(task, place.first_row, shared);
 }
 
-// `pair` and the next ones of the same weight, up to task.tokens, into `found`, and their rows of x into `row_of`; how many, or
-// 0 where an earlier pair's block multiplies this one. Pairs are looked for in windows, of which a block sees its own. Each
-// warp looks for itself, so only blocks that multiply meet at a barrier.
+// Finds up to task.tokens pairs of the weight of `pair`, and their rows of x. Returns their number, or 0 where the block of an
+// earlier pair has this one. Pairs are searched in windows; each warp searches for itself, so only blocks that multiply use
+// barriers.
 __device__ __forceinline__ int find_together(const Task& task, int pair, int64_t slot, int* found, int* row_of) {
   const int first = pair / kPairsWindow * kPairsWindow;
   const int words = (min(task.pairs - first, kPairsWindow) + kWarp - 1) / kWarp;
@@ -532,7 +528,7 @@ __device__ __forceinline__ int find_together(const Task& task, int pair, int64_t
   return min(number, task.tokens);
 }
 
-// Zeros for this block's part of the result: of the blocks of a cluster the first writes them.
+// Zeros for the block's result; the first block of a cluster writes them.
 template <typename T>
 __device__ __forceinline__ void store_zeros(const Alone& task) {
   if (blockIdx.x % task.splits != 0) return;
@@ -543,7 +539,7 @@ __device__ __forceinline__ void store_zeros(const Alone& task) {
   }
 }
 
-// Which rows of x a block multiplies: all; that of a pair; those of some pairs.
+// Rows of x of a block: all, that of a pair, or those of several pairs.
 enum class Rows { kAll, kPair, kPairs };
 
 template <typename T, int kBits, int kTokenTiles, int kGroups, Rows kRows>
@@ -551,8 +547,8 @@ __global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) 
   if constexpr (kRows == Rows::kAll) {
     multiply_rows<T, kBits, kTokenTiles, kGroups>(task);
   } else {
-    // Weight s begins s * rows rows after the first: its codes rows * columns * bits / 8 bytes further for each, scales and
-    // minima rows * columns / group elements. All blocks of a cluster have the same pairs, so they leave together.
+    // Offsets of weight s: s * rows * columns * bits / 8 bytes of codes, s * rows * columns / group scales and minima. All
+    // blocks of a cluster have the same pairs, so they exit together.
     const int64_t pair = blockIdx.y;
     const int64_t slot = task.slot[pair];
     Together own = {{task}, nullptr, nullptr};
@@ -586,8 +582,8 @@ struct Device {
   int shared_bytes;  // of a block, for what `Task::shared_bytes` counts
 };
 
-// Asked once a device and kernel: whether its code has clusters, which code for a device before Hopper has not. It then also
-// has leave to use all shared memory. 0 is not asked yet.
+// Queried once per device and kernel: whether it supports clusters (Hopper and later). Also allows all shared memory. 0: not
+// queried.
 enum Clusters : int { kUnknown = 0, kWithout = 1, kWith = 2 };
 constexpr int kDevices = 64;
 
@@ -606,8 +602,8 @@ Clusters clusters_of(Kernel kernel, const Device& device, std::atomic<int> (&kno
   return static_cast<Clusters>(answer);
 }
 
-// What the caller left open (0), from the table of launch sizes; where a block has too little memory for that, with one warp
-// that has all columns of its rows, which takes the least.
+// Fills parameters that are 0 from the table of launch sizes; if shared memory does not suffice, one warp per row range, which
+// needs least.
 void choose(Task& task, int step, const Device& device, bool clusters) {
   if (task.column_warps == 0) {
     task.column_warps = product_column_warps(task.tokens);
@@ -688,7 +684,6 @@ void launch_bits(const Task& task, int64_t bits, const Device& device, cudaStrea
   }
 }
 
-// A contiguous, aligned tensor on the device of x.
 const void* checked(const char* name, const Tensor& tensor, ScalarType dtype, int64_t numel, const Tensor& x) {
   STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), "linear_groups: ", name,
                   " must be on CUDA device ", x.get_device_index(), " like x");
@@ -717,7 +712,6 @@ Device device_of(const Tensor& x) {
 
 bool power_of_two_up_to(int64_t value, int64_t most) { return value > 0 && value <= most && (value & (value - 1)) == 0; }
 
-// On the current stream of the device of x.
 void launch_on(const Tensor& x, const Task& task, int64_t bits) {
   const Device device = device_of(x);
   void* current = nullptr;
@@ -730,7 +724,7 @@ void launch_on(const Tensor& x, const Task& task, int64_t bits) {
   }
 }
 
-// column_warps, splits and chunk_steps are 0 where the table of launch sizes decides.
+// column_warps, splits, chunk_steps: 0 for the table of launch sizes.
 Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
                      int64_t group_size, int64_t rows, const Tensor& bias, int64_t column_warps, int64_t splits,
                      int64_t chunk_steps) {
@@ -775,9 +769,9 @@ Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, 
   return out;
 }
 
-// x [tokens, columns]; codes, scale, minimum and bias of `weights` weights of `rows` rows, one after the other; slot int64
-// [pairs], as many for each row of x, one after the other. limit: of `Task`, 0 for none. of_tokens: how many the pairs belong
-// to, each of which has no weight twice; 0 for as many as x has rows.
+// x [tokens, columns]; codes, scale, minimum and bias of `weights` weights of `rows` rows, concatenated; slot int64 [pairs], as
+// many for each row of x in order. limit: see `Task`, 0 for none. of_tokens: number of tokens of the pairs, none of which has a
+// weight twice; 0: the rows of x.
 Tensor linear_groups_indexed(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
                              int64_t group_size, int64_t rows, const Tensor& slot, const std::optional<Tensor>& bias,
                              int64_t form, int64_t activation, double limit, double up_offset, int64_t of_tokens) {

@@ -1,6 +1,5 @@
-// What a lane of a warp does with codes in registers: weights as operands of the tensor cores' m16n8k16 products, and copies
-// into shared memory that may bring zeros. The map from lanes to elements stands here once, and
-// tests/test_quantized_products.py repeats it on a CPU.
+// Codes in registers as operands of m16n8k16 tensor-core products, and copies to shared memory with zero fill. Defines the map
+// from lanes to elements, which tests/test_quantized_products.py repeats on a CPU.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,9 +10,9 @@
 
 namespace zero_inference::quantization {
 
-// One product multiplies 16 rows of the weight with 8 tokens over 16 columns. Lane L holds of the weight rows L / 4 and
-// L / 4 + 8, of the tokens L / 4, of the result those rows and tokens 2 (L % 4) and the next; columns L % 4 has of either.
-// Which columns these are is free as long as both operands agree, so a lane takes 16 bytes of codes of a row as they lie.
+// A product: 16 rows of the weight, 8 tokens, 16 columns. Lane L holds weight rows L / 4 and L / 4 + 8, token L / 4, result
+// tokens 2 (L % 4) and the next; columns L % 4 of both operands. Columns may be permuted if the operands agree, so a lane uses
+// 16 contiguous bytes of codes.
 constexpr int kTileRows = 16;
 constexpr int kTileTokens = 8;
 constexpr int kRowShares = 4;   // lanes with columns of one row
@@ -65,16 +64,15 @@ struct Pair<__nv_bfloat16> {
   static __device__ __forceinline__ __nv_bfloat16 round(float value) { return __float2bfloat16_rn(value); }
 };
 
-// (word & mask) | bits in one instruction: the compiler makes two of it where both are constants, of the units that are
-// busiest.
+// (word & mask) | bits in one instruction; of two constants the compiler makes two, on the busiest units.
 __device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask, uint32_t bits) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(word), "r"(mask), "r"(bits));
   return d;
 }
 
-// The codes of a word as exact numbers in pairs. A code in the low bits of a number of known exponent is that number plus the
-// code: 1024 in float16 has ten bits for it, 128 in bfloat16 seven. Taking the number away again is exact.
+// Codes as exact float pairs: a code in the low bits of a number with known exponent adds its value (1024 in float16 has ten
+// bits for it, 128 in bfloat16 seven); subtracting that number is exact.
 template <typename T, int kBits>
 struct Codes;
 
@@ -120,7 +118,7 @@ struct Codes<__nv_bfloat16,
   }
 };
 
-// The same columns of x: for int4 elements i and i + 4 as a pair, for int8 as they lie.
+// The same columns of x: int4 elements i and i + 4 as a pair, int8 in order.
 template <int kBits>
 __device__ __forceinline__ void input_pairs(const uint4& x, uint32_t (&pairs)[4]) {
   if constexpr (kBits == 4) {
@@ -136,13 +134,13 @@ __device__ __forceinline__ void input_pairs(const uint4& x, uint32_t (&pairs)[4]
   }
 }
 
-// 16 bytes of codes, past the L1 cache; a row's next 64 bytes come to the L2 cache with them, and are wanted next.
+// 16 bytes of codes, not through L1; the row's next 64 bytes are prefetched to L2.
 __device__ __forceinline__ void copy_codes(uint4* to_shared, const void* from_global) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from_global) : "memory");
 }
 
-// kBytes (16 or 4) where `there`, else zeros; nothing is read then.
+// Copies kBytes (16 or 4) if `there`, else writes zeros without reading.
 template <int kBytes>
 __device__ __forceinline__ void copy_or_zeros(void* to_shared, const void* from_global, bool there) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));

@@ -1,7 +1,7 @@
 // zero_inference::quantize_groups: float16, bfloat16 or float32 to int8 / int4 groups.
 //
-// What `_quantize_in_chunks` in zero_inference/kernels/quantization.py does, which says how scale and minimum are chosen. Lanes
-// add in another order than PyTorch does, so that of tries that are as good as each other another one may stay.
+// Same algorithm as `_quantize_in_chunks` in zero_inference/kernels/quantization.py. Sums have another order than PyTorch's, so
+// of equally good candidates another may be chosen.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -33,7 +33,7 @@ constexpr int kWarp = 32;
 constexpr int kElementsOfLane = 8;  // of a group, at most; more lanes where it is longer
 constexpr unsigned int kAllLanes = 0xffffffffu;
 
-// The lanes of a warp that have a group together: 8, 16 or 32 neighbours.
+// 8, 16 or 32 neighbouring lanes that share a group.
 template <int kLanes>
 struct Team {
   const unsigned int lanes = (kAllLanes >> (kWarp - kLanes)) << (threadIdx.x % kWarp / kLanes * kLanes);
@@ -49,11 +49,10 @@ struct Team {
   }
 };
 
-// Of a group's range, what is clipped at either end before codes are fitted, and how often the best of those is fitted again;
-// as in zero_inference/kernels/quantization.py.
+// Clipped shares of a group's range, and refits of the best; reasons in zero_inference/kernels/quantization.py.
 __device__ constexpr float kClipped[] = {0.0f, 0.03f, 0.06f};
 constexpr int kRefits = 2;
-// Codes that are tried where quotients are rounded, of 4 and of 8 bits; for the extremes, and for the line that stays.
+// Neighbouring codes that are tried where quotients are rounded.
 constexpr int kNeighbours4 = 1, kNeighbours8 = 2;
 
 template <typename T>
@@ -61,14 +60,13 @@ constexpr float kMost = std::is_same_v<T, __half>  ? 65504.0f
                         : std::is_same_v<T, float> ? 3.4028234663852886e38f
                                                    : 3.3895313892515355e38f;
 
-// What values are multiplied by is finite unless their range is 0.
+// Finite unless the range is 0.
 template <typename T>
 __device__ __forceinline__ float finite_factor(float factor, float range) {
   return range > 0.0f && isinf(factor) ? kMost<T> : factor;
 }
 
-// The step of the codes as it is stored, or what values are multiplied by. Below float16's normal numbers a step is rounded up,
-// where nearest could halve it or make it 0.
+// The stored scale. Below float16's normal numbers it is rounded up: nearest could halve it or make it 0.
 template <typename T>
 __device__ __forceinline__ float stored_scale(float step, bool divides) {
   if (divides) return finite_factor<T>(rounded<T>(__fdiv_rn(1.0f, step)), step);
@@ -82,8 +80,8 @@ __device__ __forceinline__ float nearest_code(float value, float largest) {
   return fminf(fmaxf(rintf(value), 0.0f), largest);  // NaN becomes 0: a constant group of an infinite scale
 }
 
-// A stored scale and minimum. Product and sum are rounded one after the other, as where weights are restored; `divides`: so are
-// quotient and sum, to T, as DeepSpeed does.
+// A stored scale and minimum. Product and sum are rounded separately, as in dequantizing; `divides`: quotient and sum are
+// rounded to T, as in DeepSpeed.
 template <typename T>
 struct Line {
   float scale, minimum, largest;
@@ -97,7 +95,7 @@ struct Line {
     const float product = divides ? rounded<T>(__fdiv_rn(code, scale)) : __fmul_rn(code, scale);
     return rounded<T>(__fadd_rn(product, minimum));
   }
-  // `code` and its squared error, NaN where scale or minimum is. A quotient that is rounded in between may make a neighbour
+  // `code` and its squared error (NaN where scale or minimum is). Tries neighbours, because a rounded quotient may make one
   // nearer.
   __device__ __forceinline__ float best_code(float value, float& error) const {
     float found = code(value), difference = restored(found) - value;
@@ -115,7 +113,7 @@ struct Line {
   }
 };
 
-// Sums over a group's codes, and the least-squares step and mean that they give.
+// Sums over a group's codes, and their least-squares step and mean.
 struct Fit {
   float codes = 0.0f, squares = 0.0f, products = 0.0f;
   float step = 0.0f, mean_code = 0.0f;
@@ -144,9 +142,8 @@ struct Fit {
   }
 };
 
-// A team of lanes a group: few lanes with several elements each, because each pass ends in sums over the team. A lane has
-// neighbouring elements that share a byte of codes, as far as they do (`kTogether`), and reads them again for each of the
-// passes: they are in the first cache then.
+// Few lanes per group with several elements each, because each pass ends in sums over the lanes. Elements that share a byte of
+// codes are in one lane (`kTogether`); passes read them again from L1.
 template <typename T, int kBits, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     quantize_teams(const T* __restrict__ weight, uint8_t* __restrict__ codes, T* __restrict__ scale, T* __restrict__ minimum,
@@ -277,8 +274,8 @@ void check_tensor(const char* name, const Tensor& tensor, ScalarType dtype, int6
                   torch::headeronly::toString(tensor.scalar_type()), " of ", tensor.numel());
 }
 
-// `refused`, one int, becomes 1 where a group holds NaN, an infinity, or a range that its dtype cannot hold; codes, scale and
-// minimum of that group are left as they were.
+// `refused`, one int, becomes 1 where a group holds NaN, an infinity or too large a range; results of that group are
+// unspecified.
 void quantize_groups(const Tensor& weight, int64_t bits, int64_t group_size, bool divides, const Tensor& codes,
                      const Tensor& scale, const Tensor& minimum, const Tensor& refused) {
   const ScalarType dtype = weight.scalar_type();
