@@ -185,9 +185,9 @@ def test_each_kind_of_layer_is_compared_as_it_is_stored(family, options, made, m
 
     def differs(plain, position, placed, *call):
         found = own(plain, position, placed, *call)
-        name, parameter = list(plain.plain[position].named_parameters())[-3]
+        name, parameter = list(plain.references[position].named_parameters())[-3]
         module, _, leaf = name.rpartition(".")
-        plain.plain[position].get_submodule(module)._parameters[leaf] = torch.nn.Parameter(-parameter, False)
+        plain.references[position].get_submodule(module)._parameters[leaf] = torch.nn.Parameter(-parameter, False)
         seen.append((position, found, own(plain, position, placed, *call), dict(plain.skipped)))
         return found
 

@@ -308,9 +308,9 @@ def test_where_logits_are_not_finite_is_not_seen_in_a_graph(checkpoints):
     """Which calls no module."""
     loaded, _, ranks = load(checkpoints("llama"), gpu_memory=ALL)
     ids = random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device)
-    seen = correctness._begins(loaded.model, ranks, lambda: loaded.model(ids))
+    seen = correctness._locate_first_nonfinite(loaded.model, ranks, lambda: loaded.model(ids))
     assert seen.startswith("it begins after the decoder layers")
-    unseen = correctness._begins(loaded.model, ranks, lambda: None)
+    unseen = correctness._locate_first_nonfinite(loaded.model, ranks, lambda: None)
     assert unseen.endswith("use --decode-graph off to see where it begins")
     loaded.close()
 

@@ -45,7 +45,7 @@ FORKED = (
 )
 CANNOT_MOVE = "the engine has placed the weights, and they cannot be moved or cast: load the model again."
 _DEEPSPEED_LOCK = threading.RLock()  # DeepSpeed has one stack of running modules for the whole process
-_of_parent: list[_State] = []  # in a forked child: what it must not release
+_of_parent: list[_State] = []  # in a forked child: the parent's models, whose release would free what the parent uses
 
 
 @dataclass
@@ -127,25 +127,25 @@ def _plan(config: RunConfig, max_length: int | None, scoring: bool, progress: Pr
     plan = make_plan(_build_job(config, spec, ranks, scoring, empty_model))
     plan.check()
     check_memory(plan)
-    if chosen is not None and (
-        line := hint(plan, chosen.model_copy(update={"goal": "latency"}))
-    ):  # a batch is what the caller has
+    # with the goal "latency" the hint names no other batch, which is the caller's
+    if chosen is not None and (line := hint(plan, chosen.model_copy(update={"goal": "latency"}))):
         progress.say(line)
     return plan
 
 
 def _build_job(config: RunConfig, spec: ModelSpec, ranks: Ranks, scoring: bool, empty_model: EmptyModel | None) -> Job:
-    """With `scoring`, device memory for the logits of all tokens is set aside."""
+    """Return the job; with `scoring`, device memory for the logits of all tokens is not free for weights."""
     job = build_job(config, spec, ranks, empty_model=empty_model)
     if job.free_device_bytes is None or not scoring:
         return job
     vocabulary = spec.text_config.vocab_size
     kv_bytes = job.state_bytes() + (0 if config.kv_offload else job.kv_bytes())
-    taken = scoring_bytes(config.batch_size, config.positions, vocabulary, spec.dtype.itemsize, kv_bytes)
-    return replace(job, free_device_bytes=max(0, job.free_device_bytes - taken))
+    reserved = scoring_bytes(config.batch_size, config.positions, vocabulary, spec.dtype.itemsize, kv_bytes)
+    return replace(job, free_device_bytes=max(0, job.free_device_bytes - reserved))
 
 
 def _make_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
+    """Make the loaded transformers model a PlacedModel: a subclass of its class, with checks, a lock, a tokenizer and a placement."""
     model, job = loaded.model, plan.job
     disable_cudnn_attention()
     memory = CallMemory(job.config, job.spec.config, loaded)
@@ -171,19 +171,19 @@ def _make_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
 
 def _redirect_forward(model: Any, patches: Patches) -> None:
     """Make `model.forward(...)`, which wrappers of a model call, the same as `model(...)`: with hooks, checks and the lock."""
-    own, state = model.forward, model._state
+    original, state = model.forward, model._state
 
-    @functools.wraps(own)  # generate looks at its arguments
+    @functools.wraps(original)  # generate looks at its arguments
     def forward(*args: Any, **kwargs: Any) -> Any:
         if state.forward_thread == threading.get_ident():
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         return model(*args, **kwargs)
 
     patches.set_attr(model, "forward", forward)
 
 
 def _state_of(model: Any) -> _State:
-    """Raises UsageError for an unloaded model, and in a forked process."""
+    """Return the state of a loaded model. Raises UsageError after `unload`, and in a forked process."""
     state = model.__dict__.get("_state")
     if state is None:
         raise UsageError(UNLOADED)
@@ -228,7 +228,7 @@ def _describe_placement(plan: Plan) -> list[str]:
 
 
 class PlacedModel:
-    """What `load` adds to a transformers class; see there."""
+    """The methods that `load` adds to a model's transformers class."""
 
     _state: _State | None
 
@@ -244,9 +244,9 @@ class PlacedModel:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as transformers does, within the planned memory. Raises UsageError beyond it."""
-        state, own = _state_of(self), super().generate  # type: ignore[misc]
+        state, generate = _state_of(self), super().generate  # type: ignore[misc]
         with state.call(self):
-            return own(**state.memory.generate_arguments(self, own, *args, **kwargs))
+            return generate(**state.memory.generate_arguments(self, generate, *args, **kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = _state_of(self)
@@ -275,8 +275,8 @@ class PlacedModel:
             UsageError: another device or dtype.
         """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        here, there = self.device, self.device if device is None else torch.device(device)
-        if here.type != there.type or there.index not in (None, here.index) or dtype not in (None, self.dtype):
+        here, target = self.device, self.device if device is None else torch.device(device)
+        if here.type != target.type or target.index not in (None, here.index) or dtype not in (None, self.dtype):
             raise UsageError(CANNOT_MOVE)
         return self
 
@@ -288,9 +288,9 @@ class PlacedModel:
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Apply `half`, `float` or a wrapper's `to` to each tensor. Raises UsageError if this moves or casts weights."""
-        here = torch.empty(0, dtype=self.dtype, device=self.device)
-        there, state = fn(here), _state_of(self)
-        if (there.dtype, there.device) != (here.dtype, here.device):
+        probe = torch.empty(0, dtype=self.dtype, device=self.device)
+        converted, state = fn(probe), _state_of(self)
+        if (converted.dtype, converted.device) != (probe.dtype, probe.device):
             raise UsageError(CANNOT_MOVE)
         if not state.guard.frozen:
             return super()._apply(fn, recurse)  # type: ignore[misc]

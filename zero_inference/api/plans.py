@@ -7,7 +7,7 @@ import functools
 import html
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zero_inference.planning.plan import Plan
     from zero_inference.planning.search import Candidate, SearchResult
 
-SHOWN = 10
+SHOWN = 10  # rows
 OTHERS = ("dtype", "dummy", "trust_remote_code", "verify")
 ELSEWHERE = {
     **dict.fromkeys(("json", "plot", "all"), "the result has frame(), and holds all configurations"),
@@ -131,30 +131,28 @@ class Plans(Sequence[PlannedRun]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self) -> Iterator[PlannedRun]:
-        return iter(self.rows)
-
-    def _shown(self) -> list[dict[str, str]]:
+    def _shown_cells(self) -> list[dict[str, str]]:
+        """Return a dictionary of header -> text for each of the first `SHOWN` rows that fit, without columns that are None in all."""
         fitting = [row for row in self.rows if row.fits][:SHOWN]
         names = [name for name in SHOWN_COLUMNS if any(getattr(row, name) is not None for row in fitting)]
-        return [{SHOWN_COLUMNS[name]: _in_words(name, getattr(row, name)) for name in names} for row in fitting]
+        return [{SHOWN_COLUMNS[name]: _cell(name, getattr(row, name)) for name in names} for row in fitting]
 
     def _remarks(self) -> list[str]:
+        """Return the lines below the table: rows that fit and are not shown, rows that do not fit, and notes."""
         hidden = sum(row.fits for row in self.rows) - SHOWN
         more = [f"{hidden} more that fit"] if hidden > 0 else []
         return [*more, *(f"does not fit: {row.why_not}" for row in self.rows if not row.fits), *self.notes]
 
     def __repr__(self) -> str:
         lines = [self.verdict, *([f"predicted for {self.machine}"] if self.machine else [])]
-        rows = self._shown()
-        if rows:
+        if rows := self._shown_cells():
             widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
             lines.append("  ".join(f"{name:<{width}}" for name, width in widths.items()).rstrip())
             lines += ["  ".join(f"{row[name]:<{width}}" for name, width in widths.items()).rstrip() for row in rows]
         return "\n".join([*lines, *self._remarks()])
 
     def _repr_html_(self) -> str:
-        rows = self._shown()
+        rows = self._shown_cells()
         head = "".join(f"<th>{html.escape(name)}</th>" for name in (rows[0] if rows else ()))
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(words)}</td>" for words in row.values()) + "</tr>" for row in rows
@@ -224,26 +222,24 @@ def _plans_of(args: argparse.Namespace, job: Job, found: SearchResult) -> Plans:
     best = ranked(found.candidates, args.goal)
     if args.verify and best:
         best = verify(best, args.verify, args.goal, functools.partial(print, file=sys.stderr, flush=True))
-    rows = [_row(each.plan, each, None) for each in best if not each.failed]
-    rows += [_row(each, None, None) for each in found.unknown]
-    rows += [_row(each, None, what_does_not_fit([each])[0]) for each in found.too_large]
+    rows = [_planned_run(each.plan, each) for each in best if not each.failed]
+    rows += [_planned_run(each) for each in found.unknown]
+    rows += [_planned_run(each, why_not=what_does_not_fit([each])[0]) for each in found.too_large]
     remarks = notes(best)
     if found.unknown:
         remarks.append(f"speed not known of {len(found.unknown)} that fit: {why_not_predicted(found.unknown)}")
-    description = job.machine.profile()
-    if description is not None and (caveat := description.caveat()):
-        remarks.append(caveat)
-    if refused := checkpoint_refusal(args.model, args.dummy):
-        remarks.append(refused)
+    machine = job.machine.profile()
+    remarks += filter(None, [machine.caveat() if machine else None, checkpoint_refusal(args.model, args.dummy)])
     verdict = headline(best, args.goal) if found.candidates else why_none(found, args.model)
-    return Plans(rows, verdict, None if description is None else description.in_words(), remarks)
+    return Plans(rows, verdict, machine.in_words() if machine else None, remarks)
 
 
-def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> PlannedRun:
+def _planned_run(plan: Plan, candidate: Candidate | None = None, why_not: str | None = None) -> PlannedRun:
+    """Return the row of a plan; predictions are None without a `candidate`, and it fits unless there is a reason `why_not`."""
     from zero_inference.planning.explain import weights_in_words
     from zero_inference.planning.search import command_of
 
-    config, job, times = planned.job.config, planned.job, None if candidate is None else candidate.times
+    config, job, times = plan.job.config, plan.job, candidate.times if candidate else None
     measured = candidate is not None and candidate.measured_tokens_per_s is not None
     options = {
         name: value
@@ -257,17 +253,17 @@ def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> Pla
         bits=config.quant_bits,
         batch=config.batch_size,
         gpus=job.ranks.world_size if job.on_gpu else 0,
-        weights=weights_in_words(planned),
+        weights=weights_in_words(plan),
         kv_offload=config.kv_offload,
-        tokens_per_s=None if candidate is None else candidate.best_tokens_per_s,
-        step_s=None if candidate is None else candidate.best_step_s,
-        first_token_s=None if times is None else times.prefill.seconds,
-        total_s=None if candidate is None else candidate.total_s,
+        tokens_per_s=candidate.best_tokens_per_s if candidate else None,
+        step_s=candidate.best_step_s if candidate else None,
+        first_token_s=times.prefill.seconds if times else None,
+        total_s=candidate.total_s if candidate else None,
         tokens_per_s_range=None if measured or times is None else times.tokens_per_s_range(config.batch_size),
-        first_token_range_s=None if times is None else times.prefill_range_s,
-        device_gib=planned.weights.device_peak_bytes / GB if job.on_gpu else None,
-        host_gib=next(need.needed for need in planned.needs if need.place == "host memory") / GB,
-        bound_by=None if times is None else times.step.bound_by,
+        first_token_range_s=times.prefill_range_s if times else None,
+        device_gib=plan.weights.device_peak_bytes / GB if job.on_gpu else None,
+        host_gib=next(need.needed for need in plan.needs if need.place == "host memory") / GB,
+        bound_by=times.step.bound_by if times else None,
         fits=why_not is None,
         why_not=why_not,
         command=command_of(config, job.ranks.world_size),
@@ -275,7 +271,7 @@ def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> Pla
     )
 
 
-def _in_words(name: str, value: Any) -> str:
+def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name == "tokens_per_s_range":

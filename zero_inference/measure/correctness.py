@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,13 +34,13 @@ class ReferenceLayers:
     Created before the engine loads.
 
     Attributes:
-        plain: the layers, by position in the model.
+        references: the layers, by position in the model.
         skipped: position -> why that layer is not compared.
     """
 
     def __init__(self, plan: EnginePlan):
         job, self.quantize_dequantize = plan.job, plan.quantize_dequantize
-        self.plain: dict[int, torch.nn.Module] = {}
+        self.references: dict[int, torch.nn.Module] = {}
         self.skipped: dict[int, str] = {}
         self.places: dict[str, list[tuple[torch.nn.Module, str]]] = {}  # by a parameter's name in the model
         self.positions = first_layer_bytes(job.empty_model.model)
@@ -59,17 +59,17 @@ class ReferenceLayers:
                 self.skipped[position] = "host memory has no room for it beside the model"
                 continue
             free -= nbytes
-            self.plain[position] = copy.deepcopy(layers[position])
+            self.references[position] = copy.deepcopy(layers[position])
             for own_name, parameter in layers[position].named_parameters(remove_duplicate=False):
                 module, _, leaf = own_name.rpartition(".")
                 for name in names[id(parameter)]:
-                    self.places.setdefault(name, []).append((self.plain[position].get_submodule(module), leaf))
+                    self.places.setdefault(name, []).append((self.references[position].get_submodule(module), leaf))
 
     def capture_weights(self) -> contextlib.AbstractContextManager[None]:
         """Return a block in which weights that are loaded fill these layers, too."""
-        return observe_loading(self._see)
+        return observe_loading(self._store)
 
-    def _see(self, name: str, parameter: torch.nn.Parameter) -> None:
+    def _store(self, name: str, parameter: torch.nn.Parameter) -> None:
         if places := self.places.get(name):
             stored = self.quantize_dequantize(name, parameter.data)
             stored = stored if stored.device.type == "cpu" else host_copy(stored)
@@ -79,7 +79,7 @@ class ReferenceLayers:
 
     @torch.no_grad()
     def compare(self, loaded: LoadedModel, engine: str, vocabulary: int, ranks: Ranks) -> None:
-        """Run a few tokens through the loaded model, and compare its layers with the plain ones on equal inputs. All ranks call it, once.
+        """Run a few tokens through the loaded model, and compare its layers with the references on equal inputs. All ranks call it, once.
 
         Raises:
             RunError: a layer's output differs; on all ranks.
@@ -97,7 +97,7 @@ class ReferenceLayers:
             wrong = int(ranks.minimum(min(differing, default=len(layers))))
             if wrong == len(layers):
                 break
-        self.plain, self.places = {}, {}
+        self.references, self.places = {}, {}
         if wrong < len(layers):
             raise RunError(
                 f"under --engine {engine}, {prefix}.{wrong} computes something else than transformers' own layer with the same weights: "
@@ -105,15 +105,9 @@ class ReferenceLayers:
             )
 
     def _run(self, loaded: LoadedModel, tokens: int, vocabulary: int, seed: int) -> dict[int, Any]:
-        """Run `tokens` random tokens through the loaded model, and return what `_watched` yields."""
+        """Run `tokens` random tokens through the loaded model, and return position -> (args, kwargs, output [1, tokens, H]) of the first
+        call of each compared layer."""
         ids = random_ids(seed, 1, tokens, vocabulary).to(loaded.device)
-        with self._watched(loaded.model) as calls:
-            loaded.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        return calls
-
-    @contextlib.contextmanager
-    def _watched(self, model: Any) -> Iterator[dict[int, Any]]:
-        """Yield a dict: position -> arguments and output of the first call of each compared layer."""
         given: dict[int, Any] = {}
         calls: dict[int, Any] = {}
 
@@ -126,8 +120,8 @@ class ReferenceLayers:
                 calls[position] = *given[position], _first_tensor(output).detach().cpu()
 
         hooks = []
-        for position in self.plain:
-            layer = decoder_layers(model)[1][position]
+        for position in self.references:
+            layer = decoder_layers(loaded.model)[1][position]
             hooks += [
                 layer.register_forward_pre_hook(
                     lambda _, args, kwargs, at=position: before(at, args, kwargs), with_kwargs=True
@@ -135,30 +129,33 @@ class ReferenceLayers:
                 layer.register_forward_hook(lambda _, args, output, at=position: after(at, output)),
             ]
         try:
-            yield calls
+            loaded.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
+        return calls
 
     def _differs(self, position: int, placed: Any, args: tuple, kwargs: dict, output: torch.Tensor) -> bool:
         """Return whether most tokens differ by more than rounding. A few may: rounding chooses between two experts of equal score."""
-        plain = self.plain[position]
+        reference = self.references[position]
         try:
             inputs = _first_tensor((*args, kwargs.get("hidden_states")))
             for name, buffer in placed.named_buffers():  # the checkpoint may have them
                 module, _, leaf = name.rpartition(".")
-                plain.get_submodule(module)._buffers[leaf] = buffer.detach().cpu()
-            expected = _first_tensor(plain(*args, **kwargs))
+                reference.get_submodule(module)._buffers[leaf] = buffer.detach().cpu()
+            expected = _first_tensor(reference(*args, **kwargs))
         except Exception as error:  # code that needs a GPU, or has state
             self.skipped[position] = f"its code does not run so: {first_line(error)}"
             return False
         if not torch.isfinite(expected).all():
             return False  # because of the weights
-        one, other = (each.double().reshape(-1, each.shape[-1]) for each in (output, expected))
-        added = (expected - inputs if inputs.shape == expected.shape else expected).double().reshape(other.shape)
-        least = ROUNDINGS * torch.finfo(expected.dtype).eps * other.norm(dim=-1)
-        allowed = MOST_DIFFERENCE[expected.dtype] * added.norm(dim=-1) + least
-        return not bool(((one - other).norm(dim=-1) <= allowed).double().median())
+        eps, most = torch.finfo(expected.dtype).eps, MOST_DIFFERENCE[expected.dtype]
+        added = expected - inputs if inputs.shape == expected.shape else expected
+        added, expected, output = (
+            each.double().reshape(-1, each.shape[-1]) for each in (added, expected, output)
+        )  # [B * T, H]
+        allowed = most * added.norm(dim=-1) + ROUNDINGS * eps * expected.norm(dim=-1)  # [B * T]
+        return not bool(((output - expected).norm(dim=-1) <= allowed).double().median())
 
 
 def _on_cpu(values: Any) -> Any:
@@ -205,30 +202,30 @@ class LogitsCheck:
             if dtype == torch.float16
             else "check the weights there"
         )
-        where = _begins(self.model, ranks, lambda: again(token))
+        where = _locate_first_nonfinite(self.model, ranks, lambda: again(token))
         which = "the prefill" if token == 1 else f"token {token}"
         raise RunError(f"the logits of {which} are not finite (NaN or infinity); {where}: {advice}")
 
 
-def _begins(model: Any, ranks: Ranks, again: Callable[[], Any]) -> str:
-    """Return where the first value that is not finite appears in the last forward of `again`, on any rank."""
+def _locate_first_nonfinite(model: Any, ranks: Ranks, again: Callable[[], Any]) -> str:
+    """Return in words where the first value that is not finite appears in the last forward of `again`, on any rank."""
     try:
         prefix, layers = decoder_layers(model)
     except UsageError:  # a model without a list of them
         return "its decoder layers are not known"
     finite: dict[int, torch.Tensor] = {}  # by layer; -1 is the input of the first
 
-    def look(index: int, values: Any) -> None:
+    def check(index: int, values: Any) -> None:
         values = values if torch.is_tensor(values) else values[0]
         finite[index] = torch.isfinite(values).all()
 
-    def look_before(layer, args, named) -> None:
-        look(-1, args or named["hidden_states"])
+    def check_input(layer, args, named) -> None:
+        check(-1, args or named["hidden_states"])
 
     hooks = [model.register_forward_pre_hook(lambda module, args: finite.clear())]
-    hooks += [layers[0].register_forward_pre_hook(look_before, with_kwargs=True)]
+    hooks += [layers[0].register_forward_pre_hook(check_input, with_kwargs=True)]
     hooks += [
-        layer.register_forward_hook(lambda layer, args, output, index=index: look(index, output))
+        layer.register_forward_hook(lambda layer, args, output, index=index: check(index, output))
         for index, layer in enumerate(layers)
     ]
     try:
@@ -238,7 +235,9 @@ def _begins(model: Any, ranks: Ranks, again: Callable[[], Any]) -> str:
             hook.remove()
     if not finite:
         return "as one CUDA graph it does not show its layers, use --decode-graph off to see where it begins"
-    first = int(ranks.minimum(min((index for index, seen in finite.items() if not seen), default=len(layers))))
+    first = int(
+        ranks.minimum(min((index for index, is_finite in finite.items() if not is_finite), default=len(layers)))
+    )
     if first < 0:
         return "the embeddings are already not finite"
     after = "it begins after the decoder layers, in the last norm or the head"

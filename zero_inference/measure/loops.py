@@ -138,6 +138,7 @@ def _one_loop(
     progress,
     ends_early: Callable[[], bool] | None = None,
 ) -> tuple[Loop, torch.Tensor]:
+    """Return (times and bytes of one generation, its ids int64 [batch / ranks, gen_len], fewer if it ended early)."""
     clock = _StepClock(loaded, ids.shape[0], progress, ends_early or (lambda: False))
     inputs = ids.to(loaded.device)
     feeding = [ForcedTokens(forced_tokens.to(loaded.device), ids.shape[1])] if forced_tokens is not None else []
@@ -153,17 +154,17 @@ def _one_loop(
         stopping_criteria=StoppingCriteriaList([clock, *feeding]),
         **extra,
     )
-    times = ranks.maximum(clock.seconds())
-    steps = [after - before for before, after in zip(times, times[1:])]
+    token_s = ranks.maximum(clock.token_times_s())
+    step_s = [after - before for before, after in zip(token_s, token_s[1:])]
     loop = Loop(
-        prefill_s=times[0],
-        decode_s=times[-1] - times[0],
-        total_s=times[-1],
-        step_s=steps,
+        prefill_s=token_s[0],
+        decode_s=token_s[-1] - token_s[0],
+        total_s=token_s[-1],
+        step_s=step_s,
         moved=clock.moved_per_decode_step(),
         experts=clock.experts_of_decode(),
     )
-    return loop, feeding[0].selected[:, : len(steps) + 1] if feeding else output[:, ids.shape[1] :]
+    return loop, feeding[0].selected[:, : len(token_s)] if feeding else output[:, ids.shape[1] :]
 
 
 class ForcedTokens(StoppingCriteria):
@@ -186,7 +187,14 @@ class ForcedTokens(StoppingCriteria):
 
 
 class _StepClock(StoppingCriteria):
-    """Called by `generate` after the selection of each token; stops it once `ends_early` returns True."""
+    """Called by `generate` after the selection of each token; stops it once `ends_early` returns True.
+
+    Attributes:
+        marks: a CUDA event for each token, on a CPU the clock's seconds.
+        moved: counters of transfers at each token.
+        prefill_busy_s: busy seconds of the CPU backend up to the first token.
+        experts: counters of the expert cache at each token.
+    """
 
     def __init__(
         self, loaded: LoadedModel, batch_size: int, progress: Callable[[int], None], ends_early: Callable[[], bool]
@@ -196,7 +204,7 @@ class _StepClock(StoppingCriteria):
         self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
         self.marks: list[Any] = []
         self.moved: list[tuple[int, ...]] = []
-        self.busy_s = 0.0  # of the CPU backend, up to the first token
+        self.prefill_busy_s = 0.0
         self.experts: list[ExpertCounts] = []
 
     def start(self) -> None:
@@ -211,7 +219,7 @@ class _StepClock(StoppingCriteria):
         if len(self.moved) == 1 and transfers.cores_busy_s is not None:
             if self.on_device:
                 self.marks[0].synchronize()  # the CPU computes a share of a short prompt
-            self.busy_s = transfers.cores_busy_s()
+            self.prefill_busy_s = transfers.cores_busy_s()
         if transfers.expert_counts is not None:
             self.experts.append(transfers.expert_counts())
         self.progress(len(self.marks))
@@ -224,21 +232,21 @@ class _StepClock(StoppingCriteria):
         event.record()
         return event
 
-    def seconds(self) -> list[float]:
-        """Return the time from the start to each token."""
+    def token_times_s(self) -> list[float]:
+        """Return the seconds from the start to each token."""
         if not self.on_device:
             return [mark - self.first for mark in self.marks]
         self.marks[-1].synchronize()
         return [self.first.elapsed_time(mark) / 1e3 for mark in self.marks]
 
     def moved_per_decode_step(self) -> MovedPerStep:
-        """Return averages over the decode steps, unknown without any. Call it after `seconds`, when the CPU has finished."""
+        """Return averages over the decode steps, unknown without any. Call it after `token_times_s`, when the CPU has finished."""
         steps = len(self.moved) - 1
         if steps < 1:
             return MovedPerStep.unknown()
         to_device, to_host, disk, cores = ((last - first) / steps for first, last in zip(self.moved[0], self.moved[-1]))
         busy_s = self.loaded.transfers.cores_busy_s
-        busy_per_step = None if busy_s is None else (busy_s() - self.busy_s) / steps
+        busy_per_step = None if busy_s is None else (busy_s() - self.prefill_busy_s) / steps
         return MovedPerStep(
             host_to_device_bytes_per_step=to_device,
             device_to_host_bytes_per_step=to_host,
@@ -249,10 +257,10 @@ class _StepClock(StoppingCriteria):
 
     def experts_of_decode(self) -> ExpertUse | None:
         """Return the use of the expert cache; None without one, and if tokens chose no experts."""
-        if len(self.experts) < 2:
+        steps = len(self.experts) - 1
+        if steps < 1:
             return None
         choices, hits, saved, fetched = (last - first for first, last in zip(self.experts[0], self.experts[-1]))
-        steps = len(self.experts) - 1
         if not choices:
             return None
         return ExpertUse(

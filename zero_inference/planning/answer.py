@@ -1,4 +1,4 @@
-"""What `zero-inference plan` prints: the best configuration in a sentence, the table, what to know about it, and commands."""
+"""The output of `zero-inference plan`: the best configuration in a sentence, the table, remarks on it, and commands."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from zero_inference.utils.format import LONG_S, format_gib, format_seconds, sign
 from zero_inference.utils.tables import PIPED_WIDTH, Column, terminal_table, texts_of
 
 COMMANDS = 3
-GAP = 2  # characters between columns, 1 where the table would not fit
-# By key of `RATE_WORDS`, short enough for a column.
+GAP = 2  # characters between columns; 1 if the table would not fit
+# Keys of `RATE_WORDS`, short enough for a column.
 BOUND_BY = {
     "device_memory": "memory",
     "host_memory": "memory",
@@ -58,7 +58,7 @@ BOUND_BY = {
     "disk": "disk",
     "launches": "launches",
 }
-# Numbers are texts by then, with ≤ or ≥ where they are bounds.
+# Of the texts that `_cells` returns.
 COLUMNS = (
     Column("place", ""),
     Column("configuration", "engine: weights, KV cache", dtype="string"),
@@ -77,18 +77,6 @@ COLUMNS = (
 )
 UNKNOWN = "?"
 ONLY_WITH_ALL = ("total_s", "cores")
-PREDICTED = (
-    "prefill_s",
-    "step_s",
-    "tokens_per_s",
-    "total_s",
-    "measured_tokens_per_s",
-    "bound_by",
-    "tried",
-    "tokens_per_s_range",
-    "prefill_range_s",
-    "step_range_s",
-)
 
 
 def print_answer(args: argparse.Namespace, job: Job, found: SearchResult, say: Callable[[str], None]) -> None:
@@ -107,47 +95,50 @@ def print_answer(args: argparse.Namespace, job: Job, found: SearchResult, say: C
         say(f"picture: {args.plot}")
     first_line = headline(best, args.goal) if best else why_none(found, args.model)
     if args.json:
-        print(_in_json(args, job, found, best, first_line))
+        print(_to_json(args, job, found, best, first_line))
         return
     width = shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
     most = None if args.all else SHOWN
     shown, unknown = best[:most], [] if best and not args.all else found.unknown[:most]
-    for line in (first_line, _about(args, job)):
+    for line in (first_line, _work_and_machine(args, job)):
         print(textwrap.fill(line, width, break_on_hyphens=False, break_long_words=False))
     print()
-    rows = [*rows_of(shown, best), *rows_without_times(unknown, len(shown) + 1)]
+    rows = [*rows_of(shown, best), *(_row(number, plan) for number, plan in enumerate(unknown, len(shown) + 1))]
     print(table(rows, [*(each.plan for each in shown), *unknown], args.all), end="")
-    for line in _below(args, found, best, len(shown), len(unknown)):
+    for line in _remarks(args, found, best, len(shown), len(unknown)):
         print(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
     print()
-    where = " ".join(
+    machine = " ".join(
         f"--{name} {shlex.quote(value)}" for name in ("machine", "assume") if (value := getattr(args, name))
     )
-    good = [(place, each.plan) for place, each in enumerate(shown, 1) if not each.failed] or list(enumerate(unknown, 1))
-    for place, plan in good[:COMMANDS]:
+    numbered = [(number, each.plan) for number, each in enumerate(shown, 1) if not each.failed]
+    for number, plan in (numbered or list(enumerate(unknown, 1)))[:COMMANDS]:
         config, gpus = plan.job.config, plan.job.ranks.world_size
         several = f", {gpus} GPUs" if gpus > 1 else ""
-        print(f"{place}. {_configuration(plan)}{several}, batch {config.batch_size}:")
-        print(f"   {command_of(config, gpus)}{f'  # {where}' if where else ''}")  # a run does not take these options
-    print(f"For the details of one, add {' '.join(filter(None, ('--dry-run', where)))}.", flush=True)
+        print(f"{number}. {_configuration(plan)}{several}, batch {config.batch_size}:")
+        # a comment, because only a dry run takes these options
+        print(f"   {command_of(config, gpus)}{f'  # {machine}' if machine else ''}")
+    print(f"For the details of one, add {' '.join(filter(None, ('--dry-run', machine)))}.", flush=True)
 
 
-def _about(args: argparse.Namespace, job: Job) -> str:
-    """Return the work and the machine that all rows are for."""
+def _work_and_machine(args: argparse.Namespace, job: Job) -> str:
+    """Return the lengths, the machine and the limits on memory that all rows are for."""
     machine = job.machine.profile()
     limits = {"device": args.max_gpu_memory, "host": args.max_host_memory}
     used = " and ".join(f"{gib:g} GiB of {where} memory" for where, gib in limits.items() if gib is not None)
-    line = f"Prompt {args.prompt_len}, {args.gen_len} new tokens"
-    line += f"; on {machine.in_words()}" if machine is not None else ""
-    line += f"; at most {used} used" if used else ""
-    caveat = None if machine is None else machine.caveat()
-    return f"{line}{f'; {caveat}' if caveat else ''}."
+    parts = [
+        f"Prompt {args.prompt_len}, {args.gen_len} new tokens",
+        machine and f"on {machine.in_words()}",
+        used and f"at most {used} used",
+        machine and machine.caveat(),
+    ]
+    return f"{'; '.join(filter(None, parts))}."
 
 
-def _below(
+def _remarks(
     args: argparse.Namespace, found: SearchResult, best: Sequence[Candidate], shown: int, unknown: int
 ) -> list[str]:
-    """Return the lines below a table of the `shown` best and of `unknown` configurations that are not predicted."""
+    """Return the lines below a table that has the first `shown` of `best`, and `unknown` configurations without a predicted speed."""
     hidden = len(best) - shown if best else len(found.unknown) - unknown
     lines = [f"{hidden} more configuration{'s fit' if hidden > 1 else ' fits'}: --all shows them"] if hidden else []
     if best:
@@ -172,18 +163,18 @@ def _ranked_after(best: Sequence[Candidate], goal: str) -> list[str]:
         return each.best_tokens_per_s > other.best_tokens_per_s
 
     known = [each for each in best if not (each.lacks_overhead or each.failed)]
-    after: dict[str, Candidate] = {}
+    demoted: dict[str, Candidate] = {}  # by engine
     for each in best:
         if each.lacks_overhead and goal != "memory" and any(is_better(each, other) for other in known):
-            after.setdefault(each.config.engine, each)
+            demoted.setdefault(each.config.engine, each)
     return [
         f"{engine} is ranked after the others, because its overhead is not in its bound: {in_short(each)}: {speed(each, goal)}"
-        for engine, each in after.items()
+        for engine, each in demoted.items()
     ]
 
 
 def _faster_than_plainest(best: Sequence[Candidate], goal: str) -> str | None:
-    """Return a line about the most bits and the smallest batch among `best`, and what is clearly faster than these."""
+    """Return a line about what is clearly faster than the candidate with the fewest GPUs, most bits and smallest batch; None if nothing."""
     plainest = min(
         best, key=lambda each: (each.failed, each.world_size, -each.config.quant_bits, each.config.batch_size)
     )
@@ -200,42 +191,17 @@ def _unused_gpus(candidates: Sequence[Candidate]) -> str | None:
     return f"batch 1 runs on one of the {gpus} GPUs, because they divide the batch: --batch-size {gpus} uses {every}"
 
 
-def rows_of(candidates: Sequence[Candidate], everyone: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """Return a row for each of `candidates`; those on the Pareto front of `everyone` are marked."""
-    front = {id(each) for each in pareto_front(everyone)}
-    return [
-        _row(place, each.plan)
-        | {
-            "prefill_s": each.times.prefill.seconds,
-            "step_s": each.times.step.seconds,
-            "tokens_per_s": each.tokens_per_s,
-            "tokens_per_s_range": each.times.tokens_per_s_range(each.config.batch_size),
-            "prefill_range_s": each.times.prefill_range_s,
-            "step_range_s": each.times.step_range_s,
-            "at_most": each.times.at_least,
-            "total_s": each.total_s,
-            "measured_tokens_per_s": each.measured_tokens_per_s,
-            "bound_by": each.times.step.bound_by,
-            "tried": "failed" if each.failed else None,
-            "front": id(each) in front,
-        }
-        for place, each in enumerate(candidates, 1)
-    ]
+def rows_of(shown: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """Return a row for each of `shown`; those on the Pareto front of all `candidates` are marked."""
+    front = {id(each) for each in pareto_front(candidates)}
+    return [_row(number, each.plan, each, id(each) in front) for number, each in enumerate(shown, 1)]
 
 
-def rows_without_times(plans: Sequence[Plan], first: int) -> list[dict[str, Any]]:
-    """Return rows of configurations that fit and are not predicted, numbered from `first` on."""
-    return [
-        _row(place, plan) | dict.fromkeys(PREDICTED) | {"at_most": False, "front": False}
-        for place, plan in enumerate(plans, first)
-    ]
-
-
-def _row(place: int, plan: Plan) -> dict[str, Any]:
-    """Return the part of a row that needs no prediction."""
-    config = plan.job.config
+def _row(number: int, plan: Plan, candidate: Candidate | None = None, on_front: bool = False) -> dict[str, Any]:
+    """Return the row of a configuration; predicted values are None without a `candidate`."""
+    config, times = plan.job.config, candidate.times if candidate else None
     return {
-        "place": place,
+        "place": number,
         "engine": config.engine,
         "quant_bits": config.quant_bits,
         "gpus": plan.job.ranks.world_size if plan.job.on_gpu else 0,
@@ -244,11 +210,23 @@ def _row(place: int, plan: Plan) -> dict[str, Any]:
         "batch_size": config.batch_size,
         "device_bytes": plan.weights.device_peak_bytes if plan.job.on_gpu else None,
         "host_bytes": next(need.needed for need in plan.needs if need.place == HOST_MEMORY),
+        "prefill_s": times and times.prefill.seconds,
+        "step_s": times and times.step.seconds,
+        "tokens_per_s": candidate and candidate.tokens_per_s,
+        "tokens_per_s_range": times and times.tokens_per_s_range(config.batch_size),
+        "prefill_range_s": times and times.prefill_range_s,
+        "step_range_s": times and times.step_range_s,
+        "at_most": times is not None and times.at_least,
+        "total_s": candidate and candidate.total_s,
+        "measured_tokens_per_s": candidate and candidate.measured_tokens_per_s,
+        "bound_by": times and times.step.bound_by,
+        "tried": "failed" if candidate and candidate.failed else None,
+        "front": on_front,
     }
 
 
 def in_json(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """Return the same rows with their commands, what their times leave out, and the token/s of a whole generation."""
+    """Return `rows` with the keys that only JSON has: command, reasons for bounds, and the token/s of a whole generation."""
     return [
         row
         | {
@@ -262,7 +240,7 @@ def in_json(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate]) -> 
     ]
 
 
-def _in_json(
+def _to_json(
     args: argparse.Namespace, job: Job, found: SearchResult, best: Sequence[Candidate], first_line: str
 ) -> str:
     machine = job.machine.profile()
@@ -279,8 +257,8 @@ def _in_json(
                 "count": len(found.unknown),
                 "because": why_not_predicted(found.unknown) or None,
                 "configurations": [
-                    row | {"command": command_of(plan.job.config, plan.job.ranks.world_size)}
-                    for row, plan in zip(rows_without_times(found.unknown, len(best) + 1), found.unknown)
+                    _row(number, plan) | {"command": command_of(plan.job.config, plan.job.ranks.world_size)}
+                    for number, plan in enumerate(found.unknown, len(best) + 1)
                 ],
             },
             "checkpoint_refused": checkpoint_refusal(args.model, args.dummy),
@@ -290,31 +268,32 @@ def _in_json(
 
 
 def table(rows: Sequence[dict[str, Any]], plans: Sequence[Plan], every_column: bool) -> str:
-    """Return the rows of `plans` as a table for the terminal, or `PIPED_WIDTH` wide; with every column as wide as needed where there is
-    no terminal."""
+    """Return the rows of `plans` as a table of the terminal's width, else `PIPED_WIDTH` wide, or as wide as all columns with
+    `every_column`."""
     terminal = sys.stdout.isatty()
     width = None if every_column and not terminal else shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
-    texts = [_texts(row, plan) for row, plan in zip(rows, plans)]
+    cells = [_cells(row, plan) for row, plan in zip(rows, plans)]
     columns = [
         column
         for column in COLUMNS
-        if (every_column or column.name not in ONLY_WITH_ALL) and any(row[column.name] for row in texts)
+        if (every_column or column.name not in ONLY_WITH_ALL) and any(row[column.name] for row in cells)
     ]
     without_range = [column for column in columns if column.name != "range"]
     for shown, gap in ((columns, GAP), (columns, 1), (without_range, GAP), (without_range, 1)):
-        plain = terminal_table(shown, texts_of(texts, shown), False, None, gap)
+        plain = terminal_table(shown, texts_of(cells, shown), False, None, gap)
         if width is None or max(map(len, plain.splitlines())) <= width:
             break
-    return terminal_table(shown, texts_of(texts, shown), terminal, width, gap)
+    return terminal_table(shown, texts_of(cells, shown), terminal, width, gap)
 
 
-def _texts(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
+def _cells(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
+    """Return the texts of a row by column, bounds with ≤ or ≥; None leaves a cell empty."""
     most, least = ("≤", "≥") if row["at_most"] else ("", "")
     measured, terms = row["measured_tokens_per_s"], plan.weights.cost_terms
     cpu_share = max(terms.step_cpu.layer_share, terms.step_cpu.expert_share)
 
     def seconds(value: float | None) -> str:
-        """Return the number alone, or a duration where that is easier to read."""
+        """Return the number alone, from `LONG_S` on with units."""
         return UNKNOWN if value is None else least + format_seconds(value).removesuffix(" s" if value < LONG_S else "")
 
     return {
@@ -336,7 +315,7 @@ def _texts(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
 
 
 def _configuration(plan: Plan) -> str:
-    """Return it without batch and GPUs: "stream: int4 85% host, KV device"."""
+    """Return such as "stream: int4 85% host, KV device"."""
     config = plan.job.config
     kv_place = "host" if config.kv_offload or not plan.job.on_gpu else "device"
     return f"{config.engine}: {format_of_weights(plan)} {place_of_weights(plan)}, KV {kv_place}"
@@ -355,11 +334,11 @@ def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
         gpus = f", {each.world_size} GPUs" if each.world_size > 1 else ""
         kinds.setdefault(f"{each.config.engine}, {each.config.quant_bits} bits{gpus}", []).append(each)
 
-    def points(some: Sequence[Candidate]) -> tuple[list[float], list[float]]:
-        return [1e3 * each.times.step.seconds for each in some], [each.tokens_per_s for each in some]
+    def points(group: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+        return [1e3 * each.times.step.seconds for each in group], [each.tokens_per_s for each in group]
 
-    for kind, some in kinds.items():
-        axes.scatter(*points(some), label=kind, s=28)
+    for kind, group in kinds.items():
+        axes.scatter(*points(group), label=kind, s=28)
     front = pareto_front(candidates)
     axes.plot(*points(front), color="black", linewidth=1, label="Pareto front")
     for each, *point in zip(front, *points(front)):

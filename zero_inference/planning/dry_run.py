@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the verdict with the predicted speed, what is needed where, and the options that are not the defaults.
+"""The output of `--dry-run`: the verdict with the predicted speed, the memory needed, and the options that are not the defaults.
 
 `--json` prints all of it as one object instead (`plan_in_json`). The exit code is 0 where the plan fits, 2 where not.
 """
@@ -37,7 +37,7 @@ from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils.format import format_bytes, format_seconds, significant
 from zero_inference.utils.processes import run_command
 
-NOT_SHOWN = ("dry_run", "json", "machine", "assume")  # options that are no defaults; the machine has a line of its own
+NOT_SHOWN = ("dry_run", "json", "machine", "assume")  # in the row of options; the machine has a row of its own
 Row = tuple[str, str]  # label and text
 
 
@@ -46,17 +46,15 @@ class Verdict:
     """The verdict on a plan: whether it fits, and its predicted speed.
 
     Attributes:
-        shortfall: why it does not fit, a sentence; None where it does.
-        changes: options to add so that it fits, each on its own; empty where it fits, or where none helps.
-        unpredicted: why no speed is predicted; None where one is, or where it does not fit.
-        line: all of it in a line that begins with `word`.
+        line: the verdict, the predicted speed or what would fit, in a line that begins with `word`.
+        changes: alternatives of options to add so that it fits; empty if it fits or none helps.
+        unpredicted: why no speed is predicted; None if one is, or if it does not fit.
     """
 
     fits: bool
-    shortfall: str | None
-    changes: list[str]
-    unpredicted: str | None
     line: str
+    changes: Sequence[str] = ()
+    unpredicted: str | None = None
 
     @property
     def word(self) -> str:
@@ -76,15 +74,15 @@ def verdict_of(job: Job, plan: Plan | DoesNotFit) -> Verdict:
             if changes
             else f"No change of options makes it fit, nor do two together: use {more_memory(job)}."
         )
-        return Verdict(False, shortfall, changes, None, f"{DoesNotFit.VERDICT} {shortfall} {advice}")
+        return Verdict(False, f"{DoesNotFit.VERDICT} {shortfall} {advice}", changes)
     loading = [] if plan.load_s is None else [f"loading {seconds_in_words(plan.load_s, plan.load_range_s)}"]
     if plan.times is not None:
         predicted = ", ".join([times_in_words(plan.times, job.config.batch_size), *loading])
-        return Verdict(True, None, [], None, f"{DoesNotFit.FITS} Predicted: {predicted}.")
+        return Verdict(True, f"{DoesNotFit.FITS} Predicted: {predicted}.")
     machine = plan.job.machine.profile()
     unpredicted = NOT_MEASURED if machine is None else why_unknown(plan.weights, machine)
     line = f"{DoesNotFit.FITS} No speed is predicted: {unpredicted}." + "".join(f" Predicted: {it}." for it in loading)
-    return Verdict(True, None, [], unpredicted, line)
+    return Verdict(True, line, unpredicted=unpredicted)
 
 
 def print_plan(job: Job, plan: Plan | DoesNotFit, faster: Sequence[Faster] = ()) -> None:
@@ -166,8 +164,8 @@ def _weights(plan: Plan) -> str:
 
 
 def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> str | None:
-    """Return the most token/s by one rate of a described machine alone; None where that is what is predicted anyway, and for this machine,
-    whose rates a run measures."""
+    """Return the token/s by the binding rate of a described machine alone; None if it equals the prediction, and for this machine, whose
+    rates a run measures."""
     machine = plan.job.machine
     if not isinstance(machine, ProfiledMachine):
         return None
@@ -217,7 +215,7 @@ def _value(value: object) -> str:
 
 
 def _text(verdict: Verdict, rows: Sequence[Row], colour: bool, width: int | None) -> str:
-    """Return the verdict in a line and the rows below it, wrapped to `width` columns on a terminal only: programs look for whole lines."""
+    """Return the verdict in a line and the rows below it, wrapped to `width` columns if given (programs look for whole lines)."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -281,7 +279,7 @@ def plan_in_json(job: Job, plan: Plan | DoesNotFit, verdict: Verdict, faster: Se
         "limit": _limit_in_json(made) if made else None,
         "moved_per_step": weights.moved_per_step().as_dict() if weights else None,
         "placement": [weights.places_in_words(), *weights.in_words()] if weights else [],
-        "changes_that_fit": verdict.changes,
+        "changes_that_fit": list(verdict.changes),
         "faster": [asdict(each) for each in faster],
         "machine": machine
         and {
@@ -307,16 +305,17 @@ def _need_in_json(need: Need) -> dict[str, Any]:
 
 def _predicted_in_json(plan: Plan | None, verdict: Verdict) -> dict[str, Any]:
     times = plan.times if plan else None
+    batch_size = plan.job.config.batch_size if plan else 0
     return {
-        "prefill_s": times.prefill.seconds if times else None,
-        "decode_step_s": times.step.seconds if times else None,
-        "decode_throughput": times.tokens_per_s(plan.job.config.batch_size) if plan and times else None,
-        "bound_by": times.step.bound_by if times else None,
-        "load_s": plan.load_s if plan else None,
-        "prefill_range_s": times.prefill_range_s if times else None,
-        "decode_step_range_s": times.step_range_s if times else None,
-        "decode_throughput_range": times.tokens_per_s_range(plan.job.config.batch_size) if plan and times else None,
-        "load_range_s": plan.load_range_s if plan else None,
+        "prefill_s": times and times.prefill.seconds,
+        "decode_step_s": times and times.step.seconds,
+        "decode_throughput": times and times.tokens_per_s(batch_size),
+        "bound_by": times and times.step.bound_by,
+        "load_s": plan and plan.load_s,
+        "prefill_range_s": times and times.prefill_range_s,
+        "decode_step_range_s": times and times.step_range_s,
+        "decode_throughput_range": times and times.tokens_per_s_range(batch_size),
+        "load_range_s": plan and plan.load_range_s,
         "bounds_because": list(times.bounds_because) if times else [],
         "left_out": left_out(times) if times else [],
         "unknown_because": verdict.unpredicted,
