@@ -127,18 +127,21 @@ def test_a_cpu_dequantizes_row_by_row_what_deepspeed_does_at_once(bits, monkeypa
     small, large = (torch.nn.Parameter(torch.randn(rows, 32).bfloat16(), requires_grad=False) for rows in (7, 11))
     for weight in (small, large):
         quantization.quantize_parameter(weight, settings)
-    functionals = quantization.QuantizedFunctionals()
+    plain_linear, plain_embedding = F.linear, F.embedding
+    functionals, of_another_model = quantization.patch_functionals(), quantization.patch_functionals()
+    of_another_model.close()
     try:
         for weight in (small, large, small):
             packed, scale, minimum = weight.deconcat(weight)
             expected = weight.dequantizer.dequantize(packed.view(torch.uint8), scale, minimum)
             x = torch.randn(2, 32).bfloat16()
-            assert torch.equal(F.linear(x, weight), functionals._linear(x, expected))
-        kept = functionals._buffer
+            assert torch.equal(F.linear(x, weight), plain_linear(x, expected))
+        buffer = F.linear._buffer
         F.linear(x, large)
-        assert functionals._buffer is kept and kept.numel() == 11 * 32, "one piece of memory, of the largest weight"
+        assert F.linear._buffer is buffer and buffer.numel() == 11 * 32, "one piece of memory, of the largest weight"
     finally:
-        functionals.remove()
+        functionals.close()
+    assert F.linear is plain_linear and F.embedding is plain_embedding
 
 
 @pytest.mark.parametrize("rows", [[3], [0, 5, 5]])
@@ -152,11 +155,11 @@ def test_a_few_rows_are_dequantized_as_at_least_32_groups(rows, monkeypatch):
     monkeypatch.setattr(
         weight.dequantizer, "dequantize", lambda *args: given.append(args[1].numel()) or dequantize(*args)
     )
-    functionals = quantization.QuantizedFunctionals()
+    functionals = quantization.patch_functionals()
     try:
         found = F.embedding(torch.tensor([rows]), weight)
     finally:
-        functionals.remove()
+        functionals.close()
     assert torch.equal(found, expected[rows][None]) and given == [max(48, 24 * len(rows))]
 
 

@@ -46,8 +46,8 @@ from zero_inference.engines.deepspeed.modules import (
 )
 from zero_inference.engines.deepspeed.quantization import (
     QuantizationPlan,
-    QuantizedFunctionals,
     measure_dequantized_gb_per_s,
+    patch_functionals,
     plan_quantization,
     quantize_dequantize,
     quantize_parameter,
@@ -233,7 +233,7 @@ def _load(
         "ds_config": _with_nvme_path(plan.ds_config, job.config.offload_dir if workspace else None)
     }
     if quantization:
-        releases.callback(QuantizedFunctionals().remove)
+        releases.callback(patch_functionals().close)
         facts |= {"quantized_fraction": quantization.fraction, "not_quantized": quantization.skipped}
     return LoadedModel(
         model=engine.module,

@@ -211,7 +211,7 @@ def module_peaks(
     nor does a single rank whose weights stay on its GPU.
     """
     modules = pass_modules(job, rules, weights)
-    # a CPU keeps one buffer for dequantized weights, see `QuantizedFunctionals`
+    # a CPU keeps one buffer for dequantized weights, see `patch_functionals`
     cpu_buffer = 0 if job.on_gpu else max(module.dequantized_bytes for module in modules)
     if rules.world_size == 1 and (rules.offload == "none" or not job.on_gpu):
         gathered = [0] * len(modules)

@@ -19,6 +19,7 @@ from zero_inference.kernels.quantization import MIN_QUANTIZED_COLUMNS, GroupQuan
 from zero_inference.models.layers import decoder_layers, layer_kinds, unused_tower_parameters
 from zero_inference.models.operators import trace_reads
 from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.patching import Patches, SharedPatch
 from zero_inference.utils.timing import measure_median_s
 
 BLOCK_NUMEL = 1 << 18  # elements that a CPU dequantizes at once, to stay in its caches
@@ -168,18 +169,21 @@ def measure_dequantized_gb_per_s(settings: dict, dtype: torch.dtype, device: tor
         return nbytes / measure_median_s(device, lambda: F.linear(x, weight), TIMED_S) / 1e9
 
 
-class QuantizedFunctionals:
-    """Patch F.linear and F.embedding to dequantize quantized parameters, until `remove`."""
+def patch_functionals() -> Patches:
+    """Have F.linear and F.embedding dequantize quantized parameters, until the last model that needs it closes its `Patches`."""
+    patches = Patches()
+    patches.share_item(vars(F), "linear", _QuantizedLinear)
+    patches.share_item(vars(F), "embedding", _QuantizedEmbedding)
+    return patches
 
-    def __init__(self) -> None:
-        self._linear, self._embedding = F.linear, F.embedding
-        self._buffer: torch.Tensor | None = None  # [numel of the largest weight so far], in the model's dtype
-        F.linear, F.embedding = self._quantized_linear, self._quantized_embedding
 
-    def _quantized_linear(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+class _QuantizedLinear(SharedPatch):
+    _buffer: torch.Tensor | None = None  # [numel of the largest weight so far], in the model's dtype
+
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if getattr(weight, "weight_quantized", False):
             weight = self._dequantize(weight)
-        return self._linear(input, weight, *args, **kwargs)
+        return self.before(input, weight, *args, **kwargs)
 
     def _dequantize(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a quantized weight as a plain one [rows, columns]; on a CPU in a buffer that the next call overwrites.
@@ -202,15 +206,13 @@ class QuantizedFunctionals:
             values[chunk] = weight.dequantizer.dequantize(codes[chunk], scale[chunk], minimum[chunk])
         return values
 
-    def _quantized_embedding(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+
+class _QuantizedEmbedding(SharedPatch):
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Gather the codes, scales and minima of the rows `input`, then dequantize only those."""
         if not getattr(weight, "weight_quantized", False):
-            return self._embedding(input, weight, *args, **kwargs)
+            return self.before(input, weight, *args, **kwargs)
         packed, scale, minimum = weight.deconcat(weight)
         rows = input.reshape(-1)
         values = dequantize_rows(weight.dequantizer, packed.view(torch.uint8)[rows], scale[rows], minimum[rows])
         return values.reshape(*input.shape, -1)
-
-    def remove(self) -> None:
-        self._buffer = None
-        F.linear, F.embedding = self._linear, self._embedding
