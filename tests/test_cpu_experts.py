@@ -54,7 +54,7 @@ class Mixture:
         made = []
         for number, (expert, first, last) in enumerate(zip(mixture.experts, *biases)):
             if between.interleaved:
-                first_matrix = mixture.matrices[0].part(2 * number * INNER, 2 * INNER)
+                first_matrix = mixture.matrices[0].rows_view(2 * number * INNER, 2 * INNER)
                 made.append(Expert(first_matrix, None, expert.down, first, None, last))
             else:
                 made.append(Expert(expert.gate, expert.up, expert.down, first[:INNER], first[INNER:], last))
@@ -80,9 +80,9 @@ class Mixture:
             nbytes += sum(part.numel() * part.element_size() for part in parts) // EXPERTS
         experts = [
             Expert(
-                matrices[0].part(e * (1 + gated) * INNER, INNER),
-                matrices[0].part((2 * e + 1) * INNER, INNER) if gated else None,
-                matrices[1].part(e * HIDDEN, HIDDEN),
+                matrices[0].rows_view(e * (1 + gated) * INNER, INNER),
+                matrices[0].rows_view((2 * e + 1) * INNER, INNER) if gated else None,
+                matrices[1].rows_view(e * HIDDEN, HIDDEN),
             )
             for e in range(EXPERTS)
         ]

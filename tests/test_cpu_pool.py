@@ -102,7 +102,7 @@ def test_a_half_of_the_rows_of_a_weight_is_where_it_lies(cores):
     matrix = Matrix.groups(*packed, 4, 32, 64)
     x = torch.randn(3, HIDDEN)
     for first in (0, 32):
-        task = cores.add_block([Stage([Weight(matrix.part(first, 32), None, 0)])], torch.float32)
+        task = cores.add_block([Stage([Weight(matrix.rows_view(first, 32), None, 0)])], torch.float32)
         (out,) = DirectCalls(cores, Transfers())(task, x)
         assert error(out, x.double() @ whole[first : first + 32].double().T) < 1e-5
 

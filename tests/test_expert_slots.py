@@ -96,7 +96,7 @@ def expected(form: FusedExperts, exact, kept: set[int], x, numbers, weights) -> 
 )
 def test_experts_in_slots_and_no_others_are_computed(dtype, bits, form):
     slots, buffer, exact = stored(form, dtype, bits)
-    slots.take(torch.tensor([[6, 2], [6, 4], [4, 6], [2, 4], [4, 0]]), buffer)
+    slots.refill(torch.tensor([[6, 2], [6, 4], [4, 6], [2, 4], [4, 0]]), buffer)
     kept = {expert for expert in range(NUMBER) if slots.table[expert] >= 0}
     assert kept == {2, 4, 6}
     one_by_one = 2 * sum(USE_DECAY**passes for passes in range(5))  # of five tokens with two experts each
@@ -115,7 +115,7 @@ def test_experts_in_slots_and_no_others_are_computed(dtype, bits, form):
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.activation)
 def test_a_fetched_expert_is_computed_in_the_pass_that_fetches_it_and_kept(form):
     slots, buffer, exact = stored(form, torch.float32, 8)
-    slots.take(torch.tensor([[6, 2], [6, 4], [4, 6], [2, 4], [4, 0]]), buffer)
+    slots.refill(torch.tensor([[6, 2], [6, 4], [4, 6], [2, 4], [4, 0]]), buffer)
     numbers = torch.tensor([[6, 1, 3], [1, 4, 5]])
     for kept, fetched in (({6, 4, 1}, 1), ({6, 4, 1}, None)):  # then those that are missed have no place to go to
         x, weights = torch.randn(2, HIDDEN), torch.rand(2, 3)

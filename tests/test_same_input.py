@@ -8,7 +8,7 @@ from test_stream import BATCH, generate, load
 
 from zero_inference.engines.stream import products as stream_products
 from zero_inference.engines.stream.layout import lay_out
-from zero_inference.engines.stream.products import SharedInput, _in_a_row
+from zero_inference.engines.stream.products import SharedInput, _join_adjacent
 from zero_inference.kernels.quantization import GroupQuantization
 
 
@@ -16,14 +16,14 @@ from zero_inference.kernels.quantization import GroupQuantization
 def products(monkeypatch):
     """Of short passes, by how many modules; on a CPU by the operator's way without a kernel."""
     made: list[int] = []
-    own = stream_products.Linears._packed
+    own = stream_products.Linears._joined_weights
 
     def packed(self, names):
         found = own(self, names)
         made.append(len(names) if found is not None else 0)
         return found
 
-    monkeypatch.setattr(stream_products.Linears, "_packed", packed)
+    monkeypatch.setattr(stream_products.Linears, "_joined_weights", packed)
     if not torch.cuda.is_available():
         monkeypatch.setattr(stream_products, "load_extension", lambda: True)
         monkeypatch.setattr(stream_products, "_can_fuse", lambda *args: True)
@@ -55,12 +55,12 @@ def test_ids_are_those_of_products_one_by_one(family, of_layer, gpu_memory, chec
         assert torch.equal(found, one_by_one)
 
 
-def test_tensors_in_a_row_are_one():
+def test_tensors_join_adjacent_are_one():
     buffer = torch.arange(24, dtype=torch.int32)
     parts = [buffer[:8], buffer[8:12], buffer[12:]]
-    assert torch.equal(_in_a_row(parts), buffer)
-    assert _in_a_row(parts[::2]) is None and _in_a_row(parts[::-1]) is None
-    assert _in_a_row(parts[:1]) is parts[0]
+    assert torch.equal(_join_adjacent(parts), buffer)
+    assert _join_adjacent(parts[::2]) is None and _join_adjacent(parts[::-1]) is None
+    assert _join_adjacent(parts[:1]) is parts[0]
 
 
 def test_codes_of_a_block_follow_each_other_and_so_do_scales_and_minima():

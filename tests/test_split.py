@@ -13,7 +13,7 @@ from zero_inference.engines.stream.cpu_plan import CpuPlan
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split
 from zero_inference.engines.stream.placement import Placement
-from zero_inference.engines.stream.rebalance import LAST_PASS, MOST_LOOKS, MeasuredStep, Rebalancer, bytes_to_move
+from zero_inference.engines.stream.rebalance import LAST_PASS, MAX_MEASUREMENTS, MeasuredStep, Rebalancer, bytes_to_move
 from zero_inference.hardware.bench_cpu import LinkRates, of_all_ranks
 from zero_inference.hardware.rates import AttentionRates, ConcurrentRates
 from zero_inference.models.mlp import Mlp
@@ -232,9 +232,9 @@ def test_the_division_is_corrected_by_passes_that_follow_each_other(monkeypatch)
     assert looks.steps_to_settle() == 0, "no pass of few tokens yet"
     passes = [True] * (LAST_PASS - 1) + [False]  # of many tokens between them; and behind one window nothing is known
     for few in passes + passes + [True] * LAST_PASS + [False] + [True] * (LAST_PASS - 1):
-        assert looks.of(placed, few, ALL) is placed
+        assert looks.next_placement(placed, few, ALL) is placed
     assert looks.steps_to_settle() == LAST_PASS
-    corrected = looks.of(placed, True, ALL)
+    corrected = looks.next_placement(placed, True, ALL)
     moved = placed.nbytes_of(placed.cpu_computed) - corrected.nbytes_of(corrected.cpu_computed)
     assert moved == pytest.approx(0.08 * 50 * 120 / 170 * GB, abs=GB // 10)
 
@@ -242,8 +242,8 @@ def test_the_division_is_corrected_by_passes_that_follow_each_other(monkeypatch)
 def corrected(looks: Rebalancer, placed: Placement) -> list[Placement]:
     """How blocks are placed from look to look, as long as there could be one."""
     found = [placed]
-    for _ in range((MOST_LOOKS + 2) * LAST_PASS):
-        after = looks.of(found[-1], True, ALL)
+    for _ in range((MAX_MEASUREMENTS + 2) * LAST_PASS):
+        after = looks.next_placement(found[-1], True, ALL)
         if after is not found[-1]:
             found.append(after)
     return found
@@ -252,7 +252,7 @@ def corrected(looks: Rebalancer, placed: Placement) -> list[Placement]:
 def test_the_division_is_looked_at_again(monkeypatch):
     looks = watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, step_s=(0.2, 0.195, 0.19))
     found = corrected(looks, fine(0.8))
-    assert len(found) == 1 + MOST_LOOKS and looks.steps_to_settle() == 0
+    assert len(found) == 1 + MAX_MEASUREMENTS and looks.steps_to_settle() == 0
     computed = [each.nbytes_of(each.cpu_computed) for each in found]
     assert computed == sorted(computed, reverse=True)
 

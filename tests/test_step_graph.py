@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from zero_inference.engines.stream import cpu, cuda_graph, engine, plan
 from zero_inference.engines.stream.cuda_graph import StepInputs, is_decode_step
-from zero_inference.engines.stream.rebalance import LAST_PASS, MOST_LOOKS
+from zero_inference.engines.stream.rebalance import LAST_PASS, MAX_MEASUREMENTS
 from zero_inference.errors import UsageError
 from zero_inference.kernels import decode_attention
 from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions
@@ -257,7 +257,7 @@ def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkey
     if not warmup:
         assert tried == [1, 2] and not found.settling_s, "without a warm-up it settles while it is timed"
     elif gen_len > LAST_PASS:
-        assert tried == [0] * (1 + MOST_LOOKS) and len(found.settling_s) == (2 if gen_len == 12 else 4)
+        assert tried == [0] * (1 + MAX_MEASUREMENTS) and len(found.settling_s) == (2 if gen_len == 12 else 4)
         assert left == 0 and timed[0] is timed[-1]
     else:  # too short for a correction, so that none comes later
         assert tried == [0] and len(found.settling_s) == (gen_len == 4) and left == LAST_PASS and timed[0] is timed[-1]

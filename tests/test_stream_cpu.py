@@ -179,7 +179,7 @@ def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cores(chec
     assert 0 not in prefetcher.placement.cpu_computed and 0 in prefetcher.cpu_blocks
     loaded.model.model.layers[0].self_attn = Skipped()
     assert generate(loaded, spec, ranks).loops[-1].moved.cores_busy_s_per_step > 0
-    assert 0 not in prefetcher.learned and prefetcher.learned >= prefetcher.placement.cpu_computed
+    assert 0 not in prefetcher.observed and prefetcher.observed >= prefetcher.placement.cpu_computed
     loaded.close()
 
 

@@ -123,7 +123,7 @@ def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, k
         short(1.0, TOKENS)
     loaded, spec, ranks = kept("qwen3_moe", 3, decode_graph="on")
     prefetcher, inside, waits = prefetcher_of(loaded), [False], []
-    prefetcher.cpu.few_rows = 0  # as a plan for one sequence would have it of two
+    prefetcher.cpu.decode_rows = 0  # as a plan for one sequence would have it of two
     outside, own = prefetcher._outside_graphs, ExpertCache.await_gathering
 
     def outside_of_graphs(work):

@@ -37,7 +37,7 @@ def test_views_are_of_one_place_a_block_and_of_others_when_it_comes_there(family
         found = generate(loaded, spec, ranks, loops=3).output_ids
     layouts = {id(layout): layout for layout in prefetcher.layouts}.values()
     assert len(viewed) <= DEPTH * sum(len(_views_of(layout)) for layout in layouts), "once a layout and slot"
-    assert not any(view.is_inference() for views in prefetcher.views.found_plain.values() for view in views)
+    assert not any(view.is_inference() for views in prefetcher.views.cached_plain.values() for view in views)
     before = len(viewed)
     again = generate(loaded, spec, ranks, loops=1).output_ids
     loaded.close()
@@ -56,7 +56,7 @@ def test_a_slot_stands_for_those_that_are_aligned_alike():
     slots = [torch.zeros(layout.nbytes + 8, dtype=torch.uint8)[shift:][: layout.nbytes] for shift in (0, 0, 8, 0, 8)]
     store = SimpleNamespace(buffers={2: torch.zeros(layout.nbytes, dtype=torch.uint8)}, resident={2})
     views = BlockViews([layout] * 3, store, slots, torch.empty(layout.workspace_bytes, dtype=torch.uint8))
-    assert list(views.places(0)) == [0, 2] and list(views.places(2)) == [None]
+    assert list(views.example_slots(0)) == [0, 2] and list(views.example_slots(2)) == [None]
     codes, *_, values = views.packed(1, 2)["weight"]
     assert codes.data_ptr() - slots[2].data_ptr() == layout["weight"].packed[0].offset
     assert values.data_ptr() == views.plain(0, 4)[0].data_ptr() and views.packed(0, 2) is views.packed(1, 2)

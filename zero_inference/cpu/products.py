@@ -25,7 +25,7 @@ class Matrix(ctypes.Structure):
     Attributes:
         values: address of rows x columns elements or codes, row-major.
         scales, minima: addresses of rows x columns / group elements; None for a plain weight.
-        rows, columns: of the weight, which maps `columns` inputs to `rows` outputs.
+        rows, columns: outputs and inputs of the weight.
         group: columns that share a scale and a minimum; 0 for a plain weight.
         bits: of a code, 8 or 4; 0 for a plain weight.
         dtype: a value of `DTYPES`: of the plain weight, or of scales and minima.
@@ -42,27 +42,19 @@ class Matrix(ctypes.Structure):
         ("dtype", ctypes.c_int32),
     ]
 
-    def part(self, first: int, rows: int) -> Matrix:
-        """Return a view of `rows` rows from row `first` on."""
-        item = ITEM_BYTES[self.dtype]
-        elements = first * self.columns
+    def rows_view(self, first: int, rows: int) -> Matrix:
+        """Return `rows` rows from row `first` on, in the same memory."""
+        skipped = first * self.columns  # values or codes before the view
+        item_bytes = ITEM_BYTES[self.dtype]
         if self.bits == 0:
-            return Matrix(self.values + elements * item, None, None, rows, self.columns, 0, 0, self.dtype)
-        in_groups = elements // self.group * item
-        return Matrix(
-            self.values + elements * self.bits // 8,
-            self.scales + in_groups,
-            self.minima + in_groups,
-            rows,
-            self.columns,
-            self.group,
-            self.bits,
-            self.dtype,
-        )
+            return Matrix(self.values + skipped * item_bytes, None, None, rows, self.columns, 0, 0, self.dtype)
+        codes, offset = self.values + skipped * self.bits // 8, skipped // self.group * item_bytes
+        scales, minima = self.scales + offset, self.minima + offset
+        return Matrix(codes, scales, minima, rows, self.columns, self.group, self.bits, self.dtype)
 
     @classmethod
     def plain(cls, weight: Tensor) -> Matrix:
-        """Describe a contiguous weight [rows, columns] in float32, float16 or bfloat16 on the CPU.
+        """Return the matrix of a weight [rows, columns]: float32, float16 or bfloat16, contiguous, on the CPU.
 
         Raises ValueError for any other.
         """
@@ -74,7 +66,7 @@ class Matrix(ctypes.Structure):
 
     @classmethod
     def groups(cls, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int) -> Matrix:
-        """Describe codes on the CPU that zero_inference/kernels/quantization.py packed.
+        """Return the matrix of codes, scales and minima on the CPU, as zero_inference/kernels/quantization.py packs them.
 
         Args:
             codes: uint8 [rows * columns * bits / 8].

@@ -29,8 +29,10 @@ from zero_inference.models.mlp import COLUMNS, Mlp, detect_mlp, weight_layout
 from zero_inference.models.operators import Reads, trace_reads
 from zero_inference.utils.model_sizes import text_config
 
-PYTORCH = ("builtins", "torch.")  # modules of classes that read no weights of their child modules
-SMALL_SHARE = 1 / 16  # of a layer or block, that may stay on the device so that the CPU can multiply the rest
+PYTORCH = ("builtins", "torch.")  # prefixes of Python modules whose classes read no weights of their child modules
+SMALL_SHARE = (
+    1 / 16
+)  # share of a layer's or block's bytes that may stay on the device so that the CPU can multiply the rest
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,14 @@ class Block:
     Attributes:
         layer: index of the decoder layer.
         module: the block's module, relative to the layer; empty for the layer itself.
-        parameters: names relative to the module, of those that are placed with the block.
-        linears: names relative to the module, of the linear modules that the CPU can multiply; empty if it cannot.
-        feed_forward: what the module computes with them, if that is known; then the CPU computes all of it at once.
-        experts: what the module computes if it is the experts of a mixture, of which the CPU reads those that are chosen.
-        exact: names among `parameters` of matrices that are not quantized: routers, a thousandth of a mixture, and experts' biases.
-        transposed: names among `parameters` of matrices [in, out], which are stored as [out, in].
-        module_only: names among `parameters` that only their own module reads, in one call: they are dequantized for that call alone.
-        mixtures: the modules of experts in it: name relative to the module, and what it computes.
+        parameters: names, relative to the module, of the parameters that are placed with the block.
+        linears: names, relative to the module, of the linear modules that the CPU can multiply; empty if it cannot.
+        feed_forward: formula of the module if it is a known feed-forward, which the CPU computes as a whole.
+        experts: formula of the module if it is the experts of a mixture, of which the CPU reads the chosen ones.
+        exact: those of `parameters` that are matrices but not quantized: routers (a thousandth of a mixture) and experts' biases.
+        transposed: those of `parameters` that are matrices [in, out], which are stored as [out, in].
+        module_only: those of `parameters` that only their own module reads, in one call, and that are dequantized for that call alone.
+        mixtures: (name relative to the module, formula) of the modules of experts in the block.
     """
 
     layer: int
@@ -76,50 +78,52 @@ class Block:
 def lay_out_blocks(
     model: nn.Module, scheme: GroupQuantization | None, ranks: int, divided: bool
 ) -> tuple[list[Block], list[BlockLayout], int]:
-    """Return the blocks of the decoder layers of a meta model, their layouts, and the bytes of the parameters in none of them.
+    """Return the blocks of the decoder layers of a meta model, their layouts, and the bytes of all other parameters.
 
     Raises:
         UsageError: the model has no list of decoder layers.
     """
     _, layers = decoder_layers(model)
-    shared = _shared(model, layers)
-    blocks = find_blocks(model, shared, divided)
-    first = {} if shared else layer_kinds(model).first
-    known: dict[tuple[int, str], BlockLayout] = {}
-    layouts, held = [], set()
+    outside_layers = _parameters_outside_layers(model, layers)
+    blocks = find_blocks(model, outside_layers, divided)
+    same_as = {} if outside_layers else layer_kinds(model).first
+    by_kind: dict[tuple[int, str], BlockLayout] = {}  # blocks of layers of one kind share a layout
+    layouts, in_blocks = [], set()
     for block in blocks:
         module = block.of(layers[block.layer])
         parameters = [(name, module.get_parameter(name)) for name in block.parameters]
-        held |= {id(parameter) for _, parameter in parameters}
-        key = first.get(block.layer, block.layer), block.module
-        if key not in known:
-            fused = [each.weights_in(name) for name, each in block.mixtures]
-            known[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed, block.module_only, fused)
-        layouts.append(known[key])
-    return blocks, layouts, _nbytes(p for p in model.parameters() if id(p) not in held)
+        in_blocks |= {id(parameter) for _, parameter in parameters}
+        key = same_as.get(block.layer, block.layer), block.module
+        if key not in by_kind:
+            fused = [experts.weights_in(name) for name, experts in block.mixtures]
+            by_kind[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed, block.module_only, fused)
+        layouts.append(by_kind[key])
+    return blocks, layouts, _nbytes(p for p in model.parameters() if id(p) not in in_blocks)
 
 
-def find_blocks(model: nn.Module, shared: set[int], divided: bool) -> list[Block]:
-    """Return all blocks in the order in which layers and their children are listed.
+def find_blocks(model: nn.Module, outside_layers: set[int], divided: bool) -> list[Block]:
+    """Return the blocks of all decoder layers, in the order of layers and of their children.
+
+    A layer of which the CPU could multiply no block is one block. Layers of one kind are divided alike.
 
     Args:
-        shared: ids of parameters that do not belong to one layer alone.
+        outside_layers: ids of parameters that are in no block, see `_parameters_outside_layers`.
         divided: make a block of each child that has matrices; otherwise each layer is one.
     """
     prefix, layers = decoder_layers(model)
     reads = trace_reads(model)
-    known: dict[tuple, FusedExperts | None] = {}
-    alike = layer_kinds(model).first
-    first = {} if shared else alike
+    detected: dict[tuple, FusedExperts | None] = {}
+    traced_as = layer_kinds(model).first  # layer -> first layer of its kind, the only one that `reads` knows
+    same_as = {} if outside_layers else traced_as
     blocks: dict[int, list[Block]] = {}  # by layer
     for index, layer in enumerate(layers):
-        if first.get(index, index) != index:
-            blocks[index] = [replace(block, layer=index) for block in blocks[first[index]]]
+        if same_as.get(index, index) != index:
+            blocks[index] = [replace(block, layer=index) for block in blocks[same_as[index]]]
             continue
-        experts = dict(_experts_in(layer, text_config(getattr(model, "config", None)), known))
-        found = _Layer(index, layer, shared, experts, reads, f"{prefix}.{alike.get(index, index)}")
-        parts = found.divided() if divided and reads is not None else []
-        blocks[index] = parts if any(part.computable for part in parts) else [found.whole()]
+        experts = dict(_experts_in(layer, text_config(getattr(model, "config", None)), detected))
+        divider = _LayerDivider(index, layer, outside_layers, experts, reads, f"{prefix}.{traced_as.get(index, index)}")
+        parts = divider.divided() if divided and reads is not None else []
+        blocks[index] = parts if any(part.computable for part in parts) else [divider.whole()]
     return sum(blocks.values(), [])
 
 
@@ -133,27 +137,28 @@ def names_of(blocks: Sequence[Block]) -> list[str]:
 def check_groups(model: nn.Module, scheme: GroupQuantization) -> None:
     """Raise UsageError where the group size does not divide the last dimension of a decoder layer's matrix."""
     prefix, layers = decoder_layers(model)
-    first = layer_kinds(model).first
+    same_as = layer_kinds(model).first
     for index, layer in enumerate(layers):
-        if first.get(index, index) != index:
+        if same_as.get(index, index) != index:
             continue
         experts = dict(_experts_in(layer, None, {}))
         transposed, biases = _transposed_in(layer, experts), _biases_of(experts)
         for name, parameter in layer.named_parameters():
             parameter = parameter.mT if name in transposed else parameter
-            wide = _is_wide(parameter) and name not in biases  # others may stay as they are
-            if wide and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
+            must_quantize = _is_wide(parameter) and name not in biases
+            if must_quantize and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
                 raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
 
 
-def _shared(model: nn.Module, layers: nn.ModuleList) -> set[int]:
-    """Return ids of parameters that several layers have, or a layer and the rest of the model, or that are read outside of their layer."""
-    alike, reads, prefix = layer_kinds(model).first, trace_reads(model), decoder_layers(model)[0]
+def _parameters_outside_layers(model: nn.Module, layers: nn.ModuleList) -> set[int]:
+    """Return ids of parameters of `layers` that cannot be placed with one layer: tied to another module, or read outside of the layer's
+    call."""
+    traced_as, reads, prefix = layer_kinds(model).first, trace_reads(model), decoder_layers(model)[0]
     outside = set()
     for index, layer in enumerate(layers if reads is not None else ()):
-        name = f"{prefix}.{alike.get(index, index)}"
+        name = f"{prefix}.{traced_as.get(index, index)}"
         outside |= {id(p) for own, p in layer.named_parameters() if not reads.only_inside(f"{name}.{own}", name)}
-    if alike:
+    if traced_as:
         return outside  # layers are grouped by kind only where nothing is shared
     owners: dict[int, set[int]] = {}
     for index, layer in enumerate(layers):
@@ -164,15 +169,15 @@ def _shared(model: nn.Module, layers: nn.ModuleList) -> set[int]:
     return outside | {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > uses[key]}
 
 
-def _experts_in(layer: nn.Module, config: object, known: dict) -> Iterator[tuple[str, FusedExperts]]:
-    """Yield names and contents of the modules of experts in `layer`. `known` caches them by class and shapes."""
+def _experts_in(layer: nn.Module, config: object, detected: dict) -> Iterator[tuple[str, FusedExperts]]:
+    """Yield (name, formula) of the modules of experts in `layer`. `detected` caches formulas by class and shapes."""
     for name, module in layer.named_modules():
         shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
         if name and any(len(shape) == 3 for shape in shapes):
             key = type(module), *shapes
-            if key not in known:
-                known[key] = detect_experts(module)
-            experts = known[key]
+            if key not in detected:
+                detected[key] = detect_experts(module)
+            experts = detected[key]
             if experts is not None:
                 mixture = layer.get_submodule(name.rpartition(".")[0])
                 yield name, replace(experts, chosen=experts_per_token(mixture, config, experts.number))
@@ -199,41 +204,44 @@ def _is_wide(parameter: nn.Parameter) -> bool:
     return parameter.dim() > 1 and parameter.shape[-1] >= MIN_QUANTIZED_COLUMNS
 
 
-class _Layer:
-    """Divides one layer.
+class _LayerDivider:
+    """Divides one layer into blocks.
 
     Args:
-        experts: by name of their module in the layer.
-        reads: of the model; None where it could not be traced, and only `whole` is of use.
-        traced: name of the layer in the model that `reads` knows, which does the same as this one.
+        index: of the layer.
+        outside_layers: as of `find_blocks`.
+        experts: modules of experts by their name in the layer.
+        reads: traced reads of the model; None if tracing failed, and only `whole` can be called.
+        traced: name in the model of the layer of the same kind that was traced.
     """
 
     def __init__(
         self,
         index: int,
         layer: nn.Module,
-        shared: set[int],
+        outside_layers: set[int],
         experts: dict[str, FusedExperts],
         reads: Reads | None,
         traced: str,
     ):
-        self.index, self.layer, self.shared, self.experts = index, layer, shared, experts
+        self.index, self.layer, self.outside_layers, self.experts = index, layer, outside_layers, experts
         self.transposed, self.biases = _transposed_in(layer, experts), _biases_of(experts)
         self.reads, self.traced = reads, traced
 
     def whole(self) -> Block:
         """Return the layer as one block."""
-        owned = tuple(name for name, p in self.layer.named_parameters() if id(p) not in self.shared)
+        owned = tuple(name for name, p in self.layer.named_parameters() if id(p) not in self.outside_layers)
         return self._make("", owned, exact=self._exact(owned))
 
     def divided(self, prefix: str = "") -> list[Block]:
-        """Return a block for each child of the module `prefix` that holds matrices. A mixture is divided likewise, and its routers stay on
-        the device. Empty where a matrix belongs to no child that is called."""
+        """Return a block for each child of the module `prefix` that holds matrices; nothing if a matrix belongs to no child that is called.
+
+        A mixture is divided likewise, and its routers stay on the device."""
         found: list[Block] = []
         if self._is_scattered(prefix):
             return found
         for name, child in self._children(prefix):
-            if not self._wide(child) or self._is_router(prefix, child):
+            if not self._matrices(child) or self._is_router(prefix, child):
                 continue
             parts = self.divided(name) if self._holds_experts(name) else []
             called_once = self.reads.once_a_call(f"{self.traced}.{name}", self.traced)
@@ -246,7 +254,7 @@ class _Layer:
         return found
 
     def _block(self, name: str, module: nn.Module) -> Block:
-        owned = [(own_name, p) for own_name, p in module.named_parameters() if id(p) not in self.shared]
+        owned = [(own_name, p) for own_name, p in module.named_parameters() if id(p) not in self.outside_layers]
         names = tuple(own_name for own_name, _ in owned)
         whole = len(owned) == len(list(module.named_parameters()))
         if name in self.experts:
@@ -285,11 +293,12 @@ class _Layer:
         full = f"{self.traced}.{name}"
         return all(self.reads.only_inside(f"{full}.{own}", full) for own, _ in module.named_parameters())
 
-    def _wide(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
+    def _matrices(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
         """Return the matrices of `module` that are placed with the layer."""
-        return [p for p in module.parameters(recurse) if _is_wide(p) and id(p) not in self.shared]
+        return [p for p in module.parameters(recurse) if _is_wide(p) and id(p) not in self.outside_layers]
 
     def _children(self, prefix: str) -> list[tuple[str, nn.Module]]:
+        """Return the children of the module `prefix`, by their names in the layer."""
         module = self.layer.get_submodule(prefix)
         return [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
 
@@ -297,65 +306,68 @@ class _Layer:
         return any(each.startswith(f"{name}.") for each in self.experts)
 
     def _is_scattered(self, prefix: str) -> bool:
-        """Return whether matrices of this module are its own, or in a list, which is not called itself."""
+        """Return whether the module `prefix` has matrices of its own, or in a list, which is not called itself."""
         module = self.layer.get_submodule(prefix)
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
-        return bool(self._wide(module, recurse=False)) or any(self._wide(child) for child in lists)
+        return bool(self._matrices(module, recurse=False)) or any(self._matrices(child) for child in lists)
 
     def _exact(self, names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
         """Return those of `names`, relative to the module `prefix`, that are parameters of routers or biases of experts."""
         routers = [
             f"{name}."[len(prefix) + 1 if prefix else 0 :]
-            for beside in dict.fromkeys(name.rpartition(".")[0] for name in self.experts)
-            for name, child in self._children(beside)
-            if self._is_router(beside, child)
+            for mixture in dict.fromkeys(name.rpartition(".")[0] for name in self.experts)
+            for name, child in self._children(mixture)
+            if self._is_router(mixture, child)
         ]
         biases = self._among(self.biases, names, prefix)
         return tuple(name for name in names if name in biases or any(name.startswith(router) for router in routers))
 
     @staticmethod
-    def _among(found: set[str], names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
-        """Return those of `names`, relative to the module `prefix`, that are in `found`, relative to the layer."""
-        return tuple(name for name in names if (f"{prefix}.{name}" if prefix else name) in found)
+    def _among(in_layer: set[str], names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
+        """Return those of `names`, relative to the module `prefix`, that are in `in_layer`, relative to the layer."""
+        return tuple(name for name in names if (f"{prefix}.{name}" if prefix else name) in in_layer)
 
     def _is_router(self, prefix: str, child: nn.Module) -> bool:
-        """Return whether `child` of `prefix`, beside experts, routes to them: no feed-forward, and at most a row for each expert."""
-        beside = next((each for name, each in self.experts.items() if name.rpartition(".")[0] == prefix), None)
+        """Return whether `child` of `prefix` routes to sibling experts: it is no feed-forward, and has at most a row for each expert."""
+        siblings = next((each for name, each in self.experts.items() if name.rpartition(".")[0] == prefix), None)
         matrices = [p for p in child.parameters() if p.dim() > 1]
         return (
-            beside is not None
+            siblings is not None
             and bool(matrices)
-            and all(p.numel() <= beside.number * p.shape[-1] for p in matrices)
+            and all(p.numel() <= siblings.number * p.shape[-1] for p in matrices)
             and detect_mlp(child) is None
         )
 
     def _is_module_only(self, parameter: str, block: str) -> bool:
-        """Return whether only the module of `parameter` reads it, which is called at most once in each call of module `block`, and has no
-        children with parameters: theirs would overwrite it in the workspace while it computes. Code that names it may read it with kernels
-        that the traced pass did not use, as Mamba's does."""
+        """Return whether `parameter` can be dequantized for each call of its module.
+
+        Only that module reads it, it is called at most once in each call of module `block`, and it has no children with parameters, which
+        would overwrite it in the workspace while it computes. The parent's code must not name it: it may read it with kernels that the
+        traced pass did not use, as Mamba's does.
+        """
         module, _, own = parameter.rpartition(".")
         if self.reads is None or any("." in name for name, _ in self.layer.get_submodule(module).named_parameters()):
             return False
-        beside, _, child = module.rpartition(".")
-        of_block, of_module = (f"{self.traced}.{name}".rstrip(".") for name in (block, module))
+        parent, _, child = module.rpartition(".")
+        full_block, full_module = (f"{self.traced}.{name}".rstrip(".") for name in (block, module))
         return (
-            self.reads.only_inside(f"{self.traced}.{parameter}", of_module)
-            and self.reads.once_a_call(of_module, of_block)
-            and not (module and _is_named_in(self.layer.get_submodule(beside), f"{child}.{own}"))
+            self.reads.only_inside(f"{self.traced}.{parameter}", full_module)
+            and self.reads.once_a_call(full_module, full_block)
+            and not (module and _is_named_in(self.layer.get_submodule(parent), f"{child}.{own}"))
         )
 
 
 def _is_named_in(module: nn.Module, parameter: str) -> bool:
-    """Return whether the source of the class of `module` names `parameter`, other than for its dtype or device; True if it is unknown."""
-    kind: Any = type(module)
-    source = _source(kind)
+    """Return whether the source of the class of `module` names `parameter`, except for its dtype or device; True without a source."""
+    cls: Any = type(module)
+    source = _source(cls)
     return source is None or bool(re.search(rf"\.{re.escape(parameter)}\b(?!\.(dtype|device))", source))
 
 
 @functools.cache
-def _source(kind: type) -> str | None:
-    """Return the source of `kind` and its bases, without PyTorch's; None where some of it cannot be read."""
+def _source(cls: type) -> str | None:
+    """Return the source of `cls` and its bases, without PyTorch's; None if some of it cannot be read."""
     try:
-        return "\n".join(inspect.getsource(each) for each in kind.__mro__ if not each.__module__.startswith(PYTORCH))
+        return "\n".join(inspect.getsource(each) for each in cls.__mro__ if not each.__module__.startswith(PYTORCH))
     except (OSError, TypeError):
         return None

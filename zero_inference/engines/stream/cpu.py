@@ -34,13 +34,13 @@ class CpuBlockContext:
     Attributes:
         calls: calls of the pool by the model.
         scheme: quantization of weights; None for 16 bits.
-        few_rows, rows: most tokens of a decode step, and of any pass with the CPU.
+        decode_rows, rows: most tokens of a decode step, and of any pass with the CPU.
     """
 
     pool: CpuPool
     calls: DirectCalls | HandOff
     scheme: GroupQuantization | None
-    few_rows: int
+    decode_rows: int
     rows: int
 
 
@@ -66,10 +66,12 @@ class CpuBlock:
         self.tasks: dict[tuple[str, ...], Task] = {}
         self.shared_input = SharedInput()
         self.task = self._feed_forward_task(block)
-        self.usable = True  # until it gets more rows than the pass has tokens, such as compressed keys and values of all positions
+        self.usable = (
+            True  # False once a call has more rows than the pass has tokens, such as compressed keys of all positions
+        )
 
     def call_linears(self) -> None:
-        """From now on compute each linear module when it is called, and never the block as a whole."""
+        """Stop computing the block as one task: compute each linear module when it is called."""
         self.task = None
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,15 +85,15 @@ class CpuBlock:
         Args:
             tokens: of the pass.
         """
-        self.usable &= x.numel() // x.shape[-1] <= max(tokens, self.context.few_rows)
+        self.usable &= x.numel() // x.shape[-1] <= max(tokens, self.context.decode_rows)
         return self.shared_input.product(name, x, self._products)
 
     def observe(self, name: str, x: torch.Tensor) -> None:
         """Note that the device computed module `name` for `x`, to learn which modules have the same input."""
         self.shared_input.observe(name, x, self._alike)
 
-    def finish_learning(self) -> None:
-        """Check after the first pass on the device that all modules were called: a weight that is read otherwise must be on the device."""
+    def finish_observing(self) -> None:
+        """Clear `usable` unless the first pass on the device called all modules: weights that are read otherwise must be on the device."""
         self.usable &= self.task is not None or self.shared_input.together.keys() == self.weights.keys()
 
     def end_block(self) -> None:
@@ -113,23 +115,24 @@ class CpuBlock:
         return self.tasks[names]
 
     def _feed_forward_task(self, block: Block) -> Task | None:
-        found = block.feed_forward
-        if found is None:
+        """Return a task for the whole feed-forward; None if its form or its weights' formats do not allow one."""
+        mlp = block.feed_forward
+        if mlp is None:
             return None
-        weights = [self.weights[name] for name in found.first]
-        if len(found.first) == 2 and found.first[0] == found.first[1]:
-            weights = _halves(weights[0])[:: -1 if found.gate_is_second else 1]
+        weights = [self.weights[name] for name in mlp.first]
+        if len(mlp.first) == 2 and mlp.first[0] == mlp.first[1]:  # gate and up in one weight
+            weights = _halves(weights[0])[:: -1 if mlp.gate_is_second else 1]
         if len({weight.matrix.dtype for weight in self.weights.values()}) > 1:
             return None
         if len(weights) == 2 and not _same_form(weights[0].matrix, weights[1].matrix):
             return None
         combine = "gated" if len(weights) == 2 else "activation"
-        return self._add_block([Stage(weights, combine, found.activation), Stage([self.weights[found.last]])])
+        return self._add_block([Stage(weights, combine, mlp.activation), Stage([self.weights[mlp.last]])])
 
     def _add_block(self, stages: list[Stage]) -> Task:
-        numbers = {weight.matrix.dtype for stage in stages for weight in stage.weights}
-        (number,) = numbers  # some families keep modules in float32: input and output have their dtype
-        task = self.context.pool.add_block(stages, next(dtype for dtype, known in DTYPES.items() if known == number))
+        # one dtype in all stages; some families keep modules in float32: input and output have that dtype
+        (code,) = {weight.matrix.dtype for stage in stages for weight in stage.weights}
+        task = self.context.pool.add_block(stages, next(dtype for dtype, known in DTYPES.items() if known == code))
         self.context.pool.reserve(task, self.context.rows)
         return task
 
@@ -162,12 +165,12 @@ def _weight(
 
 
 def _halves(weight: Weight) -> list[Weight]:
-    matrix, halves = weight.matrix, []
-    rows = matrix.rows // 2
-    for half in range(2):
-        bias = None if weight.bias is None else weight.bias[half * rows : (half + 1) * rows]
-        halves.append(Weight(matrix.part(half * rows, rows), bias, weight.nbytes // 2))
-    return halves
+    """Return views of the first and the second half of the rows."""
+    rows = weight.matrix.rows // 2
+    biases = (None, None) if weight.bias is None else weight.bias.split(rows)
+    return [
+        Weight(weight.matrix.rows_view(half * rows, rows), bias, weight.nbytes // 2) for half, bias in enumerate(biases)
+    ]
 
 
 class CpuExpertBlock:
@@ -190,7 +193,7 @@ class CpuExpertBlock:
     ):
         assert block.experts is not None
         self.calls, self.dtype, self.cache = context.calls, dtype, cache
-        self.few_rows, self.device_multiplies_many = context.few_rows, multiplies_many(context.scheme)
+        self.decode_rows, self.device_multiplies_many = context.decode_rows, multiplies_many(context.scheme)
         form = block.experts
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
         experts = _experts(form, layout, buffer, context.scheme)
@@ -202,23 +205,23 @@ class CpuExpertBlock:
     ) -> torch.Tensor:
         """Return the experts' output for hidden states [..., hidden], expert ids [tokens, k] and their weights [tokens, k]."""
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
-        x = hidden_states.to(self.dtype).reshape(-1, hidden_states.shape[-1])
-        numbers = top_k_index.to(torch.int64)
-        is_prompt = self.cache is not None and len(numbers) > self.few_rows
+        x = hidden_states.to(self.dtype).reshape(-1, hidden_states.shape[-1])  # [tokens, hidden]
+        expert_ids = top_k_index.to(torch.int64)
+        is_prompt = self.cache is not None and len(expert_ids) > self.decode_rows
         if is_prompt:
-            self.cache.count(numbers)
+            self.cache.count_uses(expert_ids)
         if self.cache is None or (is_prompt and not self.device_multiplies_many):
-            (out,) = self.calls(self.task, x, Routing(numbers, weights))
+            (out,) = self.calls(self.task, x, Routing(expert_ids, weights))
         else:
-            out = self._with_device(self.cache, x, numbers, weights)
+            out = self._with_device(self.cache, x, expert_ids, weights)
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
     def _with_device(
-        self, cache: ExpertCache, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+        self, cache: ExpertCache, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the sum of all experts: the device multiplies cached and fetched ones while the CPU multiplies the others."""
         try:
-            dispatched = cache.dispatch(numbers)
+            dispatched = cache.dispatch(expert_ids)
             routing = Routing(dispatched.for_cpu, weights)
             (out,) = self.calls(self.task, x, routing, lambda: cache.products(x, dispatched, weights))
         except BaseException:
@@ -233,6 +236,7 @@ class CpuExpertBlock:
 def _experts(
     experts: FusedExperts, layout: BlockLayout, buffer: torch.Tensor, scheme: GroupQuantization | None
 ) -> list[Expert]:
+    """Return the weights of each expert as views of a block's `buffer` in host memory."""
     first, last = (_stored_matrix(layout[name], buffer, scheme) for name in (experts.first, experts.last))
     first_bias, last_bias = (
         layout[name].plain.of(buffer) if name else [None] * experts.number
@@ -241,20 +245,18 @@ def _experts(
     inner, hidden = last.columns, last.rows // experts.number
     is_one_product = experts.interleaved or not experts.gated
     width = (1 + experts.interleaved) * inner
-    made = []
-    for number in range(experts.number):
-        begin, bias = number * (1 + experts.gated) * inner, first_bias[number]
-        down, down_bias = last.part(number * hidden, hidden), last_bias[number]
+    result = []
+    for expert in range(experts.number):
+        begin, bias = expert * (1 + experts.gated) * inner, first_bias[expert]
+        down, down_bias = last.rows_view(expert * hidden, hidden), last_bias[expert]
         if is_one_product:
-            made.append(Expert(first.part(begin, width), None, down, bias, None, down_bias))
+            result.append(Expert(first.rows_view(begin, width), None, down, bias, None, down_bias))
             continue
-        products = [
-            (first.part(begin + half * inner, inner), None if bias is None else bias[half * inner :][:inner])
-            for half in range(2)
-        ]
-        (gate, gate_bias), (up, up_bias) = products[::-1] if experts.gate_is_second else products
-        made.append(Expert(gate, up, down, gate_bias, up_bias, down_bias))
-    return made
+        halves = [first.rows_view(begin + half * inner, inner) for half in range(2)]
+        biases = (None, None) if bias is None else bias.split(inner)
+        (gate, gate_bias), (up, up_bias) = list(zip(halves, biases))[:: -1 if experts.gate_is_second else 1]
+        result.append(Expert(gate, up, down, gate_bias, up_bias, down_bias))
+    return result
 
 
 class CpuBackend:
@@ -270,8 +272,8 @@ class CpuBackend:
         transfers: Transfers,
     ):
         self.plan, self.placement, self.store, self.scheme = plan, placement, store, scheme
-        self.dtype, self.few_rows = job.spec.dtype, plan.few_rows
-        self.most_rows = max(plan.few_rows, plan.prompt_rows)
+        self.dtype, self.decode_rows = job.spec.dtype, plan.decode_rows
+        self.max_rows = max(plan.decode_rows, plan.prompt_rows)
         # blocks that may be CPU-computed at any time
         self.computable = placement.cpu_computed | placement.prompt_cpu_computed
         if plan.automatic:
@@ -288,7 +290,7 @@ class CpuBackend:
             return
         cpus = ranks.gather_objects(plan.cpus)[0]
         if job.on_gpu:
-            self.python_cpus = _leave_cpus(cpus)
+            self.python_cpus = _avoid_cpus(cpus)
         buffers = allocate_buffers(ranks, *self._hand_off_bytes(job), pinned=job.on_gpu)
         spin_us = SPIN_US if job.on_gpu else 0
         self.pool = CpuPool(cpus, spin_us, buffers.flags, ranks=count) if ranks.is_first else CpuPoolProxy(count)
@@ -301,7 +303,7 @@ class CpuBackend:
     def block(self, index: int, module: nn.Module) -> CpuBlock | CpuExpertBlock:
         """Return block `index`, whose module in the model is `module`, with its task."""
         block, layout = self.placement.blocks[index], self.placement.layouts[index]
-        context = CpuBlockContext(self.pool, self.calls, self.scheme, self.few_rows, self.most_rows)
+        context = CpuBlockContext(self.pool, self.calls, self.scheme, self.decode_rows, self.max_rows)
         if block.experts is not None:
             cache = None if self.experts is None else self.experts.by_block.get(index)
             return CpuExpertBlock(block, layout, self.store.whole(index), context, self.dtype, cache)
@@ -316,7 +318,7 @@ class CpuBackend:
         All ranks call it in each pass; when they score texts, their passes have different lengths.
         """
         found = [tokens] if self.exchange is None else self.exchange.all_gather(tokens)
-        return len(set(found)) == 1 and tokens <= self.few_rows
+        return len(set(found)) == 1 and tokens <= self.decode_rows
 
     def close(self) -> None:
         """Wait for the calls in flight, and end the threads."""
@@ -328,18 +330,18 @@ class CpuBackend:
             self.python_cpus = None
 
     def _hand_off_bytes(self, job: Job) -> tuple[int, int]:
-        """Return the bytes of the largest input and output of a rank's call."""
-        inputs, outputs = hand_off_bytes(self.placement, self.most_rows, self.dtype.itemsize)
+        """Return the bytes of the largest input and the largest output of one rank's call: of weights or of attention."""
+        inputs, outputs = hand_off_bytes(self.placement, self.max_rows, self.dtype.itemsize)
         if not self.plan.attends:
             return inputs, outputs
         attention_inputs, attention_outputs = attention_hand_off_bytes(
-            job.spec.config, self.few_rows, self.dtype.itemsize
+            job.spec.config, self.decode_rows, self.dtype.itemsize
         )
         return max(inputs, attention_inputs), max(outputs, attention_outputs)
 
 
-def _leave_cpus(cpus: tuple[int, ...]) -> set[int] | None:
-    """Keep this thread, which queues everything, off the pool's CPUs; return its affinity before, None if it has no other CPU."""
+def _avoid_cpus(cpus: tuple[int, ...]) -> set[int] | None:
+    """Keep this thread, which queues all GPU work, off the pool's `cpus`; return its affinity before, or None if it has no other CPU."""
     before = os.sched_getaffinity(0)
     others = before - set(cpus)
     if not others:

@@ -39,7 +39,7 @@ class CpuPlan:
     Attributes:
         cpus: CPUs of the first rank's pool threads; -1 for a thread that is not bound.
         share: share of the bytes in host memory that the CPU multiplies.
-        few_rows: most tokens of a rank's decode step; longer passes fetch everything, except short prompts.
+        decode_rows: most tokens of a rank's decode step; longer passes fetch everything, except short prompts.
         rates: measured rates that gave the share; None without a GPU.
         attends: whether the CPU attends over keys and values in host memory.
         kv_bytes: keys and values in host memory that a decode step reads, on average, of all ranks.
@@ -55,7 +55,7 @@ class CpuPlan:
 
     cpus: tuple[int, ...]
     share: float
-    few_rows: int
+    decode_rows: int
     rates: ConcurrentRates | None
     attends: bool = False
     kv_bytes: int = 0
@@ -92,7 +92,7 @@ class CpuPlan:
             threads=len(self.cpus),
             instructions=self.instructions,
             share=self.share,
-            rows=self.few_rows,
+            rows=self.decode_rows,
             prompt_rows=self.prompt_rows,
             prompt_share=self.prompt_share,
             attends=self.attends,
@@ -261,7 +261,7 @@ def plan_short_prompts(
         return placement, plan
     tokens, blocks = job.rank_batch * job.config.prompt_len, placement.prompt_candidates
     not_measured = scheme is not None and job.spec.dtype != torch.bfloat16
-    if not blocks or tokens <= plan.few_rows or not_measured:
+    if not blocks or tokens <= plan.decode_rows or not_measured:
         return placement, plan
     experts = placement.blocks[blocks[0]].experts
     rows = UNEVEN_ROWS * tokens * experts.chosen / (experts.number * experts.share_read(tokens)) if experts else tokens

@@ -40,13 +40,14 @@ def multiplies_many(scheme: GroupQuantization | None) -> bool:
 
 
 class _ExpertWeights:
-    """One of the two weights of a block's experts, as stored, with its bias if `bias` names one.
+    """One of the two weights of a block's experts (`FusedExperts.first` or `last`) as stored, with its bias if `bias` names one.
 
     Attributes:
-        slots: by piece (the weight, or codes, scales and minima; then the bias): [slots, elements] on the device.
+        slots: [slots, elements] on the device, a tensor each for the plain weight, or codes, scales and minima; and for the bias.
         host: likewise [experts, elements] in host memory.
 
     Args:
+        number: experts of the block.
         memory: uint8 on the device for the slots, see `expert_memory`; None allocates it.
     """
 
@@ -68,13 +69,14 @@ class _ExpertWeights:
             self.pieces += layout[bias].pieces
         self.dtype, (_, self.rows, self.columns) = stored.plain.dtype, stored.plain.shape
         self.host = [self._by_expert(piece, buffer) for piece in self.pieces]
-        self.slots = _allocate_together(slots, self.host, device, memory)
+        self.slots = _allocate_slots(slots, self.host, device, memory)
 
     def _by_expert(self, piece: TensorSpan, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the view [experts, elements] of a tensor in a block's buffer."""
         return piece.of(buffer).view(self.number, -1)
 
     def copy_table(self) -> torch.Tensor:
-        """Return int64 [pieces, 4] on the device for the copy kernels: address in host memory, address of the slots, offset in the block,
+        """Return int64 [tensors, 4] on the device for the copy kernels: address in host memory, address of the slots, offset in the block,
         bytes of an expert."""
         rows = [
             (host.data_ptr(), slots.data_ptr(), piece.offset, host[0].nbytes)
@@ -87,22 +89,22 @@ class _ExpertWeights:
         for slots, host in zip(self.slots, self.host):
             slots.copy_(host[: len(slots)], non_blocking=True)
 
-    def put(self, slot_of: Sequence[int], buffer: torch.Tensor) -> None:
-        """Copy all experts into the block in `buffer`: from their slot, or from host memory where that is -1."""
+    def gather(self, slot_of: Sequence[int], buffer: torch.Tensor) -> None:
+        """Copy all experts into the block in `buffer` on the device: from the slot `slot_of[expert]`, or from host memory if that is -1."""
         for slots, host, piece in zip(self.slots, self.host, self.pieces):
             for expert, (target, slot) in enumerate(zip(self._by_expert(piece, buffer), slot_of)):
                 target.copy_(host[expert] if slot < 0 else slots[slot])
 
-    def take(self, experts: torch.Tensor, buffer: torch.Tensor) -> None:
+    def refill(self, experts: torch.Tensor, buffer: torch.Tensor) -> None:
         """Fill the slots with `experts`, int64 [slots], from the block in `buffer` on the device."""
         for slots, piece in zip(self.slots, self.pieces):
             torch.index_select(_as_words(self._by_expert(piece, buffer)), 0, experts, out=_as_words(slots))
 
-    def load(self, expert: int, slot: int) -> None:
+    def fetch(self, expert: int, slot: int) -> None:
         for slots, host in zip(self.slots, self.host):
             slots[slot].copy_(host[expert], non_blocking=True)
 
-    def times(
+    def multiply(
         self,
         x: torch.Tensor,
         slot: torch.Tensor,
@@ -110,7 +112,7 @@ class _ExpertWeights:
         epilogue: Epilogue | None = None,
         tokens: int = 0,
     ) -> torch.Tensor:
-        """Return rows of x times the weights in slots, [pairs, rows]; arguments as of `quantized_expert_linear`."""
+        """Return the product [pairs, rows] of each token-expert pair; `slot` is int64 [pairs], others as of `quantized_expert_linear`."""
         x, bias = x.to(self.dtype), self.slots[-1] if self.biased else None
         if not self.quantized or scheme is None:
             return expert_linear(x, self.slots[0].view(-1, self.rows, self.columns), slot, bias, epilogue)
@@ -120,22 +122,24 @@ class _ExpertWeights:
         )
 
 
-def _allocate_together(
-    slots: int, like: Sequence[torch.Tensor], device: torch.device, memory: torch.Tensor | None = None
+def _allocate_slots(
+    slots: int, host: Sequence[torch.Tensor], device: torch.device, memory: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Return tensors [slots, elements] with rows like those of each of `like`, in `memory` or in one allocation of zeros: PyTorch rounds
-    each allocation up to 2 MiB."""
-    pieces, end = [], 0
-    for each in like:
-        pieces.append(TensorSpan(end, (slots, each.shape[1]), each.dtype))
-        end += -(-pieces[-1].nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+    """Return a tensor [slots, elements] on the device for each tensor [experts, elements] of `host`.
+
+    They are views of `memory`, or of one new allocation, since PyTorch rounds each allocation up to 2 MiB.
+    """
+    spans, end = [], 0
+    for tensor in host:
+        spans.append(TensorSpan(end, (slots, tensor.shape[1]), tensor.dtype))
+        end += -(-spans[-1].nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
     if memory is None:
         memory = torch.zeros(end, dtype=torch.uint8, device=device)
-    return [piece.of(memory) for piece in pieces]
+    return [span.of(memory) for span in spans]
 
 
 def _other_ranges(layout: BlockLayout, experts: FusedExperts) -> list[tuple[int, int]]:
-    """Return the byte ranges of a block's buffer that hold other parameters than `experts`."""
+    """Return the byte ranges (begin, end) of a block's buffer that hold other parameters than `experts`; adjacent ones are joined."""
     ranges: list[tuple[int, int]] = []
     others = [stored for stored in layout.parameters if stored.name not in experts.parameters]
     for piece in sorted((piece for stored in others for piece in stored.pieces), key=lambda piece: piece.offset):
@@ -152,14 +156,14 @@ def _as_words(rows: torch.Tensor) -> torch.Tensor:
 
 
 class Dispatch(NamedTuple):
-    """The device or CPU for each token-expert pair; the first three are [tokens, k].
+    """Where each token-expert pair is computed. All are int64; the first three are [tokens, k].
 
     Attributes:
-        for_cpu: experts as of `cpu.pool.Routing`.
-        slot: slot of an expert in the cache, -1 for others.
+        for_cpu: expert ids as `cpu.pool.Routing` takes them, which tell the CPU those of the device from its own.
+        slot: slot of a cached expert, -1 for others.
         fetched_slot: slot of an expert that is fetched in this pass, -1 for others.
-        fetched: int64 [most], the experts to fetch, -1 for none.
-        fetched_into: int64 [most], the slots to fetch them into, -1 for none.
+        fetched: [max_fetches], the experts to fetch, -1 for none.
+        fetched_into: [max_fetches], the slots to fetch them into, -1 for none.
     """
 
     for_cpu: torch.Tensor
@@ -175,8 +179,8 @@ def dispatch(
     uses: torch.Tensor,
     experts: int,
     quota: torch.Tensor,
-    most: int,
-    keeps: bool = True,
+    max_fetches: int,
+    owns_slots: bool = True,
 ) -> Dispatch:
     """Divide routed experts over cache, link and CPU, and count their use.
 
@@ -189,43 +193,44 @@ def dispatch(
         table: int64 [more than experts], the slot of each expert or -1.
         uses: float32 of that shape.
         quota: int64 [experts + 1], how many experts to fetch, by the number of missed ones.
-        most: experts to fetch at most; up to `experts`.
-        keeps: otherwise the table stays empty, and experts are fetched into slots 0, 1 ... for this pass.
+        max_fetches: experts to fetch at most; up to `experts`.
+        owns_slots: False: the slots are shared between blocks, so the table stays empty, and experts are fetched into slots 0, 1 ... for
+            this pass alone.
     """
     if chosen.is_cuda and load_extension():
         found = Dispatch(
             *(torch.empty_like(chosen, memory_format=torch.contiguous_format) for _ in range(3)),
-            *(chosen.new_empty(most) for _ in range(2)),
+            *(chosen.new_empty(max_fetches) for _ in range(2)),
         )
         torch.ops.zero_inference.expert_division(
-            chosen.contiguous(), table, uses, experts, quota, USE_DECAY, keeps, *found
+            chosen.contiguous(), table, uses, experts, quota, USE_DECAY, owns_slots, *found
         )
         return found
-    number = torch.where((chosen >= 0) & (chosen < experts), chosen, experts)  # number `experts`: none
-    slot = table[number]
+    expert = torch.where((chosen >= 0) & (chosen < experts), chosen, experts)  # [tokens, k]; `experts` stands for none
+    slot = table[expert]
     is_chosen = torch.zeros(experts + 1, dtype=torch.bool, device=chosen.device)
-    is_chosen = is_chosen.index_fill_(0, number.view(-1), True)[:experts]
+    is_chosen = is_chosen.index_fill_(0, expert.view(-1), True)[:experts]
     used = uses[:experts].mul_(USE_DECAY).add_(is_chosen)
-    held = table[:experts] >= 0
-    missed, idle = is_chosen & ~held, held & ~is_chosen
-    slots = torch.arange(most, device=chosen.device)
-    number_missed = missed.sum()
-    count = torch.minimum(quota[number_missed], number_missed).clamp(max=most)
-    if keeps:
+    cached = table[:experts] >= 0
+    missed, idle = is_chosen & ~cached, cached & ~is_chosen  # [experts]
+    slots = torch.arange(max_fetches, device=chosen.device)
+    misses = missed.sum()
+    count = torch.minimum(quota[misses], misses).clamp(max=max_fetches)
+    if owns_slots:
         count = torch.minimum(count, idle.sum())
-    fetches = slots < count
-    fetched = (-used).masked_fill(~missed, torch.inf).argsort(stable=True)[:most]
-    if keeps:
-        evicted = used.masked_fill(~idle, torch.inf).argsort(stable=True)[:most]
+    is_fetch = slots < count  # [max_fetches]
+    fetched = (-used).masked_fill(~missed, torch.inf).argsort(stable=True)[:max_fetches]
+    if owns_slots:
+        evicted = used.masked_fill(~idle, torch.inf).argsort(stable=True)[:max_fetches]
         slots = table[evicted]
-        table.scatter_(0, torch.where(fetches, evicted, experts), -1)
+        table.scatter_(0, torch.where(is_fetch, evicted, experts), -1)
     else:
         table = table.clone()
-    slots = torch.where(fetches, slots, -1)
-    table.scatter_(0, torch.where(fetches, fetched, experts), slots)
-    fetched_slot = torch.where(slot < 0, table[number], -1)
+    slots = torch.where(is_fetch, slots, -1)
+    table.scatter_(0, torch.where(is_fetch, fetched, experts), slots)
+    fetched_slot = torch.where(slot < 0, table[expert], -1)
     for_cpu = torch.where(slot >= 0, ~chosen, torch.where(fetched_slot >= 0, ~(chosen + experts), chosen))
-    return Dispatch(for_cpu, slot, fetched_slot, torch.where(fetches, fetched, -1), slots)
+    return Dispatch(for_cpu, slot, fetched_slot, torch.where(is_fetch, fetched, -1), slots)
 
 
 @dataclass(frozen=True)
@@ -234,12 +239,12 @@ class FetchConfig:
 
     Attributes:
         quota: as of `dispatch`.
-        most: the largest of it.
-        streams, stream: where experts are fetched, in parallel to the model's stream.
+        max_fetches: the largest value in `quota`.
+        stream: of `streams`, on which experts are fetched, in parallel to the model's stream.
     """
 
     quota: torch.Tensor
-    most: int
+    max_fetches: int
     streams: DeviceStreams
     stream: Any
 
@@ -249,7 +254,7 @@ class ExpertCache:
 
     Attributes:
         table, uses: as of `dispatch`, on the device.
-        keeps: whether the slots are this block's own.
+        owns_slots: whether the slots belong to this block alone, so that experts stay in them from pass to pass.
         counters: what the CPU counts, see `cpu.experts.add_experts`.
 
     Args:
@@ -272,14 +277,14 @@ class ExpertCache:
         shared: torch.Tensor | None = None,
     ):
         self.experts, self.scheme, self.epilogue = experts, scheme, epilogue_of(experts)
-        self.table, self.uses, self.counters, self.keeps = table, uses, counters, shared is None
-        self.fetching, self.most = fetching, min(fetching.most, experts.number)
-        half = expert_memory(layout, experts, count)[0]
+        self.table, self.uses, self.counters, self.owns_slots = table, uses, counters, shared is None
+        self.fetching, self.max_fetches = fetching, min(fetching.max_fetches, experts.number)
+        first_bytes = expert_memory(layout, experts, count)[0]
         self.first, self.last = (
             _ExpertWeights(layout, name, bias, experts.number, count, buffer, table.device, memory)
             for name, bias, memory in (
-                (experts.first, experts.first_bias, None if shared is None else shared[:half]),
-                (experts.last, experts.last_bias, None if shared is None else shared[half:]),
+                (experts.first, experts.first_bias, None if shared is None else shared[:first_bytes]),
+                (experts.last, experts.last_bias, None if shared is None else shared[first_bytes:]),
             )
         )
         self.slot_ids = torch.arange(count, device=table.device)
@@ -306,8 +311,8 @@ class ExpertCache:
         self._fill(self.slot_ids)
 
     def gather(self, buffer: torch.Tensor) -> int:
-        """Put the block into `buffer` on the device, on the current stream; return the bytes that cross the link, which exclude cached
-        experts."""
+        """Copy the block into `buffer` on the device, on the current stream, cached experts from their slots; return the bytes that cross
+        the link."""
         for begin, end in self.others:
             buffer[begin:end].copy_(self.buffer[begin:end], non_blocking=True)
         number = self.experts.number
@@ -315,22 +320,22 @@ class ExpertCache:
             torch.ops.zero_inference.expert_fill(self.table, number, self.block_copy_table, buffer, self.in_vectors)
         else:
             for weights in (self.first, self.last):
-                weights.put(self.table[:number].tolist(), buffer)
+                weights.gather(self.table[:number].tolist(), buffer)
         self.gathered = self.fetching.streams.record_event(self.fetching.streams.current())
         return sum(end - begin for begin, end in self.others) + (number - self.filled) * self.expert_bytes
 
-    def take(self, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
+    def refill(self, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
         """Count the use of `chosen` [tokens, k], and fill the slots with the most used experts; after `await_gathering`.
 
         Args:
             buffer: the block, on the device.
         """
         if chosen is not None:
-            self.count(chosen)
-        self.table.fill_(-1)  # if this fails, no expert has a wrong slot
+            self.count_uses(chosen)
+        self.table.fill_(-1)  # if the copies fail, no expert has a wrong slot
         most_used = self.uses[: self.experts.number].topk(self.slot_ids.numel()).indices
-        self.first.take(most_used, buffer)
-        self.last.take(most_used, buffer)
+        self.first.refill(most_used, buffer)
+        self.last.refill(most_used, buffer)
         self._fill(most_used)
 
     def await_gathering(self) -> None:
@@ -338,24 +343,25 @@ class ExpertCache:
         if self.gathered is not None:
             self.fetching.streams.current().wait_event(self.gathered)
 
-    def count(self, chosen: torch.Tensor) -> None:
+    def count_uses(self, chosen: torch.Tensor) -> None:
         """Count the use of `chosen` [tokens, k], as if the tokens had come one after the other."""
         flat, tokens = chosen.reshape(-1).to(torch.int64), chosen[..., 0].numel()
         decay = USE_DECAY**tokens
-        each = self.uses.new_full((1,), (1 - decay) / (1 - USE_DECAY) / max(1, tokens))
-        self.uses.mul_(decay).scatter_add_(0, flat, each.expand_as(flat))
+        # each use counts the mean of USE_DECAY**0, ..., USE_DECAY**(tokens - 1)
+        use = self.uses.new_full((1,), (1 - decay) / (1 - USE_DECAY) / max(1, tokens))
+        self.uses.mul_(decay).scatter_add_(0, flat, use.expand_as(flat))
 
     def dispatch(self, chosen: torch.Tensor) -> Dispatch:
         """Call `dispatch` for a pass of few tokens; `products` or `invalidate` must follow."""
-        quota = self.fetching.quota
-        return dispatch(chosen, self.table, self.uses, self.experts.number, quota, self.most, self.keeps)
+        quota, number = self.fetching.quota, self.experts.number
+        return dispatch(chosen, self.table, self.uses, number, quota, self.max_fetches, self.owns_slots)
 
     def invalidate(self) -> None:
-        """Empty the slots until the next pass of many tokens, after a failed pass: the table has experts that were not fetched. The
-        current stream waits for fetches in flight, whose expert ids are in memory that is free now."""
+        """Empty the cache until the next `refill`, after a failed pass: `table` may name experts that were not fetched."""
         if self.table.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # nothing of it was done
+            return  # a capture runs nothing
         streams = self.fetching.streams
+        # fetches in flight read expert ids from memory that may be allocated again from here on
         streams.current().wait_event(streams.record_event(self.fetching.stream))
         self.table.fill_(-1)
         self.filled = 0
@@ -371,8 +377,8 @@ class ExpertCache:
         Cached ones are multiplied while others are fetched.
         """
         rows = []
-        arrived = self._fetch(dispatched) if self.most else None
-        if self.keeps:
+        arrived = self._fetch(dispatched) if self.max_fetches else None
+        if self.owns_slots:
             rows.append(self.rows(x, dispatched.slot))
         if arrived is not None:
             rows.append(self.rows(x, dispatched.fetched_slot, arrived))
@@ -388,16 +394,18 @@ class ExpertCache:
         slot, current = slots.view(-1), self.fetching.streams.current()
         if arrived[0] is not None:
             current.wait_event(arrived[0])
-        hidden = self.first.times(x, slot, self.scheme, self.epilogue)
+        hidden = self.first.multiply(x, slot, self.scheme, self.epilogue)
         if arrived[1] is not None:
             current.wait_event(arrived[1])
-        return self.last.times(hidden, slot, self.scheme, tokens=len(x))
+        return self.last.multiply(hidden, slot, self.scheme, tokens=len(x))
 
     def _fetch(self, dispatched: Dispatch) -> list[Any]:
-        """Fetch experts; return the events after their first and their last weights, so that the first product overlaps with copies of
-        the last weights. Earlier products with these slots are done; this pass has none."""
+        """Queue copies of the experts to fetch; return an event after their first weights, and one after their last weights.
+
+        Two events let the first product overlap with copies of the last weights.
+        """
         streams, stream = self.fetching.streams, self.fetching.stream
-        stream.wait_event(streams.record_event(streams.current()))
+        stream.wait_event(streams.record_event(streams.current()))  # after products of earlier passes with these slots
         arrived = []
         for weights, copies in zip((self.first, self.last), self.copy_tables):
             with streams.on(stream):
@@ -408,7 +416,7 @@ class ExpertCache:
                 else:
                     for expert, slot in zip(dispatched.fetched.tolist(), dispatched.fetched_into.tolist()):
                         if expert >= 0:
-                            weights.load(expert, slot)
+                            weights.fetch(expert, slot)
             arrived.append(streams.record_event(stream))
         return arrived
 
@@ -429,41 +437,41 @@ class ExpertCaches:
         transfers: Transfers,
     ):
         self.transfers, self.gathered_blocks, streams = transfers, placement.gathered, DeviceStreams(device)
-        counts, most = placement.expert_slots, max(placement.quota, default=0)
-        indices = sorted(placement.cpu_computed.intersection(placement.expert_blocks) if most else counts)
-        forms = [placement.blocks[index].experts for index in indices]
+        slots_of, max_fetches = placement.expert_slots, max(placement.quota, default=0)
+        indices = sorted(placement.cpu_computed.intersection(placement.expert_blocks) if max_fetches else slots_of)
+        mixtures = [placement.blocks[index].experts for index in indices]
         # [blocks, columns]: a column for each expert, and one more for pairs without an expert
-        columns = 1 + max(form.number for form in forms)
-        tables = torch.full((len(forms), columns), -1, dtype=torch.int64, device=device)
-        uses = torch.zeros(len(forms), columns, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(len(forms), COUNTS, dtype=torch.int64)
+        columns = 1 + max(experts.number for experts in mixtures)
+        tables = torch.full((len(mixtures), columns), -1, dtype=torch.int64, device=device)
+        uses = torch.zeros(len(mixtures), columns, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(len(mixtures), COUNTS, dtype=torch.int64)
         self.sizes = [placement.expert_bytes(index) for index in indices]
         quota = torch.tensor([*placement.quota, *[0] * columns][:columns], device=device)
-        fetching = FetchConfig(quota, most, streams, streams.stream())
+        fetching = FetchConfig(quota, max_fetches, streams, streams.stream())
         shared = torch.zeros(placement.staging_bytes, dtype=torch.uint8, device=device)
         self.by_block = {
             index: ExpertCache(
-                form,
+                experts,
                 placement.layouts[index],
-                counts.get(index, most),
+                slots_of.get(index, max_fetches),
                 store.buffers[index],
                 scheme,
                 *rows,
                 fetching,
-                None if index in counts else shared,
+                None if index in slots_of else shared,
             )
-            for index, form, rows in zip(indices, forms, zip(tables, uses, self.counters))
+            for index, experts, rows in zip(indices, mixtures, zip(tables, uses, self.counters))
         }
         transfers.expert_counts = self.counts
 
     def load_first(self) -> None:
-        """Fill all slots that are a block's own; host memory is complete."""
+        """Fill the slots of each block that owns some, from host memory, which has to be complete."""
         for cache in self.by_block.values():
-            if cache.keeps:
+            if cache.owns_slots:
                 cache.load_first()
 
     def gathered(self) -> dict[int, Callable[[torch.Tensor], int]]:
-        """Return `ExpertCache.gather` by block, for blocks that come to the device that way."""
+        """Return `ExpertCache.gather` by block, for the blocks that the ring buffer assembles with it."""
         return {index: self.by_block[index].gather for index in self.gathered_blocks}
 
     def await_gathering(self, index: int) -> None:
@@ -473,19 +481,19 @@ class ExpertCaches:
 
     def refill(self, index: int, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
         """Refill the cache of block `index`, which is in `buffer` on the device, for tokens routed to `chosen` [tokens, k]."""
-        if index in self.by_block and self.by_block[index].keeps:
-            self.by_block[index].take(chosen, buffer)
+        if index in self.by_block and self.by_block[index].owns_slots:
+            self.by_block[index].refill(chosen, buffer)
 
     def counts(self) -> ExpertCounts:
-        """Return the counts of passes of few tokens so far."""
-        choices, hits, unread, fetched = self.counters[:, [CHOICES, HITS, UNREAD, FETCHED]].unbind(1)
-        saved, crossed = (
-            sum(count * size for count, size in zip(each.tolist(), self.sizes)) for each in (unread, fetched)
+        """Return the counts of decode passes so far."""
+        choices, hits, unread, fetched = self.counters[:, [CHOICES, HITS, UNREAD, FETCHED]].unbind(1)  # [blocks] each
+        saved_bytes, fetched_bytes = (
+            sum(count * size for count, size in zip(counts.tolist(), self.sizes)) for counts in (unread, fetched)
         )
-        return ExpertCounts(int(choices.sum()), int(hits.sum()), saved, crossed)
+        return ExpertCounts(int(choices.sum()), int(hits.sum()), saved_bytes, fetched_bytes)
 
     def close(self) -> None:
         """Release the slots; nothing may be in flight."""
-        self.transfers.host_to_device_bytes += self.counts().fetched_bytes  # a last snapshot has them, too
+        self.transfers.host_to_device_bytes += self.counts().fetched_bytes  # until now `expert_counts` added them
         self.transfers.expert_counts = None
         self.by_block.clear()

@@ -27,7 +27,7 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """A tensor inside a buffer."""
+    """A tensor inside a uint8 buffer; `offset` is in bytes."""
 
     offset: int
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class TensorSpan:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a view of `buffer`, a uint8 tensor."""
+        """Return the tensor as a view of `buffer`, uint8."""
         return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -47,8 +47,8 @@ class StoredParameter:
     """A parameter as it is stored.
 
     Attributes:
-        plain: its values as the model reads them: in the block's buffer, or in the workspace if it is quantized. Of experts in groups the
-            workspace holds one group.
+        plain: the values that the model reads, in the block's buffer, or in the workspace if it is quantized. Its shape is the whole
+            parameter's, also where the workspace holds one group of experts.
         packed: codes (uint8), scales and minima in the block's buffer; None if this parameter is not quantized.
         transposed: the values are stored as [..., out, in], where the model has [..., in, out].
         module_only: it is dequantized for each call of its own module; otherwise, if quantized, for the call of the block.
@@ -68,11 +68,11 @@ class StoredParameter:
 
     @property
     def pieces(self) -> tuple[TensorSpan, ...]:
-        """Its tensors in the block's buffer."""
+        """Tensors in the block's buffer: the values, or codes, scales and minima."""
         return self.packed or (self.plain,)
 
     def values(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the parameter, which is not quantized, as the model reads it, a view of the block's buffer."""
+        """Return the values of an unquantized parameter as the model reads them, a view of the block's `buffer`."""
         plain = self.plain.of(buffer)
         return plain.mT if self.transposed else plain
 
@@ -81,15 +81,15 @@ class StoredParameter:
 class BlockLayout:
     """The parameters of one block; names are relative to its module.
 
-    Parameters that are not quantized come first, then the codes of all matrices, their scales, and their minima, so that consecutive
-    matrices are one with the rows of all.
+    The buffer holds unquantized parameters, then the codes of all matrices, their scales, and their minima, so that kernels can multiply
+    consecutive matrices as one.
 
     The workspace holds the matrices that are dequantized for the whole call of the block, and then those of one module at a time.
 
     Attributes:
-        nbytes: length of the buffer, a multiple of `BUFFER_ALIGNMENT` times the number of ranks.
+        nbytes: size of the buffer, a multiple of `BUFFER_ALIGNMENT` times the number of ranks.
         stored_bytes: bytes of the tensors in it, without gaps.
-        workspace_bytes: length of the workspace; 0 for a block without quantization.
+        workspace_bytes: size of the workspace; 0 for a block without quantized parameters.
     """
 
     parameters: list[StoredParameter] = field(default_factory=list)
@@ -99,7 +99,7 @@ class BlockLayout:
 
     @property
     def dequantized_bytes(self) -> int:
-        """Bytes of its quantized parameters as the device multiplies them."""
+        """Bytes of its quantized parameters after dequantization."""
         return sum(each.plain.nbytes for each in self.parameters if each.packed is not None)
 
     def __getitem__(self, name: str) -> StoredParameter:
@@ -127,10 +127,10 @@ def lay_out(
             expert, if they are `module_only`.
     """
     layout = BlockLayout()
-    own = [(name, parameter.mT if name in transposed else parameter) for name, parameter in parameters]
-    packed = {name: p for name, p in own if scheme is not None and scheme.can_quantize(p) and name not in exact}
-    end = 0  # of the buffer so far
-    for name, parameter in own:
+    stored = [(name, parameter.mT if name in transposed else parameter) for name, parameter in parameters]
+    packed = {name: p for name, p in stored if scheme is not None and scheme.can_quantize(p) and name not in exact}
+    end = 0  # bytes of the buffer so far
+    for name, parameter in stored:
         if name not in packed:
             end = end if parameter.dim() == 1 else _aligned(end)  # consecutive biases are one
             span = TensorSpan(end, tuple(parameter.shape), parameter.dtype)
@@ -153,7 +153,9 @@ def lay_out(
     for (name, parameter), *spans in zip(packed.items(), *kinds):
         module, group = name.rpartition(".")[0], groups_of.get(name, 0)
         nbytes = _aligned(parameter.nbytes // parameter.shape[0] * group if group else parameter.nbytes)
-        if name in module_only:  # groups of a module's experts are dequantized by turns, into the same memory
+        if (
+            name in module_only
+        ):  # groups of a module's experts are dequantized one after the other, into the same memory
             offset = per_block if group else module_ends.get(module, per_block)
             module_ends[module] = offset + nbytes
         else:
@@ -164,19 +166,19 @@ def lay_out(
         layout.parameters.append(
             StoredParameter(name, plain, tuple(spans), name in transposed, name in module_only, group)
         )
-    layout.stored_bytes = sum(span.nbytes for stored in layout.parameters for span in stored.pieces)
+    layout.stored_bytes = sum(span.nbytes for parameter in layout.parameters for span in parameter.pieces)
     return layout
 
 
 def _expert_groups(weights: dict[str, torch.Tensor], experts: Iterable[Sequence[str]]) -> dict[str, int]:
-    """Return by name of fused weights how many experts are dequantized at a time."""
-    found: dict[str, int] = {}
+    """Return how many experts are dequantized at a time, by name of their fused weights."""
+    groups: dict[str, int] = {}
     for names in experts:
         if all(name in weights for name in names):
             number = weights[names[0]].shape[0]
-            largest = max(weights[name].nbytes for name in names) // number
-            found |= dict.fromkeys(names, min(number, max(1, GROUP_BYTES // largest)))
-    return found
+            expert_bytes = max(weights[name].nbytes for name in names) // number
+            groups |= dict.fromkeys(names, min(number, max(1, GROUP_BYTES // expert_bytes)))
+    return groups
 
 
 def _aligned(nbytes: int, alignment: int = BUFFER_ALIGNMENT) -> int:
@@ -186,14 +188,16 @@ def _aligned(nbytes: int, alignment: int = BUFFER_ALIGNMENT) -> int:
 class BlockStore:
     """The buffers of all blocks: page-locked in host memory or, if resident, on the device.
 
-    They are filled parameter by parameter while a checkpoint is read. Memory of resident blocks is allocated at once, so that it does not
-    fragment what loading takes for a while; host memory when a block's first parameter comes.
+    They are filled parameter by parameter while a checkpoint is read. Memory of resident blocks is allocated before loading, so that its
+    temporary tensors do not fragment device memory; host memory is allocated with a block's first parameter.
 
-    Over several ranks each has its own share of every buffer in host memory; a resident block is whole on each. CPU-computed blocks are in
+    Over several ranks each has an equal share of every buffer in host memory; a resident block is whole on each. CPU-computed blocks are in
     memory that the ranks share: each fills and copies its own share there, and the CPU reads the whole.
 
     Args:
-        read_whole: blocks in host memory of which more than this rank's share is read here.
+        resident: indices of the resident blocks.
+        pinned: whether to page-lock host memory.
+        read_whole: indices of the blocks in host memory that this rank reads whole (`whole`), because the CPU computes them.
 
     Attributes:
         buffers: block -> uint8 [nbytes / ranks] in host memory, or [nbytes] on the device.
@@ -249,7 +253,7 @@ class BlockStore:
             self.memory.settle(self.pinned)
 
     def whole(self, block: int) -> torch.Tensor:
-        """Return a block of `read_whole`, uint8 [nbytes]."""
+        """Return all bytes of a block of `read_whole`, uint8 [nbytes]."""
         return self.buffers[block] if self.ranks.world_size == 1 else self.shared[block]
 
     def close(self) -> None:
@@ -262,6 +266,7 @@ class BlockStore:
         return 0 if block in self.resident else self.layouts[block].nbytes // self.ranks.world_size
 
     def _share(self, blocks: list[int]) -> None:
+        """Allocate `blocks` in memory that all ranks share."""
         starts = [0]
         for block in blocks:
             starts.append(starts[-1] + _aligned(self.layouts[block].nbytes, PAGE_BYTES))
@@ -279,7 +284,7 @@ class BlockStore:
         return self.buffers[block]
 
     def _write(self, buffer: torch.Tensor, span: TensorSpan, tensor: torch.Tensor, whole: bool) -> None:
-        """Write the part of `tensor` that is in this rank's share of the block, or all of it."""
+        """Write to `buffer` the bytes of `tensor`, at `span` of the block, that are in this rank's share, or all of them if `whole`."""
         raw = tensor.contiguous().view(-1).view(torch.uint8)
         first = 0 if whole else self.ranks.rank * buffer.numel()
         start, end = max(span.offset, first), min(span.offset + span.nbytes, first + buffer.numel())
@@ -291,8 +296,9 @@ class Packed(NamedTuple):
     """A quantized weight in a buffer.
 
     Attributes:
-        parts: what is dequantized at a time, a group of experts or the whole weight: codes, scales, minima, and values in the workspace.
-        plain: those values as the model reads the weight; of the first group if there are several.
+        parts: arguments of one dequantization each, of a group of experts or the whole weight: codes, scales, minima, and values in the
+            workspace.
+        plain: the values in the workspace as the model reads them, transposed if need be; those of the first group if there are several.
     """
 
     codes: torch.Tensor
@@ -303,11 +309,12 @@ class Packed(NamedTuple):
 
 
 class BlockViews:
-    """The tensors of each block, made when a block is first in a slot, and cached. Blocks of one layout share those of a slot: blocks times
-    slots are thousands, and a slot's views are the same memory whichever block is in it. Slot None is the block's own buffer.
+    """The tensors of each block in each slot, cached; slot None is a resident block's own buffer.
+
+    Blocks of one layout share the views of a slot, which are the same memory for each: one set per block and slot would be thousands.
 
     Args:
-        slots: of the ring buffer, uint8 each; none where all blocks are on the device.
+        slots: those of the ring buffer, uint8 each; empty if all blocks are on the device.
         workspace: uint8, into which weights are dequantized.
     """
 
@@ -316,50 +323,53 @@ class BlockViews:
     ):
         self.layouts, self.store, self.slots, self.workspace = layouts, store, slots, workspace
         first: dict[int, int] = {}
-        self.first = [first.setdefault(id(layout), index) for index, layout in enumerate(layouts)]  # of its layout
-        self.found_plain: dict[tuple[int, int | None], list[torch.Tensor]] = {}  # by `_key`
-        self.found_packed: dict[tuple[int, int | None], dict[str, Packed]] = {}
-        # one slot of each alignment that `can_fuse` distinguishes: torch aligns memory by more, so there is one
+        self.first = [
+            first.setdefault(id(layout), index) for index, layout in enumerate(layouts)
+        ]  # block with the same layout
+        self.cached_plain: dict[tuple[int, int | None], list[torch.Tensor]] = {}  # by `_key`
+        self.cached_packed: dict[tuple[int, int | None], dict[str, Packed]] = {}
+        # one slot of each alignment that `can_fuse` distinguishes; usually one in all, since torch aligns memory by more
         alignments: dict[int, int] = {}
         for slot, memory in enumerate(slots):
             alignments.setdefault(memory.data_ptr() % ALIGNMENT, slot)
-        self.unlike_slots = list(alignments.values())
+        self.slots_by_alignment = list(alignments.values())
 
-    def places(self, block: int) -> Sequence[int | None]:
-        """Return some slots of `block`: kernels that take its codes in these take them in all."""
-        return (None,) if block in self.store.resident else self.unlike_slots
+    def example_slots(self, block: int) -> Sequence[int | None]:
+        """Return slots of `block` with every alignment that occurs: kernels that take its codes there take them in all slots."""
+        return (None,) if block in self.store.resident else self.slots_by_alignment
 
     def plain(self, block: int, slot: int | None) -> list[torch.Tensor]:
-        """Return its parameters as the model reads them, in the order of its layout: in the workspace if they are quantized. Those that
-        are dequantized for each call of their module are not among them."""
+        """Return the block's parameters as the model reads them, in the order of its layout, without those that are `module_only`.
+
+        Quantized ones are in the workspace."""
         key = self._key(block, slot)
-        if key not in self.found_plain:
+        if key not in self.cached_plain:
             packed = self.packed(block, slot)
             with torch.inference_mode(False):  # a view of inference mode could not be used outside it
                 buffer = self._buffer(block, slot)
-                self.found_plain[key] = [
+                self.cached_plain[key] = [
                     stored.values(buffer) if stored.packed is None else packed[stored.name].plain
                     for stored in self.layouts[block].parameters
                     if not stored.module_only
                 ]
-        return self.found_plain[key]
+        return self.cached_plain[key]
 
     def packed(self, block: int, slot: int | None) -> dict[str, Packed]:
-        """Return its quantized parameters by name."""
+        """Return the block's quantized parameters by name."""
         key = self._key(block, slot)
-        if key not in self.found_packed:
+        if key not in self.cached_packed:
             with torch.inference_mode(False):
                 buffer = self._buffer(block, slot)
-                self.found_packed[key] = {
+                self.cached_packed[key] = {
                     stored.name: self._packed(stored, buffer)
                     for stored in self.layouts[block].parameters
                     if stored.packed is not None
                 }
-        return self.found_packed[key]
+        return self.cached_packed[key]
 
     def close(self) -> None:
-        self.found_plain.clear()
-        self.found_packed.clear()
+        self.cached_plain.clear()
+        self.cached_packed.clear()
 
     def _key(self, block: int, slot: int | None) -> tuple[int, int | None]:
         return (block, None) if slot is None else (self.first[block], slot)
@@ -370,11 +380,11 @@ class BlockViews:
     def _packed(self, stored: StoredParameter, buffer: torch.Tensor) -> Packed:
         codes, scales, minima = (span.of(buffer) for span in stored.packed)
         plain, parts = stored.plain, []
-        number, group = (plain.shape[0], stored.group) if stored.group else (1, 1)
+        number, group = (plain.shape[0], stored.group) if stored.group else (1, 1)  # experts, and experts of a part
         for first in range(0, number, group):
             count = min(group, number - first)
-            some = (each.view(number, -1)[first : first + count].view(-1) for each in (codes, scales, minima))
+            packed = (each.view(number, -1)[first : first + count].view(-1) for each in (codes, scales, minima))
             shape = (count, *plain.shape[1:]) if stored.group else plain.shape
-            parts.append((*some, replace(plain, shape=shape).of(self.workspace)))
+            parts.append((*packed, replace(plain, shape=shape).of(self.workspace)))
         values = parts[0][-1]
         return Packed(codes, scales, minima, tuple(parts), values.mT if stored.transposed else values)

@@ -100,8 +100,8 @@ class StreamPlan(EnginePlan):
     def _packed(self) -> dict[str, tuple[GroupQuantization, bool]]:
         """Return by name of each quantized matrix how it is stored, and whether it is transposed."""
         prefix, _ = decoder_layers(self.job.empty_model.model)
-        found = {} if self.head is None else {self.head.name: (self.head.scheme, False)}
-        return found | {
+        head = {} if self.head is None else {self.head.name: (self.head.scheme, False)}
+        return head | {
             block.full_name(prefix, stored.name): (self.scheme, stored.transposed)
             for block, layout in zip(self.placement.blocks, self.placement.layouts)
             for stored in layout.parameters
@@ -110,21 +110,23 @@ class StreamPlan(EnginePlan):
 
     @functools.cached_property
     def _in_prompt(self) -> tuple[Placement, ConcurrentRates] | None:
-        """Return the placement in a short prompt, and its rates; None where the CPU multiplies none of it."""
+        """Return the placement in a short prompt, and its rates; None if the CPU multiplies nothing then."""
         if self.cpu is None or self.cpu.prompt_rates is None:
             return None
-        placed = self.placement.for_short_prompt(self.cpu.prompt_rows, multiplies_many(self.scheme))
-        return placed, self.cpu.prompt_rates
+        placement = self.placement.for_short_prompt(self.cpu.prompt_rows, multiplies_many(self.scheme))
+        return placement, self.cpu.prompt_rates
 
     @functools.cached_property
     def cost_terms(self) -> CostTerms:
-        job, found, cpu = self.job, self.placement, self.cpu
+        job, placement, cpu = self.job, self.placement, self.cpu
         rates = None if cpu is None else cpu.rates
-        cpu_gb_per_s = None if cpu is None else cpu.of_step_gb_per_s(found.computed_bytes)
-        beside = rates is not None and cpu_gb_per_s is not None
-        described = job.machine.profile()
-        link_gb_per_s = None if described is None else described.link_gb_per_s
-        prefill_link_gb_per_s = FETCH_RATE * link_gb_per_s if link_gb_per_s is not None and found.gathered else None
+        cpu_gb_per_s = None if cpu is None else cpu.of_step_gb_per_s(placement.computed_bytes)
+        has_rates = rates is not None and cpu_gb_per_s is not None
+        profile = job.machine.profile()
+        link_gb_per_s = None if profile is None else profile.link_gb_per_s
+        prefill_link_gb_per_s = None
+        if link_gb_per_s is not None and placement.gathered:
+            prefill_link_gb_per_s = FETCH_RATE * link_gb_per_s
         prefill_cpu = CpuWork()
         if self._in_prompt is not None:
             in_prompt, prompt_rates = self._in_prompt
@@ -133,25 +135,25 @@ class StreamPlan(EnginePlan):
         fused = job.on_gpu and job.config.group_size in FUSED_GROUP_SIZES and job.spec.dtype in FUSED_DTYPES
         prompt_tokens = job.rank_batch * job.config.prompt_len
         return CostTerms(
-            prefill_fetched_bytes=prefill_bytes(found, self.graphs) + prompt_tokens * found.row_bytes,
-            chosen_expert_bytes=round(found.fetched_expert_bytes),
+            prefill_fetched_bytes=prefill_bytes(placement, self.graphs) + prompt_tokens * placement.row_bytes,
+            chosen_expert_bytes=round(placement.fetched_expert_bytes),
             prefill_link_gb_per_s=prefill_link_gb_per_s,
-            link_beside_cpu_gb_per_s=rates.link_gb_per_s if rates is not None and beside else None,
-            cpu_beside_link_gb_per_s=cpu_gb_per_s if beside else None,
+            link_beside_cpu_gb_per_s=rates.link_gb_per_s if rates is not None and has_rates else None,
+            cpu_beside_link_gb_per_s=cpu_gb_per_s if has_rates else None,
             copies_within_host=True,
-            fetches=len(found.in_host_memory),
-            resident_quantized_blocks=0 if self.scheme is None else len(found.resident),
+            fetches=len(placement.in_host_memory),
+            resident_quantized_blocks=0 if self.scheme is None else len(placement.resident),
             graphs=self.graphs,
             fused_rows=FUSED_ROWS if fused else 0,
             head_plain_bytes=0 if self.head is None else self.head.plain_bytes,
             head_stored_bytes=0 if self.head is None else self.head.stored_bytes,
             dequantizes_on_cpu=job.config.quantized and not job.on_gpu and cpu is None,
-            step_cpu=CpuWork(*self._cpu_shares(found), 0.0 if cpu is None else cpu.waited_s(found)),
+            step_cpu=CpuWork(*self._cpu_shares(placement), 0.0 if cpu is None else cpu.waited_s(placement)),
             prefill_cpu=prefill_cpu,
             cpu_attention_layers=len(job.sizes.kv_widths) if cpu is not None and cpu.attends else 0,
-            cpu_alone_s=0.0 if rates is None else found.computed_bytes / (rates.cores_alone_gb_per_s * 1e9),
+            cpu_alone_s=0.0 if rates is None else placement.computed_bytes / (rates.cores_alone_gb_per_s * 1e9),
             cpu_rate_unknown=self._cpu_rate_unknown,
-            depends_on_routing=any(block in found.cpu_computed for block in found.expert_blocks),
+            depends_on_routing=any(block in placement.cpu_computed for block in placement.expert_blocks),
         )
 
     @property
@@ -164,16 +166,17 @@ class StreamPlan(EnginePlan):
         return several or (elsewhere is not None and elsewhere.cores is None)
 
     def alternative(self) -> StreamPlan | None:
-        """Return the plan without CPU attention, which was chosen by bandwidth alone; what the host does for each layer may cost more."""
+        """Return this run's plan without CPU attention, for the caller to compare; None if this plan has none, or it was set by the user.
+
+        `plan` chose CPU attention by bandwidth alone, without the time that the host spends on each layer.
+        """
         if self.cpu is None or not (self.cpu.attends and self.cpu.automatic):
             return None
         try:
-            found = plan(self.job, may_attend=False)
+            other = plan(self.job, may_attend=False)
         except DoesNotFit:  # layers that are not divided need more memory
             return None
-        if found.cpu:
-            return replace(found, no_cpu_attention=SLOWER_ATTENTION)
-        return replace(found, no_cpu=SLOWER_ATTENTION, no_cpu_attention=SLOWER_ATTENTION)
+        return replace(other, no_cpu=other.no_cpu if other.cpu else SLOWER_ATTENTION, no_cpu_attention=SLOWER_ATTENTION)
 
     def without_short_prompts(self) -> StreamPlan | None:
         if self.cpu is None or not self.cpu.prompt_rows:
@@ -206,62 +209,62 @@ class StreamPlan(EnginePlan):
     def graphs(self) -> bool:
         return self.no_graph is None and self.job.on_gpu
 
-    def _cpu_shares(self, found: Placement) -> tuple[float, float]:
+    def _cpu_shares(self, placement: Placement) -> tuple[float, float]:
         """Return the shares of blocks without experts, and of experts, that the CPU multiplies for a GPU, which multiplies cached experts
         itself. Zero without a GPU: the CPU is the device then, and its products with codes are measured as such."""
         if not self.job.on_gpu:
             return 0.0, 0.0
-        experts = set(found.expert_blocks)
-        every = [index for index, block in enumerate(found.blocks or ()) if block.experts is not None]
-        others = found.nbytes_of(set(range(len(found.layouts))) - set(every))
-        cached = found.expert_slot_bytes if found.cpu_computed & experts else 0
+        hosted_experts = set(placement.expert_blocks)
+        all_experts = [index for index, block in enumerate(placement.blocks or ()) if block.experts is not None]
+        other_bytes = placement.nbytes_of(set(range(len(placement.layouts))) - set(all_experts))
+        on_cpu, cached_bytes = placement.cpu_computed & hosted_experts, placement.expert_slot_bytes
         return (
-            found.nbytes_of(found.cpu_computed - experts) / max(1, others),
-            max(0, found.nbytes_of(found.cpu_computed & experts) - cached) / max(1, found.nbytes_of(every)),
+            placement.nbytes_of(placement.cpu_computed - hosted_experts) / max(1, other_bytes),
+            max(0, placement.nbytes_of(on_cpu) - (cached_bytes if on_cpu else 0))
+            / max(1, placement.nbytes_of(all_experts)),
         )
 
     def rebalanced_s(self, link_s: float, others_s: float) -> tuple[float, float]:
-        """Return (link, others) seconds after rebalancing. CPU attention grows from token to token, so with it nothing is moved to the CPU
-        in the first steps."""
-        cpu, found = self.cpu, self.placement
-        if cpu is None or cpu.rates is None or cpu.attends or not cpu.automatic or not found.streamed:
+        """Return (link, others) seconds after rebalancing, from those of the planned placement. With CPU attention nothing moves."""
+        cpu, placement = self.cpu, self.placement
+        if cpu is None or cpu.rates is None or cpu.attends or not cpu.automatic or not placement.streamed:
             return link_s, others_s
-        link, multiplied = cpu.rates.link_gb_per_s * 1e9, cpu.rates.cores_gb_per_s * 1e9
+        link_rate, cpu_rate = cpu.rates.link_gb_per_s * 1e9, cpu.rates.cores_gb_per_s * 1e9
         step = MeasuredStep(
-            whole=max(link_s, others_s),
-            link=link_s,
-            cores=found.computed_bytes / multiplied,
-            waited=max(0.0, link_s - others_s),
+            step_s=max(link_s, others_s),
+            link_s=link_s,
+            cpu_busy_s=placement.computed_bytes / cpu_rate,
+            waited_s=max(0.0, link_s - others_s),
         )
-        moved = found.rebalanced(bytes_to_move(cpu, found, step), found.computable)
-        nbytes = found.nbytes_of(found.cpu_computed) - found.nbytes_of(moved.cpu_computed)
-        return link_s + nbytes / link, others_s - nbytes / multiplied
+        after = placement.rebalanced(bytes_to_move(cpu, placement, step), placement.computable)
+        nbytes = placement.nbytes_of(placement.cpu_computed) - placement.nbytes_of(after.cpu_computed)
+        return link_s + nbytes / link_rate, others_s - nbytes / cpu_rate
 
     def overlapped_s(self, link_s: float, others_s: float) -> float:
-        of_cores = {} if self.cpu is None or self.cpu.rates is None else cpu_block_s(self.placement, self.cpu.rates)
-        return overlapped_step_s(self.placement, of_cores, link_s, others_s, self.graphs)
+        cpu_s = {} if self.cpu is None or self.cpu.rates is None else cpu_block_s(self.placement, self.cpu.rates)
+        return overlapped_step_s(self.placement, cpu_s, link_s, others_s, self.graphs)
 
     def in_words(self) -> list[str]:
-        found, on_gpu = self.placement, self.job.on_gpu
+        placement, on_gpu = self.placement, self.job.on_gpu
         no_cpu = f"{'the CPU computes nothing' if on_gpu else 'PyTorch computes all layers'}: {self.no_cpu}"
         no_cpu_attention = []
         if self.no_cpu_attention not in (None, self.no_cpu) and self.job.ranks.world_size == 1:
             effect = "keys and values cross the link" if on_gpu else "the CPU backend does not compute attention"
             no_cpu_attention = [f"{effect}: {self.no_cpu_attention}"]
-        if not found.in_host_memory:
-            offloaded = self.cpu is None and self.no_cpu and self.job.config.kv_offload
-            return [*([no_cpu] if offloaded else []), *no_cpu_attention]
+        if not placement.in_host_memory:
+            offloads_kv = self.cpu is None and self.no_cpu and self.job.config.kv_offload
+            return [*([no_cpu] if offloads_kv else []), *no_cpu_attention]
         line = f"each decode step {self.describe_copies()}"
         if self.cpu is None:
             return [line, *([no_cpu] if self.no_cpu else []), *no_cpu_attention, *self.dequantization_warning()]
-        copies = f"{line}; " if on_gpu or found.streamed else "in each decode step "
-        first, *others = cpu_in_words(self.cpu, found)
-        return [f"{copies}{first}", *others, *no_cpu_attention, *experts_in_words(found)]
+        copies = f"{line}; " if on_gpu or placement.streamed else "in each decode step "
+        first, *others = describe_cpu(self.cpu, placement)
+        return [f"{copies}{first}", *others, *no_cpu_attention, *describe_expert_cache(placement)]
 
     def places_in_words(self) -> str:
-        found = self.placement
-        all_in_one = not (found.in_host_memory or found.embedding) or not self.job.on_gpu
-        return super().places_in_words() if all_in_one else places_in_words(found)
+        placement = self.placement
+        all_in_one = not (placement.in_host_memory or placement.embedding) or not self.job.on_gpu
+        return super().places_in_words() if all_in_one else describe_placement(placement)
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
@@ -319,8 +322,8 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
 def _plan_with_cpu(
     job: Job, scheme: GroupQuantization | None, graphs: bool, may_attend: bool
 ) -> tuple[Placement | None, CpuPlan | None, str | None]:
-    """Return the placement of layers divided into blocks and what the CPU computes of it, or why it computes nothing; three times None
-    where there is nothing in host memory."""
+    """Return (placement of divided layers, what the CPU computes of it, None), or (None, None, why the CPU computes nothing); the reason is
+    None if nothing is in host memory."""
     config, divided = job.config, _place(job, scheme, divided=True)
     if not divided.in_host_memory and not config.kv_offload:
         if config.cpu_share is not None:
@@ -341,42 +344,44 @@ def _plan_with_cpu(
 
 
 def with_ring_for_cpu(
-    job: Job, found: Placement, cpu: CpuPlan, scheme: GroupQuantization | None, graphs: bool, may_attend: bool
+    job: Job, placement: Placement, cpu: CpuPlan, scheme: GroupQuantization | None, graphs: bool, may_attend: bool
 ) -> tuple[Placement, CpuPlan]:
-    """Return `found` and `cpu`, or those of the ring of fewer slots whose decode step is shortest: where the CPU multiplies most of what
-    is in host memory, a step does not wait for the link, and memory of slots is worth more as resident layers."""
+    """Return `placement` and `cpu`, or those with a smaller ring if their decode step is predicted to be shorter.
+
+    Where the CPU multiplies most of what is in host memory, a step does not wait for the link, and resident layers use the memory better.
+    """
     config = job.config
     given = config.ring_depth is not None or config.gpu_memory is not None
     one_gpu = job.free_device_bytes is not None and job.ranks.world_size == 1
     if given or not one_gpu or not cpu.automatic or cpu.rates is None:
-        return found, cpu
-    best, best_s = (found, cpu), decode_step_s(found, cpu, graphs)
-    for depth in (each for each in RING_DEPTHS_WITH_CPU if each < found.ring_depth):
-        placed, other = plan_cpu(job, _place(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend)
-        if not isinstance(other, str) and (step_s := decode_step_s(placed, other, graphs)) < SHORTER * best_s:
-            best, best_s = (placed, other), step_s
+        return placement, cpu
+    best, best_s = (placement, cpu), decode_step_s(placement, cpu, graphs)
+    for depth in (each for each in RING_DEPTHS_WITH_CPU if each < placement.ring_depth):
+        other, other_cpu = plan_cpu(job, _place(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend)
+        if not isinstance(other_cpu, str) and (step_s := decode_step_s(other, other_cpu, graphs)) < SHORTER * best_s:
+            best, best_s = (other, other_cpu), step_s
     return best
 
 
-def without_spare_slots(job: Job, found: Placement, scheme: GroupQuantization | None) -> Placement:
-    """Return the placement with `DEFAULT_RING_DEPTH` slots where decode steps stream nothing, which more slots could only do earlier. Their
-    memory holds experts instead, or stays free."""
-    if found.streamed or job.config.ring_depth is not None or found.ring_depth <= DEFAULT_RING_DEPTH:
-        return found
-    placed = replace(_place(job, scheme, divided=True, depth=DEFAULT_RING_DEPTH), few_tokens=found.few_tokens)
-    placed = placed.with_cpu_shares(1.0, 1.0).with_quota(found.quota, spare_slots(job, placed.ring_depth))
-    placed = placed.with_budget_used()
-    return found if placed.streamed else placed
+def without_spare_slots(job: Job, placement: Placement, scheme: GroupQuantization | None) -> Placement:
+    """Return `placement` with at most `DEFAULT_RING_DEPTH` slots if decode steps stream nothing: more slots would not make them faster, and
+    their memory can hold experts."""
+    if placement.streamed or job.config.ring_depth is not None or placement.ring_depth <= DEFAULT_RING_DEPTH:
+        return placement
+    other = replace(_place(job, scheme, divided=True, depth=DEFAULT_RING_DEPTH), few_tokens=placement.few_tokens)
+    other = other.with_cpu_shares(1.0, 1.0).with_quota(placement.quota, spare_slots(job, other.ring_depth))
+    other = other.with_budget_used()
+    return placement if other.streamed else other
 
 
 def _laid_out(job: Job, scheme: GroupQuantization | None, divided: bool) -> Any:
-    """Return the result of `lay_out_blocks`, which is called once, with the bytes that a quantized head takes."""
+    """Return blocks, their layouts and the bytes of all other parameters, as `lay_out_blocks` (cached), with the head as it is stored."""
     ranks = job.ranks.world_size
-    blocks, layouts, outside = job.empty_model.cached(
+    blocks, layouts, outside_bytes = job.empty_model.cached(
         ("blocks", scheme, ranks, divided), lambda: lay_out_blocks(job.empty_model.model, scheme, ranks, divided)
     )
     head = _head(job, scheme, layouts)
-    return blocks, layouts, outside if head is None else outside - head.plain_bytes + head.stored_bytes
+    return blocks, layouts, outside_bytes if head is None else outside_bytes - head.plain_bytes + head.stored_bytes
 
 
 def _head(job: Job, scheme: GroupQuantization | None, layouts: Sequence[BlockLayout]) -> HeadWeight | None:
@@ -385,15 +390,15 @@ def _head(job: Job, scheme: GroupQuantization | None, layouts: Sequence[BlockLay
         return None
     given, default = job.config.quant_group_size, GROUP_SIZES[HEAD_BITS]
     sizes = default if given is None else given, default
-    found = job.empty_model.cached(
+    head = job.empty_model.cached(
         ("head", job.spec.dtype, sizes), lambda: find_head(job.empty_model.model, job.spec.dtype, sizes)
     )
-    fits = found is not None and found.row_bytes <= max(layout.workspace_bytes for layout in layouts)
-    return found if fits else None
+    fits = head is not None and head.row_bytes <= max(layout.workspace_bytes for layout in layouts)
+    return head if fits else None
 
 
 def _reads_group_sizes(job: Job, placement: Placement) -> bool:
-    """Return whether the host reads in a decode step how many rows each group of experts has: they are dequantized in several."""
+    """Return whether the host has to read row counts in a decode step, because experts are dequantized in several groups."""
     layouts = (layout for block, layout in enumerate(placement.layouts) if block not in placement.cpu_computed)
     stored = (each for layout in layouts for each in layout.parameters)
     return job.on_gpu and job.rank_batch > FUSED_ROWS and any(0 < each.group < each.plain.shape[0] for each in stored)
@@ -406,70 +411,70 @@ def _place(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int
 
     def place(embedding: EmbeddingTable | None) -> Placement:
         outside_bytes = all_outside_bytes - (0 if embedding is None else embedding.nbytes)
-        left, others = None, ""
+        left_bytes, others = None, ""
         if job.free_device_bytes is not None:
             activations = int((1 + FRAGMENTED_SHARE) * job.activation_bytes)
-            left = job.free_device_bytes - outside_bytes - job.cache_device_bytes - activations - RESERVE_BYTES
+            left_bytes = job.free_device_bytes - outside_bytes - job.cache_device_bytes - activations - RESERVE_BYTES
             others = (
                 f" by {'embedding and head' if embedding is None else 'the output head'} ({format_bytes(outside_bytes)}), "
                 f"KV cache ({format_bytes(job.cache_device_bytes)}), activations ({format_bytes(activations)}) "
                 f"and a reserve ({format_bytes(RESERVE_BYTES)}), of {format_bytes(job.free_device_bytes)} free"
             )
         slots = depth or config.ring_depth
-        found = plan_placement(layouts, outside_bytes, left, config.gpu_memory, slots, ranks, blocks, others)
-        return replace(found, embedding=embedding, gathers=job.pin_weights or not job.on_gpu)
+        placement = plan_placement(layouts, outside_bytes, left_bytes, config.gpu_memory, slots, ranks, blocks, others)
+        return replace(placement, embedding=embedding, gathers=job.pin_weights or not job.on_gpu)
 
     embedding = table_for_host(job)
     if embedding is None:
         return place(None)
     with contextlib.suppress(DoesNotFit):  # it may fit without the embedding
-        found = place(None)
-        if not found.in_host_memory:
-            return found
+        placement = place(None)
+        if not placement.in_host_memory:
+            return placement
     return place(embedding)
 
 
-def places_in_words(found: Placement) -> str:
+def describe_placement(placement: Placement) -> str:
     """Describe where the weights are, for a GPU with some of them in host memory."""
-    hosted = found.layers_of(found.in_host_memory)
-    embedding = f"{format_bytes(found.embedding_bytes)} of input embedding"
+    hosted, layers = len(placement.layers_of(placement.in_host_memory)), placement.layers
+    embedding = f"{format_bytes(placement.embedding_bytes)} of input embedding"
     if not hosted:
         return f"all layers on the device, {embedding} in host memory"
-    host = f"in host memory ({format_bytes(found.host_bytes)}{f' and {embedding}' if found.embedding else ''})"
-    if set(found.expert_blocks).issuperset(found.in_host_memory):
-        return f"the experts of {len(hosted)} of {found.layers} layers {host}, everything else on the device"
-    if len(hosted) == found.layers:
-        return f"all {found.layers} layers {host}"
-    return f"{found.layers - len(hosted)} of {found.layers} layers on the device, {len(hosted)} {host}"
+    host = f"in host memory ({format_bytes(placement.host_bytes)}{f' and {embedding}' if placement.embedding else ''})"
+    if set(placement.expert_blocks).issuperset(placement.in_host_memory):
+        return f"the experts of {hosted} of {layers} layers {host}, everything else on the device"
+    if hosted == layers:
+        return f"all {layers} layers {host}"
+    return f"{layers - hosted} of {layers} layers on the device, {hosted} {host}"
 
 
-def experts_in_words(found: Placement) -> list[str]:
+def describe_expert_cache(placement: Placement) -> list[str]:
     """Describe which experts in host memory the device caches and fetches."""
     lines = []
-    if slots := found.expert_slots:
-        number = sum(found.blocks[block].experts.number for block in found.expert_blocks)
+    if slots := placement.expert_slots:
+        number = sum(placement.blocks[block].experts.number for block in placement.expert_blocks)
         lines.append(
             f"the device also caches the {sum(slots.values())} most used of the {number} experts in host memory: "
-            f"{format_bytes(found.expert_slot_bytes)}"
+            f"{format_bytes(placement.expert_slot_bytes)}"
         )
-    if found.quota:
+    if quota := placement.quota:
         lines.append(
-            f"of {len(found.quota) - 1} chosen experts that are not cached, the device fetches {found.quota[-1]}, and the CPU multiplies "
-            "the others"
+            f"of {len(quota) - 1} chosen experts that are not cached, the device fetches {quota[-1]}, and the CPU multiplies the others"
         )
     return lines
 
 
-def cpu_in_words(cpu: CpuPlan, found: Placement) -> list[str]:
+def describe_cpu(cpu: CpuPlan, placement: Placement) -> list[str]:
     """Describe what the CPU computes in decode steps, at which rates, and in which prompts."""
     threads = len(cpu.cpus)
     who = f"{threads} CPU thread{'s' * (threads > 1)} ({cpu.instructions})" if cpu.instructions else "the CPU"
     one = threads == 1 or not cpu.instructions
     tasks = []
-    if found.cpu_computed:
-        stored = sum(found.layouts[block].stored_bytes for block in found.cpu_computed)
-        chosen = f" (the chosen experts of {format_bytes(stored)})" if stored > found.computed_bytes else ""
-        tasks.append(f"multipl{'ies' if one else 'y'} {format_bytes(found.computed_bytes)}{chosen}")
+    if placement.cpu_computed:
+        stored = sum(placement.layouts[block].stored_bytes for block in placement.cpu_computed)
+        computed = placement.computed_bytes
+        chosen = f" (the chosen experts of {format_bytes(stored)})" if stored > computed else ""
+        tasks.append(f"multipl{'ies' if one else 'y'} {format_bytes(computed)}{chosen}")
     if cpu.attends:
         tasks.append(f"attend{'s' * one} over {format_bytes(cpu.kv_bytes)} of keys and values")
     for_ranks = f" for {cpu.ranks} ranks" if cpu.ranks > 1 else ""
@@ -477,7 +482,7 @@ def cpu_in_words(cpu: CpuPlan, found: Placement) -> list[str]:
     if cpu.kv_bytes and cpu.ranks > 1:
         lines[0] += "; keys and values cross the link, because each rank has its own"
     if cpu.rates is not None:
-        rates, tokens = cpu.rates, cpu.few_rows * cpu.ranks
+        rates, tokens = cpu.rates, cpu.decode_rows * cpu.ranks
         lines.append(
             f"side by side: link{'s' * (cpu.ranks > 1)} {three_digits(rates.link_gb_per_s)} GB/s "
             f"(alone {three_digits(rates.link_alone_gb_per_s)}), CPU {three_digits(rates.cores_gb_per_s)} GB/s "

@@ -32,15 +32,15 @@ from zero_inference.utils.patching import Patches
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
-# Runs its argument, the host's work between two CUDA graphs of a step, now and in every replay
+# Runs its argument, host work between two CUDA graphs of a step, now and in every replay
 BetweenGraphs = Callable[[Callable[[], Any]], Any]
 
 
 class PassKind(Enum):
     """The kind of a pass, by its number of tokens. It decides which blocks the CPU computes."""
 
-    DECODE = auto()  # few tokens: `Placement.cpu_computed`
-    SHORT_PROMPT = auto()  # `Placement.prompt_cpu_computed`
+    DECODE = auto()  # those of `Placement.cpu_computed`
+    SHORT_PROMPT = auto()  # those of `Placement.prompt_cpu_computed`
     LONG = auto()  # none
 
 
@@ -91,16 +91,16 @@ class Prefetcher:
         self.packed: dict[int, dict[str, Packed]] = {}  # by block: its quantized weights in their slot
         self.has_begun = False  # `begin_pass` was called before the model
         self.next_kind = dict.fromkeys(PassKind, PassKind.DECODE)  # by kind: the kind that followed it last
-        self.captured: tuple[int, PassKind | None] = 0, None  # tokens and kind of the pass that graphs replay
+        self.captured: tuple[int, PassKind | None] = 0, None  # tokens and kind of the captured pass
         self.between_graphs: BetweenGraphs | None = None  # during a capture
 
         # per block, by index
         self.modules: list[nn.Module] = []
         self.parameters: list[list[nn.Parameter]] = []  # those that are set for the block's call, as in its layout
         self.codes: dict[int, BlockCodes] = {}
-        self.cpu_blocks: dict[int, CpuBlock | CpuExpertBlock] = {}  # that the CPU computes, or could
-        self.linears: dict[int, dict[str, nn.Module]] = {}  # of `cpu_blocks`, by name, before anything wrapped them
-        self.learned: set[int] = set()  # blocks that the device has computed once with plain weights
+        self.cpu_blocks: dict[int, CpuBlock | CpuExpertBlock] = {}  # blocks that the CPU computes, or could
+        self.linears: dict[int, dict[str, nn.Module]] = {}  # linear modules of `cpu_blocks` by name, without wrappers
+        self.observed: set[int] = set()  # blocks after `_finish_observing`: the device has computed them once
 
         self.patches = Patches()
         self.empty_values: dict[torch.dtype, torch.Tensor] = {}  # without elements, on the device
@@ -131,9 +131,9 @@ class Prefetcher:
         for index, block in enumerate(self.placement.blocks):
             module = block.of(layers[block.layer])
             self.modules.append(module)
-            own = dict(module.named_parameters())
-            self.parameters.append([own[each.name] for each in self.layouts[index].parameters if not each.module_only])
-            self._set_parameters(index, self.views.places(index)[0])
+            parameters = dict(module.named_parameters())
+            self.parameters.append([parameters[p.name] for p in self.layouts[index].parameters if not p.module_only])
+            self._set_parameters(index, self.views.example_slots(index)[0])
             self._dequantize_in_calls(index, module)
             self._multiply_codes(index, module)
             if self.cpu is not None and index in self.cpu.computable:
@@ -150,23 +150,24 @@ class Prefetcher:
     # Passes
 
     def _before_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not (self.timeline.is_paused or self.has_begun):  # a pass that is captured is like the one before
+        if not (self.timeline.is_paused or self.has_begun):  # a capture repeats the pass before it
             self.begin_pass(_tokens_of(args, kwargs))
         self.has_begun = False
 
     def begin_pass(self, tokens: int) -> None:
-        """Begin a pass of `tokens` tokens, which the model or a graph of it computes."""
+        """Choose the kind of a pass of `tokens` tokens, and tell the ring buffer which blocks it streams. To be called before the model or
+        a graph of it runs."""
         self.timeline.begin_pass(len(self.ring.pending) if self.ring is not None else 0)
         self.tokens = tokens
         if tokens != sys.maxsize:
-            self.transfers.host_to_device_bytes += tokens * self.placement.row_bytes
-        few = (
+            self.transfers.host_to_device_bytes += tokens * self.placement.row_bytes  # rows of the input embedding
+        cpu_decodes = (
             self.cpu is not None
             and self.cpu.may_compute(tokens)
-            and self._cpu_blocks_in(PassKind.DECODE) <= self.learned
+            and self._cpu_blocks_in(PassKind.DECODE) <= self.observed
         )
-        self._update_placement(few)
-        before, self.kind = self.kind, self._kind_of(tokens, few)
+        self._update_placement(cpu_decodes)
+        before, self.kind = self.kind, self._kind_of(tokens, cpu_decodes)
         self.cpu_computed = self._cpu_blocks_in(self.kind)
         if before in (PassKind.SHORT_PROMPT, PassKind.LONG):
             self.next_kind[before] = self.kind
@@ -178,54 +179,61 @@ class Prefetcher:
         return self.kind is PassKind.DECODE
 
     def fix_slots(self) -> None:
-        """From now on copy each block into the same slot in all passes like the last one, as their graphs need it."""
+        """Fix the slot of each block for passes like the latest one: a CUDA graph reads weights at fixed addresses."""
         self.captured = self.tokens, self.kind
         if self.ring is not None:
             self.ring.fix_slots()
 
     def begin_captured_pass(self) -> None:
-        """Begin a pass like the one of `fix_slots`, whatever was before it."""
+        """Begin a replay of the pass for which `fix_slots` was called."""
         self.tokens, self.kind = self.captured
         self.cpu_computed = self._cpu_blocks_in(self.kind)
         if self.ring is not None:
             self.ring.begin_fixed_pass()
 
-    def _kind_of(self, tokens: int, few: bool) -> PassKind:
-        if few and self.cpu_blocks:
-            return PassKind.DECODE
-        in_prompt = self._cpu_blocks_in(PassKind.SHORT_PROMPT)
-        short = self.cpu is not None and self.cpu.few_rows < tokens <= self.cpu.most_rows
-        return PassKind.SHORT_PROMPT if short and in_prompt and in_prompt <= self.learned else PassKind.LONG
+    def _kind_of(self, tokens: int, cpu_decodes: bool) -> PassKind:
+        """Return the kind of a pass; LONG, in which the device computes everything, unless the CPU can compute its blocks.
 
-    def _cpu_blocks_in(self, kind: PassKind) -> frozenset[int]:
-        placed = {
-            PassKind.DECODE: self.placement.cpu_computed,
-            PassKind.SHORT_PROMPT: self.placement.prompt_cpu_computed,
-        }
-        return placed.get(kind, frozenset()).intersection(self.cpu_blocks)
+        Args:
+            cpu_decodes: whether the CPU can compute the blocks of a decode pass.
+        """
+        if cpu_decodes and self.cpu_blocks:
+            return PassKind.DECODE
+        cpu_blocks = self._cpu_blocks_in(PassKind.SHORT_PROMPT)
+        is_short = self.cpu is not None and self.cpu.decode_rows < tokens <= self.cpu.max_rows
+        return PassKind.SHORT_PROMPT if is_short and cpu_blocks and cpu_blocks <= self.observed else PassKind.LONG
+
+    def _cpu_blocks_in(self, kind: PassKind | None) -> frozenset[int]:
+        """Return the blocks that the CPU computes in a pass of this kind."""
+        if kind is PassKind.DECODE:
+            return self.placement.cpu_computed.intersection(self.cpu_blocks)
+        if kind is PassKind.SHORT_PROMPT:
+            return self.placement.prompt_cpu_computed.intersection(self.cpu_blocks)
+        return frozenset()
 
     def _streamed_in(self, kind: PassKind) -> list[int]:
         on_cpu = self._cpu_blocks_in(kind)
         return [block for block in self.placement.in_host_memory if block not in on_cpu]
 
-    def _update_placement(self, few: bool) -> None:
-        """Stream blocks that turned out not to suit the CPU, and let the rebalancer move others. `few`: the pass has few tokens."""
+    def _update_placement(self, cpu_decodes: bool) -> None:
+        """Stream blocks that turned out not to suit the CPU, and let the rebalancer move others; arguments as of `_kind_of`."""
         for index in [index for index, block in self.cpu_blocks.items() if not block.usable]:
             del self.cpu_blocks[index]
-        placed = self.placement
-        if not self.cpu_blocks.keys() >= placed.cpu_computed:
-            placed = replace(placed, cpu_computed=placed.cpu_computed.intersection(self.cpu_blocks))
-        placed = self.rebalancer.of(placed, few, self.cpu_blocks.keys() & self.learned)
-        if placed is not self.placement:
-            self.placement = placed
-            self.on_placement_changed(placed)
+        placement = self.placement
+        if not self.cpu_blocks.keys() >= placement.cpu_computed:
+            placement = replace(placement, cpu_computed=placement.cpu_computed.intersection(self.cpu_blocks))
+        candidates = self.cpu_blocks.keys() & self.observed
+        placement = self.rebalancer.next_placement(placement, cpu_decodes, candidates)
+        if placement is not self.placement:
+            self.placement = placement
+            self.on_placement_changed(placement)
 
     # Blocks
 
     def _before_block(self, index: int):
         layout, resident = self.layouts[index], index in self.store.resident
         keeps_parameters = self._keeps_parameters(index)
-        whole = [stored.name for stored in layout.parameters if stored.packed is not None and not stored.module_only]
+        quantized = [p.name for p in layout.parameters if p.packed is not None and not p.module_only]
 
         def before(module, args, kwargs) -> None:
             if index in self.cpu_computed:
@@ -241,7 +249,7 @@ class Prefetcher:
                 self.experts.refill(index, chosen, self.ring.buffer_in(index, slot))
             if layout.workspace_bytes:
                 self.packed[index] = self.views.packed(index, slot)
-                for name in whole:
+                for name in quantized:
                     if not self._multiplies_codes(index, name):
                         self._dequantize(index, name)
             if not keeps_parameters:
@@ -264,12 +272,14 @@ class Prefetcher:
                 self._outside_graphs(self.ring.release)
             if not resident:
                 self.packed.pop(index, None)  # its slot is another block's from now on
-            if index not in self.learned:
-                self._learn(index)
+            if index not in self.observed:
+                self._finish_observing(index)
 
         return after
 
     def _acquire(self, index: int) -> int:
+        """Let the device wait for a streamed block, and return its slot."""
+
         def acquire() -> int:
             reached = None if self.rebalancer.done else self.timeline.block_reached()
             slot = self.ring.acquire(index)
@@ -281,26 +291,27 @@ class Prefetcher:
         return self._outside_graphs(acquire)
 
     def _outside_graphs(self, work: Callable[[], Any]) -> Any:
-        """Do `work` now and, during a capture, in each replay."""
+        """Call `work` now and, during a capture, at the same point of each replay."""
         return work() if self.between_graphs is None else self.between_graphs(work)
 
-    def _learn(self, index: int) -> None:
-        """Note what the first call with plain weights showed: modules that were not called have weights that the model reads itself, as
-        Mamba's does. These have to be plain, and on the device, in every pass."""
-        self.learned.add(index)
-        self.codes[index].finish_learning()
+    def _finish_observing(self, index: int) -> None:
+        """Exclude from codes and CPU the modules that the block's first call, with plain weights, did not call: the model reads their
+        weights itself, as Mamba does, so these have to be plain, and on the device, in every pass."""
+        self.observed.add(index)
+        self.codes[index].finish_observing()
         cpu_block = self.cpu_blocks.get(index)
         if isinstance(cpu_block, CpuBlock):
-            cpu_block.finish_learning()
+            cpu_block.finish_observing()
 
     # Parameters
 
     def _set_parameters(self, index: int, slot: int | None) -> None:
-        """Point the block's parameters at their values, with the block in `slot`."""
+        """Point the block's parameters at their values in `slot` or, if quantized, in the workspace."""
         for parameter, values in zip(self.parameters[index], self.views.plain(index, slot)):
             set_data(parameter, values)
 
     def _keeps_parameters(self, index: int) -> bool:
+        """Return whether the block's parameters point at its resident buffer all the time."""
         return index in self.store.resident and not self.layouts[index].workspace_bytes
 
     def _empty(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -311,13 +322,13 @@ class Prefetcher:
             set_data(parameter, self.empty_values[parameter.dtype])
 
     def _dequantize(self, index: int, name: str, part: int = 0) -> torch.Tensor:
-        """Dequantize a weight of the block, or a group of experts, into the workspace, and return it as it is stored."""
+        """Dequantize a weight of the block, or group `part` of its experts, into the workspace; return it there, not transposed."""
         codes, scales, minima, values = self.packed[index][name].parts[part]
         dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)
         return values
 
     def _dequantize_in_calls(self, index: int, module: nn.Module) -> None:
-        """Let each module that alone reads its weights dequantize them when it is called, and empty them afterwards."""
+        """Let each module that alone reads its weights dequantize them in each call, and empty them afterwards."""
         mixtures = dict(self.placement.blocks[index].mixtures)
         modules: dict[str, list[StoredParameter]] = {}
         for stored in self.layouts[index].parameters:
@@ -326,22 +337,22 @@ class Prefetcher:
         for name, weights in modules.items():
             called = module.get_submodule(name)
             if group := weights[0].group:
-                times = [partial(self._dequantize, index, weight) for weight in mixtures[name].weights_in(name)]
-                forward = experts_in_groups(called, mixtures[name], group, *times)
+                dequantize_group = [partial(self._dequantize, index, w) for w in mixtures[name].weights_in(name)]
+                forward = experts_in_groups(called, mixtures[name], group, *dequantize_group)
             else:
                 parameters = {each.name: module.get_parameter(each.name) for each in weights}
                 forward = self._dequantizing(index, parameters, called.forward)
             self.patches.set_attr(called, "forward", forward)
 
-    def _dequantizing(self, index: int, parameters: dict[str, nn.Parameter], own: Callable) -> Callable:
-        """Return the forward `own` of a module that dequantizes `parameters`, by their names in the block, for each call."""
+    def _dequantizing(self, index: int, parameters: dict[str, nn.Parameter], original: Callable) -> Callable:
+        """Return a forward that dequantizes `parameters`, by their names in the block, around each call of `original`."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             for name, parameter in parameters.items():
                 self._dequantize(index, name)
                 set_data(parameter, self.packed[index][name].plain)
             try:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 self._empty(parameters.values())
 
@@ -354,10 +365,10 @@ class Prefetcher:
         self.codes[index], layout = BlockCodes(), self.layouts[index]
         if not self.scheme or not layout.workspace_bytes:
             return
-        places = [self.views.packed(index, slot) for slot in self.views.places(index)]
+        examples = [self.views.packed(index, slot) for slot in self.views.example_slots(index)]
         mixtures = dict(self.placement.blocks[index].mixtures)
         self.codes[index] = modules_from_codes(
-            module, layout, places, self.scheme, lambda weight: self.packed[index][weight], mixtures
+            module, layout, examples, self.scheme, lambda weight: self.packed[index][weight], mixtures
         )
         for found in self.codes[index].found:
             applies = partial(self._multiplies_codes, index, found.weights[0])
@@ -365,7 +376,7 @@ class Prefetcher:
 
     def _multiplies_codes(self, index: int, weight: str) -> bool:
         """Return whether a weight stays quantized in this pass, because its module multiplies the codes."""
-        return index in self.learned and self.codes[index].multiplies(weight, self.tokens)
+        return index in self.observed and self.codes[index].multiplies(weight, self.tokens)
 
     def _install_cpu(self, index: int, module: nn.Module) -> None:
         """Let the CPU compute the block as a whole, or each of its linear modules, in passes in which it is CPU-computed."""
@@ -388,22 +399,26 @@ class Prefetcher:
             )
 
     def _replace_forward(
-        self, module: nn.Module, other: Callable, applies: Callable[[], Any], observe: Callable = lambda *args: None
+        self,
+        module: nn.Module,
+        replacement: Callable,
+        applies: Callable[[], Any],
+        observe: Callable = lambda *args: None,
     ) -> None:
-        """Let `module` compute `other` in passes in which it `applies`, and show the arguments of other calls to `observe`."""
-        own = module.forward
+        """Let `module` call `replacement` while `applies()`, else its own forward after `observe` with the same arguments."""
+        original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             if applies():
-                return other(*args, **kwargs)
+                return replacement(*args, **kwargs)
             observe(*args)
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
         self.patches.set_attr(module, "forward", forward)
 
     def modules_changed(self, modules: set[nn.Module]) -> None:
-        """From now on call every module of the blocks that hold one of `modules`: adapters or hooks were added to it. The CPU goes on with
-        the products of linear modules."""
+        """Stop computing as a whole, by the CPU, blocks with one of `modules`, to which adapters or hooks were added: every module is
+        called from now on. The CPU still multiplies for linear modules."""
         for index, cpu_block in self.cpu_blocks.items():
             if modules.isdisjoint(self.modules[index].modules()):
                 continue

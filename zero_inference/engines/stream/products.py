@@ -32,8 +32,9 @@ from zero_inference.kernels.products import ALIGNMENT, FUSED_ROWS, can_fuse, no_
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.experts import FusedExperts
 
-# x, slot, epilogue and tokens of `quantized_expert_linear` -> [pairs, rows]
-Times = Callable[[torch.Tensor, torch.Tensor, Epilogue | None, int], torch.Tensor]
+# (x, slot, epilogue, tokens) as of `quantized_expert_linear` -> products of token-expert pairs [pairs, rows]
+ExpertProduct = Callable[[torch.Tensor, torch.Tensor, Epilogue | None, int], torch.Tensor]
+# (names of modules, x [..., columns]) -> their products, [..., rows] each
 Products = Callable[[tuple[str, ...], torch.Tensor], Sequence[torch.Tensor]]
 
 
@@ -42,15 +43,15 @@ class CodesModule:
     """A module that can compute without its plain weights.
 
     Attributes:
-        weights: their names, relative to the block.
-        most_tokens: the longest pass in which multiplying codes is faster than dequantizing.
-        forward: computes the module from codes, with the module's arguments.
-        observe: gets the arguments of a call that the module computes from plain weights.
+        weights: names of its weights, relative to the block.
+        max_tokens: tokens of the longest pass in which multiplying codes is faster than dequantizing.
+        forward: computes the module from codes; takes the module's arguments.
+        observe: takes the arguments of a call that the module computes from plain weights.
     """
 
     module: nn.Module
     weights: tuple[str, ...]
-    most_tokens: int
+    max_tokens: int
     forward: Callable[..., torch.Tensor]
     observe: Callable[..., None] = lambda *args: None
 
@@ -58,7 +59,7 @@ class CodesModule:
 def modules_from_codes(
     block: nn.Module,
     layout: BlockLayout,
-    places: Sequence[Mapping[str, Packed]],
+    examples: Sequence[Mapping[str, Packed]],
     scheme: GroupQuantization,
     packed_now: Callable[[str], Packed],
     mixtures: Mapping[str, FusedExperts],
@@ -66,8 +67,8 @@ def modules_from_codes(
     """Return the linear modules of a block for which the device has a kernel, and its modules of experts.
 
     Args:
-        places: the quantized weights of the block by name, in one slot of each alignment.
-        packed_now: returns a weight in the slot where it is when the module is called.
+        examples: the quantized weights of the block by name, in one slot of each alignment.
+        packed_now: returns a weight in the slot that holds the block in this pass.
         mixtures: modules of experts by name.
     """
     found: list[CodesModule] = []
@@ -75,25 +76,33 @@ def modules_from_codes(
     for name, module in block.named_modules():
         if type(module) is nn.Linear:
             weight = weight_of(name)
-            if load_extension() and _can_fuse(layout, [weight], places, scheme):
+            if load_extension() and _can_fuse(layout, [weight], examples, scheme):
                 forward, observe = partial(linears.product, name), partial(linears.observe, name)
                 found.append(CodesModule(module, (weight,), FUSED_ROWS, forward, observe))
         elif name in mixtures:
             experts = mixtures[name]
             weights = experts.weights_in(name)
-            if any(weight not in place for place in places for weight in weights):
+            if any(weight not in example for example in examples for weight in weights):
                 continue
             first, last = (layout[weight] for weight in weights)
-            most = FUSED_ROWS
-            # without the kernel each pair of token and expert is dequantized; several groups cannot be captured in a graph
-            if not _can_fuse(layout, weights, places, scheme) and first.group in (0, experts.number):
-                most = min(most, experts.number // experts.chosen)
-            biases = (partial(getattr, module, own) if own else None for own in (experts.first_bias, experts.last_bias))
-            times = [
-                partial(_times, stored.plain.shape, scheme, partial(packed_now, stored.name), bias)
-                for stored, bias in zip((first, last), biases)
-            ]
-            found.append(CodesModule(module, weights, most, experts_forward(experts, times[0], times[1])))
+            max_tokens = FUSED_ROWS
+            # without the kernel each token-expert pair is dequantized: slower than all experts once, if that is one group; a graph
+            # cannot contain several
+            if not _can_fuse(layout, weights, examples, scheme) and first.group in (0, experts.number):
+                max_tokens = min(max_tokens, experts.number // experts.chosen)
+            first_product, last_product = (
+                partial(
+                    _multiply_experts,
+                    stored.plain.shape,
+                    scheme,
+                    partial(packed_now, stored.name),
+                    partial(getattr, module, bias) if bias else None,
+                )
+                for stored, bias in ((first, experts.first_bias), (last, experts.last_bias))
+            )
+            found.append(
+                CodesModule(module, weights, max_tokens, experts_forward(experts, first_product, last_product))
+            )
     return BlockCodes(found, linears.shared_input)
 
 
@@ -106,26 +115,26 @@ class BlockCodes:
     """The weights of a block that stay quantized in a short pass, because their modules multiply the codes.
 
     Args:
-        shared_input: of its linear modules.
+        shared_input: that of its linear modules.
     """
 
     def __init__(self, found: Sequence[CodesModule] = (), shared_input: SharedInput | None = None):
         self.found, self.shared_input = found, shared_input
-        self.most_tokens = {weight: each.most_tokens for each in found for weight in each.weights}
+        self.max_tokens = {weight: each.max_tokens for each in found for weight in each.weights}
         self.called: set[str] = set()
 
     def observe(self, found: CodesModule, *args: Any) -> None:
-        """Note a call with `args` that a module computed from plain weights."""
+        """Note that a module was called with `args` and computed from plain weights."""
         self.called.update(found.weights)
         found.observe(*args)
 
-    def finish_learning(self) -> None:
-        """After the first call of the block, exclude weights whose modules were not called: the model itself reads those."""
-        self.most_tokens = {weight: most for weight, most in self.most_tokens.items() if weight in self.called}
+    def finish_observing(self) -> None:
+        """Exclude weights whose modules the block's first call did not call: the model itself reads those."""
+        self.max_tokens = {weight: tokens for weight, tokens in self.max_tokens.items() if weight in self.called}
 
     def multiplies(self, weight: str, tokens: int) -> bool:
         """Return whether a pass of `tokens` tokens multiplies the codes of `weight`."""
-        return tokens <= self.most_tokens.get(weight, 0)
+        return tokens <= self.max_tokens.get(weight, 0)
 
     def end_block(self) -> None:
         if self.shared_input is not None:
@@ -136,20 +145,20 @@ class SharedInput:
     """Finds the modules of a block that are called with the same tensor; from then on the call of the first computes all of them.
 
     Attributes:
-        together: by name of a module, those that are computed with it, in order.
+        together: by name of a module, the modules with its input, in order of their calls.
     """
 
     def __init__(self) -> None:
         self.together: dict[str, tuple[str, ...]] = {}
-        self.input: torch.Tensor | None = None  # of the last call
-        self.group: list[str] = []
-        self.ready: dict[str, torch.Tensor] = {}
+        self.input: torch.Tensor | None = None  # of the latest call
+        self.group: list[str] = []  # while observing: modules that were called with `input`
+        self.ready: dict[str, torch.Tensor] = {}  # products with `input` of modules that are still to be called
 
     def observe(self, name: str, x: torch.Tensor, alike: Callable[[str, str], bool]) -> None:
-        """Note that module `name` computed `x` by itself.
+        """Note that module `name` was called with `x` and computed alone.
 
         Args:
-            alike: whether the products of two modules can be one.
+            alike: returns whether the products of two modules can be computed as one.
         """
         if name in self.together:
             return
@@ -161,11 +170,7 @@ class SharedInput:
             self.together[each] = tuple(self.group)
 
     def product(self, name: str, x: torch.Tensor, products: Products) -> torch.Tensor:
-        """Return the product of module `name` with x [..., columns], and compute those of its group with it.
-
-        Args:
-            products: of the named modules with x: [..., rows] each.
-        """
+        """Return the product of module `name` with x [..., columns]; the first call of a group calls `products` for all of it."""
         if x is not self.input or name not in self.ready:
             names = self.together.get(name, (name,))
             self.input, self.ready = x, dict(zip(names, products(names, x)))
@@ -177,20 +182,22 @@ class SharedInput:
 
 
 class Linears:
-    """Compute a block's linear modules as `quantized_linear` does, without its checks, which take Python longer than the product.
+    """Computes a block's linear modules as `quantized_linear` does, without its checks, which take Python longer than the product.
 
     Adjacent weights with the same input are multiplied as one.
 
     Args:
-        packed_now: returns a weight in the slot where it is when its module is called.
+        packed_now: returns a weight in the slot that holds the block in this pass.
     """
 
     def __init__(self, block: nn.Module, scheme: GroupQuantization, packed_now: Callable[[str], Packed]):
         self.linears = {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
         self.scheme, self.packed_now = scheme, packed_now
         self.shared_input = SharedInput()
-        self.orders: dict[tuple[str, ...], tuple[str, ...]] = {}  # names in the order of memory
-        self.joined: dict[tuple[tuple[str, ...], int], tuple[torch.Tensor, ...] | None] = {}  # by names and address
+        self.orders: dict[tuple[str, ...], tuple[str, ...]] = {}  # results of `_by_address`
+        self.joined: dict[
+            tuple[tuple[str, ...], int], tuple[torch.Tensor, ...] | None
+        ] = {}  # results of `_joined_weights`
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self.shared_input.product(name, x, self._products)
@@ -204,15 +211,15 @@ class Linears:
 
     def _products(self, names: tuple[str, ...], x: torch.Tensor) -> Sequence[torch.Tensor]:
         flat = x.reshape(-1, x.shape[-1]).contiguous()  # [tokens, columns]
-        in_memory = self._in_memory(names)
-        packed = self._packed(in_memory)
-        if packed is None or flat.shape[0] > FUSED_ROWS or flat.data_ptr() % ALIGNMENT:
+        ordered = self._by_address(names)
+        joined = self._joined_weights(ordered)
+        if joined is None or flat.shape[0] > FUSED_ROWS or flat.data_ptr() % ALIGNMENT:
             return [self._product(name, x) for name in names]
-        codes, scales, minima, bias = packed
-        rows = [self.linears[name].out_features for name in in_memory]
+        codes, scales, minima, bias = joined
+        rows = [self.linears[name].out_features for name in ordered]
         bits, group_size = self.scheme.bits, self.scheme.group_size
         out = torch.ops.zero_inference.linear_groups(flat, codes, scales, minima, bits, group_size, sum(rows), bias)
-        by_name = dict(zip(in_memory, out.view(*x.shape[:-1], -1).split(rows, -1)))
+        by_name = dict(zip(ordered, out.view(*x.shape[:-1], -1).split(rows, -1)))
         return [by_name[name].contiguous() for name in names]
 
     def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -220,27 +227,27 @@ class Linears:
         bits, group_size = self.scheme.bits, self.scheme.group_size
         return quantized_linear(x, codes, scales, minima, bits, group_size, module.out_features, module.bias)
 
-    def _in_memory(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names in the order of their weights in memory, which is the same in all slots."""
+    def _by_address(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return `names` sorted by the addresses of their weights; the order is the same in all slots."""
         if names not in self.orders:
             self.orders[names] = tuple(sorted(names, key=lambda name: self.packed_now(weight_of(name))[0].data_ptr()))
         return self.orders[names]
 
-    def _packed(self, names: tuple[str, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Return codes, scales, minima and biases of all as one tensor each; None where they do not follow each other in memory."""
+    def _joined_weights(self, names: tuple[str, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Return one tensor each of codes, scales, minima and biases of all `names`; None unless they follow each other in memory."""
         key = names, self.packed_now(weight_of(names[0]))[0].data_ptr()
         if key not in self.joined:
             parts = [self.packed_now(weight_of(name))[:3] for name in names]
             biases = [self.linears[name].bias for name in names]
             if biases[0] is None:
                 biases = [no_bias(parts[0][1].device, parts[0][1].dtype)]
-            joined = [_in_a_row(tensors) for tensors in (*zip(*parts), biases)]
+            joined = [_join_adjacent(tensors) for tensors in (*zip(*parts), biases)]
             self.joined[key] = None if any(each is None for each in joined) else tuple(joined)
         return self.joined[key]
 
 
-def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensors as one, flat; None unless each begins where the one before ends."""
+def _join_adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return one flat view of all tensors; None unless each begins where the one before ends."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -252,15 +259,19 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
 
 
-def experts_forward(experts: FusedExperts, first: Times, last: Times) -> Callable[..., torch.Tensor]:
-    """Return a forward of a module of experts that multiplies with the chosen experts alone."""
+def experts_forward(experts: FusedExperts, first: ExpertProduct, last: ExpertProduct) -> Callable[..., torch.Tensor]:
+    """Return a forward for a module of experts that computes the experts that each token is routed to, and no others.
+
+    Args:
+        first, last: multiply with the experts' two weights, `FusedExperts.first` and `last`.
+    """
     epilogue = epilogue_of(experts)
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])  # [tokens, H]
-        slot = top_k_index.to(torch.int64).reshape(-1)  # [tokens * chosen]
-        weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
-        rows = last(first(x, slot, epilogue, len(x)), slot, None, len(x))  # [tokens * chosen, H]
+        slot = top_k_index.to(torch.int64).reshape(-1)  # [tokens * k]: each expert is in the slot of its index
+        weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()  # [tokens, k]
+        rows = last(first(x, slot, epilogue, len(x)), slot, None, len(x))  # [tokens * k, H]
         out = WeightedRows(weights.contiguous(), rows).total()
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
@@ -274,38 +285,39 @@ def experts_in_groups(
     first: Callable[[int], torch.Tensor],
     last: Callable[[int], torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
-    """Return a forward of a module of experts that dequantizes one group of them at a time. It runs the operators of transformers' grouped
-    products in the same order. With several groups the host reads how many rows each has.
+    """Return a forward for a module of experts that dequantizes one group of them at a time.
+
+    It runs the operators of transformers' grouped products in the same order. With several groups the host reads how many rows each has.
 
     Args:
         group: how many experts are dequantized at a time.
-        first, last: return the weights of a group by its number, [experts, rows, columns], valid until the next call of either.
+        first, last: return the weights of a group by its index, [experts, rows, columns], valid until the next call of either.
     """
     from transformers.integrations.moe import _grouped_mm
 
     several = group < experts.number
 
     def product(
-        x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, bias: str, own: torch.Tensor
+        x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, bias: str, ids: torch.Tensor
     ) -> torch.Tensor:
         out = _grouped_mm(x, weight.mT, ends)
-        return out.add_(getattr(module, bias)[own]) if bias else out
+        return out.add_(getattr(module, bias)[ids]) if bias else out
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         x, weights = hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_weights.reshape(-1, 1)
-        numbers, order = top_k_index.reshape(-1).sort()  # of pairs of a token and an expert
-        every = torch.arange(experts.number, dtype=numbers.dtype, device=numbers.device)
-        ends = torch.searchsorted(numbers, every, right=True).to(torch.int32)
-        bounds = [0, *ends[group - 1 : -1 : group].tolist(), len(order)] if several else [0, len(order)]
+        expert_ids, order = top_k_index.reshape(-1).sort()  # [pairs], token-expert pairs by expert
+        every = torch.arange(experts.number, dtype=expert_ids.dtype, device=expert_ids.device)
+        ends = torch.searchsorted(expert_ids, every, right=True).to(torch.int32)  # [experts], after the pairs of each
+        bounds = [0, *ends[group - 1 : -1 : group].tolist(), len(order)] if several else [0, len(order)]  # of groups
         dtype = torch.promote_types(x.dtype, weights.dtype)
         rows = torch.empty(len(order), x.shape[1], dtype=dtype, device=x.device)  # [pairs, H]
-        for number, (begin, end) in enumerate(pairwise(bounds)):
+        for index, (begin, end) in enumerate(pairwise(bounds)):
             if begin == end:
                 continue
-            pairs, own = order[begin:end], numbers[begin:end]
-            of_group = ends[number * group :][:group] - begin
-            inner = product(x[pairs // top_k_index.shape[-1]], first(number), of_group, experts.first_bias, own)
-            outer = product(experts.combined(inner), last(number), of_group, experts.last_bias, own)
+            pairs, ids = order[begin:end], expert_ids[begin:end]
+            group_ends = ends[index * group :][:group] - begin
+            inner = product(x[pairs // top_k_index.shape[-1]], first(index), group_ends, experts.first_bias, ids)
+            outer = product(experts.combined(inner), last(index), group_ends, experts.last_bias, ids)
             rows[pairs] = outer * weights[pairs]
         return rows.view(len(x), -1, x.shape[1]).sum(1).view(hidden_states.shape).to(hidden_states.dtype)
 
@@ -324,7 +336,7 @@ def epilogue_of(experts: FusedExperts) -> Epilogue:
     )
 
 
-def _times(
+def _multiply_experts(
     shape: tuple[int, ...],
     scheme: GroupQuantization,
     packed: Callable[[], Packed],
@@ -334,24 +346,24 @@ def _times(
     epilogue: Epilogue | None,
     tokens: int,
 ) -> torch.Tensor:
-    """Multiply `x` with the experts `slot` of a fused parameter that is stored as `shape` [experts, rows, columns]."""
+    """Return the products of `ExpertProduct` with a quantized weight of `shape` [experts, rows, columns]."""
     number, rows, _ = shape
     codes, scales, minima = (part.view(number, -1) for part in packed()[:3])
-    x, added = x.to(scales.dtype), None if bias is None else bias()
+    x, added_bias = x.to(scales.dtype), None if bias is None else bias()
     return quantized_expert_linear(
-        x, codes, scales, minima, scheme.bits, scheme.group_size, rows, slot, added, epilogue, tokens
+        x, codes, scales, minima, scheme.bits, scheme.group_size, rows, slot, added_bias, epilogue, tokens
     )
 
 
 def _can_fuse(
-    layout: BlockLayout, names: Sequence[str], places: Sequence[Mapping[str, Packed]], scheme: GroupQuantization
+    layout: BlockLayout, names: Sequence[str], examples: Sequence[Mapping[str, Packed]], scheme: GroupQuantization
 ) -> bool:
-    """Return whether the device has a kernel for products with the weights `names` in all `places`."""
-    for place in places:
+    """Return whether the device has a kernel for products with the weights `names` in all `examples`."""
+    for example in examples:
         for name in names:
-            if name not in place:
+            if name not in example:
                 return False
-            codes, scales, minima, *_ = place[name]
+            codes, scales, minima, *_ = example[name]
             x = torch.empty(1, layout[name].plain.shape[-1], dtype=scales.dtype, device=scales.device)
             if not can_fuse(x, codes, scales, minima, scheme.bits, scheme.group_size):
                 return False

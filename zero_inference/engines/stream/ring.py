@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
@@ -40,11 +41,11 @@ class RingBuffer:
     devices brings the others' shares.
 
     Args:
-        blocks: all that may be streamed.
+        blocks: indices of all blocks that may be streamed.
         depth: number of slots, each as large as the largest of these blocks.
-        group: process group of the all-gathers, used by nothing else.
-        gathered: by block, for those that one rank assembles instead of copying: a function that writes the block into a buffer on the
-            device, on the current stream, and returns the bytes that crossed the link. It may read what the model's stream has written.
+        group: process group for the all-gathers only.
+        gathered: by block, for blocks with an expert cache: a function (buffer on the device) -> bytes that crossed the link, which
+            assembles the block on the current stream from cached experts and host memory.
     """
 
     def __init__(
@@ -71,12 +72,15 @@ class RingBuffer:
         self.gather_stream = streams.stream() if ranks.world_size > 1 else self.copy_stream
         self.pending: deque[_Fetch] = deque()  # requested, not acquired yet
         self.held: _Fetch | None = None  # acquired, not released yet
-        self.pass_order = tuple(blocks)  # of the pass that computes
-        self.order = self.next_order = self.pass_order  # of the pass that is copied, and of those after it
-        self.position = 0  # in `order`, of the next block to request
-        self.early: set[int] = set()  # blocks of `order` that are pending before their turn
-        self.fixed_order: tuple[int, ...] = ()  # of passes whose blocks always come into the same slots,
-        self.fixed_slots: dict[int, int] = {}  # which are these
+        # the copies run ahead of the computation, so they may already be in the next pass
+        self.pass_order = tuple(blocks)  # blocks of the pass that computes
+        self.copy_order = self.next_copy_order = (
+            self.pass_order
+        )  # blocks of the pass that is copied, and of those after it
+        self.position = 0  # in `copy_order`, of the next block to request
+        self.requested_early: set[int] = set()  # blocks of `copy_order` after `position` that are pending already
+        self.fixed_order: tuple[int, ...] = ()  # blocks of a captured pass,
+        self.fixed_slots: dict[int, int] = {}  # and the slot of each, since its graph reads fixed addresses
 
     def prime(self) -> None:
         """Start to fill the slots; the store has to be complete."""
@@ -84,44 +88,47 @@ class RingBuffer:
         self._request_all()
 
     def fix_slots(self) -> None:
-        """From now on copy each block of the current pass, or the last one, into the same slot whenever its order is followed."""
+        """Assign a slot to each block of the latest pass, for all later passes with the same blocks."""
         self.fixed_order = self.pass_order
         slots = slots_in_use(len(self.fixed_order), len(self.slots))
         self.fixed_slots = {block: index % slots for index, block in enumerate(self.fixed_order)}
 
     def begin_fixed_pass(self) -> None:
-        """Begin a pass whose blocks have fixed slots, followed by the same."""
+        """Begin a captured pass, followed by more of them."""
         self.begin_pass(self.fixed_order, self.fixed_order)
 
     def begin_pass(self, order: Sequence[int], next_order: Sequence[int]) -> None:
-        """Begin a pass that calls the blocks `order`, followed by passes that call `next_order`. Keep those pending that will be used."""
+        """Begin a pass that calls the blocks `order`, followed by passes that call `next_order`.
+
+        Pending copies are used where these passes need the same blocks, and dropped otherwise.
+        """
         order, next_order = tuple(order or next_order), tuple(next_order)
         pending = [fetch.block for fetch in self.pending]
-        in_place = all(
-            self._is_in_place(fetch, order if index < len(order) else next_order)
+        in_their_slots = all(
+            self._is_in_its_slot(fetch, order if index < len(order) else next_order)
             for index, fetch in enumerate(self.pending)
         )
-        self.pass_order = order
-        if self.held is None and in_place and pending == self._first_blocks(order, next_order, len(pending)):
+        expected = list(islice(chain(order, cycle(next_order)), len(pending)))
+        self.pass_order, self.copy_order, self.next_copy_order = order, order, next_order
+        if self.held is None and in_their_slots and pending == expected:
             self.position = len(pending)
-            self.order, self.next_order = order, next_order
-            while self.order and self.position >= len(self.order):
-                self.position -= len(self.order)
-                self.order = self.next_order
-            self.early.clear()
+            while self.copy_order and self.position >= len(self.copy_order):
+                self.position -= len(self.copy_order)
+                self.copy_order = next_order
+            self.requested_early.clear()
         else:
-            ahead = len(set(self.fixed_slots.values())) if order == self.fixed_order else len(self.slots)
-            self._drop(all_but=set(order[:ahead]))
-            self.order, self.next_order, self.position = order, next_order, 0
-            self.early = {fetch.block for fetch in self.pending}
+            depth = len(set(self.fixed_slots.values())) if order == self.fixed_order else len(self.slots)
+            self._drop(all_but=set(order[:depth]))
+            self.position = 0
+            self.requested_early = {fetch.block for fetch in self.pending}
         self._request_all()
 
     def buffer_in(self, block: int, slot: int) -> torch.Tensor:
-        """Return the part of `slot` that `block` takes, uint8 [nbytes]."""
+        """Return the bytes of `slot` that hold `block`, uint8 [nbytes]."""
         return self.slots[slot][: self.store.layouts[block].nbytes]
 
     def acquire(self, block: int) -> int:
-        """Make the computation wait for `block`, and return its slot, which is the caller's until `release`."""
+        """Make the current stream wait for the copy of `block`, and return its slot, which is not overwritten until `release`."""
         if self.held is not None:
             self._drop()
         self.held = self._take_pending(block) or self._jump_to(block)
@@ -129,7 +136,7 @@ class RingBuffer:
         return self.held.slot
 
     def release(self) -> None:
-        """Free the slot of the last `acquire` after the work queued so far, and request one more block."""
+        """Free the slot of the last `acquire` once the work queued so far is done, and request one more block."""
         self.last_use[self.held.slot] = self.streams.record_event(self.streams.current())
         self.last_span[self.held.slot] = self.timeline.latest_block()
         self.empty.append(self.held.slot)
@@ -141,44 +148,37 @@ class RingBuffer:
         self.pending.clear()
         self.slots.clear()
 
-    @staticmethod
-    def _first_blocks(order: tuple[int, ...], next_order: tuple[int, ...], count: int) -> list[int]:
-        """Return the first `count` blocks of a pass and those after it."""
-        found = list(order)
-        while next_order and len(found) < count:
-            found += next_order
-        return found[:count]
-
     def _take_pending(self, block: int) -> _Fetch | None:
+        """Remove the pending copy of `block` and return it; None if it was not requested, or into a slot that this pass cannot use."""
         for fetch in self.pending:
-            if fetch.block == block and self._is_in_place(fetch, self.pass_order):
+            if fetch.block == block and self._is_in_its_slot(fetch, self.pass_order):
                 self.pending.remove(fetch)
                 return fetch
         return None
 
     def _jump_to(self, block: int) -> _Fetch:
-        """Request `block`, which is not the next in order, and those after it: the model was called again after a call that broke off."""
+        """Request `block`, which was not expected, and those after it: the model was called again after a call that failed midway."""
         self._drop()
-        self.early.clear()
+        self.requested_early.clear()
         if block in self.pass_order:
-            self.order = self.pass_order
-        if block not in self.order:
-            self.order = self.next_order = tuple(sorted({*self.order, *self.next_order, block}))
-        self.position = self.order.index(block)
+            self.copy_order = self.pass_order
+        if block not in self.copy_order:
+            self.copy_order = self.next_copy_order = tuple(sorted({*self.copy_order, *self.next_copy_order, block}))
+        self.position = self.copy_order.index(block)
         self._request_all()
         return self.pending.popleft()
 
     def _drop(self, all_but: Collection[int] = ()) -> None:
-        """Free the slots that are held and pending, except those of `all_but`, each of which may stay once."""
-        stay: deque[_Fetch] = deque()
+        """Free the held slot and those of pending copies, except the first pending copy of each block in `all_but`."""
+        remaining: deque[_Fetch] = deque()
         for fetch in self.pending:
-            wanted = fetch.block in all_but and self._is_in_place(fetch, self.pass_order)
-            if wanted and all(fetch.block != other.block for other in stay):
-                stay.append(fetch)
+            wanted = fetch.block in all_but and self._is_in_its_slot(fetch, self.pass_order)
+            if wanted and all(fetch.block != other.block for other in remaining):
+                remaining.append(fetch)
             else:
                 self.last_use[fetch.slot] = fetch.arrived
                 self.empty.append(fetch.slot)
-        self.pending = stay
+        self.pending = remaining
         if self.held is not None:
             self.last_use[self.held.slot] = self.streams.record_event(self.streams.current())
             self.empty.append(self.held.slot)
@@ -189,25 +189,25 @@ class RingBuffer:
             pass
 
     def _next_block(self) -> int | None:
-        """Return the next block to request; None where none will be called."""
-        while self.order or self.next_order:
-            if self.position >= len(self.order):
-                self.order, self.position = self.next_order, 0
+        """Return the next block to request and advance `position`; None if this pass and the next ones stream nothing."""
+        while self.copy_order or self.next_copy_order:
+            if self.position >= len(self.copy_order):
+                self.copy_order, self.position = self.next_copy_order, 0
                 continue
-            block = self.order[self.position]
+            block = self.copy_order[self.position]
             self.position += 1
-            if block not in self.early:
+            if block not in self.requested_early:
                 return block
-            self.early.remove(block)
+            self.requested_early.remove(block)
         return None
 
-    def _is_in_place(self, fetch: _Fetch, order: tuple[int, ...]) -> bool:
-        """Return whether a block of `order` is in the slot where that order needs it."""
+    def _is_in_its_slot(self, fetch: _Fetch, order: tuple[int, ...]) -> bool:
+        """Return whether a pass with the blocks `order` can use `fetch`: in a captured pass each block has a fixed slot."""
         return order != self.fixed_order or self.fixed_slots.get(fetch.block, fetch.slot) == fetch.slot
 
     def _take_slot(self, block: int) -> int | None:
-        """Return a slot for the next block in order; None if it is in use."""
-        slot = self.fixed_slots[block] if self.order == self.fixed_order else self.empty[0]
+        """Return an empty slot for `block`, the next in order; None if its fixed slot is in use."""
+        slot = self.fixed_slots[block] if self.copy_order == self.fixed_order else self.empty[0]
         if slot not in self.empty:
             return None
         self.empty.remove(slot)
@@ -254,9 +254,10 @@ class RingBuffer:
 
 
 def slots_in_use(blocks: int, slots: int) -> int:
-    """Return how many of `slots` a pass uses if each block comes into the same one in every pass.
+    """Return how many of `slots` a captured pass of `blocks` blocks uses, each block with a fixed slot.
 
-    The first blocks of a pass wait for those in the last, incomplete round of the pass before: the fewer these are, the less they wait.
+    The first block of the next pass reuses the slot of the first block in the last round, so it is prefetched only as many blocks ahead
+    as that round has: the count with the fullest last round is best.
     """
-    least = max(2, slots // 2)
-    return max(range(min(least, slots), slots + 1), key=lambda number: (blocks % number or number, number))
+    fewest = max(2, slots // 2)
+    return max(range(min(fewest, slots), slots + 1), key=lambda count: (blocks % count or count, count))

@@ -22,8 +22,8 @@ class BlockSpan:
 
     Attributes:
         pass_start: when the first block of the same pass began.
-        reached: when the device came to a streamed block, and began to wait for it.
-        pass_index: number of the call of the model, 0 for the prefill.
+        reached: when the device began to wait for a streamed block.
+        pass_index: index of the model call, 0 for the prefill.
     """
 
     block: int
@@ -39,10 +39,10 @@ class Copy:
     """The copy of a block to the device; all times are events.
 
     Attributes:
-        slot_free: after the last use of the slot.
+        slot_free: end of the slot's last use.
         freed_by: the computation that used the slot before; None for an empty slot.
-        pass_index: number of the call of the model in which it was requested, 0 for the prefill.
-        first: it was the first request of this pass.
+        pass_index: index of the model call in which it was requested, 0 for the prefill.
+        first: whether it was the first request of this call.
         gather: start and end of the all-gather after it; None for one rank.
     """
 
@@ -57,15 +57,15 @@ class Copy:
     gather: tuple[Any, Any] | None = None
 
 
-def _clamp(value: float, most: float) -> float:
-    return min(most, max(0.0, value))
+def _clamp(value: float, upper: float) -> float:
+    return min(upper, max(0.0, value))
 
 
 class Timeline:
-    """Events of the latest generation. Recording one costs a microsecond of the host and nothing on the device.
+    """Events of copies and blocks in the latest generation. Recording one takes the host a microsecond and the device nothing.
 
     Args:
-        names: of the blocks; "layer 0" and so on if empty.
+        names: names of the blocks; "layer 0" and so on if empty.
     """
 
     def __init__(self, streams: DeviceStreams, names: Sequence[str] = ()):
@@ -81,19 +81,19 @@ class Timeline:
         self.pass_index = -1
         self.pass_start: Any = None  # of the first block of this pass; None before it
         self.requested = 0  # copies in this pass
-        self.ahead: list[Copy] = []  # of the first decode step, those that were requested before it
+        self.early_copies: list[Copy] = []  # those for the first decode step that were requested during the prefill
         self.prefill_end: Any = None
 
     def begin_pass(self, pending: int) -> None:
-        """Begin a pass for which `pending` blocks were requested before."""
+        """Note that a pass begins, for which the last `pending` copies were requested in the pass before."""
         self.pass_index += 1
         self.requested, self.pass_start = 0, None
         if self.pass_index == 1 and pending:
-            self.ahead, self.prefill_end = list(self.copies)[-pending:], self.spans[-1].end
+            self.early_copies, self.prefill_end = list(self.copies)[-pending:], self.spans[-1].end
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Record no block within it: a capture computes nothing."""
+        """Record no blocks inside the `with` block: a graph capture computes nothing."""
         self.is_paused = True
         try:
             yield
@@ -118,7 +118,7 @@ class Timeline:
         self.requested += 1
 
     def block_reached(self) -> Any:
-        """Return the event from which the device waits for a streamed block, for `block_begins`."""
+        """Return the event at which the device begins to wait for a streamed block, the argument of `block_begins`."""
         return None if self.is_paused else self.streams.record_event(self.streams.current())
 
     def block_begins(self, block: int, reached: Any = None) -> None:
@@ -133,50 +133,54 @@ class Timeline:
         if not self.is_paused:
             self.spans[-1].end = self.streams.record_event(self.streams.current())
 
-    def link_use(self, first: int = 1) -> LinkUse | None:
-        """Return what the link did in passes from `first` on, the gaps between copies by cause; None before the second copy there."""
-        decode = [copy for copy in self.copies if copy.pass_index >= first]
-        if len(decode) < 2:
+    def link_use(self, first_pass: int = 1) -> LinkUse | None:
+        """Return how long the link was busy, and idle by cause, in passes from `first_pass` on; None with fewer than two copies.
+
+        Times begin at the end of the first copy. The idle time before a copy is divided in order: until the pass began that freed its slot
+        (`step_start_s`), until that pass began the block in the slot (`host_late_s`), until the block was done (`slot_wait_s`), and until
+        the host requested the copy (`host_late_s`, or `step_start_s` for the first request of a pass).
+        """
+        copies = [copy for copy in self.copies if copy.pass_index >= first_pass]
+        if len(copies) < 2:
             return None
         self.streams.synchronize()
         busy = slot_wait = host_late = step_start = 0.0
-        for before, copy in zip(decode, decode[1:]):
+        for before, copy in zip(copies, copies[1:]):
             busy += self._between(copy.start, copy.end)
-            gap = max(0.0, self._between(before.end, copy.start))
-            between_passes = not_begun = until_free = 0.0
+            idle = max(0.0, self._between(before.end, copy.start))
+            until_pass = until_block = until_free = 0.0  # seconds from the end of the copy before, at most `idle`
             if copy.freed_by is not None:
-                between_passes = _clamp(self._between(before.end, copy.freed_by.pass_start), gap)
-                not_begun = _clamp(self._between(before.end, copy.freed_by.start), gap)
+                until_pass = _clamp(self._between(before.end, copy.freed_by.pass_start), idle)
+                until_block = _clamp(self._between(before.end, copy.freed_by.start), idle)
             if copy.slot_free is not None:
-                until_free = _clamp(self._between(before.end, copy.slot_free), gap)
-            asked_late = gap - max(until_free, not_begun)
-            step_start += between_passes + (asked_late if copy.first else 0.0)
-            slot_wait += max(0.0, until_free - not_begun)
-            host_late += not_begun - between_passes + (0.0 if copy.first else asked_late)
+                until_free = _clamp(self._between(before.end, copy.slot_free), idle)
+            request_late = idle - max(until_free, until_block)
+            step_start += until_pass + (request_late if copy.first else 0.0)
+            slot_wait += max(0.0, until_free - until_block)
+            host_late += until_block - until_pass + (0.0 if copy.first else request_late)
         return LinkUse(
-            steps=decode[-1].pass_index - decode[0].pass_index + 1,
+            steps=copies[-1].pass_index - copies[0].pass_index + 1,
             busy_s=busy,
             slot_wait_s=slot_wait,
             host_late_s=host_late,
             step_start_s=step_start,
-            copied_bytes=sum(copy.nbytes for copy in decode[1:]),
-            ahead_bytes=self._ahead_bytes(),
+            copied_bytes=sum(copy.nbytes for copy in copies[1:]),
+            ahead_bytes=self._early_bytes(),
         )
 
-    def waited_for_link_s(self, first: int) -> float:
-        """Return the seconds that the device waited for blocks to arrive, in passes from `first` on."""
+    def waited_for_link_s(self, first_pass: int) -> float:
+        """Return the seconds that the device waited for blocks to arrive, in passes from `first_pass` on."""
         self.streams.synchronize()
-        waits = [span for span in self.spans if span.pass_index >= first and span.reached is not None]
+        waits = [span for span in self.spans if span.pass_index >= first_pass and span.reached is not None]
         return sum(self._between(span.reached, span.start) for span in waits)
 
-    def _ahead_bytes(self) -> int:
-        """Return the bytes that were copied for the first decode step before the prefill ended; a copy under way counts in part."""
+    def _early_bytes(self) -> int:
+        """Return the bytes that were copied for the first decode step before the prefill ended, with the part of a copy in progress."""
         total = 0.0
-        for copy in self.ahead:
-            spent = self._between(copy.start, copy.end)
-            total += copy.nbytes * (
-                _clamp(self._between(copy.start, self.prefill_end), spent) / spent if spent else 1.0
-            )
+        for copy in self.early_copies:
+            copy_s = self._between(copy.start, copy.end)
+            done_s = _clamp(self._between(copy.start, self.prefill_end), copy_s)
+            total += copy.nbytes * (done_s / copy_s if copy_s else 1.0)
         return int(total)
 
     def write_chrome_trace(self, path: Path) -> None:
@@ -211,5 +215,5 @@ class Timeline:
 
     @staticmethod
     def _between(earlier: Any, later: Any) -> float:
-        """Return seconds."""
+        """Return the seconds between two events."""
         return earlier.elapsed_time(later) / 1e3
