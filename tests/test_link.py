@@ -259,7 +259,7 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     monkeypatch.setattr(bench_copies, "several_devices_gb_per_s", lambda devices: 40.0 * len(devices))
     monkeypatch.setattr(bench_device, "device_copy_gb_per_s", lambda device: 3900.0)
     monkeypatch.setattr(bench_device, "matmul_tflops", lambda device, dtype: 700.0)
-    monkeypatch.setattr("zero_inference.hardware.rooflines._of_cores", lambda ranks, known: [])
+    monkeypatch.setattr("zero_inference.hardware.rooflines._cpu_rooflines", lambda ranks, known: [])
     monkeypatch.setattr("zero_inference.hardware.rooflines.while_copying", lambda device, read: refused(device))
     uuids = UUID.removeprefix("GPU-"), SECOND_UUID.removeprefix("GPU-")
     properties = [types.SimpleNamespace(uuid=uuid, name="NVIDIA H200") for uuid in uuids]
@@ -382,10 +382,10 @@ def test_what_every_run_loads_is_there_before_libraries_are_weighed(monkeypatch)
 @pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
 def test_what_is_known_of_the_cores_is_not_measured_again(monkeypatch):
     known = CORES.model_copy(update={"products": (rates("bfloat16", 1, 100.0), rates("bfloat16", 8, 90.0))})
-    monkeypatch.setattr(rooflines, "_of_link", lambda ranks: [])
-    monkeypatch.setattr(rooflines, "_of_device", lambda device: [])
+    monkeypatch.setattr(rooflines, "_link_rooflines", lambda ranks: [])
+    monkeypatch.setattr(rooflines, "_device_rooflines", lambda device: [])
     monkeypatch.setattr(rooflines, "load_extension", lambda: True)
-    monkeypatch.setattr(bench_cpu, "cpus_of", lambda ranks: (-1,))
+    monkeypatch.setattr(bench_cpu, "cpus_of_rank", lambda ranks: (-1,))
     monkeypatch.setattr(bench_cpu, "measure_read_gb_per_s", lambda cpus: 130.0)
     monkeypatch.setattr(bench_cpu, "measure_concurrent_rates", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr(
@@ -406,8 +406,8 @@ def test_what_is_known_of_the_cores_is_not_measured_again(monkeypatch):
 def test_without_a_compiler_it_says_why_the_cores_are_missing(monkeypatch):
     monkeypatch.setattr(rooflines, "load_library", lambda: None)
     monkeypatch.setattr(rooflines, "why_unavailable", lambda: "no C++ compiler: c++ and g++ were not found on PATH")
-    monkeypatch.setattr(rooflines, "_of_host_memory", lambda device: [])
-    monkeypatch.setattr(rooflines, "_of_device", lambda device: [])
+    monkeypatch.setattr(rooflines, "_host_memory_rooflines", lambda device: [])
+    monkeypatch.setattr(rooflines, "_device_rooflines", lambda device: [])
     results, warnings = rooflines.measure_rooflines(Ranks(0, 1, 0, 1, torch.device("cpu")), None)
     assert results == [] and warnings == [
         "the host's cores were not measured: no C++ compiler: c++ and g++ were not found on PATH"

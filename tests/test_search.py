@@ -567,7 +567,7 @@ def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path,
     cache.measure_and_cache(lines.append)
     assert "measuring this machine again (torch was 2.11 and is " in lines[2]
     path.write_text("a letter")
-    with pytest.raises(UsageError, match="but the file is none; remove it"):
+    with pytest.raises(UsageError, match="but the file is not a hardware profile; remove it"):
         cache.measure_and_cache(lines.append)
     assert path.read_text() == "a letter"
 

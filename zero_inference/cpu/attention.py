@@ -52,25 +52,27 @@ def _layer_arguments(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> AttentionArguments:
-    """Return what stays the same from call to call; arguments as of `attention`, which must outlive the result."""
+    """Return the arguments that all calls of a layer share, without queries, output, mask and the number of positions.
+
+    They hold addresses of the tensors, which must outlive the result; shapes as of `attention`.
+    """
     _, batch, kv_heads, block_positions, key_dim = keys.shape
-    arguments = AttentionArguments(
+    return AttentionArguments(
         batch=batch,
         heads=heads,
         kv_heads=kv_heads,
         block_positions=block_positions,
         key_dim=key_dim,
         value_dim=values.shape[4],
+        keys=_CachedRows(keys.data_ptr(), *keys.stride()[:4]),
+        values=_CachedRows(values.data_ptr(), *values.stride()[:4]),
         window=window,
         scale=scale,
         softcap=softcap,
+        slopes=None if slopes is None else slopes.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
         dtype=DTYPES[keys.dtype],
     )
-    for name, stored in (("keys", keys), ("values", values)):
-        setattr(arguments, name, _CachedRows(stored.data_ptr(), *stored.stride()[:4]))
-    for name, per_head in (("slopes", slopes), ("sinks", sinks)):
-        setattr(arguments, name, None if per_head is None else per_head.data_ptr())
-    return arguments
 
 
 @torch.no_grad()
@@ -195,12 +197,19 @@ def attention_reference(
     sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Compute `attention` in plain PyTorch in `dtype`; same arguments."""
+    """Return the result of `attention`, [batch, heads, new, value_dim] in `dtype`, by plain PyTorch: the reference of tests.
+
+    Args:
+        query: [batch, heads, new, key_dim].
+        keys, values: [blocks, batch, kv_heads, positions per block, dim].
+        others: as of `attention`.
+    """
     batch, heads, new, _ = query.shape
-    flat = (stored.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3) for stored in (keys, values))
+    flat = (cached.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3) for cached in (keys, values))
     if positions is None:
         positions = keys.shape[0] * keys.shape[3]
-    all_keys, all_values = (stored[:, :, :positions].repeat_interleave(heads // keys.shape[2], 1) for stored in flat)
+    # [batch, heads, positions, dim]
+    all_keys, all_values = (cached[:, :, :positions].repeat_interleave(heads // keys.shape[2], 1) for cached in flat)
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     logits = scale * query.to(dtype) @ all_keys.transpose(2, 3)  # [batch, heads, new, positions]
     if softcap:
@@ -216,10 +225,12 @@ def attention_reference(
     if sinks is not None:
         logits = torch.cat([logits, sinks.to(dtype)[:, None, None].expand(batch, heads, new, 1)], dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., :positions]
-    return weights.nan_to_num(0.0) @ all_values if mask is not None else weights @ all_values
+    return (
+        weights if mask is None else weights.nan_to_num(0.0)
+    ) @ all_values  # a mask may hide all positions of a token
 
 
-# A decoder layer's attention as a task of the pool (csrc/cpu/attention_task.h), which also stores the new keys and values. No masks.
+# A decoder layer's attention as a task of the pool (csrc/cpu/attention_task.h), which also stores the new keys and values; without masks.
 
 
 def add_attention(
@@ -232,7 +243,7 @@ def add_attention(
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> int:
-    """Return the number of a new task; arguments as of `attention`. The pool keeps the tensors alive.
+    """Add a layer's attention to the pool, which keeps the tensors alive; return the number of its task. Arguments as of `attention`.
 
     Raises:
         RunError: not enough memory to attend to all positions for one token.
@@ -256,7 +267,7 @@ def _reserve_attention(pool: CpuPool, task: int, new: int, positions: int) -> No
 def run_attention(
     pool: CpuPool, task: int, packed: torch.Tensor, out: torch.Tensor, new: int, positions: int, window: int
 ) -> None:
-    """Attend synchronously.
+    """Store the new keys and values and write attention to `out`, synchronously.
 
     Args:
         packed: queries, new keys and new values, [batch, heads, new, dim] each, one after the other.
@@ -274,7 +285,10 @@ def run_attention(
 def submit_attention(
     pool: CpuPool, task: int, source: int, target: int, new: int, positions: int, window: int, number: int
 ) -> None:
-    """Queue a call that starts when the input's flag reaches `number`; `source` and `target` are addresses in host memory.
+    """Queue a call of `run_attention` that starts when the hand-off's input flag reaches `number`.
+
+    Args:
+        source, target: addresses in host memory of `packed` and `out`.
 
     Raises:
         RunError: not enough memory.

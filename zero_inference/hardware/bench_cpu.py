@@ -58,26 +58,29 @@ HAND_OFFS, HAND_OFF_ROUNDS = 200, 3
 HAND_OFF_COPIES = 4  # rounds of copies, 156 ms at 55 GB/s; the hand-offs (0.4 ms each at most) begin after half of them
 
 
-def cpus_of(ranks: Ranks) -> tuple[int, ...]:
-    """Return a CPU for each worker thread of this rank alone; without a GPU -1 (unbound), since PyTorch's threads need the CPUs, too."""
+def cpus_of_rank(ranks: Ranks) -> tuple[int, ...]:
+    """Return a CPU for each worker thread of this rank alone; -1 (unbound) without a GPU, since PyTorch's threads need the CPUs, too."""
     if ranks.device.type != "cuda":
         return (-1,) * torch.get_num_threads()
     return tuple(choose_rank_cpus(_numa_node_of(ranks.device), ranks.local_rank, ranks.local_world_size))
 
 
-def cpus_of_host(ranks: Ranks, asked: int | None = None) -> tuple[int, ...]:
-    """Return a CPU for each worker thread that all ranks of this host share; -1 for an unbound one.
+def cpus_of_host(ranks: Ranks, threads: int | None = None) -> tuple[int, ...]:
+    """Return a CPU for each thread of the pool that all ranks of this host share; -1 (unbound) without a GPU.
+
+    Args:
+        threads: --cpu-threads; None chooses.
 
     Raises:
-        UsageError: `asked` is more than the usable CPUs.
+        UsageError: `threads` is more than the usable CPUs.
     """
     if ranks.device.type != "cuda":
         usable = len(os.sched_getaffinity(0))
-        if asked is not None and asked > usable:
-            raise UsageError(f"--cpu-threads {asked}: this process may use {usable} cores; use {usable} or fewer.")
-        return (-1,) * (asked or min(usable, ranks.local_world_size * torch.get_num_threads()))
+        if threads is not None and threads > usable:
+            raise UsageError(f"--cpu-threads {threads}: this process may use {usable} cores; use {usable} or fewer.")
+        return (-1,) * (threads or min(usable, ranks.local_world_size * torch.get_num_threads()))
     nodes = [_numa_node_of(torch.device("cuda", local_rank)) for local_rank in range(ranks.local_world_size)]
-    return tuple(choose_cpus(asked, nodes))
+    return tuple(choose_cpus(threads, nodes))
 
 
 def _numa_node_of(device: torch.device) -> int | None:

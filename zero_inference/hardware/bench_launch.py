@@ -1,5 +1,5 @@
-"""Measure launch overhead with models so small that nothing else counts: host time of operators and modules, and device time of small
-kernels in a CUDA graph."""
+"""Measure launch overhead with models so small that nothing else takes time: host time per operator and per module call, and device time
+of small kernels in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -24,37 +24,40 @@ from zero_inference.norms.patch import patch_norms
 from zero_inference.utils.garbage import freeze_existing_objects
 from zero_inference.utils.timing import capture_graph, measure_median_s, time_wall_s
 
-LAYERS = 1, 16  # of two models of a kind, which differ by operators and module calls
-TOKENS = 16
-ROUNDS = 3  # of a visit
+LAYERS = 1, 16  # of two models of a family, whose difference in operators and module calls is measured
+TOKENS = 16  # decode steps of a measured generation
+ROUNDS = 3  # measurements of each model in a visit
+GRAPH_WIDTH = 4096  # hidden size at which small kernels take as long as those of usual models
+GRAPH_S = 0.05  # for which a graph is replayed
+POSITIONS = 160  # of the small models
 
 
 class LaunchBench:
-    """Small Llamas and OPTs of two sizes. A step takes `step_s`, `operator_s` for each operator and `module_s` for each module call; a
-    Llama's layer has three operators for each module call, OPT's about one.
+    """Times decode steps of small Llamas and OPTs of two sizes, to solve for the time of an operator, a module call and a step.
 
-    They alternate, and the median round counts: a shared host may be half as fast for a second or a minute, so they are visited more than
-    once. Measured one after the other they gave 3.7 ms a step on an H200's host, where a run took less than one.
+    A Llama's layer has three operators for each module call, OPT's about one. Models alternate, in several visits, and the median counts,
+    because a shared host may be half as fast for a second or a minute: measured one after the other they gave 3.7 ms a step on an H200's
+    host, where a run took less than one.
     """
 
     def __init__(self, device: torch.device):
         disable_cudnn_attention()
         self.device = device
-        self.models = [_Steps(make(layers), device) for make in (small_llama, small_opt) for layers in LAYERS]
+        self.models = [_SmallModel(make(layers), device) for make in (small_llama, small_opt) for layers in LAYERS]
         self.attention = measure_device_attention(device) if device.type == "cuda" else ()
         self.graph_operator_s = measure_graph_operator(device) if device.type == "cuda" else None
 
     @freeze_existing_objects()
     def visit(self) -> None:
-        """Measure for a second or two."""
+        """Measure each model `ROUNDS` times, in a second or two."""
         for _ in range(ROUNDS):
             for model in self.models:
                 model.measure()
 
-    def found(self) -> LaunchOverhead:
-        """Return the result of all visits."""
-        llama, more_llama, opt, more_opt = self.models
-        operator_s, module_s = two_costs(more_llama.more_than(llama), more_opt.more_than(opt))
+    def result(self) -> LaunchOverhead:
+        """Return the launch overhead by the medians of all visits."""
+        llama, large_llama, opt, large_opt = self.models
+        operator_s, module_s = solve_costs(large_llama.minus(llama), large_opt.minus(opt))
         return LaunchOverhead(
             operator_s=operator_s,
             module_s=module_s,
@@ -64,10 +67,10 @@ class LaunchBench:
         )
 
 
-def two_costs(one: tuple[int, int, float], other: tuple[int, int, float]) -> tuple[float, float]:
-    """Return the time of an operator and of a module call.
+def solve_costs(one: tuple[int, int, float], other: tuple[int, int, float]) -> tuple[float, float]:
+    """Return the seconds of an operator and of a module call, from (operators, module calls, seconds) of two model families.
 
-    Solves (operators, calls, seconds) of two kinds of models; a cost that would be negative is 0, and the other is a least-squares fit.
+    A cost that would be negative is 0, and the other is a least-squares fit.
     """
     operators, calls, seconds = zip(one, other)
     determinant = operators[0] * calls[1] - operators[1] * calls[0]
@@ -85,12 +88,12 @@ def _fit(counts: Sequence[float], seconds: Sequence[float]) -> float:
     return max(0.0, sum(map(operator.mul, counts, seconds)) / sum(count * count for count in counts))
 
 
-class _Steps:
-    """Decode steps of a small model, with our norm and rotary kernels where a run has them.
+class _SmallModel:
+    """A small model whose decode steps are timed, with our norm and rotary kernels as in a run on a GPU.
 
     Attributes:
-        operators, module_calls: of a step with transformers' own code, as a plan counts them.
-        rounds_s: time of a step in each round: the difference of a long and a short generation.
+        operators, module_calls: counts of a step with transformers' own code, as a plan counts them.
+        rounds_s: seconds of a step in each round: the difference of a long and a short generation, divided by `TOKENS`.
     """
 
     def __init__(self, model: Any, device: torch.device):
@@ -115,8 +118,8 @@ class _Steps:
     def step_s(self) -> float:
         return statistics.median(self.rounds_s)
 
-    def more_than(self, other: _Steps) -> tuple[int, int, float]:
-        """Return the operators, module calls and seconds of a step beyond those of `other`."""
+    def minus(self, other: _SmallModel) -> tuple[int, int, float]:
+        """Return the differences to `other` in a step's operators, module calls and seconds."""
         return self.operators - other.operators, self.module_calls - other.module_calls, self.step_s - other.step_s
 
     def _generation_s(self, tokens: int) -> float:
@@ -129,12 +132,8 @@ class _Steps:
             )
 
 
-GRAPH_WIDTH = 4096  # kernels take as long as those of usual models
-GRAPH_S = 0.05
-
-
-class _WithoutProduct(torch.nn.Module):
-    """A linear module that returns the same memory each time."""
+class _NoProduct(torch.nn.Module):
+    """Replaces a linear module: returns the same zeros for any input."""
 
     def __init__(self, like: torch.nn.Linear):
         super().__init__()
@@ -152,24 +151,24 @@ def measure_graph_operator(device: torch.device, width: int = GRAPH_WIDTH) -> fl
     operator (h200-kept/seventh_host: resident.txt, machine.json). Our norm and rotary kernels count as many operators as transformers'
     own code has.
     """
-    few, many = (_StepWithoutProducts(layers, device, width) for layers in LAYERS)
-    few_s, many_s = (measure_median_s(device, each.step, GRAPH_S) for each in (few, many))
-    more_layers = LAYERS[1] - LAYERS[0]
-    layer_s = max(0.0, many_s - few_s) / more_layers
-    operators = (many.operators - few.operators) / more_layers
+    small, large = (_StepWithoutProducts(layers, device, width) for layers in LAYERS)
+    small_s, large_s = (measure_median_s(device, each.step, GRAPH_S) for each in (small, large))
+    layers = LAYERS[1] - LAYERS[0]
+    layer_s = max(0.0, large_s - small_s) / layers
+    operators = (large.operators - small.operators) / layers  # of a layer, one of them attention
     heads = width // ATTENTION_HEAD_DIM
-    attention_of_layer_s = attention_s(device, 1, heads, POSITIONS, key_heads_per_sequence=heads, layers=LAYERS[1])
-    return max(0.0, layer_s - attention_of_layer_s) / (operators - 1)
+    layer_attention_s = attention_s(device, 1, heads, POSITIONS, key_heads_per_sequence=heads, layers=LAYERS[1])
+    return max(0.0, layer_s - layer_attention_s) / (operators - 1)
 
 
 class _StepWithoutProducts:
-    """A decode step of a Llama whose products are gone: `step()` runs it, on CUDA as a graph; `operators` counts its operators."""
+    """A decode step of a Llama without matrix products. `step()` runs it, on CUDA as a graph; `operators` is their number in a step."""
 
     def __init__(self, layers: int, device: torch.device, width: int):
         disable_cudnn_attention()
         with torch.device("meta"):
             model = small_llama(layers, width, width // ATTENTION_HEAD_DIM).eval()
-        _without_products(model)
+        _remove_products(model)
         counted = trace_without_weights(model, 1, POSITIONS - 1)
         assert counted is not None, "a Llama runs on the meta device"
         self.operators = counted.launches
@@ -182,7 +181,7 @@ class _StepWithoutProducts:
             patch_norms(model)
         self.model, self.cache = model, DeviceKVCache(model.config, POSITIONS)
         self.ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        self.place = self.ids.new_zeros(1)
+        self.position = self.ids.new_zeros(1)
         self.mask = torch.zeros(1, 1, 1, POSITIONS, dtype=torch.bfloat16, device=device)
         with torch.no_grad():
             self.model(input_ids=self.ids, past_key_values=self.cache)  # allocates the cache
@@ -194,23 +193,16 @@ class _StepWithoutProducts:
 
     @torch.no_grad()
     def _step(self) -> None:
-        with self.cache.writing_at(self.place), using_decode_attention():
-            self.model(
-                input_ids=self.ids,
-                position_ids=self.ids,
-                attention_mask=self.mask,
-                past_key_values=self.cache,
-            )
+        with self.cache.writing_at(self.position), using_decode_attention():
+            self.model(input_ids=self.ids, position_ids=self.ids, attention_mask=self.mask, past_key_values=self.cache)
 
 
-def _without_products(model: torch.nn.Module) -> None:
+def _remove_products(model: torch.nn.Module) -> None:
+    """Replace all linear modules of `model` by `_NoProduct`."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear):
-                setattr(module, name, _WithoutProduct(child))
-
-
-POSITIONS = 160
+                setattr(module, name, _NoProduct(child))
 
 
 def small_opt(layers: int) -> Any:

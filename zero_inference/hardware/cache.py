@@ -98,7 +98,7 @@ def measure_and_cache(say: Callable[[str], None]) -> None:
             again = f" again ({why_outdated(before) or f'it was measured {before.busy()}'})"
         except UsageError as error:
             raise UsageError(
-                f"{path}: the hardware profile of this machine is cached here, but the file is none; remove it, or set "
+                f"{path}: the hardware profile of this machine is cached here, but the file is not a hardware profile; remove it, or set "
                 "ZERO_INFERENCE_MACHINE to another file."
             ) from error
     make_folder(path.parent)

@@ -28,10 +28,11 @@ RANDOM_NUMBERS = 1 << 20  # drawn once and copied
 
 
 class CpuProducts:
-    """Gated feed-forwards in one weight format.
+    """Gated feed-forwards of random weights in one format, to time the CPU with.
 
     Args:
-        shared: products in another format whose memory is used here, too: any bytes do, only scales need usual values.
+        columns: hidden size.
+        shared: products in another format, whose memory is used here, too: codes may be any bytes, and scales are set.
 
     Attributes:
         memory: uint8, all weights.
@@ -48,8 +49,8 @@ class CpuProducts:
         self.pool, self.dtype, self.scheme, self.columns = pool, dtype, scheme, columns
         if shared is None:
             block_bytes = 3 * self._width(CPU_BLOCK_BYTES) * self._row_bytes(columns)
-            least = max(2 * uncached_block_bytes(), 3 * EXPERTS * EXPERT_WIDTH * self._row_bytes(EXPERT_COLUMNS))
-            self.memory = random_bytes(-(-least // block_bytes) * block_bytes)
+            min_bytes = max(2 * uncached_block_bytes(), 3 * EXPERTS * EXPERT_WIDTH * self._row_bytes(EXPERT_COLUMNS))
+            self.memory = random_bytes(-(-min_bytes // block_bytes) * block_bytes)
             if scheme is None:
                 _fill_normal(self.memory.view(dtype))
         else:
@@ -62,8 +63,8 @@ class CpuProducts:
 
     def expert_calls(self, rows: int) -> CpuCalls:
         """Return calls in which each of `rows` rows is routed to the same `CHOSEN` experts."""
-        numbers = torch.arange(0, EXPERTS, EXPERTS // CHOSEN).repeat(rows, 1)  # [rows, CHOSEN]
-        routing = Routing(numbers, torch.full(numbers.shape, 1 / CHOSEN))
+        expert_ids = torch.arange(0, EXPERTS, EXPERTS // CHOSEN).repeat(rows, 1)  # [rows, CHOSEN]
+        routing = Routing(expert_ids, torch.full(expert_ids.shape, 1 / CHOSEN))
         nbytes = CHOSEN * 3 * EXPERT_WIDTH * self._row_bytes(EXPERT_COLUMNS)
         return CpuCalls(self.pool, self._expert_tasks, self.memory, self.dtype, rows, routing, nbytes)
 
@@ -75,6 +76,7 @@ class CpuProducts:
         return max(WIDTH_STEP, nbytes // (3 * self._row_bytes(self.columns)) // WIDTH_STEP * WIDTH_STEP)
 
     def _feed_forward_tasks(self, nbytes: int) -> list[Task]:
+        """Return a task for each feed-forward, if `memory` is divided into feed-forwards of about `nbytes`."""
         return [
             self.pool.add_block([Stage([gate, up], "gated", "silu"), Stage([down])], self.dtype)
             for gate, up, down in self._feed_forwards(self._width(nbytes), self.columns)
@@ -94,7 +96,7 @@ class CpuProducts:
         ]
 
     def _feed_forwards(self, width: int, columns: int) -> Iterator[tuple[Weight, Weight, Weight]]:
-        """Yield gate, up and down, one after the other in `memory`."""
+        """Yield (gate, up, down) of consecutive feed-forwards in `memory`, as many as fit."""
         matrix_bytes = width * self._row_bytes(columns)
         for block in self.memory.split(3 * matrix_bytes):
             if block.numel() < 3 * matrix_bytes:
@@ -118,9 +120,9 @@ class CpuCalls:
     """The same rows multiplied with one task after the other.
 
     Args:
-        memory: of the weights, which has to live as long as this.
-        routing: of the rows, for tasks with experts.
-        nbytes: that a call reads; None for all of a task.
+        memory: owner of the weights' memory, to be kept alive.
+        routing: routing of the rows, for tasks with experts.
+        nbytes: bytes that a call reads; None for all of a task.
     """
 
     def __init__(

@@ -101,8 +101,15 @@ class Machine(ABC):
         """Return the instruction set of CPU products."""
 
     @abstractmethod
-    def cpus(self, ranks: Ranks, asked: int | None) -> tuple[int, ...]:
-        """Return a CPU for each worker thread, -1 for an unbound one. Raises UsageError: there are fewer than `asked`."""
+    def cpus(self, ranks: Ranks, threads: int | None) -> tuple[int, ...]:
+        """Return a CPU for each worker thread, -1 for an unbound one.
+
+        Args:
+            threads: --cpu-threads; None chooses.
+
+        Raises:
+            UsageError: this machine cannot have `threads`.
+        """
 
     @abstractmethod
     def concurrent_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | str:
@@ -145,8 +152,8 @@ class LocalMachine(Machine):
     def instructions(self) -> str:
         return best_instructions()
 
-    def cpus(self, ranks: Ranks, asked: int | None) -> tuple[int, ...]:
-        return cpus_of_host(ranks, asked)
+    def cpus(self, ranks: Ranks, threads: int | None) -> tuple[int, ...]:
+        return cpus_of_host(ranks, threads)
 
     def concurrent_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | str:
         if ranks.device.type != "cuda":
@@ -157,28 +164,28 @@ class LocalMachine(Machine):
         try:
             if ranks.world_size > 1:
                 return measure_concurrent_rates_of_ranks(ranks, *args)
-            found = measure_concurrent_rates(ranks.device, *args)
+            rates = measure_concurrent_rates(ranks.device, *args)
         except (RunError, torch.OutOfMemoryError):  # it takes 1 to 2 GB, which weights may need
             return "there was too little memory to measure them"
         if not work.heads:
-            return found
+            return rates
         try:
-            return replace(found, attended=measure_attention(ranks.device, cpus, work.dtype, work.heads))
+            return replace(rates, attended=measure_attention(ranks.device, cpus, work.dtype, work.heads))
         except (RunError, torch.OutOfMemoryError):
-            return found  # the plan assumes that attention reads at `read_gb_per_s`
+            return rates  # the plan assumes that attention reads at `read_gb_per_s`
 
     def _cached_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | None:
         usual_groups = work.scheme is None or work.scheme.group_size == GROUP_SIZES[work.scheme.bits]
         profile = self.profile() if ranks.world_size == 1 and usual_groups else None
         if profile is None or profile.cores is None or profile.cores.threads != len(cpus):
             return None
-        found = _rates_of_profile(profile, work)
-        return None if isinstance(found, str) else found
+        rates = _rates_of_profile(profile, work)
+        return None if isinstance(rates, str) else rates
 
 
 @dataclass(frozen=True)
 class ProfiledMachine(Machine):
-    """Another machine. Nothing of the machine of this process counts."""
+    """The machine of a hardware profile. Nothing is read from the machine of this process."""
 
     hardware_profile: HardwareProfile
     is_here = False
@@ -208,13 +215,15 @@ class ProfiledMachine(Machine):
     def instructions(self) -> str:
         return self.hardware_profile.cores.instructions if self.hardware_profile.cores else ""
 
-    def cpus(self, ranks: Ranks, asked: int | None) -> tuple[int, ...]:
-        cores, name = self.hardware_profile.cores, self.hardware_profile.name
-        if asked is not None and cores is not None and cores.instructions and asked != cores.threads:
+    def cpus(self, ranks: Ranks, threads: int | None) -> tuple[int, ...]:
+        cpu, name = self.hardware_profile.cores, self.hardware_profile.name
+        if (
+            cpu is not None and cpu.instructions and threads not in (None, cpu.threads)
+        ):  # an assumed CPU has no instructions
             raise UsageError(
-                f"--cpu-threads {asked}: {name} was measured with {cores.threads} threads; drop --cpu-threads."
+                f"--cpu-threads {threads}: {name} was measured with {cpu.threads} threads; drop --cpu-threads."
             )
-        return (-1,) * (asked or (cores.threads if cores else 1))
+        return (-1,) * (threads or (cpu.threads if cpu else 1))
 
     def concurrent_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | str:
         if ranks.world_size > 1:
@@ -224,8 +233,8 @@ class ProfiledMachine(Machine):
 
 def resolve_machine(name: str | None, assume: str | None) -> Machine:
     """Return the machine of `--machine` and `--assume`, or this one without them. Raises UsageError as `resolve_profile`."""
-    found = resolve_profile(name, assume)
-    return LocalMachine() if found is None else ProfiledMachine(found)
+    profile = resolve_profile(name, assume)
+    return LocalMachine() if profile is None else ProfiledMachine(profile)
 
 
 def limit_memory(machine: Machine, device_bytes: int | None = None, host_bytes: int | None = None) -> Machine:
@@ -234,6 +243,7 @@ def limit_memory(machine: Machine, device_bytes: int | None = None, host_bytes: 
 
 
 def _rates_of_profile(profile: HardwareProfile, work: CpuWorkload) -> ConcurrentRates | str:
-    found = concurrent_rates(profile, format_of(work.dtype, work.scheme), work.rows)
+    """Return the rates for `work` in `profile`, or words on why they are unknown."""
+    rates = concurrent_rates(profile, format_of(work.dtype, work.scheme), work.rows)
     attended = attended_gb_per_s(profile, format_of(work.dtype, None), work.heads) if work.heads else None
-    return found if isinstance(found, str) or attended is None else replace(found, attended=attended)
+    return rates if isinstance(rates, str) or attended is None else replace(rates, attended=attended)

@@ -157,7 +157,7 @@ def _profile(
         matmul_tflops={name: value for name, value in dtypes.items() if value is not None},
         disk_gb_per_s=found.get("disk_read_gbps"),
         cores=cpu,
-        launches=basics.launch_bench.found(),
+        launches=basics.launch_bench.result(),
         engine_overheads=basics.engine_overheads,
         loading=_loading(ranks, say, step),
         process_bytes=basics.process_bytes,

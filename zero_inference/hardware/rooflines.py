@@ -103,11 +103,16 @@ def measure_rooflines(
 def rooflines(ranks: Ranks, disk: Path | None, known: CpuProfile | None = None) -> list[Roofline]:
     """Return the rooflines of the link (without a GPU: host memory), the CPU, the device and `disk`."""
     on_gpu = ranks.device.type == "cuda"
-    of_link = _of_link(ranks) if on_gpu else _of_host_memory(ranks.device)
-    return of_link + _of_cores(ranks, known) + _of_device(ranks.device) + ([] if disk is None else [_of_disk(disk)])
+    link = _link_rooflines(ranks) if on_gpu else _host_memory_rooflines(ranks.device)
+    return (
+        link
+        + _cpu_rooflines(ranks, known)
+        + _device_rooflines(ranks.device)
+        + ([] if disk is None else [_disk_roofline(disk)])
+    )
 
 
-def _of_link(ranks: Ranks) -> list[Roofline]:
+def _link_rooflines(ranks: Ranks) -> list[Roofline]:
     device = ranks.device
     found = [
         Roofline(
@@ -151,7 +156,7 @@ def _of_all_links(devices: list[torch.device]) -> Roofline:
     )
 
 
-def _of_host_memory(device: torch.device) -> list[Roofline]:
+def _host_memory_rooflines(device: torch.device) -> list[Roofline]:
     return [
         Roofline(
             "host_memory_copy_gbps",
@@ -168,11 +173,11 @@ def _of_host_memory(device: torch.device) -> list[Roofline]:
     ]
 
 
-def _of_cores(ranks: Ranks, known: CpuProfile | None = None) -> list[Roofline]:
+def _cpu_rooflines(ranks: Ranks, known: CpuProfile | None = None) -> list[Roofline]:
     """Return the rooflines of CPU reads and products and, with a GPU, those of CPU and link while both are busy."""
     if load_library() is None:
         return []
-    cpus = bench_cpu.cpus_of(ranks)
+    cpus = bench_cpu.cpus_of_rank(ranks)
     many = f"{len(cpus)} core{'s' if len(cpus) > 1 else ''}"
     found = [
         Roofline(
@@ -204,11 +209,11 @@ def _of_cores(ranks: Ranks, known: CpuProfile | None = None) -> list[Roofline]:
                 )
             )
     if ranks.device.type == "cuda" and load_extension():  # it has the kernels of the hand-off
-        found += _of_cores_beside_link(ranks.device, cpus, many, rates.get(("bfloat16", 1)))
+        found += _cpu_beside_link_rooflines(ranks.device, cpus, many, rates.get(("bfloat16", 1)))
     return found
 
 
-def _of_cores_beside_link(
+def _cpu_beside_link_rooflines(
     device: torch.device, cpus: tuple[int, ...], many: str, known: CpuProductRate | None
 ) -> list[Roofline]:
     def measured() -> CpuProductRate | bench_cpu.ConcurrentRates:
@@ -230,7 +235,7 @@ def _of_cores_beside_link(
     ]
 
 
-def _of_device(device: torch.device) -> list[Roofline]:
+def _device_rooflines(device: torch.device) -> list[Roofline]:
     on_gpu = device.type == "cuda"
     memory = Roofline(
         "device_copy_gbps",
@@ -239,10 +244,10 @@ def _of_device(device: torch.device) -> list[Roofline]:
         lambda: bench_device.device_copy_gb_per_s(device),
     )
     dtypes = (torch.bfloat16, torch.float16 if on_gpu else torch.float32)
-    return [memory, *(_of_products(device, dtype) for dtype in dtypes)]
+    return [memory, *(_product_roofline(device, dtype) for dtype in dtypes)]
 
 
-def _of_products(device: torch.device, dtype: torch.dtype) -> Roofline:
+def _product_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
     name = str(dtype).removeprefix("torch.")
     return Roofline(
         f"matmul_{name}_tflops",
@@ -253,7 +258,7 @@ def _of_products(device: torch.device, dtype: torch.dtype) -> Roofline:
     )
 
 
-def _of_disk(disk: Path) -> Roofline:
+def _disk_roofline(disk: Path) -> Roofline:
     return Roofline(
         "disk_read_gbps",
         f"read from {disk}, bypassing the page cache",

@@ -93,13 +93,13 @@ def read_gpu_link(uuid: str, name: str, root: str = "/") -> GpuLink:
             break
     if known.get("pci_id"):
         folder = Path(root) / "sys/bus/pci/devices" / known["pci_id"]
-        width = _number(_read(folder / "max_link_width"))
+        width = _parse_int(_read(folder / "max_link_width"))
         for key, own in (
             ("generation_max", parse_link_speed(_read(folder / "max_link_speed"))),
             ("width_max", width if width in WIDTHS else None),
         ):
             known[key] = max((value for value in (known.get(key), own) if value is not None), default=None)
-        node = _number(_read(folder / "numa_node"))
+        node = _parse_int(_read(folder / "numa_node"))
         known["numa_node"] = node if node is not None and node >= 0 else None  # -1: no node known
     return GpuLink(**known)
 
@@ -144,7 +144,9 @@ def parse_smi_csv(text: str) -> dict[str, dict]:
             continue
         uuid, pci_id, *numbers = fields
         names = ("generation", "generation_max", "width", "width_max")
-        gpus[uuid] = {"pci_id": sysfs_pci_id(pci_id)} | {name: _number(number) for name, number in zip(names, numbers)}
+        gpus[uuid] = {"pci_id": sysfs_pci_id(pci_id)} | {
+            name: _parse_int(number) for name, number in zip(names, numbers)
+        }
     return gpus
 
 
@@ -252,9 +254,9 @@ def _ask_nvidia_smi(uuid: str) -> dict | None:
     return parse_smi_csv(done.stdout).get(uuid)
 
 
-def _number(text: str) -> int | None:
+def _parse_int(text: str) -> int | None:
     try:
-        return int(text.strip())
+        return int(text)
     except ValueError:
         return None
 

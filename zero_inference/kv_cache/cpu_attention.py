@@ -31,7 +31,7 @@ from zero_inference.utils.model_sizes import kv_width
 from zero_inference.utils.transfers import Transfers
 
 CACHED_MASKS = 4  # a model has one or two kinds of masks in a pass
-MOST_BLOCK_POSITIONS = 64  # also the tile of the online softmax (csrc/cpu/attention_kernel.h)
+MAX_BLOCK_POSITIONS = 64  # also the tile of the online softmax (csrc/cpu/attention_kernel.h)
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
@@ -40,28 +40,29 @@ class HostMasks:
     """Copies of a model's attention masks on the host, one copy per mask and pass."""
 
     def __init__(self) -> None:
-        self.known: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        self.cached: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []  # (mask, *result of `on_host`)
 
     def on_host(self, mask: torch.Tensor | None, positions: int) -> tuple[int, torch.Tensor | None]:
-        """Return (window, None) where a window says the same as `mask`, else (0, the mask [batch or 1, heads or 1, new, positions]).
+        """Return (window, None) if a window expresses `mask`, else (0, the mask on the host [batch or 1, heads or 1, new, positions]).
 
         Args:
             mask: bool (True is visible) or float (added to logits); None: everything is visible.
         """
         if mask is None:
             return 0, None
-        for known, window, rest in self.known:
-            if known is mask:
-                return window, rest
-        host = mask[..., :positions].cpu()
-        window = window_of(host)
-        rest = None if window else host
-        self.known = [*self.known[1 - CACHED_MASKS :], (mask, window, rest)]
-        return window, rest
+        for cached, window, host_mask in self.cached:
+            if cached is mask:
+                return window, host_mask
+        on_host = mask[..., :positions].cpu()
+        window = window_of(on_host)
+        host_mask = None if window else on_host
+        self.cached = [*self.cached[1 - CACHED_MASKS :], (mask, window, host_mask)]
+        return window, host_mask
 
 
 def window_of(mask: torch.Tensor) -> int:
-    """Return how many of the last positions one token sees, if `mask` [batch, heads, new, positions] expresses just that; else 0."""
+    """Return how many of the last positions the new token sees, if `mask` [batch, heads, new, positions] is such a window of one token;
+    else 0."""
     if mask.shape[2] != 1:
         return 0
     visible = mask.flatten(0, 2)
@@ -76,7 +77,7 @@ def window_of(mask: torch.Tensor) -> int:
 
 def blocks_for(max_length: int) -> tuple[int, int]:
     """Return the number of blocks for `max_length` positions, and the fewest positions per block that suffice."""
-    count = math.ceil(max_length / MOST_BLOCK_POSITIONS)
+    count = math.ceil(max_length / MAX_BLOCK_POSITIONS)
     return count, math.ceil(max_length / count)
 
 
@@ -244,7 +245,7 @@ class PromptWriter:
         self.in_flight = True
         self.transfers.device_to_host_bytes += blocks.nbytes
 
-    def before_reading(self, device: torch.device) -> None:
+    def await_prompt(self, device: torch.device) -> None:
         """Make the current stream wait until the prompt's keys and values are on the host."""
         if self.in_flight:
             torch.cuda.current_stream(device).wait_stream(self.stream)
@@ -278,7 +279,7 @@ def attention_hand_off_bytes(config: Any, batch: int, element_bytes: int) -> tup
 
 
 class BlockingCpuAttention:
-    """Copies to page-locked memory and back, while the host waits; on a CPU nothing is copied.
+    """Copies queries and new keys and values to page-locked memory and outputs back, while the host waits; on a CPU nothing is copied.
 
     Args:
         transfers: counters to increment.
@@ -292,6 +293,7 @@ class BlockingCpuAttention:
     def attend(
         self, layer: CpuAttentionLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """See `CpuAttention`: query [batch, heads, new, key_dim] -> [batch, new, heads, value_dim]."""
         device = query.device
         states = query, *layer.new_states
         query, key, value = self._to_host(layer, states) if device.type == "cuda" else states
@@ -320,7 +322,7 @@ class BlockingCpuAttention:
         if self.staging.numel() < count:
             self.staging = torch.empty(count, dtype=torch.uint8, pin_memory=True)
         host = self.staging[:count].view(packed.dtype)
-        layer.cache.writer.before_reading(packed.device)
+        layer.cache.writer.await_prompt(packed.device)
         host.copy_(packed, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
@@ -331,41 +333,42 @@ class BlockingCpuAttention:
 
 
 class PooledCpuAttention:
-    """Attention by the CPU pool: synchronous for a model on the CPU; through a hand-off for one on a GPU, where the host waits for nothing
-    and no copy engine takes part, so that queries do not queue after weights on the link.
+    """Attention by the CPU pool: synchronous for a model on the CPU, through a hand-off for one on a GPU.
 
-    `BlockingCpuAttention` serves masks that are no window, and passes of more tokens than the hand-off's buffers hold.
+    In a hand-off the host does not wait and no copy engine is used, so queries do not queue after weights on the link.
+    `BlockingCpuAttention` computes with masks that no window expresses, and passes of more tokens than the hand-off's buffers hold.
 
     Args:
-        calls: for a model on the CPU `DirectCalls`, on a GPU `HandOff`.
-        cpus: CPUs for the threads of the `BlockingCpuAttention`; None: those of this thread.
+        calls: `DirectCalls` for a model on the CPU, `HandOff` for one on a GPU.
+        cpus: CPUs for the threads of `BlockingCpuAttention`; None: those of this thread.
     """
 
     def __init__(self, calls: DirectCalls | HandOff, cpus: set[int] | None = None):
         self.calls, self.pool, self.transfers, self.cpus = calls, calls.pool, calls.transfers, cpus
-        self.tasks: dict[CpuAttentionLayer, int] = {}
-        self.blocking = BlockingCpuAttention(calls.transfers, calls.pool.threads)
+        self.tasks: dict[CpuAttentionLayer, int] = {}  # numbers of `add_attention`
+        self.fallback = BlockingCpuAttention(calls.transfers, calls.pool.threads)
 
     def attend(
         self, layer: CpuAttentionLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """See `CpuAttention`: query [batch, heads, new, key_dim] -> [batch, new, heads, value_dim]."""
         batch, heads, new, _ = query.shape
         keys, values = layer.stored
-        states = query, *layer.new_states
+        states = query, *layer.new_states  # [batch, heads or kv_heads, new, dim]
         out = query.new_empty((batch, new, heads, values.shape[4]))
         if mask is not None or not self._fits(states, out):
             with _running_on(self.cpus):
-                return self.blocking.attend(layer, query, window, mask)
+                return self.fallback.attend(layer, query, window, mask)
         if layer not in self.tasks:
             logits = layer.logits
             self.tasks[layer] = add_attention(
                 self.pool, keys, values, heads, logits.scale, logits.softcap, logits.slopes, logits.sinks
             )
         self.transfers.cpu_bytes += _bytes_read(layer, query, window)
-        packed = torch.cat([part.flatten() for part in states])
+        packed = torch.cat([part.flatten() for part in states])  # one buffer, one hand-off
         task, length = self.tasks[layer], layer.length
         if isinstance(self.calls, HandOff):
-            layer.cache.writer.before_reading(out.device)
+            layer.cache.writer.await_prompt(out.device)
             target = self.calls.output.data_ptr()
             self.calls.run(
                 [packed],
@@ -377,6 +380,7 @@ class PooledCpuAttention:
         return out
 
     def _fits(self, states: tuple[torch.Tensor, ...], out: torch.Tensor) -> bool:
+        """Return whether the hand-off's buffers hold input and output."""
         if not isinstance(self.calls, HandOff):
             return True
         needed = sum(part.nbytes for part in states)
@@ -385,7 +389,7 @@ class PooledCpuAttention:
 
 @contextlib.contextmanager
 def _running_on(cpus: set[int] | None) -> Iterator[None]:
-    """Let threads that are started within it run on `cpus`: they inherit this thread's affinity."""
+    """Set this thread's affinity to `cpus` inside the `with` block: threads that are started there inherit it."""
     before = os.sched_getaffinity(0)
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
@@ -396,6 +400,6 @@ def _running_on(cpus: set[int] | None) -> Iterator[None]:
 
 
 def _bytes_read(layer: CpuAttentionLayer, query: torch.Tensor, window: int) -> int:
-    """Return the bytes of keys and values, which are read once for all new tokens."""
+    """Return the bytes of keys and values that attention reads, once for all new tokens."""
     positions = min(layer.length, window + query.shape[2] - 1) if window else layer.length
     return positions * sum(stored[0, :, :, 0].nbytes for stored in layer.stored)

@@ -232,11 +232,11 @@ def _is_equal(one: Any, other: torch.Tensor) -> bool:
     )
 
 
-MOST_EXPERTS, MOST_CHOSEN = 1024, 32
+MAX_EXPERTS, MAX_CHOSEN = 1024, 32  # limits of the kernel
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRIAL_TOKENS = 128
-WIDE = 300.0  # factor of hidden states for which softmax over all experts is 0 for most
-ROUNDINGS = {torch.float32: 8}  # by which weights may differ, for sums in another order; 1 for other dtypes
+LARGE = 300.0  # factor of hidden states with which the softmax over all experts is 0 for most
+ROUNDINGS = {torch.float32: 8}  # roundings by which weights may differ, for sums in another order; 1 for other dtypes
 
 LIBRARY = operator_library(__name__)
 LIBRARY.define(
@@ -247,21 +247,21 @@ LIBRARY.define(
 def choose_experts_reference(
     logits: Tensor, k: int, softmax_first: bool, normalized: bool, in_float32: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return weights and numbers, both [tokens, k], of the experts that each token chooses by `logits` [tokens, experts].
+    """Return weights and ids, both [tokens, k], of the experts that each token is routed to by `logits` [tokens, experts].
 
     Args:
-        softmax_first: over all experts; else over the chosen ones.
-        normalized: with that, divide the weights by their sum.
+        softmax_first: take the softmax over all experts; else over the chosen ones.
+        normalized: with `softmax_first`, divide the weights by their sum.
         in_float32: return weights in float32; else in the dtype of the logits.
     """
     scores = logits.float()
     if softmax_first:
-        weights, numbers = scores.softmax(-1).topk(k, -1)
+        weights, ids = scores.softmax(-1).topk(k, -1)
         weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
     else:
-        weights, numbers = scores.topk(k, -1)
+        weights, ids = scores.topk(k, -1)
         weights = weights.softmax(-1)
-    return weights if in_float32 else weights.to(logits.dtype), numbers
+    return weights if in_float32 else weights.to(logits.dtype), ids
 
 
 LIBRARY.impl("choose_experts", choose_experts_reference, "CompositeExplicitAutograd")
@@ -269,11 +269,11 @@ LIBRARY.impl("choose_experts", choose_experts_reference, "CompositeExplicitAutog
 
 @dataclass(frozen=True)
 class RouterForm:
-    """Arguments of the kernel with which it equals a router.
+    """Arguments with which `choose_experts` computes what a router does.
 
     Attributes:
-        dtype: of hidden states and the router's weight.
-        logits_dtype: of the logits that the router returns.
+        dtype: dtype of hidden states and the router's weight.
+        logits_dtype: dtype of the logits that the router returns.
     """
 
     k: int
@@ -283,48 +283,48 @@ class RouterForm:
     dtype: torch.dtype
     logits_dtype: torch.dtype
 
-    def of(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the router's output: logits, weights and numbers."""
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the router's output for `logits` [tokens, experts]: logits, weights [tokens, k] and expert ids [tokens, k]."""
         choice = (self.k, self.softmax_first, self.normalized, self.in_float32)
         return logits.to(self.logits_dtype), *torch.ops.zero_inference.choose_experts(logits, *choice)
 
 
 def detect_routers(model: nn.Module, device: torch.device) -> dict[str, RouterForm]:
-    """Return by name the routers of `model`, which may be on the meta device, that the kernel equals on `device`."""
-    known: dict[Any, RouterForm | None] = {}  # by type, attributes and shapes
-    found = {}
+    """Return by name the routers of `model` (may be on the meta device) that the `choose_experts` kernel can replace on `device`."""
+    matched: dict[Any, RouterForm | None] = {}  # by type, attributes and shapes
+    routers = {}
     for name, module in model.named_modules():
         if _may_route(module):
-            own = tuple(
+            settings = tuple(
                 sorted((key, value) for key, value in vars(module).items() if type(value) in (int, float, bool))
             )
             shapes = tuple((key, tuple(p.shape), p.dtype) for key, p in module.named_parameters())
-            key = type(module), own, shapes
-            if key not in known:
-                known[key] = _match_router(module, device)
-            if (routing := known[key]) is not None:
-                found[name] = routing
-    return found
+            key = type(module), settings, shapes
+            if key not in matched:
+                matched[key] = _match_router(module, device)
+            if (form := matched[key]) is not None:
+                routers[name] = form
+    return routers
 
 
-def install_routing_kernel(model: nn.Module, found: dict[str, RouterForm]) -> Patches:
-    """Let the routers `found` of a loaded model use the kernel until the result is closed, except those whose `forward` is replaced."""
+def install_routing_kernel(model: nn.Module, routers: dict[str, RouterForm]) -> Patches:
+    """Let `routers` of a loaded model use the kernel until the result is closed, except those whose `forward` is replaced."""
     patches = Patches()
-    for name, routing in found.items():
+    for name, form in routers.items():
         module = model.get_submodule(name)
         if "forward" not in vars(module):
-            patches.set_attr(module, "forward", MethodType(_forward_of(routing), module))
+            patches.set_attr(module, "forward", MethodType(_forward_of(form), module))
     return patches
 
 
-def _forward_of(routing: RouterForm) -> Any:
+def _forward_of(form: RouterForm) -> Any:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         weight = self.weight
-        alike = hidden_states.dtype == weight.dtype == routing.dtype and hidden_states.device == weight.device
-        wanted = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
-        if args or options or hidden_states.dim() != 2 or not alike or wanted:
+        fits = hidden_states.dtype == weight.dtype == form.dtype and hidden_states.device == weight.device
+        needs_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+        if args or options or hidden_states.dim() != 2 or not fits or needs_gradient:
             return type(self).forward(self, hidden_states, *args, **options)
-        return routing.of(_logits(self, hidden_states))
+        return form.route(_logits(self, hidden_states))
 
     return forward
 
@@ -335,61 +335,65 @@ def _logits(router: Any, hidden_states: Tensor) -> Tensor:
 
 def _may_route(module: nn.Module) -> bool:
     """Return whether `module` holds a matrix [experts, hidden], perhaps a bias, and a number of experts to choose."""
-    own = dict(module.named_parameters())
-    weight = own.get("weight")
+    parameters = dict(module.named_parameters())
+    weight = parameters.get("weight")
     return (
         not type(module).__module__.startswith("torch.")
         and not isinstance(module, nn.Linear)  # the CPU may compute such a one, or an adapter wrap it
         and weight is not None
-        and own.keys() <= {"weight", "bias"}
+        and parameters.keys() <= {"weight", "bias"}
         and weight.dim() == 2
         and weight.dtype in DTYPES
-        and weight.shape[0] <= MOST_EXPERTS
-        and experts_per_token(module, None, weight.shape[0]) <= min(MOST_CHOSEN, weight.shape[0] - 1)
+        and weight.shape[0] <= MAX_EXPERTS
+        and experts_per_token(module, None, weight.shape[0]) <= min(MAX_CHOSEN, weight.shape[0] - 1)
     )
 
 
 @torch.no_grad()
 def _match_router(module: nn.Module, device: torch.device) -> RouterForm | None:
-    """Return the form that chooses the same experts as `module` with the closest weights, if they differ only by roundings."""
-    router, draw = copy.copy(module), torch.Generator().manual_seed(0)
+    """Return the form that routes random hidden states to the same experts as `module`, with the closest weights; None if no form does, or
+    the weights differ by more than rounding."""
+    router, generator = copy.copy(module), torch.Generator().manual_seed(0)
     vars(router)["_parameters"] = {
         name: nn.Parameter(
-            torch.randn(p.shape, generator=draw).mul_(2 * p.shape[-1] ** -0.5).to(device, p.dtype), False
+            torch.randn(p.shape, generator=generator).mul_(2 * p.shape[-1] ** -0.5).to(device, p.dtype), False
         )
         for name, p in module.named_parameters()
     }
     dtype, (experts, hidden) = router.weight.dtype, router.weight.shape
     k = experts_per_token(module, None, experts)
-    x = torch.randn(TRIAL_TOKENS, hidden, generator=draw).to(device, dtype)
-    differing: dict[RouterForm, float] = {}
+    x = torch.randn(TRIAL_TOKENS, hidden, generator=generator).to(device, dtype)
+    errors: dict[RouterForm, float] = {}  # largest relative difference of the weights
     try:
-        (logits, own), (wide_logits, own_wide) = (
-            (_logits(router, each), type(module).forward(router, each)) for each in (x, WIDE * x)
+        (logits, output), (large_logits, large_output) = (
+            (_logits(router, each), type(module).forward(router, each)) for each in (x, LARGE * x)
         )
-        own_logits, own_weights, own_numbers = own
-        if own_numbers.dtype != torch.int64 or not torch.equal(logits.to(own_logits.dtype), own_logits):
+        expected_logits, expected_weights, expected_ids = output
+        if expected_ids.dtype != torch.int64 or not torch.equal(logits.to(expected_logits.dtype), expected_logits):
             return None
-        rows, wide_rows = _without_equals(logits, k), _without_equals(wide_logits, k)
-        in_float32 = own_weights.dtype == torch.float32
+        rows, large_rows = _rows_without_ties(logits, k), _rows_without_ties(large_logits, k)
+        in_float32 = expected_weights.dtype == torch.float32
         for softmax_first, normalized in ((False, False), (True, True), (True, False)):
-            routing = RouterForm(k, softmax_first, normalized, in_float32, dtype, own_logits.dtype)
-            _, weights, numbers = routing.of(logits)
-            same = weights.dtype == own_weights.dtype and torch.equal(numbers[rows], own_numbers[rows])
+            form = RouterForm(k, softmax_first, normalized, in_float32, dtype, expected_logits.dtype)
+            _, weights, ids = form.route(logits)
+            same = weights.dtype == expected_weights.dtype and torch.equal(ids[rows], expected_ids[rows])
             if not softmax_first:  # this form also ranks experts whose softmax over all is 0
-                same = same and torch.equal(routing.of(wide_logits)[2][wide_rows], own_wide[2][wide_rows])
+                same = same and torch.equal(form.route(large_logits)[2][large_rows], large_output[2][large_rows])
             if same:
-                of_rows, own_of_rows = weights[rows].double(), own_weights[rows].double()
-                differing[routing] = float(((of_rows - own_of_rows) / own_of_rows).abs().max())
+                actual, expected = weights[rows].double(), expected_weights[rows].double()
+                errors[form] = float(((actual - expected) / expected).abs().max())
     except Exception:  # it runs the module's code
         return None
-    best = min(differing, key=differing.__getitem__, default=None)
-    allowed = ROUNDINGS.get(own_weights.dtype, 1) * torch.finfo(own_weights.dtype).eps
-    return best if best is not None and differing[best] <= allowed else None
+    best = min(errors, key=errors.__getitem__, default=None)
+    allowed = ROUNDINGS.get(expected_weights.dtype, 1) * torch.finfo(expected_weights.dtype).eps
+    return best if best is not None and errors[best] <= allowed else None
 
 
-def _without_equals(logits: Tensor, k: int) -> Tensor:
-    """Return the rows whose largest logits all differ: equal ones may come in any order. Raise ValueError if fewer than 1 in 16 do."""
+def _rows_without_ties(logits: Tensor, k: int) -> Tensor:
+    """Return the indices of rows whose k + 1 largest logits all differ: equal ones may be chosen in any order.
+
+    Raises ValueError if fewer than 1 in 16 rows are so.
+    """
     rows = (logits.topk(k + 1, -1).values.diff(dim=-1) != 0).all(-1).nonzero().view(-1)
     if 16 * rows.numel() < logits.shape[0]:
         raise ValueError("too many equal logits")

@@ -45,7 +45,7 @@ class Snapshot:
 
     def fetch_code(self) -> None:
         """Fetch the repository's Python files."""
-        with self._explained("its code"):
+        with self._hub_errors("its code"):
             self._fetch(["*.py"])
 
     def fetch_tokenizer(self) -> Path:
@@ -53,7 +53,7 @@ class Snapshot:
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         progress = current_progress()
-        with self._explained("its tokenizer"), progress.slow(f"fetching the tokenizer of {self.name}", ANNOUNCED_S):
+        with self._hub_errors("its tokenizer"), progress.slow(f"fetching the tokenizer of {self.name}", ANNOUNCED_S):
             try:
                 _need_listing(self.name, self.folder.name)
                 self._fetch(TOKENIZER_FILES, NO_TOKENIZER_FILES)
@@ -69,7 +69,7 @@ class Snapshot:
             return self.folder  # a commit does not change
         except RunError:
             pass
-        with self._explained("its weights"):
+        with self._hub_errors("its weights"):
             _need_listing(self.name, self.folder.name)
             patterns = [glob.escape(name) for name in self._weight_names()]
             with show_download(self.name, self.folder, patterns):
@@ -91,8 +91,8 @@ class Snapshot:
         names = " or ".join(single for single, _ in WEIGHT_FILES)
         raise UsageError(f"--model {self.asked}: {self.name} has no {names} (nor their index) on the hub; {ANOTHER}.")
 
-    def _explained(self, what: str):
-        return _explained(self.asked, self.name, what, self.unreachable)
+    def _hub_errors(self, what: str):
+        return _hub_errors(self.asked, self.name, what, self.unreachable)
 
     def _fetch(self, patterns: list[str], ignored: list[str] | None = None) -> None:
         from huggingface_hub import snapshot_download
@@ -113,7 +113,7 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with current_progress().slow(f"looking up {name} on the hub", ANNOUNCED_S):
         unreachable = _why_unreachable(name)
-        with _explained(asked, name, "its config.json", unreachable):
+        with _hub_errors(asked, name, "its config.json", unreachable):
             # not hf_hub_download, which retries a dead network
             folder = Path(snapshot_download(name, allow_patterns=["config.json"]))
             if not (folder / "config.json").is_file():
@@ -177,7 +177,7 @@ def _need_listing(name: str, commit: str) -> None:
 
 
 @contextmanager
-def _explained(asked: str, name: str, what: str, unreachable: str | None) -> Iterator[None]:
+def _hub_errors(asked: str, name: str, what: str, unreachable: str | None) -> Iterator[None]:
     """Turn errors of the hub's client into UsageError; with `unreachable` the network is not used."""
     try:
         with _without_network() if unreachable else nullcontext():

@@ -125,10 +125,10 @@ def layer_kinds(model: nn.Module) -> LayerKinds:
     known = all(type(module).__module__.startswith(KNOWN_CODE) for module in model.modules())
     if not known or _share_something(model, layers):
         return LayerKinds(())
-    entries = _entries_of_config(model.config, len(layers))
+    entries = _config_entries(model.config, len(layers))
     kinds: dict[Any, list[int]] = {}
     for position, layer in enumerate(layers):
-        kinds.setdefault((entries[position], _contents(layer, position)), []).append(position)
+        kinds.setdefault((entries[position], _describe_layer(layer, position)), []).append(position)
     return LayerKinds(tuple(map(tuple, kinds.values())))
 
 
@@ -143,10 +143,10 @@ def first_layer_bytes(model: nn.Module) -> dict[int, int]:
 
 
 def copy_with_few_layers(model: nn.Module, kinds: LayerKinds) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """Copy `model`; in its list of layers each that does not run is the object of one that runs.
+    """Copy `model` with a few layers of each kind; in the copy's list the others are the same objects as these.
 
     Returns:
-        the copy, and by position the layers that run; {} if all do.
+        the copy, and its layers by position; {} if all layers were copied.
     """
     if not kinds.repeated:
         return copy.deepcopy(model), {}
@@ -176,8 +176,11 @@ def _object_ids(modules: Iterable[nn.Module]) -> set[int]:
     return found
 
 
-def _entries_of_config(config: Any, count: int) -> list[tuple]:
-    """Return for each layer its entries in the config's lists of `count` entries, except lists of all indices."""
+def _config_entries(config: Any, count: int) -> list[tuple]:
+    """Return for each of `count` layers its entries in all lists of the config with one entry a layer, such as `layer_types`.
+
+    Lists of the layers' indices are left out, because these always differ.
+    """
     lists = [
         value
         for each in {id(part): part for part in (config, config.get_text_config())}.values()
@@ -187,21 +190,21 @@ def _entries_of_config(config: Any, count: int) -> list[tuple]:
     return [tuple(_comparable(value[position]) for value in lists) for position in range(count)]
 
 
-def _contents(layer: nn.Module, position: int) -> tuple:
-    """Return names, types, tensors and attributes of all modules, as values that are equal for layers of one kind."""
-    found = []
+def _describe_layer(layer: nn.Module, position: int) -> tuple:
+    """Return names, types, tensors and attributes of all modules of a layer: equal for layers of one kind, which differ by values only."""
+    description = []
     for name, module in layer.named_modules():
         tensors = tuple(
-            (own, tensor if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype))
-            for own, tensor in (*module._parameters.items(), *module._buffers.items())
+            (key, tensor if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype))
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())
         )
         attributes = tuple(
             (key, "its index" if key in INDEX_NAMES and value == position else _comparable(value))
             for key, value in vars(module).items()
             if key not in ("_parameters", "_buffers", "_modules")
         )
-        found.append((name, type(module), tensors, attributes))
-    return tuple(found)
+        description.append((name, type(module), tensors, attributes))
+    return tuple(description)
 
 
 def _comparable(value: Any) -> Any:

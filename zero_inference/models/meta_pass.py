@@ -21,8 +21,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from zero_inference.models.layers import LayerKinds, copy_with_few_layers, layer_kinds
 from zero_inference.utils.patching import Patches
 
-# More than any model has that computes its positions at once; recurrent ones that loop over them are estimated.
-MOST_OPERATORS = 40_000
+# More than any model has that computes its positions in parallel; recurrent ones that loop over them are estimated.
+MAX_OPERATORS = 40_000
 
 
 class LayersDiffer(Exception):
@@ -30,7 +30,7 @@ class LayersDiffer(Exception):
 
 
 class TooManyOperators(Exception):
-    """A pass has more than `MOST_OPERATORS`."""
+    """A pass has more than `MAX_OPERATORS`."""
 
 
 class LayerObserver(ABC):
@@ -45,8 +45,8 @@ class LayerObserver(ABC):
         """Return the counts of a call since `start`: equal for calls that did the same.
 
         Args:
-            position: of the layer in the list.
-            made: storages that the call has made and returned.
+            position: index of the layer.
+            made: storages that the call has allocated and returned.
 
         Raises:
             LayersDiffer: the call cannot be repeated.
@@ -57,19 +57,19 @@ class LayerObserver(ABC):
         """Add the `counts` of an `end_call` once more.
 
         Args:
-            position: of the layer that is not run.
-            made: a new tensor for each storage that the call made and returned.
+            position: index of the layer that is not run.
+            made: a new tensor for each storage that the call allocated and returned.
         """
 
     def paused(self) -> AbstractContextManager:
-        """Within it, operators do not belong to the pass."""
+        """Ignore operators inside the `with` block."""
         return nullcontext()
 
 
 class PassObserver(LayerObserver, TorchDispatchMode):
-    """Is called for each operator of a pass, except in calls of layers that are repeated.
+    """Observes each operator of a pass, except in calls of layers that are repeated.
 
-    Raises TooManyOperators after `MOST_OPERATORS`, repeated ones included.
+    Raises TooManyOperators after `MAX_OPERATORS`, repeated ones included.
     """
 
     def __init__(self) -> None:
@@ -88,18 +88,18 @@ class PassObserver(LayerObserver, TorchDispatchMode):
 
     def count(self, operators: int) -> None:
         self.operators_seen += operators
-        if self.operators_seen > MOST_OPERATORS:
+        if self.operators_seen > MAX_OPERATORS:
             raise TooManyOperators
 
     @abstractmethod
     def on_operator(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
-        """Called after an operator; `given` are the storages of its arguments as they were before."""
+        """Called after an operator; `given` are the storages of its arguments before it."""
 
     def on_module_call(self, module: nn.Module) -> None:
         """Called before a module's forward."""
 
     def on_module_return(self) -> None:
-        """Called after it."""
+        """Called after a module's forward."""
 
     def on_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
         """Called for PyTorch's attention, which returns `out`."""
@@ -144,11 +144,11 @@ def observe_pass(
     """
 
     def run(copied: Any, observer: PassObserver) -> None:
-        one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(copied.forward).parameters else {}
+        last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(copied.forward).parameters else {}
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
         cache = {} if past is None else {"past_key_values": _passing_cache(copied.config, past)}
         with _no_padding(), _module_hooks(observer), _AttentionWithoutScores(observer), observer:
-            copied(input_ids=ids, **cache, use_cache=past is not None, **one)
+            copied(input_ids=ids, **cache, use_cache=past is not None, **last_only)
 
     return run_on_meta(model, dtype, make, run)
 
@@ -156,11 +156,11 @@ def observe_pass(
 def run_on_meta(
     model: Any, dtype: torch.dtype, make: Callable[[Any], Observer], run: Callable[[Any, Observer], None]
 ) -> Observer | None:
-    """Have `run` call a copy of `model` on the meta device, with a few layers of each kind; with all, if they turn out to differ.
+    """Let `run` call a copy of `model` on the meta device with a few layers of each kind; again with all layers, if those of a kind differ.
 
     Args:
         make, dtype: as of `observe_pass`.
-        run: given the copy and its observer.
+        run: calls the copy; gets it and its observer.
 
     Returns:
         the observer; None if the model cannot run there.
@@ -184,7 +184,8 @@ def run_on_meta(
 
 
 class _LayerRepeater:
-    """Lets each layer of a copied model compute in its first call only; later calls stand for other layers and are repeated.
+    """Lets each layer of a copied model run in its first call only; its later calls stand for other layers of its kind, and repeat the
+    recorded outputs and counts.
 
     Calls with arguments of the same shapes have to do the same.
 
@@ -199,36 +200,44 @@ class _LayerRepeater:
         """
         self.repeated = 0
         self._observer = observer
-        self._calls: dict[Any, _Call] = {}  # by kind and arguments
-        self._given: list[Any] = []  # keeps arguments alive: calls are distinguished by their ids
+        self._calls: dict[Any, _Call] = {}  # recorded calls by kind and arguments
+        self._arguments: list[Any] = []  # keeps arguments alive: calls are distinguished by their ids
         self._weights = {storage_of(tensor) for layer in layers.values() for tensor in layer.parameters()}
         for kind, positions in enumerate(kinds.positions):
             others = positions[2:-1]
             for position in kinds.layers_to_run(kind) if others else ():
                 layer = layers[position]
                 later = iter(others if position == positions[0] else ())
-                layer.forward = self._replace(layer.forward, kind, position, later)
+                layer.forward = self._run_once(layer.forward, kind, position, later)
 
-    def _replace(self, forward: Callable, kind: int, position: int, others: Iterator[int]) -> Callable:
-        """Return a forward that computes once, as `position`, and then repeats the calls of `others`."""
-        ran = False
+    def _run_once(self, forward: Callable, kind: int, position: int, later: Iterator[int]) -> Callable:
+        """Return a forward that runs and records the first call, and answers each later one from the record.
+
+        Args:
+            kind: index of the layer's kind; layers of one kind share their records.
+            position: index of the layer.
+            later: indices of the layers that later calls stand for, in order.
+
+        The forward raises LayersDiffer if a later call has no record, or two layers of one kind did different things.
+        """
+        has_run = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal ran
-            given, structure = tree_flatten((args, kwargs))
-            key = kind, str(structure), _describe_arguments(given, self._weights)
-            if ran:
-                other = next(others, None)
-                if other is None or key not in self._calls:
+            nonlocal has_run
+            arguments, structure = tree_flatten((args, kwargs))
+            key = kind, str(structure), _describe_arguments(arguments, self._weights)
+            if has_run:
+                index = next(later, None)
+                if index is None or key not in self._calls:
                     raise LayersDiffer
                 self.repeated += 1
-                return self._calls[key].repeat(other, given, self._observer)
-            ran = True
-            self._given += [each for each in given if not isinstance(each, torch.Tensor)]
+                return self._calls[key].repeat(index, arguments, self._observer)
+            has_run = True
+            self._arguments += [each for each in arguments if not isinstance(each, torch.Tensor)]
             start = self._observer.begin_call()
             out = forward(*args, **kwargs)
-            found = _record_call(out, given, lambda made: self._observer.end_call(start, position, made))
-            if self._calls.setdefault(key, found) != found:
+            recorded = _record_call(out, arguments, lambda made: self._observer.end_call(start, position, made))
+            if self._calls.setdefault(key, recorded) != recorded:
                 raise LayersDiffer
             return out
 
@@ -237,7 +246,7 @@ class _LayerRepeater:
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that a call returns, in storage number `storage` of those that it makes."""
+    """A tensor that a call returns, in a storage that it allocates: number `storage` among those."""
 
     storage: int
     dtype: torch.dtype
@@ -251,8 +260,9 @@ class _Call:
     """The result of a layer's call and what was counted in it.
 
     Attributes:
-        leaves: each a `_Made`, a tuple with the index of the argument that it is, or a plain value.
-        storages: bytes of those that it makes.
+        leaves: outputs: each a `_Made`, a tuple with the index of the argument that is returned, or a plain value.
+        storages: bytes of each storage that it allocates.
+        counts: result of `LayerObserver.end_call`.
     """
 
     leaves: tuple
@@ -260,22 +270,23 @@ class _Call:
     storages: tuple[int, ...]
     counts: Any
 
-    def repeat(self, position: int, given: list, observer: LayerObserver) -> Any:
+    def repeat(self, position: int, arguments: list, observer: LayerObserver) -> Any:
+        """Return new outputs for `arguments`, and count the call once more, for the layer at `position`."""
         with observer.paused():
             memory = [torch.empty(nbytes, dtype=torch.uint8, device="meta") for nbytes in self.storages]
-            leaves = [self._leaf(each, given, memory) for each in self.leaves]
+            leaves = [self._leaf(each, arguments, memory) for each in self.leaves]
         observer.repeat_call(position, self.counts, memory)
         return tree_unflatten(leaves, self.structure)
 
     @staticmethod
-    def _leaf(leaf: Any, given: list, memory: list[torch.Tensor]) -> Any:
+    def _leaf(leaf: Any, arguments: list, memory: list[torch.Tensor]) -> Any:
         if isinstance(leaf, _Made):
             return memory[leaf.storage].view(leaf.dtype).as_strided(leaf.size, leaf.stride, leaf.offset)
-        return given[leaf[0]] if isinstance(leaf, tuple) else leaf
+        return arguments[leaf[0]] if isinstance(leaf, tuple) else leaf
 
 
-def _describe_arguments(given: list, weights: set[int]) -> tuple:
-    """Return a hashable that is equal for calls that compute the same: shapes, and which tensors share memory, but not their values."""
+def _describe_arguments(arguments: list, weights: set[int]) -> tuple:
+    """Return a hashable that is equal for calls that compute the same: shapes, and which tensors share memory, without values."""
     storages: dict[int, int] = {}
     return tuple(
         (
@@ -285,30 +296,29 @@ def _describe_arguments(given: list, weights: set[int]) -> tuple:
         )
         if isinstance(each, torch.Tensor)
         else (type(each), each if _is_plain(each) else id(each))
-        for each in given
+        for each in arguments
     )
 
 
-def _record_call(out: Any, given: list, end_call: Callable[[set[int]], Any]) -> _Call:
+def _record_call(out: Any, arguments: list, end_call: Callable[[set[int]], Any]) -> _Call:
+    """Return the record of a call that returned `out`. Raises LayersDiffer if it returned views of arguments or other objects."""
     leaves, structure = tree_flatten(out)
-    index_of = {id(each): index for index, each in reversed([*enumerate(given)])}
-    not_made = {storage_of(each) for each in given if isinstance(each, torch.Tensor)}
-    storages: dict[int, int] = {}  # storage -> bytes
-    numbers: dict[int, int] = {}
-    found: list[Any] = []
+    index_of = {id(each): index for index, each in reversed([*enumerate(arguments)])}
+    argument_storages = {storage_of(each) for each in arguments if isinstance(each, torch.Tensor)}
+    storages: dict[int, int] = {}  # storage -> bytes, in the order of `_Made.storage`
+    recorded: list[Any] = []
     for leaf in leaves:
         if _is_plain(leaf):
-            found.append(leaf)
+            recorded.append(leaf)
         elif id(leaf) in index_of:
-            found.append((index_of[id(leaf)],))
-        elif isinstance(leaf, torch.Tensor) and storage_of(leaf) not in not_made:
-            key = storage_of(leaf)
-            storages[key] = leaf.untyped_storage().nbytes()
-            number = numbers.setdefault(key, len(numbers))
-            found.append(_Made(number, leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.storage_offset()))
+            recorded.append((index_of[id(leaf)],))
+        elif isinstance(leaf, torch.Tensor) and storage_of(leaf) not in argument_storages:
+            storages[storage_of(leaf)] = leaf.untyped_storage().nbytes()
+            number = list(storages).index(storage_of(leaf))
+            recorded.append(_Made(number, leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.storage_offset()))
         else:
             raise LayersDiffer
-    return _Call(tuple(found), structure, tuple(storages.values()), end_call(set(storages)))
+    return _Call(tuple(recorded), structure, tuple(storages.values()), end_call(set(storages)))
 
 
 def _is_plain(value: Any) -> bool:
@@ -333,7 +343,7 @@ def _module_hooks(observer: PassObserver) -> Patches:
 
 
 def _no_padding() -> Patches:
-    """Have transformers take an attention mask as all ones: it may read one that a model has made, as OPT does in version 5.17."""
+    """Make transformers treat attention masks as all ones, since it would read the values of a mask that a model makes, as OPT's."""
     from transformers import masking_utils
 
     patches = Patches()
@@ -367,7 +377,7 @@ def _passing_cache(config: Any, past: int) -> Any:
 
 
 class _AttentionWithoutScores(TorchFunctionMode):
-    """PyTorch's attention as one operator that makes only its output."""
+    """Replaces PyTorch's attention by one operator that allocates its output only."""
 
     def __init__(self, observer: PassObserver) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ class Mlp:
     Attributes:
         first: one name; or, gated, those of gate and up. The same name twice is one linear with the rows of gate, then those of up.
         activation: f, a key of `ACTIVATIONS`.
-        gate_is_second: of one linear: up's rows come first.
+        gate_is_second: in one linear for both, up's rows come first.
     """
 
     first: tuple[str, ...]
@@ -77,12 +77,13 @@ def weight_layout(module: nn.Module) -> str | None:
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            return _tried_form(module)
+            return _try_layouts(module)
     except Exception:  # it runs the module's code
         return None
 
 
-def _tried_form(module: nn.Module) -> str | None:
+def _try_layouts(module: nn.Module) -> str | None:
+    """Return the layout with which a small copy of `module` returns the product with its weight; None if neither does."""
     rows, columns = module.weight.shape
     sizes = {rows: 24, columns: 24 if rows == columns else 8}
     small = copy.copy(module)
@@ -95,17 +96,16 @@ def _tried_form(module: nn.Module) -> str | None:
         else nn.Parameter(torch.randn([sizes[size] for size in p.shape], dtype=torch.float64), False)
         for name, p in module._parameters.items()
     }
-    for form, weight in ((ROWS, small.weight), (COLUMNS, small.weight.T)):
+    for layout, weight in ((ROWS, small.weight), (COLUMNS, small.weight.T)):
         x = torch.randn(3, weight.shape[1], dtype=torch.float64)
         try:
-            found = inspect.unwrap(type(module).forward)(small, x)
-        except (RuntimeError, ValueError):  # the widths of the other form
+            out = inspect.unwrap(type(module).forward)(small, x)
+        except (RuntimeError, ValueError):  # x has the columns of the other layout
             continue
-        if torch.is_tensor(found) and found.dtype == x.dtype and found.shape == (3, len(weight)):
-            if torch.allclose(
-                found, functional.linear(x, weight, getattr(small, "bias", None)), rtol=1e-10, atol=1e-10
-            ):
-                return form
+        if torch.is_tensor(out) and out.dtype == x.dtype and out.shape == (3, len(weight)):
+            expected = functional.linear(x, weight, getattr(small, "bias", None))
+            if torch.allclose(out, expected, rtol=1e-10, atol=1e-10):
+                return layout
     return None
 
 
@@ -120,6 +120,8 @@ def name_activation(function: Callable[[torch.Tensor], torch.Tensor]) -> str | N
 
 
 class _Tracer(fx.Tracer):
+    """Traces into modules with linear ones in them; these, and modules without any, are single nodes."""
+
     def __init__(self, linears: set[nn.Module]):
         super().__init__()
         self.linears = linears
@@ -129,7 +131,7 @@ class _Tracer(fx.Tracer):
 
 
 class _NoMlp(Exception):
-    pass
+    """The graph has another form than `Mlp`."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class _Product:
 
 
 class _GraphReader:
+    """Reads the graph of a traced module from its output to its input; raises `_NoMlp` if it has another form than `Mlp`."""
+
     def __init__(self, module: nn.Module):
         self.module = module
 
@@ -153,7 +157,7 @@ class _GraphReader:
         node = self._without_dropout(node.args[0])
         activation = self._activation(node)
         if activation is not None:
-            return Mlp((self._whole(activation[1]).name,), activation[0], last)
+            return Mlp((self._undivided_product(activation[1]).name,), activation[0], last)
         if node.target not in (operator.mul, torch.mul, "mul") or len(node.args) != 2:
             raise _NoMlp
         for gate, up in (node.args, node.args[::-1]):
@@ -169,13 +173,15 @@ class _GraphReader:
             return Mlp((gate.name, up.name), activation, last, gate_is_second=gate.part == 1)
         raise _NoMlp
 
-    def _whole(self, node: Any) -> _Product:
+    def _undivided_product(self, node: Any) -> _Product:
+        """Return the linear module of which `node` is the whole output; raises `_NoMlp` if it is half of one, or anything else."""
         product = self._product(node)
         if product.parts != 1:
             raise _NoMlp
         return product
 
     def _product(self, node: Any) -> _Product:
+        """Return the linear module of the MLP's input of which `node` is the output, or a half of it; raises `_NoMlp` if there is none."""
         node = self._without_dropout(node)
         name = self._linear(node)
         if name is not None:
@@ -186,10 +192,11 @@ class _GraphReader:
             cut, part = node.args[0], node.args[1]
             arguments = dict(zip(("chunks", "dim"), cut.args[1:])) | dict(cut.kwargs)
             if arguments.get("chunks") == 2 and arguments.get("dim") == -1:
-                return _Product(self._whole(cut.args[0]).name, part, 2)
+                return _Product(self._undivided_product(cut.args[0]).name, part, 2)
         raise _NoMlp
 
     def _linear(self, node: fx.Node) -> str | None:
+        """Return the name of the linear module that `node` calls; None for other nodes."""
         if node.op == "call_module" and weight_layout(self._module(node)) is not None:
             return str(node.target)
         return None

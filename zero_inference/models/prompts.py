@@ -81,7 +81,7 @@ def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
         raise UsageError(f"--chat: {spec.name} has no chat template; drop --chat, or use a model made for chats.")
     if config.prompt_len != LONGEST_PROMPT:
         return config
-    with _explained(spec.name):
+    with _tokenizer_errors(spec.name):
         longest = max(len(prompt_parts(tokenizer, text, config.chat)) for text in config.prompt)
     if longest == 0:
         raise UsageError(f"--prompt: the tokenizer of {spec.name} makes no tokens of it; write another text.")
@@ -100,7 +100,7 @@ def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, s
             texts = [config.prompt[i % len(config.prompt)] for i in range(config.batch_size)]
         else:
             texts = read_prompts(config.prompts, config.batch_size)
-        with _explained(spec.name):
+        with _tokenizer_errors(spec.name):
             ids = encode_prompts(tokenizer, texts, config.prompt_len, config.chat)
         if (largest := int(ids.max())) >= vocab_size:
             raise UsageError(
@@ -229,8 +229,8 @@ def _no_tokenizer(config: RunConfig, spec: ModelSpec) -> UsageError:
 
 
 @contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turn anything that a tokenizer's code raises into a UsageError."""
+def _tokenizer_errors(name: str) -> Iterator[None]:
+    """Raise UsageError instead of any exception of a tokenizer's code inside the `with` block, except out of memory."""
     try:
         yield
     except UsageError:

@@ -33,8 +33,8 @@ def register(
     """Add operator `name`.
 
     Args:
-        run: runs if no kernel is registered, on tensors of any strides.
-        fake: the same on shapes alone, for tracing.
+        run: implementation without a kernel, for tensors of any strides.
+        fake: returns empty outputs of the right shapes, for tracing.
         gradient, save: backward function, and its setup_context; None for an operator that is a gradient itself.
     """
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -324,6 +324,7 @@ def fused_mul_grouped_poly_norm(
 
 
 def _poly_norm(x, mul, weight, bias, offsets, eps):
+    """Call the reference of `poly_norm`, `fused_mul_poly_norm` or its grouped form, by which of `mul` and `offsets` is None."""
     _check_offsets(offsets)
     if mul is None:
         return reference.poly_norm_ref(x, weight, bias, eps)
@@ -333,6 +334,7 @@ def _poly_norm(x, mul, weight, bias, offsets, eps):
 
 
 def _poly_norm_backward(grad, x, mul, weight, bias, offsets, eps):
+    """Return the gradients of x, mul, weight and bias; an operator cannot return None, so that of a missing mul is empty."""
     gradients = reference.poly_norm_backward_ref(grad, x, mul, weight, bias, offsets, eps)
     return tuple(x.new_empty(0) if each is None else each for each in gradients)
 
