@@ -41,7 +41,7 @@ def _gpu_names(value: str) -> str:
 
 
 def _task(name: str, attribute: str, k: int | None = None) -> Callable[[Run], float | None]:
-    """Return what reads a score of a task, that of `k` programs where it is a dict."""
+    """Return a function from a run to `attribute` of the scores of task `name`, to its entry `k` if it is a dictionary."""
 
     def read(run: Run) -> float | None:
         value = getattr(getattr(run.tasks, name), attribute, None)
@@ -50,12 +50,13 @@ def _task(name: str, attribute: str, k: int | None = None) -> Callable[[Run], fl
     return read
 
 
-def _asked(name: str, header: str, *args: Any, **more: Any) -> Column:
+def _of_request(name: str, header: str, *args: Any, **more: Any) -> Column:
     """Return a column of the request, shown where runs differ in it."""
     return Column(name, header, *args, **{"shown": "differs", "of": lambda run: getattr(run.request, name), **more})
 
 
-def _measured(name: str, header: str, *args: Any, **more: Any) -> Column:
+def _of_measured(name: str, header: str, *args: Any, **more: Any) -> Column:
+    """Return a column of a measured value, by its attribute."""
     return Column(name, header, *args, **{"of": lambda run: getattr(run.measured, name), **more})
 
 
@@ -86,35 +87,35 @@ SCORES = (
     *_score_columns("perplexity", "perplexity", "perplexity", "perplexity", share=False),
 )
 COLUMNS = (
-    _asked("model", "model", shown="always", **TEXT),
-    _asked("engine", "engine", shown="always", **TEXT),
-    _asked("dtype", "dtype", **TEXT),
-    _asked("num_nodes", "nodes", **WHOLE),
-    _asked("world_size", "ranks", **WHOLE),
-    _asked("batch_size", "batch", **WHOLE),
-    _asked("prompt_len", "prompt (tokens)", **WHOLE),
-    _asked("gen_len", "gen (tokens)", **WHOLE),
-    _asked("quant_bits", "weights (bits)", **WHOLE),
-    _asked("quant_group_size", "group", **WHOLE),
-    _asked("weight_quantize", "quantized", _yes_no, of=lambda run: run.weight_quantize, **FLAG),
-    _asked("weights", "weights", of=lambda run: run.weights, **TEXT),
-    _asked("where", "where", of=lambda run: run.where, **TEXT),
-    _asked("cpu_offload", "CPU offload", _yes_no, **FLAG),
-    _asked("disk_offload", "disk offload", _yes_no, **FLAG),
-    _asked("kv_offload", "KV offload", _yes_no, **FLAG),
-    _asked("gpu_memory", "GPU memory (GiB)", three_digits, of=lambda run: run.given_number("gpu_memory")),
-    _asked("ring_depth", "ring depth", decimals(0), of=lambda run: run.given_number("ring_depth")),
-    _asked("cpu_compute", "CPU compute", **TEXT),
-    _asked("cpu_threads", "CPU threads", **WHOLE),
-    _asked("pin_memory", "pinned", _yes_no, **FLAG),
-    _asked("norm_kernels", "norm kernels", **TEXT),
-    _asked("dummy", "dummy", _yes_no, **FLAG),
-    _asked("gpus", "GPUs", _gpu_names, of=_gpus, **TEXT),
-    _asked(
+    _of_request("model", "model", shown="always", **TEXT),
+    _of_request("engine", "engine", shown="always", **TEXT),
+    _of_request("dtype", "dtype", **TEXT),
+    _of_request("num_nodes", "nodes", **WHOLE),
+    _of_request("world_size", "ranks", **WHOLE),
+    _of_request("batch_size", "batch", **WHOLE),
+    _of_request("prompt_len", "prompt (tokens)", **WHOLE),
+    _of_request("gen_len", "gen (tokens)", **WHOLE),
+    _of_request("quant_bits", "weights (bits)", **WHOLE),
+    _of_request("quant_group_size", "group", **WHOLE),
+    _of_request("weight_quantize", "quantized", _yes_no, of=lambda run: run.weight_quantize, **FLAG),
+    _of_request("weights", "weights", of=lambda run: run.weights, **TEXT),
+    _of_request("where", "where", of=lambda run: run.where, **TEXT),
+    _of_request("cpu_offload", "CPU offload", _yes_no, **FLAG),
+    _of_request("disk_offload", "disk offload", _yes_no, **FLAG),
+    _of_request("kv_offload", "KV offload", _yes_no, **FLAG),
+    _of_request("gpu_memory", "GPU memory (GiB)", three_digits, of=lambda run: run.given_number("gpu_memory")),
+    _of_request("ring_depth", "ring depth", decimals(0), of=lambda run: run.given_number("ring_depth")),
+    _of_request("cpu_compute", "CPU compute", **TEXT),
+    _of_request("cpu_threads", "CPU threads", **WHOLE),
+    _of_request("pin_memory", "pinned", _yes_no, **FLAG),
+    _of_request("norm_kernels", "norm kernels", **TEXT),
+    _of_request("dummy", "dummy", _yes_no, **FLAG),
+    _of_request("gpus", "GPUs", _gpu_names, of=_gpus, **TEXT),
+    _of_request(
         "git_commit", "commit", lambda value: one_line(value)[:9], of=lambda run: run.environment.git_commit, **TEXT
     ),
-    _measured("total_throughput", "total (token/s)", three_digits, **BEST_FIRST),
-    _measured("decode_throughput", "decode (token/s)", three_digits, **BEST_FIRST),
+    _of_measured("total_throughput", "total (token/s)", three_digits, **BEST_FIRST),
+    _of_measured("decode_throughput", "decode (token/s)", three_digits, **BEST_FIRST),
     Column(
         "decode_weights_gbps",
         "weights (GB/s)",
@@ -122,7 +123,7 @@ COLUMNS = (
         of=lambda run: run.measured.decode_weights_gb_per_s,
         **BEST_FIRST,
     ),
-    _measured("prefill_latency_s", "prefill (s)", three_digits),
+    _of_measured("prefill_latency_s", "prefill (s)", three_digits),
     Column(
         "decode_over_predicted",
         "decode / predicted",
@@ -146,10 +147,10 @@ COLUMNS = (
         **PRESENT,
         **BEST_FIRST,
     ),
-    _measured("peak_gpu_bytes", "peak GPU (GiB)", _gib, **WHOLE),
+    _of_measured("peak_gpu_bytes", "peak GPU (GiB)", _gib, **WHOLE),
     *SCORES,
-    _measured("prefill_throughput", "prefill (token/s)", three_digits, **DETAIL, **BEST_FIRST),
-    _measured("decode_latency_s", "decode (s)", three_digits, **DETAIL),
+    _of_measured("prefill_throughput", "prefill (token/s)", three_digits, **DETAIL, **BEST_FIRST),
+    _of_measured("decode_latency_s", "decode (s)", three_digits, **DETAIL),
     Column(
         "predicted_prefill_s",
         "predicted prefill (s)",
@@ -158,9 +159,9 @@ COLUMNS = (
         **DETAIL,
     ),
     Column("predicted_decode_s", "predicted decode (s)", three_digits, of=lambda run: run.predicted.decode_s, **DETAIL),
-    _measured("total_latency_s", "total (s)", three_digits, **DETAIL),
-    _measured("load_s", "load (s)", three_digits, **DETAIL),
-    _measured("cold_total_s", "cold (s)", three_digits, **DETAIL),
+    _of_measured("total_latency_s", "total (s)", three_digits, **DETAIL),
+    _of_measured("load_s", "load (s)", three_digits, **DETAIL),
+    _of_measured("cold_total_s", "cold (s)", three_digits, **DETAIL),
     Column(
         "link_gbps", "link (GB/s)", three_digits, of=lambda run: run.limit.rates.link_gb_per_s, **DETAIL, **BEST_FIRST
     ),
@@ -174,13 +175,13 @@ COLUMNS = (
         **DETAIL,
         **BEST_FIRST,
     ),
-    _measured("model_bytes", "model at 16 bits (GiB)", _gib, **WHOLE, **DETAIL),
-    _measured("weight_bytes", "stored weights (GiB)", _gib, **WHOLE, **DETAIL),
-    _measured("cache_bytes", "KV cache (GiB)", _gib, **WHOLE, **DETAIL),
-    _measured("hidden_bytes", "hidden (GiB)", _gib, **WHOLE, **DETAIL),
-    _measured("peak_host_bytes", "peak host (GiB)", _gib, **WHOLE, **DETAIL),
-    _measured("output_ids_sha256", "ids sha256", **TEXT, **DETAIL),
-    _asked("timestamp", "time", **TEXT, **DETAIL),
+    _of_measured("model_bytes", "model at 16 bits (GiB)", _gib, **WHOLE, **DETAIL),
+    _of_measured("weight_bytes", "stored weights (GiB)", _gib, **WHOLE, **DETAIL),
+    _of_measured("cache_bytes", "KV cache (GiB)", _gib, **WHOLE, **DETAIL),
+    _of_measured("hidden_bytes", "hidden (GiB)", _gib, **WHOLE, **DETAIL),
+    _of_measured("peak_host_bytes", "peak host (GiB)", _gib, **WHOLE, **DETAIL),
+    _of_measured("output_ids_sha256", "ids sha256", **TEXT, **DETAIL),
+    _of_request("timestamp", "time", **TEXT, **DETAIL),
     Column("folder", "folder", of=lambda run: run.folder, shown="differs", **TEXT),
     Column("file", "file", of=lambda run: run.file, **TEXT, **DETAIL),
     Column("status", "status", of=lambda run: run.record.status, **TEXT, **DETAIL),
@@ -248,43 +249,37 @@ def fitted(header: str, of: Callable[[Any], str | None], rank: int, right: bool 
 
 
 def result_columns(runs: Sequence[Run]) -> list[Column]:
-    def figure(value: float | None, failed: bool) -> str | None:
-        return None if value is None or failed else three_digits(value)
+    """Return the columns of what was measured."""
 
-    def decode(run: Run) -> str | None:
-        return "failed" if run.failed else figure(run.measured.decode_throughput, run.failed)
+    def figure(
+        read: Callable[[Run], float | None], show: Callable[[float], str] = three_digits, failed: str | None = None
+    ) -> Callable[[Run], str | None]:
+        """Return a function from a run to the text of what `read` returns; None if that is unknown, `failed` for a failed run."""
 
-    def step(run: Run) -> str | None:
+        def text(run: Run) -> str | None:
+            value = None if run.failed else read(run)
+            return failed if run.failed else None if value is None else show(value)
+
+        return text
+
+    def step_s(run: Run) -> float | None:
         decode_s, steps = run.measured.decode_latency_s, (run.request.gen_len or 0) - 1
-        return (
-            format_short_time(decode_s / steps) if decode_s and decode_s > 0 and steps > 0 and not run.failed else None
-        )
+        return decode_s / steps if decode_s and decode_s > 0 and steps > 0 else None
 
-    def of_limit(run: Run) -> str | None:
-        return None if run.share_of_limit is None else f"{run.share_of_limit:.1%}"
-
-    def of_plan(run: Run) -> str | None:
-        ratio = None if run.failed else run.time_over_predicted("decode_s")
-        return None if ratio is None else f"{ratio:.2f}"
-
-    def peak(run: Run) -> str | None:
-        nbytes = run.measured.peak_gpu_bytes
-        return None if nbytes is None or run.failed else _gib(nbytes)
-
-    found = [
+    columns = [
         *[fitted("#", lambda run: str(run.number), 0)] * any(run.failed for run in runs),
-        fitted("decode\ntoken/s", decode, 0),
-        fitted("of\nlimit", of_limit, 1),
+        fitted("decode\ntoken/s", figure(lambda run: run.measured.decode_throughput, failed="failed"), 0),
+        fitted("of\nlimit", figure(lambda run: run.share_of_limit, "{:.1%}".format), 1),
         fitted("bound\nby", lambda run: BOUNDS.get(run.bound_by, run.bound_by), 1, right=False, longest=12),
-        fitted("TTFT\n(s)", lambda run: figure(run.measured.prefill_latency_s, run.failed), 4),
-        fitted("step", step, 6),
-        fitted("total\ntoken/s", lambda run: figure(run.measured.total_throughput, run.failed), 8),
-        fitted("time /\nplan", of_plan, 7),
-        fitted("peak GPU\n(GiB)", peak, 9),
+        fitted("TTFT\n(s)", figure(lambda run: run.measured.prefill_latency_s), 4),
+        fitted("step", figure(step_s, format_short_time), 6),
+        fitted("total\ntoken/s", figure(lambda run: run.measured.total_throughput), 8),
+        fitted("time /\nplan", figure(lambda run: run.time_over_predicted("decode_s"), "{:.2f}".format), 7),
+        fitted("peak GPU\n(GiB)", figure(lambda run: run.measured.peak_gpu_bytes, _gib), 9),
     ]
     for metric in dict.fromkeys(score.metric for run in runs for score in run.quality):
-        found.append(fitted(metric.replace(" ", "\n", 1), _score(metric), 3))
-    return found
+        columns.append(fitted(metric.replace(" ", "\n", 1), _score(metric), 3))
+    return columns
 
 
 def _score(metric: str) -> Callable[[Run], str | None]:

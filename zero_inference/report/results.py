@@ -143,32 +143,32 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
     """Return the fraction of the roofline that decoding reached, and what bounds it; None if nothing does."""
     rates = limit.rates
     if limit.bound_by == "link":
-        spread = "" if rates.link_from == "loops" else f" +- {rates.link_spread / 2:.1%}"
-        source = ", measured in the loops" if rates.link_from == "loops" else ""
-        of = "the link's limit"
-        what = (
+        in_loops = rates.link_from == "loops"
+        spread, source = ("", ", measured in the loops") if in_loops else (f" +- {rates.link_spread / 2:.1%}", "")
+        name = "the link's limit"
+        detail = (
             f"{format_bytes(moved.host_to_device_bytes_per_step or 0)} a step at {three_digits(rates.link_gb_per_s)} GB/s{spread} "
             f"({rates.link_kind}{source})"
         )
     elif limit.bound_by == "link_and_cores":
-        of = "the limit"
-        what = (
+        name = "the limit"
+        detail = (
             f"{format_bytes(moved.host_to_device_bytes_per_step or 0)} a step over the link "
             f"({three_digits(rates.link_beside_cores_gb_per_s or 0)} GB/s) and {format_bytes(moved.cores_bytes_per_step or 0)} "
             f"on the host's cores ({three_digits(rates.cores_gb_per_s or 0)} GB/s)"
         )
     elif limit.bound_by == "disk":
         read = format_bytes(moved.disk_read_bytes_per_step or 0)
-        of, what = "the disk's limit", f"{read} a step at {three_digits(rates.disk_gb_per_s)} GB/s"
+        name, detail = "the disk's limit", f"{read} a step at {three_digits(rates.disk_gb_per_s)} GB/s"
     elif limit.bound_by == "device_memory":
         memory = "device memory" if on_gpu else "this machine's memory"
-        of, what = f"the limit of {memory}", f"copies at {three_digits(rates.device_copy_gb_per_s)} GB/s"
+        name, detail = f"the limit of {memory}", f"copies at {three_digits(rates.device_copy_gb_per_s)} GB/s"
     elif limit.bound_by == "matmul":
-        of, what = "the limit of matrix products", f"{three_digits(rates.matmul_tflops)} TFLOP/s"
+        name, detail = "the limit of matrix products", f"{three_digits(rates.matmul_tflops)} TFLOP/s"
     else:
         return None
     share = limit.fraction_of_limit or 0.0
-    return f"{f'{share:.1%}' if share >= LEAST_SHARE else 'less than 0.1%'} of {of}: {what}"
+    return f"{f'{share:.1%}' if share >= LEAST_SHARE else 'less than 0.1%'} of {name}: {detail}"
 
 
 def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | None, on_gpu: bool) -> str:
@@ -202,25 +202,22 @@ def graph_in_words(graph: DecodeGraph, on_gpu: bool) -> str:
     return f"a decode step took {graph_ms} ms as {graphs}, {launched_ms} ms launched kernel by kernel"
 
 
-_HOST_LATE = {
-    False: "because the host asked too late for the next layer",
-    True: "because the host's cores were still working, or the host asked too late",
-}
-
-
-def idle_in_words(use: LinkUse | TracedLinkUse, cores_multiply: bool = False) -> str | None:
+def idle_in_words(use: LinkUse | TracedLinkUse, cpu_computes: bool = False) -> str | None:
     """Return the share of time that the link was idle, and the main cause; None if it was busy.
 
     Args:
-        cores_multiply: the CPU computes some blocks, and the link may wait for it.
+        cpu_computes: the CPU computes some blocks, and the link may wait for it.
     """
     if isinstance(use, TracedLinkUse):
         total = use.busy_s + use.idle_s
         return f"the link was idle {use.idle_s / total:.1%} of the time, by the trace" if total else None
+    host_late = "because the host asked too late for the next layer"
+    if cpu_computes:
+        host_late = "because the host's cores were still working, or the host asked too late"
     causes = {
         "because the device computes longer than a layer copies": use.slot_wait_s,
         "at the start of a step: try a larger --ring-depth": use.step_start_s,
-        _HOST_LATE[cores_multiply]: use.host_late_s,
+        host_late: use.host_late_s,
     }
     total = use.busy_s + sum(causes.values())
     worst = max(causes, key=causes.__getitem__)
@@ -270,12 +267,13 @@ def _rows(measured: Measured) -> list[dict[str, Any]]:
         {
             "phase": name,
             "median_s": getattr(measured, f"{phase}_latency_s"),
-            "range_s": _range([getattr(loop, f"{phase}_s") for loop in measured.loops]),
+            "range_s": f"{three_digits(min(times_s))} to {three_digits(max(times_s))}",
             "throughput": getattr(measured, f"{phase}_throughput"),
             "predicted_s": None if measured.predicted is None else _predicted_in_words(measured.predicted, parts),
         }
         for phase, (name, parts) in phases.items()
         if phase != "decode" or steps
+        for times_s in [[getattr(loop, f"{phase}_s") for loop in measured.loops]]
     ]
 
 
@@ -287,10 +285,6 @@ def _predicted_in_words(predicted: Predicted, phases: Sequence[str]) -> str | No
         return None
     within = "" if None in ranges_s else f" ({' to '.join(three_digits(sum(ends)) for ends in zip(*ranges_s))})"
     return f"{three_digits(sum(times_s))}{within}"
-
-
-def _range(times_s: Sequence[float]) -> str:
-    return f"{three_digits(min(times_s))} to {three_digits(max(times_s))}"
 
 
 def sizes_in_words(request: Request, measured: Measured, engine: EngineFacts) -> str:
