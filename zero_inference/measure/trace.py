@@ -37,10 +37,17 @@ def trace_generation(
 ) -> TracedLinkUse | None:
     """Generate up to `TRACED_TOKENS` tokens from `ids` [batch, prompt_len] and write a Chrome trace to `path`.
 
-    All ranks call it, and generate also if the trace cannot be written; `path` None writes nothing and returns None.
-    Returns `link_use_in` of the trace. `forced_tokens` as for `measure_loops`.
+    All ranks call it, and generate even if the trace cannot be written.
 
-    Raises OSError where the trace cannot be written.
+    Args:
+        forced_tokens: as for `measure_loops`.
+        path: None writes nothing.
+
+    Returns:
+        `link_use_in` of the trace; None without `path`.
+
+    Raises:
+        OSError: the trace cannot be written.
     """
     tokens = min(gen_len, TRACED_TOKENS)
     inputs = ids.to(loaded.device)

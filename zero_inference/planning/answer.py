@@ -58,7 +58,7 @@ BOUND_BY = {
     "disk": "disk",
     "launches": "launches",
 }
-# Of the texts that `_cells` returns.
+# The columns of the table; `_cells` returns their texts.
 COLUMNS = (
     Column("place", ""),
     Column("configuration", "engine: weights, KV cache", dtype="string"),

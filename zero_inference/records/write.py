@@ -40,7 +40,7 @@ def as_json(record: Record) -> dict[str, Any]:
 
 @dataclass
 class RunLog:
-    """The paths of a run's four lines (`log`) and of its record (`record`), and what is written there.
+    """Writes a run's four-line log to `log` and its record to `record`.
 
     Attributes:
         request: the part of the record that is known before the run.

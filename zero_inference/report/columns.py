@@ -188,8 +188,8 @@ COLUMNS = (
     Column("error", "error", of=lambda run: run.record.error, **TEXT, **PRESENT),
 )
 BY_NAME = {column.name: column for column in COLUMNS}
-# What `weights` and `where` combine.
-SAID_IN_WORDS = ("dtype", "quant_bits", "weight_quantize", "cpu_offload", "disk_offload", "kv_offload", "pin_memory")
+# Columns that `weights` and `where` combine.
+COMBINED = ("dtype", "quant_bits", "weight_quantize", "cpu_offload", "disk_offload", "kv_offload", "pin_memory")
 
 
 def differing_columns(runs: Sequence[Run]) -> list[Column]:

@@ -13,7 +13,7 @@ from zero_inference.errors import UsageError
 from zero_inference.records.field import list_keys
 from zero_inference.records.read import warn
 from zero_inference.records.schema import Record
-from zero_inference.report.columns import BY_NAME, COLUMNS, SAID_IN_WORDS, SCORES, differing_columns, sort_runs
+from zero_inference.report.columns import BY_NAME, COLUMNS, COMBINED, SCORES, differing_columns, sort_runs
 from zero_inference.report.prediction import print_predictions
 from zero_inference.report.run import Run, model_in_short, short_folders
 from zero_inference.report.runs import SUFFIXES, in_order, load_tree
@@ -81,7 +81,7 @@ def _columns_of_page(runs: list[Run], all_columns: bool) -> list[Column]:
     names = {column.name for column in (COLUMNS if all_columns else differing_columns(runs))}
     names -= {column.name for column in SCORES}
     if not all_columns:
-        names -= {*SAID_IN_WORDS, "error"}
+        names -= {*COMBINED, "error"}
         if any(run.failed for run in runs):
             names.add("status")
     shown = [*(name for name in FIRST if name in names), *(name for name in BY_NAME if name in names - {*FIRST})]
@@ -122,7 +122,7 @@ def _print_runs(args: argparse.Namespace, runs: list[Run]) -> None:
         runs = sort_runs(runs, args.sort)
     columns = list(COLUMNS) if args.all_columns else differing_columns(runs)
     if args.format == "md" and not args.all_columns:  # for people
-        columns = [column for column in columns if column.name not in SAID_IN_WORDS]
+        columns = [column for column in columns if column.name not in COMBINED]
     print_rows(runs, columns, args.format, folded=False)
 
 

@@ -42,7 +42,7 @@ def get_filename(
     *,
     prefix: str = "ds",
 ) -> str:
-    """Name of a run's log, without folder and extension; `prefix` is the engine's (`ds` is DeepSpeed).
+    """Return the name of a run's log, without folder and extension; `prefix` is the engine's (`ds` is DeepSpeed).
 
     `model_name` is a hub name or a folder; its last part is used, for `.` and `..` that of the real folder.
     """
@@ -73,7 +73,7 @@ def write_benchmark_log(
     total_latency: float | None,
     total_throughput: float | None,
 ) -> str:
-    """Appends the four-line block and a newline to `filename` in one write, and returns the block.
+    """Append the four-line block and a newline to `filename` in one write, and return the block.
 
     Sizes are bytes, latencies seconds, throughputs tokens per second; None prints as `nan`. Missing
     parent folders are made. Processes may append to one file at once.
@@ -89,7 +89,7 @@ def write_benchmark_log(
 
 
 def benchmark_block(*values: float | None) -> str:
-    """The log's four lines, without a newline at the end; `values` in the order of LOG_LINES, None for what is not available."""
+    """Return the log's four lines, without a newline at the end; `values` in the order of LOG_LINES, None for what is not available."""
     left = iter(values)
     return "\n".join(
         "\t".join(f"{label}: {_in_log_unit(next(left), unit):.3f} {unit}" for label, unit, _ in line)

@@ -66,7 +66,7 @@ def process_group(command: Sequence[str], **options: Any) -> Iterator[subprocess
     keep its memory. (PR_SET_PDEATHSIG reaches the first process alone, and deepspeed's launcher does not stop its ranks.)
 
     Args:
-        options: of subprocess.Popen, but not stdin.
+        options: arguments of subprocess.Popen, except stdin.
 
     Yields:
         a process that ends as `command` does, once all of the session has ended.
@@ -89,7 +89,7 @@ def process_group(command: Sequence[str], **options: Any) -> Iterator[subprocess
 
 
 def run_with_parent(parent: int, command: Sequence[str]) -> NoReturn:
-    """Run `command` in a process group; end with its exit code, or when the process `parent`, which started this one, ends."""
+    """Run `command` in a process group and exit with its code; stop it and exit with 1 when `parent`, this process's parent, ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal: the parent ends this process, if it ends
     with process_group(command) as leader:
         while os.getppid() == parent:
@@ -99,7 +99,7 @@ def run_with_parent(parent: int, command: Sequence[str]) -> NoReturn:
 
 
 def lead(command: Sequence[str]) -> NoReturn:
-    """Run `command` in a session of its own and end as it does; end the session when stdin ends, and at once on SIGTERM."""
+    """Run `command` in a new session and exit as it does, by its code or signal; end the session when stdin closes, kill it on SIGTERM."""
     process: subprocess.Popen | None = None
     signal.signal(signal.SIGTERM, lambda *_: process is not None and _signal_session(process, signal.SIGKILL))
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -382,7 +382,7 @@ def as_installed_command(text: str) -> str:
 
 
 def move_rank_option(argv: list[str]) -> list[str]:
-    """Move the rank option after the command whose option it is: the deepspeed launcher (`--module`) writes it first."""
+    """Return `argv` with --local-rank after the command's name: the deepspeed launcher (`--module`) writes it before."""
     if len(argv) > 2 and argv[1].replace("_", "-").startswith(f"{LOCAL_RANK}="):
         return [argv[0], argv[2], argv[1], *argv[3:]]
     return argv

@@ -17,7 +17,7 @@ from zero_inference.errors import UsageError
 
 MOST_RANKS = 1 << 20
 HOW_TO_LAUNCH = "start with deepspeed or torchrun, or unset it to run one process"
-# Of a collective: a prefill can take long, and utils.watch detects dead ranks.
+# Timeout of a collective: a prefill can take long, and utils.watch detects dead ranks.
 TIMEOUT = datetime.timedelta(minutes=30)
 _variables: list[str] = []  # set here because DeepSpeed reads them in each pass, and no launcher had set them
 _users = 0  # of the process group besides a run: a loaded model, or the program that calls this package

@@ -10,7 +10,7 @@ import torch
 
 
 def measure_median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:
-    """Return the median time of `action` on `device`, of three runs or more in at least `seconds`.
+    """Return the median seconds of `action` on `device`, of three runs or more in at least `seconds`.
 
     Two runs before them warm up, or one if that took `seconds`.
     """
@@ -24,7 +24,7 @@ def measure_median_s(device: torch.device, action: Callable[[], object], seconds
 
 
 def time_on_device_s(device: torch.device, action: Callable[[], object]) -> float:
-    """Return the time of one run: between two events on CUDA, else by the host's clock."""
+    """Return the seconds of one run: between two events on CUDA, else by the host's clock."""
     if device.type != "cuda":
         return time_wall_s(device, action)
     with torch.cuda.device(device):
@@ -37,7 +37,7 @@ def time_on_device_s(device: torch.device, action: Callable[[], object]) -> floa
 
 
 def time_wall_s(device: torch.device, action: Callable[[], object]) -> float:
-    """Return the time of one run by the host's clock, from an idle device to an idle device."""
+    """Return the seconds of one run by the host's clock, from an idle device to an idle device."""
     _synchronize(device)
     start = time.perf_counter()
     action()
