@@ -310,6 +310,7 @@ def test_a_mixture_and_a_run_without_cores_keep_what_was_measured(run, model):
     assert found == kept
 
 
+@pytest.mark.slow
 def test_ranges_are_those_of_committed_runs_and_hold_for_hosts_that_they_were_not_made_from():
     found = list(ratios())
     assert ranges_of(found) == RANGES and {each.host for each in found} == set(HOSTS)

@@ -482,6 +482,7 @@ def test_a_batch_that_does_not_divide_over_the_ranks(checkpoints, run_model):
     assert "--batch-size 3 does not divide over 2 ranks" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_alone_leaves_one_record(checkpoints, tmp_path):
     """Rank 1 runs out of memory in its loop; the first rank waits for it in a collective and never fails itself."""
     program = tmp_path / "one_rank_fails.py"

@@ -164,6 +164,11 @@ FAMILIES: dict[str, dict] = {
     ),
 }
 
+# Those that `make test` runs: one of each kind of attention, normalization, experts and recurrence.
+COMMON = (
+    *("bloom", "cohere2", "deepseek_v3", "falcon", "gemma2", "gpt2", "gpt_oss", "llama", "mamba", "mistral", "mixtral"),
+    *("opt", "phi3", "qwen3", "qwen3_next"),
+)
 STREAM = {"engine": "stream", "gpu_memory": 0}
 INT4 = {"quant_bits": 4, "quant_group_size": GROUP}
 HOST = {"kv_offload": True}
@@ -304,7 +309,9 @@ def outcome(folder, options: dict, expected: torch.Tensor | None) -> str:
         return f"failed: {type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in COMMON else [pytest.mark.slow]) for name in FAMILIES]
+)
 def test_ids_are_those_of_transformers_or_it_is_refused_before_loading(family, tmp_path, no_gpu):
     model, expected = references(family)
     model.save_pretrained(tmp_path / family)

@@ -61,6 +61,7 @@ def test_what_takes_too_long_is_ended(code, monkeypatch):
     assert (found, said) == ({}, ["warning: engines were not measured: it took longer than 0.5 s"])
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_process_that_asked(tmp_path):
     """Nobody tells it to go, so it measures nothing."""
     process = subprocess.Popen(

@@ -294,6 +294,7 @@ def test_long_calls_are_predicted_from_the_work():
     assert list(dict.fromkeys(sizes)) == [(1, 16), (1, 33), (2, 33), (4, 33), (5, 33)]
 
 
+@pytest.mark.slow
 def test_the_default_of_layer_ends_within_three_minutes_on_a_gpu(monkeypatch):
     """As many blocks, lengths and batches as the default has, all measured, but small: the figures are counted where torch times
     them, and each takes the second at most that blocked_autorange adds to what is asked."""

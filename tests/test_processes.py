@@ -245,6 +245,7 @@ def test_the_launcher_may_write_the_rank_first():
     assert move_rank_option(["zero-inference", "plan"]) == ["zero-inference", "plan"]
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_the_installed_package(tmp_path):
     """Through deepspeed's own launcher, in a folder without run_model.py."""
     command = as_installed_command(run_command(["--model", "opt-125m", "--dummy", "--cpu-offload", "--dry-run"], 1))

@@ -44,7 +44,7 @@ def test_the_table_of_big_models_is_that_of_the_records(page):
     assert made == page, f"run scripts/big_models_table.py{argument} --write"
 
 
-@pytest.mark.parametrize("model", ["llama-2-13b", "llama-3.1-405b"])
+@pytest.mark.parametrize("model", ["llama-2-13b", pytest.param("llama-3.1-405b", marks=pytest.mark.slow)])
 def test_rows_of_the_planned_table_are_what_plans_predict(model):
     assert planned_table.table((model,)).splitlines()[-1] in README, "run scripts/planned_table.py --write"
 
