@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_quantized_products import BOUNDS, on_gpu
 
-from zero_inference.engines.stream.products import _times, epilogue_of, experts_forward
+from zero_inference.engines.stream.products import _multiply_experts, epilogue_of, experts_forward
 from zero_inference.kernels import experts
 from zero_inference.kernels.experts import expert_linear, quantized_expert_linear, quantized_expert_linear_reference
 from zero_inference.kernels.extension import load_extension, why_unavailable
@@ -119,7 +119,7 @@ def test_a_module_of_experts_computes_the_weighted_sum(form, device, dtype):
         biases = [torch.randn(5, n, device=device, generator=draw).to(dtype) for n in (rows, hidden)]
     times = [
         partial(
-            _times,
+            _multiply_experts,
             (5, case.rows, case.plain.shape[2]),
             GroupQuantization(4, 32),
             lambda case=case: (case.codes, case.scale, case.minimum, None),
