@@ -22,7 +22,7 @@ engines = OverheadProcess()
 found = measure_basics(detect_ranks(), engines, lambda line: None)
 engines.close()
 engine_overheads = [each.model_dump() for each in found.engine_overheads]
-launches = found.launch_bench.found().model_dump()
+launches = found.launch_bench.result().model_dump()
 print(json.dumps([launches, found.process_bytes, found.measuring_bytes, found.library_bytes, engine_overheads]))
 """
 WIDE = dict(hidden_size=1024, max_position_embeddings=256, vocab_size=32000)

@@ -97,12 +97,12 @@ def test_what_the_host_takes_is_measured():
     launching.visit()
     launching.visit()
     assert {len(model.rounds_s) for model in launching.models} == {2 * ROUNDS}
-    found = launching.found()
+    found = launching.result()
     assert 0 < found.operator_s + found.module_s < 1e-2 and 0 <= found.step_s < 1 and found.graph_operator_s is None
     for model in launching.models:  # a generation of one step more takes a step longer
         step_s = 5e-4 + model.operators * 3e-6 + model.module_calls * 11e-6
         model.rounds_s = [step_s, 1.0, 0.5 * step_s]
-    found = launching.found()
+    found = launching.result()
     assert (found.operator_s, found.module_s, found.step_s) == pytest.approx((3e-6, 11e-6, 5e-4))
 
 
