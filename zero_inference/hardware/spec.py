@@ -370,7 +370,7 @@ def _parse_gpus(start: str, text: str) -> tuple[Gpu, ...]:
 
 
 def _parse_size(start: str, text: str) -> int:
-    """Return bytes; a number without a unit is in GiB, as in --gpu-memory 10."""
+    """Return the bytes of a size such as 128GiB in --assume `start``text`; without a unit in GiB, as in --gpu-memory 10."""
     number, unit = _split(start, text, "128GiB")
     unit = unit or "gib"
     if unit not in UNIT_BYTES:

@@ -290,8 +290,8 @@ class DeviceKVCache(PreallocatedCache):
 
 
 class ReusableKVCache(DeviceKVCache):
-    """A cache for many generations with different batch sizes, in the memory of `rows` sequences of `max_length` positions. Larger batches
-    get fewer positions.
+    """A cache for many generations with different batch sizes, allocated once for `rows` sequences of `max_length` positions. Larger
+    batches get fewer positions.
 
     Attributes:
         max_length: positions per sequence in the current generation.
@@ -302,18 +302,19 @@ class ReusableKVCache(DeviceKVCache):
         super().__init__(config, max_length)
 
     def new_layer(self) -> PreallocatedLayer:
-        return _CallsLayer(self.planned_rows, self.planned_length)
+        return _ReusableLayer(self.planned_rows, self.planned_length)
 
     def begin(self, rows: int) -> None:
         """Forget all tokens and start a generation of `rows` sequences."""
-        fits = rows <= self.planned_rows
-        self.max_length = self.planned_length if fits else self.planned_rows * self.planned_length // rows
+        self.max_length = min(self.planned_length, self.planned_rows * self.planned_length // rows)
         for layer in self.layers:
             if has_keys(layer):  # others use the keys of another layer
                 layer.begin(self.max_length)
 
 
 class _DeviceLayer(PreallocatedLayer):
+    """Keys and values of one layer on the device, `stored` [batch, heads, max_length, head_dim]."""
+
     write_position: torch.Tensor | None = None  # of the next token while a graph is captured
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -323,6 +324,7 @@ class _DeviceLayer(PreallocatedLayer):
         )
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Store the new keys and values, and return all; all allocated positions within `DeviceKVCache.writing_at`."""
         if self.write_position is None:
             return super().update(key_states, value_states, *args, **kwargs)
         for stored, new in zip(self.stored, (key_states, value_states)):
@@ -335,10 +337,11 @@ class _DeviceLayer(PreallocatedLayer):
         return tuple(stored[:, :, :end] for stored in self.stored)
 
 
-class _CallsLayer(_DeviceLayer):
-    """
+class _ReusableLayer(_DeviceLayer):
+    """One layer of a `ReusableKVCache`.
+
     Attributes:
-        memory: of keys and of values, flat; empty before the first tokens.
+        memory: keys and values of `positions` positions in all, flat; empty before the first tokens.
     """
 
     def __init__(self, rows: int, max_length: int):

@@ -88,7 +88,7 @@ class _HostLayer(PreallocatedLayer):
         self.pool.prepare(self.rows, self.device)
 
     def views(self, rows: torch.Tensor) -> Pair:
-        """Return keys and values [batch, heads, positions, head_dim] as views of `rows`, which are like the layer's own."""
+        """Return keys and values [batch, heads, positions, head_dim] as views of `rows` [positions, elements], here or in a slot."""
         parts = rows.split([math.prod(size) for size in self.sizes], 1)
         keys, values = (part.unflatten(1, size).permute(1, 2, 0, 3) for part, size in zip(parts, self.sizes))
         return keys, values

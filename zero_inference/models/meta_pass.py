@@ -184,8 +184,8 @@ def run_on_meta(
 
 
 class _LayerRepeater:
-    """Lets each layer of a copied model run in its first call only; its later calls stand for other layers of its kind, and repeat the
-    recorded outputs and counts.
+    """Runs each layer of a copied model in its first call only; later calls, in place of other layers of its kind, repeat the recorded
+    outputs and counts.
 
     Calls with arguments of the same shapes have to do the same.
 

@@ -64,7 +64,7 @@ class Block:
 
     @property
     def computable(self) -> bool:
-        """Whether the CPU can multiply it."""
+        """True if the CPU can multiply its weights."""
         return bool(self.linears) or self.experts is not None
 
     def of(self, layer: nn.Module) -> nn.Module:

@@ -36,7 +36,13 @@ from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import FETCH_RATE, overlapped_step_s, prefill_bytes
 from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, plan_placement
 from zero_inference.engines.stream.rebalance import MeasuredStep, bytes_to_move
-from zero_inference.engines.stream.vocabulary import HEAD_BITS, EmbeddingTable, HeadWeight, find_head, table_for_host
+from zero_inference.engines.stream.vocabulary import (
+    HEAD_BITS,
+    EmbeddingTable,
+    HeadWeight,
+    find_head,
+    find_host_embedding,
+)
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.kernels.extension import load_extension
@@ -424,7 +430,7 @@ def _place(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int
         placement = plan_placement(layouts, outside_bytes, left_bytes, config.gpu_memory, slots, ranks, blocks, others)
         return replace(placement, embedding=embedding, gathers=job.pin_weights or not job.on_gpu)
 
-    embedding = table_for_host(job)
+    embedding = find_host_embedding(job)
     if embedding is None:
         return place(None)
     with contextlib.suppress(DoesNotFit):  # it may fit without the embedding

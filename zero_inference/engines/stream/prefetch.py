@@ -155,8 +155,7 @@ class Prefetcher:
         self.has_begun = False
 
     def begin_pass(self, tokens: int) -> None:
-        """Choose the kind of a pass of `tokens` tokens, and tell the ring buffer which blocks it streams. To be called before the model or
-        a graph of it runs."""
+        """Choose the kind of a pass of `tokens` tokens, and request the blocks that it streams; called before the model or a graph runs."""
         self.timeline.begin_pass(len(self.ring.pending) if self.ring is not None else 0)
         self.tokens = tokens
         if tokens != sys.maxsize:

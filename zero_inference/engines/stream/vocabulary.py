@@ -35,9 +35,9 @@ class EmbeddingTable(NamedTuple):
     """The weight of a model's input embedding.
 
     Attributes:
-        module: name of the embedding.
-        nbytes: of the table.
-        row_bytes: of a token.
+        module: name of the embedding module.
+        nbytes: bytes of the table.
+        row_bytes: bytes of one token's row.
     """
 
     module: str
@@ -49,17 +49,17 @@ class EmbeddingTable(NamedTuple):
         return f"{self.module}.weight"
 
 
-def table_for_host(job: Job) -> EmbeddingTable | None:
-    """Return the input embedding of the job's model if it may be in host memory; None where it has to be on the device."""
+def find_host_embedding(job: Job) -> EmbeddingTable | None:
+    """Return the input embedding if it may be in host memory; None if it has to be on the device."""
     if not device_reads_rows(job):
         return None
     return job.empty_model.cached("embedding table", lambda: find_table(job.empty_model.model))
 
 
 def device_reads_rows(job: Job) -> bool:
-    """Return whether the device reads single rows of page-locked host memory."""
-    alone = job.on_gpu and job.pin_weights and job.ranks.world_size == 1
-    return alone and (not job.machine.is_here or load_extension())
+    """Return whether the device can read single rows of a table in page-locked host memory."""
+    one_gpu = job.on_gpu and job.pin_weights and job.ranks.world_size == 1
+    return one_gpu and (not job.machine.is_here or load_extension())
 
 
 def find_table(model: Any) -> EmbeddingTable | None:
@@ -87,8 +87,8 @@ class HostEmbedding:
     """Computes the embedding `module` from its weight in host memory until it is closed.
 
     Args:
-        values: of the weight.
-        pinned: page-lock them, as a GPU needs it.
+        values: the weight, [vocabulary, columns].
+        pinned: page-lock the copy of it, which a GPU needs.
     """
 
     def __init__(self, module: nn.Module, values: torch.Tensor, pinned: bool):
@@ -113,7 +113,7 @@ class HeadWeight(NamedTuple):
     """The weight of an output head, and how it is stored.
 
     Attributes:
-        name: of the parameter.
+        name: name of the parameter.
         shape: rows and columns.
     """
 
@@ -142,7 +142,7 @@ class HeadWeight(NamedTuple):
         return self.scheme.packed_bytes(numel) + 2 * numel // self.scheme.group_size * self.scheme.dtype.itemsize
 
     def packed(self, values: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return codes, scales and minima of `values` on `device`, which takes a few rows at a time."""
+        """Return codes, scales and minima of `values` on `device`, where `HEAD_CHUNK_BYTES` of rows are quantized at a time."""
         numel, step = values.numel(), max(1, HEAD_CHUNK_BYTES // self.row_bytes)
         codes = torch.empty(self.scheme.packed_bytes(numel), dtype=torch.uint8, device=device)
         scales, minima = (
@@ -157,8 +157,10 @@ class HeadWeight(NamedTuple):
 
 
 def find_head(model: Any, dtype: torch.dtype, group_sizes: Sequence[int]) -> HeadWeight | None:
-    """Return the weight of the output head of the empty `model`, for the first of `group_sizes` that divides its rows; None if
-    none does, if the weight is not of `dtype`, or if it is not one that only the head's `nn.Linear.forward` reads, such as a tied one."""
+    """Return the output head of the empty `model`, with the first of `group_sizes` that divides its rows.
+
+    None if no size does, the weight is not of `dtype`, or other code than the head's `nn.Linear.forward` reads it, as a tied one.
+    """
     head = model.get_output_embeddings()
     plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
     reads = trace_reads(model) if plain else None
@@ -176,7 +178,7 @@ class QuantizedHead:
     """Computes the output head `module` from its codes until it is closed.
 
     Args:
-        packed: of `HeadWeight.packed`.
+        packed: result of `HeadWeight.packed`.
         workspace: uint8, at least a row in the model's dtype; nothing else uses it during the head's call.
     """
 
