@@ -370,7 +370,6 @@ def test_what_every_run_loads_is_there_before_libraries_are_weighed(monkeypatch)
         return 0
 
     monkeypatch.setattr(engine_overhead, "_import", weigh)
-    monkeypatch.setattr(engine_overhead, "_compile", lambda ranks: None)
     monkeypatch.setattr(engine_overhead, "signal_ready", lambda: False)
     try:
         engine_overhead.print_engine_overheads()
