@@ -105,8 +105,7 @@ def _run(
     check_single_process(config, ranks)
     check_launch(config, ranks, machine)
     resolved = _resolve(config, ranks, machine, progress)
-    given = config
-    config, spec = resolved.config, resolved.spec
+    unresolved, config, spec = config, resolved.config, resolved.spec
     questions = quality.load_tasks(config)
     quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
@@ -115,7 +114,9 @@ def _run(
         )
     if config.dry_run:
         if config.save_config and ranks.is_first:
-            _save_options(config.save_config, given)
+            command = run_command(["--config", config.save_config])
+            save_options(config.save_config, non_default_options(unresolved), f"run with: {command}")
+            print(f"options: {config.save_config}", file=sys.stderr, flush=True)
         _dry_run(resolved, ranks, machine)
         return None
     request = build_request(config, spec, ranks, argv).model_copy(update={"chosen": resolved.chosen})
@@ -152,7 +153,7 @@ def _resolve(config: RunConfig, ranks: Ranks, machine: Machine, progress: Progre
 
 
 def _resolve_spec(config: RunConfig, ranks: Ranks, progress: Progress) -> ModelSpec:
-    """A dry run takes the built-in configuration of a preset that cannot be fetched."""
+    """Return the model's spec; in a dry run that of the built-in preset if its configuration cannot be fetched."""
     try:
         return resolve_model(config, ranks.device.type)
     except UsageError as error:
@@ -161,11 +162,6 @@ def _resolve_spec(config: RunConfig, ranks: Ranks, progress: Progress) -> ModelS
             raise
         progress.say(f"{ONLY_PLANNED} {error}")
         return resolve_for_plan(config, ranks.device.type)
-
-
-def _save_options(path: str, asked: RunConfig) -> None:
-    save_options(path, non_default_options(asked), f"run with: {run_command(['--config', path])}")
-    print(f"options: {path}", file=sys.stderr, flush=True)
 
 
 def _dry_run(resolved: _Resolved, ranks: Ranks, machine: Machine) -> None:
@@ -207,20 +203,20 @@ def _measure(
     refuse_other_inputs(spec, ranks, ids)
     plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
     check_memory(plan)
-    if (kept := plan.job.machine.profile()) is not None and (caveat := kept.caveat()):
+    if (profile := plan.job.machine.profile()) is not None and (caveat := profile.caveat()):
         progress.say(f"warning: this machine's {caveat}")
     if line := hint(plan, files.request.chosen):
         progress.say(line)
     if note:
         progress.say(note)
     garbage.resume_collections()
-    files.result.machine = steadiness.machine_load()  # before there is any of our own
+    files.result.machine = steadiness.machine_load()  # before this run adds to it
     if warning := steadiness.load_warning(files.result.machine):
         progress.say(warning)
     with loaded_model(plan, progress) as (loaded, load_s, compare):
         session = measure_run(plan, loaded, ids, progress, compare)
         files.result.measured = summarize_measurement(session, load_s, compile_s() - compiled_before_s)
-        _note_results(session, files, progress)
+        _warn_and_trace(session, files, progress)
         files.result.quality = (
             score_run(plan.job, loaded, questions, tokenizer, files, progress) if questions else Quality(by_task=None)
         )
@@ -228,7 +224,8 @@ def _measure(
         return session.measurement.output_ids, tokenizer, prompt_excerpts(config, ids, tokenizer)
 
 
-def _note_results(session: Session, files: RunLog, progress: Progress) -> None:
+def _warn_and_trace(session: Session, files: RunLog, progress: Progress) -> None:
+    """Warn of uneven loops; write the trace if asked for, and record its link use."""
     assert files.result.measured is not None
     if warning := steadiness.spread_warning(files.result.measured.evenness):
         progress.say(warning)
