@@ -76,9 +76,9 @@ QUICK = {
         f"zero_inference.hardware.bench_copies.{name}": SMALL_BLOCK
         for name in ("LEAST_UNCACHED_BYTES", "MOST_UNCACHED_BYTES", "DEFAULT_UNCACHED_BYTES")
     },
-    "zero_inference.measure.rates.LINK_S": {"cpu": 0.01},
-    "zero_inference.measure.rates.PRODUCT_S": {"cpu": 0.01},
-    "zero_inference.hardware.bench_device.PRODUCT_SIZE": {"cpu": 256},
+    "zero_inference.utils.timing.LINK_S": {"cpu": 0.01},
+    "zero_inference.utils.timing.PRODUCT_S": {"cpu": 0.01},
+    "zero_inference.utils.timing.PRODUCT_SIZE": {"cpu": 256},
 }
 START_S = 300  # of the first copy, which the libraries are imported for
 # The folder of sockets and the session's first process, which makes both known to those that it starts.

@@ -415,7 +415,7 @@ def test_a_prompt_may_break_off_while_slots_are_filled(mixtures, kept, monkeypat
     def broken(experts, buffer):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(slots.last, "take", broken)
+    monkeypatch.setattr(slots.last, "refill", broken)
     with pytest.raises(KeyboardInterrupt):
         generate(loaded, spec, ranks)
     assert (slots.table == -1).all(), "of each expert one of two weights came"

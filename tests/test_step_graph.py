@@ -243,7 +243,7 @@ def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkey
     loaded, spec, ranks = load(folder, **placed)
     found_ahead = iter([-(10**9), 10**9])  # bytes: all for the cores, and then all for the link
     prefetcher, timed, tried = prefetcher_of(loaded), [], []
-    monkeypatch.setattr(type(prefetcher.rebalancer), "_look", lambda *_: next(found_ahead))
+    monkeypatch.setattr(type(prefetcher.rebalancer), "_bytes_to_move", lambda *_: next(found_ahead))
     own = cuda_graph.StepGraph._verify
     monkeypatch.setattr(cuda_graph.StepGraph, "_verify", lambda self, call: tried.append(len(timed)) or own(self, call))
     assert loaded.steps_to_settle() == 0, "nothing is known of decode steps yet"

@@ -161,7 +161,7 @@ def test_blocks_that_change_hands_while_tokens_are_generated(family, bits, graph
         placed.append(len(after.cpu_computed))
         return after
 
-    monkeypatch.setattr(prefetcher.rebalancer, "of", moved)
+    monkeypatch.setattr(prefetcher.rebalancer, "next_placement", moved)
     found = generate(loaded, spec, ranks, 6 * GEN)
     loaded.close()
     assert torch.equal(found.output_ids, ids)

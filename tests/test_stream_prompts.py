@@ -106,8 +106,8 @@ def test_a_prompt_divides_kept_experts_and_counts_each_choice(bits, many, mixtur
     loaded, spec, ranks = kept("qwen3_moe", 3, bits)
     counted = []
     for slots in cache_of(loaded).by_block.values():
-        own = slots.count
-        slots.count = lambda chosen, own=own: counted.append(len(chosen)) or own(chosen)
+        own = slots.count_uses
+        slots.count_uses = lambda chosen, own=own: counted.append(len(chosen)) or own(chosen)
     assert torch.equal(generate(loaded, spec, ranks, loops=3).output_ids, expected)
     assert counted == [TOKENS] * 3 * len(cache_of(loaded).by_block), (
         "in the first prompt, which fills the slots, and in both others"

@@ -21,12 +21,12 @@ from zero_inference.kernels.products import quantized_linear
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.prompts import disable_cudnn_attention
 from zero_inference.models.weights import fill_dummy
+from zero_inference.utils import timing
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.timing import capture_graph, measure_median_s
 
 CUDA_BLOCK_BYTES = 1 << 30  # L2 (50 MiB on an H200, 126 MB on a B200) is a few percent of the 2 GiB that a copy touches
 COPY_S = 0.2
-PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}  # rows and columns of large matrices
 WEIGHTS_BYTES = 128 << 20  # of all weights of a benchmark on a CPU
 WEIGHTS_S = 0.05
 CPU_ROWS = 32  # tokens up to which a CPU multiplies codes as stored; a prefill has more and dequantizes first
@@ -61,11 +61,11 @@ def matmul_tflops(
     """Return median TFLOP/s (1e12) of [size, size] x [size, size], 2 size^3 operations; the second is transposed as in a linear module.
 
     Args:
-        size: None for `PRODUCT_SIZE`.
+        size: None for `timing.PRODUCT_SIZE`.
         seconds: to measure each number of rows.
         rows: other numbers of rows of the first matrix to try; the best of all counts.
     """
-    size = size or PRODUCT_SIZE[device.type]
+    size = size or timing.PRODUCT_SIZE[device.type]
 
     def tflops(count: int) -> float:
         # random values: zeros draw less power, and a GPU at its power limit then clocks higher than with any model

@@ -17,11 +17,10 @@ from zero_inference.models.spec import ModelSpec
 from zero_inference.models.weights import return_free_memory
 from zero_inference.records.hardware import HOST_COPY, LinkUse, Rates
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep
+from zero_inference.utils import timing
 from zero_inference.utils.ranks import Ranks
 
 MIN_BUSY_SHARE = 0.98  # of a link that limits the steps
-# Seconds for which `measure_rates` copies over the link, and multiplies matrices.
-LINK_S, PRODUCT_S = {"cuda": 0.4, "cpu": 0.1}, {"cuda": 0.1, "cpu": 0.05}
 
 
 class LinkRate:
@@ -134,7 +133,7 @@ def measure_rates(
     one of that size.
     """
     on_gpu = ranks.device.type == "cuda"
-    link.measure(seconds=LINK_S[ranks.device.type])
+    link.measure(seconds=timing.LINK_S[ranks.device.type])
     rate = link.of_all()
     # a CPU may multiply the few rows of a step faster than many, as it does in float16
     rows = () if on_gpu else (config.batch_size // ranks.world_size,)
@@ -148,7 +147,7 @@ def measure_rates(
             else 2 * rate.gb_per_s / ranks.world_size
         ),
         matmul_tflops=_unless_out_of_memory(
-            lambda: matmul_tflops(ranks.device, spec.dtype, seconds=PRODUCT_S[ranks.device.type], rows=rows)
+            lambda: matmul_tflops(ranks.device, spec.dtype, seconds=timing.PRODUCT_S[ranks.device.type], rows=rows)
         ),
         disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if config.disk_offload else None,
         link_beside_cores_gb_per_s=None if cores is None else cores.link_gb_per_s,

@@ -31,16 +31,17 @@ def step_work(job: Job, weight_bytes: int, cpu_bytes: float) -> StepWork:
     that the CPU reads count as weights that every sequence uses.
 
     Args:
-        cpu_bytes: bytes that the CPU backend reads in a step; without a GPU they are in the same memory and count.
+        cpu_bytes: bytes that the CPU backend reads in a step; without a GPU their memory is the device's.
     """
     sizes, config = job.sizes, job.config
     active = sizes.parameters - sizes.idle_parameters
     stored_share = min(1.0, weight_bytes / max(1, sizes.parameter_bytes))
     idle_bytes = sizes.idle_bytes - int((1 - stored_share) * sizes.idle_expert_bytes)
     bits = 8 * job.spec.dtype.itemsize if config.quant_bits == 16 else config.quant_bits
-    cpu_bytes = int(cpu_bytes) if job.on_gpu else 0
     return StepWork(
-        device_bytes=max(0, max(0, weight_bytes - idle_bytes) + job.mean_kv_bytes - cpu_bytes),
+        device_bytes=max(
+            0, max(0, weight_bytes - idle_bytes) + job.mean_kv_bytes - int(cpu_bytes if job.on_gpu else 0)
+        ),
         flops=2 * max(0, active - int(cpu_bytes * 8 / bits)) * job.rank_batch,
     )
 

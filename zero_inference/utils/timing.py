@@ -8,6 +8,10 @@ from collections.abc import Callable
 
 import torch
 
+# By type of device: seconds of copies and products that a run measures around its loops, rows and columns of these products.
+LINK_S, PRODUCT_S = {"cuda": 0.4, "cpu": 0.1}, {"cuda": 0.1, "cpu": 0.05}
+PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
+
 
 def measure_median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:
     """Return the median seconds of `action` on `device`, of three runs or more in at least `seconds`.
