@@ -2,7 +2,7 @@
 // A kernel's file names them and has none of its own.
 //
 // "Measured" are H200s; tables lie in benchmarks/results/h200 unless a line says otherwise, and what was learned from them is
-// in docs/performance.md. A size that says "not swept" was chosen by the reason that stands beside it and measured as part of
+// in benchmarks/LOG.md. A size that says "not swept" was chosen by the reason that stands beside it and measured as part of
 // its kernel alone. A size may change the order of sums, and so bits, only where it says so: a row's own size depends on the
 // row's length and on nothing else, so that a row has the same bits whatever it is batched with.
 #pragma once

@@ -21,7 +21,7 @@ constexpr int64_t kRowsForDequantizedFloats = 9;
 
 // M from which codes with bfloat16 scales are dequantized, so that sums stay in their tiles. int4 is as fast either way with 32
 // and 64 rows; int8 is faster with 64 and slower with 32. int4 in groups of 32: fixed-point products read the codes again every
-// 8 rows (15 threads: 88 GB/s with 8 rows, 49 with 9, 43 with 16; dequantized 75 and 76; docs/performance.md). Others:
+// 8 rows (15 threads: 88 GB/s with 8 rows, 49 with 9, 43 with 16; dequantized 75 and 76; benchmarks/LOG.md). Others:
 // benchmarks/cores_products.py --flags; 1000 disables it.
 #if defined(ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES)
 constexpr int64_t kRowsForDequantizedTiles = ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;

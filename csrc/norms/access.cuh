@@ -9,7 +9,7 @@ namespace zero_inference::norms {
 
 // For what is read: everything else leaves the L2 cache before it. Where rows come from memory, and not from the cache, passes
 // that write as much as they read are up to 4% faster with it, and faster than a copy; why was not found. A matrix product that
-// reads their results is as fast as without (docs/performance.md).
+// reads their results is as fast as without (benchmarks/LOG.md).
 __device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));

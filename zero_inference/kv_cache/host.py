@@ -5,7 +5,7 @@ step appends and what it reads are both contiguous: one copy each way, no gather
 buffer: while a layer computes, the keys and values of the next two are copied on a stream of their own, and the last layers of a step
 prefetch the first ones of the next. On a CPU the host memory is used directly.
 
-A step calls `update` once per layer, and the link may have to wait for Python (docs/performance.md): hence one copy for keys and values,
+A step calls `update` once per layer, and the link may have to wait for Python (benchmarks/LOG.md): hence one copy for keys and values,
 and views and events that are created once.
 """
 

@@ -291,6 +291,6 @@ def disable_cudnn_attention() -> None:
     """Exclude cuDNN's attention from PyTorch's choice.
 
     Its decode step is not repeatable on an H200: float16 logits differed from run to run, enough to change greedy tokens
-    (docs/performance.md).
+    (benchmarks/LOG.md).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)

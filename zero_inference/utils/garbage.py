@@ -17,7 +17,7 @@ _postponed = False
 def postpone_collections() -> Iterator[None]:
     """Disable the collector until `resume_collections` or the end of the block, which restores it.
 
-    For imports of libraries: they make many objects and hardly any garbage (docs/performance.md, "Start of a run").
+    For imports of libraries: they make many objects and hardly any garbage (benchmarks/LOG.md, "Start of a run").
     """
     global _postponed
     enabled = gc.isenabled()

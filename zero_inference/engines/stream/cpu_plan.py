@@ -252,7 +252,7 @@ def plan_short_prompts(
     """Return both with the blocks that the CPU computes in prompts of up to the planned length; unchanged where there are none.
 
     Rates of quantized weights are measured with bfloat16 scales. Others are far slower, float16 because AMX then takes 8 rows at a time:
-    128 tokens of Llama-2-13B took 0.31 s with a sixth of the weights on the CPU (docs/performance.md).
+    128 tokens of Llama-2-13B took 0.31 s with a sixth of the weights on the CPU (benchmarks/LOG.md).
 
     Args:
         graphs: as of `plan_cpu`.

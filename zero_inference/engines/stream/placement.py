@@ -19,7 +19,7 @@ from zero_inference.utils.format import format_bytes
 
 GIB = 1 << 30
 # Copies of this duration cover the time in which the host ends one token and prepares the next; chosen on the safe side, from traces
-# (docs/performance.md). 55 GB/s is a PCIe 5 x16 link; a slower one needs fewer slots.
+# (benchmarks/LOG.md). 55 GB/s is a PCIe 5 x16 link; a slower one needs fewer slots.
 RING_COVERED_S = 0.05
 RING_LINK_GB_PER_S = 55.0
 DEFAULT_RING_DEPTH = 3  # at least; down to MIN_RING_DEPTH where there is less memory

@@ -54,7 +54,7 @@ from zero_inference.utils.format import format_bytes, three_digits
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
 # Share of the activations that the allocator is estimated to hold in free blocks too small for the next request: it keeps those of hidden
 # states while a feed-forward takes larger ones. Llama-3.1-405B with 32 x 128 tokens ran with 2.68 GB set aside for both and not with 2.15
-# (docs/performance.md); this makes 2.77.
+# (benchmarks/LOG.md); this makes 2.77.
 FRAGMENTED_SHARE = 0.5
 # Numbers of ring slots that are tried where the CPU multiplies too, and the share of the step's time that fewer slots have to reach.
 RING_DEPTHS_WITH_CPU, SHORTER = (12, 8, 6, 5, 4), 0.98

@@ -91,7 +91,7 @@ class ComputeStream:
 
     On H200s that copy at once, copies are 2 to 4% slower where kernels run on the caller's stream, and where the host reads a result
     before it is there: callers of a language model choose a token and read it, and that read waits in a copy engine of the GPU. Only
-    both changes together help, which is measured and not explained (docs/performance.md). One GPU alone loses nothing.
+    both changes together help, which is measured and not explained (benchmarks/LOG.md). One GPU alone loses nothing.
 
     Args:
         host_waits: a call returns when its layers are done on the device.
