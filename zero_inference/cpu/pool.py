@@ -110,7 +110,7 @@ ACTIVATION_NUMBERS = {
 COMBINATIONS = {"none": 0, "activation": 1, "gated": 2}
 FLAG_BYTES = 64  # one cache line each
 DONE, STOP, ARRIVED = 0, 1, 2  # indices of the flags with one rank; rank r has its ARRIVED at ARRIVED + r
-# How long idle threads spin before they sleep. A device takes less than 1 ms between two layers, Python a few ms between two tokens;
+# Idle threads spin this long before they sleep. A device takes less than 1 ms between two layers, Python a few ms between two tokens;
 # waking a thread takes 0.05 ms.
 SPIN_US = 20_000
 TOO_MANY_THREADS = (

@@ -1,5 +1,5 @@
-"""Measure launch overhead with models so small that nothing else takes time: host time per operator and per module call, and device time
-of small kernels in a CUDA graph."""
+"""Measure launch overhead with models so small that nothing else takes time: host time per operator and module call, device time per
+small kernel in a CUDA graph."""
 
 from __future__ import annotations
 

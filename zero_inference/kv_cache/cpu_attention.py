@@ -183,7 +183,7 @@ class CpuAttentionLayer(PreallocatedLayer):
             self.cache.writer.write(self.stored, states, self.device)
             return states
         self.new_states = states
-        # of the length that models expect; if a model computes with them itself, the next layer's `append` raises
+        # Models expect this length. If a model computes with the placeholders itself, the next layer's `append` raises.
         placeholders = tuple(new[:, :, :1].expand(-1, -1, end, -1) for new in states)
         placeholders[0].cpu_attention_layer = self.cache.pending = self
         return placeholders

@@ -1,6 +1,6 @@
 """`--trace` for engines without a timeline: one short generation under PyTorch's profiler.
 
-Kineto records the copies of any engine; spans around the decoder layers tell which layer they belong to. A profiler slows the host
+Kineto records the copies of any engine; spans around the decoder layers show which layer they belong to. A profiler slows the host
 down, so this is a separate generation after the measured ones.
 """
 

@@ -398,7 +398,7 @@ def _check_slot(slot: int | None, captured: int | None) -> None:
 
 @dataclass
 class StepInputs:
-    """What changes from step to step, in memory that stays.
+    """The inputs of a captured step that change from step to step, in tensors at fixed addresses.
 
     Attributes:
         ids, positions: int64 [B, 1].

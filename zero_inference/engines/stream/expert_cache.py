@@ -206,7 +206,7 @@ def dispatch(
             chosen.contiguous(), table, uses, experts, quota, USE_DECAY, owns_slots, *found
         )
         return found
-    expert = torch.where((chosen >= 0) & (chosen < experts), chosen, experts)  # [tokens, k]; `experts` stands for none
+    expert = torch.where((chosen >= 0) & (chosen < experts), chosen, experts)  # [tokens, k]; `experts` if none
     slot = table[expert]
     is_chosen = torch.zeros(experts + 1, dtype=torch.bool, device=chosen.device)
     is_chosen = is_chosen.index_fill_(0, expert.view(-1), True)[:experts]

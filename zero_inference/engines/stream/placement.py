@@ -161,7 +161,7 @@ class Placement:
         slots = self.ring_depth * self.slot_bytes + self.staging_bytes
         return self.outside_bytes + self.resident_bytes + self.workspace_bytes + slots
 
-    # What the CPU reads in a decode pass
+    # Bytes that the CPU reads in a decode pass
 
     @property
     def computed_bytes(self) -> int:
