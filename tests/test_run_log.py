@@ -134,7 +134,7 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_loaded(run,
 
 
 def test_a_lock_that_is_never_released_is_not_waited_for(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LOCK_S", 0.3)
+    monkeypatch.setattr(files, "APPEND_LOCK_S", 0.3)
     for name in ("run.log", "run.jsonl"):
         with (tmp_path / name).open("wb") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
