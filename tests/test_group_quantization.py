@@ -72,7 +72,7 @@ def test_error_of_each_group_is_bounded(bits, group_size, dtype):
         groups = weight.double().view(-1, group_size)
         spread = groups.amax(1) - groups.amin(1)
         rounding = ROUNDING[dtype]
-        step = torch.maximum(spread / scheme.largest_code * (1 + rounding) / 2, spread * rounding)
+        step = torch.maximum(spread / ((1 << scheme.bits) - 1) * (1 + rounding) / 2, spread * rounding)
         bound = step + rounding * (groups.abs().amax(1) + step) + 1e-7
         error = restored(weight, scheme).double().view(-1, group_size) - groups
         assert bool((error.square().mean(1).sqrt() <= bound).all())
@@ -87,10 +87,10 @@ def extremes_and_one_fit(weight: torch.Tensor, scheme: GroupQuantization) -> tup
     """Squared errors of the extremes of each group, and of the least-squares fit to the codes that these give."""
     values = weight.float().view(-1, scheme.group_size)
     low, high = values.aminmax(dim=1, keepdim=True)
-    step = ((high - low) / scheme.largest_code).to(weight.dtype).float()
+    step = ((high - low) / ((1 << scheme.bits) - 1)).to(weight.dtype).float()
 
     def restored_by(step, minimum):
-        codes = ((values - minimum) / step).round().clamp(0, scheme.largest_code)
+        codes = ((values - minimum) / step).round().clamp(0, ((1 << scheme.bits) - 1))
         return codes, (codes * step + minimum).to(weight.dtype)
 
     codes, plain = restored_by(step, low)

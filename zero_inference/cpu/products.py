@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, best_instructions, load_library, require_library
 from zero_inference.kernels import quantization
-from zero_inference.kernels.quantization import GroupQuantization
+from zero_inference.kernels.quantization import GroupQuantization, check_packed, describe
 
 ITEM_BYTES = (4, 2, 2)  # of an element, by the values of DTYPES
 
@@ -60,7 +60,7 @@ class Matrix(ctypes.Structure):
         """
         if weight.dim() != 2 or weight.dtype not in DTYPES or weight.is_cuda or not weight.is_contiguous():
             raise ValueError(
-                f"a weight must be float32, float16 or bfloat16 [rows, columns], contiguous, on the CPU; found {_words(weight)}"
+                f"a weight must be float32, float16 or bfloat16 [rows, columns], contiguous, on the CPU; found {describe(weight)}"
             )
         return cls(weight.data_ptr(), None, None, *weight.shape, 0, 0, DTYPES[weight.dtype])
 
@@ -76,33 +76,14 @@ class Matrix(ctypes.Structure):
         Raises:
             ValueError: sizes or dtypes do not match.
         """
-        if bits not in (8, 4) or group_size < 1 or (bits == 4 and group_size % 2):
+        if rows < 1 or scale.numel() % rows or scale.dtype not in DTYPES:
             raise ValueError(
-                f"bits must be 8, or 4 with an even group size; found {bits} bits, group size {group_size}"
-            )
-        if rows < 1 or scale.numel() % rows or codes.numel() * 8 != scale.numel() * group_size * bits:
-            raise ValueError(
-                f"{codes.numel()} bytes of codes and {scale.numel()} scales are not {rows} rows of whole groups of {group_size} "
-                f"codes of {bits} bits"
-            )
-        for name, tensor, dtype in (
-            ("codes", codes, torch.uint8),
-            ("scale", scale, scale.dtype),
-            ("minimum", minimum, scale.dtype),
-        ):
-            if tensor.dtype != dtype or tensor.is_cuda or not tensor.is_contiguous():
-                raise ValueError(f"{name} must be {dtype}, contiguous, on the CPU; found {_words(tensor)}")
-        if scale.dtype not in DTYPES or minimum.numel() != scale.numel():
-            raise ValueError(
-                f"scale and minimum must be float32, float16 or bfloat16 of one size; found {_words(scale)} and {_words(minimum)}"
+                f"scale must be float32, float16 or bfloat16, the same number in each of {rows} rows; found {describe(scale)}"
             )
         columns = scale.numel() // rows * group_size
+        check_packed(codes, scale, minimum, bits, group_size, rows, columns, scale.dtype, torch.device("cpu"))
         pointers = codes.data_ptr(), scale.data_ptr(), minimum.data_ptr()
         return cls(*pointers, rows, columns, group_size, bits, DTYPES[scale.dtype])
-
-
-def _words(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
 
 
 def linear_groups(

@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_inference.kernels.products import ALIGNMENT, LIBRARY, can_fuse
-from zero_inference.kernels.quantization import dequantize_reference
+from zero_inference.kernels.quantization import check_packed, dequantize_reference
 
 MAX_PAIRS = 65535  # in a call of the fused operator: the second dimension of a grid
 GATHERED_BYTES = (
@@ -210,29 +210,8 @@ def _check(x: Tensor, slot: Tensor, slots: int, columns: int) -> None:
 def _check_groups(
     x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, slot: Tensor
 ) -> None:
-    if bits not in (8, 4):
-        raise ValueError(f"bits must be 8 or 4, not {bits}")
-    columns = x.shape[-1]
-    if columns % group_size:
-        raise ValueError(f"the rows of the weights must be whole groups of {group_size}, not {columns} elements")
-    _check(x, slot, codes.shape[0], columns)
-    groups = rows * (columns // group_size)
-    for name, tensor, dtype, numel in (
-        ("codes", codes, torch.uint8, rows * columns * bits // 8),
-        ("scale", scale, x.dtype, groups),
-        ("minimum", minimum, x.dtype, groups),
-    ):
-        shape = [codes.shape[0], numel]
-        if (
-            tensor.dtype != dtype
-            or list(tensor.shape) != shape
-            or tensor.device != x.device
-            or not tensor.is_contiguous()
-        ):
-            raise ValueError(
-                f"{name} must be {dtype} {shape}, contiguous, on {x.device}, for weights of {rows} x {columns}; found "
-                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            )
+    _check(x, slot, codes.shape[0], x.shape[-1])
+    check_packed(codes, scale, minimum, bits, group_size, rows, x.shape[-1], x.dtype, x.device, codes.shape[0])
 
 
 def _without_kernel(
@@ -255,19 +234,9 @@ def _without_kernel(
     return _finish(product, slot, bias, None)
 
 
-def _fake(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    slot: Tensor,
-    bias: Tensor | None = None,
-    form: int = PLAIN,
-    *_: float,
-) -> Tensor:
+def _fake(x: Tensor, *others: Any) -> Tensor:
+    rows, slot = others[5:7]
+    form = others[8] if len(others) > 8 else PLAIN  # the dispatcher leaves out trailing defaults
     return x.new_empty(slot.shape[0], rows // 2 if form >= GATE_FIRST else rows)
 
 

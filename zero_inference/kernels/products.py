@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from zero_inference.kernels.extension import load_extension, operator_library
-from zero_inference.kernels.quantization import dequantize, dequantize_reference
+from zero_inference.kernels.quantization import check_packed, dequantize, dequantize_reference, describe
 
 # All tokens that the fused operator can take in one call. With 32 it took 114 us for int4 weights of 28672 x 8192, where dequantizing first
 # took 288 us (h200-cores/quantized_products_bf16.tsv).
@@ -65,7 +65,9 @@ def quantized_linear(
     Raises:
         ValueError: dtype, size, device or strides of an argument do not match.
     """
-    _check_sizes(codes, scale, minimum, bits, group_size, rows, x.shape[-1], bias)
+    check_packed(codes, scale, minimum, bits, group_size, rows, x.shape[-1], x.dtype, x.device)
+    if bias is not None and (bias.numel() != rows or not bias.is_contiguous()):
+        raise ValueError(f"bias must have {rows} elements, contiguous; found {describe(bias)}")
     tokens = math.prod(x.shape[:-1])
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if tokens <= FUSED_ROWS and not needs_gradient and can_fuse(x, codes, scale, minimum, bits, group_size, bias):
@@ -128,34 +130,6 @@ def _device_can_fuse(index: int, group_size: int) -> bool:
     return properties.major >= 8 and (
         group_size > 16 or properties.shared_memory_per_block_optin >= GROUP_16_SHARED_BYTES
     )
-
-
-def _check_sizes(
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    columns: int,
-    bias: Tensor | None,
-) -> None:
-    if bits not in (8, 4):
-        raise ValueError(f"bits must be 8 or 4, not {bits}")
-    if columns % group_size:
-        raise ValueError(f"the rows of the weight must be whole groups of {group_size}, not {columns} elements")
-    groups = rows * (columns // group_size)
-    for name, tensor, numel in (
-        ("codes", codes, rows * columns * bits // 8),
-        ("scale", scale, groups),
-        ("minimum", minimum, groups),
-        ("bias", bias, rows),
-    ):
-        if tensor is not None and (tensor.numel() != numel or not tensor.is_contiguous()):
-            raise ValueError(
-                f"{name} must have {numel} elements, contiguous, for a weight of {rows} x {columns}; found "
-                f"{list(tensor.shape)}, strides {tensor.stride()}"
-            )
 
 
 def _without_kernel(

@@ -23,9 +23,8 @@ from zero_inference.kernels.extension import load_extension
 from zero_inference.utils.suggestions import nearest_divisor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MIN_QUANTIZED_COLUMNS = (
-    32  # narrower matrices keep their dtype: low ranks and convolution kernels, not large projections
-)
+# narrower matrices keep their dtype: low ranks and convolution kernels, not large projections
+MIN_QUANTIZED_COLUMNS = 32
 CLIPPED = (0.0, 0.03, 0.06)  # shares of a group's range to clip at either end, in all pairs; a step of 4 bits is 0.067
 NEIGHBOURS = {4: 1, 8: 2}  # by bits: neighbouring codes to try where DeepSpeed rounds quotients
 REFITS = 2  # of the best try; a third lowers the error by less than 0.1%
@@ -49,10 +48,6 @@ class GroupQuantization:
 
     def __post_init__(self) -> None:
         _check_scheme(self.bits, self.group_size)
-
-    @property
-    def largest_code(self) -> int:
-        return (1 << self.bits) - 1
 
     def can_quantize(self, weight: torch.Tensor) -> bool:
         """Return whether `weight` is a matrix (or fused experts, 3-D) of a dtype to quantize, with rows of whole groups."""
@@ -163,7 +158,9 @@ def dequantize_reference(
     Raises:
         ValueError: dtype, size, device or strides of an argument do not match.
     """
-    _check_dequantize(codes, scale, minimum, bits, group_size, out)
+    if out.dtype not in DTYPES or not out.is_contiguous():
+        raise ValueError(f"out must be float16, bfloat16 or float32, contiguous; found {describe(out)}")
+    check_packed(codes, scale, minimum, bits, group_size, 1, out.numel(), out.dtype, out.device)
     rows = out.detach().view(-1, group_size)
     packed = codes.view(-1, group_size * bits // 8)
     for start, stop in _chunks(rows.shape[0], group_size, out.device):
@@ -332,36 +329,42 @@ def _check_scheme(bits: int, group_size: int) -> None:
         raise ValueError(f"the group size must be positive, and even for 4 bits, not {group_size} for {bits} bits")
 
 
-def _check_dequantize(
-    codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
+def check_packed(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor,
+    bits: int,
+    group_size: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: int | None = None,
 ) -> None:
+    """Raise ValueError unless codes, scale and minimum are those of a weight [rows, columns] in `dtype`, contiguous, on `device`.
+
+    Args:
+        weights: number of such weights, each a row of the tensors; None: one weight, in tensors of any shape.
+    """
     _check_scheme(bits, group_size)
-    if out.dtype not in DTYPES:
-        raise ValueError(f"out must be float16, bfloat16 or float32, not {out.dtype}")
-    if out.numel() % group_size:
-        raise ValueError(f"out must hold whole groups of {group_size}, not {out.numel()} elements")
-    groups = out.numel() // group_size
-    for name, tensor, dtype, numel in (
-        ("out", out, out.dtype, out.numel()),
-        ("codes", codes, torch.uint8, out.numel() * bits // 8),
-        ("scale", scale, out.dtype, groups),
-        ("minimum", minimum, out.dtype, groups),
+    if columns % group_size:
+        raise ValueError(f"rows of a weight must be whole groups of {group_size}, not {columns} elements")
+    groups = rows * (columns // group_size)
+    for name, tensor, expected, numel in (
+        ("codes", codes, torch.uint8, rows * columns * bits // 8),
+        ("scale", scale, dtype, groups),
+        ("minimum", minimum, dtype, groups),
     ):
-        if (
-            tensor.dtype != dtype
-            or tensor.numel() != numel
-            or tensor.device != out.device
-            or not tensor.is_contiguous()
-        ):
+        fits = tensor.numel() == numel if weights is None else tensor.shape == (weights, numel)
+        if tensor.dtype != expected or not fits or tensor.device != device or not tensor.is_contiguous():
+            size = f", {numel} elements" if weights is None else f" {[weights, numel]}"
             raise ValueError(
-                f"{name} must be {dtype}, {numel} elements, contiguous, on {out.device}; found {tensor.dtype}, "
-                f"{list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+                f"{name} must be {expected}{size}, contiguous, on {device}, for a weight of {rows} x {columns}; found {describe(tensor)}"
             )
 
 
-MIN_QUANTIZED_COLUMNS = (
-    32  # narrower matrices keep their dtype: low ranks and convolution kernels, not large projections
-)
+def describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
 
 
 def group_size_refusal(group_size: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:
