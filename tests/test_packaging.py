@@ -153,6 +153,18 @@ def test_what_was_interrupted_is_made_again(setup):
     assert done.returncode == 7 and not (folder / ".made").exists()
 
 
+@pytest.mark.parametrize(
+    "failing, targets", [("nothing", ["lint", "test"]), ("lint", ["lint"]), ("test", ["lint", "test"])]
+)
+def test_continuous_integration_checks_the_code_and_then_tests_it(tmp_path, failing, targets):
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/targets\n[ "$1" != {failing} ]\n')
+    make.chmod(0o755)
+    done = subprocess.run([ROOT / ".ci" / "run"], cwd="/", env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=False)
+    assert (tmp_path / "targets").read_text().split() == targets
+    assert (done.returncode == 0) == (failing == "nothing")
+
+
 def test_what_is_installed_is_pinned_exactly():
     for name in ("requirements.txt", "requirements-dev.txt"):
         lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith(("#", "-r "))]

@@ -91,6 +91,19 @@ def test_a_part_names_all_that_it_lacks_and_all_that_it_does_not_declare():
     assert [each["loc"] for each in error.value.errors()] == [("decode_s",), ("total_s",), ("moved_bytes",)]
 
 
+def test_an_undeclared_key_of_a_part_below_is_refused_and_named():
+    result = Record.read(good_record()).result
+    for part, odd, where in (
+        (result.measured.limit, {"link_gb_per_s": 55.4}, ("link_gb_per_s",)),
+        (result.measured.limit, {"floor_step_s": {"link": 0.1, "cores": 0.2}}, ("floor_step_s", "cores")),
+        (result.environment, {"gpus": [{"name": "H200", "memory_bytes": 1, "colour": 1}]}, ("gpus", 0, "colour")),
+    ):
+        type(part)(**dict(part))
+        with pytest.raises(ValueError) as error:
+            type(part)(**dict(part) | odd)
+        assert where in [each["loc"] for each in error.value.errors()]
+
+
 def test_numbers_that_json_lacks_become_null_and_foreign_types_plain(tmp_path):
     path = tmp_path / "run.jsonl"
     record = Record.read(good_record())

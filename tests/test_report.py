@@ -183,6 +183,11 @@ def test_markdown_is_a_table_with_escaped_bars(tmp_path):
 def test_every_column_prints_in_every_format(tmp_path):
     write_record(tmp_path / "a.jsonl", make_record(peak_host_bytes=1, cold_total_s=1.0))
     runs = load_runs(tmp_path)
+    (of_csv,), (of_json,) = (
+        csv.DictReader(io.StringIO(render(runs, COLUMNS, "csv"))),
+        json.loads(render(runs, COLUMNS, "json")),
+    )
+    assert list(of_csv) == list(of_json) == [column.name for column in COLUMNS]
     assert "2 x H" in render(runs, COLUMNS, "table") and "2 x H" in render(runs, COLUMNS, "md")
     with pytest.raises(ValueError, match="xml"):
         render(runs, COLUMNS, "xml")

@@ -136,6 +136,25 @@ def test_without_isolation_nothing_runs_unless_unsafe_code_is_allowed(tmp_path):
         assert "passed" not in done.stdout
 
 
+@needs_isolation
+@pytest.mark.parametrize("limit", ["max_user_namespaces", "max_net_namespaces"])
+def test_where_the_kernel_allows_no_namespaces_nothing_runs_and_the_reason_is_said(limit):
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode:
+        pytest.skip("no user namespace can be made here to set its limits")
+    shell = f'echo 0 > /proc/sys/user/{limit} && exec {sys.executable} -c "$0"'
+    done = subprocess.run(["unshare", "-Ur", "sh", "-c", shell, ASK], cwd=ROOT, capture_output=True, text=True)
+    assert "bwrap: Creating new namespace failed" in done.stdout and "drop humaneval" in done.stdout, done
+    assert "passed" not in done.stdout
+
+
+def test_a_processor_whose_system_calls_are_not_known_is_refused():
+    if shutil.which("linux32") is None or subprocess.run(["linux32", "true"], capture_output=True).returncode:
+        pytest.skip("the name of the processor cannot be changed here")
+    done = subprocess.run(["linux32", sys.executable, "-c", ASK], cwd=ROOT, capture_output=True, text=True)
+    assert "supported: Linux on x86_64 and aarch64; found: linux on " in done.stdout, done
+    assert "passed" not in done.stdout
+
+
 def test_resource_limits_alone(tmp_path):
     programs = {
         "open('file', 'w').write('x'); print('done')": "passed",

@@ -219,7 +219,6 @@ def test_a_model_that_takes_something_else_than_a_prompt_is_refused_before_loadi
         assert f"{name} {why}" in capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path, capfd):
     from zero_inference.config.run_config import RunConfig
     from zero_inference.models.prompts import encode_prompts, read_prompts
@@ -252,7 +251,7 @@ def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path
     "launcher, options",
     [
         ("by hand", ["--cpu-offload"]),
-        pytest.param("deepspeed", ["--disk-offload"], marks=pytest.mark.slow),
+        ("deepspeed", ["--disk-offload"]),
         ("torchrun", ["--cpu-offload", "--kv-offload"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
