@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 import zero_inference
-from zero_inference.engines.stream import cpu
+from zero_inference.engines.stream import cpu, engine
 from zero_inference.engines.stream.blocks import find_blocks, lay_out_blocks
 from zero_inference.engines.stream.prefetch import Prefetcher
-from zero_inference.errors import UsageError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.models.prompts import random_ids
 
@@ -181,6 +181,24 @@ def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cores(chec
     assert generate(loaded, spec, ranks).loops[-1].moved.cores_busy_s_per_step > 0
     assert 0 not in prefetcher.observed and prefetcher.observed >= prefetcher.placement.cpu_computed
     loaded.close()
+
+
+def test_a_load_that_fails_ends_the_threads(checkpoints, monkeypatch):
+    pools = []
+
+    class Pool(cpu.CpuPool):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            pools.append(self)
+
+    def fail(*args):
+        raise RunError("no memory for the ring buffer")
+
+    monkeypatch.setattr(cpu, "CpuPool", Pool)
+    monkeypatch.setattr(engine, "Prefetcher", fail)
+    with pytest.raises(RunError, match="ring buffer"):
+        load(checkpoints("llama"), cpu_compute="0.4")
+    assert [pool.handle for pool in pools] == [None]
 
 
 def test_a_pass_that_broke_off_leaves_the_next_one_right(checkpoints, expected):

@@ -289,13 +289,13 @@ class CpuBackend:
             self.calls: DirectCalls | HandOff = DirectCalls(self.pool, transfers)
             return
         cpus = ranks.gather_objects(plan.cpus)[0]
-        if job.on_gpu:
-            self.python_cpus = _avoid_cpus(cpus)
         buffers = allocate_buffers(ranks, *self._hand_off_bytes(job), pinned=job.on_gpu)
         spin_us = SPIN_US if job.on_gpu else 0
         self.pool = CpuPool(cpus, spin_us, buffers.flags, ranks=count) if ranks.is_first else CpuPoolProxy(count)
         side = StreamSide(ranks.device) if job.on_gpu else HostSide()
         self.calls = HandOff(self.pool, side, buffers, transfers, ranks.rank)
+        if job.on_gpu:
+            self.python_cpus = _avoid_cpus(cpus)  # after what may fail
         if count > 1:
             self.exchange = RankExchange(ranks.rank, count, buffers)
             ranks.barrier()  # until the first rank has cleared the flags

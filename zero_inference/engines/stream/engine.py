@@ -65,7 +65,13 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the rest stays unusable
     transfers = Transfers()
     cpu = None if plan.cpu is None else CpuBackend(plan.cpu, job, placement, store, scheme, transfers)
-    prefetcher = Prefetcher(model, placement, store, scheme, ranks, transfers, job.group, cpu)
+    with contextlib.ExitStack() as failed:
+        if cpu is not None:
+            failed.callback(
+                cpu.close
+            )  # or its threads and the affinity of this one outlive a load that runs out of memory
+        prefetcher = Prefetcher(model, placement, store, scheme, ranks, transfers, job.group, cpu)
+        failed.pop_all()
     closing = contextlib.ExitStack()  # runs in reverse order
     if weights.embedding is not None:
         closing.callback(weights.embedding.close)
