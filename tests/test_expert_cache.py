@@ -20,6 +20,7 @@ from zero_inference.engines.stream.expert_sizes import share_out
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split, fetch_quota
 from zero_inference.engines.stream.placement import ROUTING_SKEW, Placement, plan_placement
+from zero_inference.engines.stream.prefetch import PassKind
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.models.experts import FusedExperts
@@ -103,7 +104,7 @@ def test_fetched_and_read_bytes_are_those_of_the_choices(kept, fetching):
         block, size = prefetcher_of(loaded).placement.blocks[index], prefetcher_of(loaded).placement.expert_bytes(index)
 
         def note(module, args, slots=slots, size=size):
-            if prefetcher_of(loaded).is_decode:
+            if prefetcher_of(loaded).kind is PassKind.DECODE:
                 chosen = set(args[1].flatten().tolist())
                 missed = len([number for number in chosen if slots.table[number] < 0])
                 idle = len([number for number in range(8) if slots.table[number] >= 0 and number not in chosen])
@@ -281,7 +282,7 @@ class Watched:
 
         def note(module, args) -> None:
             chosen = args[1].flatten().tolist()
-            if not self.prefetcher.is_decode:
+            if self.prefetcher.kind is not PassKind.DECODE:
                 self.long[index] = Counter(chosen)
                 self.before.pop(index, None)
                 return

@@ -111,7 +111,7 @@ class StepGraph:
         always: bool,
         report: Callable[[DecodeGraph], None],
     ):
-        self.model, self.dtype, self.capture = model, dtype, capture
+        self.dtype, self.capture = dtype, capture
         self.prefetcher, self.calls, self.always, self.report = prefetcher, calls, always, report
         self.own = model.forward
         self.cache: DeviceKVCache | None = None  # of the captured step

@@ -173,10 +173,6 @@ class Prefetcher:
         if self.ring is not None:
             self.ring.begin_pass(self._streamed_in(self.kind), self._streamed_in(self.next_kind[self.kind]))
 
-    @property
-    def is_decode(self) -> bool:
-        return self.kind is PassKind.DECODE
-
     def fix_slots(self) -> None:
         """Fix the slot of each block for passes like the latest one: a CUDA graph reads weights at fixed addresses."""
         self.captured = self.tokens, self.kind
