@@ -156,7 +156,7 @@ def test_models_of_equal_accuracy_are_rarely_called_different():
         def outcomes(items: int):
             for right in range(items + 1):
                 share = right / items
-                error = math.sqrt(share * (1 - share) / (items - 1))  # as quality.tasks.mean_and_stderr has it
+                error = math.sqrt(share * (1 - share) / (items - 1))  # as quality.evaluate.mean_and_stderr has it
                 yield math.comb(items, right) * p**right * (1 - p) ** (items - right), stats.Score(share, error, items)
 
         return sum(

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from test_report import log_block, make_record, run_main
 
-from zero_inference.report.html import summary
-from zero_inference.report.html.page import label_runs
+from zero_inference.report.html.page import cause_in_words, label_runs, share_in_words
 from zero_inference.report.run import Run
 from zero_inference.utils.format import three_digits
 
@@ -302,7 +301,7 @@ def test_the_memory_of_a_run_on_a_cpu_is_the_host_s(tmp_path):
 def test_words_on_the_limit_are_the_same_for_new_and_old_records():
     def words(**changes):
         (run,) = label_runs([Run.read(make_record(**changes))])
-        return summary.share_in_words(run), summary.cause_in_words(run)
+        return share_in_words(run), cause_in_words(run)
 
     products = limit("matmul", 0.912, matmul_tflops=600.0)
     assert words(limit=products) == ("91.2% of the matrix products limit (600 TFLOP/s)", "")

@@ -13,9 +13,15 @@ from test_sandbox import needs_isolation
 
 from zero_inference.cli import main
 from zero_inference.quality.data import load_items
-from zero_inference.quality.evaluate import QualitySettings, format_scores
+from zero_inference.quality.evaluate import (
+    QualitySettings,
+    build_program,
+    format_scores,
+    pass_at_k,
+    pass_scores,
+    run_programs,
+)
 from zero_inference.quality.sandbox import Limits
-from zero_inference.quality.tasks import build_program, pass_at_k, pass_scores, run_programs
 
 LIMITS = Limits(wall_s=30.0, cpu_s=20)
 

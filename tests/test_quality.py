@@ -416,7 +416,7 @@ def test_scores_that_are_no_numbers_end_the_evaluation(plain, monkeypatch):
 
 
 def test_ranks_join_shares_in_the_order_of_the_items():
-    from zero_inference.quality.tasks import gather_items, share_of
+    from zero_inference.quality.evaluate import gather_items, share_of
 
     items, cpu = list("abcdefg"), torch.device("cpu")
     shares = [share_of(items, Ranks(rank, 3, rank, 3, cpu)) for rank in range(3)]

@@ -110,7 +110,7 @@ AGREE = (
     PRELUDE
     + """
 from dataclasses import replace
-from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
+from zero_inference.runner import refuse_other_inputs, refuse_other_requests
 from zero_inference.errors import UsageError
 group.start_process_group(ranks)
 config = RunConfig(model=sys.argv[1], engine="resident", batch_size=2, log_dir=f"logs{rank}").validate()

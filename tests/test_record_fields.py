@@ -13,7 +13,7 @@ from test_records import REQUIRED
 
 from zero_inference.cli import console_main, main
 from zero_inference.config.options import QUALITY_TASKS
-from zero_inference.quality.tasks import pass_scores
+from zero_inference.quality.evaluate import pass_scores
 from zero_inference.records.field import list_keys
 from zero_inference.records.hardware import Environment
 from zero_inference.records.read import read_records

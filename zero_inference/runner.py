@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers.utils import logging as transformers_logging
 
-from zero_inference.config.options import LOG_PREFIX, OPTIONS
+from zero_inference.config.options import LOG_PREFIX, OPTIONS, PATHS
 from zero_inference.config.run_config import RunConfig, non_default_options
 from zero_inference.config.run_options import save_options
+from zero_inference.engines.deepspeed.config import read_ds_config
 from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.hardware.machine import Machine, resolve_machine
 from zero_inference.kernels.build import compile_s
 from zero_inference.measure import steadiness
 from zero_inference.measure.session import Session, loaded_model, measure_run, summarize_measurement, write_trace
+from zero_inference.models.checkpoint_files import checkpoint_files
 from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.preset_table import find_preset
 from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
-from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.planning.changes import check_memory
 from zero_inference.planning.choose import check_single_process, choose, hint
 from zero_inference.planning.dry_run import print_plan
@@ -39,11 +43,14 @@ from zero_inference.records.schema import AutoChoice, Quality, Request, Result
 from zero_inference.records.write import RunLog, refuse_shared_files
 from zero_inference.report.results import publish
 from zero_inference.utils import garbage, get_filename
-from zero_inference.utils.environment import describe_environment
+from zero_inference.utils.environment import describe_environment, package_versions
 from zero_inference.utils.processes import run_command
 from zero_inference.utils.progress import Progress, use_progress
 from zero_inference.utils.ranks import Ranks, detect_ranks, start_process_group, stop_process_group
 
+# Paths may differ from node to node; the content of the files is compared where it matters.
+NOT_COMPARED = (*PATHS, "verbose")
+SAMPLE_BYTES = 1 << 16
 Questions = dict[str, list[dict]]
 
 
@@ -281,3 +288,71 @@ def log_path(config: RunConfig, ranks: Ranks, place: str | None = None) -> Path:
         prefix=LOG_PREFIX.get(config.engine, config.engine),
     )
     return Path(config.log_dir) / f"{name}.log"
+
+
+def refuse_other_requests(config: RunConfig, spec: ModelSpec, ranks: Ranks, questions: Questions) -> None:
+    """Compare options, model, versions and devices of all ranks before they plan: a collective.
+
+    Raises:
+        UsageError: on all ranks, where these differ.
+    """
+    _refuse_differences(
+        ranks,
+        lambda: {
+            **{
+                f"--{name.replace('_', '-')}": value
+                for name, value in config.as_dict().items()
+                if name not in NOT_COMPARED
+            },
+            "--trace": bool(config.trace),
+            "--ds-config": read_ds_config(config.ds_config),
+            "the device": ranks.device.type,
+            "the dtype": str(spec.dtype),
+            "the model's config": _digest(spec.config.to_dict() | {"_name_or_path": None}),
+            "--quality-data": _digest(questions),
+            **package_versions(),
+        },
+    )
+
+
+def refuse_other_inputs(spec: ModelSpec, ranks: Ranks, ids: torch.Tensor) -> None:
+    """Compare the prompts `ids` and the files of the weights (names, sizes and samples) of all ranks: a collective.
+
+    Raises:
+        UsageError: on all ranks, where these differ.
+    """
+    _refuse_differences(
+        ranks,
+        lambda: {
+            "the prompts": hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12],
+            "the weights": None
+            if spec.dummy
+            else _digest([_sample(path) for path in checkpoint_files(spec.checkpoint_folder())]),
+        },
+    )
+
+
+def _refuse_differences(ranks: Ranks, describe: Callable[[], dict[str, Any]]) -> None:
+    if ranks.world_size == 1:
+        return
+    first, *others = ranks.gather_objects(describe())
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other.get(name) != value:
+                raise UsageError(
+                    f"rank 0 has {name} {value!s:.60} and rank {rank} has {other.get(name)!s:.60}: the ranks of a run "
+                    "must have the same options, model, prompts and versions."
+                )
+
+
+def _sample(path: Path) -> list:
+    """Return name, size and a hash of both ends; the start of a safetensors file has its table of contents."""
+    with open(path, "rb") as file:
+        first = file.read(SAMPLE_BYTES)
+        size = file.seek(0, 2)
+        file.seek(max(0, size - SAMPLE_BYTES))
+        return [path.name, size, hashlib.sha256(first + file.read()).hexdigest()]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]

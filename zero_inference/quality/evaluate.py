@@ -1,10 +1,21 @@
-"""Score a loaded model: the tasks of a run, checked before loading, evaluated after its timed loops, and printed."""
+"""Score a loaded model: the tasks of a run, checked before loading, evaluated after its timed loops, and printed.
+
+Each task scores a rank's share of the items and returns (scores as in the record, one dict for each item).
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import statistics
+import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +24,317 @@ import torch
 from zero_inference.config.checks import perplexity_window
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Job, LoadedModel
-from zero_inference.errors import UsageError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.quality.data import find_task_file, load_items
-from zero_inference.quality.sandbox import check_isolation
-from zero_inference.quality.tasks import TASKS, QualitySettings
+from zero_inference.quality.sandbox import (
+    IsolationError,
+    Limits,
+    Outcome,
+    check_isolation,
+    isolation_problem,
+    run_program,
+)
 from zero_inference.records.schema import Quality
 from zero_inference.records.scores import Tasks
 from zero_inference.records.write import RunLog
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.progress import Progress, current_progress
 from zero_inference.utils.ranks import Ranks
+
+DEFAULT_KS = (1, 10, 100)
+LARGEST_EXPONENT = math.log(sys.float_info.max)
+
+
+@dataclass(frozen=True)
+class QualitySettings:
+    """Settings of all tasks.
+
+    Attributes:
+        batch_size: sequences in one forward pass of a rank.
+        samples: programs for each humaneval problem; one is greedy, several are drawn at `temperature`.
+        new_tokens: most tokens of a program.
+        ks: the k of pass@k, none larger than `samples`; () takes those of 1, 10 and 100 that are allowed.
+        window, stride: of perplexity, in tokens; None takes the model's context length (at most 1024) and half the window.
+        limits: of each program.
+        allow_unsafe_code: run programs with `limits` alone where they cannot be isolated.
+    """
+
+    batch_size: int = 1
+    samples: int = 1
+    temperature: float = 0.8
+    new_tokens: int = 512
+    ks: tuple[int, ...] = ()
+    window: int | None = None
+    stride: int | None = None
+    seed: int = 0
+    limits: Limits = Limits()
+    allow_unsafe_code: bool = False
+
+    def resolved_ks(self) -> tuple[int, ...]:
+        return self.ks or tuple(k for k in DEFAULT_KS if k <= self.samples)
+
+    def check_ks(self) -> None:
+        """Raise ValueError for a k that `samples` do not allow."""
+        for k in self.resolved_ks():
+            pass_at_k(self.samples, 0, k)
+
+
+# Items are divided over ranks: each takes every n-th, so that neighbours, which often take equally long, are spread.
+
+
+def share_of(items: list, ranks: Ranks) -> list:
+    return items[ranks.rank :: ranks.world_size]
+
+
+def gather_items(mine: list, ranks: Ranks) -> list:
+    """Return the results of all ranks, one for each item, in the order of the items; on every rank."""
+    shares = ranks.gather_objects(mine)
+    results = [None] * sum(map(len, shares))
+    for rank, share in enumerate(shares):
+        results[rank :: ranks.world_size] = share
+    return results
+
+
+@contextmanager
+def ranks_in_step(model, device: torch.device, ranks: Ranks) -> Iterator[None]:
+    """Let ranks that share a model's layers call it a different number of times.
+
+    Each forward pass is announced; a rank that has finished takes part with one token until all have. Leaving by an exception does not
+    wait for the others.
+    """
+    if ranks.world_size == 1:
+        yield
+        return
+
+    def any_rank_works(here: bool) -> bool:
+        return ranks.maximum([float(here)])[0] > 0
+
+    def announce(module, args) -> None:
+        any_rank_works(True)
+
+    hook = model.register_forward_pre_hook(announce, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    while any_rank_works(False):
+        with torch.no_grad():
+            model(token, use_cache=False)
+
+
+def mean_and_stderr(values: list[float]) -> tuple[float, float | None]:
+    """Return the mean and its standard error from the sample's spread (n - 1), as lm-eval's; None for a single value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return sum(values) / len(values), error
+
+
+# mmlu and hellaswag
+
+
+def evaluate_choices(
+    task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings
+) -> tuple[dict, list[dict]]:
+    from zero_inference.quality.harness import score_choices
+
+    with ranks_in_step(lm.model, device, ranks):
+        mine = score_choices(lm, task, share_of(items, ranks))
+    scored = gather_items(mine, ranks)
+    accuracy, stderr = mean_and_stderr([float(one.correct) for one in scored])
+    scores = {
+        "accuracy": accuracy,
+        "stderr": stderr,
+        "correct": sum(one.correct for one in scored),
+        "total": len(scored),
+        "outcomes": "".join(str(int(one.correct)) for one in scored),
+        "accuracy_in_dtype": _mean_in_dtype(scored, "correct"),
+    }
+    details = [{"log_likelihoods": one.log_likelihoods, "correct": one.correct} for one in scored]
+    if task == "hellaswag":
+        norm, norm_stderr = mean_and_stderr([float(one.correct_norm) for one in scored])
+        scores |= {
+            "acc_norm": norm,
+            "acc_norm_stderr": norm_stderr,
+            "outcomes_norm": "".join(str(int(one.correct_norm)) for one in scored),
+            "acc_norm_in_dtype": _mean_in_dtype(scored, "correct_norm"),
+        }
+        for detail, one in zip(details, scored):
+            detail["correct_norm"] = one.correct_norm
+    return scores, details
+
+
+def _mean_in_dtype(scored: list, outcome: str) -> float | None:
+    """Return the mean of `outcome` with log-probabilities in the dtype of the logits; None if no item differs."""
+    in_float32 = [getattr(one, outcome) for one in scored]
+    in_dtype = [getattr(one.in_own_dtype or one, outcome) for one in scored]
+    return sum(in_dtype) / len(in_dtype) if in_dtype != in_float32 else None
+
+
+# perplexity
+
+
+def evaluate_perplexity(
+    task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings
+) -> tuple[dict, list[dict]]:
+    """exp of the mean negative log-likelihood of a token, all documents together.
+
+    The standard error is that of a ratio estimate over independent windows, times the slope of exp; None with a single window.
+    """
+    from zero_inference.quality.harness import score_windows, split_windows
+
+    try:
+        window, stride = perplexity_window(settings.window, settings.stride, lm.max_length)
+    except UsageError as error:  # the model is loaded by now
+        raise RunError(str(error)) from None
+    windows = split_windows(lm, [item["text"] for item in items], window, stride)
+    with ranks_in_step(lm.model, device, ranks):
+        mine = score_windows(lm, share_of(windows, ranks))
+    values, in_dtype = map(list, zip(*gather_items(mine, ranks)))
+    counts = [len(one.scored) for one in windows]
+    tokens, m = sum(counts), len(windows)
+    nll = -sum(values) / tokens
+    spread = sum((-value - nll * count) ** 2 for value, count in zip(values, counts))
+    nll_stderr = math.sqrt(spread * m / (m - 1)) / tokens if m > 1 else None
+    perplexity = _perplexity(nll)
+    scores = {
+        "perplexity": perplexity,
+        "perplexity_in_dtype": _perplexity(-sum(in_dtype) / tokens) if in_dtype != values else None,
+        "stderr": perplexity * nll_stderr if nll_stderr is not None else None,
+        "nll_per_token": nll,
+        "nll_stderr": nll_stderr,
+        "tokens": tokens,
+        "windows": m,
+        "documents": len(items),
+        "window": window,
+        "stride": stride,
+    }
+    details = [
+        {"document": one.document, "log_likelihood": value, "tokens": count}
+        for one, value, count in zip(windows, values, counts)
+    ]
+    return scores, details
+
+
+def _perplexity(nll: float) -> float:
+    return math.exp(nll) if nll < LARGEST_EXPONENT else math.inf  # null in the record, which has nll_per_token
+
+
+# humaneval
+
+
+def evaluate_humaneval(
+    task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings
+) -> tuple[dict, list[dict]]:
+    from zero_inference.quality.harness import complete_programs
+
+    n = settings.samples
+    temperature = settings.temperature if n > 1 else None
+    samples = [item for item in share_of(items, ranks) for _ in range(n)]
+    with ranks_in_step(lm.model, device, ranks):
+        completions = complete_programs(
+            lm, [item["prompt"] for item in samples], settings.new_tokens, temperature, settings.seed + ranks.rank
+        )
+    if ranks.is_first and (problem := isolation_problem()):
+        lm.under_way.progress.say(f"warning: humaneval: programs run with resource limits alone ({problem})")
+    programs = [build_program(item, completion) for item, completion in zip(samples, completions)]
+    with lm.under_way.progress.task("quality", len(programs)) as running:
+        outcomes = run_programs(
+            programs,
+            settings.limits,
+            workers=max(1, (os.cpu_count() or 1) // ranks.local_world_size),
+            progress=lambda done: running.at(f"humaneval {done} of {len(programs)} programs run", done),
+            allow_unsafe_code=settings.allow_unsafe_code,
+        )
+    mine = [list(zip(completions[at : at + n], outcomes[at : at + n])) for at in range(0, len(programs), n)]
+    by_item = gather_items(mine, ranks)
+    passed = [sum(outcome.passed for _, outcome in samples) for samples in by_item]
+    scores = pass_scores(passed, n, settings.resolved_ks())
+    scores |= {
+        "problems": len(items),
+        "temperature": temperature,
+        "new_tokens": settings.new_tokens,
+        "passed": passed,
+    }
+    details = [
+        {"passed": right, "samples": [{"completion": text, "verdict": outcome.reason} for text, outcome in samples]}
+        for right, samples in zip(passed, by_item)
+    ]
+    return scores, details
+
+
+def build_program(item: dict, completion: str) -> str:
+    return f"{item['prompt']}{completion}\n{item['test']}\ncheck({item['entry_point']})\n"
+
+
+def run_programs(
+    programs: list[str],
+    limits: Limits,
+    workers: int,
+    progress: Callable[[int], None] = lambda done: None,
+    allow_unsafe_code: bool = False,
+) -> list[Outcome]:
+    """Return the outcome of each program, without its output: thousands of outputs would fill memory.
+
+    Args:
+        progress: called with the number of programs that have ended.
+
+    Raises:
+        RunError: a program could not be isolated.
+    """
+
+    def run(program: str) -> Outcome:
+        return replace(run_program(program, limits, allow_unsafe_code), output="")
+
+    outcomes: list[Outcome] = []
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for outcome in pool.map(run, programs):
+                outcomes.append(outcome)
+                progress(len(outcomes))
+        except IsolationError as error:
+            raise RunError(
+                f"humaneval: a program could not be isolated ({error}), so no more programs are run."
+            ) from error
+    return outcomes
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k for one problem: 1 - C(n - c, k) / C(n, k), in whole numbers.
+
+    Source: Chen et al., Evaluating Large Language Models Trained on Code (2021), equation 1.
+
+    Args:
+        n: samples drawn.
+        c: samples that passed, 0 to n.
+        k: samples of which one has to pass, 1 to n.
+
+    Raises:
+        ValueError: c or k out of its range.
+    """
+    if not 0 <= c <= n:
+        raise ValueError(f"c = {c} samples passed of n = {n}: it has to be 0 to n")
+    if not 1 <= k <= n:
+        raise ValueError(f"k = {k} with n = {n} samples: k has to be 1 to n; draw more samples")
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def pass_scores(passed: list[int], n: int, ks: tuple[int, ...]) -> dict:
+    """Return pass@k averaged over problems, with the standard error of that mean. Raises ValueError for a k larger than n."""
+    by_k = {k: mean_and_stderr([pass_at_k(n, c, k) for c in passed]) for k in ks}
+    return {
+        "pass_at_k": {k: mean for k, (mean, _) in by_k.items()},
+        "stderr": {k: error for k, (_, error) in by_k.items()},
+        "n": n,
+        "k": list(ks),
+    }
+
+
+TASKS = {
+    "mmlu": evaluate_choices,
+    "hellaswag": evaluate_choices,
+    "humaneval": evaluate_humaneval,
+    "perplexity": evaluate_perplexity,
+}
 
 
 @dataclass
