@@ -163,8 +163,7 @@ def check_quality(config: Options) -> None:
                 f"--pass-at-k {k}: k has to be 1 to the number of samples, which is {config.humaneval_samples}; lower k or use "
                 f"--humaneval-samples {max(k, 1)}."
             )
-    if config.perplexity_window is not None:
-        perplexity_window(config.perplexity_window, config.perplexity_stride, None)
+    perplexity_window(config.perplexity_window, config.perplexity_stride, None)
     if "humaneval" in config.quality and not config.allow_code_execution:
         raise UsageError(
             "--quality humaneval runs code that the model wrote: allow it with --allow-code-execution (it runs isolated, "
