@@ -236,11 +236,11 @@ def _plans_of(args: argparse.Namespace, job: Job, found: SearchResult) -> Plans:
 
 def _planned_run(plan: Plan, candidate: Candidate | None = None, why_not: str | None = None) -> PlannedRun:
     """Return the row of a plan; predictions are None without a `candidate`, and it fits unless there is a reason `why_not`."""
-    from zero_inference.planning.explain import weights_in_words
+    from zero_inference.planning.answer import row_of
     from zero_inference.planning.search import command_of
 
-    config, job, times = plan.job.config, plan.job, candidate.times if candidate else None
-    measured = candidate is not None and candidate.measured_tokens_per_s is not None
+    config, row = plan.job.config, row_of(plan, candidate)
+    measured, device_bytes = row["measured_tokens_per_s"] is not None, row["device_bytes"]
     options = {
         name: value
         for name, value in config.as_dict().items()
@@ -252,21 +252,21 @@ def _planned_run(plan: Plan, candidate: Candidate | None = None, why_not: str | 
         engine=config.engine,
         bits=config.quant_bits,
         batch=config.batch_size,
-        gpus=job.ranks.world_size if job.on_gpu else 0,
-        weights=weights_in_words(plan),
+        gpus=row["gpus"],
+        weights=row["weights"],
         kv_offload=config.kv_offload,
         tokens_per_s=candidate.best_tokens_per_s if candidate else None,
         step_s=candidate.best_step_s if candidate else None,
-        first_token_s=times.prefill.seconds if times else None,
-        total_s=candidate.total_s if candidate else None,
-        tokens_per_s_range=None if measured or times is None else times.tokens_per_s_range(config.batch_size),
-        first_token_range_s=times.prefill_range_s if times else None,
-        device_gib=plan.weights.device_peak_bytes / GB if job.on_gpu else None,
-        host_gib=next(need.needed for need in plan.needs if need.place == "host memory") / GB,
-        bound_by=times.step.bound_by if times else None,
+        first_token_s=row["prefill_s"],
+        total_s=row["total_s"],
+        tokens_per_s_range=None if measured else row["tokens_per_s_range"],
+        first_token_range_s=row["prefill_range_s"],
+        device_gib=None if device_bytes is None else device_bytes / GB,
+        host_gib=row["host_bytes"] / GB,
+        bound_by=row["bound_by"],
         fits=why_not is None,
         why_not=why_not,
-        command=command_of(config, job.ranks.world_size),
+        command=command_of(config, plan.job.ranks.world_size),
         options={"model": config.model, "engine": config.engine, **options},
     )
 

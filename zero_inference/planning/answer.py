@@ -103,7 +103,10 @@ def print_answer(args: argparse.Namespace, job: Job, found: SearchResult, say: C
     for line in (first_line, _work_and_machine(args, job)):
         print(textwrap.fill(line, width, break_on_hyphens=False, break_long_words=False))
     print()
-    rows = [*rows_of(shown, best), *(_row(number, plan) for number, plan in enumerate(unknown, len(shown) + 1))]
+    rows = [
+        *rows_of(shown, best),
+        *({"place": number} | row_of(plan) for number, plan in enumerate(unknown, len(shown) + 1)),
+    ]
     print(table(rows, [*(each.plan for each in shown), *unknown], args.all), end="")
     for line in _remarks(args, found, best, len(shown), len(unknown)):
         print(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
@@ -194,14 +197,13 @@ def _unused_gpus(candidates: Sequence[Candidate]) -> str | None:
 def rows_of(shown: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
     """Return a row for each of `shown`; those on the Pareto front of all `candidates` are marked."""
     front = {id(each) for each in pareto_front(candidates)}
-    return [_row(number, each.plan, each, id(each) in front) for number, each in enumerate(shown, 1)]
+    return [{"place": number} | row_of(each.plan, each, id(each) in front) for number, each in enumerate(shown, 1)]
 
 
-def _row(number: int, plan: Plan, candidate: Candidate | None = None, on_front: bool = False) -> dict[str, Any]:
+def row_of(plan: Plan, candidate: Candidate | None = None, on_front: bool = False) -> dict[str, Any]:
     """Return the row of a configuration; predicted values are None without a `candidate`."""
     config, times = plan.job.config, candidate.times if candidate else None
     return {
-        "place": number,
         "engine": config.engine,
         "quant_bits": config.quant_bits,
         "gpus": plan.job.ranks.world_size if plan.job.on_gpu else 0,
@@ -257,7 +259,9 @@ def _to_json(
                 "count": len(found.unknown),
                 "because": why_not_predicted(found.unknown) or None,
                 "configurations": [
-                    _row(number, plan) | {"command": command_of(plan.job.config, plan.job.ranks.world_size)}
+                    {"place": number}
+                    | row_of(plan)
+                    | {"command": command_of(plan.job.config, plan.job.ranks.world_size)}
                     for number, plan in enumerate(found.unknown, len(best) + 1)
                 ],
             },
