@@ -37,7 +37,7 @@ def preserve_process_state(verbose: int) -> Iterator[None]:
 
 
 def free_memory() -> None:
-    """Free cached memory of the last model on the device and in host memory: the next one is planned with what is free."""
+    """Free cached memory of the last model on the device and in host memory: the next plan counts it as free."""
     import torch
 
     from zero_inference.models.weights import return_free_memory

@@ -16,7 +16,7 @@ from zero_inference.errors import UsageError
 from zero_inference.utils.format import printable
 from zero_inference.utils.suggestions import did_you_mean
 
-# Messages of argparse, and ours.
+# Messages of argparse, and what is printed instead.
 _IN_PLAIN_WORDS = (
     (re.compile(r"argument (\S+): expected (?:one|at least one) argument"), r"\1 needs a value"),
     (re.compile(r"argument (?:-\w/)?(\S+): ignored explicit argument .*"), r"\1 takes no value"),
@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         return f"there is no option {option}" + (f"; {near}" if near else "")
 
     def _refuse_abbreviated(self, words: Sequence[str]) -> None:
-        """Refuse another tool's option that argparse would read as an abbreviation of one of ours."""
+        """Refuse another tool's option that argparse would read as an abbreviation of an option here."""
         for word in words if self.allow_abbrev else ():
             name, _, value = word.partition("=")
             abbreviates = any(own.startswith(name) and own != name for own in self._option_string_actions)
@@ -144,7 +144,7 @@ MODEL_GIVEN = "model_given"  # dest of the positional model
 
 
 def plain(message: str) -> str:
-    """Return argparse's message in our words."""
+    """Return argparse's message, reworded."""
     for pattern, words in _IN_PLAIN_WORDS:
         if pattern.match(message):
             return pattern.sub(words, message, count=1)

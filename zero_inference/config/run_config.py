@@ -24,7 +24,7 @@ from zero_inference.errors import UsageError
 class RunConfig(Options):
     """The options of one run.
 
-    `validate` refuses what cannot work before the model's config is loaded; what depends on the model is checked by `planning.checks`
+    `validate` refuses what cannot work before the model's config is loaded; what depends on the model is checked by `planning.plan`
     and the engine's plan, before a weight is read.
     """
 

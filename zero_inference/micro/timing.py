@@ -17,8 +17,8 @@ from zero_inference.hardware.spec import Card, find_card
 # Kind of product -> dtype of its operands. tf32 is float32 in memory, rounded to 10 bits of mantissa in the tensor cores.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-# Sizes of the products that give the matrix rate. A CPU is often fastest with what fits its cache, not with the largest; a size is
-# skipped if one product is expected to take longer than PROBE_CALL_S.
+# Sizes of the products that give the matrix rate. A CPU is often fastest with matrices that fit its cache; a size is skipped if one
+# product is expected to take longer than PROBE_CALL_S.
 PROBE_SIZES = {"cuda": (2048, 8192), "cpu": (256, 512, 1024, 2048)}
 PROBE_CALL_S = 0.2
 # A call that is expected to be shorter is timed; a longer one is only predicted.

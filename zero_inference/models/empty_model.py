@@ -71,7 +71,7 @@ class EmptyModel:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no engine has filled the model yet."""
+        """True until an engine fills the model."""
         return all(parameter.is_meta for parameter in self.model.parameters())
 
 

@@ -64,7 +64,7 @@ class Operator:
 
     @property
     def attends(self) -> bool:
-        """Whether it multiplies activations with each other, as attention does."""
+        """True if it multiplies activations with each other, as attention does."""
         return self.flops > 0 and not any(self.weights)
 
 
@@ -311,7 +311,7 @@ class _ReadObserver(PassObserver):
 
     def repeat_call(self, position: int, counts: tuple, made: list[torch.Tensor]) -> None:
         """See `LayerObserver`."""
-        self.calls[self.stack[-1]] -= 1  # the layer that stands for it was counted
+        self.calls[self.stack[-1]] -= 1  # the call of the traced layer was counted
 
 
 def _flops(name: Any, args: tuple, kwargs: dict, out: Any) -> int:

@@ -27,7 +27,7 @@ RESULT_PREFIXES = (b'{"schema_version"', b"model size: ")  # of a record and of 
 #   unpacked models          ${ZERO_INFERENCE_CACHE}, by default ${XDG_CACHE_HOME:-~/.cache}/zero-inference
 #   hardware profile         the file ${ZERO_INFERENCE_MACHINE}, by default one named after the host in the folder above
 #   DeepSpeed's modules      ${TORCH_EXTENSIONS_DIR}, by default a subfolder of ${XDG_CACHE_HOME:-~/.cache}/EXTENSIONS
-#   our compiled libraries   the same, but never in a subfolder that is DeepSpeed's
+#   this package's libraries the same, but never in a subfolder that is DeepSpeed's
 
 
 def user_cache() -> Path:
@@ -42,7 +42,7 @@ def models_folder() -> Path:
 
 
 def extensions_folder() -> Path:
-    """Return the folder for compiled code: TORCH_EXTENSIONS_DIR if the user set it (DeepSpeed's engine sets it to a subfolder of ours)."""
+    """Return the folder for compiled code: TORCH_EXTENSIONS_DIR, unless DeepSpeed's engine set it (to a folder below EXTENSIONS)."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(given) if given and EXTENSIONS not in given else user_cache() / EXTENSIONS
 
@@ -218,7 +218,7 @@ def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
 def check_replaceable(path: str | os.PathLike) -> None:
     """Raise OSError if `write_atomically` cannot write `path` now, or must not: no regular file, or logs or records of runs.
 
-    Makes no folders and leaves nothing behind. Several processes may check one path at the same time.
+    Makes no folders and leaves no files. Several processes may check one path at the same time.
     """
     if os.path.lexists(path) and not os.path.isfile(path):  # also a dangling link: its target is not what was named
         raise OSError(errno.EINVAL, "not a regular file", str(path))

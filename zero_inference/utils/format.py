@@ -70,10 +70,9 @@ def format_percent(value: float) -> str:
 
 
 def four_digits(value: float) -> str:
-    """Return four significant digits without an exponent."""
-    magnitude = 0 if value == 0 else len(str(int(abs(value)))) if abs(value) >= 1 else 1
-    small = next((extra for extra in range(8) if abs(value) * 10**extra >= 0.1), 8) if value else 0
-    return f"{value:.{max(0, 4 - magnitude) + (small if abs(value) < 1 else 0)}f}"
+    """Return four significant digits without an exponent, three below 1."""
+    exponent = math.floor(math.log10(abs(value))) if value else -1
+    return f"{value:.{max(0, (3 if exponent >= 0 else 2) - exponent)}f}"
 
 
 def format_number(value: float) -> str:
