@@ -247,6 +247,7 @@ REFUSED_BEHIND_LM_EVAL = [  # found only where lm-eval is installed, which is as
     ),
     (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-window", "129"], "128 positions"),
     (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-stride", "129"], "the window of 128 tokens"),
+    (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-stride", "1025"], "the window of 1024 tokens"),
     (
         ["--quality", "mmlu", "--quality-data", "DATA", "--quality-items", "/nowhere/items"],
         "--quality-items /nowhere/items cannot be written",
