@@ -306,7 +306,7 @@ class ReusableKVCache(DeviceKVCache):
 
     def begin(self, rows: int) -> None:
         """Forget all tokens and start a generation of `rows` sequences."""
-        self.max_length = min(self.planned_length, self.planned_rows * self.planned_length // rows)
+        self.max_length = min(self.planned_length, self.planned_rows * self.planned_length // max(1, rows))
         for layer in self.layers:
             if has_keys(layer):  # others use the keys of another layer
                 layer.begin(self.max_length)
