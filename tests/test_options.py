@@ -13,13 +13,19 @@ import torch
 from zero_inference.cli import console_main, console_parser, main, run_parser
 from zero_inference.config.options import DEFAULTS
 from zero_inference.config.other_tools import OTHER_OPTIONS
-from zero_inference.config.parser import commands_of, examples_of, option_rows
+from zero_inference.config.parser import Parser, commands_of, option_rows
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import config_from_args, parse_options
 from zero_inference.errors import UsageError
 from zero_inference.utils.format import parse_gib
 
 PARSERS = {"run_model.py": run_parser(), "zero-inference": console_parser(), **commands_of(console_parser())}
+
+
+def examples_of(parser: Parser) -> list[str]:
+    """Return the commands that the help of `parser` shows as examples."""
+    texts = [parser.description, *(group.description for group in parser._action_groups), parser.epilog]
+    return [line.strip() for text in texts for line in (text or "").splitlines() if line.startswith("  ")]
 
 
 def refused(capsys, command: str) -> str:

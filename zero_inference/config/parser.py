@@ -239,12 +239,6 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, Parser]:
     return found
 
 
-def examples_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the commands that the help of `parser` shows as examples."""
-    texts = [parser.description, *(group.description for group in parser._action_groups), parser.epilog]
-    return [line.strip() for text in texts for line in (text or "").splitlines() if line.startswith("  ")]
-
-
 def _row(group: str, action: argparse.Action, parser: argparse.ArgumentParser) -> OptionRow:
     text = parser._get_formatter()._expand_help(action)
     default = "off" if action.nargs == 0 and isinstance(action, argparse._StoreTrueAction) else ""

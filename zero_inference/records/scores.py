@@ -78,9 +78,6 @@ class PerplexityScores(_Pass, _Perplexity):
     """Perplexity of a text."""
 
 
-TaskScores = ChoiceScores | NormedChoiceScores | ProgramScores | PerplexityScores
-
-
 class Tasks(Part):
     """Scores by task."""
 

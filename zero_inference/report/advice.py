@@ -29,7 +29,7 @@ def advice(request: Request, measured: Measured) -> list[str]:
     if share >= NEAR_THE_LIMIT:
         use = measured.link_use
         busy = f"the link is busy {use.busy_share:.0%} of the time" if isinstance(use, LinkUse) else BUSY["link"]
-        options = _options_for_fewer_bytes(request, measured, bound)
+        options = _options_for_fewer_bytes(request, bound)
         lines.append(
             f"{busy if bound == 'link' else BUSY[bound]}; only fewer bytes a token help: {' or '.join(options)}"
             if options
@@ -68,7 +68,7 @@ def advice_far_from_limit(request: Request, measured: Measured) -> list[str]:
     ]
 
 
-def _options_for_fewer_bytes(request: Request, measured: Measured, bound: str) -> list[str]:
+def _options_for_fewer_bytes(request: Request, bound: str) -> list[str]:
     """Return options that move fewer bytes for each token."""
     options = []
     if request.engine in QUANTIZING_ENGINES and request.quant_bits > min(QUANT_BITS):
