@@ -16,10 +16,9 @@ from zero_inference.engines.stream import cpu_plan as stream_cores
 from zero_inference.engines.stream import expert_cache
 from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.expert_cache import USE_DECAY, dispatch
-from zero_inference.engines.stream.expert_sizes import share_out
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split, fetch_quota
-from zero_inference.engines.stream.placement import ROUTING_SKEW, Placement, plan_placement
+from zero_inference.engines.stream.placement import ROUTING_SKEW, Placement, plan_placement, share_out
 from zero_inference.engines.stream.prefetch import PassKind
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.hardware.rates import ConcurrentRates
@@ -67,7 +66,7 @@ def fetching(monkeypatch):
             placement, *others = with_cores(job, *arguments)
             if placement is not None and placement.expert_blocks:
                 form = placement.blocks[placement.expert_blocks[0]].experts
-                quota = tuple(min(int(share * missed), most) for missed in range(form.number + 1))
+                quota = tuple(min(int(share * missed), most) for missed in range(form.num_experts + 1))
                 placement = replace(placement, quota=quota if any(quota) else ())
             return placement, *others
 
@@ -286,7 +285,7 @@ class Watched:
                 self.long[index] = Counter(chosen)
                 self.before.pop(index, None)
                 return
-            table = slots.table[: slots.experts.number].tolist()
+            table = slots.table[: slots.experts.num_experts].tolist()
             for weights in (slots.first, slots.last):
                 for expert, slot in enumerate(table):
                     for own, waiting in zip(weights.slots, weights.host):
@@ -359,7 +358,7 @@ def test_what_is_counted_is_what_tokens_chose(family, bits, kept, fetching):
     found = generate(loaded, spec, ranks, loops=1).loops[0]
     counts = transfers.expert_counts()
     layers = len(watched.cache.by_block)
-    k = prefetcher_of(loaded).placement.blocks[next(iter(watched.cache.by_block))].experts.chosen
+    k = prefetcher_of(loaded).placement.blocks[next(iter(watched.cache.by_block))].experts.top_k
     assert counts.choices == watched.choices == layers * BATCH * k * (GEN - 1)
     assert counts.hits == watched.hits and 0 < counts.hits < counts.choices
     assert counts.saved_bytes == watched.hit_bytes
@@ -380,7 +379,7 @@ def test_a_long_pass_keeps_what_its_tokens_chose_most(kept):
     generate(loaded, spec, ranks, gen_len=2, loops=1)
     for index, slots in watched.cache.by_block.items():
         used = watched.long[index]
-        inside = [expert for expert, slot in enumerate(slots.table[: slots.experts.number].tolist()) if slot >= 0]
+        inside = [expert for expert, slot in enumerate(slots.table[: slots.experts.num_experts].tolist()) if slot >= 0]
         assert len(inside) == 3
         assert sum(used[expert] for expert in inside) == sum(count for _, count in used.most_common(3))
 
@@ -436,7 +435,7 @@ def test_device_memory_is_taken_as_planned(kept):
         layers = [loaded.facts["stream"][f"{kind}_layers"] for kind in ("resident", "streamed")]
         assert layers == [2, 2], "of four, every other one has experts, which wait in host memory"
         layer = next(iter(cache.by_block))
-        assert cache.by_block[layer].expert_bytes * placement.blocks[layer].experts.number == sum(
+        assert cache.by_block[layer].expert_bytes * placement.blocks[layer].experts.num_experts == sum(
             piece.nbytes for stored in placement.layouts[layer].parameters for piece in stored.pieces
         )
 
@@ -459,7 +458,7 @@ def a_mixture(layers: int = 4, number: int = 8, chosen: int = 2) -> tuple[list[B
     from zero_inference.engines.stream.blocks import Block
     from zero_inference.engines.stream.layout import StoredParameter, TensorSpan
 
-    experts = FusedExperts("first", "last", "silu", number, True, chosen=chosen)
+    experts = FusedExperts("first", "last", "silu", number, True, top_k=chosen)
     pieces = [
         StoredParameter(name, TensorSpan(0, (number, 25, 1), torch.float32)) for name in ("first", "last")
     ]  # 200 bytes an expert

@@ -7,8 +7,8 @@ import torch
 
 from zero_inference.cpu.experts import COUNTS
 from zero_inference.engines.stream.expert_cache import USE_DECAY, ExpertCache, FetchConfig
-from zero_inference.engines.stream.expert_sizes import expert_bytes
 from zero_inference.engines.stream.layout import lay_out
+from zero_inference.engines.stream.placement import expert_bytes
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.experts import FusedExperts
@@ -17,20 +17,20 @@ from zero_inference.models.mlp import ACTIVATIONS
 NUMBER, HIDDEN, INNER, SLOTS = 7, 64, 96, 3
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 FORMS = [
-    FusedExperts("first", "last", "relu_squared", NUMBER, False, chosen=2),
-    FusedExperts("first", "last", "silu", NUMBER, True, chosen=2),
-    FusedExperts("first", "last", "gelu", NUMBER, True, gate_is_second=True, chosen=2),
+    FusedExperts("first", "last", "relu_squared", NUMBER, False, top_k=2),
+    FusedExperts("first", "last", "silu", NUMBER, True, top_k=2),
+    FusedExperts("first", "last", "gelu", NUMBER, True, gate_is_second=True, top_k=2),
     FusedExperts(
         "first",
         "last",
         "gelu_sigmoid",
         NUMBER,
         True,
-        chosen=2,
+        top_k=2,
         transposed=True,
         interleaved=True,
-        first_bias="first_bias",
-        last_bias="last_bias",
+        gate_up_bias="first_bias",
+        down_bias="last_bias",
         limit=0.5,
         up_offset=1.0,
     ),
@@ -42,12 +42,12 @@ def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
     torch.manual_seed(5)
     scheme = GroupQuantization(bits, 32) if bits else None
     weights = {
-        form.first: (torch.randn(NUMBER, (1 + form.gated) * INNER, HIDDEN) / 8).to(dtype),
-        form.last: (torch.randn(NUMBER, HIDDEN, INNER) / 8).to(dtype),
+        form.gate_up: (torch.randn(NUMBER, (1 + form.gated) * INNER, HIDDEN) / 8).to(dtype),
+        form.down: (torch.randn(NUMBER, HIDDEN, INNER) / 8).to(dtype),
     }
     weights |= {
         name: torch.randn(NUMBER, weight.shape[1]).to(dtype)
-        for name, weight in zip((form.first_bias, form.last_bias), list(weights.values()))
+        for name, weight in zip((form.gate_up_bias, form.down_bias), list(weights.values()))
         if name
     }
     layout = lay_out(weights.items(), scheme, 1, exact=form.biases)
@@ -77,16 +77,16 @@ def expected(form: FusedExperts, exact, kept: set[int], x, numbers, weights) -> 
     for row in range(len(x)):
         for number, weight in zip(numbers[row].tolist(), weights[row].tolist()):
             if number in kept:
-                product = exact[form.first][number] @ x[row].double()
+                product = exact[form.gate_up][number] @ x[row].double()
                 if form.biases:
-                    product += exact[form.first_bias][number]
+                    product += exact[form.gate_up_bias][number]
                 halves = product.view(-1, 2).unbind(1) if form.interleaved else product.split(INNER)
                 gate, *up = halves[::-1] if form.gate_is_second else halves
                 if form.biases:
                     gate, up = gate.clamp(max=0.5), [up[0].clamp(-0.5, 0.5) + 1]
                 hidden = ACTIVATIONS[form.activation](gate) * (up[0] if up else 1)
-                result = exact[form.last][number] @ hidden
-                out[row] += weight * (result + exact[form.last_bias][number] if form.biases else result)
+                result = exact[form.down][number] @ hidden
+                out[row] += weight * (result + exact[form.down_bias][number] if form.biases else result)
     return out
 
 

@@ -219,7 +219,7 @@ def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
     no_link = planned(by_deepspeed, resolve_machine(None, "gpus=1x24GiB,host=128GiB,memory=1000GB/s")).weights
     assert limit_in_words(no_link) == "not known without the rate of the link"
     assert no_link.in_words() == [f"each decode step copies {no_link.fetched_bytes / 2**30:.3g} GiB over the link"]
-    assert no_link.places_in_words() == "in host memory"
+    assert no_link.describe_location() == "in host memory"
     mixture = planned(
         "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4", resolve_machine(None, line)
     ).weights

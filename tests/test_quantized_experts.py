@@ -109,7 +109,7 @@ def test_experts_combine_their_first_product(form, biased, dtype):
 @pytest.mark.parametrize("form", EXPERTS)
 def test_a_module_of_experts_computes_the_weighted_sum(form, device, dtype):
     """From codes, of one token and of several, with biases where the family has them; weights of whatever dtype a router gives."""
-    experts, inner, hidden = replace(EXPERTS[form], number=5), 96, 160
+    experts, inner, hidden = replace(EXPERTS[form], num_experts=5), 96, 160
     rows = 2 * inner if experts.gated else inner
     first = Case([], 5, rows, hidden, 4, 32, dtype, device, seed=2)
     last = Case([], 5, hidden, inner, 4, 32, dtype, device, seed=3)

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from zero_inference.engines.stream import rebalance
+from zero_inference.engines.stream import prefetch
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split
 from zero_inference.engines.stream.placement import Placement
-from zero_inference.engines.stream.rebalance import LAST_PASS, MAX_MEASUREMENTS, MeasuredStep, Rebalancer, bytes_to_move
+from zero_inference.engines.stream.prefetch import LAST_PASS, MAX_MEASUREMENTS, MeasuredStep, Rebalancer, bytes_to_move
 from zero_inference.hardware.bench_cpu import LinkRates, of_all_ranks
 from zero_inference.hardware.rates import AttentionRates, ConcurrentRates
 from zero_inference.models.mlp import Mlp
@@ -206,9 +206,9 @@ def watched(monkeypatch, plan: CpuPlan, uses, waited_s: float = 0.0, step_s=(0.2
         looks["made"] += 1
         return next(said)
 
-    monkeypatch.setattr(rebalance, "time", SimpleNamespace(perf_counter=now))
+    monkeypatch.setattr(prefetch, "time", SimpleNamespace(perf_counter=now))
     timeline = SimpleNamespace(
-        link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - rebalance.FIRST_PASS), pass_index=7
+        link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - prefetch.FIRST_PASS), pass_index=7
     )
     team = SimpleNamespace(plan=plan, pool=SimpleNamespace(busy_s=lambda: looks["now"]))
     return Rebalancer(team, timeline)

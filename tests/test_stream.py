@@ -17,8 +17,7 @@ from forks import PROGRAM, wait_for_all
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.placement import plan_placement
-from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
-from zero_inference.engines.stream.trace import BlockSpan, Copy, Timeline
+from zero_inference.engines.stream.streams import BlockSpan, ComputeStream, Copy, DeviceStreams, Timeline
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware import bench_copies
 from zero_inference.kv_cache.device import DeviceKVCache

@@ -114,9 +114,9 @@ def test_memory_of_the_table_holds_layers(monkeypatch):
     )
     assert abs(kept - table) < of_layer and host == -kept, "whole layers"
     assert found.weights.device_peak_bytes <= 8 << 30
-    assert f"and {format_bytes(table)} of input embedding)" in found.weights.places_in_words()
+    assert f"and {format_bytes(table)} of input embedding)" in found.weights.describe_location()
     whole = planned(options, ProfiledMachine(FAST))
-    assert whole.weights.footprint.host == 0 and whole.weights.places_in_words() == "on the device"
+    assert whole.weights.footprint.host == 0 and whole.weights.describe_location() == "on the device"
 
 
 def test_layers_that_fit_beside_no_table_are_all_on_the_device():
@@ -126,7 +126,7 @@ def test_layers_that_fit_beside_no_table_are_all_on_the_device():
     found = planned(options, machine).weights
     assert not found.placement.in_host_memory and found.footprint.host == 128256 * 4096 * 2
     assert (
-        found.places_in_words()
+        found.describe_location()
         == f"all layers on the device, {format_bytes(found.footprint.host)} of input embedding in host memory"
     )
 

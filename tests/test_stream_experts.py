@@ -181,8 +181,8 @@ def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_a
         for module in model.modules()
         if (each := detect_experts(module))
     )
-    one = max(sizes) // experts.number
-    for at_once in (experts.number, experts_at_once):
+    one = max(sizes) // experts.num_experts
+    for at_once in (experts.num_experts, experts_at_once):
         monkeypatch.setattr(layout, "GROUP_BYTES", at_once * one + one // 2)
         loaded, spec, ranks = load(folder, cpu_compute="off", ring_depth=2, quant_bits=4, quant_group_size=32)
         prefetcher = prefetcher_of(loaded)
@@ -226,18 +226,18 @@ def test_groups_have_the_bits_of_the_module_itself(family, dtype, mixtures):
     model = AutoModelForCausalLM.from_pretrained(mixtures(family)[0], dtype=dtype)
     module = next(each for each in model.modules() if detect_experts(each) is not None)
     experts = detect_experts(module)
-    first, last = (getattr(module, name).data for name in (experts.first, experts.last))
+    first, last = (getattr(module, name).data for name in (experts.gate_up, experts.down))
     if experts.transposed:
         first, last = first.mT.contiguous(), last.mT.contiguous()
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(21, last.shape[1], generator=draw).to(dtype)
-    scores = torch.rand(21, experts.number, generator=draw)
+    scores = torch.rand(21, experts.num_experts, generator=draw)
     scores[:, 1] = 0  # nobody chooses it
     weights, numbers = scores.topk(3)
     with torch.no_grad():
         for of_dtype in (weights, weights.to(dtype)):
             expected = module(x, numbers, of_dtype)
-            for group in range(1, experts.number + 1):
+            for group in range(1, experts.num_experts + 1):
                 parts = [lambda place, each=each: each[place * group :][:group] for each in (first, last)]
                 assert torch.equal(experts_in_groups(module, experts, group, *parts)(x, numbers, of_dtype), expected)
 
@@ -311,7 +311,7 @@ def test_a_mixture_is_divided_into_experts_and_a_shared_expert_and_keeps_its_rou
     model = a_model("qwen2_moe", **fields)
     blocks = {block.module: block for block in find_blocks(model, set(), divided=True) if block.layer == 1}
     assert set(blocks) == {"self_attn", "mlp.experts", "mlp.shared_expert"}
-    assert blocks["mlp.experts"].experts.chosen == 2 and blocks["mlp.experts"].experts.number == 6
+    assert blocks["mlp.experts"].experts.top_k == 2 and blocks["mlp.experts"].experts.num_experts == 6
     assert blocks["mlp.shared_expert"].feed_forward is not None
     whole = find_blocks(model, set(), divided=False)[1]
     assert set(whole.exact) == {"mlp.gate.weight", "mlp.shared_expert_gate.weight"}
@@ -387,7 +387,7 @@ def test_a_bound_far_from_usual_values_and_the_order_of_gate_and_up_are_found():
 def test_experts_are_the_cores_first_and_then_what_the_link_would_be_late_with():
     """Of a model with 2 GB of experts, of which a pass of one token reads an eighth, and other blocks."""
     rates = ConcurrentRates(1, 50.0, 50.0, 100.0, 120.0, 100.0, 0.0, 4000.0)
-    experts = replace(detect_experts(Clamped(None, False)), number=8, chosen=1)
+    experts = replace(detect_experts(Clamped(None, False)), num_experts=8, top_k=1)
 
     def placement(of_others: int) -> Placement:
         model = a_model("mixtral", num_hidden_layers=1, num_experts_per_tok=1)

@@ -18,7 +18,7 @@ import zero_inference
 from benchmarks.predictions import without_short_prompts
 from zero_inference.engines.stream import cpu_plan as stream_cores
 from zero_inference.engines.stream import plan as stream_plan
-from zero_inference.engines.stream.cpu_plan import MOST_PROMPT_ROWS
+from zero_inference.engines.stream.cpu_plan import MAX_PROMPT_ROWS
 from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.prefetch import PassKind
 from zero_inference.hardware.machine import ProfiledMachine
@@ -253,7 +253,7 @@ def test_a_dense_model_shares_prompts_of_a_few_tokens_and_no_long_ones():
     assert 0.2 < few.weights.cpu.prompt_share < 0.6
     assert all(found.blocks[block].feed_forward for block in found.prompt_cpu_computed)
     assert few.times.prefill.seconds < without_short_prompts(few).times.prefill.seconds / 1.2
-    for tokens in (MOST_PROMPT_ROWS + 1, 512):
+    for tokens in (MAX_PROMPT_ROWS + 1, 512):
         long = planned(f"{options} --prompt-len {tokens}", machine_at("h100-predicted"))
         assert long.weights.cpu.prompt_rows == 0 and not long.weights.placement.prompt_cpu_computed
         assert "prompts of up to" not in str(long.weights.in_words())
@@ -292,5 +292,5 @@ def test_a_share_that_was_given_bounds_that_of_prompts():
 def test_hidden_states_that_need_much_page_locked_memory_keep_the_cores_out(monkeypatch):
     plan = planned(f"{QWEN} --prompt-len 128", machine_at(MACHINES[0]))
     needed = stream_cores.hand_off_bytes(plan.weights.placement, 128, 2)[0]
-    monkeypatch.setattr(stream_cores, "MOST_CROSSED_BYTES", needed - 1)
+    monkeypatch.setattr(stream_cores, "MAX_HAND_OFF_BYTES", needed - 1)
     assert planned(f"{QWEN} --prompt-len 128", machine_at(MACHINES[0])).weights.cpu.prompt_rows == 0

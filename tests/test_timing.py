@@ -14,7 +14,7 @@ from benchmarks.predictions import machine_of, plan_of, without_short_prompts
 from zero_inference.cpu.library import load_library
 from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.engines.stream import cpu_plan
-from zero_inference.engines.stream.overlap import LEAST_GAIN
+from zero_inference.engines.stream.overlap import MIN_GAIN
 from zero_inference.hardware.machine import ProfiledMachine, limit_memory
 from zero_inference.hardware.profile import (
     CpuAttentionRate,
@@ -703,7 +703,7 @@ def test_the_cores_work_beside_the_link():
     assert weights.cost_terms.step_cpu.wait_s == pytest.approx(waits_s) and times.step.seconds > waits_s
     assert times.step.seconds >= (weights.fetched_bytes + weights.cpu_bytes) / 150e9, "never faster than both together"
     alone = without_short_prompts(plan)
-    assert times.prefill.seconds < alone.times.prefill.seconds / LEAST_GAIN, "128 tokens are few enough for the cores"
+    assert times.prefill.seconds < alone.times.prefill.seconds / MIN_GAIN, "128 tokens are few enough for the cores"
     found = alone.weights.placement
     first = set(found.in_host_memory[: found.ring_depth]).intersection(found.streamed)
     assert 0 < len(first) < found.ring_depth, "of what the ring holds for a decode step, the prefill needs these soon"

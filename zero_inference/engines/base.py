@@ -336,7 +336,7 @@ class EnginePlan:
         fetched = format_bytes(self.fetched_bytes) if self.fetched_bytes else "nothing"
         return f"copies {fetched} {'over the link' if self.job.on_gpu else 'within host memory'}"
 
-    def places_in_words(self) -> str:
+    def describe_location(self) -> str:
         """Return where the weights are stored, such as "on disk"."""
         if self.footprint.disk:
             return "on disk"

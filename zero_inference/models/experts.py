@@ -39,53 +39,52 @@ CHOSEN = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """Experts of the form `last(f(gate(x)) * up(x))`, or `last(f(first(x)))`, in fused parameters. Each product may have a bias.
+    """Experts of the form `down(f(gate(x)) * up(x))`, or `down(f(up(x)))`, in fused parameters. Each product may have a bias.
 
-    With a limit, as gpt-oss has it: `last(f(min(gate(x), limit)) * (clamp(up(x), -limit, limit) + up_offset))`.
+    With a limit, as gpt-oss has it: `down(f(min(gate(x), limit)) * (clamp(up(x), -limit, limit) + up_offset))`.
 
     Attributes:
-        first: name of the parameter [number, 2 x inner or inner, hidden]: of each expert the rows of gate and then those of up, or
-            those of one product.
-        last: name of the parameter [number, hidden, inner].
+        gate_up: name of the parameter [num_experts, 2 x inner or inner, hidden]: of each expert the rows of gate and then those of
+            up, or those of one product.
+        down: name of the parameter [num_experts, hidden, inner].
         activation: f, a key of `ACTIVATIONS`.
-        number: of experts.
         gated: whether there are gate and up.
         gate_is_second: up's rows come first.
-        chosen: number that a token chooses; `number` if unknown.
-        transposed: the model has both parameters as [number, in, out].
+        top_k: experts of a token; `num_experts` if unknown.
+        transposed: the model has both parameters as [num_experts, in, out].
         interleaved: rows of gate and up alternate, gate's first.
-        first_bias, last_bias: names of the parameters [number, rows]; empty without biases.
+        gate_up_bias, down_bias: names of the parameters [num_experts, rows]; empty without biases.
         limit: clamps gate and up.
         up_offset: added to up.
     """
 
-    first: str
-    last: str
+    gate_up: str
+    down: str
     activation: str
-    number: int
+    num_experts: int
     gated: bool
     gate_is_second: bool = False
-    chosen: int = 0
+    top_k: int = 0
     transposed: bool = False
     interleaved: bool = False
-    first_bias: str = ""
-    last_bias: str = ""
+    gate_up_bias: str = ""
+    down_bias: str = ""
     limit: float = math.inf
     up_offset: float = 0.0
 
     @property
     def biases(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.first_bias, self.last_bias)))
+        return tuple(filter(None, (self.gate_up_bias, self.down_bias)))
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return self.first, self.last, *self.biases
+        return self.gate_up, self.down, *self.biases
 
     def weights_in(self, module: str) -> tuple[str, ...]:
-        return tuple(f"{module}.{own}" if module else own for own in (self.first, self.last))
+        return tuple(f"{module}.{own}" if module else own for own in (self.gate_up, self.down))
 
     def combined(self, product: torch.Tensor) -> torch.Tensor:
-        """Return the input of `last`, [..., inner], from the first product [..., 2 x inner or inner] with its bias."""
+        """Return the input of `down`, [..., inner], from the first product [..., 2 x inner or inner] with its bias."""
         if not self.gated:
             return ACTIVATIONS[self.activation](product)
         gate, up = (product[..., ::2], product[..., 1::2]) if self.interleaved else product.chunk(2, -1)
@@ -97,12 +96,12 @@ class FusedExperts:
 
     def share_read(self, tokens: int) -> float:
         """Return the expected share of experts that `tokens` tokens read if each chooses uniformly and independently."""
-        return 1 - (1 - self.chosen / self.number) ** tokens
+        return 1 - (1 - self.top_k / self.num_experts) ** tokens
 
 
 @cache_per_module
 def detect_experts(module: nn.Module) -> FusedExperts | None:
-    """Return the form of `module`, which may be on the meta device, without `chosen`; None if it is no module of experts."""
+    """Return the form of `module`, which may be on the meta device, without `top_k`; None if it is no module of experts."""
     named = dict(module.named_parameters())
     weights = [name for name, parameter in named.items() if parameter.dim() == 3]
     biases = [name for name, parameter in named.items() if parameter.dim() == 2]
@@ -133,7 +132,7 @@ def _forms(named: dict[str, nn.Parameter], weights: list[str], biases: list[str]
         for first_bias, last_bias in (biases, biases[::-1]) if biases else [("", "")]:
             shapes = [tuple(named[name].shape) for name in filter(None, (first_bias, last_bias))]
             if shapes in ([], [(number, (1 + gated) * inner), (number, hidden)]):
-                yield replace(form, first_bias=first_bias, last_bias=last_bias)
+                yield replace(form, gate_up_bias=first_bias, down_bias=last_bias)
 
 
 def experts_per_token(module: nn.Module, config: Any, number: int) -> int:
@@ -155,7 +154,7 @@ def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
         small = _small_copy(module, form)
         numbers = torch.tensor(NUMBERS)
         weights = torch.rand(numbers.shape, dtype=torch.float64)
-        hidden = getattr(small, form.last).shape[2 if form.transposed else 1]
+        hidden = getattr(small, form.down).shape[2 if form.transposed else 1]
         inputs = [scale * torch.randn(len(NUMBERS), hidden, dtype=torch.float64) for scale in SCALES]
         found = [forward(small, x, numbers, weights) for x in inputs]
         orders = ((False, False), (True, False), (False, True)) if form.gated else ((False, False),)
@@ -180,16 +179,16 @@ def _small_copy(module: nn.Module, form: FusedExperts) -> nn.Module:
 
     Integer attributes that equal a dimension of the weights become the small one; equal dimensions stay equal.
     """
-    last = getattr(module, form.last)
+    last = getattr(module, form.down)
     number, hidden, inner = (last.mT if form.transposed else last).shape
     small_hidden = {inner: SMALL_INNER, 2 * inner: 2 * SMALL_INNER}.get(hidden, SMALL_HIDDEN)
     sizes = {number: SMALL_EXPERTS, 2 * inner: 2 * SMALL_INNER, inner: SMALL_INNER, hidden: small_hidden}
     rows = (1 + form.gated) * SMALL_INNER
     shapes = {
-        form.first: (sizes[number], rows, small_hidden),
-        form.last: (sizes[number], small_hidden, SMALL_INNER),
-        form.first_bias: (sizes[number], rows),
-        form.last_bias: (sizes[number], small_hidden),
+        form.gate_up: (sizes[number], rows, small_hidden),
+        form.down: (sizes[number], small_hidden, SMALL_INNER),
+        form.gate_up_bias: (sizes[number], rows),
+        form.down_bias: (sizes[number], small_hidden),
     }
     small = copy.copy(module)
     for name, value in list(vars(small).items()):
@@ -208,11 +207,11 @@ def _computed(
     experts: FusedExperts, module: nn.Module, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Return the output of the form `experts` for `x` [rows, hidden] with the weights of `module`."""
-    first, last = (getattr(module, name) for name in (experts.first, experts.last))
+    first, last = (getattr(module, name) for name in (experts.gate_up, experts.down))
     if experts.transposed:
         first, last = first.mT, last.mT
     first_bias, last_bias = (
-        getattr(module, name) if name else None for name in (experts.first_bias, experts.last_bias)
+        getattr(module, name) if name else None for name in (experts.gate_up_bias, experts.down_bias)
     )
     out = torch.zeros_like(x)
     for row, chosen in enumerate(numbers.tolist()):

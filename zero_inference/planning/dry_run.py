@@ -160,7 +160,7 @@ def _weights(plan: Plan) -> str:
     if config.quantized:
         head = ", output head in int8" if plan.weights.cost_terms.head_plain_bytes and config.quant_bits != 8 else ""
         size = f"{format_bytes(plan.weights.weight_bytes)} in int{config.quant_bits}{head} ({size})"
-    return f"{size}; {plan.weights.places_in_words()}"
+    return f"{size}; {plan.weights.describe_location()}"
 
 
 def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> str | None:
@@ -278,7 +278,7 @@ def plan_in_json(job: Job, plan: Plan | DoesNotFit, verdict: Verdict, faster: Se
         "predicted": _predicted_in_json(made, verdict),
         "limit": _limit_in_json(made) if made else None,
         "moved_per_step": weights.moved_per_step().as_dict() if weights else None,
-        "placement": [weights.places_in_words(), *weights.in_words()] if weights else [],
+        "placement": [weights.describe_location(), *weights.in_words()] if weights else [],
         "changes_that_fit": list(verdict.changes),
         "faster": [asdict(each) for each in faster],
         "machine": machine

@@ -14,7 +14,7 @@ from zero_inference.config.options import DEFAULTS
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
-from zero_inference.engines.stream.overlap import LEAST_GAIN
+from zero_inference.engines.stream.overlap import MIN_GAIN
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.hardware.machine import LocalMachine, Machine
@@ -213,12 +213,12 @@ def make_plan(job: Job) -> Plan:
 
 def _without_cpu_prefill_if_slower(plan: Plan) -> Plan:
     """Return `plan`, or the same with prompts computed by the device alone where the CPU does not shorten the predicted prefill by
-    `LEAST_GAIN`. The engine has compared link and CPU; predicted times also count launches."""
+    `MIN_GAIN`. The engine has compared link and CPU; predicted times also count launches."""
     weights = plan.weights.without_short_prompts()
     if weights is None or plan.times is None:
         return plan
     other = Plan(plan.job, weights)
-    gains = other.times is None or other.times.prefill.seconds >= LEAST_GAIN * plan.times.prefill.seconds
+    gains = other.times is None or other.times.prefill.seconds >= MIN_GAIN * plan.times.prefill.seconds
     return plan if gains else other
 
 

@@ -110,7 +110,7 @@ class DeepSpeedPlan(EnginePlan):
             min_bytes = PartitionRules.of(self.ds_config, self.job.spec.dtype, self.job.ranks.world_size).min_disk_bytes
             lines.append(
                 f"warning: --disk-offload: no weight of a layer has {format_bytes(min_bytes)} a rank, the least that DeepSpeed writes "
-                f"to disk: all stay {self.places_in_words()}"
+                f"to disk: all stay {self.describe_location()}"
             )
         return lines
 

@@ -180,13 +180,13 @@ def _experts_in(layer: nn.Module, config: object, detected: dict) -> Iterator[tu
             experts = detected[key]
             if experts is not None:
                 mixture = layer.get_submodule(name.rpartition(".")[0])
-                yield name, replace(experts, chosen=experts_per_token(mixture, config, experts.number))
+                yield name, replace(experts, top_k=experts_per_token(mixture, config, experts.num_experts))
 
 
 def _transposed_in(layer: nn.Module, experts: dict[str, FusedExperts]) -> set[str]:
     """Return names of the matrices in `layer` that are stored as [out, in], where the model has [in, out]."""
     linears = [f"{name}.weight" for name, module in layer.named_modules() if name and weight_layout(module) == COLUMNS]
-    found = [f"{name}.{own}" for name, each in experts.items() if each.transposed for own in (each.first, each.last)]
+    found = [f"{name}.{own}" for name, each in experts.items() if each.transposed for own in (each.gate_up, each.down)]
     return {*linears, *found}
 
 
@@ -334,7 +334,7 @@ class _LayerDivider:
         return (
             siblings is not None
             and bool(matrices)
-            and all(p.numel() <= siblings.number * p.shape[-1] for p in matrices)
+            and all(p.numel() <= siblings.num_experts * p.shape[-1] for p in matrices)
             and detect_mlp(child) is None
         )
 

@@ -198,7 +198,7 @@ class CpuExpertBlock:
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
         experts = _experts(form, layout, buffer, context.scheme)
         self.task = add_experts(context.pool, experts, activation, dtype, None if cache is None else cache.counters)
-        context.pool.reserve(self.task, context.rows, form.chosen)
+        context.pool.reserve(self.task, context.rows, form.top_k)
 
     def feed_forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -237,16 +237,16 @@ def _experts(
     experts: FusedExperts, layout: BlockLayout, buffer: torch.Tensor, scheme: GroupQuantization | None
 ) -> list[Expert]:
     """Return the weights of each expert as views of a block's `buffer` in host memory."""
-    first, last = (_stored_matrix(layout[name], buffer, scheme) for name in (experts.first, experts.last))
+    first, last = (_stored_matrix(layout[name], buffer, scheme) for name in (experts.gate_up, experts.down))
     first_bias, last_bias = (
-        layout[name].plain.of(buffer) if name else [None] * experts.number
-        for name in (experts.first_bias, experts.last_bias)
+        layout[name].plain.of(buffer) if name else [None] * experts.num_experts
+        for name in (experts.gate_up_bias, experts.down_bias)
     )
-    inner, hidden = last.columns, last.rows // experts.number
+    inner, hidden = last.columns, last.rows // experts.num_experts
     is_one_product = experts.interleaved or not experts.gated
     width = (1 + experts.interleaved) * inner
     result = []
-    for expert in range(experts.number):
+    for expert in range(experts.num_experts):
         begin, bias = expert * (1 + experts.gated) * inner, first_bias[expert]
         down, down_bias = last.rows_view(expert * hidden, hidden), last_bias[expert]
         if is_one_product:

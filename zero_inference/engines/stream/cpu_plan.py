@@ -29,8 +29,8 @@ SEVERAL_GPUS = "several GPUs are faster without them; --cpu-compute SHARE uses t
 # threads: 62 GB/s with 32 rows, 37 with 64, 19 with 128). Some experts get several times the mean number of rows: blocks are planned with
 # `UNEVEN_ROWS` times the mean. Hand-offs copy hidden states at `CROSSED_GB_PER_S` with a busy link (4.9 to 10 on four hosts:
 # `crossing_s` by rows).
-MEASURED_ROWS, MOST_PROMPT_ROWS, CROSSED_GB_PER_S, UNEVEN_ROWS = 32, 128, 5.0, 2.0
-MOST_CROSSED_BYTES = 64 << 20  # of page-locked hand-off buffers, each way
+MEASURED_ROWS, MAX_PROMPT_ROWS, CROSSED_GB_PER_S, UNEVEN_ROWS = 32, 128, 5.0, 2.0
+MAX_HAND_OFF_BYTES = 64 << 20  # of page-locked hand-off buffers, each way
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,10 @@ def plan_short_prompts(
     if not blocks or tokens <= plan.decode_rows or not_measured:
         return placement, plan
     experts = placement.blocks[blocks[0]].experts
-    rows = UNEVEN_ROWS * tokens * experts.chosen / (experts.number * experts.share_read(tokens)) if experts else tokens
-    if rows > MOST_PROMPT_ROWS or hand_off_bytes(placement, tokens, job.spec.dtype.itemsize)[0] > MOST_CROSSED_BYTES:
+    rows = (
+        UNEVEN_ROWS * tokens * experts.top_k / (experts.num_experts * experts.share_read(tokens)) if experts else tokens
+    )
+    if rows > MAX_PROMPT_ROWS or hand_off_bytes(placement, tokens, job.spec.dtype.itemsize)[0] > MAX_HAND_OFF_BYTES:
         return placement, plan
     measured = max(1, round(min(rows, MEASURED_ROWS)))
     width = job.spec.text_config.hidden_size
@@ -366,4 +368,4 @@ def _rates(
 
 def _routing_bytes(experts: FusedExperts, rows: int) -> int:
     """Return the bytes of a `Routing` of `rows` rows in a hand-off, each tensor from a cache line on."""
-    return rows * experts.chosen * (torch.int64.itemsize + torch.float32.itemsize) + 3 * FLAG_BYTES
+    return rows * experts.top_k * (torch.int64.itemsize + torch.float32.itemsize) + 3 * FLAG_BYTES

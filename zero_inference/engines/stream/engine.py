@@ -9,8 +9,8 @@ How a weight gets from a checkpoint to a product:
 3. `Prefetcher` (prefetch.py) hooks the blocks of transformers' own model. In each pass the ring buffer (ring.py) copies streamed blocks
    into slots ahead of use; before a block computes, its parameters are pointed at its slot, or dequantized into a workspace, or products.py
    multiplies the codes. A CPU-computed block is handed to the CPU backend instead (cpu.py, expert_cache.py).
-4. After the first decode steps rebalance.py moves blocks between link and CPU, and `StepGraph` (cuda_graph.py) captures a step as CUDA
-   graphs and replays it. trace.py keeps the times of copies and blocks.
+4. After the first decode steps `Rebalancer` (prefetch.py) moves blocks between link and CPU, and `StepGraph` (cuda_graph.py) captures a
+   step as CUDA graphs and replays it. streams.py keeps the times of copies and blocks.
 """
 
 from __future__ import annotations

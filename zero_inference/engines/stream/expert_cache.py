@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, WeightedRows
-from zero_inference.engines.stream.expert_sizes import expert_memory
 from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout, BlockStore, TensorSpan
-from zero_inference.engines.stream.placement import Placement
+from zero_inference.engines.stream.placement import Placement, expert_memory
 from zero_inference.engines.stream.products import epilogue_of
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.kernels.experts import Epilogue, expert_linear, quantized_expert_linear
@@ -278,13 +277,13 @@ class ExpertCache:
     ):
         self.experts, self.scheme, self.epilogue = experts, scheme, epilogue_of(experts)
         self.table, self.uses, self.counters, self.owns_slots = table, uses, counters, shared is None
-        self.fetching, self.max_fetches = fetching, min(fetching.max_fetches, experts.number)
+        self.fetching, self.max_fetches = fetching, min(fetching.max_fetches, experts.num_experts)
         first_bytes = expert_memory(layout, experts, count)[0]
         self.first, self.last = (
-            _ExpertWeights(layout, name, bias, experts.number, count, buffer, table.device, memory)
+            _ExpertWeights(layout, name, bias, experts.num_experts, count, buffer, table.device, memory)
             for name, bias, memory in (
-                (experts.first, experts.first_bias, None if shared is None else shared[:first_bytes]),
-                (experts.last, experts.last_bias, None if shared is None else shared[first_bytes:]),
+                (experts.gate_up, experts.gate_up_bias, None if shared is None else shared[:first_bytes]),
+                (experts.down, experts.down_bias, None if shared is None else shared[first_bytes:]),
             )
         )
         self.slot_ids = torch.arange(count, device=table.device)
@@ -315,7 +314,7 @@ class ExpertCache:
         the link."""
         for begin, end in self.others:
             buffer[begin:end].copy_(self.buffer[begin:end], non_blocking=True)
-        number = self.experts.number
+        number = self.experts.num_experts
         if self.table.is_cuda:
             torch.ops.zero_inference.expert_fill(self.table, number, self.block_copy_table, buffer, self.in_vectors)
         else:
@@ -333,7 +332,7 @@ class ExpertCache:
         if chosen is not None:
             self.count_uses(chosen)
         self.table.fill_(-1)  # if the copies fail, no expert has a wrong slot
-        most_used = self.uses[: self.experts.number].topk(self.slot_ids.numel()).indices
+        most_used = self.uses[: self.experts.num_experts].topk(self.slot_ids.numel()).indices
         self.first.refill(most_used, buffer)
         self.last.refill(most_used, buffer)
         self._fill(most_used)
@@ -353,7 +352,7 @@ class ExpertCache:
 
     def dispatch(self, chosen: torch.Tensor) -> Dispatch:
         """Call `dispatch` for a pass of few tokens; `products` or `invalidate` must follow."""
-        quota, number = self.fetching.quota, self.experts.number
+        quota, number = self.fetching.quota, self.experts.num_experts
         return dispatch(chosen, self.table, self.uses, number, quota, self.max_fetches, self.owns_slots)
 
     def invalidate(self) -> None:
@@ -441,7 +440,7 @@ class ExpertCaches:
         indices = sorted(placement.cpu_computed.intersection(placement.expert_blocks) if max_fetches else slots_of)
         mixtures = [placement.blocks[index].experts for index in indices]
         # [blocks, columns]: a column for each expert, and one more for pairs without an expert
-        columns = 1 + max(experts.number for experts in mixtures)
+        columns = 1 + max(experts.num_experts for experts in mixtures)
         tables = torch.full((len(mixtures), columns), -1, dtype=torch.int64, device=device)
         uses = torch.zeros(len(mixtures), columns, dtype=torch.float32, device=device)
         self.counters = torch.zeros(len(mixtures), COUNTS, dtype=torch.int64)

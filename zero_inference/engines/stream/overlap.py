@@ -98,11 +98,11 @@ def simulate_passes(blocks: list[BlockTimes], slots: int, keeps_places: bool) ->
 
 
 # Predicted speedup from which `auto` uses the CPU: less is within the spread of two measurements.
-LEAST_GAIN = 1.05
+MIN_GAIN = 1.05
 # While the CPU multiplies, kernels read page-locked memory at `FETCH_RATE` of the rate of copies (H100 hosts: 36 of 44 GB/s, 43 of 45, and
 # 46 of 51 where they gather blocks for a prompt, h100-prompts/host2). Experts that are fetched for one pass: the time of the product with
 # their last weights, and their greatest number, which bounds their memory.
-FETCH_RATE, STAGED_PRODUCTS_S, MOST_STAGED = 0.9, 15e-6, 16
+FETCH_RATE, STAGED_PRODUCTS_S, MAX_STAGED = 0.9, 15e-6, 16
 
 # The device's time for a mixture's prompt, relative to writing and reading its weights (1.8 to 2.3 in predicted times of Qwen3-30B-A3B).
 MIXTURE_SLOWNESS = 2.0
@@ -126,7 +126,7 @@ class Split:
 def best_split(
     placement: Placement, rates: ConcurrentRates, kv_bytes: int, can_attend: bool, carried_bytes: float | None = None
 ) -> Split:
-    """Return the split with which link and CPU end a step at the same time; nothing for the CPU where it would gain less than `LEAST_GAIN`.
+    """Return the split with which link and CPU end a step at the same time; nothing for the CPU where it would gain less than `MIN_GAIN`.
 
     Args:
         kv_bytes: keys and values in host memory that a step reads.
@@ -143,7 +143,7 @@ def best_split(
             split, hand_offs_s = _balanced(placement, rates, kv_bytes, carried, attends, hand_offs_s)
             found.append(split)
     best = min(found, key=lambda split: split.step_s)
-    return best if alone.step_s >= LEAST_GAIN * best.step_s else alone
+    return best if alone.step_s >= MIN_GAIN * best.step_s else alone
 
 
 def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]:
@@ -164,9 +164,9 @@ def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]
         cpu_s = rates.call_overhead_s(left * size, left) + left * size / cores
         return max(cpu_s, ahead_s + fetched * size / link + STAGED_PRODUCTS_S) if fetched else cpu_s
 
-    most = max(min(form.number, placement.few_tokens * form.chosen) for form in forms)
+    most = max(min(form.num_experts, placement.few_tokens * form.top_k) for form in forms)
     quota = tuple(
-        min(range(min(missed, MOST_STAGED) + 1), key=lambda fetched: seconds(missed, fetched))
+        min(range(min(missed, MAX_STAGED) + 1), key=lambda fetched: seconds(missed, fetched))
         for missed in range(most + 1)
     )
     return quota if any(quota) else ()
@@ -176,7 +176,7 @@ def prompt_split(
     placement: Placement, rates: ConcurrentRates, tokens: int, keeps: bool, most: float, graphs: bool
 ) -> Placement:
     """Return `placement` with the blocks that the CPU computes in short prompts, so that link and CPU end together; unchanged where that
-    is predicted to gain less than `LEAST_GAIN`.
+    is predicted to gain less than `MIN_GAIN`.
 
     Args:
         rates: for as many rows as a weight gets in such a prompt.
@@ -201,7 +201,7 @@ def prompt_split(
     share = _share(alone_s - device_s, alone_s - least_s + most_s - device_s, most)
     found = placement.with_prompt_share(share)
     without_s = max(alone_s * rates.link_gb_per_s / rates.link_alone_gb_per_s, device_s)
-    return found if without_s >= LEAST_GAIN * max(times(found)) else placement
+    return found if without_s >= MIN_GAIN * max(times(found)) else placement
 
 
 def _balanced(
@@ -212,7 +212,7 @@ def _balanced(
     S are the bytes sent, R those that the CPU reads, D those of resident blocks, which the device reads while the CPU waits (its reads of
     streamed blocks are short), and h the time of the hand-offs, in which the CPU cannot work. Of experts the CPU reads only a part of what
     would be sent, so they come first: other blocks are CPU-computed only where the link is still later with all experts on the CPU. With an
-    expert cache the CPU reads less than R, which assumes evenly used experts; then experts are streamed only where that gains `LEAST_GAIN`.
+    expert cache the CPU reads less than R, which assumes evenly used experts; then experts are streamed only where that gains `MIN_GAIN`.
 
     Returns:
         the split, with a step's seconds including its own hand-offs; and the seconds of these.
@@ -234,7 +234,7 @@ def _balanced(
     if experts:
         first = _share(sent_s - cores_s, of_experts / link + read_of_experts / cores, 1.0)
         all_s, some_s = (cores_s + share * read_of_experts / cores for share in (1.0, first))
-        if placement.expert_slots and all_s < LEAST_GAIN * some_s:
+        if placement.expert_slots and all_s < MIN_GAIN * some_s:
             first = 1.0
         sent_s, cores_s = sent_s - first * of_experts / link, cores_s + first * read_of_experts / cores
     if of_others and first == (1.0 if experts else 0.0):

@@ -6,16 +6,66 @@ The number of slots of the ring buffer is chosen here, too: `default_ring_depth`
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.engines.stream.blocks import Block
-from zero_inference.engines.stream.expert_sizes import expert_bytes, expert_memory, share_out, spread
-from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout
 from zero_inference.engines.stream.vocabulary import EmbeddingTable
 from zero_inference.errors import DoesNotFit
+from zero_inference.models.experts import FusedExperts
 from zero_inference.utils.format import format_bytes
+
+
+def expert_bytes(layout: BlockLayout, experts: FusedExperts) -> int:
+    """Return the bytes of one expert as stored, scales and minima included."""
+    return sum(piece.nbytes for name in experts.parameters for piece in layout[name].pieces) // experts.num_experts
+
+
+def expert_memory(layout: BlockLayout, experts: FusedExperts, count: int) -> tuple[int, int]:
+    """Return the device bytes of `count` experts: of their first weights, and of their last ones, with biases."""
+
+    def nbytes(*names: str) -> int:
+        sizes = [
+            count * (piece.nbytes // experts.num_experts)
+            for name in filter(None, names)
+            for piece in layout[name].pieces
+        ]
+        return sum(-(-size // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT for size in sizes)
+
+    return nbytes(experts.gate_up, experts.gate_up_bias), nbytes(experts.down, experts.down_bias)
+
+
+def share_out(numbers: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
+    """Return how many experts of each layer the budget holds: equally many, or one more in layers that are evenly spread.
+
+    Args:
+        numbers: experts of each layer.
+        sizes: bytes of one expert of each layer.
+    """
+
+    def taken(most: int) -> int:
+        return sum(min(most, number) * size for number, size in zip(numbers, sizes))
+
+    most = max(0, bisect_right(range(max(numbers, default=0) + 1), budget, key=taken) - 1)
+    slots = [min(most, number) for number in numbers]
+    growing = [place for place, number in enumerate(numbers) if number > most]
+    for place in spread([sizes[place] for place in growing], budget - taken(most)):
+        slots[growing[place]] += 1
+    return slots
+
+
+def spread(sizes: Sequence[int], budget: int) -> set[int]:
+    """Return the indices of as many evenly spaced items as the budget holds; `sizes` are their bytes."""
+    count = len(sizes)
+    for kept in range(count, 0, -1):
+        chosen = {int((index + 0.5) * count / kept) for index in range(kept)}
+        if sum(sizes[index] for index in chosen) <= budget:
+            return chosen
+    return set()
+
 
 GIB = 1 << 30
 # Copies of this duration cover the time in which the host ends one token and prepares the next; chosen on the safe side, from traces
@@ -176,7 +226,7 @@ class Placement:
         found, slots = {}, self.expert_slots
         for index in sorted(self.cpu_computed):
             block, nbytes = self.blocks[index], self.read_bytes(index, slots)
-            experts = nbytes / self.layouts[index].stored_bytes * block.experts.number if block.experts else 0.0
+            experts = nbytes / self.layouts[index].stored_bytes * block.experts.num_experts if block.experts else 0.0
             calls = 1 if block.feed_forward or block.experts else min(2, len(block.linears))
             found[index] = [CpuCall(nbytes / calls, experts)] * calls
         return found
@@ -192,7 +242,7 @@ class Placement:
             return stored
         slots = self.expert_slots if slots is None else slots
         missed = self._missed(block, slots)
-        return stored * (missed - self._fetched(block, missed, slots)) / experts.number
+        return stored * (missed - self._fetched(block, missed, slots)) / experts.num_experts
 
     # The expert cache
 
@@ -203,7 +253,7 @@ class Placement:
         if not self.expert_budget:
             return {}
         blocks = [block for block in self.expert_blocks if block in self.cpu_computed]
-        numbers = [self.blocks[block].experts.number for block in blocks]
+        numbers = [self.blocks[block].experts.num_experts for block in blocks]
         sizes = [self.expert_bytes(block) for block in blocks]
         slots = share_out(numbers, sizes, self.expert_budget)
         least = [min(max(self.quota, default=0), number) for number in numbers]
@@ -227,7 +277,7 @@ class Placement:
         return {
             block: count
             for block, count in slots.items()
-            if count >= MIN_CACHED_SHARE * self.blocks[block].experts.number
+            if count >= MIN_CACHED_SHARE * self.blocks[block].experts.num_experts
         }
 
     @property
@@ -260,8 +310,8 @@ class Placement:
         Hit rates were measured with one sequence. Many sequences choose nearly all experts, of which no more hit than there are slots.
         """
         experts, slots_here = self.blocks[block].experts, slots.get(block, 0)
-        cached, chosen = slots_here / experts.number, experts.number * experts.share_read(self.few_tokens)
-        exponent = 1 + ROUTING_SKEW * (experts.number / max(1, experts.chosen) - 1) ** 0.5
+        cached, chosen = slots_here / experts.num_experts, experts.num_experts * experts.share_read(self.few_tokens)
+        exponent = 1 + ROUTING_SKEW * (experts.num_experts / max(1, experts.top_k) - 1) ** 0.5
         share = 1 - cached**CACHE_HIT_EXPONENT if any(self.quota) else (1 - cached) ** exponent
         return max(chosen * share, chosen - slots_here)
 
@@ -271,7 +321,7 @@ class Placement:
             return 0.0
         experts, most = self.blocks[block].experts, missed
         if block in slots:
-            most = min(missed, slots[block] - (experts.number * experts.share_read(self.few_tokens) - missed))
+            most = min(missed, slots[block] - (experts.num_experts * experts.share_read(self.few_tokens) - missed))
         return max(0.0, min(most, self.quota[round(missed)]))
 
     # Other placements of the same blocks

@@ -35,7 +35,7 @@ from zero_inference.engines.stream.expert_cache import multiplies_many
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import FETCH_RATE, overlapped_step_s, prefill_bytes
 from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, plan_placement
-from zero_inference.engines.stream.rebalance import MeasuredStep, bytes_to_move
+from zero_inference.engines.stream.prefetch import MeasuredStep, bytes_to_move
 from zero_inference.engines.stream.vocabulary import (
     HEAD_BITS,
     EmbeddingTable,
@@ -267,10 +267,10 @@ class StreamPlan(EnginePlan):
         first, *others = describe_cpu(self.cpu, placement)
         return [f"{copies}{first}", *others, *no_cpu_attention, *describe_expert_cache(placement)]
 
-    def places_in_words(self) -> str:
+    def describe_location(self) -> str:
         placement = self.placement
         all_in_one = not (placement.in_host_memory or placement.embedding) or not self.job.on_gpu
-        return super().places_in_words() if all_in_one else describe_placement(placement)
+        return super().describe_location() if all_in_one else describe_placement(placement)
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
@@ -458,7 +458,7 @@ def describe_expert_cache(placement: Placement) -> list[str]:
     """Describe which experts in host memory the device caches and fetches."""
     lines = []
     if slots := placement.expert_slots:
-        number = sum(placement.blocks[block].experts.number for block in placement.expert_blocks)
+        number = sum(placement.blocks[block].experts.num_experts for block in placement.expert_blocks)
         lines.append(
             f"the device also caches the {sum(slots.values())} most used of the {number} experts in host memory: "
             f"{format_bytes(placement.expert_slot_bytes)}"

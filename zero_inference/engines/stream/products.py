@@ -88,8 +88,8 @@ def modules_from_codes(
             max_tokens = FUSED_ROWS
             # without the kernel each token-expert pair is dequantized: slower than all experts once, if that is one group; a graph
             # cannot contain several
-            if not _can_fuse(layout, weights, examples, scheme) and first.group in (0, experts.number):
-                max_tokens = min(max_tokens, experts.number // experts.chosen)
+            if not _can_fuse(layout, weights, examples, scheme) and first.group in (0, experts.num_experts):
+                max_tokens = min(max_tokens, experts.num_experts // experts.top_k)
             first_product, last_product = (
                 partial(
                     _multiply_experts,
@@ -98,7 +98,7 @@ def modules_from_codes(
                     partial(packed_now, stored.name),
                     partial(getattr, module, bias) if bias else None,
                 )
-                for stored, bias in ((first, experts.first_bias), (last, experts.last_bias))
+                for stored, bias in ((first, experts.gate_up_bias), (last, experts.down_bias))
             )
             found.append(
                 CodesModule(module, weights, max_tokens, experts_forward(experts, first_product, last_product))
@@ -295,7 +295,7 @@ def experts_in_groups(
     """
     from transformers.integrations.moe import _grouped_mm
 
-    several = group < experts.number
+    several = group < experts.num_experts
 
     def product(
         x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, bias: str, ids: torch.Tensor
@@ -306,7 +306,7 @@ def experts_in_groups(
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         x, weights = hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_weights.reshape(-1, 1)
         expert_ids, order = top_k_index.reshape(-1).sort()  # [pairs], token-expert pairs by expert
-        every = torch.arange(experts.number, dtype=expert_ids.dtype, device=expert_ids.device)
+        every = torch.arange(experts.num_experts, dtype=expert_ids.dtype, device=expert_ids.device)
         ends = torch.searchsorted(expert_ids, every, right=True).to(torch.int32)  # [experts], after the pairs of each
         bounds = [0, *ends[group - 1 : -1 : group].tolist(), len(order)] if several else [0, len(order)]  # of groups
         dtype = torch.promote_types(x.dtype, weights.dtype)
@@ -316,8 +316,8 @@ def experts_in_groups(
                 continue
             pairs, ids = order[begin:end], expert_ids[begin:end]
             group_ends = ends[index * group :][:group] - begin
-            inner = product(x[pairs // top_k_index.shape[-1]], first(index), group_ends, experts.first_bias, ids)
-            outer = product(experts.combined(inner), last(index), group_ends, experts.last_bias, ids)
+            inner = product(x[pairs // top_k_index.shape[-1]], first(index), group_ends, experts.gate_up_bias, ids)
+            outer = product(experts.combined(inner), last(index), group_ends, experts.down_bias, ids)
             rows[pairs] = outer * weights[pairs]
         return rows.view(len(x), -1, x.shape[1]).sum(1).view(hidden_states.shape).to(hidden_states.dtype)
 

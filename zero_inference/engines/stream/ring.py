@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zero_inference.engines.stream.layout import BlockStore
-from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.engines.stream.trace import Timeline
+from zero_inference.engines.stream.streams import DeviceStreams, Timeline
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 

@@ -6,13 +6,18 @@ The ring buffer is written against these, so that a machine without a GPU runs t
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero_inference.records.hardware import LinkUse
 from zero_inference.utils.patching import Patches
 
 
@@ -140,3 +145,209 @@ class ComputeStream:
         if self.done is not None:
             self.done.record(self.stream)
             self.done.synchronize()
+
+
+MAX_EVENTS = 8192  # copies and blocks that are stored, so that memory does not grow with a long generation
+
+
+@dataclass
+class BlockSpan:
+    """The computation of a block, on the device or by the CPU; all times are events.
+
+    Attributes:
+        pass_start: when the first block of the same pass began.
+        reached: when the device began to wait for a streamed block.
+        pass_index: index of the model call, 0 for the prefill.
+    """
+
+    block: int
+    start: Any
+    pass_start: Any
+    end: Any = None
+    reached: Any = None
+    pass_index: int = 0
+
+
+@dataclass
+class Copy:
+    """The copy of a block to the device; all times are events.
+
+    Attributes:
+        slot_free: end of the slot's last use.
+        freed_by: the computation that used the slot before; None for an empty slot.
+        pass_index: index of the model call in which it was requested, 0 for the prefill.
+        first: whether it was the first request of this call.
+        gather: start and end of the all-gather after it; None for one rank.
+    """
+
+    block: int
+    nbytes: int
+    slot_free: Any
+    freed_by: BlockSpan | None
+    start: Any
+    end: Any
+    pass_index: int
+    first: bool
+    gather: tuple[Any, Any] | None = None
+
+
+def _clamp(value: float, upper: float) -> float:
+    return min(upper, max(0.0, value))
+
+
+class Timeline:
+    """Events of copies and blocks in the latest generation. Recording one takes the host a microsecond and the device nothing.
+
+    Args:
+        names: names of the blocks; "layer 0" and so on if empty.
+    """
+
+    def __init__(self, streams: DeviceStreams, names: Sequence[str] = ()):
+        self.streams, self.names = streams, names
+        self.is_paused = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything: a generation begins."""
+        self.copies: deque[Copy] = deque(maxlen=MAX_EVENTS)
+        self.spans: deque[BlockSpan] = deque(maxlen=MAX_EVENTS)
+        self.origin = self.streams.record_event(self.streams.current())
+        self.pass_index = -1
+        self.pass_start: Any = None  # of the first block of this pass; None before it
+        self.requested = 0  # copies in this pass
+        self.early_copies: list[Copy] = []  # those for the first decode step that were requested during the prefill
+        self.prefill_end: Any = None
+
+    def begin_pass(self, pending: int) -> None:
+        """Note that a pass begins, for which the last `pending` copies were requested in the pass before."""
+        self.pass_index += 1
+        self.requested, self.pass_start = 0, None
+        if self.pass_index == 1 and pending:
+            self.early_copies, self.prefill_end = list(self.copies)[-pending:], self.spans[-1].end
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record no blocks inside the `with` block: a graph capture computes nothing."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
+    def latest_block(self) -> BlockSpan | None:
+        return self.spans[-1] if self.spans else None
+
+    def record_copy(
+        self,
+        block: int,
+        nbytes: int,
+        slot_free: Any,
+        freed_by: BlockSpan | None,
+        start: Any,
+        end: Any,
+        gather: tuple[Any, Any] | None = None,
+    ) -> None:
+        first = self.requested == 0
+        self.copies.append(Copy(block, nbytes, slot_free, freed_by, start, end, self.pass_index, first, gather))
+        self.requested += 1
+
+    def block_reached(self) -> Any:
+        """Return the event at which the device begins to wait for a streamed block, the argument of `block_begins`."""
+        return None if self.is_paused else self.streams.record_event(self.streams.current())
+
+    def block_begins(self, block: int, reached: Any = None) -> None:
+        if self.is_paused:
+            return
+        start = self.streams.record_event(self.streams.current())
+        if self.pass_start is None:
+            self.pass_start = start
+        self.spans.append(BlockSpan(block, start, self.pass_start, reached=reached, pass_index=self.pass_index))
+
+    def block_ends(self) -> None:
+        if not self.is_paused:
+            self.spans[-1].end = self.streams.record_event(self.streams.current())
+
+    def link_use(self, first_pass: int = 1) -> LinkUse | None:
+        """Return how long the link was busy, and idle by cause, in passes from `first_pass` on; None with fewer than two copies.
+
+        Times begin at the end of the first copy. The idle time before a copy is divided in order: until the pass began that freed its slot
+        (`step_start_s`), until that pass began the block in the slot (`host_late_s`), until the block was done (`slot_wait_s`), and until
+        the host requested the copy (`host_late_s`, or `step_start_s` for the first request of a pass).
+        """
+        copies = [copy for copy in self.copies if copy.pass_index >= first_pass]
+        if len(copies) < 2:
+            return None
+        self.streams.synchronize()
+        busy = slot_wait = host_late = step_start = 0.0
+        for before, copy in zip(copies, copies[1:]):
+            busy += self._between(copy.start, copy.end)
+            idle = max(0.0, self._between(before.end, copy.start))
+            until_pass = until_block = until_free = 0.0  # seconds from the end of the copy before, at most `idle`
+            if copy.freed_by is not None:
+                until_pass = _clamp(self._between(before.end, copy.freed_by.pass_start), idle)
+                until_block = _clamp(self._between(before.end, copy.freed_by.start), idle)
+            if copy.slot_free is not None:
+                until_free = _clamp(self._between(before.end, copy.slot_free), idle)
+            request_late = idle - max(until_free, until_block)
+            step_start += until_pass + (request_late if copy.first else 0.0)
+            slot_wait += max(0.0, until_free - until_block)
+            host_late += until_block - until_pass + (0.0 if copy.first else request_late)
+        return LinkUse(
+            steps=copies[-1].pass_index - copies[0].pass_index + 1,
+            busy_s=busy,
+            slot_wait_s=slot_wait,
+            host_late_s=host_late,
+            step_start_s=step_start,
+            copied_bytes=sum(copy.nbytes for copy in copies[1:]),
+            ahead_bytes=self._early_bytes(),
+        )
+
+    def waited_for_link_s(self, first_pass: int) -> float:
+        """Return the seconds that the device waited for blocks to arrive, in passes from `first_pass` on."""
+        self.streams.synchronize()
+        waits = [span for span in self.spans if span.pass_index >= first_pass and span.reached is not None]
+        return sum(self._between(span.reached, span.start) for span in waits)
+
+    def _early_bytes(self) -> int:
+        """Return the bytes that were copied for the first decode step before the prefill ended, with the part of a copy in progress."""
+        total = 0.0
+        for copy in self.early_copies:
+            copy_s = self._between(copy.start, copy.end)
+            done_s = _clamp(self._between(copy.start, self.prefill_end), copy_s)
+            total += copy.nbytes * (done_s / copy_s if copy_s else 1.0)
+        return int(total)
+
+    def write_chrome_trace(self, path: Path) -> None:
+        """Write the events as a Chrome trace (chrome://tracing, Perfetto): a row each for copies, blocks and all-gathers, in microseconds.
+
+        Format: Trace Event Format, complete events ("ph": "X").
+        """
+        self.streams.synchronize()
+        rows = ("host to device copies", "blocks of decoder layers" if self.names else "decoder layers", "all-gathers")
+        events: list[dict] = [
+            {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
+            for row, name in enumerate(rows)
+        ]
+        for copy in self.copies:
+            seconds = self._between(copy.start, copy.end)
+            rate = round(copy.nbytes / seconds / 1e9, 2) if seconds else None
+            args = {"bytes": copy.nbytes, "GB/s": rate, "token": copy.pass_index}
+            events.append(self._event(0, f"copy {self._name(copy.block)}", copy.start, copy.end) | {"args": args})
+            if copy.gather is not None:
+                events.append(self._event(2, f"gather {self._name(copy.block)}", *copy.gather))
+        events += [
+            self._event(1, self._name(span.block), span.start, span.end) for span in self.spans if span.end is not None
+        ]
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def _name(self, block: int) -> str:
+        return self.names[block] if self.names else f"layer {block}"
+
+    def _event(self, row: int, name: str, start: Any, end: Any) -> dict:
+        times_us = {"ts": self._between(self.origin, start) * 1e6, "dur": self._between(start, end) * 1e6}
+        return {"ph": "X", "pid": 0, "tid": row, "name": name, **times_us}
+
+    @staticmethod
+    def _between(earlier: Any, later: Any) -> float:
+        """Return the seconds between two events."""
+        return earlier.elapsed_time(later) / 1e3
