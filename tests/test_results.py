@@ -18,11 +18,11 @@ import planned_table  # noqa: E402
 import results_table  # noqa: E402
 from docs_table import last_record  # noqa: E402
 
-README, MEASURED, BIG_MODELS, KERNELS = (
+README, MEASURED, BIG_MODELS, KERNELS, PERFORMANCE = (
     (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "docs/measured.md", "docs/big-models.md", "docs/kernels.md")
+    for name in ("README.md", "docs/measured.md", "docs/big-models.md", "docs/kernels.md", "docs/performance.md")
 )
-PICTURE = ROOT / re.search(r"\(\[records\]\((benchmarks/results/[\w-]+)\), drawn by", README)[1]
+PICTURE = ROOT / big_models_table.DOCS_TABLE.argument_in(README).strip()
 NORMS = ROOT / "benchmarks" / "results" / "26_11_21_19_14"
 
 
@@ -65,7 +65,7 @@ def test_the_rates_that_pages_quote_from_the_picture_are_those_it_is_drawn_from(
     assert (
         f"first token after {page_locked.first_token_s:.3g} s (page-locked), {repacked.rate:.3g} token/s (repacked); "
         f"stream {ours.first_token_s:.3g} s and {ours.rate:.3g}"
-    ) in README
+    ) in PERFORMANCE
     for bar in (deepspeed, page_locked, ours):
         assert f"| {bar.first_token_s:.3g} | {bar.rate:.3g} |" in BIG_MODELS
     for bar in (cpu, repacked):
@@ -85,7 +85,7 @@ def test_the_rates_of_a_mixture_beside_llama_cpp_are_those_of_its_records():
     assert (
         f"{512 / prefill:.3g} s and {rate:.3g} at best, stream {ours[2]['prefill_latency_s']:.3g} s and "
         f"{ours[2]['decode_throughput']:.3g}, with 10 GiB of experts on the GPU {ours[10]['decode_throughput']:.3g}"
-    ) in README
+    ) in PERFORMANCE
     assert (
         f"{ours[2]['decode_throughput']:.0f} token/s and llama.cpp {rate:.0f}, both with the experts in host memory"
         in README.replace("\n", " ")
@@ -100,12 +100,12 @@ def test_the_rates_of_other_engines_are_those_of_their_records():
     of_70b = [rate(PICTURE, name) for name in ("deepspeed-llama-3.1-70b", "llama-3.1-70b-24gib-bs1")]
     assert (
         f"Llama-2-13B {of_13b[0]:.1f} token/s, stream {of_13b[1]:.1f} (nothing on the GPU); 70B {of_70b[0]:.2f}, stream {of_70b[1]:.1f}"
-        in README
+        in PERFORMANCE
     )
     accelerate, deepspeed, stream = (
         rate(PICTURE, name) for name in ("opt13b-accelerate", "opt13b-fp16", "opt13b-fp16-stream")
     )
-    assert f"batch 8: {accelerate:.1f} token/s, DeepSpeed {deepspeed:.1f}, stream {stream:.1f}" in README
+    assert f"batch 8: {accelerate:.1f} token/s, DeepSpeed {deepspeed:.1f}, stream {stream:.1f}" in PERFORMANCE
 
 
 def test_the_picture_is_drawn_for_light_and_dark_pages(tmp_path):
