@@ -193,16 +193,6 @@ def test_the_time_that_generations_still_take(clock):
     assert generation(5, 0.5)[-1] == pytest.approx(0)
 
 
-def test_runs_to_come_are_expected_to_take_what_those_of_their_arm_took():
-    taken = compare.RunTimes()
-    assert taken.expected_s(["a", "b"]) is None
-    taken.add("a", 10, True)
-    assert taken.expected_s(["a", "b"]) == 20
-    taken.add("b", 30, True)
-    taken.add("c", 1, False)
-    assert taken.expected_s(["a", "b", "b", "c"]) == 90 and taken.failed == {"c"}
-
-
 @pytest.fixture
 def made_up_runs(monkeypatch):
     """Arms whose runs take no time, of which some last until a line was printed."""
@@ -221,7 +211,7 @@ ARMS = ["--arm", "fp16=--model opt-125m", "--arm", "int4=--model opt-125m --engi
 
 def test_compare_says_which_run_ended_and_how_fast_it_was(made_up_runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("zero_inference.architectures.table.arm_rows", lambda *arguments: [])
-    monkeypatch.setattr(compare, "_print_table", lambda *arguments: print("the table"))
+    monkeypatch.setattr(compare, "print_table", lambda *arguments: print("the table"))
     options = [*ARMS, "--rounds", "1", "--log-dir", str(tmp_path)]
     assert console_main(["zero-inference", "compare", *options, "--", "--dummy"]) == 0
     shown = capsys.readouterr()
@@ -247,13 +237,12 @@ def test_compare_tells_how_long_it_still_takes(made_up_runs, tmp_path, capsys, m
         return plain(arm, *arguments)
 
     monkeypatch.setattr(compare, "run_arm", a_minute_long)
-    args = compare.argparse.Namespace(rounds=1, num_gpus=1, warmup_tries=3)
-    compare._run_all(arms, args, [], tmp_path, Progress(True, clock))
+    compare.run_arms(arms, 1, [], tmp_path, 1, Progress(True, clock))
     told = [line for line in capsys.readouterr().err.splitlines() if "so far" in line]
     assert told == [
         "compare: run 2 of 4 (int4), 1 min so far, about 3 min to go",
         "compare: run 3 of 4 (int4), 1 min 30 s so far, about 90 s to go",
-        "compare: run 4 of 4 (fp16), 2 min so far, about 60 s to go",
+        "compare: run 4 of 4 (fp16), 2 min so far, about 40 s to go",
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from zero_inference.utils.processes import OWN_ERROR, ChildRun, isolated_ranks, 
 SET_BY_COMPARE = set("log-file log-dir dry-run json save-config warmup warmup-spread verbose local-rank".split())
 # Options that name an output file; two arms must not write the same.
 OUTPUT_FILES = ("quality_items", "trace")
+VERDICT = re.compile(r'"verdict": ("(?:[^"\\]|\\.)*")')  # of --dry-run --json
 
 
 @dataclass(frozen=True)
@@ -61,46 +61,37 @@ def read_arms(
             named.append((name.strip(), shlex.split(options)))
         except ValueError as error:
             raise UsageError(f"--arm {text!r}: {error}.") from error
-    arms = [_arm(name, [*shared, *options], config_of) for name, options in named]
+    if len(named) < 2:
+        raise UsageError(f'two arms are needed, and {len(named)} given: add --model NAME or --arm "NAME=OPTIONS".')
+    arms = []
+    for name, own in named:
+        try:
+            words = expand_config_files([*shared, *own])  # now, because a file may change while the arms run
+            if refused := SET_BY_COMPARE & {_option_name(word) for word in words if word.startswith("--")}:
+                raise UsageError(
+                    f"--{min(refused)} is set by compare itself; drop it (compare has --log-dir and --warmup-tries)."
+                )
+            arms.append(Arm(name, tuple(words), config_of(words)))
+        except UsageError as error:
+            raise UsageError(f"arm {name}: {error}") from error
     _refuse_shared_files(arms)
-    if len(arms) < 2:
-        raise UsageError(
-            f'{len(arms)} arm was given and two are compared: add --model NAME or --arm "NAME=OPTIONS".'
-            if arms
-            else 'nothing to compare: give --model NAME twice, or --arm "NAME=OPTIONS".'
-        )
-    stems = [arm.file_stem for arm in arms]
+    return arms
+
+
+def _refuse_shared_files(arms: Sequence[Arm]) -> None:
+    owners: dict[str, Arm] = {}
     for arm in arms:
-        if stems.count(arm.file_stem) > 1:
+        if owners.setdefault(arm.file_stem, arm) is not arm:
             raise UsageError(
                 f"two arms are called {arm.name}, or their names differ too little for separate files: name them with "
                 '--arm "NAME=--model ...".'
             )
-    return arms
-
-
-def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConfig]) -> Arm:
-    try:
-        options = expand_config_files(options)  # now, because a file may change while the arms run
-        given = {_option_name(word) for word in options if word.startswith("--")}
-        if refused := sorted(given & SET_BY_COMPARE):
-            raise UsageError(
-                f"--{refused[0]} is set by compare itself; drop it (compare has --log-dir and --warmup-tries)."
-            )
-        return Arm(name, tuple(options), config_of(options))
-    except UsageError as error:
-        raise UsageError(f"arm {name}: {error}") from error
-
-
-def _refuse_shared_files(arms: Sequence[Arm]) -> None:
-    for name in OUTPUT_FILES:
-        by_file: dict[str, str] = {}
-        for arm in arms:
-            file = getattr(arm.config, name)
-            if file and by_file.setdefault(os.path.abspath(file), arm.name) != arm.name:
+        for option in OUTPUT_FILES:
+            file = getattr(arm.config, option)
+            if file and (other := owners.setdefault(os.path.abspath(file), arm)) is not arm:
                 raise UsageError(
-                    f"arm {arm.name}: --{name.replace('_', '-')} {file} is also written by arm "
-                    f"{by_file[os.path.abspath(file)]}; give each arm its own file."
+                    f"arm {arm.name}: --{option.replace('_', '-')} {file} is also written by arm {other.name}; "
+                    "give each arm its own file."
                 )
 
 
@@ -122,6 +113,11 @@ def speed_only(options: Sequence[str]) -> list[str]:
     return found
 
 
+def alternate_runs(names: Sequence[str], passes: int) -> list[tuple[int, str]]:
+    """Return (pass, name) in the order to run: every other pass is reversed (A B, B A, A B, ...)."""
+    return [(number, name) for number in range(passes) for name in (names if number % 2 == 0 else names[::-1])]
+
+
 def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> str | None:
     """Check an arm by --dry-run, in its own processes: a process that has used a GPU holds some of its memory until it ends.
 
@@ -134,31 +130,16 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
     Raises:
         UsageError: the run would be refused; names the arm and the reason.
     """
-    output = _check_output(arm, folder)
     command = isolated_ranks("zero_inference", ranks, "run", *arm.options, *extra, "--dry-run", "--json")
-    ended = run_child(command, output)
-    verdict = (read_plan(arm, folder) or {}).get("verdict", "")
-    doubt = verdict if verdict.startswith(DoesNotFit.VERDICT) else None
-    if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
+    ended = run_child(command, folder / f"{arm.file_stem}-check.out")
+    text = ended.read_output()
+    verdict = json.loads(found[1]) if (found := VERDICT.search(text)) else ""
+    if verdict.startswith(DoesNotFit.VERDICT):  # which ends the --dry-run with an error too
+        return verdict
+    if ended.code != 0:
         raise UsageError(f"arm {arm.name}: {failure_reason(ended)}")
-    if fails := next((line for line in ended.read_output().splitlines() if line.startswith(ONLY_PLANNED)), None):
+    if fails := next((line for line in text.splitlines() if line.startswith(ONLY_PLANNED)), None):
         raise UsageError(f"arm {arm.name}: {fails.removeprefix(ONLY_PLANNED).strip()}")
-    return doubt
-
-
-def _check_output(arm: Arm, folder: Path) -> Path:
-    return folder / f"{arm.file_stem}-check.out"
-
-
-def read_plan(arm: Arm, folder: Path) -> dict[str, Any] | None:
-    """Return the plan that `check_arm` wrote to `folder`, as of `--dry-run --json`; None without one."""
-    output = _check_output(arm, folder)
-    text = output.read_text(errors="replace") if output.is_file() else ""
-    for begin in re.finditer(r"^\{", text, re.MULTILINE):  # libraries may have printed something before it
-        with contextlib.suppress(ValueError):
-            plan = json.JSONDecoder().raw_decode(text, begin.start())[0]
-            if "fits" in plan:
-                return plan
     return None
 
 
@@ -171,13 +152,14 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
         number: the first run, 0, is the one that scores quality.
         ranks: processes; several are started by torchrun.
     """
-    log, output = folder / f"{arm.file_stem}-{number}.log", folder / f"{arm.file_stem}-{number}.out"
+    log = folder / f"{arm.file_stem}-{number}.log"
+    record = log.with_suffix(".jsonl")
     options = arm.options if number == 0 else speed_only(arm.options)
     ended = run_child(
         isolated_ranks("zero_inference", ranks, "run", *options, *extra, "--log-file", str(log)),
-        output,
-        records=lambda: _records(log),
-        is_good=lambda record: record.get("status") == STATUS_OK,
+        log.with_suffix(".out"),
+        records=lambda: read_records(record) if record.is_file() else [],
+        is_good=lambda found: found.get("status") == STATUS_OK,
     )
     return ended.record or {"status": STATUS_FAILED, "error": failure_reason(ended)}
 
@@ -188,8 +170,3 @@ def failure_reason(ended: ChildRun) -> str:
     if words is None:
         return f"exit code {ended.code}, without output"
     return words.removeprefix("error: ") if OWN_ERROR.match(words) else f"{words} (exit code {ended.code})"
-
-
-def _records(log: Path) -> list[dict[str, Any]]:
-    path = log.with_suffix(".jsonl")
-    return read_records(path) if path.is_file() else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from zero_inference.architectures.statistics import percentile
 from zero_inference.config.options import QUALITY_TASKS
 from zero_inference.errors import UsageError
 from zero_inference.measure.loops import is_steady
@@ -29,6 +29,12 @@ from zero_inference.utils.ranks import Ranks
 
 WARMUP_SPREAD = 0.05
 WARMUP_TRIES = 10
+MIN_SAMPLES = {50: 1, 95: 20, 99: 100}  # a percentile needs at least one sample beyond it
+
+
+def percentile(samples: Sequence[float], percent: int) -> float | None:
+    """Return the 50th, 95th or 99th percentile (interpolated); None below 1, 20 and 100 samples."""
+    return float(np.percentile(samples, percent)) if len(samples) >= MIN_SAMPLES[percent] else None
 
 
 @dataclass(frozen=True)
@@ -88,15 +94,11 @@ class ArchitectureBenchmark:
             torch.cuda.synchronize(self.device)
             held = torch.cuda.max_memory_allocated(self.device) - before
         else:
-            with torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-            ) as profile:
+            cpu = torch.profiler.ProfilerActivity.CPU
+            with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
                 yield memory
-            changes = sorted(
-                (event.start_ns(), event.nbytes())
-                for event in profile.profiler.kineto_results.events()
-                if event.name() == "[memory]"
-            )
+            events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+            changes = sorted((event.start_ns(), event.nbytes()) for event in events)
             held = int(np.cumsum([0, *(nbytes for _, nbytes in changes)]).max())
         memory.peak_bytes = sum(unique.values()) + held
 
@@ -111,20 +113,30 @@ class ArchitectureBenchmark:
         Raises:
             ValueError: a length or number below 1, more positions than the model has, or a model that cannot generate.
         """
-        ids = self._ids(prompt_tokens)
+        if isinstance(prompt_tokens, torch.Tensor):
+            ids = prompt_tokens.to(self.device)
+            if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
+                raise ValueError(f"prompt_tokens must be ids [batch, P], got {ids.dtype} {list(ids.shape)}")
+        else:
+            _check(prompt_tokens=prompt_tokens)
+            ids = self._random_ids(1, prompt_tokens)
         _check(generation_length=generation_length, num_runs=num_runs)
         if not (hasattr(self.model, "can_generate") and self.model.can_generate()):
             raise ValueError(f"{type(self.model).__name__} cannot generate; benchmark_batch_throughput runs any model")
-        self._check_positions(ids.shape[1] + generation_length)
+        batch, prompt_len = ids.shape
+        self._check_positions(prompt_len + generation_length)
         settings, mask = greedy_config(generation_length), torch.ones_like(ids)
-
-        def generate() -> None:
-            self.model.generate(ids, attention_mask=mask, generation_config=settings)
-
-        with self._own_settings_reset():
-            return self._result(
-                f"gen_p{ids.shape[1]}_l{generation_length}", generate, ids.shape[0] * generation_length, num_runs
+        own = self.model.generation_config
+        reset_generation_config(self.model)
+        try:
+            return self._measure(
+                f"gen_p{prompt_len}_l{generation_length}",
+                lambda: self.model.generate(ids, attention_mask=mask, generation_config=settings),
+                batch * generation_length,
+                num_runs,
             )
+        finally:
+            self.model.generation_config = own
 
     def benchmark_batch_throughput(self, batch_size: int, seq_len: int, num_runs: int = 50) -> BenchmarkResult:
         """Time forward passes over the same random ids [batch_size, seq_len], without a KV cache.
@@ -133,82 +145,49 @@ class ArchitectureBenchmark:
             ValueError: a size or number below 1, or more positions than the model has.
         """
         _check(batch_size=batch_size, seq_len=seq_len, num_runs=num_runs)
+        ids = self._random_ids(batch_size, seq_len)
         self._check_positions(seq_len)
-        ids = random_ids(self.seed, batch_size, seq_len, self._vocabulary()).to(self.device)
-        cached = {"use_cache": False} if hasattr(self.model.config, "use_cache") else {}
+        options = {"use_cache": False} if hasattr(self.model.config, "use_cache") else {}
+        name = f"batch_b{batch_size}_s{seq_len}"
+        return self._measure(name, lambda: self.model(input_ids=ids, **options), batch_size * seq_len, num_runs)
 
-        def forward() -> None:
-            self.model(input_ids=ids, **cached)
-
-        return self._result(f"batch_b{batch_size}_s{seq_len}", forward, batch_size * seq_len, num_runs)
-
-    def _result(self, name: str, run: Callable[[], None], tokens: int, num_runs: int) -> BenchmarkResult:
-        with torch.inference_mode():
-            warmup_s: list[float] = []
-            while len(warmup_s) < WARMUP_TRIES and not is_steady(warmup_s, WARMUP_SPREAD):
-                warmup_s.append(self._seconds(run))
-            if not is_steady(warmup_s, WARMUP_SPREAD):
-                warnings.warn(
-                    f"{name}: {WARMUP_TRIES} warm-up runs, and the last ones still differ by more than "
-                    f"{WARMUP_SPREAD:.0%}",
-                    stacklevel=3,
-                )
-            times_s = [self._seconds(run) for _ in range(num_runs)]
-            with self.measure_memory() as memory:
-                run()
-            flops = self.count_flops(run)
-        p50, p95, p99 = (
-            None if (value := percentile(times_s, percent)) is None else 1e3 * value for percent in (50, 95, 99)
-        )
-        return BenchmarkResult(name, tokens / (p50 / 1e3), p50, p95, p99, memory.peak_bytes / GB, flops)
-
-    def count_flops(self, run: Callable[[], None]) -> int:
-        """Return the FLOPs of the products in `run`, by `torch.utils.flop_counter`, which does not know the CPU's fused attention: there
-        attention runs as plain products, with as many FLOPs."""
-        from torch.utils.flop_counter import FlopCounterMode
-
-        plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else contextlib.nullcontext()
-        with plain, FlopCounterMode(display=False) as counter:
-            run()
-        return counter.get_total_flops()
-
-    def _seconds(self, run: Callable[[], None]) -> float:
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
-        torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize(self.device)
-        return time.perf_counter() - start
-
-    def _ids(self, prompt_tokens: int | torch.Tensor) -> torch.Tensor:
-        if isinstance(prompt_tokens, torch.Tensor):
-            if prompt_tokens.dim() != 2 or not prompt_tokens.numel() or prompt_tokens.is_floating_point():
-                raise ValueError(
-                    f"prompt_tokens must be ids [batch, P], got {prompt_tokens.dtype} {list(prompt_tokens.shape)}"
-                )
-            return prompt_tokens.to(self.device)
-        _check(prompt_tokens=prompt_tokens)
-        return random_ids(self.seed, 1, prompt_tokens, self._vocabulary()).to(self.device)
-
-    def _vocabulary(self) -> int:
-        return text_config(self.model.config).vocab_size
+    def _random_ids(self, batch_size: int, length: int) -> torch.Tensor:
+        return random_ids(self.seed, batch_size, length, text_config(self.model.config).vocab_size).to(self.device)
 
     def _check_positions(self, length: int) -> None:
         positions = max_positions(self.model.config)
         if positions and length > positions:
             raise ValueError(f"{length} positions are needed, {type(self.model).__name__} has {positions}")
 
-    @contextlib.contextmanager
-    def _own_settings_reset(self) -> Iterator[None]:
-        own = self.model.generation_config
-        reset_generation_config(self.model)
-        try:
-            yield
-        finally:
-            self.model.generation_config = own
+    def _measure(self, name: str, run: Callable[[], object], tokens: int, num_runs: int) -> BenchmarkResult:
+        with torch.inference_mode():
+            warmup_s: list[float] = []
+            while len(warmup_s) < WARMUP_TRIES and not is_steady(warmup_s, WARMUP_SPREAD):
+                warmup_s.append(self._time(run))
+            if not is_steady(warmup_s, WARMUP_SPREAD):
+                warnings.warn(
+                    f"{name}: {WARMUP_TRIES} warm-up runs still differ by more than {WARMUP_SPREAD:.0%}", stacklevel=3
+                )
+            times_ms = [1e3 * self._time(run) for _ in range(num_runs)]
+            with self.measure_memory() as memory:
+                run()
+            # The counter does not know the CPU's fused attention; plain products have as many FLOPs.
+            on_cpu = self.device.type == "cpu"
+            with sdpa_kernel(SDPBackend.MATH) if on_cpu else contextlib.nullcontext():
+                with FlopCounterMode(display=False) as counter:
+                    run()
+        p50, p95, p99 = (percentile(times_ms, percent) for percent in (50, 95, 99))
+        throughput = tokens / (float(np.median(times_ms)) / 1e3)
+        return BenchmarkResult(name, throughput, p50, p95, p99, memory.peak_bytes / GB, counter.get_total_flops())
+
+    def _time(self, run: Callable[[], object]) -> float:
+        """Return the seconds of one run."""
+        synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda device: None
+        synchronize(self.device)
+        start = time.perf_counter()
+        run()
+        synchronize(self.device)
+        return time.perf_counter() - start
 
 
 def _check(**numbers: int) -> None:
@@ -243,7 +222,9 @@ class QualityBenchmark:
         if tokenizer is None:
             raise UsageError("QualityBenchmark needs the model's tokenizer, and got None.")
         self.model, self.tokenizer = model, tokenizer
-        self.device = torch.device(device) if device is not None else _device_of(model)
+        # parameters that accelerate has offloaded are on meta between forward passes
+        own = (each.device for each in model.parameters() if each.device.type != "meta")
+        self.device = torch.device(device or next(own, None) or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.allow_code_execution = allow_code_execution
         self.settings = QualitySettings(**settings)
         self.settings.check_ks()
@@ -276,11 +257,3 @@ class QualityBenchmark:
             check_isolation(self.settings.allow_unsafe_code)
         alone = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=self.device)
         return evaluate({task: items}, self.model, self.tokenizer, self.device, alone, self.settings).scores[task]
-
-
-def _device_of(model) -> torch.device:
-    """Return the device of the first parameter that is not on meta, where accelerate keeps offloaded ones between forward passes."""
-    for parameter in model.parameters():
-        if parameter.device.type != "meta":
-            return parameter.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

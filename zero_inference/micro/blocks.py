@@ -2,18 +2,17 @@
 
 The classical block (Vaswani et al. 2017: one head size for queries, keys and values, an inner layer of 4 h) needs
 `24 b s h^2 + 4 b h s^2` operations for b sequences of s tokens and hidden size h; `BlockShape` has the sums for any widths. Only
-products count, a multiplication and an addition as two, as in `torch.utils.flop_counter`, and causal attention counts in full: a kernel
-that skips the half above the diagonal (flash attention) does less, see `BlockShape.skippable`.
+products count, a multiplication and an addition as two, as in `torch.utils.flop_counter`, and causal attention counts in full.
 
-A family is one function that names its parts. Dimensions are the published ones: bert-large (Devlin et al. 2018), gpt2-medium (Radford
-et al. 2019), t5-large's encoder (Raffel et al. 2020), and the presets of this package for the others.
+Dimensions are the published ones: bert-large (Devlin et al. 2018), gpt2-medium (Radford et al. 2019), t5-large's encoder (Raffel et al.
+2020), and the presets of this package for the others.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +21,10 @@ from zero_inference.errors import UsageError
 from zero_inference.models.preset_table import find_preset
 from zero_inference.utils.model_sizes import kv_width
 
-# Operations relative to a forward pass: the backward pass has two products, for inputs and weights, per product of the forward pass.
-FORWARD_AND_BACKWARD = 3
-
 
 @dataclass(frozen=True)
 class BlockShape:
-    """Widths of a block.
+    """Widths of a block, and its operations for b sequences of s tokens.
 
     Attributes:
         hidden: h, of the input and the output.
@@ -47,15 +43,15 @@ class BlockShape:
     causal: bool = False
 
     def dense(self, b: int, s: int) -> int:
-        """One matrix of the feed-forward part: `2 b s h inner`, which is `8 b s h^2` with inner = 4 h."""
+        """One matrix of the feed-forward part; `8 b s h^2` in the classical block."""
         return 2 * b * s * self.hidden * self.inner
 
     def feed_forward(self, b: int, s: int) -> int:
-        """All of its matrices: `16 b s h^2` in the classical block."""
+        """`16 b s h^2` in the classical block."""
         return self.matrices * self.dense(b, s)
 
     def scores(self, b: int, s: int) -> int:
-        """Queries times keys, and the weights times values: `4 b query s^2`."""
+        """Queries times keys, and the weights times values."""
         return 4 * b * self.query * s**2
 
     def attention(self, b: int, s: int) -> int:
@@ -63,7 +59,6 @@ class BlockShape:
         return 2 * b * s * self.hidden * (2 * self.query + 2 * self.key) + self.scores(b, s)
 
     def forward(self, b: int, s: int) -> int:
-        """The block: `24 b s h^2 + 4 b h s^2` in the classical one."""
         return self.attention(b, s) + self.feed_forward(b, s)
 
     def skippable(self, b: int, s: int) -> float:
@@ -83,9 +78,8 @@ class Block:
 
     Attributes:
         family: transformers' model_type, which the module of a block does not have.
-        module: transformers' module of the whole block, in eval mode (no dropout), its parameters requiring gradients.
-        parts: by name: `layer`, `attention`, `feed_forward`, `dense` (the first matrix of the feed-forward part) and
-            `dense_activation` (that and the activation after it).
+        module: the whole block, in eval mode (no dropout), its parameters requiring gradients.
+        parts: `layer`, `attention`, `feed_forward`, `dense` (the first matrix of the feed-forward part), `dense_activation`.
     """
 
     name: str
@@ -127,17 +121,15 @@ def _t5(config) -> tuple[nn.Module, dict[str, Call]]:
 
     block = T5Block(config, layer_idx=1)
     inner = block.layer[-1].DenseReluDense
-    biases: dict[int, torch.Tensor] = {}  # blocks after the first get the first one's position bias
 
-    def bias(x: torch.Tensor) -> torch.Tensor:
-        seq = x.shape[1]
-        if seq not in biases:
-            biases[seq] = torch.randn(1, config.num_heads, seq, seq, device=x.device, dtype=x.dtype)
-        return biases[seq]
+    @functools.cache
+    def bias(seq: int) -> torch.Tensor:  # blocks after the first get the first one's position bias
+        weight = inner.wi.weight
+        return torch.randn(1, config.num_heads, seq, seq, device=weight.device, dtype=weight.dtype)
 
     return block, {
-        "layer": lambda x: block(x, position_bias=bias(x))[0],
-        "attention": lambda x: block.layer[0](x, position_bias=bias(x))[0],
+        "layer": lambda x: block(x, position_bias=bias(x.shape[1]))[0],
+        "attention": lambda x: block.layer[0](x, position_bias=bias(x.shape[1]))[0],
         "feed_forward": block.layer[-1],
         "dense": inner.wi,
         "dense_activation": lambda x: inner.act(inner.wi(x)),
@@ -161,18 +153,16 @@ def _llama(config) -> tuple[nn.Module, dict[str, Call]]:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
     block, rotary = LlamaDecoderLayer(config, layer_idx=1), LlamaRotaryEmbedding(config)
-    angles: dict[int, Any] = {}  # computed once a model, not once a block
-
-    def at(x: torch.Tensor):
-        seq = x.shape[1]
-        if seq not in angles:
-            angles[seq] = rotary(x, torch.arange(seq, device=x.device)[None])
-        return angles[seq]
-
     mlp = block.mlp
+
+    @functools.cache
+    def angles(seq: int):  # computed once a model, not once a block
+        weight = mlp.gate_proj.weight
+        return rotary(weight, torch.arange(seq, device=weight.device)[None])
+
     return block, {
-        "layer": lambda x: block(x, position_embeddings=at(x)),
-        "attention": lambda x: block.self_attn(x, position_embeddings=at(x))[0],
+        "layer": lambda x: block(x, position_embeddings=angles(x.shape[1])),
+        "attention": lambda x: block.self_attn(x, position_embeddings=angles(x.shape[1]))[0],
         "feed_forward": mlp,
         "dense": mlp.gate_proj,
         "dense_activation": lambda x: mlp.act_fn(mlp.gate_proj(x)),
@@ -190,20 +180,11 @@ FAMILIES: dict[str, tuple[Callable, bool]] = {
 OWN = {"bert-large": BERT_LARGE, "gpt2-medium": GPT2_MEDIUM, "t5-large": T5_LARGE}
 SHORT = {"opt": "opt-13b", "llama": "llama-3.1-8b"}
 DEFAULT_BLOCKS = ("bert-large", "gpt2-medium", "t5-large", "opt-13b", "llama-3.1-8b")
-CPU_BLOCKS = (
-    "bert-large",
-    "gpt2-medium",
-    "t5-large",
-    "opt-1.3b",
-    "llama-3.2-1b",
-)  # a step of opt-13b takes seconds there
+CPU_BLOCKS = (*DEFAULT_BLOCKS[:3], "opt-1.3b", "llama-3.2-1b")  # a step of opt-13b takes seconds there
 
 
 def block_config(name: str):
-    """Return the transformers config of block `name`: one of `DEFAULT_BLOCKS`, `opt`, `llama`, or a preset of these families.
-
-    Raises UsageError for any other name.
-    """
+    """Return the transformers config of block `name`. Raises UsageError for a name that is no block."""
     from transformers import AutoConfig
 
     name = SHORT.get(name, name)
@@ -219,7 +200,6 @@ def block_config(name: str):
 
 
 def shape_of(config) -> BlockShape:
-    """Return the widths of a block from a transformers config of FAMILIES."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     names = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
@@ -243,9 +223,7 @@ def build_block(name: str, device: torch.device, dtype: torch.dtype, config=None
     torch.manual_seed(seed)
     make, _ = FAMILIES[config.model_type]
     before = torch.get_default_dtype()
-    torch.set_default_dtype(
-        dtype
-    )  # straight in `dtype`: an opt-175b block in float32 first would need twice the memory
+    torch.set_default_dtype(dtype)  # an opt-175b block in float32 first would need twice the memory
     try:
         with torch.device(device):
             module, parts = make(config)

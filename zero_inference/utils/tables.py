@@ -7,8 +7,7 @@ import io
 import json
 import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,6 @@ class Column:
         header: what people read above it, with the unit.
         show: text of a value in SI units.
         dtype: Int64, Float64, boolean or string; numbers are right-aligned.
-        width: characters reserved for a value where rows are printed one by one.
         of: value of a row that is no mapping; None looks `name` up.
         whole: texts are not folded where a terminal is too narrow for the table.
         shown: when a report of runs shows it: `always`, where runs differ (`differs`), where any run has it (`present`) or only on
@@ -45,7 +43,6 @@ class Column:
     header: str
     show: Callable[[Any], str] = one_line
     dtype: str = "Float64"
-    width: int = 7
     of: Callable[[Any], Any] | None = None
     whole: bool = False
     shown: str = "always"
@@ -178,59 +175,6 @@ def terminal_table(
     )
     console.print(table)
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines() if line.strip())
-
-
-class RowPrinter:
-    """Prints rows to stdout one by one, as soon as each is known: `table`, `md` and `csv`. The header comes with the first row.
-
-    A table's columns are as wide as the longest word of their header or their `width`; a longer value shifts the rest of its line.
-    """
-
-    def __init__(self, columns: Sequence[Column], format: str, gap: int = 2):
-        self.columns, self.format, self.gap = columns, format, " " * gap
-        self.widths = [max(column.width, *map(len, column.header.split())) for column in columns]
-        self.begun = False
-
-    @property
-    def width(self) -> int:
-        """Characters of a line whose values fit `widths`."""
-        return sum(self.widths) + len(self.gap) * (len(self.widths) - 1)
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Print `row`, after the header if it is the first."""
-        if self.format == "csv":
-            text = render([row], self.columns, "csv")
-            print(text if not self.begun else text.split("\n", 1)[1], end="", flush=True)
-        else:
-            if not self.begun:
-                print(*self._head(), sep="\n")
-            texts = [column.text(row) for column in self.columns]
-            if self.format == "md":
-                texts = [text.replace("|", r"\|") for text in texts]
-            print(self._line(texts), flush=True)
-        self.begun = True
-
-    def _head(self) -> list[str]:
-        if self.format == "md":
-            rule = [
-                "-" * (width + 1) + ":" if column.numeric else ":" + "-" * (width + 1)
-                for column, width in zip(self.columns, self.widths)
-            ]
-            return [self._line([column.header for column in self.columns]), f"|{'|'.join(rule)}|"]
-        wrapped = [
-            textwrap.wrap(column.header, width, break_long_words=False)
-            for column, width in zip(self.columns, self.widths)
-        ]
-        height = max(map(len, wrapped))
-        lines = [[""] * (height - len(lines)) + lines for lines in wrapped]
-        return [*(self._line(line) for line in zip(*lines)), self.gap.join("-" * width for width in self.widths)]
-
-    def _line(self, texts: Sequence[str]) -> str:
-        cells = [
-            text.rjust(width) if column.numeric else text.ljust(width)
-            for text, column, width in zip(texts, self.columns, self.widths)
-        ]
-        return pipe_row(cells) if self.format == "md" else self.gap.join(cells).rstrip()
 
 
 def print_rows(
