@@ -192,8 +192,7 @@ def test_unloading_undoes_all_changes(engine, family, checkpoints, models, monke
     for original, left in models:
         for module, (attributes, hooks) in left.items():
             assert attributes == original[module][0], type(module)
-            # DeepSpeed takes off all hooks
-            assert hooks == original[module][1] or (not hooks and "deepspeed" in engine), type(module)
+            assert hooks == original[module][1], type(module)
 
 
 @pytest.mark.parametrize("engine", ["stream, CPU", "resident"])

@@ -25,7 +25,6 @@ from zero_inference.hardware.profile import (
     LoadingRates,
 )
 from zero_inference.hardware.rates import CPU_BLOCK_BYTES, device_attention_s
-from zero_inference.measure.engine_overhead import _with_shortest_loading
 from zero_inference.planning.cost import (
     COMPARED_GB_PER_S,
     LAUNCH_SLOWDOWN,
@@ -273,8 +272,7 @@ def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch,
 
     monkeypatch.setattr(engine, "build_modules", build)
     monkeypatch.setattr(engine, "measure_dequantized_gb_per_s", lambda settings, dtype, device: rates[dtype])
-    loop = SimpleNamespace(prefill_s=0.2, step_s=[0.1])
-    monkeypatch.setattr(_ThinModel, "loops", lambda self, warmup: [loop])
+    monkeypatch.setattr(_ThinModel, "fastest_s", lambda self, warmup: (0.2, 0.1))
     plan = planned(f"--model opt-125m --cpu-offload --quant-bits 4 {SIZES}", ProfiledMachine(FAST))
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     thin = _ThinModel(plan, on_gpu, 0.0, units=1, resident=False, launches=1, dequantized_weights=0)
@@ -384,12 +382,6 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
     assert planned(f"--model opt-13b --engine resident {SIZES}", ProfiledMachine(FAST)).load_s is None
     on_disk = planned(f"--model opt-13b --disk-offload {SIZES}", ProfiledMachine(machine))
     assert on_disk.weights.footprint.disk and on_disk.load_s is None, "how fast the disk writes is not known"
-
-
-def test_the_shortest_loading_of_an_engine_is_that_of_all_its_formats():
-    first = HOOKS.model_copy(update={"quant_bits": 16, "load_layer_s": 0.3})
-    others = [HOOKS.model_copy(update={"load_layer_s": 0.02}), HOOKS.model_copy(update={"engine": "stream"})]
-    assert [each.load_layer_s for each in _with_shortest_loading([first, *others])] == [0.02, 0.02, 0.0]
 
 
 def test_a_layer_whose_keys_the_cores_attend_over_takes_the_host_time():

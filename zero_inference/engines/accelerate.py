@@ -7,21 +7,14 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero_inference.engines.base import (
-    EnginePlan,
-    Footprint,
-    Job,
-    LoadedModel,
-    Progress,
-    no_communicator,
-    refuse_written_weights,
-)
+from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, refuse_written_weights
 from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, write
 from zero_inference.errors import RunError, UsageError
@@ -29,9 +22,9 @@ from zero_inference.models.frozen import refusal
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.weights import load_weights, return_free_memory
 from zero_inference.utils.format import first_line
+from zero_inference.utils.patching import Patches
 from zero_inference.utils.transfers import Transfers
 
-connect = no_communicator
 # torch's errors about a tensor on the meta device; other errors contain "metadata" or "meta-llama".
 META_TENSOR_ERROR = re.compile(
     r"\b(on|device:?|two devices, [\w:, ]+) meta(?![\w/-])|two devices, meta\b|\bmeta'? (tensor|backend)|register_meta function",
@@ -62,11 +55,9 @@ def plan(job: Job) -> AcceleratePlan:
             f"--engine accelerate runs in one process, but {job.ranks.world_size} were started; start one, "
             "or use --engine deepspeed."
         )
-    largest = max(p.numel() * p.element_size() for p in job.empty_model.model.parameters())
-    total = job.sizes.parameter_bytes
-    fetched = sum(
-        p.numel() * p.element_size() for _, p in job.empty_model.model.named_parameters(remove_duplicate=False)
-    )
+    model, total = job.empty_model.model, job.sizes.parameter_bytes
+    largest = max(p.nbytes for p in model.parameters())
+    fetched = sum(p.nbytes for _, p in model.named_parameters(remove_duplicate=False))
     if job.config.disk_offload and not job.on_gpu:
         # a weight is copied from its mapped file, whose pages count as the process's
         footprint = Footprint(device=2 * largest, gathered=2 * largest, disk=total, loading=total)
@@ -94,49 +85,46 @@ def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedMode
         parameter.data = parameter.data.cpu()
 
     load_weights(model, spec, config.seed, device, adopt, progress)
-    weight_bytes = parameter_bytes(model)
-    workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None
-    if workspace:
-        try:
+    weight_bytes, transfers = parameter_bytes(model), Transfers()
+    with ExitStack() as stack:  # until an error
+        if config.disk_offload:
+            workspace = OffloadWorkspace(config.offload_path)
+            stack.callback(workspace.close)
             _write_weights(model, workspace.path)
             disk_offload(model, str(workspace.path), execution_device=device)
             return_free_memory()  # of the weights, which are on disk now
-        except BaseException:
-            workspace.close()
-            raise
-    else:
-        cpu_offload(model, execution_device=device)
-    # parameters are on the meta device between forwards; `generate` warns that inputs should be there too
-    warnings.filterwarnings("ignore", message="You are calling .generate\\(\\) with the `input_ids`")
-    _explain_missing_weights(model)
-
-    def close() -> None:
-        for module in model.modules():  # accelerate's `remove_hook_from_module` would read all weights again
-            for name in ("_hf_hook", "_old_forward", "forward"):
-                vars(module).pop(name, None)
-        if workspace:
-            workspace.close()
-
-    transfers = Transfers()
-    _count_reads(model, transfers, from_disk=workspace is not None)
+        else:
+            cpu_offload(model, execution_device=device)
+        stack.callback(_remove_hooks, model)
+        # parameters are on the meta device between forwards; `generate` warns that inputs should be there too
+        warnings.filterwarnings("ignore", message="You are calling .generate\\(\\) with the `input_ids`")
+        _explain_missing_weights(model, stack.enter_context(Patches()))
+        for module in model.modules():
+            hook = getattr(module, "_hf_hook", None)
+            for one in getattr(hook, "hooks", [hook]):
+                if getattr(one, "weights_map", None) is not None:
+                    one.weights_map = _CountedWeights(one.weights_map, transfers, config.disk_offload)
+        close = stack.pop_all().close
     return LoadedModel(
-        model=model,
-        device=device,
-        dtype=spec.dtype,
-        weight_bytes=weight_bytes,
-        transfers=transfers,
-        close=close,
+        model=model, device=device, dtype=spec.dtype, weight_bytes=weight_bytes, transfers=transfers, close=close
     )
 
 
-def _explain_missing_weights(model: torch.nn.Module) -> None:
+def _remove_hooks(model: torch.nn.Module) -> None:
+    """Undo accelerate's changes; its own `remove_hook_from_module` would read all weights again."""
+    for module in model.modules():
+        for name in ("_hf_hook", "_old_forward", "forward"):
+            vars(module).pop(name, None)
+
+
+def _explain_missing_weights(model: torch.nn.Module, patches: Patches) -> None:
     """Patch `model.forward` to raise RunError for a weight that accelerate has not copied."""
     original = model.forward
 
     @functools.wraps(original)  # generate inspects the signature
-    def forward(*args: Any, **call: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         try:
-            return original(*args, **call)
+            return original(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if not META_TENSOR_ERROR.search(str(error)):
                 raise
@@ -145,7 +133,7 @@ def _explain_missing_weights(model: torch.nn.Module) -> None:
                 f"only for that call; use --engine stream or deepspeed ({first_line(error)})"
             ) from error
 
-    model.forward = forward
+    patches.set_attr(model, "forward", forward)
 
 
 def _write_weights(model: torch.nn.Module, folder: Path) -> None:
@@ -161,25 +149,16 @@ def _write_weights(model: torch.nn.Module, folder: Path) -> None:
     write(folder / "index.json", json.dumps(index).encode())
 
 
-def _count_reads(model, transfers: Transfers, from_disk: bool) -> None:
-    """Count the weights that accelerate's hooks copy before each forward."""
-    for module in model.modules():
-        hook = getattr(module, "_hf_hook", None)
-        for one in getattr(hook, "hooks", [hook]):
-            if getattr(one, "weights_map", None) is not None:
-                one.weights_map = _CountedWeights(one.weights_map, transfers, from_disk)
-
-
 class _CountedWeights(Mapping):
+    """Counts the weights that accelerate's hooks copy before each forward."""
+
     def __init__(self, weights: Mapping, transfers: Transfers, from_disk: bool):
         self.weights, self.transfers, self.from_disk = weights, transfers, from_disk
 
     def __getitem__(self, key: str) -> torch.Tensor:
         tensor = self.weights[key]
-        nbytes = tensor.numel() * tensor.element_size()
-        self.transfers.host_to_device_bytes += nbytes
-        if self.from_disk:
-            self.transfers.disk_read_bytes += nbytes
+        self.transfers.host_to_device_bytes += tensor.nbytes
+        self.transfers.disk_read_bytes += tensor.nbytes if self.from_disk else 0
         return tensor
 
     def __iter__(self):

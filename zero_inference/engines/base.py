@@ -2,7 +2,7 @@
 
 An engine is a module with these functions:
 
-    connect(ranks) -> Any                    create a communicator, before free memory is read; None if it needs none
+    connect(ranks) -> Any                    optional: create a communicator, before free memory is read
     plan(job) -> EnginePlan                  decide where weights are stored; loads nothing; raises UsageError. Ranks communicate only
                                              through `job.group`, which is set if all of them plan together
     check(plan)                              check compilers, libraries and disks, but not memory; raises UsageError
@@ -49,7 +49,6 @@ class Job:
     Attributes:
         free_device_bytes: of the rank with the least where ranks are connected; None for a CPU, where the device is host memory.
         group: result of the engine's `connect`; None where this rank plans alone.
-        machine: the machine to plan for.
     """
 
     config: RunConfig
@@ -73,8 +72,7 @@ class Job:
         return self.config.batch_size // self.ranks.world_size
 
     @property
-    def length(self) -> int:
-        """Prompt and generated tokens of a sequence."""
+    def length(self) -> int:  # prompt and generated tokens of a sequence
         return self.config.positions
 
     @property
@@ -91,15 +89,17 @@ class Job:
         """
         return self._kv_bytes(sum(self.sizes.kv_widths), length)
 
+    def _kv_bytes(self, width: int, length: int | None = None) -> int:
+        return self.rank_batch * (self.length if length is None else length) * width * self.spec.dtype.itemsize
+
     @property
     def mean_kv_bytes(self) -> int:
         """KV bytes that a decode step reads, averaged over steps: they start after the prompt and tokens 1 to G - 1."""
         return self.kv_bytes(2 * self.config.prompt_len + self.config.gen_len) // 2
 
     @property
-    def growing_kv_bytes(self) -> int:
-        """Bytes of a layer's keys (or values), which exist twice while a growing cache is copied."""
-        return self._kv_bytes(max(self.sizes.kv_widths, default=0)) // 2
+    def _layer_kv_bytes(self) -> int:
+        return self._kv_bytes(max(self.sizes.kv_widths, default=0))
 
     def state_bytes(self, length: int | None = None) -> int:
         """Return the bytes of a rank's recurrent state and indexer keys, always on the device, at `length` positions (default: all)."""
@@ -120,11 +120,10 @@ class Job:
         """KV bytes on the device: all, or the slots that layers in host memory are copied into for a GPU."""
         if not self.config.kv_offload:
             return self.kv_bytes()
-        return SLOTS * self._kv_bytes(max(self.sizes.kv_widths, default=0)) if self.on_gpu else 0
+        return SLOTS * self._layer_kv_bytes if self.on_gpu else 0
 
     @property
-    def cache_device_bytes(self) -> int:
-        """Bytes of KV cache and other state on the device."""
+    def cache_device_bytes(self) -> int:  # KV cache and other state
         return self.kv_device_bytes + self.state_bytes()
 
     @property
@@ -141,13 +140,8 @@ class Job:
         return self.kv_bytes() if self.config.kv_offload else 0
 
     @property
-    def activation_bytes(self) -> int:
-        """Peak activation bytes of a rank's prefill."""
+    def activation_bytes(self) -> int:  # peak of a rank's prefill
         return self.empty_model.activation_bytes(self.spec, self.rank_batch, self.config.prompt_len)
-
-    def _kv_bytes(self, width: int, length: int | None = None) -> int:
-        positions = self.length if length is None else length
-        return self.rank_batch * positions * width * self.spec.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -203,7 +197,8 @@ class EnginePlan:
             cache = job.state_bytes() if cpu_attention else job.cache_device_bytes
             return self.footprint.device + workspace + cache + job.activation_bytes
         logits = job.rank_batch * logits_bytes(job.spec)
-        last_step = self.footprint.device + job.cache_device_bytes + max(job.growing_kv_bytes, logits)
+        # a layer's keys (or values) exist twice while a growing cache is copied
+        last_step = self.footprint.device + job.cache_device_bytes + max(job._layer_kv_bytes // 2, logits)
         return workspace + max(self.prefill_bytes + job.activation_bytes, last_step)
 
     @property
@@ -221,16 +216,12 @@ class EnginePlan:
         job, weights = self.job, self.footprint
         on_device = 0 if job.on_gpu else weights.device - weights.gathered
         generating = weights.host + job.kv_host_bytes + (0 if job.on_gpu else self.device_peak_bytes)
-        measuring = measuring_bytes + self._compared_bytes if measuring_bytes else 0
+        measuring = 0
+        if measuring_bytes:
+            model = job.empty_model
+            compared = model.cached("compared", lambda: sum(first_layer_bytes(model.model).values()))
+            measuring = measuring_bytes + min(compared, COMPARED_BYTES)
         return max(weights.loading, weights.host + on_device + measuring, generating)
-
-    @property
-    def _compared_bytes(self) -> int:
-        """Bytes of reference layers that stay in host memory until the loaded model's outputs are compared with theirs."""
-        found = self.job.empty_model.cached(
-            "compared", lambda: sum(first_layer_bytes(self.job.empty_model.model).values())
-        )
-        return min(found, COMPARED_BYTES)
 
     def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return parameter `name` after quantizing and dequantizing `values`; unchanged if this engine does not quantize it."""
@@ -254,7 +245,6 @@ class EnginePlan:
 
     @property
     def min_free_device_bytes(self) -> int:
-        """Free device memory that this plan needs."""
         return self.device_peak_bytes
 
     @functools.cached_property
@@ -315,13 +305,9 @@ class EnginePlan:
 
     def in_words(self) -> list[str]:
         """Return lines about what a decode step moves and where it is computed."""
-        if not self.fetched_bytes:
-            return []
         disk = format_bytes(self.disk_bytes)
-        if self.job.on_gpu or self.cost_terms.copies_within_host:
-            return [
-                f"each decode step {self.describe_copies()}" + (f", {disk} of it from disk" if self.disk_bytes else "")
-            ]
+        if self.fetched_bytes and (self.job.on_gpu or self.cost_terms.copies_within_host):
+            return [f"each decode step {self.describe_copies()}" + f", {disk} of it from disk" * bool(self.disk_bytes)]
         return [f"each decode step reads {disk} from disk"] if self.disk_bytes else []
 
     def dequantization_warning(self) -> list[str]:
@@ -349,10 +335,9 @@ class EnginePlan:
 
 
 class Timeline(Protocol):
-    """Times of an engine's copies and layers in the last generation."""
+    """Times of an engine's copies and layers since `restart`, which begins a generation."""
 
-    def restart(self) -> None:
-        """Clear all times: a generation begins."""
+    def restart(self) -> None: ...
 
     def link_use(self) -> LinkUse | None:
         """Return how busy this rank's link was in decode steps; None before the second step."""
@@ -406,7 +391,3 @@ def refuse_written_weights(job: Job) -> None:
             f"--engine {job.config.engine}: {job.spec.text_config.model_type} changes its weights in its first call, but this engine "
             "copies them anew for each pass; use --engine stream or --engine resident."
         )
-
-
-def no_communicator(ranks: Ranks) -> None:
-    """Do nothing, as `connect` of an engine that uses only the default process group."""

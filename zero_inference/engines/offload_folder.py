@@ -82,13 +82,9 @@ def check_offload_folder(folder: Path, needed_bytes: int) -> None:
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Create the file `path` with `nbytes` allocated, so that writing it cannot find the disk full.
-
-    Raises:
-        RunError: the file system has no space for it, or refuses it.
-    """
+    """Create the file `path` with `nbytes` allocated, so that writing it cannot find the disk full. Raises RunError."""
     with _disk_full_errors(path, nbytes):
-        # no O_APPEND: without fallocate in the file system, glibc writes into each block, which O_APPEND prevents
+        # not mode "ab": without fallocate in the file system, glibc writes into each block, which O_APPEND prevents
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -97,7 +93,7 @@ def reserve(path: Path, nbytes: int) -> None:
 
 
 def write(path: Path, data: bytes | memoryview) -> None:
-    """Write a new file; raise RunError as `reserve` does."""
+    """Write a new file. Raises RunError."""
     with _disk_full_errors(path, memoryview(data).nbytes), open(path, "wb") as file:
         file.write(data)
 
@@ -114,29 +110,22 @@ def _disk_full_errors(path: Path, nbytes: int) -> Iterator[None]:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Delete subfolders of runs that have ended, except those of other users or without MARK."""
-    for name in os.listdir(folder):
-        if OURS.fullmatch(name):
-            with _lock_abandoned(folder / name) as abandoned:
-                if abandoned:
-                    _remove(folder / name)
-
-
-@contextlib.contextmanager
-def _lock_abandoned(folder: Path) -> Iterator[bool]:
-    """Yield whether `folder` is a workspace of this user whose run has ended; it stays locked inside the context."""
-    descriptor, abandoned = None, False
-    with contextlib.suppress(OSError):  # not a folder, no lock file, not readable, or locked by a running process
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # do not wait for a FIFO
-        parent, lock = folder.lstat(), os.fstat(descriptor)
-        if stat.S_ISDIR(parent.st_mode) and stat.S_ISREG(lock.st_mode) and parent.st_uid == lock.st_uid == os.geteuid():
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            abandoned = os.read(descriptor, len(MARK) + 1) == MARK
-    try:
-        yield abandoned
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+    """Remove workspaces of this user whose run has ended: with MARK and without a lock."""
+    for name in filter(OURS.fullmatch, os.listdir(folder)):
+        workspace = folder / name
+        # not a folder, no lock file, not readable, or locked by a running process; O_NONBLOCK does not wait for a FIFO
+        with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
+            descriptor = os.open(workspace / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            closing.callback(os.close, descriptor)
+            parent, lock = workspace.lstat(), os.fstat(descriptor)
+            if (
+                stat.S_ISDIR(parent.st_mode)
+                and stat.S_ISREG(lock.st_mode)
+                and parent.st_uid == lock.st_uid == os.geteuid()
+            ):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.read(descriptor, len(MARK) + 1) == MARK:
+                    _remove(workspace)
 
 
 def _remove(folder: Path) -> None:

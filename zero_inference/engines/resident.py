@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, no_communicator
+from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.weights import load_weights
-
-connect = no_communicator
 
 
 def plan(job: Job) -> EnginePlan:

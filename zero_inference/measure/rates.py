@@ -30,8 +30,7 @@ class LinkRate:
     (benchmarks/results/h200-x2/gather_speed.txt), so one measurement before the loops may be too low or too high.
 
     Args:
-        sources: page-locked tensors, uint8 [bytes], that the engine copies from. They are copied where there are any, because the rate
-            depends on the location of the source.
+        sources: page-locked tensors, uint8 [bytes], that the engine copies from: the rate depends on the location of the source.
     """
 
     def __init__(self, ranks: Ranks, sources: Sequence[torch.Tensor] = ()):
@@ -51,7 +50,7 @@ class LinkRate:
         self.ranks.barrier()
         try:
             self.rounds += host_to_device_rounds(self.ranks.device, pinned=True, seconds=seconds, sources=self.sources)
-        except (torch.OutOfMemoryError, RunError):  # no space left on the device, or none that may be page-locked
+        except (torch.OutOfMemoryError, RunError):
             if not self.rounds:
                 raise
 
@@ -72,16 +71,19 @@ class LoopMonitor:
 
     def __init__(self, link: LinkRate, timeline: Timeline | None = None):
         self.link, self.device, self.timeline = link, link.ranks.device, timeline
-        self.on_gpu = self.device.type == "cuda"
-        self.peak_gpu_bytes = 0 if self.on_gpu else None
+        self.peak_gpu_bytes = 0 if self.device.type == "cuda" else None
         self.uses: list[LinkUse] = []
         self.in_loop = False
 
     def __call__(self) -> None:
         if self.in_loop:
-            self._read_loop()
+            use = self.timeline.link_use() if self.timeline is not None else None
+            if use is not None:
+                self.uses.append(use)
+            if self.peak_gpu_bytes is not None:
+                self.peak_gpu_bytes = max(self.peak_gpu_bytes, torch.cuda.max_memory_allocated(self.device))
         self.in_loop = True
-        if self.on_gpu:
+        if self.peak_gpu_bytes is not None:
             self.link.measure(seconds=0.2)
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -91,32 +93,22 @@ class LoopMonitor:
 
         Ranks add up these rates: links that are idle part of the time do not run at once, and would add up to too much.
         """
-        return statistics.median(
-            [use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share > MIN_BUSY_SHARE] or [0.0]
-        )
+        return _median([use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share > MIN_BUSY_SHARE])
 
     @property
     def while_busy_gb_per_s(self) -> float:
         """GB/s of the copies in all loops, while they ran: a lower bound of a step's time is its bytes at this rate."""
-        return statistics.median([use.gb_per_s_while_busy or 0.0 for use in self.uses] or [0.0])
+        return _median([use.gb_per_s_while_busy or 0.0 for use in self.uses])
 
     @property
     def ahead_bytes(self) -> int:
         """Bytes of a loop's decode steps that this rank had copied before the first of them, the median of the loops."""
-        return int(statistics.median([use.ahead_bytes for use in self.uses] or [0]))
+        return int(_median([use.ahead_bytes for use in self.uses]))
 
     @property
     def last_use(self) -> LinkUse | None:
         """The use of this rank's link in the last loop; None if unknown."""
         return self.uses[-1] if self.uses else None
-
-    def _read_loop(self) -> None:
-        """Read the link's use and the peak of device memory in the loop that has ended."""
-        use = self.timeline.link_use() if self.timeline is not None else None
-        if use is not None:
-            self.uses.append(use)
-        if self.on_gpu:
-            self.peak_gpu_bytes = max(self.peak_gpu_bytes or 0, torch.cuda.max_memory_allocated(self.device))
 
 
 def measure_rates(
@@ -132,22 +124,21 @@ def measure_rates(
     All ranks copy at the same time, as in a run, and all nodes read, each a file as large as all weights if `disk_read_gb_per_s` takes
     one of that size.
     """
-    on_gpu = ranks.device.type == "cuda"
-    link.measure(seconds=timing.LINK_S[ranks.device.type])
+    kind = ranks.device.type
+    link.measure(seconds=timing.LINK_S[kind])
     rate = link.of_all()
     # a CPU may multiply the few rows of a step faster than many, as it does in float16
-    rows = () if on_gpu else (config.batch_size // ranks.world_size,)
+    rows = () if kind == "cuda" else (config.batch_size // ranks.world_size,)
+    copy_gb_per_s: float | None = 2 * rate.gb_per_s / ranks.world_size
+    if kind == "cuda":
+        copy_gb_per_s = _unless_out_of_memory(lambda: device_copy_gb_per_s(ranks.device))
     return Rates(
         link_gb_per_s=rate.gb_per_s,
         link_spread=rate.spread_gb_per_s / rate.gb_per_s,
-        link_kind="host to device, pinned" if on_gpu else HOST_COPY,
-        device_copy_gb_per_s=(
-            _unless_out_of_memory(lambda: device_copy_gb_per_s(ranks.device))
-            if on_gpu
-            else 2 * rate.gb_per_s / ranks.world_size
-        ),
+        link_kind="host to device, pinned" if kind == "cuda" else HOST_COPY,
+        device_copy_gb_per_s=copy_gb_per_s,
         matmul_tflops=_unless_out_of_memory(
-            lambda: matmul_tflops(ranks.device, spec.dtype, seconds=timing.PRODUCT_S[ranks.device.type], rows=rows)
+            lambda: matmul_tflops(ranks.device, spec.dtype, seconds=timing.PRODUCT_S[kind], rows=rows)
         ),
         disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if config.disk_offload else None,
         link_beside_cores_gb_per_s=None if cores is None else cores.link_gb_per_s,
@@ -188,6 +179,10 @@ def update_cpu_rate(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per
             "link_beside_cores_gb_per_s": max(rates.link_beside_cores_gb_per_s, links_gb_per_s),
         }
     )
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
 
 
 def _sum_over_ranks(ranks: Ranks, gb_per_s: float) -> float:

@@ -33,12 +33,11 @@ from zero_inference.planning.explain import seconds_in_words
 from zero_inference.planning.memory import log_sizes
 from zero_inference.planning.plan import Plan
 from zero_inference.records.hardware import Rates, TracedLinkUse
-from zero_inference.records.schema import Measured, MovedPerStep, Result
+from zero_inference.records.schema import Measured, Result
 from zero_inference.utils.environment import peak_host_bytes
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import format_bytes, three_digits
 from zero_inference.utils.progress import Progress
-from zero_inference.utils.ranks import Ranks
 
 
 @contextlib.contextmanager
@@ -82,9 +81,10 @@ def loaded_model(
         job.ranks.barrier()
         load_s = time.perf_counter() - start
         progress.clear()
-        progress.say(
-            f"loaded {format_bytes(loaded.weight_bytes)} of weights in {three_digits(load_s)} s{_planned(plan)}"
-        )
+        predicted, planned = plan.predicted, ""
+        if predicted.load_s is not None and predicted.load_range_s is not None:
+            planned = f"; planned: {seconds_in_words(predicted.load_s, Range(*predicted.load_range_s))}"
+        progress.say(f"loaded {format_bytes(loaded.weight_bytes)} of weights in {three_digits(load_s)} s{planned}")
         for line in plan.weights.in_words():
             progress.say(line)
         closing.callback(unpatch_norms, loaded.model)
@@ -93,8 +93,7 @@ def loaded_model(
         if names := loaded.facts.get("not_quantized"):
             progress.say(
                 f"warning: {1 - loaded.facts['quantized_fraction']:.1%} of the weights are not quantized: "
-                f"{', '.join(names[:3])}"
-                + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else "")
+                f"{shorten_names(names)}"
             )
         closing.enter_context(install_routing_kernel(loaded.model, routers))
         if fuses:
@@ -105,14 +104,6 @@ def loaded_model(
 def has_kernels(job: Job, progress: Progress) -> bool:
     """Return whether our CUDA kernels are available for the job's device."""
     return job.on_gpu and load_extension(progress.say)
-
-
-def _planned(plan: Plan) -> str:
-    """Return a text like "; planned: 1.29 s (1.16 to 2)"; empty if unknown."""
-    predicted = plan.predicted
-    if predicted.load_s is None or predicted.load_range_s is None:
-        return ""
-    return f"; planned: {seconds_in_words(predicted.load_s, Range(*predicted.load_range_s))}"
 
 
 def _compare(reference: ReferenceLayers, plan: Plan, loaded: LoadedModel, progress: Progress) -> None:
@@ -163,7 +154,7 @@ def measure_run(
     forced_tokens = None
     if job.spec.dummy_routing == "text":
         forced_tokens = draw_tokens(own, config.gen_len, job.spec.text_config.vocab_size, config.seed)
-    with progress.task("generating") as task:
+    with progress.task("generating", (config.warmup + config.loops) * config.gen_len) as task:
         measurement = measure_loops(
             loaded,
             own,
@@ -174,7 +165,7 @@ def measure_run(
             make_cache,
             forced_tokens,
             between_loops=monitor,
-            progress=lambda words, left_s: task.at(words, left_s=left_s),
+            progress=task.at,
             warmup_spread=config.warmup_spread,
         )
     if measurement.warmed_up is False:
@@ -211,7 +202,14 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
     config, ranks, log = job.config, job.ranks, log_sizes(job)
     batch, steps = config.batch_size, config.gen_len - 1
     prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
-    moved = _over_ranks(measurement.loops[-1].moved, ranks)
+    mine = measurement.loops[-1].moved
+    moved = mine.model_copy(
+        update={
+            name: ranks.total(int(nbytes))
+            for name, nbytes in mine
+            if name.endswith("bytes_per_step") and nbytes is not None
+        }
+    )
     all_read = steps and not job.sizes.chooses_experts
     work = roofline.step_work(job, loaded.weight_bytes, moved.cores_bytes_per_step or 0)
     ahead_bytes = ranks.total(monitor.ahead_bytes)
@@ -226,7 +224,7 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
         weight_bytes=loaded.weight_bytes,
         load_s=load_s,
         compile_s=compile_s,
-        cold_total_s=measurement.cold_total_s,
+        cold_total_s=measurement.warmup_s[0] if measurement.warmup_s else None,
         warmup_total_s=measurement.warmup_s,
         warmed_up=measurement.warmed_up,
         settling_s=measurement.settling_s,
@@ -248,19 +246,6 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
         device=str(ranks.device.type),
         experts=measurement.loops[-1].experts,
         predicted=session.plan.predicted,
-    )
-
-
-def _over_ranks(mine: MovedPerStep, ranks: Ranks) -> MovedPerStep:
-    def total(value: float | None) -> int | None:
-        return None if value is None else ranks.total(int(value))
-
-    return MovedPerStep(
-        host_to_device_bytes_per_step=total(mine.host_to_device_bytes_per_step),
-        device_to_host_bytes_per_step=total(mine.device_to_host_bytes_per_step),
-        disk_read_bytes_per_step=total(mine.disk_read_bytes_per_step),
-        cores_bytes_per_step=total(mine.cores_bytes_per_step),
-        cores_busy_s_per_step=mine.cores_busy_s_per_step,
     )
 
 

@@ -13,7 +13,7 @@ UNEVEN_LOOPS = 0.10
 # All steps of a loop do the same work. In benchmarks/results the slowest step took at most 1.2 times the median step in 49 of 50
 # loops, and 2.2 times in one. Beyond 3, another program used the host.
 SLOW_STEP = 3.0
-FEWEST_STEPS = 3  # the median of two steps lies between them
+MIN_STEPS = 3  # the median of two steps lies between them
 
 
 def relative_spread(times_s: Sequence[float]) -> float:
@@ -23,37 +23,41 @@ def relative_spread(times_s: Sequence[float]) -> float:
 
 def decode_spread(loops: Sequence[Loop]) -> DecodeSpread:
     """Return how much decode times differ, over loops and over their steps."""
-    decode = [loop.decode_s for loop in loops if loop.step_s]
-    compared = len(decode) > 1
-    slowest = _slowest_step(loops)
+    decode_s = [loop.decode_s for loop in loops if loop.step_s]
+    compared = len(decode_s) > 1
+    steps = [
+        (step_s / statistics.median(loop.step_s), SlowestStep(loop=number, step=step, step_s=step_s))
+        for number, loop in enumerate(loops, start=1)
+        if len(loop.step_s) >= MIN_STEPS
+        for step, step_s in enumerate(loop.step_s, start=1)
+    ]
+    ratio, slowest = max(steps, key=lambda each: each[0], default=(None, None))
     return DecodeSpread(
-        decode_latency_min_s=min(decode) if compared else None,
-        decode_latency_max_s=max(decode) if compared else None,
-        decode_spread=relative_spread(decode) if compared else None,
-        slowest_step_over_median=slowest[0] if slowest else None,
-        slowest_step_at=SlowestStep(loop=slowest[1], step=slowest[2], step_s=slowest[3]) if slowest else None,
+        decode_latency_min_s=min(decode_s) if compared else None,
+        decode_latency_max_s=max(decode_s) if compared else None,
+        decode_spread=relative_spread(decode_s) if compared else None,
+        slowest_step_over_median=ratio,
+        slowest_step_at=slowest,
     )
 
 
 def describe_slow_step(evenness: DecodeSpread) -> str | None:
     """Return a line about a decode step that is much slower than the median, or None."""
-    at = evenness.slowest_step_at
-    if at is None or (evenness.slowest_step_over_median or 0) <= SLOW_STEP:
+    at, ratio = evenness.slowest_step_at, evenness.slowest_step_over_median
+    if at is None or ratio is None or ratio <= SLOW_STEP:
         return None
     return (
-        f"decode step {at.step} of loop {at.loop} took {at.step_s:.3f} s, "
-        f"{evenness.slowest_step_over_median:.1f} times the median step of its loop"
+        f"decode step {at.step} of loop {at.loop} took {at.step_s:.3f} s, {ratio:.1f} times the median step of its loop"
     )
 
 
 def spread_warning(evenness: DecodeSpread) -> str | None:
     """Return the warning for loops that differ by more than `UNEVEN_LOOPS`, or None."""
-    spread = evenness.decode_spread
-    if spread is None or spread <= UNEVEN_LOOPS:
+    if (evenness.decode_spread or 0.0) <= UNEVEN_LOOPS:
         return None
     return (
-        f"warning: the decode times of the loops differ by {spread:.0%} of their median, so the median is just as uncertain; "
-        "stop other programs, or use more --loops and --warmup"
+        f"warning: the decode times of the loops differ by {evenness.decode_spread:.0%} of their median, so the median is "
+        "just as uncertain; stop other programs, or use more --loops and --warmup"
     )
 
 
@@ -70,14 +74,3 @@ def load_warning(load: MachineLoad) -> str | None:
         f"warning: the load average was {load.load_average_before:.1f} in the minute before loading, and this run may use "
         f"{load.usable_cores:g} of {os.cpu_count()} cores: other programs will slow it down"
     )
-
-
-def _slowest_step(loops: Sequence[Loop]) -> tuple[float, int, int, float] | None:
-    """Return (times the median step of its loop, loop and decode step from 1, its seconds) of the slowest step."""
-    found = [
-        (step_s / statistics.median(loop.step_s), number, step, step_s)
-        for number, loop in enumerate(loops, start=1)
-        if len(loop.step_s) >= FEWEST_STEPS
-        for step, step_s in enumerate(loop.step_s, start=1)
-    ]
-    return max(found, default=None)

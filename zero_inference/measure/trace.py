@@ -1,7 +1,6 @@
-"""`--trace` for engines without a timeline: one short generation under PyTorch's profiler.
+"""`--trace` for engines without a timeline: a short generation of its own under PyTorch's profiler, which slows the host down.
 
-Kineto records the copies of any engine; spans around the decoder layers show which layer they belong to. A profiler slows the host
-down, so this is a separate generation after the measured ones.
+Kineto records the copies of any engine; spans around the decoder layers show which layer they belong to.
 """
 
 from __future__ import annotations
@@ -9,20 +8,18 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import StoppingCriteriaList
 
 from zero_inference.engines.base import LoadedModel
-from zero_inference.measure.loops import ForcedTokens
+from zero_inference.measure.loops import generate_ids
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.prompts import greedy_config
 from zero_inference.records.hardware import TracedLinkUse
 from zero_inference.utils.files import write_atomically
+from zero_inference.utils.patching import Patches
 
 TRACED_TOKENS = 4
 
@@ -35,34 +32,24 @@ def trace_generation(
     forced_tokens: torch.Tensor | None,
     path: Path | None,
 ) -> TracedLinkUse | None:
-    """Generate up to `TRACED_TOKENS` tokens from `ids` [batch, prompt_len] and write a Chrome trace to `path`.
+    """Generate up to `TRACED_TOKENS` tokens, as `generate_ids` does, and write a Chrome trace to `path`; None writes nothing.
 
-    All ranks call it, and generate even if the trace cannot be written.
-
-    Args:
-        forced_tokens: as for `measure_loops`.
-        path: None writes nothing.
-
-    Returns:
-        `link_use_in` of the trace; None without `path`.
-
-    Raises:
-        OSError: the trace cannot be written.
+    All ranks call it, and generate even if the trace cannot be written: then OSError. Returns `link_use_in` of the trace.
     """
-    tokens = min(gen_len, TRACED_TOKENS)
-    inputs = ids.to(loaded.device)
-    extra = {"past_key_values": make_cache()} if make_cache else {}
-    feeding = [ForcedTokens(forced_tokens.to(loaded.device), ids.shape[1])] if forced_tokens is not None else []
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if loaded.device.type == "cuda" else [])
-    with ExitStack() as hooks, profile(activities=activities) as profiler:
-        _mark_layers(loaded.model, hooks)
-        loaded.model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            generation_config=greedy_config(tokens),
-            stopping_criteria=StoppingCriteriaList(feeding),
-            **extra,
-        )
+    with Patches() as hooks, profile(activities=activities) as profiler:
+        spans: list[record_function] = []
+
+        def begin(name: str) -> None:
+            spans.append(record_function(name))
+            spans[-1].__enter__()
+
+        for index, layer in enumerate(decoder_layers(loaded.model)[1]):
+            hooks.add_hooks(
+                layer.register_forward_pre_hook(lambda *_, name=f"layer {index}": begin(name)),
+                layer.register_forward_hook(lambda *_: spans.pop().__exit__(None, None, None)),
+            )
+        generate_ids(loaded, ids, min(gen_len, TRACED_TOKENS), make_cache, forced_tokens)
         if loaded.device.type == "cuda":
             torch.cuda.synchronize(loaded.device)
     if path is None:
@@ -76,10 +63,10 @@ def trace_generation(
 
 
 def link_use_in(events: list[dict]) -> TracedLinkUse | None:
-    """Return how long copies to the device ran and how long none did, over the decode steps of a Kineto trace.
+    """Return how long copies to the device ran and how long none did, over the decode steps of a Kineto trace; None without any.
 
     The decode steps are the time from the second pass through the first decoder layer on the host to the last copy. Overlapping
-    copies count once. None if the trace has no such copies (on a CPU).
+    copies count once.
     """
     begins = sorted(
         event["ts"] for event in events if event.get("name") == "layer 0" and event.get("cat") == "user_annotation"
@@ -89,9 +76,7 @@ def link_use_in(events: list[dict]) -> TracedLinkUse | None:
         for event in events
         if event.get("cat") == "gpu_memcpy" and event.get("name", "").startswith("Memcpy HtoD")
     )
-    if len(begins) < 2:
-        return None
-    copies = [copy for copy in copies if copy[0] >= begins[1]]
+    copies = [copy for copy in copies if len(begins) > 1 and copy[0] >= begins[1]]
     if not copies:
         return None
     busy, reached = 0.0, copies[0][0]
@@ -105,24 +90,3 @@ def link_use_in(events: list[dict]) -> TracedLinkUse | None:
         copied_bytes=copied,
         gb_per_s_while_busy=copied / (busy / 1e6) / 1e9 if busy else None,
     )
-
-
-def _mark_layers(model, hooks: ExitStack) -> None:
-    """Add spans named 'layer N' around the decoder layers, until `hooks` closes."""
-    _, layers = decoder_layers(model)
-    open_spans: list[record_function] = []
-
-    def begin(index: int):
-        def hook(module, args) -> None:
-            span = record_function(f"layer {index}")
-            span.__enter__()
-            open_spans.append(span)
-
-        return hook
-
-    def end(module, args, output) -> None:
-        open_spans.pop().__exit__(None, None, None)
-
-    for index, layer in enumerate(layers):
-        hooks.callback(layer.register_forward_pre_hook(begin(index)).remove)
-        hooks.callback(layer.register_forward_hook(end).remove)

@@ -19,22 +19,9 @@ from typing import Any
 
 import torch
 
-from zero_inference.engines.base import (
-    EnginePlan,
-    Job,
-    LoadedModel,
-    Progress,
-    no_communicator,
-    refuse_written_weights,
-)
+from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress, refuse_written_weights
 from zero_inference.engines.cost_terms import CostTerms
-from zero_inference.engines.deepspeed.config import (
-    LayerSizes,
-    build_ds_config,
-    layer_sizes,
-    prefetched_layers,
-    quantization_settings,
-)
+from zero_inference.engines.deepspeed.config import build_ds_config, measure_layers, quantization_settings
 from zero_inference.engines.deepspeed.memory import PartitionRules, WeightMemory, measure_weights
 from zero_inference.engines.deepspeed.modules import (
     build_modules,
@@ -51,20 +38,17 @@ from zero_inference.engines.deepspeed.quantization import (
     plan_quantization,
     quantize_dequantize,
     quantize_parameter,
-    stored_numel,
 )
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, reserve
-from zero_inference.errors import UsageError
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.weights import load_weights
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.patching import Patches, SharedPatch
 from zero_inference.utils.processes import defer_signals
 from zero_inference.utils.progress import SLOW_IMPORT_S, current_progress
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
-
-connect = no_communicator
 
 
 @dataclass(frozen=True)
@@ -107,7 +91,7 @@ class DeepSpeedPlan(EnginePlan):
     def in_words(self) -> list[str]:
         lines = super().in_words() + self.dequantization_warning()
         if self.job.config.disk_offload and not self.footprint.disk:
-            min_bytes = PartitionRules.of(self.ds_config, self.job.spec.dtype, self.job.ranks.world_size).min_disk_bytes
+            min_bytes = PartitionRules.of(self.ds_config, self.job).min_disk_bytes
             lines.append(
                 f"warning: --disk-offload: no weight of a layer has {format_bytes(min_bytes)} a rank, the least that DeepSpeed writes "
                 f"to disk: all stay {self.describe_location()}"
@@ -140,19 +124,22 @@ class DeepSpeedPlan(EnginePlan):
 def plan(job: Job) -> DeepSpeedPlan:
     """Resolve DeepSpeed's configuration and measure the weights by it. Raise UsageError for options that DeepSpeed cannot run."""
     refuse_written_weights(job)
-    config, spec = job.config, job.spec
+    config, dtype, empty = job.config, job.spec.dtype, job.empty_model
     _prepare_environment(config.verbose, job.ranks if job.machine.is_here else None)
     quantization = None
     if config.quantized:
         settings = quantization_settings(config)
-        quantization = job.empty_model.cached(
-            ("quantization", str(settings)), lambda: plan_quantization(job.empty_model.model, settings, spec.dtype)
+        quantization = empty.cached(
+            ("quantization", str(settings)), lambda: plan_quantization(empty.model, settings, dtype)
         )
-    ds_config = _ds_config(job, quantization)
+    stored_as = (config.quant_bits, config.group_size)
+    sizes = empty.cached(("layer sizes", *stored_as), lambda: measure_layers(empty.model, quantization, dtype))
+    ranks = job.ranks.world_size
+    ds_config = build_ds_config(config, dtype, sizes, ranks, job.pin_weights, job.free_device_bytes)
     zero = ds_config["zero_optimization"]
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and job.on_gpu
-    memory = job.empty_model.cached(
-        ("weight memory", str(zero), config.quant_bits, config.group_size, job.ranks.world_size, job.on_gpu),
+    memory = empty.cached(
+        ("weight memory", str(zero), *stored_as, ranks, job.on_gpu),
         lambda: measure_weights(job, quantization, ds_config, pinned),
     )
     return DeepSpeedPlan(
@@ -180,108 +167,59 @@ def check(plan: DeepSpeedPlan) -> None:
 
 
 def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedModel:
-    config, ranks = plan.job.config, plan.job.ranks
-    _prepare_environment(config.verbose, ranks)
-    init_distributed(ranks)
-    releases = ExitStack()
-    workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None
-    if workspace:
-        releases.callback(workspace.close)
-    try:
-        with real_stderr():
-            return _load(plan, progress, workspace, releases)
-    except BaseException:
-        releases.close()
-        raise
-
-
-def _load(
-    plan: DeepSpeedPlan, progress: Progress, workspace: OffloadWorkspace | None, releases: ExitStack
-) -> LoadedModel:
     import deepspeed
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
     from deepspeed.utils import set_z3_leaf_modules
 
     job, model, quantization = plan.job, plan.job.empty_model.model, plan.quantization
-    device = job.ranks.device
-    ds_config = _with_nvme_path(plan.ds_config, str(workspace.path) if workspace else None)
-    _, layers = decoder_layers(model)
-    layer_ids = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    in_layers = {name for name, parameter in model.named_parameters() if id(parameter) in layer_ids}
-    store = ParameterStore(
-        deepspeed.zero.Init(config_dict_or_path=ds_config),
-        quantization,
-        in_layers,
-        PartitionRules.of(ds_config, job.spec.dtype, job.ranks.world_size),
-        plan.pinned,
-        job.ranks,
-    )
-    releases.callback(store.close)
-    ignore_adapters()
-    load_weights(model, job.spec, job.config.seed, device, store.add, progress)
-    model.to(device)  # buffers; the parameters are empty by now
-    set_z3_leaf_modules(model, sorted({type(layer) for layer in layers}, key=lambda kind: kind.__name__))
-    attributes_before = {module: set(vars(module)) for module in model.modules()}
-    additions: dict[torch.nn.Module, set[str]] = {module: set() for module in attributes_before}
-    releases.callback(remove_additions, additions)
-    engine = deepspeed.initialize(model=model, config=ds_config)[0]
-    for module, names in attributes_before.items():
-        additions[module] = set(vars(module)) - names
-    engine.module.eval()
-    store.count_transfers(model)
-    releases.callback(engine.destroy)
-    facts: dict[str, Any] = {
-        "ds_config": _with_nvme_path(plan.ds_config, job.config.offload_dir if workspace else None)
-    }
-    if quantization:
-        releases.callback(patch_functionals().close)
-        facts |= {"quantized_fraction": quantization.fraction, "not_quantized": quantization.skipped}
+    config, ranks = job.config, job.ranks
+    _prepare_environment(config.verbose, ranks)
+    init_distributed(ranks)
+    ds_config, shown_config = copy.deepcopy(plan.ds_config), copy.deepcopy(plan.ds_config)
+    with ExitStack() as stack, real_stderr():  # until an error
+        patches = stack.enter_context(Patches())
+        if config.disk_offload:
+            workspace = OffloadWorkspace(config.offload_path)
+            stack.callback(workspace.close)
+            ds_config["zero_optimization"]["offload_param"]["nvme_path"] = str(workspace.path)
+            shown_config["zero_optimization"]["offload_param"]["nvme_path"] = config.offload_dir
+        context = deepspeed.zero.Init(config_dict_or_path=ds_config)
+        store = ParameterStore(context, plan, PartitionRules.of(ds_config, job))
+        stack.callback(store.close)
+        patches.share_item(vars(coordinator), "get_all_parameters", _PartitionedParameters)
+        load_weights(model, job.spec, config.seed, ranks.device, store.add, progress)
+        model.to(ranks.device)  # buffers; the parameters are empty by now
+        kinds = {type(layer) for layer in decoder_layers(model)[1]}
+        set_z3_leaf_modules(model, sorted(kinds, key=lambda kind: kind.__name__))
+        before = {module: _names_in(module) for module in model.modules()}
+        additions: dict[torch.nn.Module, _Names] = {module: (set(), set(), set()) for module in before}
+        stack.callback(remove_additions, additions)
+        engine = deepspeed.initialize(model=model, config=ds_config)[0]
+        for module, (attributes, pre_hooks, hooks) in before.items():
+            now = _names_in(module)
+            additions[module] = now[0] - attributes, now[1] - pre_hooks, now[2] - hooks
+        engine.module.eval()
+        store.count_transfers(model)
+        stack.callback(engine.destroy)
+        facts: dict[str, Any] = {"ds_config": shown_config}
+        if quantization:
+            stack.callback(patch_functionals().close)
+            facts |= {"quantized_fraction": quantization.fraction, "not_quantized": quantization.skipped}
+        close = stack.pop_all().close
     return LoadedModel(
         model=engine.module,
-        device=device,
+        device=ranks.device,
         dtype=job.spec.dtype,
         weight_bytes=store.weight_bytes,
         transfers=store.transfers,
         facts=facts,
-        close=releases.close,
+        close=close,
     )
 
 
 def _has_dequantize_kernel(job: Job, dtype: torch.dtype) -> bool:
     """Return whether DeepSpeed dequantizes with one kernel; otherwise it calls up to eight PyTorch operators."""
     return job.on_gpu and dtype == torch.float16
-
-
-def _ds_config(job: Job, quantization: QuantizationPlan | None) -> dict[str, Any]:
-    model, config = job.empty_model.model, job.config
-
-    def measure() -> LayerSizes:
-        _, layers = decoder_layers(model)
-        return layer_sizes(model, layers, lambda name, p: stored_numel(quantization, name, p), job.spec.dtype)
-
-    sizes = job.empty_model.cached(("layer sizes", config.quant_bits, config.group_size), measure)
-    prefetched = prefetched_layers(sizes, job.free_device_bytes)
-    merged = build_ds_config(job.config, job.spec.dtype, sizes, job.ranks.world_size, job.pin_weights, prefetched)
-    _check_by_deepspeed(merged, job.config.ds_config)
-    return merged
-
-
-def _with_nvme_path(ds_config: dict[str, Any], path: str | None) -> dict[str, Any]:
-    """Return a copy with `path`, if given, as the folder of offloaded weights."""
-    changed = copy.deepcopy(ds_config)
-    if path is not None:
-        changed["zero_optimization"]["offload_param"]["nvme_path"] = path
-    return changed
-
-
-def _check_by_deepspeed(merged: dict[str, Any], path: str | None) -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    try:
-        DeepSpeedConfig(dict(merged))
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        source = f"--ds-config {path}" if path else "the DeepSpeed configuration made from these options"
-        raise UsageError(f"{source}: DeepSpeed rejects it: {' '.join(lines[:3])[:300]}") from error
 
 
 def compile_dequantization(ranks: Ranks, say: Callable[[str], None]) -> None:
@@ -314,30 +252,22 @@ class ParameterStore:
 
     Args:
         context: DeepSpeed's `zero.Init`.
-        in_layers: names of the parameters of decoder layers.
 
     Attributes:
         transfers: byte counters, updated in each pass after `count_transfers`.
         weight_bytes: parameters so far, as stored, over all ranks.
     """
 
-    def __init__(
-        self,
-        context,
-        quantization: QuantizationPlan | None,
-        in_layers: set[str],
-        rules: PartitionRules,
-        pinned: bool,
-        ranks: Ranks,
-    ):
-        self.context, self.quantization, self.in_layers = context, quantization, in_layers
-        self.rules, self.pinned, self.ranks = rules, pinned, ranks
+    def __init__(self, context, plan: DeepSpeedPlan, rules: PartitionRules):
+        self.context, self.plan, self.rules = context, plan, rules
+        model = plan.job.empty_model.model
+        ids = {id(parameter) for layer in decoder_layers(model)[1] for parameter in layer.parameters()}
+        self.in_layers = {name for name, parameter in model.named_parameters() if id(parameter) in ids}
         self.transfers = Transfers()
         self.weight_bytes = 0
         self.swapper = context.param_swapper if rules.offload == "nvme" else None
         if self.swapper is not None:
-            _reserve_disk_before_writes(self.swapper)
-            _defer_signals_in_io(self.swapper)
+            _make_swapper_safe(self.swapper)
 
     def close(self) -> None:
         """Wait for prefetching reads, which an error or a signal may leave running, and free libaio's buffers.
@@ -353,10 +283,11 @@ class ParameterStore:
         self.swapper = None
 
     def add(self, name: str, parameter: torch.nn.Parameter) -> None:
-        parameter.data = parameter.data.to(self.ranks.device)
-        if self.quantization and name in self.quantization.names:
-            quantize_parameter(parameter, self.quantization.settings)
-        self.weight_bytes += parameter.numel() * parameter.element_size()
+        parameter.data = parameter.data.to(self.plan.job.ranks.device)
+        quantization = self.plan.quantization
+        if quantization and name in quantization.names:
+            quantize_parameter(parameter, quantization.settings)
+        self.weight_bytes += parameter.nbytes
         self.context._convert_to_deepspeed_param(parameter)
         if self.rules.location(parameter, parameter.ds_numel, name in self.in_layers) == "host":
             self._allocate_host_partition(parameter)
@@ -367,8 +298,8 @@ class ParameterStore:
         from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
         aligned = self.context._aligned_size(parameter)
-        share = aligned // self.ranks.world_size
-        parameter.ds_tensor = host_empty((share,), parameter.dtype, self.pinned)
+        share = aligned // self.rules.world_size
+        parameter.ds_tensor = host_empty((share,), parameter.dtype, self.plan.pinned)
         parameter.ds_tensor.ds_numel = share
         parameter.ds_tensor.status = PartitionedParamStatus.AVAILABLE
         parameter.ds_tensor.final_location = None
@@ -379,52 +310,51 @@ class ParameterStore:
         transfers, swapper = self.transfers, self.swapper
         if self.rules.offload == "none":
             return
+
+        def counted(gather):
+            def call(params, *args, **kwargs):
+                params = list(params)
+                for parameter in params:
+                    # where the partition belongs, not where it is: the gather itself may read NVMe first
+                    if parameter.ds_tensor.final_location is not None or parameter.ds_tensor.device.type == "cpu":
+                        transfers.host_to_device_bytes += parameter.ds_tensor.ds_numel * parameter.element_size()
+                return gather(params, *args, **kwargs)
+
+            return call
+
         for parameter in model.parameters():
-            parameter.all_gather_coalesced = _counted_gather(parameter.all_gather_coalesced, transfers)
+            parameter.all_gather_coalesced = counted(parameter.all_gather_coalesced)
         if swapper is not None:
             swap_in = swapper.swap_in
 
             def counted_swap_in(params, *args, **kwargs):
-                transfers.disk_read_bytes += sum(
-                    swapper._io_aligned_numel(p.ds_tensor.ds_numel) * p.element_size() for p in params
-                )
+                for p in params:
+                    transfers.disk_read_bytes += swapper._io_aligned_numel(p.ds_tensor.ds_numel) * p.element_size()
                 return swap_in(params, *args, **kwargs)
 
             swapper.swap_in = counted_swap_in
 
 
-def ignore_adapters() -> None:
-    """Patch DeepSpeed to fetch and release only parameters that it has partitioned: adapters add others to modules later."""
-    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+class _PartitionedParameters(SharedPatch):
+    """Lets DeepSpeed fetch and release only parameters that it has partitioned: adapters add others to modules later."""
 
-    original = coordinator.get_all_parameters
-    if original.__module__ == __name__:  # patched already
-        return
-
-    def partitioned(module, recurse=False):
-        return [(name, parameter) for name, parameter in original(module, recurse) if hasattr(parameter, "ds_id")]
-
-    coordinator.get_all_parameters = partitioned
+    def __call__(self, module, recurse=False):
+        return [(name, parameter) for name, parameter in self.before(module, recurse) if hasattr(parameter, "ds_id")]
 
 
-def _reserve_disk_before_writes(swapper) -> None:
-    """Patch `swapper` to allocate disk space before it writes a partition.
+def _make_swapper_safe(swapper) -> None:
+    """Patch `swapper`, which ends with the engine.
 
-    DeepSpeed ignores failed writes, and a later read of a short file ends the process.
+    It allocates disk space before it writes a partition: DeepSpeed ignores failed writes, and a later read of a short file ends the
+    process. It defers signals until it has counted the requests to libaio, or those that it waited for: with a wrong count it would skip
+    a wait, or wait for nothing, which ends the process.
     """
     swap_out = swapper._swap_out
 
     def reserved_swap_out(params, *args, **kwargs):
         for path, buffer in zip(swapper._get_swap_paths(params), swapper._get_swap_buffers(params)):
-            reserve(Path(path), buffer.numel() * buffer.element_size())
+            reserve(Path(path), buffer.nbytes)
         return swap_out(params, *args, **kwargs)
-
-    swapper._swap_out = reserved_swap_out
-
-
-def _defer_signals_in_io(swapper) -> None:
-    """Patch `swapper` to defer signals until it has counted the requests to libaio, or those that it waited for. With a wrong count it
-    would skip a wait, or wait for nothing, which ends the process."""
 
     def deferred(method):
         @functools.wraps(method)
@@ -434,40 +364,39 @@ def _defer_signals_in_io(swapper) -> None:
 
         return call
 
+    swapper._swap_out = reserved_swap_out
     for name in ("_swap_out", "swap_in", "synchronize_writes", "synchronize_reads"):
         setattr(swapper, name, deferred(getattr(swapper, name)))
 
 
-def _counted_gather(gather, transfers: Transfers):
-    def counted(params, *args, **kwargs):
-        params = list(params)
-        for parameter in params:
-            # where the partition belongs, not where it is: the gather itself may read NVMe first
-            if parameter.ds_tensor.final_location is not None or parameter.ds_tensor.device.type == "cpu":
-                transfers.host_to_device_bytes += parameter.ds_tensor.ds_numel * parameter.element_size()
-        return gather(params, *args, **kwargs)
-
-    return counted
+_Names = tuple[set[str], set[int], set[int]]  # of a module's attributes, forward pre-hooks and forward hooks
 
 
-def remove_additions(additions: dict[torch.nn.Module, set[str]]) -> None:
+def _names_in(module: torch.nn.Module) -> _Names:
+    return set(vars(module)), set(module._forward_pre_hooks), set(module._forward_hooks)
+
+
+def remove_additions(additions: dict[torch.nn.Module, _Names]) -> None:
     """Remove what DeepSpeed added to the modules of a model, after `engine.destroy`; the model cannot be called any more.
 
     Attributes and hooks hold the engine, and DeepSpeed's global variables hold the model: with any of them left all weights stay in host
     memory.
 
     Args:
-        additions: for each module of the model, the attributes that `deepspeed.initialize` has added.
+        additions: for each module of the model, what `deepspeed.initialize` has added.
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-    for module, names in additions.items():
+    for module, (names, pre_hooks, hooks) in additions.items():
         module._parameters = vars(module).get("_original_parameters", module._parameters)
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-        for name in names:
-            vars(module).pop(name, None)
+        for added, of in (
+            (pre_hooks, module._forward_pre_hooks),
+            (hooks, module._forward_hooks),
+            (names, vars(module)),
+        ):
+            for key in added:
+                of.pop(key, None)
     ids = set(map(id, additions))
     additions.clear()
     # the model, and the modules that an error or a signal ended in

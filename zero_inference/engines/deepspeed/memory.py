@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +37,15 @@ class PartitionRules:
     world_size: int
 
     @classmethod
-    def of(cls, ds_config: dict[str, Any], dtype: torch.dtype, world_size: int) -> PartitionRules:
+    def of(cls, ds_config: dict[str, Any], job: Job) -> PartitionRules:
         """Return the rules of a resolved configuration."""
         from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 
         zero = ds_config["zero_optimization"]
         offload = zero.get("offload_param", {}).get("device", "none")
         min_bytes = max(MIN_AIO_BYTES, ds_config["aio"]["block_size"]) if offload == "nvme" else 0
-        return cls(offload, zero["stage3_param_persistence_threshold"], min_bytes, dtype, world_size)
+        persistent_numel = zero["stage3_param_persistence_threshold"]
+        return cls(offload, persistent_numel, min_bytes, job.spec.dtype, job.ranks.world_size)
 
     def location(self, parameter: torch.Tensor, numel: int, in_layer: bool) -> str:
         """Return "device", "host" or "disk".
@@ -121,7 +123,7 @@ def measure_weights(
     job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], pinned: bool
 ) -> WeightMemory:
     """Return the memory that the weights of `job` take with the resolved `ds_config`."""
-    rules = PartitionRules.of(ds_config, job.spec.dtype, job.ranks.world_size)
+    rules = PartitionRules.of(ds_config, job)
     weights = stored_weights(job, quantization, rules)
     stored, fetched = (dict.fromkeys(("device", "host", "disk"), 0) for _ in range(2))
     fetched_parameters = 0
@@ -189,84 +191,59 @@ def _loading_bytes(job: Job, weights: list[StoredWeight], buffers: int) -> int:
     return peak
 
 
-class PassModule(NamedTuple):
-    """A module that DeepSpeed's hooks gather parameters for.
-
-    Attributes:
-        weights: its parameters, without persistent ones.
-        dequantized_bytes: of its largest weight that is dequantized as a whole. An embedding dequantizes only the rows that it reads.
-    """
-
-    is_layer: bool
-    weights: list[StoredWeight]
-    dequantized_bytes: int
-
-
 def module_peaks(
     job: Job, ds_config: dict[str, Any], rules: PartitionRules, weights: list[StoredWeight]
 ) -> tuple[ModulePeak, ...]:
-    """Return the peaks of a pass, in the order in which modules were registered, as models call them.
+    """Return the peaks of a pass over the modules that DeepSpeed's hooks gather parameters for, in the order in which they were
+    registered, as models call them.
 
     A single rank without a GPU gathers nothing, because ZeRO-3 points a parameter at its partition or at the buffer that it was read into;
     nor does a single rank whose weights stay on its GPU.
     """
-    modules = pass_modules(job, rules, weights)
-    # a CPU keeps one buffer for dequantized weights, see `patch_functionals`
-    cpu_buffer = 0 if job.on_gpu else max(module.dequantized_bytes for module in modules)
+    model = job.empty_model.model
+    by_id = {id(weight.parameter): weight for weight in weights}
+    layers = list(decoder_layers(model)[1])
+    inside_layers = {part for layer in layers for part in layer.modules()} - set(layers)
+    # DeepSpeed's float16 kernel writes only the result; its Python code first unpacks 4 bits to bytes (on a CPU only of a few rows)
+    unpacked = job.config.quant_bits == 4 and job.on_gpu and job.spec.dtype != torch.float16
+    is_layer, fetched, dequantized_bytes = [], [], []
+    for module in model.modules():
+        if module in inside_layers:
+            continue
+        is_layer.append(module in layers)
+        own = [by_id[id(p)] for p in module.parameters(recurse=is_layer[-1])]
+        fetched.append([weight for weight in own if weight.numel > rules.persistent_numel])
+        # an embedding dequantizes only the rows that it reads
+        linears = [each.weight for each in (module.modules() if is_layer[-1] else (module,)) if type(each) is nn.Linear]
+        sizes = [p.numel() * (p.element_size() + unpacked) for p in linears if by_id[id(p)].quantized]
+        dequantized_bytes.append(max(sizes, default=0))
+    if not job.on_gpu:  # a CPU keeps one buffer for dequantized weights, see `patch_functionals`
+        dequantized_bytes = [max(dequantized_bytes)] * len(fetched)
+    gathered_bytes = simulate_fetches(fetched, ds_config["zero_optimization"])
     if rules.world_size == 1 and (rules.offload == "none" or not job.on_gpu):
-        gathered = [0] * len(modules)
+        gathered_bytes = [0] * len(fetched)
     else:
         persistent = sum(
             weight.nbytes  # beside the partition, except for a single rank's on the device
             for weight in weights
             if weight.numel <= rules.persistent_numel and (rules.world_size > 1 or weight.location != "device")
         )
-        gathered = [persistent + nbytes for nbytes in simulate_fetches(modules, ds_config["zero_optimization"])]
-    peaks, layers = [], 0
-    for module, nbytes in zip(modules, gathered):
-        layers += module.is_layer
-        peaks.append(ModulePeak(layers, nbytes + (cpu_buffer or module.dequantized_bytes)))
-    return tuple(peaks)
+        gathered_bytes = [persistent + nbytes for nbytes in gathered_bytes]
+    peak_bytes = map(sum, zip(gathered_bytes, dequantized_bytes))
+    return tuple(map(ModulePeak, accumulate(map(int, is_layer)), peak_bytes))
 
 
-def pass_modules(job: Job, rules: PartitionRules, weights: list[StoredWeight]) -> list[PassModule]:
-    model = job.empty_model.model
-    by_id = {id(weight.parameter): weight for weight in weights}
-    layers = {id(layer) for layer in decoder_layers(model)[1]}
-    inside_layers = {id(part) for layer in decoder_layers(model)[1] for part in layer.modules()} - layers
-    found = []
-    for module in model.modules():
-        if id(module) in inside_layers:
-            continue
-        is_layer = id(module) in layers
-        own = [by_id[id(p)] for p in module.parameters(recurse=is_layer)]
-        linears = [each for each in (module.modules() if is_layer else (module,)) if type(each) is nn.Linear]
-        quantized = [linear.weight for linear in linears if by_id[id(linear.weight)].quantized]
-        found.append(
-            PassModule(
-                is_layer,
-                [weight for weight in own if weight.numel > rules.persistent_numel],
-                max((_dequantized_bytes(job, weight) for weight in quantized), default=0),
-            )
-        )
-    return found
-
-
-def _dequantized_bytes(job: Job, weight: torch.Tensor) -> int:
-    """Return the bytes to dequantize `weight` into: DeepSpeed's float16 kernel writes only the result, its Python code first unpacks 4 bits
-    to bytes (on a CPU only of a few rows)."""
-    unpacked = job.config.quant_bits == 4 and job.on_gpu and job.spec.dtype != torch.float16
-    return weight.numel() * (weight.element_size() + (1 if unpacked else 0))
-
-
-def simulate_fetches(modules: list[PassModule], zero: dict[str, Any]) -> list[int]:
-    """Return the gathered bytes while each of `modules` computes, by the rules of `fetch_sub_module` of ZeRO-3's coordinator.
+def simulate_fetches(modules: list[list[StoredWeight]], zero: dict[str, Any]) -> list[int]:
+    """Return the gathered bytes while each module computes, by the rules of `fetch_sub_module` of ZeRO-3's coordinator.
 
     A module's parameters are gathered, then those of the next modules up to the prefetch bucket while fewer than
     `stage3_max_live_parameters` elements are live. The limit is tested before a parameter is taken, so it is exceeded by up to one: by a
     whole output head. After the module its own parameters are released, even if a stream still uses them.
+
+    Args:
+        modules: the parameters of each module in turn, without persistent ones.
     """
-    queue = deque((index, weight) for index, module in enumerate(modules) for weight in module.weights)
+    queue = deque((index, weight) for index, module in enumerate(modules) for weight in module)
     live_bytes: dict[int, int] = {}  # by id of the parameter
     last_use: dict[int, int] = {}  # index of the last module that a parameter was prefetched for
     live_numel, found = 0, []
@@ -279,7 +256,7 @@ def simulate_fetches(modules: list[PassModule], zero: dict[str, Any]) -> list[in
         return weight.numel
 
     for index, module in enumerate(modules):
-        live_numel += sum(gather(weight) for weight in module.weights)
+        live_numel += sum(gather(weight) for weight in module)
         while queue and queue[0][0] <= index:
             queue.popleft()
         limit = min(zero["stage3_max_live_parameters"] - live_numel, zero["stage3_prefetch_bucket_size"])
@@ -290,7 +267,7 @@ def simulate_fetches(modules: list[PassModule], zero: dict[str, Any]) -> list[in
             prefetched += gather(weight)
         live_numel += prefetched
         found.append(sum(live_bytes.values()))
-        for weight in module.weights:
+        for weight in module:
             key = id(weight.parameter)
             if last_use.get(key, index) <= index and live_bytes.pop(key, None) is not None:
                 live_numel -= weight.numel

@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -30,12 +30,13 @@ from zero_inference.kernels.build import (
     torch_build_environment,
 )
 from zero_inference.utils.files import EXTENSIONS, hold_lock, make_folder, user_cache
-from zero_inference.utils.format import first_line
 from zero_inference.utils.progress import QUIET_S, current_progress
 from zero_inference.utils.ranks import Ranks
 
 FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which is slower
-JOINED = {"pin_memory": "pin_memory", "async_io": "py_lib"}  # module: folder whose sources can be compiled as one file
+# The compiler spends nearly all its time on torch's headers, once per source: all modules took 231 s of CPU time apart, 94 s with these
+# folders' sources joined, and 59 s with few headers (cpu/deepspeed_modules.txt).
+JOINED = {"pin_memory": "pin_memory", "async_io": "py_lib"}  # module: folder whose sources are compiled as one file
 # These need only tensors and pybind11; torch/extension.h also includes all of torch.nn, torch.optim and torch.data.
 LIGHT = ("deepspeed_shm_comm", "pin_memory", "async_io")
 LIGHT_HEADER = """#pragma once
@@ -43,7 +44,6 @@ LIGHT_HEADER = """#pragma once
 #include <torch/csrc/utils/pybind.h>
 """
 SOURCES = "-sources"  # suffix of the folder of a module's joined sources
-APART = "apart"  # file in it: joined sources failed to compile, so compile them one by one with all headers
 SHARED = Path("/dev/shm")
 _loaded: set[str] = set()
 AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
@@ -54,10 +54,8 @@ def set_build_folder(device_type: str) -> None:
     type (async_io differs for CUDA)."""
     inputs = [sys.prefix, *FLAGS, *JOINED, *JOINED.values(), *LIGHT, LIGHT_HEADER, SOURCES]
     digest = hashlib.sha256(" ".join(inputs).encode()).hexdigest()[:8]
-    pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{digest}"
-    os.environ.setdefault(
-        "TORCH_EXTENSIONS_DIR", str(user_cache() / EXTENSIONS / (f"{pair}-cuda" if device_type == "cuda" else pair))
-    )
+    name = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{digest}{'-cuda' * (device_type == 'cuda')}"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(user_cache() / EXTENSIONS / name))
 
 
 def check_aio(use_gds: bool) -> None:
@@ -99,7 +97,7 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Calla
         say: gets a line before something is compiled; None for silence.
     """
     folder = make_folder(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
-    for builder in needed_modules(disk, use_gds, dequantize_on_gpu):
+    for builder in _builders(disk, use_gds, dequantize_on_gpu):
         if builder.name in _loaded or not builder.is_compatible(verbose=False):
             continue
         compiles = not _is_compiled(builder)
@@ -112,8 +110,21 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Calla
         _loaded.add(builder.name)
 
 
-def needed_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool) -> list[Any]:
-    """Return DeepSpeed's builders for `build_modules`."""
+def check_compilers(disk: bool, use_gds: bool, dequantize_on_gpu: bool) -> None:
+    """Raise UsageError if a module of `build_modules` has to be compiled but its compiler is missing."""
+    make_folder(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+    for builder in _builders(disk, use_gds, dequantize_on_gpu):
+        try:
+            if not _is_compiled(builder):
+                find_compiler()
+                check_ninja()
+                if builder.name == "quantizer":
+                    check_nvcc()
+        except RuntimeError as error:
+            raise UsageError(f"DeepSpeed's {builder.name} module has to be compiled here: {error}.") from error
+
+
+def _builders(disk: bool, use_gds: bool, dequantize_on_gpu: bool) -> list[Any]:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder, QuantizerBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
@@ -126,20 +137,6 @@ def needed_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool) -> list[A
     if dequantize_on_gpu:
         builders.append(QuantizerBuilder())
     return [builder for builder in builders if builder is not None]
-
-
-def check_compilers(disk: bool, use_gds: bool, dequantize_on_gpu: bool) -> None:
-    """Raise UsageError if a module of `build_modules` has to be compiled but its compiler is missing."""
-    make_folder(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
-    for builder in needed_modules(disk, use_gds, dequantize_on_gpu):
-        try:
-            if not _is_compiled(builder):
-                find_compiler()
-                check_ninja()
-                if builder.name == "quantizer":
-                    check_nvcc()
-        except RuntimeError as error:
-            raise UsageError(f"DeepSpeed's {builder.name} module has to be compiled here: {error}.") from error
 
 
 def _is_compiled(builder) -> bool:
@@ -157,6 +154,7 @@ def _load(builder, folder: Path) -> None:
         (folder / "lock").unlink(missing_ok=True)
         cxx_args = builder.cxx_args
         builder.cxx_args = lambda: [*cxx_args(), *FLAGS]
+        _speed_up_compiling(builder, folder.with_name(f"{folder.name}{SOURCES}"))
     with ExitStack() as stack:
         if not list(folder.glob("*.so")) and (ours or not folder.exists()):  # otherwise others may be compiling there
             parent = stack.enter_context(new_build(folder)).parent
@@ -166,66 +164,35 @@ def _load(builder, folder: Path) -> None:
                 stack.enter_context(TemporaryDirectory(prefix=f"{BUILDING}{folder.name}-", dir=folder.parent))
             )
             stack.enter_context(torch_build_environment(parent))
-        if ours:
-            _load_joined(builder, folder.with_name(f"{folder.name}{SOURCES}"))
-        else:
-            builder.load(verbose=False)
-
-
-def _load_joined(builder, folder: Path) -> None:
-    """Load a module compiled from joined sources (`JOINED`) and with few headers (`LIGHT`); if that failed once, source by source.
-
-    The compiler spends nearly all its time on torch's headers, once per source: all modules took 231 s of CPU time apart, 94 s joined, and
-    59 s with few headers (cpu/deepspeed_modules.txt).
-    """
-    from torch.utils.cpp_extension import JIT_EXTENSION_VERSIONER
-
-    if builder.name not in (*JOINED, *LIGHT) or (folder / APART).exists():
         builder.load(verbose=False)
-        return
-    original = builder.sources, builder.include_paths
-    if builder.name in JOINED:
-        sources = [builder.deepspeed_src_path(source) for source in builder.sources()]
-        joined = join_sources(sources, JOINED[builder.name], folder)
-        builder.sources = lambda: joined
-    if builder.name in LIGHT:
-        headers, include_paths = str(write_light_header(folder)), builder.include_paths
-        builder.include_paths = lambda: [headers, *include_paths()]  # evaluated in `load`, which detects CUDA first
-    try:
-        builder.load(verbose=False)
-    except (RuntimeError, ImportError) as error:  # ImportError: undefined symbol
-        print(f"DeepSpeed's {builder.name} is compiled source by source: {first_line(error)}", file=sys.stderr)
-        builder.sources, builder.include_paths = original
-        JIT_EXTENSION_VERSIONER.entries.pop(builder.name, None)  # otherwise torch adds a version to the name
-        builder.load(verbose=False)
-        (folder / APART).touch()
 
 
-def write_light_header(folder: Path) -> Path:
-    """Return an include folder whose torch/extension.h has only what LIGHT needs."""
-    header = folder / "headers" / "torch" / "extension.h"
-    header.parent.mkdir(parents=True, exist_ok=True)
-    _write_if_changed(header, LIGHT_HEADER)
-    return folder / "headers"
-
-
-def join_sources(sources: Sequence[str], name: str, folder: Path) -> list[str]:
-    """Return `sources` with those from a folder called `name` replaced by one file in `folder` that includes them.
+def _speed_up_compiling(builder, folder: Path) -> None:
+    """Let `builder` compile sources joined in `folder` (`JOINED`), with few headers (`LIGHT`).
 
     Headers are imported first: not all of DeepSpeed's have include guards, and `#import` includes a file only once.
     """
-    joined_sources = [source for source in sources if Path(source).parent.name == name]
-    headers = sorted({header for source in joined_sources for header in Path(source).parent.glob("*.h")})
-    lines = [*(f'#import "{header}"' for header in headers), *(f'#include "{source}"' for source in joined_sources)]
-    text, joined = "\n".join([*lines, ""]), folder / f"{name}_joined.cpp"
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_if_changed(joined, text)
-    return [*(source for source in sources if source not in joined_sources), str(joined)]
+    if builder.name in JOINED:
+        sources = [builder.deepspeed_src_path(source) for source in builder.sources()]
+        joined = [source for source in sources if Path(source).parent.name == JOINED[builder.name]]
+        headers = sorted({header for source in joined for header in Path(source).parent.glob("*.h")})
+        lines = [f'#import "{header}"' for header in headers] + [f'#include "{source}"' for source in joined]
+        file = folder / f"{JOINED[builder.name]}_joined.cpp"
+        _write_if_changed(file, "\n".join([*lines, ""]))
+        builder.sources = lambda: [*(source for source in sources if source not in joined), str(file)]
+    if builder.name in LIGHT:
+        _write_if_changed(folder / "headers" / "torch" / "extension.h", LIGHT_HEADER)
+        include_paths = builder.include_paths
+        builder.include_paths = lambda: [
+            str(folder / "headers"),
+            *include_paths(),
+        ]  # in `load`, which detects CUDA first
 
 
 def _write_if_changed(path: Path, text: str) -> None:
     """Write only changes: a newer file would be compiled again."""
     if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
 
@@ -242,6 +209,5 @@ def init_distributed(ranks: Ranks) -> None:
     if ranks.device.type == "cpu" and "LOCAL_SIZE" in os.environ:  # set by the launcher whose ranks share memory
         ranks.barrier()
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-        SHARED.joinpath(f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{ranks.rank}").unlink(
-            missing_ok=True
-        )
+        file = SHARED / f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{ranks.rank}"
+        file.unlink(missing_ok=True)

@@ -47,13 +47,6 @@ class QuantizationPlan:
     skipped: list[str] = field(default_factory=list)
     fraction: float = 0.0
 
-    def packed_numel(self, name: str, parameter: torch.Tensor) -> int:
-        """Return the elements, of its dtype, that `parameter` is stored in: packed codes, scales and minima."""
-        if name not in self.names:
-            return parameter.numel()
-        packed_bytes = parameter.numel() * self.settings["num_bits"] // 8
-        return packed_bytes // parameter.element_size() + 2 * (parameter.numel() // self.settings["group_size"])
-
 
 def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> QuantizationPlan:
     """Choose nn.Linear and nn.Embedding weights of `dtype`, as DeepSpeed does.
@@ -106,7 +99,11 @@ def _read_without_call(model: nn.Module) -> set[int]:
 
 
 def stored_numel(quantization: QuantizationPlan | None, name: str, parameter: torch.Tensor) -> int:
-    return quantization.packed_numel(name, parameter) if quantization else parameter.numel()
+    """Return the elements, of its dtype, that `parameter` is stored in: packed codes, scales and minima if it is quantized."""
+    if quantization is None or name not in quantization.names:
+        return parameter.numel()
+    packed_bytes = parameter.numel() * quantization.settings["num_bits"] // 8
+    return packed_bytes // parameter.element_size() + 2 * (parameter.numel() // quantization.settings["group_size"])
 
 
 def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
@@ -201,9 +198,8 @@ class _QuantizedLinear(SharedPatch):
             self._buffer = None  # free it first
             self._buffer = host_empty((numel,), scale.dtype, pinned=False)
         values = self._buffer[:numel].view(-1, columns)
-        for start in range(0, codes.shape[0], rows):
-            chunk = slice(start, start + rows)
-            values[chunk] = weight.dequantizer.dequantize(codes[chunk], scale[chunk], minimum[chunk])
+        for out, *chunk in zip(*(each.split(rows) for each in (values, codes, scale, minimum))):
+            out.copy_(weight.dequantizer.dequantize(*chunk))
         return values
 
 

@@ -31,14 +31,12 @@ from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.errors import RunError, UsageError
 from zero_inference.kernels.decode_attention import using_decode_attention
 from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions
+from zero_inference.models.layers import MAX_DIFFERENCE
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.utils.patching import Patches
 
 # Eager steps in a row right before a capture: libraries take their memory, and blocks are placed and used as in the step to come
 EAGER_STEPS = 2
-# Relative, by dtype, against an eager step with a mask over the positions there are; with no mask attention sums in another order, and
-# the roundings of 40 layers add up to 5 % in bfloat16. A position or a mask that is wrong by one makes several times as much.
-MAX_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
 # One step of each kind is timed, which says only so much of the steps to come; and other work cannot hold up a graph as it does Python
 MAX_SLOWDOWN = 1.1
 RANKS = "there are several ranks"
