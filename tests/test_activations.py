@@ -5,7 +5,8 @@ import torch
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.models.empty_model import build_empty_model
-from zero_inference.models.sizes import estimate_prefill_bytes, logits_bytes, prefill_peak_bytes
+from zero_inference.models.operators import trace_pass
+from zero_inference.models.sizes import estimate_prefill_bytes, logits_bytes
 from zero_inference.models.spec import resolve_model
 
 LENGTH = 96
@@ -32,7 +33,7 @@ def test_the_peak_is_what_the_profiler_sees(family, checkpoints):
     folder = checkpoints(family)
     config = RunConfig(model=str(folder), dtype="float32").validate()
     spec = resolve_model(config, "cpu")
-    found = prefill_peak_bytes(build_empty_model(spec).model, torch.float32, LENGTH)
+    found = trace_pass(build_empty_model(spec).model, spec, LENGTH, 0).peak_bytes
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     seen = profiled_peak(model, torch.zeros(1, LENGTH, dtype=torch.int64))
     assert found == pytest.approx(seen, rel=0.1 if family == "mixtral" else 0.01)
@@ -51,8 +52,8 @@ def test_it_grows_with_the_prompt_and_the_batch(checkpoints):
 def test_a_model_that_loops_over_positions_is_not_traced_for_minutes(checkpoints, monkeypatch):
     config = RunConfig(model=str(checkpoints("llama")), dtype="bfloat16").validate()
     spec = resolve_model(config, "cpu")
-    monkeypatch.setattr("zero_inference.models.meta_pass.MAX_OPERATORS", 20)
-    assert prefill_peak_bytes(build_empty_model(spec).model, torch.bfloat16, LENGTH) is None
+    monkeypatch.setattr("zero_inference.models.operators.MAX_OPERATORS", 20)
+    assert trace_pass(build_empty_model(spec).model, spec, LENGTH, 0) is None
 
 
 def test_a_model_that_looks_at_values_is_estimated(checkpoints, monkeypatch):
@@ -60,5 +61,4 @@ def test_a_model_that_looks_at_values_is_estimated(checkpoints, monkeypatch):
     spec = resolve_model(config, "cpu")
     empty_model = build_empty_model(spec)
     monkeypatch.setattr(type(empty_model.model), "forward", lambda self, input_ids, **more: input_ids.max().item())
-    assert prefill_peak_bytes(empty_model.model, torch.bfloat16, LENGTH) is None
     assert empty_model.activation_bytes(spec, 2, LENGTH) == 2 * estimate_prefill_bytes(spec, LENGTH)

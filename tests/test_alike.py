@@ -16,7 +16,7 @@ from zero_inference.models import meta_pass
 from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.layers import LayerKinds, decoder_layers, layer_kinds
 from zero_inference.models.operators import trace_pass, trace_reads
-from zero_inference.models.sizes import prefill_peak_bytes, traced_kv_widths
+from zero_inference.models.sizes import count_sizes
 from zero_inference.models.spec import ModelSpec, resolve_model
 
 LAYERS, TOKENS, PAST = 12, 9, 21
@@ -53,8 +53,7 @@ def preset(name: str) -> tuple[nn.Module, ModelSpec]:
 
 def counted(model: nn.Module, spec: ModelSpec) -> tuple:
     """All that is found by passes without weights."""
-    token, prompt = trace_pass(model, spec, 1, PAST), trace_pass(model, spec, TOKENS, 0)
-    return token, prompt, prefill_peak_bytes(model, spec.dtype, TOKENS), traced_kv_widths(model)
+    return trace_pass(model, spec, 1, PAST), trace_pass(model, spec, TOKENS, 0), count_sizes(model, spec)
 
 
 @pytest.fixture
@@ -69,16 +68,9 @@ def all_layers(monkeypatch):
     return counted_with_all
 
 
-@pytest.mark.parametrize("name", SMALL_ONES)
+@pytest.mark.parametrize("name", [*SMALL_ONES, *PRESETS])
 def test_a_few_layers_give_what_all_give(name, all_layers):
-    model, spec = small_one(name)
-    found, whole = counted(model, spec), all_layers(model, spec)
-    assert found == whole and None not in whole
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_few_layers_of_a_preset_give_what_all_give(name, all_layers):
-    model, spec = preset(name)
+    model, spec = small_one(name) if name in SMALL_ONES else preset(name)
     found, whole = counted(model, spec), all_layers(model, spec)
     assert found == whole and None not in whole
 
@@ -143,20 +135,7 @@ def test_of_a_large_model_three_layers_of_a_kind_run(name, runs, monkeypatch):
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(layer, "forward", counting)
-    for count in (
-        lambda: trace_pass(model, spec, 1, PAST),
-        lambda: trace_pass(model, spec, TOKENS, 0),
-        lambda: prefill_peak_bytes(model, spec.dtype, TOKENS),
-        lambda: traced_kv_widths(model),
-    ):
-        calls.clear()
-        assert count() is not None and len(calls) == runs
-
-
-def changed_llama(change) -> tuple[nn.Module, ModelSpec]:
-    model, spec = small_one("llama")
-    change(decoder_layers(model)[1])
-    return model, spec
+    assert None not in counted(model, spec) and len(calls) == 3 * runs
 
 
 def share_a_module(layers: nn.ModuleList) -> None:
@@ -174,31 +153,26 @@ def have_other_code(layers: nn.ModuleList) -> None:
 
 @pytest.mark.parametrize("change", [share_a_module, share_a_parameter, have_other_code])
 def test_layers_that_cannot_be_told_apart_all_run(change, all_layers):
-    model, spec = changed_llama(change)
+    model, spec = small_one("llama")
+    change(decoder_layers(model)[1])
     assert layer_kinds(model).positions == ()
     assert counted(model, spec) == all_layers(model, spec)
 
 
-def of_another_width(layers: nn.ModuleList) -> None:
-    layers[5].mlp.up_proj = nn.Linear(64, 200, bias=False, device="meta")
-
-
-def of_another_dtype(layers: nn.ModuleList) -> None:
-    layers[5].input_layernorm.to(torch.float16)
-
-
-def with_another_attribute(layers: nn.ModuleList) -> None:
-    layers[5].self_attn.is_causal = False
-
-
-def with_a_hook(layers: nn.ModuleList) -> None:
-    layers[5].mlp.register_forward_hook(lambda module, args, out: out + 1)
-
-
-@pytest.mark.parametrize("change", [of_another_width, of_another_dtype, with_another_attribute, with_a_hook])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer.mlp, "up_proj", nn.Linear(64, 200, bias=False, device="meta")),
+        lambda layer: layer.input_layernorm.to(torch.float16),
+        lambda layer: setattr(layer.self_attn, "is_causal", False),
+        lambda layer: layer.mlp.register_forward_hook(lambda module, args, out: out + 1),
+    ],
+    ids=["width", "dtype", "attribute", "hook"],
+)
 def test_a_layer_that_differs_is_of_its_own_kind(change):
-    kinds = layer_kinds(changed_llama(change)[0])
-    assert kinds.positions == ((*range(5), *range(6, LAYERS)), (5,))
+    model, _ = small_one("llama")
+    change(decoder_layers(model)[1][5])
+    assert layer_kinds(model).positions == ((*range(5), *range(6, LAYERS)), (5,))
 
 
 def test_an_entry_of_the_configuration_makes_kinds():
@@ -207,23 +181,18 @@ def test_an_entry_of_the_configuration_makes_kinds():
     assert layer_kinds(model).positions == ((0, *range(3, LAYERS)), (1, 2))
 
 
-def every_other(model: nn.Module, monkeypatch, do) -> None:
-    """Has `do` change what a layer returns, by its index: code that is nobody's attribute."""
+def test_layers_of_a_kind_that_do_different_things_all_run(all_layers, monkeypatch):
+    """By code that is no attribute: every second layer has one operator more."""
+    model, spec = small_one("llama")
+    plain = counted(model, spec)
     layer = type(decoder_layers(model)[1][0])
     forward = layer.forward
 
     def changed(self, *args, **kwargs):
         out = forward(self, *args, **kwargs)
-        return do(out, kwargs) if self.self_attn.layer_idx % 2 else out
+        return out.sin() if self.self_attn.layer_idx % 2 else out
 
     monkeypatch.setattr(layer, "forward", changed)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_layers_of_a_kind_that_do_different_things_all_run(name, all_layers, monkeypatch):
-    model, spec = small_one(name)
-    plain = counted(model, spec)
-    every_other(model, monkeypatch, lambda out, kwargs: out.sin())
     found = counted(model, spec)
     assert found == all_layers(model, spec)
     assert found[0].launches == plain[0].launches + LAYERS // 2
@@ -243,20 +212,7 @@ def test_layers_that_keep_something_all_run(all_layers, monkeypatch):
 
     monkeypatch.setattr(layer, "forward", keeping)
     found = counted(model, spec)
-    assert found == all_layers(model, spec) and found[2] > plain[2]
-
-
-def test_all_layers_run_where_each_gets_an_object_of_its_own(monkeypatch):
-    """Which may hold anything."""
-    model, spec = small_one("llama")
-    layer = type(decoder_layers(model)[1][0])
-    call, copied, made = layer.__call__, meta_pass.copy_with_few_layers, []
-    monkeypatch.setattr(layer, "__call__", lambda self, *args, **kwargs: call(self, *args, **kwargs, more=object()))
-    monkeypatch.setattr(
-        meta_pass, "copy_with_few_layers", lambda model, kinds: made.append(kinds) or copied(model, kinds)
-    )
-    assert trace_pass(model, spec, 1, PAST) is not None
-    assert [len(kinds.positions) for kinds in made] == [1, 0]
+    assert found == all_layers(model, spec) and found[1].peak_bytes > plain[1].peak_bytes
 
 
 def test_what_a_layer_is_given_counts(all_layers, monkeypatch):

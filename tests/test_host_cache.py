@@ -11,7 +11,7 @@ from zero_inference.engines.base import Transfers
 from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache.device import PreallocatedLayer, refuse_kv_offload
 from zero_inference.kv_cache.host import HostKVCache
-from zero_inference.models.sizes import cache_class, traced_kv_widths
+from zero_inference.models.sizes import cache_class
 
 
 def make(config, length):
@@ -116,7 +116,6 @@ def test_hybrids_keep_their_other_state_beside_it(family):
         assert torch.equal(model.generate(**given, past_key_values=cache), model.generate(**given))
     kept = [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer) and layer.stored]
     assert len(kept) == HYBRIDS[family][1] and cache.nbytes() == sum(layer.nbytes() for layer in kept)
-    assert cache.nbytes() == 3 * 16 * sum(traced_kv_widths(model)) * 4, "float32"
 
 
 @pytest.mark.parametrize(

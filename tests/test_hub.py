@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import socket
-import threading
 
 import pytest
 from conftest import VOCAB, free_port, need_lm_eval
@@ -60,20 +59,7 @@ def hub(checkpoints, tmp_path, server):
     shutil.copytree(checkpoints("llama"), folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     save_tokenizer(folder)
-    for other in (
-        "consolidated.safetensors",
-        "consolidated.00.pth",
-        "pytorch_model.bin",
-        "tf_model.h5",
-        "flax_model.msgpack",
-        "model.gguf",
-        "original/consolidated.00.pth",
-        "original/params.json",
-        "original/tokenizer.model",
-        "onnx/model.onnx",
-        "onnx/config.json",
-        "modeling_own.py",
-    ):
+    for other in ("pytorch_model.bin", "model.gguf", "original/tokenizer.model", "onnx/config.json", "modeling_own.py"):
         (folder / other).parent.mkdir(exist_ok=True)
         (folder / other).write_bytes(b"not to be fetched")
     server.root, server.files, server.commit = tmp_path / "hub", [], COMMIT
@@ -171,41 +157,22 @@ def error_of(done) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize(
-    "part, token", [("config", ""), ("config", "hf_made_up"), ("tokenizer", ""), ("weights", "hf_made_up")]
-)
+@pytest.mark.parametrize("part, token", [("config", ""), ("tokenizer", ""), ("weights", "hf_made_up")])
 def test_a_gated_repository(hub, run_model, checkpoints, cache, part, token):
-    name = (
-        "locked/config" if part == "config" else "locked/weights"
-    )  # whose config can be read, as that of many on the hub
+    """The config of many on the hub can be read."""
+    name = "locked/config" if part == "config" else "locked/weights"
     shutil.copytree(checkpoints("llama"), hub.root / name)
     if part == "weights":
         (hub.root / name / "generation_config.json").unlink()
     message = error_of(run_model("--model", name, *SHORT, env=hub.environment(cache, HF_TOKEN=token)))
     assert f"{name} is gated" in message and f"its {part}" in message and f"{hub.endpoint}/{name}" in message
-    assert "hf auth login" in message and "HF_TOKEN" in message and "cannot be reached" not in message
-    assert ("no token was sent" in message) == (not token) and ("ask for access" in message) == bool(token)
+    assert "HF_TOKEN" in message and "cannot be reached" not in message
 
 
-@pytest.mark.parametrize(
-    "token, words, absent",
-    [
-        (
-            "",
-            ["no public repository some/lama", "correct the name", "private", "hf auth login", "HF_TOKEN"],
-            ["gated", "cannot be reached"],
-        ),
-        (
-            "hf_made_up",
-            ["no repository some/lama", "may read", "correct the name"],
-            ["gated", "hf auth login", "cannot be reached"],
-        ),
-    ],
-)
-def test_a_missing_repository(hub, run_model, cache, token, words, absent):
+@pytest.mark.parametrize("token", ["", "hf_made_up"])
+def test_a_missing_repository(hub, run_model, cache, token):
     message = error_of(run_model("--model", "some/lama", *SHORT, env=hub.environment(cache, HF_TOKEN=token)))
-    assert all(word in message for word in words), message
-    assert not any(word in message for word in absent), message
+    assert "no repository some/lama" in message and "gated" not in message and "cannot be reached" not in message
 
 
 def test_no_network_and_offline_mode(hub, run_model, cache):
@@ -213,24 +180,15 @@ def test_no_network_and_offline_mode(hub, run_model, cache):
     environment = hub.environment(cache)
     message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_ENDPOINT": nobody}))
     assert nobody in message and "cannot be reached" in message and "refused" in message, message
-    assert "HF_HUB_OFFLINE" not in message and "gated" not in message and "HF_TOKEN" not in message
     message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_HUB_OFFLINE": "1"}))
     assert "HF_HUB_OFFLINE" in message and "cannot be reached" not in message
-
-    assert (
-        run_model("--model", "some/llama", *SHORT, "--dry-run", env=environment).code == 0
-    )  # brings config.json alone
-    message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_HUB_OFFLINE": "1"}))
-    assert "HF_HUB_OFFLINE" in message and "its tokenizer" in message
 
 
 @pytest.mark.parametrize(
     "missing, cached",
     [
         ("config.json", ["tokenizer.json"]),
-        ("tokenizer", ["config.json"]),
         ("tokenizer", ["config.json", "weights"]),
-        ("weights", ["config.json", *sorted(TOKENIZER)]),
         ("weights", ["config.json", *sorted(TOKENIZER), "first shard"]),
     ],
 )
@@ -303,27 +261,19 @@ def silent_hub():
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_hub_that_does_not_answer_is_given_up_and_the_cache_has_to_do(
-    silent_hub, in_process, cache, monkeypatch, capsys
-):
+def test_a_hub_that_does_not_answer_is_given_up_and_the_cache_has_to_do(silent_hub, in_process, cache):
     from huggingface_hub import constants
 
     from zero_inference.errors import UsageError
     from zero_inference.models.hub import open_snapshot
-    from zero_inference.utils.progress import Progress, use_progress
 
     in_process(silent_hub)
-    monkeypatch.setattr("zero_inference.utils.progress.TICK_S", 0.01)
-    monkeypatch.setattr("zero_inference.models.hub.ANNOUNCED_S", 0.05)
-    with use_progress(Progress(True)), pytest.raises(UsageError) as refused:
+    with pytest.raises(
+        UsageError, match="its config.json is not in the local cache, and .* cannot be reached .no answer"
+    ):
         open_snapshot("some/llama", "some/llama")
-    assert capsys.readouterr().err == "looking up some/llama on the hub ...\n"
-    with pytest.raises(UsageError, match=r"or give a local folder \(did you mean opt-125m, .*\)\.$"):
+    with pytest.raises(UsageError, match=r"\(did you mean opt-125m, "):
         open_snapshot("opt125m", "opt125m")
-    assert (
-        f"its config.json is not in the local cache, and {silent_hub} cannot be reached (no answer within 0.2 s; "
-        "HF_HUB_ETAG_TIMEOUT sets another limit); connect this machine" in str(refused.value)
-    )
     repository = cache / "hub" / "models--some--llama"
     folder = repository / "snapshots" / COMMIT
     for path, text in ((repository / "refs" / "main", COMMIT), (folder / "config.json", "{}")):
@@ -339,24 +289,3 @@ def test_a_hub_that_does_not_answer_is_given_up_and_the_cache_has_to_do(
     (folder / "tokenizer.json").write_text("{}")
     assert snapshot.fetch_tokenizer() == snapshot.folder
     assert constants.HF_HUB_OFFLINE is False
-
-
-def test_a_long_fetch_says_how_far_it_is(hub, in_process, monkeypatch):
-    from zero_inference.models import hub as models_hub
-    from zero_inference.utils import progress as progress_module
-
-    in_process(hub.endpoint)
-    monkeypatch.setattr(progress_module, "TICK_S", 0.01)
-    monkeypatch.setattr(models_hub, "TICK_S", 0.01)
-    now, said, told = [0.0], [], threading.Event()
-    progress = progress_module.Progress(True, lambda: now[0])
-    monkeypatch.setattr(progress, "say", lambda line: (said.append(line), "fetching weights: " in line and told.set()))
-    with progress_module.use_progress(progress):
-        snapshot = models_hub.open_snapshot("some/llama", "some/llama")
-        size = (hub.root / "some" / "llama" / "consolidated.safetensors").stat().st_size
-        with models_hub.show_download("some/llama", snapshot.folder, ["*.safetensors"]):
-            (snapshot.folder.parent.parent / "blobs" / "part.incomplete").write_bytes(b"x" * size)
-            while not told.wait(0.02):
-                now[0] += 11
-    assert said[0].startswith("fetching the weights of some/llama, ")
-    assert any(line.startswith("fetching weights: 0.0 of 716.9 KiB") for line in said), said

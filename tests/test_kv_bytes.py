@@ -14,7 +14,7 @@ from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.meta_pass import tensors_in
-from zero_inference.models.sizes import count_sizes, traced_kv_widths
+from zero_inference.models.sizes import count_sizes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.planning.plan import build_job
 from zero_inference.utils.ranks import detect_ranks
@@ -171,6 +171,5 @@ def test_a_model_that_looks_at_values_is_counted_by_its_heads():
         return bool(kwargs["input_ids"].sum() > 0) and None
 
     model.register_forward_pre_hook(looks_at_values, with_kwargs=True)
-    assert traced_kv_widths(model) is None
     widths = count_sizes(model, spec_of(config)).kv_widths
     assert BATCH * LENGTH * sum(widths) * 4 == sum(cached_layers(config)), "float32"

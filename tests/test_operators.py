@@ -14,7 +14,7 @@ from zero_inference.kernels import decode_attention
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.operators import trace_pass, trace_without_weights
+from zero_inference.models.operators import trace_pass
 from zero_inference.models.spec import resolve_model
 
 
@@ -194,7 +194,7 @@ def test_calls_of_modules_are_those_of_a_real_pass(family):
     with torch.no_grad():
         model(input_ids=ids)
     handle.remove()
-    found = trace_without_weights(model, 1, 0)
+    found = trace_pass(model, None, 1, 0)
     assert found.module_calls == len(calls) > 10
 
 
@@ -208,7 +208,7 @@ def test_products_with_the_same_input_are_found(model, layers, each):
 
 def test_launches_of_a_model_do_not_depend_on_its_weights():
     empty_model, spec = described("opt-125m")
-    found, expected = trace_without_weights(empty_model.model, 1, 5), trace_pass(empty_model.model, spec, 1, 5)
+    found, expected = trace_pass(empty_model.model, None, 1, 5), trace_pass(empty_model.model, spec, 1, 5)
     assert (found.launches, found.module_calls) == (expected.launches, expected.module_calls)
 
 

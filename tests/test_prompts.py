@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,10 @@ from conftest import VOCAB, build_model, plain_ids
 from transformers import GenerationConfig
 
 from zero_inference.cli import main
-from zero_inference.config.options import LONGEST_PROMPT
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import parse_options
 from zero_inference.errors import UsageError
 from zero_inference.measure.session import output_ids_sha256
-from zero_inference.models import prompts
 from zero_inference.models.prompts import (
     TEXT,
     eos_token_ids,
@@ -105,20 +101,6 @@ def test_with_a_length_it_is_cut_or_filled_up(folder):
     assert torch.equal(ids_of(folder, "--prompt", text, "--prompt-len", "3")[0], plain[:3])
 
 
-def test_a_chat_template_that_never_ends_is_refused(folder, tmp_path, monkeypatch, capsys):
-    endless = shutil.copytree(folder, tmp_path / "endless")
-    loop = "{% for one in range(99999) %}{% for other in range(99999) %}{% endfor %}{% endfor %}"
-    (endless / "chat_template.jinja").write_text(loop)
-    monkeypatch.setattr(prompts, "TEMPLATE_S", 0.2)
-    threads = threading.active_count()
-    assert main(["run_model.py", str(endless), "--prompt", "x", "--chat", "--dry-run"]) == 2
-    assert "the chat template did not end within 0.2 s; drop --chat" in capsys.readouterr().err
-    deadline = time.monotonic() + 10
-    while threading.active_count() > threads:
-        assert time.monotonic() < deadline, "it goes on"
-        time.sleep(0.05)
-
-
 def test_a_chat_is_what_the_template_makes_of_it(folder):
     tokenizer = load_tokenizer(resolve_model(RunConfig(model=str(folder)), "cpu"))
     for text in ("The capital of France is", TEXT[0], "salt"):
@@ -127,7 +109,7 @@ def test_a_chat_is_what_the_template_makes_of_it(folder):
         )
         assert ids_of(folder, "--prompt", text, "--chat").tolist() == [expected]
         parts = prompt_parts(tokenizer, text, chat=True)
-        assert parts.before + parts.text + parts.after == expected
+        assert sum(parts, []) == expected
     filled = ids_of(folder, "--prompt", "salt", "--chat", "--prompt-len", "20")[0]
     said = tokenizer.decode(filled).split()
     assert len(filled) == 20 and said[:2] == ["<s>", "<|user|>"] and said[-3:] == ["salt", "</s>", "<|assistant|>"]
@@ -187,13 +169,6 @@ def test_models_that_cannot_read_a_prompt(checkpoints, folder, tmp_path, capsys)
     assert "has no chat template; drop --chat" in capsys.readouterr().err
 
 
-def test_the_tokenizer_is_loaded_early_for_a_prompt_alone(folder, monkeypatch):
-    monkeypatch.setattr(prompts, "load_tokenizer", lambda spec: pytest.fail("loaded"))
-    config = RunConfig(model=str(folder))
-    assert with_prompt_length(config, resolve_model(config, "cpu")) is config
-    assert RunConfig(prompt="x", prompt_len=LONGEST_PROMPT).validate().prompt == ("x",)
-
-
 def test_a_text_is_shown_behind_the_last_line_of_its_prompt(folder, capsys):
     spec = resolve_model(RunConfig(model=str(folder)), "cpu")
     tokenizer = load_tokenizer(spec)
@@ -202,8 +177,8 @@ def test_a_text_is_shown_behind_the_last_line_of_its_prompt(folder, capsys):
     assert short == ["salt and"] and prompt_excerpts(RunConfig(), torch.tensor([said]), None) == []
     print_texts(torch.tensor([said]), tokenizer, prompts=short)
     assert capsys.readouterr().out.splitlines()[0] == "[0] salt and -> salt and"
-    (cut,) = prompt_excerpts(RunConfig(model=str(folder)), torch.tensor([said * 20]), tokenizer, most=20)
-    assert cut.startswith("...") and cut.endswith("salt and") and len(cut) <= 23
+    (cut,) = prompt_excerpts(RunConfig(model=str(folder)), torch.tensor([said * 20]), tokenizer)
+    assert cut.startswith("...") and cut.endswith("salt and") and len(cut) == 63
     chat = RunConfig(model=str(folder), prompt=("One.\nTwo?", "Three?"), chat=True, batch_size=3)
     assert prompt_excerpts(chat, torch.tensor([said] * 3), tokenizer) == ["Two?", "Three?", "Two?"]
 

@@ -18,7 +18,7 @@ from zero_inference.kernels.decode_attention import using_decode_attention
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.kv_cache.device import DeviceKVCache
-from zero_inference.models.operators import trace_without_weights
+from zero_inference.models.operators import trace_pass
 from zero_inference.models.prompts import disable_cudnn_attention, greedy_config
 from zero_inference.norms.patch import patch_norms
 from zero_inference.utils.garbage import freeze_existing_objects
@@ -98,7 +98,7 @@ class _SmallModel:
 
     def __init__(self, model: Any, device: torch.device):
         self.device = device
-        counted = trace_without_weights(model.eval(), 1, TOKENS)
+        counted = trace_pass(model.eval(), None, 1, TOKENS)
         assert counted is not None, "OPT and Llama run on the meta device"
         self.operators, self.module_calls = counted.launches, counted.module_calls
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -169,7 +169,7 @@ class _StepWithoutProducts:
         with torch.device("meta"):
             model = small_llama(layers, width, width // ATTENTION_HEAD_DIM).eval()
         _remove_products(model)
-        counted = trace_without_weights(model, 1, POSITIONS - 1)
+        counted = trace_pass(model, None, 1, POSITIONS - 1)
         assert counted is not None, "a Llama runs on the meta device"
         self.operators = counted.launches
         rotary = type(model.model.rotary_emb)(model.config).to(device)

@@ -13,13 +13,7 @@ from torch.overrides import TorchFunctionMode
 from zero_inference.errors import UsageError, is_out_of_memory
 from zero_inference.models.operators import Pass, trace_pass
 from zero_inference.models.prompts import reset_generation_config
-from zero_inference.models.sizes import (
-    ModelSizes,
-    count_sizes,
-    estimate_prefill_bytes,
-    logits_bytes,
-    prefill_peak_bytes,
-)
+from zero_inference.models.sizes import ModelSizes, count_sizes, estimate_prefill_bytes, logits_bytes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.format import first_line
 from zero_inference.utils.model_sizes import auto_class
@@ -54,11 +48,9 @@ class EmptyModel:
         An estimate if the model is already filled when a length is first asked for.
         """
 
-        def find() -> int:
-            found = prefill_peak_bytes(self.model, spec.dtype, prompt_len) if self.is_empty else None
-            return estimate_prefill_bytes(spec, prompt_len) if found is None else found
-
-        return batch * max(self.cached(("prefill", prompt_len), find), logits_bytes(spec))
+        traced = self.traced_pass(spec, prompt_len, 0)
+        peak_bytes = estimate_prefill_bytes(spec, prompt_len) if traced is None else traced.peak_bytes
+        return batch * max(peak_bytes, logits_bytes(spec))
 
     def traced_pass(self, spec: ModelSpec, tokens: int, past: int) -> Pass | None:
         """Return the operators of a sequence's pass of `tokens` tokens after `past` others.

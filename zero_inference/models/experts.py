@@ -1,10 +1,8 @@
 """Recognize the experts and routers of mixtures by calling small copies of them, not by a list of families.
 
-transformers stores the weights of all experts of a layer in two fused parameters, and their biases in two more, in a module that is called
-with hidden states and the router's choice. A small copy with random weights is compared with each form that the CPU backend computes.
-
-A router of transformers returns logits, weights and numbers of the chosen experts. A copy of each with random weights is compared with one
-kernel, which then replaces all but the product that makes the logits.
+transformers stores the weights of all experts of a layer in two fused parameters, and their biases in two more. A small copy with random
+weights is compared with each form that the CPU backend computes. A router returns logits, weights and ids of the chosen experts; one kernel
+replaces all but the product that makes the logits.
 """
 
 from __future__ import annotations
@@ -24,15 +22,11 @@ from torch.nn import functional
 
 from zero_inference.kernels.extension import operator_library
 from zero_inference.models.layers import cache_per_module
-from zero_inference.models.mlp import ACTIVATIONS
+from zero_inference.models.mlp import ACTIVATIONS, SCALES, is_close, shrink_module
 from zero_inference.utils.patching import Patches
 
-TOLERANCE = 1e-5  # relative: formulas of one activation differ by less, two activations by 1e-3 or more
-# Scales of trial inputs: near 1 activations differ most; a family's limit of their values shows only with large inputs.
-SCALES = (1.0, 300.0)
 # Experts chosen by each row of the small copy's input; some are chosen by all, some by none.
 NUMBERS = ((0, 3), (3, 1), (3, 0), (1, 3), (3, 4))
-SMALL_EXPERTS, SMALL_INNER, SMALL_HIDDEN = 6, 8, 24
 # Attributes of routers and fields of configs with the number of experts that a token chooses.
 CHOSEN = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
@@ -83,7 +77,7 @@ class FusedExperts:
     def weights_in(self, module: str) -> tuple[str, ...]:
         return tuple(f"{module}.{own}" if module else own for own in (self.gate_up, self.down))
 
-    def combined(self, product: torch.Tensor) -> torch.Tensor:
+    def combined(self, product: Tensor) -> Tensor:
         """Return the input of `down`, [..., inner], from the first product [..., 2 x inner or inner] with its bias."""
         if not self.gated:
             return ACTIVATIONS[self.activation](product)
@@ -109,30 +103,31 @@ def detect_experts(module: nn.Module) -> FusedExperts | None:
         len(weights) != 2
         or len(biases) not in (0, 2)
         or len(named) != 2 + len(biases)
-        or any("." in name for name in named)
+        or named.keys() != module._parameters.keys()
     ):
         return None
-    for form in _forms(named, weights, biases):
-        try:
-            if (found := _match_form(module, form)) is not None:
-                return found
-        except Exception:  # it runs the module's code
-            return None
-    return None
+    try:
+        return next(
+            (found for form in _possible_forms(named, weights, biases) if (found := _match_form(module, form))), None
+        )
+    except Exception:  # it runs the module's code
+        return None
 
 
-def _forms(named: dict[str, nn.Parameter], weights: list[str], biases: list[str]) -> Iterator[FusedExperts]:
+def _possible_forms(named: dict[str, nn.Parameter], weights: list[str], biases: list[str]) -> Iterator[FusedExperts]:
     """Yield the forms that the shapes allow, without the computation between the two products."""
-    for (first, last), transposed, gated in itertools.product((weights, weights[::-1]), (False, True), (True, False)):
-        one, other = ((named[name].mT if transposed else named[name]).shape for name in (first, last))
-        number, hidden, inner = other
-        if tuple(one) != (number, (1 + gated) * inner, hidden):
-            continue
-        form = FusedExperts(first, last, "identity", number, gated, transposed=transposed)
-        for first_bias, last_bias in (biases, biases[::-1]) if biases else [("", "")]:
-            shapes = [tuple(named[name].shape) for name in filter(None, (first_bias, last_bias))]
-            if shapes in ([], [(number, (1 + gated) * inner), (number, hidden)]):
-                yield replace(form, gate_up_bias=first_bias, down_bias=last_bias)
+    orders = itertools.product((weights, weights[::-1]), (biases, biases[::-1]) if biases else (("", ""),))
+    for ((gate_up, down), (up_bias, down_bias)), transposed, gated in itertools.product(
+        orders, (False, True), (True, False)
+    ):
+        number, hidden, inner = (named[down].mT if transposed else named[down]).shape
+        rows = (1 + gated) * inner
+        expected = {gate_up: (number, hidden, rows) if transposed else (number, rows, hidden)}
+        if biases:
+            expected |= {up_bias: (number, rows), down_bias: (number, hidden)}
+        if all(tuple(named[name].shape) == shape for name, shape in expected.items()):
+            form = FusedExperts(gate_up, down, "identity", number, gated, transposed=transposed)
+            yield replace(form, gate_up_bias=up_bias, down_bias=down_bias)
 
 
 def experts_per_token(module: nn.Module, config: Any, number: int) -> int:
@@ -146,89 +141,49 @@ def experts_per_token(module: nn.Module, config: Any, number: int) -> int:
 
 
 def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
-    """Return `form` with the activation, order and limits that give the outputs of `module`; None if none does."""
+    """Return `form` with the activation, order and limits that give the outputs of a small copy of `module`; None if none does."""
     forward = inspect.unwrap(type(module).forward)  # without kernels that may replace it
-    positive_attributes = {float(value) for value in vars(module).values() if type(value) in (int, float) and value > 0}
+    last = getattr(module, form.down)
+    number, hidden, inner = (last.mT if form.transposed else last).shape
+    small_hidden = {inner: 8, 2 * inner: 16}.get(hidden, 24)
+    sizes = {number: 6, 2 * inner: 16, inner: 8, hidden: small_hidden}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        small = _small_copy(module, form)
+        small = shrink_module(module, sizes)
         numbers = torch.tensor(NUMBERS)
         weights = torch.rand(numbers.shape, dtype=torch.float64)
-        hidden = getattr(small, form.down).shape[2 if form.transposed else 1]
-        inputs = [scale * torch.randn(len(NUMBERS), hidden, dtype=torch.float64) for scale in SCALES]
+        inputs = [scale * torch.randn(len(NUMBERS), small_hidden, dtype=torch.float64) for scale in SCALES]
         found = [forward(small, x, numbers, weights) for x in inputs]
-        orders = ((False, False), (True, False), (False, True)) if form.gated else ((False, False),)
-        limits = (math.inf, *sorted(positive_attributes)) if form.gated else (math.inf,)
-        for limit, up_offset, activation in itertools.product(limits, (0.0, 1.0)[: 1 + form.gated], ACTIVATIONS):
-            for gate_is_second, interleaved in orders:
-                experts = replace(
-                    form,
-                    activation=activation,
-                    gate_is_second=gate_is_second,
-                    interleaved=interleaved,
-                    limit=limit,
-                    up_offset=up_offset,
-                )
-                if all(_is_equal(one, _computed(experts, small, x, numbers, weights)) for one, x in zip(found, inputs)):
-                    return experts
+        orders, limits, offsets = [(False, False)], [math.inf], [0.0]
+        if form.gated:
+            orders += [(True, False), (False, True)]
+            limits += sorted(
+                {float(value) for value in vars(module).values() if type(value) in (int, float) and value > 0}
+            )
+            offsets += [1.0]
+        for limit, up_offset, activation, order in itertools.product(limits, offsets, ACTIVATIONS, orders):
+            tried = replace(form, activation=activation, limit=limit, up_offset=up_offset)
+            tried = replace(tried, gate_is_second=order[0], interleaved=order[1])
+            if all(is_close(one, _compute_experts(tried, small, x, numbers, weights)) for one, x in zip(found, inputs)):
+                return tried
     return None
 
 
-def _small_copy(module: nn.Module, form: FusedExperts) -> nn.Module:
-    """Return a copy of `module` with few and small experts, with random parameters in float64.
-
-    Integer attributes that equal a dimension of the weights become the small one; equal dimensions stay equal.
-    """
-    last = getattr(module, form.down)
-    number, hidden, inner = (last.mT if form.transposed else last).shape
-    small_hidden = {inner: SMALL_INNER, 2 * inner: 2 * SMALL_INNER}.get(hidden, SMALL_HIDDEN)
-    sizes = {number: SMALL_EXPERTS, 2 * inner: 2 * SMALL_INNER, inner: SMALL_INNER, hidden: small_hidden}
-    rows = (1 + form.gated) * SMALL_INNER
-    shapes = {
-        form.gate_up: (sizes[number], rows, small_hidden),
-        form.down: (sizes[number], small_hidden, SMALL_INNER),
-        form.gate_up_bias: (sizes[number], rows),
-        form.down_bias: (sizes[number], small_hidden),
-    }
-    small = copy.copy(module)
-    for name, value in list(vars(small).items()):
-        if type(value) is int:
-            vars(small)[name] = sizes.get(value, value)
-    parameters = {}
-    for name in module._parameters:
-        values = torch.randn(shapes[name], dtype=torch.float64) / shapes[name][-1] ** 0.5
-        values = values.mT.contiguous() if form.transposed and values.dim() == 3 else values
-        parameters[name] = nn.Parameter(values, requires_grad=False)
-    vars(small)["_parameters"] = parameters
-    return small
-
-
-def _computed(
-    experts: FusedExperts, module: nn.Module, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Return the output of the form `experts` for `x` [rows, hidden] with the weights of `module`."""
-    first, last = (getattr(module, name) for name in (experts.gate_up, experts.down))
-    if experts.transposed:
-        first, last = first.mT, last.mT
-    first_bias, last_bias = (
-        getattr(module, name) if name else None for name in (experts.gate_up_bias, experts.down_bias)
+def _compute_experts(form: FusedExperts, module: nn.Module, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+    """Return the output of `form` for `x` [rows, hidden] with the parameters of `module`."""
+    first, last = (
+        getattr(module, name).mT if form.transposed else getattr(module, name) for name in (form.gate_up, form.down)
     )
     out = torch.zeros_like(x)
     for row, chosen in enumerate(numbers.tolist()):
         for weight, number in zip(weights[row], chosen):
             product = first[number] @ x[row]
-            hidden = experts.combined(product if first_bias is None else product + first_bias[number])
+            hidden = form.combined(
+                product + getattr(module, form.gate_up_bias)[number] if form.gate_up_bias else product
+            )
             product = last[number] @ hidden
-            out[row] += weight * (product if last_bias is None else product + last_bias[number])
+            out[row] += weight * (product + getattr(module, form.down_bias)[number] if form.down_bias else product)
     return out
-
-
-def _is_equal(one: Any, other: torch.Tensor) -> bool:
-    return (
-        torch.is_tensor(one)
-        and one.shape == other.shape
-        and float((one - other).norm()) <= TOLERANCE * float(other.norm())
-    )
 
 
 MAX_EXPERTS, MAX_CHOSEN = 1024, 32  # limits of the kernel

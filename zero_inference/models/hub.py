@@ -5,23 +5,21 @@ from __future__ import annotations
 import glob
 import logging
 import os
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.checkpoint_files import WEIGHT_FILES, checkpoint_files, has_tokenizer, shard_names
 from zero_inference.models.preset_table import find_preset, similar_presets
-from zero_inference.utils.format import first_line, format_bytes
-from zero_inference.utils.progress import TICK_S, ByteProgress, Progress, current_progress, is_reporting
+from zero_inference.utils.format import first_line
+from zero_inference.utils.progress import current_progress, is_reporting
 
 # In the top folder only: `original/` and `onnx/` hold other formats. Patterns, because vocabularies have any name.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 NO_TOKENIZER_FILES = ["*/*", "*.index.json"]
 ANOTHER = "give a repository or folder in transformers' format"
-LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 ANNOUNCED_S = 1.0  # a look-up that takes longer is announced
 
 
@@ -72,8 +70,8 @@ class Snapshot:
         with self._hub_errors("its weights"):
             _need_listing(self.name, self.folder.name)
             patterns = [glob.escape(name) for name in self._weight_names()]
-            with show_download(self.name, self.folder, patterns):
-                self._fetch(patterns)
+            current_progress().say(f"fetching the weights of {self.name} ...")
+            self._fetch(patterns)
             try:
                 checkpoint_files(self.folder)
             except RunError as error:
@@ -109,8 +107,11 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
         UsageError: there is no such repository, no access to it, or no network and nothing in the cache.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    if is_reporting() and not current_progress().enabled:
+        disable_progress_bars()
     with current_progress().slow(f"looking up {name} on the hub", ANNOUNCED_S):
         unreachable = _why_unreachable(name)
         with _hub_errors(asked, name, "its config.json", unreachable):
@@ -126,40 +127,20 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
 def _why_unreachable(name: str) -> str | None:
     """Return a reason if the hub does not answer in time; None if it answers anything or refuses the connection (the client reports that).
 
-    The client sets no limit when it looks a repository up, and where a firewall drops packets the system waits minutes for each
-    of the hub's addresses. HF_HUB_ETAG_TIMEOUT, in seconds, is the limit for all of it, name resolution included.
+    The client sets no limit when it looks a repository up, and where a firewall drops packets the system waits for minutes.
     """
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
         return None
-    answered = threading.Event()
-
-    def look_up() -> None:
-        try:
-            HfApi().model_info(name)
-        except Exception:  # the same request is made again, where its error is explained
-            pass
-        answered.set()
-
     limit_s = constants.HF_HUB_ETAG_TIMEOUT
-    threading.Thread(target=look_up, daemon=True).start()
-    if answered.wait(limit_s):
-        return None
-    return f"no answer within {limit_s:g} s; HF_HUB_ETAG_TIMEOUT sets another limit"
-
-
-@contextmanager
-def _without_network() -> Iterator[None]:
-    """Have the hub's client use its cache alone, as with HF_HUB_OFFLINE=1."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
     try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+        HfApi().model_info(name, timeout=limit_s)
+    except Exception as error:  # other errors are explained when the same request is made again
+        # of httpx or httpx2, by the version of the client
+        if any(kind.__name__ == "TimeoutException" for kind in type(error).__mro__):
+            return f"no answer within {limit_s:g} s; HF_HUB_ETAG_TIMEOUT sets another limit"
+    return None
 
 
 def _need_listing(name: str, commit: str) -> None:
@@ -178,118 +159,53 @@ def _need_listing(name: str, commit: str) -> None:
 
 @contextmanager
 def _hub_errors(asked: str, name: str, what: str, unreachable: str | None) -> Iterator[None]:
-    """Turn errors of the hub's client into UsageError; with `unreachable` the network is not used."""
+    """Turn errors of the hub's client into UsageError; with `unreachable` only its cache is used, as with HF_HUB_OFFLINE=1."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or unreachable is not None
     try:
-        with _without_network() if unreachable else nullcontext():
-            yield
+        yield
     except UsageError:
         raise
     except Exception as error:  # the hub's client raises its own classes and those of its HTTP library
         raise UsageError(f"--model {asked}: {_explain(asked, name, what, error, unreachable)}") from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _explain(asked: str, name: str, what: str, error: Exception, unreachable: str | None) -> str:
     """Return the problem and the remedy, in one or two lines."""
-    from huggingface_hub import errors, get_token
+    from huggingface_hub import errors
 
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     preset = find_preset(asked)
     similar = [] if preset else similar_presets(asked)
-    did_you_mean = f" (did you mean {', '.join(similar)}?)" if similar else ""
-    correct = f"correct the name{did_you_mean}"
-    instead = "give a local folder"
-    if preset is not None or what == "its weights":
+    correct = "correct the name" + (f" (did you mean {', '.join(similar)}?)" if similar else "")
+    log_in = "log in with `hf auth login` or set HF_TOKEN"
+    instead = f"{correct} or give a local folder"
+    if preset or what == "its weights":
         instead += ", or --dummy for random weights of its shape"
-    causes = list(_causes(error))
+    causes: list[BaseException] = [error]
+    while following := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(following)
     answer = next((cause for cause in causes if isinstance(cause, errors.HfHubHTTPError)), None)
     if isinstance(answer, errors.GatedRepoError):
-        if get_token():
-            return (
-                f"{name} is gated, and the token that was sent has no access to {what}: ask for access on {endpoint}/{name}, "
-                "or use another token (`hf auth login` or HF_TOKEN)."
-            )
-        return (
-            f"{name} is gated, and no token was sent for {what}: accept its terms on {endpoint}/{name}, then {LOG_IN}."
-        )
+        return f"{name} is gated: for {what}, accept its terms on {endpoint}/{name}, then {log_in}."
     if isinstance(answer, errors.RepositoryNotFoundError):
-        if get_token():
-            return f"there is no repository {name} that the token in use may read; {correct} or use another token."
-        return f"there is no public repository {name}; {correct}, or if it is private, {LOG_IN}."
+        return f"the hub has no repository {name} that you may read; {correct}, or if it is private, {log_in}."
     if answer is not None:
         status = answer.response.status_code
-        if status in (401, 403):
-            return f"the hub refuses the token that was sent ({status}); {LOG_IN} to one that is valid."
-        return f"{what} could not be fetched, {endpoint} answered {status}; try again later, or {instead}."
+        remedy = f"{log_in} to a valid one" if status in (401, 403) else f"try again later, or {instead}"
+        return f"{what} could not be fetched, {endpoint} answered {status}; {remedy}."
     if any(isinstance(cause, errors.HFValidationError) for cause in causes):
         return f"not a folder, a preset or a valid name on the hub; {correct}."
     if unreachable is None and any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
-        return (
-            f"{what} is not in the local cache, and HF_HUB_OFFLINE forbids fetching it; unset that, "
-            f"{correct}, or {instead}."
-        )
+        return f"{what} is not in the local cache, and HF_HUB_OFFLINE forbids fetching it; unset that, {instead}."
     if unreachable or isinstance(error, errors.LocalEntryNotFoundError):
+        reason = unreachable or first_line(causes[-1])
         return (
-            f"{what} is not in the local cache, and {endpoint} cannot be reached ({unreachable or first_line(causes[-1])}); "
-            f"connect this machine or set HF_ENDPOINT to a mirror, or {instead}{did_you_mean}."
+            f"{what} is not in the local cache, and {endpoint} cannot be reached ({reason}); "
+            f"connect this machine, set HF_ENDPOINT to a mirror, {instead}."
         )
     return f"{what} could not be fetched from {endpoint} ({first_line(error)}); try again, or {instead}."
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-@contextmanager
-def show_download(name: str, folder: Path, patterns: list[str]) -> Iterator[None]:
-    """Within it, show how many bytes of the files of `patterns` are in the cache of the snapshot `folder`.
-
-    Counting bytes in the cache works for every transport of the client, and for files that an earlier run began.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    progress = current_progress()
-    hides_bars = is_reporting() and not are_progress_bars_disabled()
-    if hides_bars:
-        disable_progress_bars()  # they would be drawn into the live line
-    ended, watch = threading.Event(), None
-    try:
-        if progress.enabled:
-            files = snapshot_download(name, revision=folder.name, allow_patterns=patterns, dry_run=True)
-            total = sum(file.file_size for file in files)
-            cached = sum(file.file_size for file in files if file.is_cached)
-            if cached < total:
-                blobs = folder.parent.parent / "blobs"
-                watch = threading.Thread(target=_watch, args=(progress, name, blobs, total, cached, ended), daemon=True)
-                watch.start()
-        yield
-    finally:
-        ended.set()
-        if watch is not None:
-            watch.join()
-        if hides_bars:
-            enable_progress_bars()
-        progress.clear()
-
-
-def _watch(progress: Progress, name: str, blobs: Path, total: int, cached: int, ended: threading.Event) -> None:
-    cached = min(total, cached + _bytes_in(blobs, "*.incomplete"))
-    fetched, before = ByteProgress(progress, "fetching weights", total, cached), _bytes_in(blobs, "*")
-    if ended.wait(TICK_S):
-        return
-    progress.say(f"fetching the weights of {name}, {format_bytes(total - cached)} ...")
-    while not ended.wait(TICK_S):
-        fetched.at(min(total, cached + max(0, _bytes_in(blobs, "*") - before)))
-
-
-def _bytes_in(blobs: Path, pattern: str) -> int:
-    total = 0
-    for path in blobs.glob(pattern):
-        try:
-            status = path.stat()
-        except OSError:  # renamed meanwhile
-            continue
-        total += min(status.st_size, 512 * status.st_blocks)  # a file may have holes where parts arrive in any order
-    return total

@@ -1,17 +1,29 @@
-"""Trace a forward pass on the meta device: the operators that it runs, and the module calls that read each parameter."""
+"""Trace a forward pass on the meta device: its operators, its memory, and the module calls that read each parameter."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from zero_inference.models.layers import cache_per_module, decoder_layers
-from zero_inference.models.meta_pass import PassObserver, observe_pass, storage_of, tensors_in
+from zero_inference.models.layers import LayerKinds, cache_per_module, decoder_layers
+from zero_inference.models.meta_pass import (
+    TooManyOperators,
+    call_model,
+    repeat_layers,
+    run_on_meta,
+    storage_of,
+    tensors_in,
+)
 from zero_inference.models.sizes import expert_parameters
+from zero_inference.models.spec import ModelSpec
+from zero_inference.utils.patching import Patches
 
 aten = torch.ops.aten
 # They move nothing, although PyTorch does not call them views.
@@ -26,6 +38,9 @@ WITHOUT_WORK = {
     aten._unsafe_view,
     aten.sym_size,
 }
+# More than any model has that computes its positions in parallel; recurrent ones that loop over them are estimated.
+MAX_OPERATORS = 40_000
+ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator rounds up to a multiple of this
 
 
 class AttentionShape(NamedTuple):
@@ -75,10 +90,12 @@ class Pass:
     Attributes:
         operators: each with its number of calls.
         module_calls: calls of modules, nested ones included.
+        peak_bytes: of tensors alive at the same time, without weights, keys and values of the cache.
     """
 
     operators: dict[Operator, int]
     module_calls: int
+    peak_bytes: int
 
     @property
     def launches(self) -> int:
@@ -97,19 +114,22 @@ class Pass:
         return sum(getattr(operator, name) * count for operator, count in self.operators.items())
 
 
-def trace_pass(model: Any, spec: Any, tokens: int, past: int) -> Pass | None:
+def trace_pass(model: Any, spec: ModelSpec | None, tokens: int, past: int) -> Pass | None:
     """Trace the pass of `tokens` tokens of one sequence after `past` others.
 
-    None if the model cannot run on the meta device, or loops over positions.
+    PyTorch's attention counts as one operator that stores no scores, like its fast kernels. None if the model reads values, has operators
+    without meta functions, or loops over positions.
 
     Args:
         model: without weights, as `empty_model.build_on_meta` builds it; it is not changed.
-        spec: a `models.spec.ModelSpec`.
+        spec: None to count in bfloat16, and weights as activations.
     """
-    for dtype in dict.fromkeys((spec.dtype, torch.bfloat16)):  # grouped matrix products have no other dtype there
-        counts = observe_pass(model, dtype, tokens, past, lambda copied: _OperatorCounter(_weight_kinds(copied, spec)))
-        if counts is not None:
-            return Pass(_scale_bytes(counts.operators, spec.dtype.itemsize / dtype.itemsize), counts.module_calls)
+    asked = spec.dtype if spec else torch.bfloat16
+    for dtype in dict.fromkeys((asked, torch.bfloat16)):  # grouped matrix products have no other dtype there
+        found = _record_pass(model, spec, dtype, tokens, past)
+        if found is not None:
+            peak_bytes = found.peak * asked.itemsize // dtype.itemsize
+            return Pass(_scale_bytes(found.operators, asked.itemsize / dtype.itemsize), found.module_calls, peak_bytes)
     return None
 
 
@@ -121,86 +141,6 @@ def _scale_bytes(operators: Counter[Operator], times: float) -> dict[Operator, i
         replace(each, **{name: round(times * getattr(each, name)) for name in sizes}): count
         for each, count in operators.items()
     }
-
-
-def trace_without_weights(model: Any, tokens: int, past: int) -> Pass | None:
-    """Trace a pass of any model; its operators count weights as activations. See `trace_pass`."""
-    counts = observe_pass(model, torch.bfloat16, tokens, past, lambda copied: _OperatorCounter({}))
-    return None if counts is None else Pass(dict(counts.operators), counts.module_calls)
-
-
-def _weight_kinds(model: Any, spec: Any) -> dict[int, str]:
-    """Return by the storage of each parameter the attribute of `Operator` that counts its bytes."""
-    kinds = {storage_of(parameter): "outside_bytes" for parameter in model.parameters()}
-    for layer in decoder_layers(model)[1]:
-        kinds |= {storage_of(parameter): "layer_bytes" for parameter in layer.parameters()}
-    return kinds | {storage_of(parameter): "expert_bytes" for parameter in expert_parameters(model, spec)}
-
-
-_Counts = tuple[Counter[Operator], int, int]  # operators that do work, calls of modules, number of all operators
-
-
-class _OperatorCounter(PassObserver):
-    """Counts the operators that move or compute something."""
-
-    def __init__(self, kinds: dict[int, str]) -> None:
-        super().__init__()
-        self.kinds = kinds
-        self.operators: Counter[Operator] = Counter()
-        self.module_calls = 0
-        self.last_input: torch.Tensor | None = (
-            None  # of a product with a weight; referenced, so that its storage id stays unique
-        )
-
-    def on_operator(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
-        """See `PassObserver`."""
-        name = function._overloadpacket
-        if function.is_view or name in WITHOUT_WORK:
-            return
-        read: Counter[str] = Counter()
-        computed = []  # activations
-        for tensor in tensors_in((args, kwargs)):
-            kind = self.kinds.get(storage_of(tensor))
-            if kind is None:
-                computed.append(tensor)
-            elif name is not aten.embedding:  # it reads one row a token
-                read[kind] += tensor.nbytes
-        nbytes = sum(tensor.nbytes for tensor in (*computed, *tensors_in(out)))
-        flops = _flops(name, args, kwargs, out)
-        same = False
-        if flops and read and computed:
-            same = self.last_input is not None and storage_of(self.last_input) == storage_of(computed[0])
-            self.last_input = computed[0]
-        weights = read["outside_bytes"], read["layer_bytes"], read["expert_bytes"]
-        self.operators[Operator(flops, nbytes, *weights, same_input=same)] += 1
-
-    def on_module_call(self, module: Any) -> None:
-        """See `PassObserver`."""
-        self.module_calls += 1
-
-    def begin_call(self) -> _Counts:
-        """See `LayerObserver`."""
-        return self.operators.copy(), self.module_calls, self.operators_seen
-
-    def end_call(self, start: _Counts, position: int, made: set[int]) -> _Counts:
-        """See `LayerObserver`."""
-        return self.operators - start[0], self.module_calls - start[1], self.operators_seen - start[2]
-
-    def repeat_call(self, position: int, counts: _Counts, made: list[torch.Tensor]) -> None:
-        """See `LayerObserver`."""
-        operators, module_calls, operators_seen = counts
-        self.operators += operators
-        self.module_calls += module_calls
-        self.count(operators_seen)
-
-    def on_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
-        """See `PassObserver`. Products for scores and output; causal, so a prompt's tokens attend to half of each other."""
-        batch, heads, length, width = query.shape
-        pairs = length * key.shape[2] - length * (length - 1) // 2
-        flops = 2 * batch * heads * pairs * (width + value.shape[-1])
-        nbytes = sum(each.nbytes for each in (query, key, value, out))
-        shape = AttentionShape(heads, key.shape[1], (width + value.shape[-1]) / 2, key.shape[2])
-        self.operators[Operator(flops, nbytes, attention=shape)] += 1
 
 
 @dataclass(frozen=True)
@@ -228,19 +168,20 @@ class Reads:
 def trace_reads(model: Any) -> Reads | None:
     """Trace a prefill and a decode step of `model`; None if it cannot run on the meta device.
 
-    Only the first of identical layers (`models.layers`) has entries.
+    Only the first of identical layers (`models.layers`) has entries. If the model reads values, such as which experts were chosen, all
+    elements are nonzero and all numbers are 0.
     """
-    inside: dict[str, frozenset[str]] = {}
-    calls = []
+    passes = []
     for tokens, past in ((2, 0), (1, 2)):
         tried = ((dtype, length) for length in (past, None) for dtype in (torch.bfloat16, torch.float32))
-        passes = (observe_pass(model, dtype, tokens, length, _ReadObserver) for dtype, length in tried)
-        found = next((each for each in passes if each is not None), None)
-        if found is None:
+        found = (_record_pass(model, None, dtype, tokens, length, has_values=True) for dtype, length in tried)
+        passes.append(next((each for each in found if each is not None), None))
+        if passes[-1] is None:
             return None
-        _intersect(inside, found.inside)
-        calls.append(found.calls)
-    return Reads(inside, tuple(calls))
+    inside: dict[str, frozenset[str]] = {}
+    for each in passes:
+        _intersect(inside, each.inside)
+    return Reads(inside, tuple(each.calls for each in passes))
 
 
 def _intersect(inside: dict[str, frozenset[str]], more: dict[str, frozenset[str]]) -> None:
@@ -248,70 +189,173 @@ def _intersect(inside: dict[str, frozenset[str]], more: dict[str, frozenset[str]
         inside[name] = inside.get(name, modules) & modules
 
 
-class _ReadObserver(PassObserver):
-    """Notes which modules are being called when a parameter is read.
+def _record_pass(
+    model: Any, spec: ModelSpec | None, dtype: torch.dtype, tokens: int, past: int | None, has_values: bool = False
+) -> PassRecorder | None:
+    def run(copied: nn.Module, layers: dict[int, nn.Module], kinds: LayerKinds) -> PassRecorder:
+        recorder = PassRecorder(copied, spec, has_values)
+        repeat_layers(layers, kinds, recorder)
+        call_model(copied, tokens, past, recorder)
+        return recorder
 
-    If the model reads values, such as which experts were chosen, all elements are nonzero and all numbers are 0.
+    return run_on_meta(model, dtype, run)
+
+
+class PassRecorder(TorchDispatchMode):
+    """Records the operators of a pass on the meta device, except in calls of layers that are repeated.
+
+    Raises TooManyOperators after `MAX_OPERATORS`, repeated ones included.
+
+    Attributes:
+        operators: those that move or compute something.
+        now, peak: bytes of tensors that operators made.
+        inside, calls: as of `Reads`.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module, spec: ModelSpec | None, has_values: bool) -> None:
         super().__init__()
-        self.layers = decoder_layers(model)[0]
-        self.modules: dict[int, str] = {}
-        self.parameters: dict[int, list[str]] = {}  # by storage
-        for name, module in model.named_modules():  # identical layers share modules: the first name
-            self.modules[id(module)] = name
-            for own, parameter in module.named_parameters(name, recurse=False):
-                self.parameters.setdefault(storage_of(parameter), []).append(own)
-        self.stack: list[str] = []
+        self.has_values = has_values
+        self.operators: Counter[Operator] = Counter()
+        self.operators_seen = self.module_calls = self.now = self.peak = 0
         self.inside: dict[str, frozenset[str]] = {}
         self.calls: Counter[str] = Counter()
+        self._alive: dict[int, int] = {}  # storage -> its number, because ids of freed storages are used again
+        self._storages_made = 0
+        self._last_input: tuple[int, int | None] | None = None  # storage and number, of a product with a weight
+        self._weight_kinds = _weight_kinds(model, spec) if spec else {}
+        self._names: dict[nn.Module, str] = {}
+        self._parameters: dict[int, list[str]] = {}  # names by storage
+        for name, module in model.named_modules():  # identical layers share modules: the first name
+            self._names[module] = name
+            for own, parameter in module.named_parameters(name, recurse=False):
+                self._parameters.setdefault(storage_of(parameter), []).append(own)
+        self._stack: list[str] = []  # modules that are being called
 
-    def on_operator(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
-        """See `PassObserver`."""
-        for storage in given & self.parameters.keys():
-            now = frozenset(self.stack)
-            _intersect(self.inside, dict.fromkeys(self.parameters[storage], now))
+    def module_hooks(self) -> Patches:
+        def before(module: nn.Module, args: tuple) -> None:
+            self._stack.append(self._names.get(module, ""))
+            self.calls[self._stack[-1]] += 1
+            self.module_calls += 1
+
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
+            self._stack.pop()
+
+        hooks, patches = torch.nn.modules.module, Patches()
+        patches.add_hooks(
+            hooks.register_module_forward_pre_hook(before),
+            hooks.register_module_forward_hook(after, always_call=True),
+        )
+        return patches
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function is aten._local_scalar_dense.default:
+        if self.has_values and function is aten._local_scalar_dense.default:
             return 0
-        if function is aten.nonzero.default:
+        if self.has_values and function is aten.nonzero.default:
             return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
-        return super().__torch_dispatch__(function, types, args, kwargs)
+        kwargs = kwargs or {}
+        self._count_seen(1)
+        inputs = tensors_in((args, kwargs))
+        given = {storage_of(tensor) for tensor in inputs}
+        out = function(*args, **kwargs)
+        outputs = tensors_in(out)
+        for storage in given & self._parameters.keys():
+            _intersect(self.inside, dict.fromkeys(self._parameters[storage], frozenset(self._stack)))
+        for tensor in outputs:
+            if storage_of(tensor) not in given:
+                self._add_storage(tensor.untyped_storage())
+        if not function.is_view and function._overloadpacket not in WITHOUT_WORK:
+            flops = _flops(function._overloadpacket, args, kwargs, out)
+            self._count_operator(function._overloadpacket, inputs, outputs, flops)
+        return out
 
-    def on_module_call(self, module: Any) -> None:
-        """See `PassObserver`."""
-        self.stack.append(self.modules.get(id(module), ""))
-        self.calls[self.stack[-1]] += 1
+    def _count_seen(self, operators: int) -> None:
+        self.operators_seen += operators
+        if self.operators_seen > MAX_OPERATORS:
+            raise TooManyOperators
 
-    def on_module_return(self) -> None:
-        """See `PassObserver`."""
-        self.stack.pop()
+    def _add_storage(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, _allocated_bytes(storage)
+        if key not in self._alive:
+            self._storages_made += 1
+            self._alive[key] = self._storages_made
+            self.now += nbytes
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._remove_storage, key, nbytes)
 
-    def begin_call(self) -> tuple[dict[str, frozenset[str]], Counter[str]]:
-        """See `LayerObserver`."""
-        before = self.inside, self.calls
-        self.inside, self.calls = {}, Counter()
+    def _remove_storage(self, key: int, nbytes: int) -> None:
+        del self._alive[key]
+        self.now -= nbytes
+
+    def _count_operator(self, name: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], flops: int) -> None:
+        read: Counter[str] = Counter()  # bytes of weights
+        computed = []  # activations
+        for tensor in inputs:
+            kind = self._weight_kinds.get(storage_of(tensor))
+            if kind is None:
+                computed.append(tensor)
+            elif name is not aten.embedding:  # it reads one row a token
+                read[kind] += tensor.nbytes
+        same_input = False
+        if flops and read and computed:
+            key = storage_of(computed[0])
+            same_input = self._last_input == (key, self._alive.get(key))
+            self._last_input = key, self._alive.get(key)
+        nbytes = sum(tensor.nbytes for tensor in (*computed, *outputs))
+        weights = read["outside_bytes"], read["layer_bytes"], read["expert_bytes"]
+        self.operators[Operator(flops, nbytes, *weights, same_input=same_input)] += 1
+
+    def count_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the output of attention. It is causal, so a prompt's tokens attend to half of each other."""
+        batch, heads, length, width = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        pairs = length * key.shape[2] - length * (length - 1) // 2
+        flops = 2 * batch * heads * pairs * (width + value.shape[-1])
+        nbytes = sum(each.nbytes for each in (query, key, value, out))
+        shape = AttentionShape(heads, key.shape[1], (width + value.shape[-1]) / 2, key.shape[2])
+        self.operators[Operator(flops, nbytes, attention=shape)] += 1
+        return out
+
+    def begin_call(self) -> tuple:
+        """Return the state that `end_call` needs at the end of a decoder layer's call."""
+        before = self.operators.copy(), self.module_calls, self.operators_seen, self.now, self.peak
+        self.peak = self.now
         return before
 
-    def end_call(self, start: tuple[dict[str, frozenset[str]], Counter[str]], position: int, made: set[int]) -> tuple:
-        """See `LayerObserver`."""
-        inside, calls = self.inside, self.calls
-        self.inside, self.calls = start
-        _intersect(self.inside, inside)
-        self.calls += calls
-        own = f"{self.layers}.{position}."
+    def end_call(self, start: tuple, new_outputs: list[torch.Tensor]) -> tuple:
+        """Return the counts of a call, equal for calls that did the same."""
+        operators, module_calls, operators_seen, now, peak = start
+        outputs_bytes = sum(_allocated_bytes(each.untyped_storage()) for each in new_outputs)
+        counts = (
+            self.operators - operators,
+            self.module_calls - module_calls,
+            self.operators_seen - operators_seen,
+            self.peak - now,
+            self.now - now - outputs_bytes,  # kept elsewhere, as in a cache
+        )
+        self.peak = max(self.peak, peak)
+        return counts
 
-        def relative(name: str) -> str:
-            return f"{name}.".removeprefix(own)
+    def repeat_call(self, counts: tuple) -> None:
+        """Add the counts of an `end_call` once more."""
+        operators, module_calls, operators_seen, added_bytes, kept_bytes = counts
+        self.operators += operators
+        self.module_calls += module_calls
+        self._count_seen(operators_seen)
+        self.peak = max(self.peak, self.now + added_bytes)
+        self.now += kept_bytes
+        self.calls[self._stack[-1]] -= 1  # only the call of the traced layer counts
 
-        relative_inside = {relative(name): frozenset(map(relative, modules)) for name, modules in inside.items()}
-        return relative_inside, {relative(name): count for name, count in calls.items()}
 
-    def repeat_call(self, position: int, counts: tuple, made: list[torch.Tensor]) -> None:
-        """See `LayerObserver`."""
-        self.calls[self.stack[-1]] -= 1  # the call of the traced layer was counted
+def _allocated_bytes(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+
+def _weight_kinds(model: Any, spec: ModelSpec) -> dict[int, str]:
+    """Return by the storage of each parameter the attribute of `Operator` that counts its bytes."""
+    kinds = {storage_of(parameter): "outside_bytes" for parameter in model.parameters()}
+    for layer in decoder_layers(model)[1]:
+        kinds |= {storage_of(parameter): "layer_bytes" for parameter in layer.parameters()}
+    return kinds | {storage_of(parameter): "expert_bytes" for parameter in expert_parameters(model, spec)}
 
 
 def _flops(name: Any, args: tuple, kwargs: dict, out: Any) -> int:

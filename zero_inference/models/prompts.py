@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 
 EXCERPT_LENGTH = 60  # characters of a prompt that are shown with its output
-TEMPLATE_S = 10.0  # templates of published models take milliseconds
 INSTEAD = "replace the tokenizer files, or remove them to run on random ids."
 TEXT = (
     "A library card and a quiet table were all she needed to begin. The first book was about rivers, and it said that "
@@ -39,31 +36,6 @@ TEXT = (
     "everything that was late.",
     "The capital of France is Paris, the capital of Italy is Rome, and the capital of Japan is Tokyo. The capital of Spain is",
 )
-
-
-@dataclass(frozen=True)
-class PromptParts:
-    """The ids of a prompt: its text, and those that its tokenizer or chat template puts around it."""
-
-    before: list[int]
-    text: list[int]
-    after: list[int]
-
-    def __len__(self) -> int:
-        return len(self.before) + len(self.text) + len(self.after)
-
-    def of_length(self, length: int, filler: list[int]) -> list[int]:
-        """Return `length` ids: the beginning of a long text, or a short one after as much of `filler` as is missing.
-
-        Raises:
-            ValueError: there is no room for any text.
-        """
-        room = length - len(self.before) - len(self.after)
-        if room < 1 and self.after:
-            raise ValueError(f"the chat template alone takes {length - room} tokens")
-        missing = max(0, room - len(self.text))
-        lead = (filler * (missing // len(filler) + 1))[:missing] if missing else []
-        return (self.before + lead + self.text[: max(0, room)] + self.after)[:length]
 
 
 def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
@@ -82,7 +54,7 @@ def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
     if config.prompt_len != LONGEST_PROMPT:
         return config
     with _tokenizer_errors(spec.name):
-        longest = max(len(prompt_parts(tokenizer, text, config.chat)) for text in config.prompt)
+        longest = max(sum(map(len, prompt_parts(tokenizer, text, config.chat))) for text in config.prompt)
     if longest == 0:
         raise UsageError(f"--prompt: the tokenizer of {spec.name} makes no tokens of it; write another text.")
     return replace(config, prompt_len=longest)
@@ -96,12 +68,8 @@ def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, s
     """
     tokenizer, vocab_size = load_tokenizer(spec), spec.text_config.vocab_size
     if tokenizer is not None:
-        if config.prompt:
-            texts = [config.prompt[i % len(config.prompt)] for i in range(config.batch_size)]
-        else:
-            texts = read_prompts(config.prompts, config.batch_size)
         with _tokenizer_errors(spec.name):
-            ids = encode_prompts(tokenizer, texts, config.prompt_len, config.chat)
+            ids = encode_prompts(tokenizer, _prompt_texts(config), config.prompt_len, config.chat)
         if (largest := int(ids.max())) >= vocab_size:
             raise UsageError(
                 f"--model {spec.name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens; "
@@ -114,23 +82,21 @@ def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, s
     return random_ids(config.seed, config.batch_size, config.prompt_len, vocab_size), None, note
 
 
-def prompt_excerpts(config: RunConfig, ids: torch.Tensor, tokenizer: Any, most: int = EXCERPT_LENGTH) -> list[str]:
-    """Return the last line of each prompt (int64 [batch, prompt_len]), with --chat of the message; of a line longer than `most` its end.
-
-    Empty without a tokenizer.
-    """
+def prompt_excerpts(config: RunConfig, ids: torch.Tensor, tokenizer: Any) -> list[str]:
+    """Return the end of each prompt's last line; of a chat that of the user's text. Empty without a tokenizer."""
     if tokenizer is None:
         return []
-    texts: Sequence[str] = [tokenizer.decode(row, skip_special_tokens=True) for row in ids.tolist()]
+    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in ids.tolist()]
     if config.chat:
-        asked = config.prompt or read_prompts(config.prompts, config.batch_size)
-        texts = [asked[number % len(asked)] for number in range(config.batch_size)]
-    return [_end_of(text, most) for text in texts]
+        texts = _prompt_texts(config)
+    lines = [text.strip().splitlines()[-1] if text.strip() else "" for text in texts]
+    return [line if len(line) <= EXCERPT_LENGTH else f"...{line[-EXCERPT_LENGTH:]}" for line in lines]
 
 
-def _end_of(text: str, most: int) -> str:
-    line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-    return line if len(line) <= most else f"...{line[-most:].partition(' ')[2] or line[-most:]}"
+def _prompt_texts(config: RunConfig) -> list[str]:
+    if config.prompt:
+        return [config.prompt[number % len(config.prompt)] for number in range(config.batch_size)]
+    return read_prompts(config.prompts, config.batch_size)
 
 
 def eos_token_ids(spec: ModelSpec, tokenizer: Any) -> frozenset[int]:
@@ -163,60 +129,36 @@ def encode_prompts(tokenizer, prompts: list[str], prompt_len: int, chat: bool = 
     filler = tokenizer(" ".join(TEXT), add_special_tokens=False)["input_ids"]
     if not filler:
         raise ValueError("it makes no tokens of text")
-    parts = [prompt_parts(tokenizer, prompt, chat) for prompt in prompts]
-    try:
-        rows = [each.of_length(prompt_len, filler) for each in parts]
-    except ValueError as error:
-        raise UsageError(f"--prompt-len {prompt_len}: {error}; ask for more.") from error
+    rows = []
+    for prompt in prompts:
+        before, text, after = prompt_parts(tokenizer, prompt, chat)
+        room = prompt_len - len(before) - len(after)
+        if room < 1 and after:
+            raise UsageError(
+                f"--prompt-len {prompt_len}: the chat template alone takes {prompt_len - room} tokens; ask for more."
+            )
+        missing = max(0, room - len(text))
+        lead = (filler * (missing // len(filler) + 1))[:missing]
+        rows.append((before + lead + text[: max(0, room)] + after)[:prompt_len])
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def prompt_parts(tokenizer, text: str, chat: bool) -> PromptParts:
-    """Tokenize one prompt; with `chat` as a user's message, followed by the start of an answer."""
+def prompt_parts(tokenizer, text: str, chat: bool) -> tuple[list[int], list[int], list[int]]:
+    """Return the ids of a prompt's text, and those that the tokenizer or the chat template puts before and after it."""
     if not chat:
         plain = tokenizer(text, add_special_tokens=False)["input_ids"]
         full = tokenizer(text)["input_ids"]
-        return PromptParts(full[: _find(full, plain)], plain, [])
-    full, other = (_message(tokenizer, each) for each in (text, TEXT[0] if text != TEXT[0] else TEXT[1]))
-    start = _common_prefix(full, other)
-    end = min(_common_prefix(full[::-1], other[::-1]), len(full) - start)
-    return PromptParts(full[:start], full[start : len(full) - end], full[len(full) - end :])
-
-
-def _message(tokenizer, text: str) -> list[int]:
-    message = [{"role": "user", "content": text}]
-    return _within(
-        TEMPLATE_S,
-        lambda: tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False),
-    )
-
-
-def _within(limit_s: float, template: Callable[[], list[int]]) -> list[int]:
-    """Return the result of `template`: a program of the checkpoint, which may never end.
-
-    Raises:
-        UsageError: it took longer than `limit_s`; it is terminated.
-    """
-    found: list[list[int]] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(template())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-        raise UsageError(
-            f"--chat: the chat template did not end within {limit_s:g} s; drop --chat, or correct the template."
+        starts = range(len(full) - len(plain) + 1)
+        return full[: next((at for at in starts if full[at : at + len(plain)] == plain), 0)], plain, []
+    full, other = (
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    if errors:
-        raise errors[0]
-    return found[0]
+        for message in (text, TEXT[0] if text != TEXT[0] else TEXT[1])
+    )
+    start = _common_prefix(full, other)
+    end = len(full) - min(_common_prefix(full[::-1], other[::-1]), len(full) - start)
+    return full[:start], full[start:end], full[end:]
 
 
 def _common_prefix(one: list[int], other: list[int]) -> int:
@@ -261,13 +203,6 @@ def read_prompts(path: str | None, batch_size: int) -> list[str]:
             f"--batch-size {batch_size}: {path} has {len(lines)} prompts; add prompts or lower the batch size."
         )
     return lines[:batch_size]
-
-
-def _find(full: list[int], part: list[int]) -> int:
-    for start in range(len(full) - len(part) + 1):
-        if full[start : start + len(part)] == part:
-            return start
-    return 0
 
 
 def greedy_config(new_tokens: int) -> GenerationConfig:
