@@ -14,29 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
-from zero_inference.errors import RunError
 from zero_inference.measure.session import output_ids_sha256
-from zero_inference.models.checkpoint_files import checkpoint_files
 from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.records.read import read_records
 
 PROMPT, TOKENS = 8, 3
-SHAPE = [
-    "--engine",
-    "resident",
-    "--prompt-len",
-    PROMPT,
-    "--gen-len",
-    TOKENS,
-    "--loops",
-    1,
-    "--warmup",
-    0,
-    "--dtype",
-    "float32",
-]
+SHAPE = [*"--engine resident --gen-len 3 --loops 1 --warmup 0 --dtype float32 --prompt-len".split(), PROMPT]
 INDEX = "model.safetensors.index.json"
 
 
@@ -91,6 +76,7 @@ def as_bin(folder: Path, state, **options) -> None:
         b'{"weight_map": "x"}',
         b'{"weight_map": {"a": ["x"]}}',
         b'{"weight_map": {"a": 3}}',
+        b'{"weight_map": {}}',
         b"{",
         b"[" * 100_000,
         b"\xff\xfe\x80",
@@ -98,22 +84,12 @@ def as_bin(folder: Path, state, **options) -> None:
         b'{"weight_map": {"a": "../model/x"}}',
         b'{"weight_map": {"a": "/x"}}',
     ],
-    ids=["empty", "list", "text", "lists", "numbers", "cut", "deep", "bytes", "long", "up", "absolute"],
+    ids=["empty", "list", "text", "lists", "numbers", "none", "cut", "deep", "bytes", "long", "up", "absolute"],
 )
 def test_a_damaged_index_is_called_one(run, folder, text):
     (folder / INDEX).write_bytes(text)
     code, error, _ = run()
     assert code == 1 and f"{INDEX}: " in error and "fetch it again" in error
-
-
-def test_an_index_that_names_a_file_outside_its_folder_is_refused(run, folder):
-    index = json.loads((folder / INDEX).read_text())
-    outside = shutil.copytree(folder, folder.parent / "other")
-    (folder / INDEX).write_text(
-        json.dumps({"weight_map": {key: str(outside / name) for key, name in index["weight_map"].items()}})
-    )
-    code, error, _ = run()
-    assert code == 1 and "which is not a file in its folder" in error
 
 
 def test_of_two_tensors_of_one_name_the_indexed_one_is_read(run, folder, expected):
@@ -214,17 +190,6 @@ def test_layers_that_the_config_does_not_count_are_told(run, folder, caplog):
     assert run()[0] == 0 and "warning: " in caplog.text and "no parameter for model.layers.2." in caplog.text
 
 
-@pytest.mark.parametrize("name", ["layers.3.mlp.up_proj.weight", "mtp.fc.weight"])
-def test_multi_token_prediction_that_the_config_announces_casts_no_doubt(run, folder, expected, caplog, name):
-    """DeepSeek-V3 keeps it after its last layer, Qwen3-Next beside the layers."""
-    save_file({f"model.{name}": torch.zeros(4, 4)} | all_tensors(folder), folder / "model.safetensors")
-    assert run()[0] == 0 and f"no parameter for model.{name}" in caplog.text
-    caplog.clear()
-    (folder.parent / "run.jsonl").unlink()
-    change_config(folder, num_nextn_predict_layers=1)
-    assert run()[::2] == (0, expected) and "warning" not in caplog.text
-
-
 @pytest.mark.parametrize("engine", ["resident", "stream"])
 def test_a_model_without_a_limit_of_positions_or_a_cache_of_the_usual_form(run, folder, engine):
     """XLNet's config says -1, and it remembers hidden states."""
@@ -251,7 +216,7 @@ def test_sizes_are_checked_before_lists_are_made_of_them(run, folder, changes, w
     """They took all of the memory."""
     change_config(folder, **changes)
     code, error, _ = run()
-    assert code == 2 and word in error and "at most" in error
+    assert code == 2 and word in error and "must be between" in error
 
 
 @pytest.mark.parametrize(
@@ -265,38 +230,6 @@ def test_a_config_chooses_neither_kernels_nor_what_a_forward_returns(run, folder
     config = build_on_meta(spec).config
     assert config._attn_implementation == "sdpa" and config.return_dict
     assert run()[::2] == (0, expected)
-
-
-BAD = {
-    "a list": b"[1]",
-    "no map": b"{}",
-    "a map of another kind": b'{"weight_map": [1]}',
-    "null": b'{"weight_map": null}',
-    "a number": b'{"weight_map": {"a": 1}}',
-    "mixed": b'{"weight_map": {"a": "x", "b": null}}',
-    "not UTF-8": b"\xff\xfe\x00",
-    "deep": b"[" * 100_000,
-    "empty": b"",
-    "nothing in it": b'{"weight_map": {}}',
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_damaged_index_is_named(name, tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_bytes(BAD[name])
-    with pytest.raises(
-        RunError,
-        match="model.safetensors.index.json: (damaged, or no index|names .*, which is not a file in its folder)",
-    ):
-        checkpoint_files(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/hostname", "a/../../b"])
-def test_an_index_leads_to_its_own_folder_alone(name, tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name, "b": "there"}}))
-    (tmp_path / "there").touch()
-    with pytest.raises(RunError, match=f"names '{name}', which is not a file in its folder"):
-        checkpoint_files(tmp_path)
 
 
 @pytest.mark.parametrize("held", ["equal", "different", "head"])

@@ -66,8 +66,11 @@ class Odd(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
-        self.first, self.second, self.last = (nn.Linear(8, 8) for _ in range(3))
-        self.shape = nn.PReLU()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        if kind in ("sum", "deep"):
+            self.second = nn.Linear(8, 8)
+        if kind == "learned":
+            self.shape = nn.PReLU(init=1.0)
 
     def forward(self, x):
         hidden = self.first(x)

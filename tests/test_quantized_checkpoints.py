@@ -25,18 +25,8 @@ from zero_inference.utils.ranks import detect_ranks
 
 BATCH, PROMPT, GEN, BLOCK = 2, 8, 6, 128
 SHAPE = [
-    "--batch-size",
-    BATCH,
-    "--prompt-len",
-    PROMPT,
-    "--gen-len",
-    GEN,
-    "--loops",
-    1,
-    "--warmup",
-    0,
-    "--dtype",
-    "float32",
+    *"--loops 1 --warmup 0 --dtype float32 --batch-size".split(),
+    *(BATCH, "--prompt-len", PROMPT, "--gen-len", GEN),
 ]
 COMMON = dict(
     hidden_size=192,

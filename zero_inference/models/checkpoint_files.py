@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ WEIGHT_FILES = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-MAX_NAME_BYTES = 255  # on Linux
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
@@ -32,11 +30,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
         RunError: there are none, or the index is damaged or names one that is missing.
     """
     found = _find_weights(folder)
-    if not found.name.endswith(".index.json"):
+    if found.suffix != ".json":
         return [found]
     names = shard_names(found)
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in names if not (folder / name).is_file()]:
         raise RunError(
             f"{folder}: {found.name} names {shorten_names(missing)}, which is missing; fetch the checkpoint again."
         )
@@ -49,10 +46,10 @@ def shard_names(index: Path) -> list[str]:
 
 
 def _find_weights(folder: Path) -> Path:
-    for names in WEIGHT_FILES:
-        for name in names:
-            if (folder / name).is_file():
-                return folder / name
+    """Return the file with all weights, or the index of their shards."""
+    for name in (name for names in WEIGHT_FILES for name in names):
+        if (folder / name).is_file():
+            return folder / name
     raise RunError(f"{folder}: has neither model.safetensors nor pytorch_model.bin, nor an index of them.")
 
 
@@ -61,17 +58,17 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         found = json.loads(index.read_bytes())["weight_map"]
         names = set(found.values())
+        if not names:
+            raise ValueError("it names none")
     except OSError as error:
         raise RunError(f"{index}: cannot be read ({error.strerror}).") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(
             f"{index}: damaged, or no index of weight files ({first_line(error)}); fetch it again."
         ) from error
-    if not names:
-        raise RunError(f"{index}: damaged, or no index of weight files (it names none); fetch it again.")
     for name in names:
-        inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in Path(name).parts
-        if not inside or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
+        # NAME_MAX of Linux
+        if not isinstance(name, str) or {"/", ".."} & {*Path(name).parts} or len(name.encode(errors="replace")) > 255:
             raise RunError(f"{index}: names {str(name)[:100]!r}, which is not a file in its folder; fetch it again.")
     return found
 
@@ -99,7 +96,7 @@ class Shards:
         self.folder, self._blocks, self._dtype = folder, fp8_blocks, dtype
         self.file_of: dict[str, Path] = {}
         weights = _find_weights(folder)
-        index = _read_index(weights) if weights.name.endswith(".index.json") else {}
+        index = _read_index(weights) if weights.suffix == ".json" else {}
         for path in checkpoint_files(folder):
             with ExitStack() as files:
                 for key in _open(path, files):

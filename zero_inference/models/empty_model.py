@@ -53,10 +53,7 @@ class EmptyModel:
         return batch * max(peak_bytes, logits_bytes(spec))
 
     def traced_pass(self, spec: ModelSpec, tokens: int, past: int) -> Pass | None:
-        """Return the operators of a sequence's pass of `tokens` tokens after `past` others.
-
-        None if the model cannot run on the meta device, or is already filled when this pass is first asked for.
-        """
+        """Return `trace_pass` of this model; None if it is already filled when this pass is first asked for."""
         return self.cached(
             ("pass", tokens, past), lambda: trace_pass(self.model, spec, tokens, past) if self.is_empty else None
         )

@@ -122,7 +122,7 @@ def _possible_forms(named: dict[str, nn.Parameter], weights: list[str], biases: 
     ):
         number, hidden, inner = (named[down].mT if transposed else named[down]).shape
         rows = (1 + gated) * inner
-        expected = {gate_up: (number, hidden, rows) if transposed else (number, rows, hidden)}
+        expected: dict[str, tuple] = {gate_up: (number, hidden, rows) if transposed else (number, rows, hidden)}
         if biases:
             expected |= {up_bias: (number, rows), down_bias: (number, hidden)}
         if all(tuple(named[name].shape) == shape for name, shape in expected.items()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -166,17 +166,15 @@ def copy_with_few_layers(model: nn.Module, kinds: LayerKinds) -> tuple[nn.Module
 
 def _share_something(model: nn.Module, layers: nn.ModuleList) -> bool:
     """Return whether a module, parameter or buffer of a layer belongs to another layer or to the rest of the model too."""
-    parts = [_object_ids(layer.modules()) for layer in layers]
-    parts.append(_object_ids(module for _, module in model.named_modules(memo={layers})))
+    rest = [module for _, module in model.named_modules(memo={layers})]
+    parts = []
+    for modules in (*(layer.modules() for layer in layers), rest):
+        part: set[int] = set()
+        for module in modules:
+            held = (module, *module._parameters.values(), *module._buffers.values())
+            part |= {id(each) for each in held if each is not None}
+        parts.append(part)
     return len(set().union(*parts)) < sum(map(len, parts))
-
-
-def _object_ids(modules: Iterable[nn.Module]) -> set[int]:
-    found: set[int] = set()
-    for module in modules:
-        tensors = (*module._parameters.values(), *module._buffers.values())
-        found |= {id(module), *(id(tensor) for tensor in tensors if tensor is not None)}
-    return found
 
 
 def _config_entries(config: Any, count: int) -> list[tuple]:
@@ -212,14 +210,13 @@ def _describe_layer(layer: nn.Module, position: int) -> tuple:
 
 def _comparable(value: Any) -> Any:
     """Return a hashable that is equal for equal plain values, and for other objects only if they are the same object."""
+    if isinstance(value, functools.partial):
+        value = [value.func, value.args, value.keywords]
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return type(value), value
-    if isinstance(value, list | tuple):
-        return type(value), tuple(map(_comparable, value))
-    if isinstance(value, functools.partial):
-        return type(value), _comparable((value.func, value.args, value.keywords))
-    if isinstance(value, set | frozenset):
-        return type(value), frozenset(map(_comparable, value))
     if isinstance(value, dict):
         return type(value), tuple((_comparable(key), _comparable(each)) for key, each in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        parts = map(_comparable, value)
+        return type(value), tuple(parts) if isinstance(value, list | tuple) else frozenset(parts)
     return type(value), id(value)

@@ -87,11 +87,19 @@ def _call_with_products(
     """
     products: dict[str, Tensor] = {}
     calls: list[tuple[str, Tensor]] = []
+
+    def forward_of(name: str) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            calls.append((name, x))
+            return products[name].clone()
+
+        return forward
+
     with Patches() as patches:
         for name, linear in linears.items():
             width = linear.weight.shape[0 if weight_layout(linear) == ROWS else 1]
             products[name] = scale * torch.randn(1, 3, width, dtype=torch.float64)
-            patches.set_attr(linear, "forward", lambda x, name=name: calls.append((name, x)) or products[name])
+            patches.set_attr(linear, "forward", forward_of(name))
         x = torch.randn(1, 3, products[[*linears][-1]].shape[-1], dtype=torch.float64)
         out = module(x)
     names = [name for name, _ in calls]

@@ -56,27 +56,23 @@ def read_block_scales(name: str, quantization: dict[str, Any]) -> BlockScales:
     Raises:
         UsageError: the weights are stored in another format.
     """
-    method = quantization.get("quant_method") or (
-        "bitsandbytes" if "load_in_8bit" in quantization else "its config.json names no method"
-    )
-    if method != "fp8":
-        raise UsageError(
-            f"--model {name}: its weights are quantized ({method}), and of quantized checkpoints only fp8 with "
-            f"block scales is read; {INSTEAD}."
+
+    def refuse(found: str, readable: str) -> UsageError:
+        return UsageError(
+            f"--model {name}: its weights are quantized ({found}), and only {readable} is read; {INSTEAD}."
         )
+
+    bitsandbytes = "bitsandbytes" if "load_in_8bit" in quantization else None
+    method = quantization.get("quant_method") or bitsandbytes or "its config.json names no method"
+    if method != "fp8":
+        raise refuse(method, "fp8 with block scales")
     for key, readable in READ.items():
         if (quantization.get(key) or readable[0]) not in readable:
-            raise UsageError(
-                f"--model {name}: its fp8 weights have {key} {quantization[key]!r} in config.json, and only "
-                f"{readable[0]!r} is read; {INSTEAD}."
-            )
+            raise refuse(f"fp8 with {key} {quantization[key]!r}", repr(readable[0]))
     size = quantization.get("weight_block_size", (128, 128))
     sides = size if isinstance(size, (list, tuple)) else ()
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise UsageError(
-            f"--model {name}: its fp8 weights have weight_block_size {size!r} in config.json, and only blocks of "
-            f"[rows, columns] are read; {INSTEAD}."
-        )
+        raise refuse(f"fp8 with weight_block_size {size!r}", "blocks of [rows, columns]")
     return BlockScales(*sides)
 
 
@@ -92,33 +88,30 @@ def dequantize_tensors(
     Raises:
         RunError: a weight is no plain float and has no scale, a scale has no float8 weight, or it has another shape.
     """
-    scales = {key.removesuffix(SCALE): tensors[key] for key in tensors if key.endswith(SCALE)} if blocks else {}
     plain = {}
     for key, tensor in tensors.items():
-        dtype_name, shape = _dtype_and_shape(tensor)
+        stored, shape = _dtype_and_shape(tensor)
         if blocks and key.endswith(SCALE):
             weight = key.removesuffix(SCALE)
-            if weight not in tensors:
-                raise RunError(f"{folder}: {key} scales {weight}, which is not in the checkpoint; fetch it again.")
-            if (stored := _dtype_and_shape(tensors[weight])[0]) not in FLOAT8:
+            found = _dtype_and_shape(tensors[weight])[0] if weight in tensors else "not in the checkpoint"
+            if found not in FLOAT8:
                 raise RunError(
-                    f"{folder}: {key} scales {weight}, which is stored as {stored} and not as float8; fetch it again."
+                    f"{folder}: {key} scales {weight}, a float8 weight, but that is {found}; fetch it again."
                 )
-        elif blocks and dtype_name in FLOAT8:
-            if key not in scales:
-                raise RunError(
-                    f"{folder}: {key} is stored as {dtype_name} and the checkpoint has no {key}{SCALE}; fetch it again."
-                )
-            scale_dtype, scale_shape = _dtype_and_shape(scales[key])
+        elif blocks and stored in FLOAT8:
+            if key + SCALE not in tensors:
+                raise RunError(f"{folder}: {key} is stored as {stored} and has no {key}{SCALE}; fetch it again.")
+            scales = tensors[key + SCALE]
+            scale_dtype, scale_shape = _dtype_and_shape(scales)
             expected = blocks.scale_shape(shape) if len(shape) > 1 else None
             if scale_shape != expected or scale_dtype not in SCALES:
                 raise RunError(
                     f"{folder}: {key}{SCALE} is {scale_dtype} of shape {scale_shape}, and {key} of shape {shape} in "
                     f"blocks of {blocks.rows} x {blocks.columns} needs floats of shape {expected}."
                 )
-            plain[key] = _Dequantized(tensor, scales[key], blocks, dtype, shape)
-        elif dtype_name not in FLOATS and (key.endswith("weight") or "F8" in dtype_name or "float8" in dtype_name):
-            raise RunError(f"{folder}: {key} is stored as {dtype_name}, quantized in an unsupported format; {INSTEAD}.")
+            plain[key] = _Dequantized(tensor, scales, blocks, dtype, shape)
+        elif stored not in FLOATS and (key.endswith("weight") or "F8" in stored or "float8" in stored):
+            raise RunError(f"{folder}: {key} is stored as {stored}, quantized in an unsupported format; {INSTEAD}.")
         else:
             plain[key] = tensor
     return plain

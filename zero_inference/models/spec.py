@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,28 +20,25 @@ from zero_inference.utils.format import first_line
 
 SMOLLM2 = "smollm2-135m"
 # Bounds of sizes in a config.json: far beyond any model, and small enough to be counted and laid out within seconds.
+LAYERS, WIDTH, INNER, HEADS, EXPERTS = (1, 4096), (1, 1 << 20), (1, 1 << 24), (1, 1 << 16), (0, 1 << 16)
 SIZES = {
-    "num_hidden_layers": (1, 4096),
-    "hidden_size": (1, 1 << 20),
+    "num_hidden_layers": LAYERS,
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "ffn_dim": INNER,
+    "word_embed_proj_dim": WIDTH,
     "vocab_size": (1, 1 << 28),
-    "num_attention_heads": (1, 1 << 16),
-    "num_key_value_heads": (1, 1 << 16),
-    "head_dim": (1, 1 << 16),
-    "intermediate_size": (1, 1 << 24),
-    "ffn_dim": (1, 1 << 24),
-    "word_embed_proj_dim": (1, 1 << 20),
-    "max_position_embeddings": (1, 1 << 31),
-    "num_local_experts": (0, 1 << 16),
-    "num_experts": (0, 1 << 16),
-    "n_routed_experts": (0, 1 << 16),
-    "num_experts_per_tok": (0, 1 << 16),
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": HEADS,
+    "max_position_embeddings": (-1, 1 << 31),  # -1 in XLNet's config: its positions are relative
+    "num_local_experts": EXPERTS,
+    "num_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS,
 }
 # Other names of sizes, of which transformers makes lists and tables while it reads the file.
-BUILT_FIRST = {
-    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), SIZES["num_hidden_layers"]),
-    "num_labels": (0, 1 << 16),
-}
-NO_LIMIT = {("max_position_embeddings", -1)}  # XLNet's config: its positions are relative
+BUILT_FIRST = {"n_layer": LAYERS, "n_layers": LAYERS, "num_layers": LAYERS, "num_labels": (0, 1 << 16)}
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -213,8 +208,13 @@ def load_tokenizer(spec: ModelSpec):
 def _load_config(folder: Path, config: RunConfig):
     from transformers import AutoConfig
 
-    most = {name: (-math.inf, bound) for name, (_, bound) in (SIZES | BUILT_FIRST).items()}
-    _check_sizes(config.model, _raw_parts(folder / "config.json"), most)
+    try:
+        raw = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        raw = None  # explained by transformers
+    for part in (raw, *raw.values()) if isinstance(raw, dict) else ():
+        if isinstance(part, dict):
+            _check_sizes(config.model, {name: part.get(name) for name in SIZES | BUILT_FIRST}, only_large=True)
     try:
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         sizes = loaded.get_text_config(decoder=True)
@@ -225,43 +225,26 @@ def _load_config(folder: Path, config: RunConfig):
     for part in (loaded, sizes):
         if getattr(
             part, "is_heterogeneous", False
-        ):  # else it raises for sizes that differ by layer, as Gemma 4's `head_dim`
+        ):  # it raises for sizes that differ by layer, as Gemma 4's `head_dim`
             part.allow_global_per_layer_attribute_access = True
-    _check_sizes(config.model, [{name: getattr(sizes, name, None) for name in SIZES}], SIZES)
+        part.return_dict = True
+    _check_sizes(config.model, {name: getattr(sizes, name, None) for name in SIZES})
     # A checkpoint could name kernels on the hub, whose code would run. The choice is this machine's, the same for each checkpoint.
     loaded._attn_implementation = loaded._experts_implementation = None
-    for part in (loaded, sizes):
-        part.return_dict = True
     return loaded
 
 
-def _check_sizes(model: str, parts: list[dict], bounds: Mapping[str, tuple[float, float]]) -> None:
-    for part in parts:
-        for name, (least, most) in bounds.items():
-            for size in _numbers(part.get(name)):
-                if not least <= size <= most and (name, size) not in NO_LIMIT:
-                    raise UsageError(
-                        f"--model {model}: {name} in its config.json is {size:.6g}; it must be "
-                        + (f"between {least} and {most}." if least > -math.inf else f"at most {most}.")
-                    )
-
-
-def _raw_parts(path: Path) -> list[dict]:
-    """Return the config.json and the objects in it, unparsed by transformers; [] if it cannot be read."""
-    try:
-        raw = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return []
-    return [part for part in (raw, *(raw.values() if isinstance(raw, dict) else ())) if isinstance(part, dict)]
-
-
-def _numbers(value: Any) -> list:
-    """Return a config value's numbers: itself, or a list with one for each layer."""
-    return [
-        each
-        for each in (value if isinstance(value, (list, tuple)) else [value])
-        if isinstance(each, (int, float)) and not isinstance(each, bool)
-    ]
+def _check_sizes(model: str, sizes: dict[str, Any], only_large: bool = False) -> None:
+    """Raise UsageError for a size out of bounds, also in a list with one for each layer."""
+    for name, value in sizes.items():
+        least, most = (SIZES | BUILT_FIRST)[name]
+        for size in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(size, int | float) or isinstance(size, bool):
+                continue
+            if not size <= most or not (only_large or size >= least):  # also NaN
+                raise UsageError(
+                    f"--model {model}: {name} in its config.json is {size:.6g}; it must be between {least} and {most}."
+                )
 
 
 def _resolve_dtype(config: RunConfig, model_config, device_type: str, half: torch.dtype) -> torch.dtype:

@@ -4,10 +4,9 @@ Renaming, fusing and casting of tensors is transformers' (`convert_and_load_stat
 layer instead of all at once, so every family that it supports loads, fused experts included.
 
 Random weights (--dummy) are seeded by name, so that order, rank and engine do not matter. Fed its own greedy tokens, a mixture with random
-weights chooses the same few experts in every step: the residual stream is soon dominated by the component that all tokens share. With text,
-an LRU cache of a quarter of the experts hits two thirds of the choices, a fixed set of an eighth a tenth of them (llama.cpp #27861).
-`--dummy-routing text` reproduces this: embeddings are large enough (`embedding_std`) that the token decides the choices in every layer, and
-tokens are drawn by `draw_tokens`, which repeats recent ones. Scaling a router's weights would change none of its choices.
+weights chooses the same few experts in every step, because the component that all tokens share dominates the residual stream. With text,
+an LRU cache of a quarter of the experts hits two thirds of the choices. `--dummy-routing text` reproduces this: embeddings are so large
+(`embedding_std`) that the token decides the choices in every layer, and `draw_tokens` repeats recent tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from zero_inference.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 # Causal masks and rotary tables that older versions of transformers stored in each layer.
 OUTDATED_BUFFERS = re.compile(r"\b(attn|attention)\.bias$|\.(masked_bias|causal_mask|inv_freq|cos_cached|sin_cached)$")
-MULTI_TOKEN = re.compile("nextn|mtp", re.IGNORECASE)  # fields of a config for multi-token prediction
 TRIMMED_BYTES = 64 << 20  # of dummy weights between two `return_free_memory`: a layer or two of a small model
 Adopt = Callable[[str, nn.Parameter], None]
 Progress = Callable[[int], None]
@@ -92,26 +90,25 @@ def observe_loading(observe: Adopt) -> Iterator[None]:
 def _draw_weights(
     model, seed: int, device: torch.device, adopt: Adopt, progress: Progress, std_of_embeddings: float
 ) -> None:
-    untrimmed = 0
+    untrimmed_bytes = 0
     # a checkpoint's own code may lack get_input_embeddings
     embedding = None if std_of_embeddings == WEIGHT_STD else model.get_input_embeddings().weight
     parameters, slots = list(model.named_parameters()), parameter_slots(model)
     for name, parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if untrimmed + size >= TRIMMED_BYTES:
+        nbytes = parameter.numel() * parameter.element_size()
+        untrimmed_bytes += nbytes
+        if untrimmed_bytes >= TRIMMED_BYTES:
             return_free_memory()
-            untrimmed = 0
-        std = std_of_embeddings if parameter is embedding else WEIGHT_STD
-        drawn = nn.Parameter(
-            fill_dummy(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), name, seed, std),
-            requires_grad=False,
-        )
+            untrimmed_bytes = nbytes
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        fill_dummy(values, name, seed, std_of_embeddings if parameter is embedding else WEIGHT_STD)
+        drawn = nn.Parameter(values, requires_grad=False)
+        del values
         for holder, own_name in slots[id(parameter)]:
             holder[own_name] = drawn
         adopt(name, drawn)
         del drawn
-        progress(size)
-        untrimmed += size
+        progress(nbytes)
     return_free_memory()
 
 
@@ -121,67 +118,38 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
     shards = Shards(spec.checkpoint_folder(), spec.fp8_blocks, spec.dtype)
     mapping = get_model_conversion_mapping(model)
     ties = _resolve_ties(model, shards, _keys_of_ties(model, mapping, shards.file_of))
-    left_out: list[str] = []
-    convert = _converter(model, mapping, spec.dtype, left_out)
     adopted: set[int] = set()
-    unset = set(model.state_dict())
+    unset, unused = set(model.state_dict()), []
     for keys in shards.layers():
         shards.check_complete(keys)
         with shards.open(keys) as tensors:
-            unset &= convert(tensors, shards.folder)
+            missing, unexpected = _convert_tensors(model, tensors, mapping, spec.dtype, shards.folder)
         del tensors
+        unset &= missing
+        unused += unexpected
         _tie(model, ties)
         for name, parameter in model.named_parameters():
             if parameter.device.type != "meta" and id(parameter) not in adopted:
                 parameter.requires_grad_(False)
-                size = parameter.numel() * parameter.element_size()
+                nbytes = parameter.numel() * parameter.element_size()
                 adopt(name, parameter)
                 adopted.add(id(parameter))
-                progress(size)
+                progress(nbytes)
         return_free_memory()
     model.tie_weights()
-    missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
-    if missing:
+    if missing_names := [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]:
         raise RunError(
-            f"{shards.folder}: the checkpoint has no tensor for {shorten_names(missing)}: it belongs to another model, "
-            "or a shard is missing."
+            f"{shards.folder}: the checkpoint has no tensor for {shorten_names(missing_names)}: it belongs to another "
+            "model, or a shard is missing."
         )
     if dist.is_initialized() and dist.get_rank():
         return
     if buffers := [name for name, _ in model.named_buffers() if name in unset]:
         logger.warning(
-            "warning: %s: the checkpoint has no tensor for %s; the model's initial values stay.",
-            shards.folder,
-            shorten_names(buffers),
+            "warning: %s: no tensor for %s; the model's initial values stay.", shards.folder, shorten_names(buffers)
         )
-    if left_out := [key for key in left_out if not _announced(key, model, spec)]:
-        logger.warning(
-            "warning: %s: the model has no parameter for %s, ignored; do config.json and weights belong together?",
-            shards.folder,
-            shorten_names(left_out),
-        )
-
-
-def _announced(key: str, model, spec: ModelSpec) -> bool:
-    """Return whether config.json explains a tensor that the model has no parameter for.
-
-    That is multi-token prediction (the configured number of layers after the last one, or a module with "mtp" in its name), and all but
-    the language model if the model is built from a multimodal model's text config.
-    """
-    configs = {id(part): part for part in (spec.config, spec.text_config)}.values()
-    more = [value for part in configs for name, value in vars(part).items() if MULTI_TOKEN.search(name) and value]
-    parts = key.split(".")
-    if more and any("mtp" in part for part in parts):
-        return True
-    layer = _layer_in(key, model)
-    if more and layer is not None:
-        extra = layer[0] - layer[1]
-        return extra < max(value if isinstance(value, int) else extra + 1 for value in more)
-    if model.config is spec.config:
-        return False
-    own = {name for part in (model, model.get_decoder()) for name, _ in part.named_children()}
-    prefixes = {"model", "language_model", "text_model", model.base_model_prefix}
-    return next((part for part in parts if part not in prefixes), "") not in own
+    if unused:
+        logger.warning("warning: %s: ignored, the model has no parameter for %s.", shards.folder, shorten_names(unused))
 
 
 def _layer_in(key: str, model) -> tuple[int, int] | None:
@@ -259,63 +227,52 @@ def _tie(model, ties: list[list[str]]) -> None:
                 setattr(model.get_submodule(module), leaf, read)
 
 
-def _converter(
-    model, mapping: list, dtype: torch.dtype, left_out: list[str]
-) -> Callable[[dict[str, Any], Path], set[str]]:
-    """Return a function that reads a group of tensors into the model, and returns the names of the model's tensors that were not in it.
+def _convert_tensors(
+    model, tensors: dict[str, Any], mapping: list, dtype: torch.dtype, folder: Path
+) -> tuple[set[str], list[str]]:
+    """Read a group of the checkpoint's tensors into the model.
 
-    Names that the family expects to be missing are not among them. Unexpected keys of the checkpoint are appended to `left_out`.
+    Returns:
+        names of the model's tensors that were not in it, except those that the family expects to be missing; and keys that the model does
+        not use, except those that the family expects.
     """
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    # no dtype plan: each tensor is cast to the dtype of its parameter in the empty model
+    load_config = LoadStateDictConfig(pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping)
+    try:
+        info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise RunError(f"{folder}: the checkpoint cannot be read ({error}); fetch it again.") from error
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
-
-    def convert(tensors: dict[str, Any], folder: Path) -> set[str]:
-        # no dtype plan: each tensor is cast to the dtype of its parameter in the empty model
-        load_config = LoadStateDictConfig(
-            pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping
+    for key in set(integer_keys(tensors)) - set(info.unexpected_keys):
+        if key.rpartition(".")[2] not in buffers and not OUTDATED_BUFFERS.search(key):
+            raise RunError(f"{folder}: {key} holds integers, a quantization format that is not supported; {INSTEAD}.")
+    model._adjust_missing_and_unexpected_keys(info)
+    unexpected = sorted(key for key in info.unexpected_keys if not OUTDATED_BUFFERS.search(key))
+    for key in unexpected:
+        # layers after the model's last one are ignored, as in transformers: DeepSeek-V3 stores its multi-token prediction there
+        if (layer := _layer_in(key, model)) and layer[0] < layer[1]:
+            raise RunError(
+                f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
+                f"checkpoint is another model's, or quantized in an unsupported format; {INSTEAD}."
+            )
+    if info.mismatched_keys:
+        name, found, expected = sorted(info.mismatched_keys)[0]
+        raise RunError(
+            f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json."
         )
-        try:
-            info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise RunError(f"{folder}: the checkpoint cannot be read ({error}); fetch it again.") from error
-        for key in integer_keys(tensors):
-            if (
-                key not in info.unexpected_keys
-                and key.rpartition(".")[2] not in buffers
-                and not OUTDATED_BUFFERS.search(key)
-            ):
-                raise RunError(
-                    f"{folder}: {key} holds integers, a quantization format that is not supported; {INSTEAD}."
-                )
-        model._adjust_missing_and_unexpected_keys(info)
-        unexpected = sorted(key for key in info.unexpected_keys if not OUTDATED_BUFFERS.search(key))
-        for key in unexpected:
-            # layers after the model's last one are ignored, as in transformers: DeepSeek-V3 stores its multi-token prediction there
-            if (layer := _layer_in(key, model)) and layer[0] < layer[1]:
-                raise RunError(
-                    f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
-                    f"checkpoint is another model's, or quantized in an unsupported format; {INSTEAD}."
-                )
-        left_out.extend(unexpected)
-        if info.mismatched_keys:
-            name, found, expected = sorted(info.mismatched_keys)[0]
-            raise RunError(
-                f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json."
-            )
-        if info.conversion_errors:
-            name, reason = next(iter(info.conversion_errors.items()))
-            raise RunError(
-                f"{folder}: {name} cannot be converted ({(str(reason).strip().splitlines() or [type(reason).__name__])[-1]})."
-            )
-        return info.missing_keys
-
-    return convert
+    if info.conversion_errors:
+        name, reason = next(iter(info.conversion_errors.items()))
+        raise RunError(
+            f"{folder}: {name} cannot be converted ({(str(reason).strip() or repr(reason)).splitlines()[-1]})."
+        )
+    return info.missing_keys, unexpected
 
 
 def return_free_memory() -> None:
