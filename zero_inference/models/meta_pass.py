@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero_inference.models.layers import LayerKinds, copy_with_few_layers, layer_kinds
 from zero_inference.utils.patching import Patches
-
-if TYPE_CHECKING:
-    from zero_inference.models.operators import PassRecorder
 
 Result = TypeVar("Result")
 
@@ -65,15 +62,19 @@ def run_on_meta(
     return None
 
 
-def repeat_layers(layers: dict[int, nn.Module], kinds: LayerKinds, recorder: PassRecorder | None = None) -> None:
-    """Have each of `layers` run its first call only; later calls, in place of other layers of its kind, repeat outputs and counts."""
+def repeat_layers(layers: dict[int, nn.Module], kinds: LayerKinds, recorder: Any = None) -> None:
+    """Have each of `layers` run its first call only; later calls, in place of other layers of its kind, repeat outputs and counts.
+
+    Args:
+        recorder: an `operators.PassRecorder`, or None if nothing is counted.
+    """
     for kind, positions in enumerate(kinds.positions):
         recorded: dict[Any, Any] = {}  # by arguments: calls with arguments of the same shapes have to do the same
         for position in kinds.layers_to_run(kind) if len(positions) > 3 else ():
             layers[position].forward = _run_once(layers[position].forward, recorded, recorder)
 
 
-def _run_once(forward: Callable, recorded: dict[Any, Any], recorder: PassRecorder | None) -> Callable:
+def _run_once(forward: Callable, recorded: dict[Any, Any], recorder: Any) -> Callable:
     """Return a forward that runs and records its first call. It raises LayersDiffer if a later call has no record."""
     objects: list[Any] = []  # arguments other than tensors stay alive, because calls are distinguished by their ids
     has_run = False
@@ -146,7 +147,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def call_model(model: Any, tokens: int, past: int | None, recorder: PassRecorder) -> None:
+def call_model(model: Any, tokens: int, past: int | None, recorder: Any) -> None:
     """Run one sequence's pass of `tokens` tokens after `past` others (None: without a cache) on the meta device."""
     from transformers import masking_utils
 
