@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON="${PYTHON:-.venv/bin/python}"
 core="test_tokens test_prompts test_norms_patch test_presets test_quantized_checkpoints"
-without_torch="test_structure test_report test_html_figures test_damaged_records"
+without_torch="test_structure test_report test_damaged_records"
 
 venv="$(mktemp -d)"
 trap 'rm -rf "$venv"' EXIT

@@ -230,7 +230,7 @@ def test_bounds_that_do_not_apply_are_left_out():
 
 def test_the_line_about_the_link_says_its_rate_and_how_far_its_rounds_lie_apart():
     assert limit_in_words(limit_of(), MOVED, on_gpu=True) == (
-        "80.0% of the link's limit: 0.931 GiB a step at 50.0 GB/s +- 1.7% (host to device, pinned)"
+        "80.0% of the link's limit: 0.931 GiB a step at 50.0 GB/s (host to device, pinned, +- 1.7%)"
     )
 
 
@@ -242,7 +242,7 @@ def test_the_line_names_what_binds_and_there_is_none_where_nothing_does():
     products = limit_of(on_gpu=False)
     assert limit_in_words(products, MOVED, on_gpu=False) == ("8.0% of the limit of matrix products: 500 TFLOP/s")
     memory = limit_of(on_gpu=False, rates=replace(RATES, matmul_tflops=None))
-    for on_gpu, where in ((True, "device memory"), (False, "this machine's memory")):
+    for on_gpu, where in ((True, "device memory"), (False, "host memory")):
         assert limit_in_words(memory, MOVED, on_gpu) == f"4.0% of the limit of {where}: copies at 2000 GB/s"
     nothing = limit_of(on_gpu=False, rates=replace(RATES, matmul_tflops=None, device_copy_gb_per_s=None))
     assert nothing.bound_by is None and limit_in_words(nothing, MOVED, on_gpu=False) is None

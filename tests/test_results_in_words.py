@@ -12,8 +12,7 @@ from zero_inference.planning.roofline import StepWork, decode_roofline
 from zero_inference.records.hardware import Environment, LinkUse, Rates, TracedLinkUse
 from zero_inference.records.schema import Loop, MachineLoad, Measured, MovedPerStep, Predicted, Quality, Request, Result
 from zero_inference.records.write import RunLog
-from zero_inference.report.advice import advice
-from zero_inference.report.results import cores_in_words, print_results, times_table
+from zero_inference.report.results import cores_in_words, faster_in_words, print_results, times_table
 from zero_inference.utils.environment import describe_environment
 
 RATES = Rates(
@@ -73,25 +72,10 @@ def request(**changes) -> Request:
 @pytest.mark.parametrize(
     "use, words",
     [
-        (
-            IN_STREAM,
-            "the link was idle 40.0% of the time, mostly because the device computes longer than a layer copies",
-        ),
-        (
-            LinkUse(
-                steps=4,
-                busy_s=6.0,
-                slot_wait_s=0.0,
-                host_late_s=0.0,
-                step_start_s=0.0,
-                copied_bytes=10**9,
-                ahead_bytes=0,
-            ),
-            None,
-        ),
+        (IN_STREAM, "40.0% of the time, mostly because the device computes longer than a layer copies"),
         (
             TracedLinkUse(busy_s=3.0, idle_s=1.0, copied_bytes=10**9, gb_per_s_while_busy=1 / 3),
-            "the link was idle 25.0% of the time, by the trace",
+            "25.0% of the time, by the trace",
         ),
         (None, None),
     ],
@@ -100,7 +84,7 @@ def test_the_results_of_a_gpu(use, words, capsys):
     print_results(request(), result(use))
     lines = capsys.readouterr().out.splitlines()
     if words:
-        assert lines.pop(-2) == words
+        assert lines.pop(-2) == f"the link was idle {words}"
     assert lines == [
         "m, stream, int4, batch 1, prompt 8, 5 generated",
         "median of 2 loops               seconds       min to max   token/s",
@@ -108,8 +92,9 @@ def test_the_results_of_a_gpu(use, words, capsys):
         "time to first token (prefill)     0.500   0.490 to 0.510      16.0",
         "decode (4 steps)                  0.100   0.100 to 0.100      40.0",
         "total                             0.600   0.600 to 0.600      8.00",
-        "GiB: model 24.0 at 16 bits, stored 6.50 (97.5% int4), KV cache 0.250, peak GPU 1.00, peak host 31.0",
-        "80.0% of the link's limit: 0.931 GiB a step at 50.0 GB/s +- 1.0% (host to device, pinned)",
+        "model 24 GiB at 16 bits, stored 6.5 GiB (97.5% int4), KV cache 0.25 GiB, peak GPU 1 GiB, peak host",
+        "  31 GiB",
+        "80.0% of the link's limit: 0.931 GiB a step at 50.0 GB/s (host to device, pinned, +- 1.0%)",
         "mmlu: accuracy 50.0% +- 25.0% (2 of 4)",
     ]
 
@@ -134,69 +119,25 @@ def test_a_run_of_one_loop_or_of_one_token_has_no_row_or_column_for_what_it_lack
     assert [line.split()[0] for line in lines[2:]] == ["time", "total"]
 
 
-def test_advice_is_given_where_the_record_shows_what_helps():
-    def said(share=0.958, bound="link", use=None, **changes):
-        limit = replace(measured(None).limit, bound_by=bound, fraction_of_limit=share)
-        return advice(request(**changes), replace(measured(use), limit=limit))
-
-    busy = LinkUse(
-        steps=4, busy_s=9.9, slot_wait_s=0.1, host_late_s=0.0, step_start_s=0.0, copied_bytes=10**9, ahead_bytes=0
-    )
-    assert said(use=busy, quant_bits=16) == [
-        "the link is busy 99% of the time; only fewer bytes a token help: --quant-bits 4 or a larger --batch-size"
-    ]
-    assert said() == ["the link sets the speed; only fewer bytes a token help: a larger --batch-size"]
-    assert said(kv_offload=True) == ["the link sets the speed"]
-    assert "--cpu-compute auto or a larger" in said(cpu_compute="off")[0]
-    assert said(bound="disk", cpu_offload=False)[0].startswith(
-        "the disk sets the speed; only fewer bytes a token help: --cpu-offload"
-    )
-    assert said(share=0.8) == [] and said(bound="matmul") == [] and said(bound=None, share=None) == []
-    assert said(share=0.17, engine="deepspeed") == [
-        "83% of the link's speed is unused: --engine stream copies while it computes"
-    ]
-    assert said(share=0.8, pin_memory=False) == [
-        "weights in host memory are not page-locked: --pin-memory 1 copies faster"
-    ]
-    on_cpu = replace(measured(None), device="cpu")
-    assert advice(request(), on_cpu) == []
-
-
-def test_a_step_far_from_its_limit_says_what_took_the_rest(capsys):
-    """On a CPU a share of the limit of matrix products says little: what they take of a step, and what else does, says more."""
-
-    def printed(bound: str, device: str, engine: str = "deepspeed") -> list[str]:
-        of = measured(None)
-        floors = replace(of.limit.floor_step_s, matmul=0.005, device_memory=0.005)
-        limit = replace(of.limit, bound_by=bound, fraction_of_limit=0.2, floor_step_s=floors)
-        made = result(None)
-        loops = [
-            *of.loops,
-            Loop(prefill_s=0.5, decode_s=2.0, total_s=2.5, step_s=[0.5] * 4),
-        ]  # slowed by other work, which the median is not
-        made.measured = replace(of, limit=limit, device=device, loops=loops)
-        print_results(request(engine=engine), made)
-        return " ".join(capsys.readouterr().out.split("\nGiB: ")[1].split())
-
-    products = "matrix products take 5.00 of the 25.0 ms of a step; the rest is starting operators"
-    assert f"{products}, and fetching weights module by module, which a larger --batch-size shares" in printed(
-        "matmul", "cpu"
-    )
-    assert f"{products}, which a larger" in printed("matmul", "cpu", "stream")
-    assert "of the limit" not in printed("matmul", "cpu") and "of the limit" not in printed("device_memory", "cpu")
-    on_gpu = printed("device_memory", "cuda")
-    assert (
-        "20.0% of the limit of device memory" in on_gpu
-        and "reading weights and KV cache takes 5.00 of the 25.0 ms" in on_gpu
-    )
-
-
-def test_small_sizes_are_in_units_of_their_own(capsys):
-    made = result(None)
-    made.measured = replace(made.measured, model_bytes=263 << 20, weight_bytes=263 << 20, cache_bytes=3 << 20)
-    print_results(request(), made)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model ")]
-    assert line.startswith("model 0.257 GiB at 16 bits, stored 0.257 GiB (97.5% int4), KV cache 3 MiB, peak GPU 1 GiB")
+@pytest.mark.parametrize(
+    "share, bound, changes, options",
+    [
+        (0.95, "link", dict(quant_bits=16), ["--quant-bits 4", "a larger --batch-size"]),
+        (0.95, "link", dict(kv_offload=True), []),
+        (0.95, "link", dict(cpu_compute="off"), ["--cpu-compute auto", "a larger --batch-size"]),
+        (0.95, "disk", dict(cpu_offload=False), ["--cpu-offload"]),
+        (0.80, "link", {}, []),
+        (0.80, "link", dict(pin_memory=False), ["--pin-memory 1"]),
+        (0.17, "link", dict(engine="deepspeed"), ["--engine stream"]),
+        (0.20, "matmul", {}, ["a larger --batch-size"]),
+        (None, None, {}, []),
+    ],
+)
+def test_options_are_named_where_the_record_shows_what_helps(share, bound, changes, options):
+    limit = replace(measured(None).limit, bound_by=bound, fraction_of_limit=share)
+    line = faster_in_words(request(**changes), replace(measured(None), limit=limit))
+    assert (line or "").count(", ") + bool(line) == len(options) and all(option in line for option in options)
+    assert faster_in_words(request(**changes), replace(measured(None), limit=limit, device="cpu")) is None
 
 
 def test_the_record_of_a_gpu_has_the_keys_of_schema_1(tmp_path):
@@ -220,26 +161,7 @@ def test_the_record_of_a_gpu_has_the_keys_of_schema_1(tmp_path):
     assert "peak gpu mem: 1.000 GB" in (tmp_path / "run.log").read_text()
 
 
-def test_what_the_cores_read():
-    moved = MovedPerStep(
-        host_to_device_bytes_per_step=10**9,
-        device_to_host_bytes_per_step=0,
-        disk_read_bytes_per_step=0,
-        cores_bytes_per_step=4 * 10**9,
-        cores_busy_s_per_step=0.05,
-    )
-    assert cores_in_words(moved, 0.1, 90.0, True) == (
-        "each step: 0.931 GiB copied to the device, 3.73 GiB read by the host's cores at 80.0 GB/s (planned: 90.0), busy 50%"
-    )
-    assert cores_in_words(moved, 0.1, None, True).endswith("at 80.0 GB/s, busy 50%")
-    assert cores_in_words(
-        MovedPerStep(
-            host_to_device_bytes_per_step=0,
-            device_to_host_bytes_per_step=0,
-            disk_read_bytes_per_step=0,
-            cores_bytes_per_step=4 * 10**9,
-        ),
-        0.1,
-        None,
-        False,
-    ) == ("each step: 0 bytes fetched, 3.73 GiB read by the host's cores")
+def test_what_the_cpu_reads():
+    moved = replace(MOVED, cores_bytes_per_step=4 * 10**9, cores_busy_s_per_step=0.0125)
+    words = "each step: 0.931 GiB copied to the device, 3.73 GiB read by the CPU at 320 GB/s, busy 50%"
+    assert cores_in_words(moved, measured(None), None) == words

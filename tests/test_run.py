@@ -400,7 +400,7 @@ def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch, no_gpu
 
 @pytest.mark.parametrize("engine, prefix", [("resident", "resident"), ("deepspeed", "ds")])
 def test_weights_of_a_run_without_offload_are_on_the_cpu_where_there_is_no_gpu(checkpoints, tmp_path, engine, prefix):
-    from zero_inference.report.runs import load_runs
+    from zero_inference.report.run import load_runs
 
     place = "gpu" if torch.cuda.is_available() else "cpu"
     options = ["--model", str(checkpoints("opt")), "--engine", engine, *OPTIONS]
@@ -417,7 +417,7 @@ def test_weights_of_a_run_without_offload_are_on_the_cpu_where_there_is_no_gpu(c
             log.with_suffix(suffix).read_bytes()
         )
     for folder in (tmp_path, tmp_path / "old"):
-        assert [run.engine for run in load_runs(folder)] == [engine]
+        assert [run.request.engine for run in load_runs(folder)] == [engine]
         sweep = subprocess.run(
             [
                 sys.executable,

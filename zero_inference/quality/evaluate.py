@@ -34,8 +34,7 @@ from zero_inference.quality.sandbox import (
     isolation_problem,
     run_program,
 )
-from zero_inference.records.schema import Quality
-from zero_inference.records.scores import Tasks
+from zero_inference.records.schema import Quality, Tasks
 from zero_inference.records.write import RunLog
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.progress import Progress, Task, current_progress

@@ -5,10 +5,9 @@ A field says its unit and meaning once, in `key`. An `inline` field's own keys a
 
 from __future__ import annotations
 
-import functools
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticUndefined
@@ -25,9 +24,9 @@ def key(
     unit: str,
     meaning: str,
     name: str | None = None,
-    *,
-    required: Literal["always", "when measured"] | None = None,
     only_with: str | None = None,
+    *,
+    required: bool = False,
     default: Any = PydanticUndefined,
     **more: Any,
 ) -> Any:
@@ -35,7 +34,7 @@ def key(
 
     Args:
         name: the key, where it is not the attribute's name.
-        required: written as null where it is unknown; "when measured": by runs that succeeded.
+        required: every record has it, as null where it is unknown.
         only_with: what a run must be asked for, or have, for the key to be there; it is left out where the value is None.
     """
     declared: dict[str, Any] = {"unit": unit, "required": required, "only_with": only_with}
@@ -80,12 +79,12 @@ class Part(BaseModel):
             return data
         if not isinstance(data, dict | None):
             raise ValueError("not an object")
-        data = data or {}
-        taken = {}
-        for at, is_inline, is_required in _entries(cls):
-            if is_inline:
+        data, taken = data or {}, {}
+        for name, field in cls.model_fields.items():
+            at = field.alias or name
+            if _declared(field).get("inline"):
                 taken[at] = data
-            elif is_required or at in data:
+            elif field.is_required() or at in data:
                 taken[at] = data.get(at)
         return taken
 
@@ -115,13 +114,6 @@ def as_number(value: Any) -> float | None:
     return number if number == 0 or SMALLEST <= abs(number) <= LARGEST else None
 
 
-@functools.cache
-def _entries(part: type[Part]) -> list[tuple[str, bool, bool]]:
-    """Return (key, whether it is inline, whether it is required) of each field."""
-    fields = part.model_fields.items()
-    return [(field.alias or name, bool(_declared(field).get("inline")), field.is_required()) for name, field in fields]
-
-
 def _declared(field: Any) -> dict[str, Any]:
     return field.json_schema_extra or {}
 
@@ -148,18 +140,15 @@ def list_keys(part: type[Part], under: str = "", only_with: str | None = None) -
     seen = set()
     for name, field in part.model_fields.items():
         declared, hint = _declared(field), str(field.annotation)
-        parts = _parts_of(field.annotation)
         if field.exclude:
             continue
-        if declared.get("inline"):
-            for inner in parts:
-                yield from list_keys(inner, under, only_with)
-            continue
-        at, condition = f"{under}{field.alias or name}", declared["only_with"] or only_with
-        yield KeyInfo(at, declared["unit"], field.description or "", condition)
-        many = "[]" if hint.startswith("list") or "[list" in hint else ""
-        for inner in parts:
-            for each in list_keys(inner, f"{at}{many}.", condition):
+        below, condition = under, only_with
+        if not declared.get("inline"):
+            at, condition = f"{under}{field.alias or name}", declared["only_with"] or only_with
+            yield KeyInfo(at, declared["unit"], field.description or "", condition)
+            below = f"{at}[]." if hint.startswith("list") or "[list" in hint else f"{at}."
+        for inner in _parts_of(field.annotation):
+            for each in list_keys(inner, below, condition):
                 if each.key not in seen:
                     seen.add(each.key)
                     yield each
@@ -168,11 +157,10 @@ def list_keys(part: type[Part], under: str = "", only_with: str | None = None) -
 def required_keys(part: type[Part]) -> Iterator[str]:
     """Yield the top-level keys that every record of a run that succeeded has, in the order in which they are written."""
     for name, field in part.model_fields.items():
-        declared = _declared(field)
-        if declared.get("inline"):
+        if _declared(field).get("inline"):
             for inner in _parts_of(field.annotation):
                 yield from required_keys(inner)
-        elif declared["required"]:
+        elif _declared(field)["required"]:
             yield field.alias or name
 
 

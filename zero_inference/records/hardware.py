@@ -24,6 +24,7 @@ _CORES = "--engine stream with a GPU and --cpu-compute auto or above 0"
 _BUSY = ("s", "time the link was copying")
 _COPIED = ("byte", "bytes that the first rank copied in that time")
 _RATE = ("GB/s", "`copied_bytes` / `busy_s`; null if nothing was copied", "gbps_while_busy")
+_REACHED = "the higher of the rate measured for the plan and the rate reached in the loops"
 
 
 class Rates(Part):
@@ -33,42 +34,20 @@ class Rates(Part):
     memory was left to measure it.
     """
 
-    link_gb_per_s: float = key(
-        "GB/s", "host to device, all ranks at the same time", "link_gbps", required="when measured"
-    )
-    link_spread: float = key(
-        "share", "distance between the 10th and the 90th percentile of the rounds of copies, as a share of `link_gbps`"
-    )
+    link_gb_per_s: float = key("GB/s", "host to device, all ranks at the same time", "link_gbps")
+    link_spread: float = key("share", "10th to 90th percentile of the rounds of copies, as a share of `link_gbps`")
     link_kind: str = key("", "what was copied: page-locked memory to a GPU, or, without a GPU, host memory")
-    device_copy_gb_per_s: float | None = key(
-        "GB/s", "copy within device memory, counting bytes read and bytes written", "device_copy_gbps"
-    )
-    matmul_tflops: float | None = key(
-        "TFLOP/s",
-        "product of large matrices in the model's dtype; on a CPU, of matrices with as many rows as a decode step has, if that is faster",
-    )
-    disk_gb_per_s: float | None = key(
-        "GB/s", "direct reads from disk, all nodes at the same time; null without --disk-offload", "disk_gbps"
-    )
+    device_copy_gb_per_s: float | None = key("GB/s", "device memory, bytes read and written", "device_copy_gbps")
+    matmul_tflops: float | None = key("TFLOP/s", "large matrix product in the model's dtype; on a CPU also of few rows")
+    disk_gb_per_s: float | None = key("GB/s", "direct reads, all nodes; null without --disk-offload", "disk_gbps")
     link_beside_cores_gb_per_s: float | None = key(
-        "GB/s",
-        "host to device while the host's cores multiply: the higher of the rate measured for the plan and the rate reached in the loops",
-        "link_beside_cores_gbps",
-        only_with=_CORES,
-        default=None,
+        "GB/s", f"host to device while the CPU multiplies: {_REACHED}", "link_beside_cores_gbps", _CORES, default=None
     )
     cores_gb_per_s: float | None = key(
-        "GB/s",
-        "what the host's cores read for products and attention while the link is busy: the higher of the rate "
-        "measured for the plan and the rate reached in the loops",
-        "cores_gbps",
-        only_with=_CORES,
-        default=None,
+        "GB/s", f"read by the CPU while the link is busy: {_REACHED}", "cores_gbps", _CORES, default=None
     )
     link_from: str = key(
-        "",
-        "where `link_gbps` was measured: in `rounds` of copies between the loops, or in the `loops` themselves, if those were faster",
-        default="rounds",
+        "", "where `link_gbps` was measured: in `rounds` of copies or in the `loops`", default="rounds"
     )
 
 
@@ -79,10 +58,7 @@ class StepBounds(Part):
     matmul: float | None = key("s", "to compute the matrix products", only_with="a known rate", default=None)
     link: float | None = key("s", "to copy what crosses the link", only_with="a GPU and an offload", default=None)
     link_and_cores: float | None = key(
-        "s",
-        "to copy what crosses the link and compute what the cores multiply, with the work divided in the best way for the two rates",
-        only_with=_CORES,
-        default=None,
+        "s", "to copy and to compute on the CPU, with the best split", only_with=_CORES, default=None
     )
     disk: float | None = key("s", "to read from disk", only_with="--disk-offload and a known rate", default=None)
 
@@ -91,15 +67,11 @@ class Limit(Part):
     """The roofline of decoding: measured rates, the bound by each, the limiting one and the fraction reached."""
 
     rates: Rates = inline()
-    link_ahead_bytes: int = key(
-        "byte", "weights for the decode steps that had crossed the link before the first of them began"
-    )
+    link_ahead_bytes: int = key("byte", "weights for the decode steps copied before the first of them began")
     floor_step_s: StepBounds = key("s", "the least time that each rate allows for a decode step")
     bound_by: str | None = key("", "the limiting rate, a key of `floor_step_s`; null if there is none")
-    floor_decode_s: float | None = key(
-        "s", "the shortest decode latency that the rates allow", required="when measured"
-    )
-    fraction_of_limit: float | None = key("share", "`floor_decode_s` / decode latency", required="when measured")
+    floor_decode_s: float | None = key("s", "the shortest decode latency that the rates allow")
+    fraction_of_limit: float | None = key("share", "`floor_decode_s` / decode latency")
 
 
 def _rate_while_busy(given: dict[str, Any]) -> float | None:
@@ -110,27 +82,13 @@ def _rate_while_busy(given: dict[str, Any]) -> float | None:
 class LinkUse(Part):
     """Time of this rank's link in the last decode steps; the four times add up to that from the first to the last copy."""
 
-    steps: int = key(
-        "", "number of decode steps observed; of a very long generation only the last ones", only_with=_STREAM
-    )
+    steps: int = key("", "decode steps observed; of a very long generation only the last ones", only_with=_STREAM)
     busy_s: float = key(*_BUSY)
-    slot_wait_s: float = key(
-        "s",
-        "time the link waited for a slot whose layer was still being computed: the device is the bottleneck",
-        only_with=_STREAM,
-    )
+    slot_wait_s: float = key("s", "time the link waited for a slot: the device is the bottleneck", only_with=_STREAM)
     host_late_s: float = key("s", "time the link waited for the host for any other reason", only_with=_STREAM)
-    step_start_s: float = key(
-        "s",
-        "time the link had nothing left to copy while the host selected a token and prepared the next step",
-        only_with=_STREAM,
-    )
+    step_start_s: float = key("s", "time the link waited while the host prepared the next step", only_with=_STREAM)
     copied_bytes: int = key(*_COPIED)
-    ahead_bytes: int = key(
-        "byte",
-        "layers for the decode steps that had been copied by the time the last layer of the prefill was computed",
-        only_with=_STREAM,
-    )
+    ahead_bytes: int = key("byte", "layers for decode steps copied by the end of the prefill", only_with=_STREAM)
     gb_per_s_while_busy: float | None = key(*_RATE, default_factory=_rate_while_busy)
 
     @property

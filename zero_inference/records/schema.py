@@ -1,4 +1,4 @@
-"""The record of a run, one line of a .jsonl file: every key with its unit and meaning (hardware.py and scores.py have the rest).
+"""The record of a run, one line of a .jsonl file: every key with its unit and meaning (hardware.py has the rest).
 
 Schema 1: keys of bytes a second end in `gbps` and mean GB/s of 1e9 bytes; the attributes say `gb_per_s`.
 `zero-inference report --fields` and docs/record.md print what stands here.
@@ -7,6 +7,7 @@ Schema 1: keys of bytes a second end in `gbps` and mean GB/s of 1e9 bytes; the a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -14,23 +15,33 @@ from pydantic import ConfigDict, Field, model_validator
 from zero_inference.config.options import ENGINES
 from zero_inference.records.field import Number, Part, inline, key, required_keys
 from zero_inference.records.hardware import Environment, Limit, LinkUse, Rates, TracedLinkUse
-from zero_inference.records.scores import Tasks
+
+SCHEMA_VERSION = 1
+STATUS_OK: Final = "ok"
+STATUS_FAILED: Final = "failed"
+
+required = partial(key, required=True)
+optional = partial(key, default=None)
+
+_STREAM = "--engine stream"
+_CORES = "--engine stream with --cpu-compute auto or above 0"
+_EXPERTS = "--engine stream where the CPU multiplies experts and device memory keeps some of these"
+_GRAPH = "--engine stream with --decode-graph auto or on"
+_QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes"
+_AUTO = "--engine, --quant-bits or --batch-size auto"
+_RANGE = (
+    "[low, high], within which 9 of 10 runs of this kind were; null where {} is or is a lower bound, and without a GPU"
+)
 
 
 class MovedPerStep(Part):
     """Bytes moved per decode step, counted, and busy time of the CPU backend; null without a decode step."""
 
-    host_to_device_bytes_per_step: Number | None = key(
-        "byte", "weights, KV cache, and results of the host's cores", required="when measured"
-    )
-    device_to_host_bytes_per_step: Number | None = key("byte", "KV cache, and inputs for the host's cores")
-    disk_read_bytes_per_step: Number | None = key("byte", "weights read from disk", required="when measured")
-    cores_bytes_per_step: Number | None = key(
-        "byte", "weights and KV cache that the host's cores read in host memory", default=None
-    )
-    cores_busy_s_per_step: float | None = key(
-        "s", "time the host's cores were computing; the rest of the step they waited for the device", default=None
-    )
+    host_to_device_bytes_per_step: Number | None = key("byte", "weights, KV cache, and results of the CPU")
+    device_to_host_bytes_per_step: Number | None = key("byte", "KV cache, and inputs for the CPU")
+    disk_read_bytes_per_step: Number | None = key("byte", "weights read from disk")
+    cores_bytes_per_step: Number | None = optional("byte", "weights and KV cache that the CPU reads in host memory")
+    cores_busy_s_per_step: float | None = optional("s", "time the CPU was computing; the rest of the step it waited")
 
     @classmethod
     def unknown(cls) -> MovedPerStep:
@@ -42,20 +53,15 @@ class MovedPerStep(Part):
 class ExpertUse(Part):
     """Use of the expert cache in the decode steps, counted."""
 
-    hit_rate: float = key("share", "share of the choices (one token, one expert) whose expert was in device memory")
-    saved_bytes_per_step: Number = key(
-        "byte", "bytes of experts that the host's cores did not have to read because of that"
-    )
+    hit_rate: float = key("share", "choices (one token, one expert) whose expert was in device memory")
+    saved_bytes_per_step: Number = key("byte", "experts that the CPU did not have to read because of that")
     fetched_bytes_per_step: Number = key(
-        "byte",
-        "bytes of experts that the device read over the link, while the CPU multiplied others; also counted in `transfers`",
-        default=0.0,
+        "byte", "experts that the device read over the link beside the CPU; also counted in `transfers`", default=0.0
     )
-    loaded_bytes_per_step: Number | None = key(
+    loaded_bytes_per_step: Number | None = optional(
         "byte",
-        "bytes of experts copied to the device to be kept there, apart from fetched ones; also counted in `transfers`",
+        "experts copied to the device to be kept there; also counted in `transfers`",
         only_with="records from before fetched experts stayed on the device",
-        default=None,
     )
 
 
@@ -67,10 +73,10 @@ class Loop(Part):
         experts: use of the expert cache, None without one; the record has that of the last loop.
     """
 
-    prefill_s: float = key("s", "time to first token, including its selection", required="when measured")
-    decode_s: float = key("s", "time from the first token to the last", required="when measured")
-    total_s: float = key("s", "prefill plus decode", required="when measured")
-    step_s: list[float] = key("s", "time of each decode step", required="when measured")
+    prefill_s: float = key("s", "time to first token, including its selection")
+    decode_s: float = key("s", "time from the first token to the last")
+    total_s: float = key("s", "prefill plus decode")
+    step_s: list[float] = key("s", "time of each decode step")
     moved: MovedPerStep = Field(default_factory=MovedPerStep.unknown, exclude=True)
     experts: ExpertUse | None = Field(None, exclude=True)
 
@@ -78,9 +84,7 @@ class Loop(Part):
 class MachineLoad(Part):
     """Load of the machine before the run loaded anything."""
 
-    load_average_before: float = key(
-        "processes", "load average of the machine in the minute before loading: processes running or waiting to run"
-    )
+    load_average_before: float = key("processes", "load average of the machine in the minute before loading")
     usable_cores: float = key("cores", "cores this process may use, by CPU affinity and cgroup")
 
 
@@ -93,206 +97,122 @@ class SlowestStep(Part):
 
 
 class DecodeSpread(Part):
-    """Spread of the decode times of a run."""
+    """Spread of the decode times of a run; null with one loop or G = 1."""
 
     decode_latency_min_s: float | None = key("s", "decode latency of the fastest loop; null with one loop or G = 1")
     decode_latency_max_s: float | None = key("s", "decode latency of the slowest loop; null with one loop or G = 1")
-    decode_spread: float | None = key(
-        "share", "(slowest - fastest) / median of the loops' decode latencies; null with one loop or G = 1"
-    )
+    decode_spread: float | None = key("share", "(slowest - fastest) / median of the loops' decode latencies")
     slowest_step_over_median: float | None = key(
-        "ratio",
-        "time of the slowest decode step / median step of its loop, over all loops; "
-        "null with fewer than 3 steps in a loop",
+        "ratio", "slowest decode step / median step of its loop, over all loops"
     )
     slowest_step_at: SlowestStep | None = key("", "which step `slowest_step_over_median` is about")
-
-
-_AUTO = "--engine, --quant-bits or --batch-size auto"
 
 
 class AutoChoice(Part):
     """Options that were chosen by `auto`."""
 
     options: list[str] = key("", "options that were given as auto", only_with=_AUTO)
-    goal: str | None = key(
-        "", "--goal, what the choice was made by; null: as many bits as fit, then the highest token/s", only_with=_AUTO
-    )
+    goal: str | None = key("", "--goal; null: as many bits as fit, then the highest token/s", only_with=_AUTO)
     decode_throughput: float = key("token/s", "predicted decode throughput", only_with=_AUTO)
-    over: list[str] = key(
-        "", "the next best configurations that fit: command and predicted decode throughput", only_with=_AUTO
-    )
-
-
-_RANGE = (
-    "[low, high], within which 9 of 10 runs of this kind were; null where {} is or is a lower bound, and without a GPU"
-)
+    over: list[str] = key("", "the next best that fit: command and predicted decode throughput", only_with=_AUTO)
 
 
 class Predicted(Part):
     """Predictions of the plan before anything was loaded, with the names of the measured quantities."""
 
-    load_s: float | None = key(
-        "s",
-        "time to load; null if the machine, or the disk with the checkpoint, was not measured before",
-    )
-    load_range_s: list[float] | None = key("s", _RANGE.format("`load_s`"), default=None)
+    load_s: float | None = key("s", "time to load; null if machine or disk of the checkpoint was not measured before")
+    load_range_s: list[float] | None = optional("s", _RANGE.format("`load_s`"))
     prefill_s: float | None = key("s", "prefill latency; null if the machine was not measured before")
-    prefill_range_s: list[float] | None = key("s", _RANGE.format("`prefill_s`"), default=None)
+    prefill_range_s: list[float] | None = optional("s", _RANGE.format("`prefill_s`"))
     decode_s: float | None = key("s", "decode latency; null if the machine was not measured before")
-    decode_range_s: list[float] | None = key("s", _RANGE.format("`decode_s`"), default=None)
+    decode_range_s: list[float] | None = optional("s", _RANGE.format("`decode_s`"))
     bound_by: str | None = key("", "what takes most of a decode step")
     weight_bytes: Number = key("byte", "weights as the engine stores them")
     peak_gpu_bytes: Number | None = key("byte", "peak device memory; null without a GPU")
-    peak_host_bytes: Number | None = key(
-        "byte", "peak host memory of a process; null if the machine was not measured before"
-    )
+    peak_host_bytes: Number | None = key("byte", "peak host memory of a process; null if not measured before")
     host_to_device_bytes_per_step: Number = key("byte", "weights and KV cache copied to the devices in a decode step")
     device_to_host_bytes_per_step: Number = key("byte", "KV cache copied from the devices in a decode step")
     disk_read_bytes_per_step: Number = key("byte", "weights read from disk in a decode step")
-    cores_bytes_per_step: Number = key(
-        "byte", "weights and KV cache read by the host's cores in a decode step; of experts, the expected number"
-    )
-
-
-SCHEMA_VERSION = 1
-STATUS_OK: Final = "ok"
-STATUS_FAILED: Final = "failed"
-
-_STREAM = "--engine stream"
-_CORES = "--engine stream with --cpu-compute auto or above 0"
-_EXPERTS = "--engine stream where the host's cores multiply experts and device memory keeps some of these"
-_GRAPH = "--engine stream with --decode-graph auto or on"
-_QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes"
+    cores_bytes_per_step: Number = key("byte", "weights and KV cache read by the CPU, of experts the expected number")
 
 
 class Request(Part):
     """The resolved options of a run, known before anything is loaded."""
 
-    timestamp: str = key("", "start of the run, ISO 8601 with time zone", required="always")
-    argv: list[str] = key("", "the command line, a list of strings", required="always")
-    engine: str = key("", " or ".join((", ".join(ENGINES[:-1]), ENGINES[-1])), required="always")
-    model: str = key("", "hub name, folder or preset as given", required="always")
-    model_type: str | None = key("", "model family; null if the config could not be read", required="always")
-    dtype: str = key("", "type of weights and activations, such as bfloat16", required="always")
-    world_size: int = key("processes", "ranks on all nodes", required="always")
-    num_nodes: int = key("machines", "nodes the ranks run on", required="always")
-    batch_size: int = key("sequences", "B, summed over all ranks", required="always")
-    prompt_len: int = key("token", "P, tokens of each prompt, without padding", required="always")
-    gen_len: int = key("token", "G, tokens generated for each sequence", required="always")
-    quant_bits: int = key("bit", "bits per stored weight: 16 (not quantized), 8 or 4", required="always")
-    quant_group_size: int = key("elements", "number of weights that share a scale and a minimum", required="always")
-    cpu_offload: bool = key("", "weights in host memory, as asked", required="always")
-    disk_offload: bool = key("", "weights on disk, as asked; see weights_place", required="always")
-    kv_offload: bool = key("", "KV cache in host memory", required="always")
-    norm_kernels: str = key("", "auto, cuda or off", required="always")
-    dummy: bool = key("", "random weights and random token ids", required="always")
-    dummy_routing: str | None = key(
-        "",
-        "tokens fed to a dummy mixture of experts: text (drawn, so that experts are used as text uses them) or greedy; null otherwise",
-    )
+    timestamp: str = required("", "start of the run, ISO 8601 with time zone")
+    argv: list[str] = required("", "the command line, a list of strings")
+    engine: str = required("", " or ".join((", ".join(ENGINES[:-1]), ENGINES[-1])))
+    model: str = required("", "hub name, folder or preset as given")
+    model_type: str | None = required("", "model family; null if the config could not be read")
+    dtype: str = required("", "type of weights and activations, such as bfloat16")
+    world_size: int = required("processes", "ranks on all nodes")
+    num_nodes: int = required("machines", "nodes the ranks run on")
+    batch_size: int = required("sequences", "B, summed over all ranks")
+    prompt_len: int = required("token", "P, tokens of each prompt, without padding")
+    gen_len: int = required("token", "G, tokens generated for each sequence")
+    quant_bits: int = required("bit", "bits per stored weight: 16 (not quantized), 8 or 4")
+    quant_group_size: int = required("elements", "number of weights that share a scale and a minimum")
+    cpu_offload: bool = required("", "weights in host memory, as asked")
+    disk_offload: bool = required("", "weights on disk, as asked; see weights_place")
+    kv_offload: bool = required("", "KV cache in host memory")
+    norm_kernels: str = required("", "auto, cuda or off")
+    dummy: bool = required("", "random weights and random token ids")
+    dummy_routing: str | None = key("", "tokens of a dummy mixture of experts: text (drawn) or greedy; null otherwise")
     pin_kv_cache: bool = key("", "the KV cache in host memory is page-locked")
     async_kv_offload: bool = key("", "the KV cache is copied while the layers compute")
     seed: int = key("", "seed for random weights, token ids and sampling")
-    pin_memory: bool | None = key(
-        "", "weights in host memory are page-locked; the value given if the run failed before it was decided"
-    )
+    pin_memory: bool | None = key("", "weights in host memory are page-locked; as given if the run failed before")
     cpu_compute: str = key("", "--cpu-compute as given: auto, off, or the share of the weights in host memory")
     cpu_threads: int | None = key("threads", "--cpu-threads as given; null if the engine chose")
     options: dict[str, Any] = key(
-        "",
-        "every option that differs from its default, by name: typed, from --config, or chosen for auto; works as a file for --config",
+        "", "every option that differs from its default, by name: typed, from --config, or chosen for auto"
     )
-    weights_place: str = key(
-        "",
-        "where the weights are kept: cpu (host memory), disk or gpu; cpu also without offload on a machine without a GPU, and with "
-        "--disk-offload where no weight is large enough for the disk. "
-        "The log's file name has the same word",
-    )
-    chosen: AutoChoice | None = key("", "what the plan chose for options given as auto; null if none", default=None)
+    weights_place: str = key("", "where the weights are kept: cpu (host memory), disk or gpu, as in the log's name")
+    chosen: AutoChoice | None = optional("", "what the plan chose for options given as auto; null if none")
 
 
 class Measured(Part):
     """Measurements of the loops."""
 
-    model_bytes: Number = key("byte", "all parameters at 2 bytes each, see utils.model_bytes", required="when measured")
-    cache_bytes: Number = key(
-        "byte", "KV cache at 2 bytes per element, see utils.cache_bytes", required="when measured"
+    model_bytes: Number = required("byte", "all parameters at 2 bytes each, see utils.model_bytes")
+    cache_bytes: Number = required("byte", "KV cache at 2 bytes per element, see utils.cache_bytes")
+    hidden_bytes: Number = required(
+        "byte", "hidden states of all tokens at 2 bytes per element, see utils.hidden_bytes"
     )
-    hidden_bytes: Number = key(
-        "byte",
-        "hidden states of prompt and generated tokens at 2 bytes per element, see utils.hidden_bytes",
-        required="when measured",
-    )
-    weight_bytes: Number = key(
-        "byte", "exact size of the weights as stored, including scales", required="when measured"
-    )
-    load_s: float = key(
-        "s",
-        "time until every rank has its weights in place; compiling (compile_s) and checking the norm kernels is not included",
-        required="when measured",
-    )
-    compile_s: float = key(
-        "s",
-        "time spent compiling, or waiting for another process that compiled, before the loops; 0 if all was compiled before",
-    )
-    cold_total_s: float | None = key(
-        "s", "total latency of the first warm-up loop; null without one", required="when measured"
-    )
+    weight_bytes: Number = required("byte", "exact size of the weights as stored, including scales")
+    load_s: float = required("s", "time until every rank has its weights, without compiling (compile_s)")
+    compile_s: float = key("s", "time spent compiling before the loops, or waiting for it; 0 if compiled before")
+    cold_total_s: float | None = required("s", "total latency of the first warm-up loop; null without one")
     warmup_total_s: list[float] = key("s", "total latency of each warm-up loop")
     warmed_up: bool | None = key("", "whether the warm-up loops had converged; null without --warmup-spread")
-    settling_s: list[float] = key(
-        "s",
-        "total latency of each generation after the warm-up in which the engine still adjusted how it runs decode steps",
-    )
-    loops: list[Loop] = key("", "every measured loop", required="when measured")
+    settling_s: list[float] = key("s", "total latency of each generation in which the engine still adjusted itself")
+    loops: list[Loop] = required("", "every measured loop")
     evenness: DecodeSpread = inline()
-    prefill_latency_s: float = key(
-        "s", "time to first token, including its selection; median over loops", required="when measured"
-    )
-    prefill_throughput: float = key("token/s", "B P / prefill latency", required="when measured")
-    decode_latency_s: float = key("s", "total - prefill; median over loops", required="when measured")
-    decode_throughput: float | None = key(
-        "token/s", "B (G - 1) / decode latency; null when G = 1", required="when measured"
-    )
-    total_latency_s: float = key("s", "one generate call; median over loops", required="when measured")
-    total_throughput: float = key("token/s", "B G / total latency", required="when measured")
-    peak_gpu_bytes: Number | None = key(
-        "byte",
-        "peak device memory during the measured loops; null without a GPU",
-        required="when measured",
-    )
-    peak_host_bytes: Number = key("byte", "peak resident memory of the process", required="when measured")
-    output_ids_sha256: str = key(
-        "",
-        "SHA-256 of the token ids that the last loop generated, as int64 little-endian, row by row",
-        required="when measured",
-    )
-    transfers: MovedPerStep = key(
-        "byte", "bytes moved per decode step by all ranks, counted and not assumed", required="when measured"
-    )
+    prefill_latency_s: float = required("s", "time to first token, including its selection; median over loops")
+    prefill_throughput: float = required("token/s", "B P / prefill latency")
+    decode_latency_s: float = required("s", "total - prefill; median over loops")
+    decode_throughput: float | None = required("token/s", "B (G - 1) / decode latency; null when G = 1")
+    total_latency_s: float = required("s", "one generate call; median over loops")
+    total_throughput: float = required("token/s", "B G / total latency")
+    peak_gpu_bytes: Number | None = required("byte", "peak device memory in the measured loops; null without a GPU")
+    peak_host_bytes: Number = required("byte", "peak resident memory of the process")
+    output_ids_sha256: str = required("", "SHA-256 of the last loop's token ids, as int64 little-endian, row by row")
+    transfers: MovedPerStep = required("byte", "bytes moved per decode step by all ranks, counted and not assumed")
     decode_weights_gb_per_s: float | None = key(
         "GB/s",
-        "`weight_bytes` times decode steps / decode latency; null when G = 1, and for mixtures, of which a step reads some experts only",
+        "`weight_bytes` times decode steps / decode latency; null when G = 1, and for mixtures of experts",
         "decode_weights_gbps",
     )
-    limit: Limit = key(
-        "", "the roofline of decoding on this machine, and how much of it was reached", required="when measured"
-    )
+    limit: Limit = required("", "the roofline of decoding on this machine, and how much of it was reached")
     link_use: LinkUse | TracedLinkUse | None = key(
-        "", "what the first rank's link did during the decode steps; null if it was not observed"
+        "", "the first rank's link in the decode steps; null if not observed"
     )
     device: str = key("", "cuda or cpu")
-    experts: ExpertUse | None = key(
-        "",
-        "the experts kept in device memory, during the decode steps of the last loop",
-        only_with=_EXPERTS,
-        default=None,
+    experts: ExpertUse | None = optional(
+        "", "the expert cache in the decode steps of the last loop", only_with=_EXPERTS
     )
-    predicted: Predicted | None = key(
-        "",
-        "what the plan predicted before loading; `zero-inference report --prediction` compares it with the measurement",
-        default=None,
+    predicted: Predicted | None = optional(
+        "", "predicted before loading; `zero-inference report --prediction` compares it with the measurement"
     )
 
 
@@ -301,45 +221,21 @@ class CpuBackendUse(Part):
 
     threads: int = key("threads", "threads that multiply; with a GPU one per physical core")
     instructions: str = key("", "instruction set: portable, avx2, avx512 or amx")
-    share: float = key("share", "planned share of host memory's weights for the cores")
-    rows: int = key(
-        "token",
-        "most tokens of a decode step, in which the cores multiply; longer passes copy all weights, except short prompts (`prompt_rows`)",
-    )
-    link_alone_gb_per_s: float | None = key(
-        "GB/s",
-        "copies to the device while the cores are idle; with several ranks, the slowest link times their number",
-        "link_alone_gbps",
-    )
-    link_gb_per_s: float | None = key("GB/s", "the same while the cores multiply", "link_gbps")
-    cores_gb_per_s: float | None = key("GB/s", "weights multiplied by the cores while the link is busy", "cores_gbps")
+    share: float = key("share", "planned share of host memory's weights for the CPU")
+    rows: int = key("token", "most tokens of a decode step in which the CPU multiplies; prompts: `prompt_rows`")
+    link_alone_gb_per_s: float | None = key("GB/s", "copies to the device while the CPU is idle", "link_alone_gbps")
+    link_gb_per_s: float | None = key("GB/s", "the same while the CPU multiplies", "link_gbps")
+    cores_gb_per_s: float | None = key("GB/s", "weights multiplied by the CPU while the link is busy", "cores_gbps")
     cores_alone_gb_per_s: float | None = key("GB/s", "the same while the link is idle", "cores_alone_gbps")
-    read_gb_per_s: float | None = key("GB/s", "host memory read by the cores while the link is busy", "read_gbps")
-    attention_gb_per_s: float | None = key(
-        "GB/s",
-        "KV cache that the cores read in attention, while the link is busy if weights cross it; the read rate if not measured",
-        "attention_gbps",
-    )
-    of_step_gb_per_s: float | None = key(
-        "GB/s",
-        "products and attention of a decode step combined, from the two rates",
-        "of_step_gbps",
-    )
-    attends: bool = key("", "whether the cores compute attention over the KV cache in host memory during decoding")
-    crossing_s: float | None = key(
-        "s",
-        "time from the device to the cores and back while the link is busy, for a feed-forward block with almost no work",
-    )
-    device_gb_per_s: float | None = key(
-        "GB/s", "copy within device memory, counting bytes read and bytes written", "device_gbps", default=None
-    )
-    prompt_rows: int | None = key(
-        "token",
-        "most tokens of a prompt in which the cores multiply, too; 0 for none",
-        default=None,
-    )
-    prompt_share: float | None = key(
-        "share", "planned share of host memory's weights for the cores in such a prompt", default=None
+    read_gb_per_s: float | None = key("GB/s", "host memory read by the CPU while the link is busy", "read_gbps")
+    attention_gb_per_s: float | None = key("GB/s", "KV cache read in attention; or the read rate", "attention_gbps")
+    of_step_gb_per_s: float | None = key("GB/s", "products and attention of a decode step combined", "of_step_gbps")
+    attends: bool = key("", "whether the CPU computes attention over the KV cache in host memory during decoding")
+    crossing_s: float | None = key("s", "time of a hand-off while the link is busy")
+    device_gb_per_s: float | None = optional("GB/s", "copy within device memory, read and written", "device_gbps")
+    prompt_rows: int | None = optional("token", "most tokens of a prompt in which the CPU multiplies; 0 for none")
+    prompt_share: float | None = optional(
+        "share", "planned share of host memory's weights for the CPU in such a prompt"
     )
 
 
@@ -347,14 +243,12 @@ class DecodeGraph(Part):
     """Use of CUDA graphs for decode steps, and a comparison of one step with and without; null if none was compared."""
 
     unused_because: str | None = key("", "why graphs are not used; null if they are")
-    difference: float | None = key(
-        "share",
-        "largest relative difference in logits, keys and values between a step as a graph and the same step launched",
-        default=None,
+    difference: float | None = optional(
+        "share", "largest relative difference in logits and KV cache to a launched step"
     )
-    graph_s: float | None = key("s", "time of that step as a graph", default=None)
-    launched_s: float | None = key("s", "time of that step launched kernel by kernel", default=None)
-    graphs: int | None = key("graphs", "graphs of a step: several if weights are copied between them", default=None)
+    graph_s: float | None = optional("s", "time of that step as a graph")
+    launched_s: float | None = optional("s", "time of that step launched kernel by kernel")
+    graphs: int | None = optional("graphs", "graphs of a step: several if weights are copied between them")
     tried: bool = key("", "whether recording a graph was tried", default=False)
 
 
@@ -368,50 +262,108 @@ class StreamPlacement(Part):
     resident_bytes: Number = key("byte", "weights that stay on the device, with slots for experts")
     workspace_bytes: Number = key("byte", "device memory that weights are dequantized into")
     fetched_bytes: Number = key("byte", "weights that are copied to the device in each decode step")
-    computed_bytes: Number = key(
-        "byte",
-        "weights the host's cores read in each decode step; of experts, the expected number if all are equally likely",
+    computed_bytes: Number = key("byte", "weights the CPU reads in each decode step; of experts, the expected number")
+    embedding_on_host: bool | None = optional("", "the input embedding is in page-locked host memory")
+    expert_slots: float | None = optional(
+        "experts", "experts per layer that device memory holds at once, averaged over layers", only_with=_EXPERTS
     )
-    embedding_on_host: bool | None = key(
-        "",
-        "the input embedding is in page-locked host memory; each pass reads the rows of its tokens over the link",
-        default=None,
-    )
-    expert_slots: float | None = key(
-        "experts",
-        "experts per layer that device memory holds at once, averaged over layers",
-        only_with=_EXPERTS,
-        default=None,
-    )
-    expert_slot_bytes: Number | None = key("byte", "stored size of all those experts", only_with=_EXPERTS, default=None)
-    cores: CpuBackendUse | None = key(
-        "", "the host's cores; null if they do not multiply", only_with=_CORES, default=None
-    )
-    no_attention_because: str | None = key(
-        "",
-        "why the cores do not attend over the KV cache in host memory; null if they do, or if it is on the device",
-        default=None,
-    )
-    head_bits: int | None = key("bit", "of the output head's codes; null where it is not quantized", default=None)
-    decode_graph: DecodeGraph | None = key("", "decode steps as CUDA graphs", only_with=_GRAPH, default=None)
+    expert_slot_bytes: Number | None = optional("byte", "stored size of all those experts", only_with=_EXPERTS)
+    cores: CpuBackendUse | None = optional("", "the CPU backend; null if it does not multiply", only_with=_CORES)
+    no_attention_because: str | None = optional("", "why the CPU does not attend over the KV cache in host memory")
+    head_bits: int | None = optional("bit", "of the output head's codes; null where it is not quantized")
+    decode_graph: DecodeGraph | None = optional("", "decode steps as CUDA graphs", only_with=_GRAPH)
 
 
 class EngineFacts(Part):
     """Facts about the loaded model, reported by its engine."""
 
-    stream: StreamPlacement | None = key("", "where the engine put the weights", only_with=_STREAM, default=None)
-    ds_config: dict[str, Any] | None = key(
-        "", "the resolved DeepSpeed configuration; null for other engines", required="when measured", default=None
+    stream: StreamPlacement | None = optional("", "where the engine put the weights", only_with=_STREAM)
+    ds_config: dict[str, Any] | None = required(
+        "", "the resolved DeepSpeed configuration; null for other engines", default=None
     )
-    quantized_fraction: float | None = key(
-        "share", "share of the weights that is stored quantized", only_with=_QUANTIZED, default=None
+    quantized_fraction: float | None = optional("share", "weights that are stored quantized", only_with=_QUANTIZED)
+    not_quantized: list[str] | None = optional("", "names of weights that are not quantized", only_with=_QUANTIZED)
+    norm_kernels_unused_because: str | None = optional("", "why the norm kernels are not used; null if they are")
+
+
+_IN_DTYPE = "with log-probabilities in the dtype of the logits (lm-eval's default); null where it is the same"
+_STDERR = ("share", "standard error of the mean over the items; null for a single item")
+
+
+class _Accuracy(Part):
+    accuracy: float = key("share", "share of items where the likeliest choice is the right one")
+    stderr: float | None = key(*_STDERR)
+    correct: int = key("items", "number of items where the likeliest choice is the right one")
+    total: int = key("items", "number of items scored")
+    outcomes: str = key("", "one digit per item, 1 (right) or 0, in the order of the data")
+    accuracy_in_dtype: float | None = key("share", f"`accuracy` {_IN_DTYPE}")
+
+
+class _NormedAccuracy(Part):
+    acc_norm: float = key("share", "`accuracy` with log-likelihoods divided by the length of the choice")
+    acc_norm_stderr: float | None = key(*_STDERR)
+    outcomes_norm: str = key("", "`outcomes` with log-likelihoods divided by the length of the choice")
+    acc_norm_in_dtype: float | None = key("share", f"`acc_norm` {_IN_DTYPE}")
+
+
+class _Programs(Part):
+    pass_at_k: dict[int, float] = key(
+        "share", "for each k: probability that one of k programs passes, mean over problems"
     )
-    not_quantized: list[str] | None = key(
-        "", "names of weights that are not quantized", only_with=_QUANTIZED, default=None
+    stderr: dict[int, float | None] = key("share", "for each k: its standard error; null for a single problem")
+    n: int = key("programs", "programs written for each problem")
+    k: list[int] = key("", "the values of k in `pass_at_k`")
+    problems: int = key("problems", "number of problems")
+    temperature: float | None = key("", "sampling temperature; null for one greedy program")
+    new_tokens: int = key("token", "maximum tokens of a program")
+    passed: list[int] = key("programs", "programs that passed, for each problem")
+
+
+class _Perplexity(Part):
+    perplexity: float = key("", "exp of `nll_per_token`; null if it is too large for a floating-point number")
+    perplexity_in_dtype: float | None = key("", f"`perplexity` {_IN_DTYPE}")
+    stderr: float | None = key("", "standard error of `perplexity`; null with a single window")
+    nll_per_token: float = key("nat/token", "mean negative log-likelihood per token over all documents")
+    nll_stderr: float | None = key("nat/token", "standard error of `nll_per_token`; null with a single window")
+    tokens: int = key("token", "number of tokens scored")
+    windows: int = key("windows", "number of windows the text was split into")
+    documents: int = key("documents", "number of documents")
+    window: int = key("token", "length of a window")
+    stride: int = key("token", "tokens scored in each window after the first")
+
+
+class _Pass(Part):
+    batch_size: int = key("sequences", "sequences in one forward pass of a rank")
+    truncated: int = key("sequences", "sequences longer than the model's context, whose beginning was cut off")
+    seconds: float = key("s", "time the task took")
+
+
+# The keys of the last base class come first.
+class ChoiceScores(_Pass, _Accuracy):
+    """Scores of a task with choices."""
+
+
+class NormedChoiceScores(_Pass, _NormedAccuracy, _Accuracy):
+    """Scores of a task whose choices differ in length."""
+
+
+class ProgramScores(_Pass, _Programs):
+    """Scores of programs that were run against their tests."""
+
+
+class PerplexityScores(_Pass, _Perplexity):
+    """Perplexity of a text."""
+
+
+class Tasks(Part):
+    """Scores by task."""
+
+    mmlu: ChoiceScores | None = optional("", "likeliest of four answers", only_with="--quality mmlu")
+    hellaswag: NormedChoiceScores | None = optional("", "likeliest of four endings", only_with="--quality hellaswag")
+    humaneval: ProgramScores | None = optional(
+        "", "generated programs that pass tests", only_with="--quality humaneval"
     )
-    norm_kernels_unused_because: str | None = key(
-        "", "why this package's norm kernels are not used; null if they are", default=None
-    )
+    perplexity: PerplexityScores | None = optional("", "how well a text is predicted", only_with="--quality perplexity")
 
 
 class Quality(Part):
@@ -430,9 +382,7 @@ class Result(Part):
     measured: Measured | None = inline(default=None)
     quality: Quality | None = inline(default=None)
     engine: EngineFacts | None = inline(default=None)
-    environment: Environment | None = key(
-        "", "the machine and library versions", required="when measured", default=None
-    )
+    environment: Environment | None = key("", "the machine and library versions", required=True, default=None)
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Take the facts of a loaded model: fields of `EngineFacts`, and `norm_modules_patched`.
@@ -447,9 +397,9 @@ class Result(Part):
 class Record(Part):
     """One line of a .jsonl file: the keys that every record has come first, the others after them."""
 
-    schema_version: Literal[1] = key("", "version of this record format", required="always", default=SCHEMA_VERSION)
+    schema_version: Literal[1] = key("", "version of this record format", required=True, default=SCHEMA_VERSION)
     status: Literal["ok", "failed"] = key(
-        "", f"'{STATUS_OK}', or '{STATUS_FAILED}', with the reason in `error`", required="always"
+        "", f"'{STATUS_OK}', or '{STATUS_FAILED}', with the reason in `error`", required=True
     )
     request: Request = inline()
     result: Result = inline()

@@ -23,9 +23,7 @@ from zero_inference.utils.log import LOG_LINES
 def append_record(path: str | os.PathLike[str], record: Record) -> None:
     """Append `record` to `path` as one line of strict JSON, flushed to disk. Processes may append to one file at once.
 
-    Raises:
-        ValueError: a value has no JSON form.
-        OSError: not all of the line could be written; then none of it is.
+    Raises ValueError for a value without a JSON form, and OSError if not all of the line could be written; then none of it is.
     """
     append_bytes(path, (json.dumps(as_json(record)) + "\n").encode(), sync=True, on_new_line=True)
 
@@ -90,40 +88,33 @@ class RunLog:
 
     def write(self) -> None:
         """Append the block and the record, each whether or not the other can be written."""
+        assert self.result.measured is not None, "a run that failed has no block"
+        measured = self.result.measured.as_dict()
+        sizes_and_times = {key: measured[key] for line in LOG_LINES for _, _, key in line}
+        sizes_and_times["peak_gpu_bytes"] = sizes_and_times["peak_gpu_bytes"] or 0
         with self.noting("log", self.log):
-            write_benchmark_log(self.log, *self._values())
+            write_benchmark_log(self.log, *sizes_and_times.values())
         with self.noting("record", self.record):
-            append_record(self.record, self._succeeded())
+            append_record(self.record, Record(status=STATUS_OK, request=self.request, result=self.result))
 
     def as_written(self) -> dict[str, Any]:
         """Return the record of a run that succeeded, as `write` appends it."""
-        return as_json(self._succeeded())
+        return as_json(Record(status=STATUS_OK, request=self.request, result=self.result))
 
     def write_failure(self, reason: str) -> None:
         """Append the record of a run that failed."""
         with self.noting("record", self.record):
-            append_record(
-                self.record, Record(status=STATUS_FAILED, request=self.request, result=self.result, error=reason)
-            )
+            failed = Record(status=STATUS_FAILED, request=self.request, result=self.result, error=reason)
+            append_record(self.record, failed)
 
     @contextmanager
     def noting(self, what: str, path: str | Path) -> Iterator[None]:
         """Note a file that cannot be written in `unwritten`, so that no measurement is lost."""
         try:
             yield
-        except OSError as error:
-            self.unwritten.append(f"the {what} was not written to {path} ({error.strerror or error})")
-        except (ValueError, TypeError) as error:  # a value without a JSON form
-            self.unwritten.append(f"the {what} was not written to {path} ({error})")
-
-    def _succeeded(self) -> Record:
-        return Record(status=STATUS_OK, request=self.request, result=self.result)
-
-    def _values(self) -> list[float | None]:
-        assert self.result.measured is not None, "a run that failed has no block"
-        measured = self.result.measured.as_dict()
-        values = {key: measured[key] for line in LOG_LINES for _, _, key in line}
-        return list((values | {"peak_gpu_bytes": values["peak_gpu_bytes"] or 0}).values())
+        except (OSError, ValueError, TypeError) as error:  # the last two: a value without a JSON form
+            reason = getattr(error, "strerror", None) or error
+            self.unwritten.append(f"the {what} was not written to {path} ({reason})")
 
 
 def refuse_shared_files(config: RunConfig, files: RunLog, model: Path | None, questions: Iterable[str | Path]) -> None:
@@ -141,12 +132,8 @@ def refuse_shared_files(config: RunConfig, files: RunLog, model: Path | None, qu
         *(("--quality-data", file) for file in questions),
     ]
     taken = {_identity(path): f"is read for {option}" for option, path in read if path}
-    for option, path in (
-        ("the log", files.log),
-        ("the record", files.record),
-        ("--trace", config.trace),
-        ("--quality-items", config.quality_items),
-    ):
+    outputs = (files.log, files.record, config.trace, config.quality_items)
+    for option, path in zip(("the log", "the record", "--trace", "--quality-items"), outputs):
         if path:
             if (what := taken.get(_identity(path))) is not None:
                 raise UsageError(f"{option} {path} {what}; choose another name.")

@@ -1,36 +1,29 @@
-"""The output of a run: generated texts, a table of times, sizes, the roofline, and explanations of slowness."""
+"""The output of a run: generated texts, a table of times, sizes, the roofline, and what would be faster."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from zero_inference.config.options import QUANT_BITS, QUANTIZING_ENGINES
 from zero_inference.errors import RunError
 from zero_inference.measure import steadiness
 from zero_inference.quality import evaluate as quality
 from zero_inference.records.hardware import Limit, LinkUse, TracedLinkUse
-from zero_inference.records.schema import (
-    DecodeGraph,
-    EngineFacts,
-    ExpertUse,
-    Measured,
-    MovedPerStep,
-    Predicted,
-    Request,
-    Result,
-)
+from zero_inference.records.schema import DecodeGraph, EngineFacts, ExpertUse, Measured, MovedPerStep, Request, Result
 from zero_inference.records.write import RunLog
-from zero_inference.report.advice import advice, advice_far_from_limit
 from zero_inference.report.run import model_in_short, weights_in_short
 from zero_inference.utils import processes
-from zero_inference.utils.format import GIB, LEAST_OF_UNIT, format_bytes, one_line, printable, three_digits
+from zero_inference.utils.format import format_bytes, one_line, printable, three_digits
 from zero_inference.utils.tables import Column, terminal_table, texts_of
 
-LEAST_SHARE = 0.001  # that is shown as a figure
 SHOWN_TEXTS = 3
+WIDEST = 100  # columns, of what a run prints
+NEAR_THE_LIMIT = 0.9  # from here on only fewer bytes help
+FAR_FROM_THE_LIMIT = 0.7
 
 
 def publish(
@@ -95,99 +88,104 @@ def texts_of_ids(output_ids: Any, tokenizer: Any, ends: Collection[int]) -> list
 def print_results(request: Request, result: Result) -> None:
     """Print the results of a run that succeeded."""
     measured, engine, scored = result.measured, result.engine, result.quality
-    assert measured is not None and engine is not None and scored is not None, "a run that failed has no results"
-    width = line_width()
-    print(printable(run_in_words(request)))
-    print(times_table(measured, colour=sys.stdout.isatty(), width=width), end="")
-    lines = [sizes_in_words(request, measured, engine), *_explanations(request, result)]
-    lines += [
-        quality.format_scores(task, scores.as_dict()) for task, scores in scored.by_task or () if scores is not None
+    on_terminal = sys.stdout.isatty()
+    width = min(WIDEST, shutil.get_terminal_size().columns) if on_terminal else WIDEST
+    weights = weights_in_short(request.quant_bits, request.dtype)
+    ranks = [f"{request.world_size} ranks"] * (request.world_size > 1)
+    lengths = [f"batch {request.batch_size}", f"prompt {request.prompt_len}", f"{request.gen_len} generated"]
+    print(printable(", ".join([model_in_short(request.model), request.engine, weights, *ranks, *lengths])))
+    print(times_table(measured, on_terminal, width), end="")
+    on_gpu, moved, stream = measured.device == "cuda", measured.transfers, engine.stream
+    lines = [
+        sizes_in_words(request, measured, engine),
+        limit_in_words(measured.limit, moved, on_gpu),
+        faster_in_words(request, measured),
+        idle_in_words(measured.link_use, bool(moved.cores_bytes_per_step)) if on_gpu else None,
+        cores_in_words(moved, measured, stream.cores) if moved.cores_bytes_per_step and stream else None,
+        experts_in_words(measured.experts) if measured.experts else None,
+        graph_in_words(stream.decode_graph, on_gpu)
+        if stream and stream.decode_graph and stream.decode_graph.tried
+        else None,
+        steadiness.describe_slow_step(measured.evenness),
+        *(quality.format_scores(task, scores.as_dict()) for task, scores in scored.by_task or () if scores is not None),
     ]
-    for line in lines:
+    for line in filter(None, lines):
         print(textwrap.fill(printable(line), width, subsequent_indent="  ", break_long_words=False))
     sys.stdout.flush()
-
-
-def _explanations(request: Request, result: Result) -> Iterator[str]:
-    """Yield a line each about the roofline of decoding, what would help, and what explains slowness."""
-    measured, engine = result.measured, result.engine
-    assert measured is not None and engine is not None
-    on_gpu, moved = measured.device == "cuda", measured.transfers
-    what_else = advice_far_from_limit(request, measured)
-    share_says_more = not what_else or (on_gpu and measured.limit.bound_by == "device_memory")
-    if share_says_more and (line := limit_in_words(measured.limit, moved, on_gpu)):
-        yield line
-    yield from what_else
-    yield from advice(request, measured)
-    if on_gpu and measured.link_use:
-        if line := idle_in_words(measured.link_use, bool(moved.cores_bytes_per_step)):
-            yield line
-    elif measured.device == "cpu" and moved.host_to_device_bytes_per_step and not moved.cores_bytes_per_step:
-        how = "copies" if engine.stream is not None else "uses"  # others use weights where they are
-        yield f"decode {how} {format_bytes(moved.host_to_device_bytes_per_step)} a step within host memory: there is no GPU"
-    if moved.cores_bytes_per_step:
-        last = measured.loops[-1]  # what was moved is the last loop's
-        planned = engine.stream.cores if engine.stream is not None else None
-        planned_rate = planned.of_step_gb_per_s if planned is not None else None
-        yield cores_in_words(moved, last.decode_s / len(last.step_s), planned_rate, on_gpu)
-    if measured.experts is not None:
-        yield experts_in_words(measured.experts)
-    graph = engine.stream.decode_graph if engine.stream is not None else None
-    if graph is not None and graph.tried:
-        yield graph_in_words(graph, on_gpu)
-    if line := steadiness.describe_slow_step(measured.evenness):
-        yield line
 
 
 def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | None:
     """Return the fraction of the roofline that decoding reached, and what bounds it; None if nothing does."""
     rates = limit.rates
-    if limit.bound_by == "link":
-        in_loops = rates.link_from == "loops"
-        spread, source = ("", ", measured in the loops") if in_loops else (f" +- {rates.link_spread / 2:.1%}", "")
-        name = "the link's limit"
-        detail = (
-            f"{format_bytes(moved.host_to_device_bytes_per_step or 0)} a step at {three_digits(rates.link_gb_per_s)} GB/s{spread} "
-            f"({rates.link_kind}{source})"
-        )
-    elif limit.bound_by == "link_and_cores":
-        name = "the limit"
-        detail = (
-            f"{format_bytes(moved.host_to_device_bytes_per_step or 0)} a step over the link "
-            f"({three_digits(rates.link_beside_cores_gb_per_s or 0)} GB/s) and {format_bytes(moved.cores_bytes_per_step or 0)} "
-            f"on the host's cores ({three_digits(rates.cores_gb_per_s or 0)} GB/s)"
-        )
-    elif limit.bound_by == "disk":
-        read = format_bytes(moved.disk_read_bytes_per_step or 0)
-        name, detail = "the disk's limit", f"{read} a step at {three_digits(rates.disk_gb_per_s)} GB/s"
-    elif limit.bound_by == "device_memory":
-        memory = "device memory" if on_gpu else "this machine's memory"
-        name, detail = f"the limit of {memory}", f"copies at {three_digits(rates.device_copy_gb_per_s)} GB/s"
-    elif limit.bound_by == "matmul":
-        name, detail = "the limit of matrix products", f"{three_digits(rates.matmul_tflops)} TFLOP/s"
-    else:
+
+    def rate(value: float | None) -> str:
+        return f"{three_digits(value or 0)} GB/s"
+
+    copied = format_bytes(moved.host_to_device_bytes_per_step or 0)
+    measured = "measured in the loops" if rates.link_from == "loops" else f"+- {(rates.link_spread or 0) / 2:.1%}"
+    bounds = {
+        "link": ("the link's limit", f"{copied} a step at {rate(rates.link_gb_per_s)} ({rates.link_kind}, {measured})"),
+        "link_and_cores": (
+            "the limit of link and CPU",
+            f"{copied} a step over the link ({rate(rates.link_beside_cores_gb_per_s)}) and "
+            f"{format_bytes(moved.cores_bytes_per_step or 0)} by the CPU ({rate(rates.cores_gb_per_s)})",
+        ),
+        "disk": (
+            "the disk's limit",
+            f"{format_bytes(moved.disk_read_bytes_per_step or 0)} a step at {rate(rates.disk_gb_per_s)}",
+        ),
+        "device_memory": (
+            f"the limit of {'device memory' if on_gpu else 'host memory'}",
+            f"copies at {rate(rates.device_copy_gb_per_s)}",
+        ),
+        "matmul": ("the limit of matrix products", f"{three_digits(rates.matmul_tflops or 0)} TFLOP/s"),
+    }
+    if limit.bound_by not in bounds:
         return None
-    share = limit.fraction_of_limit or 0.0
-    return f"{f'{share:.1%}' if share >= LEAST_SHARE else 'less than 0.1%'} of {name}: {detail}"
+    name, detail = bounds[limit.bound_by]
+    return f"{limit.fraction_of_limit or 0:.1%} of {name}: {detail}"
 
 
-def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | None, on_gpu: bool) -> str:
-    """Return the bytes that the CPU backend reads in a decode step of `step_s`, its rate and the planned one."""
-    to_device, of_cores = moved.host_to_device_bytes_per_step or 0, moved.cores_bytes_per_step or 0
-    copied = "copied to the device" if on_gpu else "fetched"
-    line = f"each step: {format_bytes(to_device)} {copied}, {format_bytes(of_cores)} read by the host's cores"
-    if not moved.cores_busy_s_per_step:
-        return line
-    busy = moved.cores_busy_s_per_step / step_s
-    planned = "" if cores_gb_per_s is None else f" (planned: {three_digits(cores_gb_per_s)})"
-    return f"{line} at {three_digits(of_cores / moved.cores_busy_s_per_step / 1e9)} GB/s{planned}, busy {busy:.0%}"
+def faster_in_words(request: Request, measured: Measured) -> str | None:
+    """Return the options that would make decoding on a GPU faster, by what bounds it; None where the record shows none."""
+    share, bound = measured.limit.fraction_of_limit, measured.limit.bound_by
+    if share is None or measured.device != "cuda":
+        return None
+    near, far = share >= NEAR_THE_LIMIT, share < FAR_FROM_THE_LIMIT
+    link, disk, compute = bound == "link", bound == "disk", bound in ("device_memory", "matmul")
+    quantizable = request.engine in QUANTIZING_ENGINES and (request.quant_bits or 0) > min(QUANT_BITS)
+    without_cpu = request.engine == "stream" and request.cpu_compute in ("off", "0") and request.world_size == 1
+    whole_modules = request.engine in ("deepspeed", "accelerate")
+    found = [
+        (link and request.cpu_offload and request.pin_memory is False, "--pin-memory 1"),
+        (link and far and whole_modules, "--engine stream (copies while it computes)"),
+        (near and quantizable, f"--quant-bits {min(QUANT_BITS)}"),
+        (near and link and without_cpu, "--cpu-compute auto"),
+        (near and disk, "--cpu-offload (if host memory is large enough)"),
+        ((near and not disk or far and compute) and not request.kv_offload, "a larger --batch-size"),
+    ]
+    options = [text for holds, text in found if holds]
+    return f"faster: {', '.join(options)}" if options else None
+
+
+def cores_in_words(moved: MovedPerStep, measured: Measured, planned: Any) -> str:
+    """Return the bytes that the CPU backend reads in a decode step of the last loop, its rate and the planned one."""
+    line = f"each step: {format_bytes(moved.host_to_device_bytes_per_step or 0)} copied to the device, "
+    line += f"{format_bytes(moved.cores_bytes_per_step)} read by the CPU"
+    if moved.cores_busy_s_per_step:
+        line += f" at {three_digits(moved.cores_bytes_per_step / moved.cores_busy_s_per_step / 1e9)} GB/s"
+        if planned is not None and planned.of_step_gb_per_s is not None:
+            line += f" (planned: {three_digits(planned.of_step_gb_per_s)})"
+        last = measured.loops[-1]
+        line += f", busy {moved.cores_busy_s_per_step * len(last.step_s) / last.decode_s:.0%}"
+    return line
 
 
 def experts_in_words(use: ExpertUse) -> str:
     """Return the hit rate of the expert cache, and the bytes that it saved and fetched."""
     return (
-        f"experts: {use.hit_rate:.1%} of those chosen were on the device; {format_bytes(use.saved_bytes_per_step)} a step "
-        f"saved, {format_bytes(use.fetched_bytes_per_step)} fetched"
+        f"expert cache: {use.hit_rate:.1%} hits, {format_bytes(use.saved_bytes_per_step)} a step saved, "
+        f"{format_bytes(use.fetched_bytes_per_step)} fetched"
     )
 
 
@@ -202,50 +200,41 @@ def graph_in_words(graph: DecodeGraph, on_gpu: bool) -> str:
     return f"a decode step took {graph_ms} ms as {graphs}, {launched_ms} ms launched kernel by kernel"
 
 
-def idle_in_words(use: LinkUse | TracedLinkUse, cpu_computes: bool = False) -> str | None:
-    """Return the share of time that the link was idle, and the main cause; None if it was busy.
-
-    Args:
-        cpu_computes: the CPU computes some blocks, and the link may wait for it.
-    """
+def idle_in_words(use: LinkUse | TracedLinkUse | None, cpu_computes: bool = False) -> str | None:
+    """Return the share of time that the link was idle, and the main cause; None if it was busy or not observed."""
+    if use is None:
+        return None
     if isinstance(use, TracedLinkUse):
         total = use.busy_s + use.idle_s
         return f"the link was idle {use.idle_s / total:.1%} of the time, by the trace" if total else None
-    host_late = "because the host asked too late for the next layer"
-    if cpu_computes:
-        host_late = "because the host's cores were still working, or the host asked too late"
+    cpu = "the CPU was still working, or " if cpu_computes else ""
     causes = {
         "because the device computes longer than a layer copies": use.slot_wait_s,
         "at the start of a step: try a larger --ring-depth": use.step_start_s,
-        host_late: use.host_late_s,
+        f"because {cpu}the host asked too late for the next layer": use.host_late_s,
     }
-    total = use.busy_s + sum(causes.values())
     worst = max(causes, key=causes.__getitem__)
-    if not total or causes[worst] < 0.02 * total:
+    if causes[worst] <= 0.02 * (use.busy_s + sum(causes.values())):
         return None
-    return f"the link was idle {1 - use.busy_s / total:.1%} of the time, mostly {worst}"
-
-
-WIDEST = 100  # columns, of what a run prints
-
-
-def line_width() -> int:
-    """Return the width of the terminal, at most `WIDEST`."""
-    return min(WIDEST, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDEST
-
-
-def run_in_words(request: Request) -> str:
-    """Return model, engine, weights, batch and lengths on one line."""
-    weights = weights_in_short(request.quant_bits, request.dtype)
-    ranks = [f"{request.world_size} ranks"] * (request.world_size > 1)
-    lengths = [f"batch {request.batch_size}", f"prompt {request.prompt_len}", f"{request.gen_len} generated"]
-    return ", ".join([model_in_short(request.model), request.engine, weights or "", *ranks, *lengths])
+    return f"the link was idle {1 - use.busy_share:.1%} of the time, mostly {worst}"
 
 
 def times_table(measured: Measured, colour: bool = False, width: int | None = None) -> str:
     """Return time to first token, decode and total as a table that ends in a newline."""
-    rows = _rows(measured)
-    loops = len(measured.loops)
+    steps, loops = len(measured.loops[-1].step_s), len(measured.loops)
+    names = {"prefill": "time to first token (prefill)", "decode": f"decode ({steps} steps)", "total": "total"}
+    rows = []
+    for phase, name in names.items():
+        if phase == "decode" and not steps:
+            continue
+        times_s = [getattr(loop, f"{phase}_s") for loop in measured.loops]
+        rows.append({
+            "phase": name,
+            "median_s": getattr(measured, f"{phase}_latency_s"),
+            "range_s": f"{three_digits(min(times_s))} to {three_digits(max(times_s))}",
+            "throughput": getattr(measured, f"{phase}_throughput"),
+            "predicted_s": _predicted_in_words(measured, ["prefill", "decode"] if phase == "total" else [phase]),
+        })  # fmt: skip
     columns = [
         Column("phase", f"median of {loops} loops" if loops > 1 else "1 loop", dtype="string", whole=True),
         Column("median_s", "seconds", three_digits),
@@ -256,50 +245,24 @@ def times_table(measured: Measured, colour: bool = False, width: int | None = No
     return terminal_table(columns, texts_of(rows, columns), colour, width)
 
 
-def _rows(measured: Measured) -> list[dict[str, Any]]:
-    steps = len(measured.loops[-1].step_s)
-    phases = {
-        "prefill": ("time to first token (prefill)", ["prefill"]),
-        "decode": (f"decode ({steps} step{'s' * (steps != 1)})", ["decode"]),
-        "total": ("total", ["prefill", "decode"]),
-    }
-    return [
-        {
-            "phase": name,
-            "median_s": getattr(measured, f"{phase}_latency_s"),
-            "range_s": f"{three_digits(min(times_s))} to {three_digits(max(times_s))}",
-            "throughput": getattr(measured, f"{phase}_throughput"),
-            "predicted_s": None if measured.predicted is None else _predicted_in_words(measured.predicted, parts),
-        }
-        for phase, (name, parts) in phases.items()
-        if phase != "decode" or steps
-        for times_s in [[getattr(loop, f"{phase}_s") for loop in measured.loops]]
-    ]
-
-
-def _predicted_in_words(predicted: Predicted, phases: Sequence[str]) -> str | None:
+def _predicted_in_words(measured: Measured, phases: Sequence[str]) -> str | None:
     """Return such as "0.220 (0.187 to 0.242)", the sum over `phases`."""
-    times_s = [getattr(predicted, f"{phase}_s") for phase in phases]
-    ranges_s = [getattr(predicted, f"{phase}_range_s") for phase in phases]
+    times_s = [getattr(measured.predicted, f"{phase}_s", None) for phase in phases]
     if None in times_s:
         return None
+    ranges_s = [getattr(measured.predicted, f"{phase}_range_s") for phase in phases]
     within = "" if None in ranges_s else f" ({' to '.join(three_digits(sum(ends)) for ends in zip(*ranges_s))})"
     return f"{three_digits(sum(times_s))}{within}"
 
 
 def sizes_in_words(request: Request, measured: Measured, engine: EngineFacts) -> str:
-    """Return the sizes of the run on one line: in GiB, or each in its own unit where one of them is small."""
-    share, bits = engine.quantized_fraction, f"int{request.quant_bits}"
-    if request.quant_bits != 8 and engine.stream is not None and engine.stream.head_bits:
-        bits += f" and int{engine.stream.head_bits}"
+    """Return the sizes of the run on one line."""
+    share = engine.quantized_fraction
     parts = [
         ("model", measured.model_bytes, " at 16 bits"),
-        ("stored", measured.weight_bytes, "" if share is None else f" ({share:.1%} {bits})"),
+        ("stored", measured.weight_bytes, "" if share is None else f" ({share:.1%} int{request.quant_bits})"),
         ("KV cache", measured.cache_bytes, ""),
         ("peak GPU", measured.peak_gpu_bytes, ""),
         ("peak host", measured.peak_host_bytes, ""),
     ]
-    known = [(name, size, more) for name, size, more in parts if size is not None]
-    if any(0 < size < LEAST_OF_UNIT * GIB for _, size, _ in known):
-        return ", ".join(f"{name} {format_bytes(size)}{more}" for name, size, more in known)
-    return f"GiB: {', '.join(f'{name} {three_digits(size / GIB)}{more}' for name, size, more in known)}"
+    return ", ".join(f"{name} {format_bytes(size)}{more}" for name, size, more in parts if size is not None)

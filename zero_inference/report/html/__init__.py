@@ -1,4 +1,1 @@
-"""The page of `zero-inference report DIR... --html FILE`.
-
-`page` fills `page.html`; `summary` words the headlines; `figures` draws the runs with the axes, rows and SVG of `plot`.
-"""
+"""The page of `zero-inference report DIR... --html FILE`: `page` fills page.html, `figures` draws the runs."""

@@ -1,401 +1,350 @@
-"""The figures of the page, one function each: it takes the runs and returns its plots, none where no run has the data.
+"""The figures of the page: a function each takes the runs and returns its figures, none where no run has the data.
 
 Matplotlib and not Plotly, whose script alone is megabytes: a figure is a small SVG that prints and needs no script.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import statistics
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import textwrap
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from zero_inference.records.hardware import HOST_COPY
-from zero_inference.report.html.plot import (
-    GRID,
-    INK,
-    MUTED,
-    SERIES,
-    STYLE,
-    Plot,
-    Row,
-    cut,
-    embed,
-    join,
-    make_plot,
-    new_axes,
-    row_figure,
-    set_log_axis,
-)
+from zero_inference.records.hardware import HOST_COPY, RATE_WORDS
+from zero_inference.report.columns import SCORES
 from zero_inference.report.prediction import within_in_words
-from zero_inference.report.run import BOUND_NAMES, LINK_PARTS, Run, clean
-from zero_inference.utils.format import GIB, format_bytes, format_number, format_short_time
+from zero_inference.report.run import Run, find, grouped, positive
+from zero_inference.utils.format import GIB, format_number, format_short_time, one_line
+from zero_inference.utils.tables import shorten_middle
 
+WIDTH = 330 / 72  # inches; on a phone of 390 pixels a point is a little more than a pixel
+LINE, BAR = 13, 20  # points: a line of text, the bar below it
+LETTERS = 52  # of `WIDTH`
+MOST_ROWS = 24  # of a figure, so that a page of paper holds it; the table has all runs
 MOST_POINTS = 300  # of a roofline
 MOST_FIGURES = 6  # of a kind
+# Figures are drawn in these colours, which become the variables of page.css: a light and a dark value each.
+INK, MUTED, GRID = "#000101", "#000102", "#000103"
+SERIES = ("#000201", "#000202", "#000203", "#000204", "#000205", "#000206")
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {SERIES[i]: f"series-{i + 1}" for i in range(len(SERIES))}
 MARKERS = ("o", "s", "^", "D", "v", "P")
-LINK_LABELS = ("copying", "waiting for a slot", "host late", "start of a step")  # of `LINK_PARTS`
-HIGHEST_SHARE = 1.5  # of the limit; marks beyond are at the edge
-DECODE_WITHIN, PREFILL_WITHIN = 0.10, 0.15  # the bands around a prediction
-HIGHEST_RATIO = 4.0  # of a measured to its predicted time, and 1 / 4; marks beyond are at the edge
-STEP_RANGE = (-50.0, 100.0)  # percent from the median; boxes and marks beyond end at the edge
+STYLE = {
+    "svg.fonttype": "none",  # text stays text: small, selectable, searchable
+    "svg.hashsalt": "zero-inference",
+    "text.parse_math": False,  # a $ in a model's name is a $
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "grid.color": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
 
 
-def all_figures(runs: list[Run]) -> list[tuple[Plot, str]]:
+@dataclass(frozen=True)
+class Plot:
+    title: str
+    caption: str
+    figure: Figure
+
+
+@dataclass(frozen=True)
+class Row:
+    """A bar, of several parts where `parts` are, with its texts left and right above it.
+
+    Attributes:
+        limit: where an upright line stands; nan for none.
+        error: length of an error bar to each side.
+    """
+
+    label: str
+    value: str
+    parts: Sequence[float]
+    limit: float = math.nan
+    error: float = 0.0
+
+
+def all_figures(runs: Sequence[Run]) -> list[tuple[Plot, str]]:
     """Return (plot, its SVG)."""
-    makers = (throughput, roofline, shares_of_limit, predictions, phases, steps, link_use, quality)
+    makers = (throughput, rooflines, shares_of_limit, predictions, phases, link_use, quality)
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "svg", **STYLE}):
         plots = [plot for maker in makers for plot in maker(runs)]
-        return [
-            (plot, embed(plot.figure, f"figure-{number}", plot.title, plot.description))
-            for number, plot in enumerate(plots)
-        ]
+        return [(plot, svg(plot.figure, f"figure-{number}-")) for number, plot in enumerate(plots)]
 
 
-def throughput(runs: list[Run]) -> list[Plot]:
-    """Draw each model and length: lines over batch sizes, or bars if there is one; those with a single run share one figure."""
-    known = [run for run in runs if run.decode_throughput and (run.request.batch_size or 0) > 0]
-    groups = sorted(_grouped(known, lambda run: run.group).values(), key=len, reverse=True)
-    several = [group for group in groups if len(group) > 1]
-    alone = [run for group in groups if len(group) == 1 for run in group]
-    ranks = {setting: rank for rank, (setting, _) in enumerate(Counter(run.setting for run in known).most_common())}
-    plots = []
-    for group in several[:MOST_FIGURES]:
-        plots += _bars(group) if len({run.request.batch_size for run in group}) == 1 else [_lines(group, ranks)]
-    return plots + _bars(alone)
+def bars(title: str, caption: str, x_label: str, rows: Sequence[Row], names: Sequence[str] = ()) -> Iterator[Plot]:
+    """Draw horizontal bars, the first `MOST_ROWS`; no figure without rows. `names` are those of their parts."""
+    if not rows:
+        return
+    shown = rows[:MOST_ROWS]
+    letters = LETTERS - 2 - max(len(row.value) for row in shown)
+    labels = [textwrap.wrap(one_line(row.label), max(20, letters), max_lines=2, placeholder="…") for row in shown]
+    height = LINE * max(map(len, labels)) + BAR  # points of a row, which is 1 on the axis
+    figure, axes = _new_axes((height * len(shown) + 45 + LINE * len(names)) / 72)
+    y, left, half = np.arange(len(shown)) + 1 - 0.5 * BAR / height, np.zeros(len(shown)), 0.3 * BAR / height
+    for index, name in enumerate(names or [""]):
+        part = np.array([row.parts[index] for row in shown])
+        axes.barh(y, part, 2 * half, left=left, color=SERIES[index], label=name)
+        left += part
+    limits, errors = np.array([row.limit for row in shown]), np.array([row.error for row in shown])
+    axes.vlines(limits, y - half, y + half, color=INK, linewidth=2)
+    if errors.any():
+        axes.errorbar(left, y, xerr=errors, fmt="none", ecolor=INK, capsize=4)
+    for index, (row, label) in enumerate(zip(shown, labels)):
+        where = {"y": index + 2 / height, "va": "top", "transform": axes.get_yaxis_transform(), "in_layout": False}
+        axes.text(0, s="\n".join(label), **where)
+        axes.text(1, s=row.value, ha="right", **where)
+    near = limits[limits <= 3 * left.max()]  # a limit far beyond would leave the bars no width
+    axes.set(xlabel=x_label, ylim=(len(shown), 0), yticks=[], xlim=(0, 1.02 * max(left + errors) or 1))
+    axes.set_xlim(0, 1.02 * near.max(initial=axes.get_xlim()[1] / 1.02))
+    axes.spines["left"].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(lambda value, position: format_number(value))
+    if names:
+        figure.legend(loc="outside lower left", ncols=2)
+    if len(rows) > len(shown):
+        title += f" (first {len(shown)} of {len(rows)})"
+    yield Plot(title, caption, figure)
 
 
-def _bars(runs: list[Run]) -> list[Plot]:
-    """Draw a bar for each setting, the fastest first, with a line at its limit."""
-    one_group = len({run.group for run in runs}) == 1
-    rows = []
-    for alike in _grouped(runs, lambda run: (run.group, run.setting, run.request.batch_size)).values():
-        run, speeds = alike[0], [run.decode_throughput for run in alike]
-        value = format_number(statistics.median(speeds))
-        if len(alike) > 1:
-            value += f" ({len(alike)} runs, {format_number(min(speeds))} to {format_number(max(speeds))})"
-        limits = [run.decode_throughput / run.share_of_limit for run in alike if run.share_of_limit]
-        limit = statistics.median(limits) if limits else math.nan
-        rest = "" if one_group else f"batch {run.request.batch_size}, {run.group_name}"
-        rows.append(Row(run.setting, rest, value, (statistics.median(speeds), limit)))
-    rows.sort(key=lambda row: -row.data[0])
-
-    def draw(axes: Axes, y: np.ndarray, height: float, data: Sequence) -> None:
-        speeds, limits = map(np.array, zip(*data))
-        axes.barh(y, speeds, height, color=SERIES[0])
-        near = limits[limits <= 3 * speeds.max()]  # a limit far beyond would leave the bars no width
-        axes.set_xlim(0, 1.02 * near.max(initial=speeds.max()))
-        axes.vlines(limits, y - height / 2, y + height / 2, color=INK, linewidth=2, label="limit")
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(lambda value, position: format_number(value))
-
-    title = "Throughput: models and lengths with one run"
-    if one_group:
-        title = f"Throughput at batch {runs[0].request.batch_size}: {runs[0].group_name}"
-    caption = (
-        "Decode token/s of all sequences together; the median where a setting ran more than once. "
-        "The upright line is the limit that the rates measured in the run allow."
-    )
-    return row_figure(title, caption, "decode throughput (token/s)", rows, draw, "settings")
-
-
-def _lines(runs: list[Run], ranks: dict[str, int]) -> Plot:
-    """Draw a line for each setting; its colour and marker follow from its rank, so that they are the same in all figures."""
-    axes = new_axes(210)
-    described = []
-    by_setting = sorted(_grouped(runs, lambda run: run.setting).items(), key=lambda each: ranks[each[0]])
-    for number, (setting, alike) in enumerate(by_setting):
-        by_batch = sorted(_grouped(alike, lambda run: run.request.batch_size).items())
-        x, y = zip(*((batch, statistics.median(run.decode_throughput for run in each)) for batch, each in by_batch))
-        rank, count = ranks[setting], len(SERIES)
-        colour, marker, label = SERIES[rank % count], MARKERS[(rank + rank // count) % count], cut(setting)
-        if number >= count:
-            colour, marker, label = MUTED, ".", "other settings (see the table)"
-        axes.plot(x, y, color=colour, marker=marker, linewidth=1.5, label=label)
-        described.append(f"{setting}: {', '.join(f'{format_number(s)} at batch {b}' for b, s in zip(x, y))}")
-    batches = sorted({run.request.batch_size for run in runs})
-    set_log_axis(axes.xaxis, batches)
-    if len(batches) <= 8:
-        axes.set_xticks(batches, map(format_number, batches))
-    speeds = [run.decode_throughput for run in runs]
-    if max(speeds) > 10 * min(speeds):
-        set_log_axis(axes.yaxis, speeds)
-    else:
-        axes.set_ylim(0, 1.1 * max(speeds))
+def lines(title: str, caption: str, settings: dict[str, list[Run]], looks: dict[str, tuple[str, str]]) -> Plot:
+    """Draw a line of throughput over batch sizes for each setting."""
+    figure, axes = _new_axes((220 + 14 * len(settings)) / 72)
+    for setting, runs in settings.items():
+        by_batch = sorted(grouped(runs, lambda run: run.request.batch_size).items())
+        x, y = zip(*((batch, statistics.median(run.decode_throughput for run in alike)) for batch, alike in by_batch))
+        colour, marker = looks[setting]
+        axes.plot(x, y, color=colour, marker=marker, linewidth=1.5, label=_cut(setting))
     axes.set(xlabel="batch size (sequences)", ylabel="decode throughput (token/s)")
+    drawn = [run for runs in settings.values() for run in runs]
+    _set_log_axis(axes.xaxis, [run.request.batch_size for run in drawn])
+    _set_log_axis(axes.yaxis, [run.decode_throughput for run in drawn])
     axes.grid(axis="y")
-    title = f"Throughput against batch size: {runs[0].group_name}"
-    caption = "Decode token/s of all sequences together; the median where a setting ran more than once."
-    return make_plot(axes, title, caption, "token/s by " + "; ".join(described))
+    figure.legend(loc="outside lower left")
+    return Plot(title, caption, figure)
 
 
-def roofline(runs: list[Run]) -> list[Plot]:
+def throughput(runs: Sequence[Run]) -> Iterator[Plot]:
+    """Draw each model and lengths: lines over batch sizes, or bars if there is one; those with a single run share one figure."""
+    known = [run for run in runs if run.decode_throughput and positive(run.request.batch_size)]
+    groups = sorted(grouped(known, lambda run: run.group).items(), key=lambda group: -len(group[1]))
+    settings = grouped(known, lambda run: run.setting)
+    looks = {name: (SERIES[i % 6], MARKERS[(i + i // 6) % 6]) for i, name in enumerate(settings)}
+    several = [(name, group) for name, group in groups if len(group) > 1]
+    caption = "Decode token/s of all sequences together, the median of a setting's runs."
+    limit = "The upright line is the limit that the rates measured in the run allow."
+    for name, group in several[:MOST_FIGURES]:
+        if len({run.request.batch_size for run in group}) > 1:
+            by_setting = grouped(group, lambda run: run.setting)
+            shown = dict(sorted(by_setting.items(), key=lambda each: -len(each[1]))[:12])
+            yield lines(f"Throughput against batch size: {name}", caption, shown, looks)
+        else:
+            rows = [_speed_row(setting, alike) for setting, alike in grouped(group, lambda run: run.setting).items()]
+            rows.sort(key=lambda row: -row.parts[0])
+            title = f"Throughput at batch {group[0].request.batch_size}: {name}"
+            yield from bars(title, f"{caption} {limit}", "decode throughput (token/s)", rows)
+    alone = [_speed_row(group[0].label, group) for _, group in groups if len(group) == 1]
+    alone.sort(key=lambda row: -row.parts[0])
+    yield from bars(
+        "Throughput: models and lengths with one run", f"{caption} {limit}", "decode throughput (token/s)", alone
+    )
+
+
+def _speed_row(label: str, alike: list[Run]) -> Row:
+    speed = statistics.median(run.decode_throughput for run in alike)
+    limits = [run.decode_throughput / run.share_of_limit for run in alike if run.share_of_limit]
+    return Row(label, format_number(speed), [speed], statistics.median(limits) if limits else math.nan)
+
+
+def rooflines(runs: Sequence[Run]) -> Iterator[Plot]:
     """Draw a roofline for each machine: token/s against the bytes that a token needs."""
-    known = [run for run in runs if run.decode_throughput and run.bound_by and (run.request.batch_size or 0) > 0]
-    machines = _grouped((run for run in known if _bytes_per_step(run) > 0), _machine)
-    ranked = sorted(machines.items(), key=lambda machine: -len(machine[1]))
-    return [_roofline(name, runs) for name, runs in ranked[:MOST_FIGURES]]
+    known = [run for run in runs if run.decode_throughput and run.share_of_limit and positive(run.request.batch_size)]
+    machines = grouped((run for run in known if _bytes_per_step(run) > 0), _machine)
+    for machine, of_machine in sorted(machines.items(), key=lambda each: -len(each[1]))[:MOST_FIGURES]:
+        yield _roofline(machine, of_machine[:MOST_POINTS])
 
 
 def _roofline(machine: str, runs: list[Run]) -> Plot:
-    shown = runs[:MOST_POINTS]
-    x = np.array([_bytes_per_step(run) / run.request.batch_size / GIB for run in shown])
-    y = np.array([run.decode_throughput for run in shown])
-    limits = y / np.array([run.share_of_limit or 1 for run in shown])  # at the run's own rates
-    bounds = np.array([run.bound_by for run in shown])
-    axes = new_axes(280)
-    set_log_axis(axes.xaxis, x)
-    set_log_axis(axes.yaxis, [*y, *limits])
-    left, right = axes.get_xlim()
-    lines = []
-    for bound, colour, marker, label in _looks(bounds):
-        if rates := [rate for run in shown if (rate := _rates(run).get(bound))]:
-            low, high = min(rates), max(rates)
-            label += f": {format_number(low / 1e9)} to" if high > 1.05 * low else ":"
-            label += f" {format_number(high / 1e9)} GB/s"
-            axes.plot([left, right], [high / GIB / left, high / GIB / right], color=colour, gid=f"line-{bound}")
-        lines.append(label)
-        at = bounds == bound
-        axes.vlines(x[at], y[at], limits[at], color=colour, linewidth=1)
-        axes.plot(x[at], y[at], marker, color=colour, label=label, gid=f"runs-{bound}")
-    places = (axes.transData - axes.transAxes).transform(np.stack([x, y], axis=1))  # [runs, 2], 0 to 1
-    for run, place in zip(shown, places):
-        right_by, above = (places - place).T
-        if not ((right_by > 0) & (right_by < 0.12) & (abs(above) < 0.05)).any():  # no other mark is there
-            style = {"textcoords": "offset points", "va": "center", "in_layout": False}
-            axes.annotate(str(run.number), place, (6, 0), "axes fraction", **style)
-    axes.set(xlabel="GiB that a token needs", ylabel="decode throughput (token/s)", xlim=(left, right))
+    gib = np.array([_bytes_per_step(run) / run.request.batch_size / GIB for run in runs])
+    speeds = np.array([run.decode_throughput for run in runs])
+    limits = speeds / np.array([run.share_of_limit for run in runs])  # at the run's own rates
+    figure, axes = _new_axes(300 / 72)
+    _set_log_axis(axes.xaxis, gib)
+    _set_log_axis(axes.yaxis, [*speeds, *limits])
+    ends = np.array(axes.get_xlim())
+    for index, bound in enumerate(dict.fromkeys(run.bound_by for run in runs)):
+        colour, marker = SERIES[index % 6], MARKERS[index % 6]
+        label, at = RATE_WORDS.get(bound, _cut(bound, 20)), np.array([run.bound_by == bound for run in runs])
+        if rates := [rate for run in runs if (rate := _rates(run).get(bound))]:
+            label += f", at most {format_number(max(rates))} GB/s"
+            axes.plot(ends, max(rates) * 1e9 / GIB / ends, color=colour, gid=f"line-{bound}")
+        axes.vlines(gib[at], speeds[at], limits[at], color=colour, linewidth=1)
+        axes.plot(gib[at], speeds[at], marker, color=colour, label=label, gid=f"runs-{bound}")
+    axes.set(xlabel="GiB that a token needs", ylabel="decode throughput (token/s)", xlim=ends)
     axes.grid()
-    described = [
-        f"{join(run.label, run.rest)}: {format_number(run.decode_throughput)} token/s at {format_bytes(gib * GIB)} a token, "
-        f"{run.share_of_limit:.1%} of its limit by {_bound_name(run.bound_by)}"
-        for run, gib in zip(shown, x)
-    ]
+    figure.legend(loc="outside lower left")
     caption = (
-        "Each mark is a run, numbered as in the table; colour and shape show what bounds it. Lines are the highest rates "
-        "measured; a stem ends at what the run's own rates allow. A token needs its share of the bytes that a step copies over "
-        "the link and reads from host memory with the CPU, reads from disk, or reads from memory, whichever bounds the run."
+        "A mark is a run, its colour shows what bounds it. Lines are the highest rates measured; a stem ends at what the run's own "
+        "rates allow. A token needs its share of the bytes that a step moves at the rate that bounds it."
     )
-    if len(runs) > len(shown):
-        caption += f" The first {len(shown)} of {len(runs)} runs."
-    return make_plot(axes, f"Roofline: {machine}", caption, f"{'; '.join(lines)}. {'; '.join(described)}")
+    return Plot(f"Roofline: {machine}", caption, figure)
 
 
 def _bytes_per_step(run: Run) -> float:
     """Return the bytes that a decode step moves at the rate that bounds it; 0 if unknown."""
-    moved = run.measured.transfers
+    moved, limit = run.measured.transfers, run.measured.limit
     if run.bound_by == "disk":
         return moved.disk_read_bytes_per_step or 0
-    if run.limit.rates.link_kind != HOST_COPY and run.bound_by != run.memory:
-        steps = max(1, (run.request.gen_len or 0) - 1)
-        copied = (moved.host_to_device_bytes_per_step or 0) - (run.limit.link_ahead_bytes or 0) / steps
-        if outside := max(0, copied) + max(0, moved.cores_bytes_per_step or 0):
-            return outside
-    return (run.limit.floor_step_s.device_memory or 0) * _rates(run).get(run.memory, 0)
+    if limit.rates.link_kind != HOST_COPY and run.bound_by in ("link", "link_and_cores"):
+        ahead = (limit.link_ahead_bytes or 0) / max(1, (run.request.gen_len or 0) - 1)
+        copied = (moved.host_to_device_bytes_per_step or 0) - ahead
+        return max(0, copied) + max(0, moved.cores_bytes_per_step or 0)
+    memory = _rates(run).get("host_memory" if run.measured.device == "cpu" else "device_memory", 0)
+    return (limit.floor_step_s.device_memory or 0) * memory * 1e9
 
 
 def _rates(run: Run) -> dict[str, float]:
-    """Return bytes/s of all devices together by bound; those of the link, the CPU and the disk are so in the record."""
-    rates = run.limit.rates
-    link, cpu = rates.link_beside_cores_gb_per_s, rates.cores_gb_per_s
+    """Return GB/s of all devices together by bound."""
+    rates = run.measured.limit.rates
+    link, cores = rates.link_beside_cores_gb_per_s, rates.cores_gb_per_s
+    memory = (rates.device_copy_gb_per_s or 0) * max(1, run.request.world_size or 1)
     known = {
         "link": rates.link_gb_per_s,
-        "link_and_cores": link + cpu if link and cpu else None,
+        "link_and_cores": link + cores if link and cores else None,
         "disk": rates.disk_gb_per_s,
-        run.memory: (rates.device_copy_gb_per_s or 0) * max(1, run.request.world_size or 1),
+        "device_memory": memory,
+        "host_memory": memory,
     }
-    return {bound: 1e9 * rate for bound, rate in known.items() if rate and rate > 0}
+    return {bound: rate for bound, rate in known.items() if positive(rate)}
 
 
 def _machine(run: Run) -> str:
-    cpu, cores, ranks = run.environment.cpu_model, run.environment.cpu_cores, run.request.world_size
-    parts = [run.gpus or ("no GPU" if cpu else "machine not recorded")]
-    if cpu:
-        parts.append(f"{cpu} with {cores} cores" if cores else cpu)
-    if ranks and ranks > 1:
-        parts.append(f"{ranks} ranks")
-    return clean(", ".join(parts))
+    cpu, ranks = find(run.record.result.environment, "cpu_model"), run.request.world_size or 1
+    return one_line(", ".join(filter(None, [run.gpus or "no GPU", cpu, f"{ranks} ranks" * (ranks > 1)])))
 
 
-def shares_of_limit(runs: list[Run]) -> list[Plot]:
-    """Draw a row for each setting at each model and length, the highest share first: a mark for each run."""
-    known = [run for run in runs if run.share_of_limit is not None]
-    several_groups = len({run.group for run in known}) > 1
-    rows = []
-    for alike in _grouped(known, lambda run: (run.setting, run.group)).values():
-        median = statistics.median(run.share_of_limit for run in alike)
-        value = f"{median:.1%}" + (f" ({len(alike)} runs)" if len(alike) > 1 else "")
-        rows.append((median, Row(alike[0].setting, alike[0].group_name if several_groups else "", value, alike)))
-    rows.sort(key=lambda row: -row[0])
-
-    def draw(axes: Axes, y: np.ndarray, height: float, data: Sequence[list[Run]]) -> None:
-        at = np.repeat(y, [len(alike) for alike in data])
-        shares = np.array([run.share_of_limit for alike in data for run in alike]).clip(max=HIGHEST_SHARE)
-        bounds = np.array([run.bound_by for alike in data for run in alike])
-        axes.set_xlim(0, 104 * max(1, shares.max()))
-        axes.hlines(y, 0, axes.get_xlim()[1], color=GRID)
-        axes.vlines([100] * len(y), y - height / 2, y + height / 2, color=INK, linewidth=2)
-        for bound, colour, marker, name in _looks(bounds):
-            axes.plot(100 * shares[bounds == bound], at[bounds == bound], marker, color=colour, label=name)
-
+def shares_of_limit(runs: Sequence[Run]) -> Iterator[Plot]:
+    known = grouped((run for run in runs if run.share_of_limit), lambda run: (run.setting, run.group))
+    medians = {", ".join(key): statistics.median(run.share_of_limit for run in alike) for key, alike in known.items()}
+    rows = [Row(name, f"{share:.1%}", [100 * min(share, 1.5)], 100) for name, share in medians.items()]
+    rows.sort(key=lambda row: -row.parts[0])
     caption = (
-        "Shortest possible time of a decode step over the measured time; the upright line is the limit. The shortest time is "
-        "the bytes or operations of the step at the rates measured in the same process. Each mark is a run, its shape shows "
-        "what bounds it; the figure is the median."
+        "Shortest possible time of a decode step at the rates measured in the run, over the measured time; medians."
     )
-    title = "Share of the machine's limit"
-    return row_figure(title, caption, "share of the limit (%)", [row for _, row in rows], draw, "settings")
+    yield from bars("Share of the machine's limit", caption, "share of the limit (%)", rows)
 
 
-def predictions(runs: list[Run]) -> list[Plot]:
+def predictions(runs: Sequence[Run]) -> Iterator[Plot]:
     """Draw measured over predicted times of decode and prefill, the farthest from 1 first."""
-    runs = [run for run in runs if not run.failed]
-    rows: list[Row] = []
-    for run in runs:
-        both = {phase: run.time_over_predicted(f"{phase}_s") for phase in ("decode", "prefill")}
-        ratios = {phase: ratio for phase, ratio in both.items() if ratio is not None}
-        if ratios:
-            value = ", ".join(f"{phase} {ratio:{'.2f' if ratio < 1000 else '.1e'}}" for phase, ratio in ratios.items())
-            rows.append(Row(run.label, run.rest, value, ratios))
-    rows.sort(key=lambda row: -abs(math.log(next(iter(row.data.values())))))
-
-    def draw(axes: Axes, y: np.ndarray, height: float, data: Sequence[dict[str, float]]) -> None:
-        for within in (PREFILL_WITHIN, DECODE_WITHIN):
-            axes.barh(y, 2 * within, 1.5 * height, left=1 - within, color=GRID, alpha=0.5)
-        axes.vlines([1] * len(y), y - height / 2, y + height / 2, color=INK)
-        for phase, marker, colour in (("decode", "o", SERIES[1]), ("prefill", "s", SERIES[0])):
-            x = np.clip([each.get(phase, math.nan) for each in data], 1 / HIGHEST_RATIO, HIGHEST_RATIO)
-            axes.plot(x, y, marker, color=colour, label=phase, gid=f"{phase}-ratio")
-        set_log_axis(axes.xaxis, [0.8, 1.25, *axes.dataLim.intervalx], margin=1)
-
-    parts = []
-    for phase, within in (("decode", DECODE_WITHIN), ("prefill", PREFILL_WITHIN)):
-        if found := [row.data[phase] for row in rows if phase in row.data]:
-            near = sum(1 - within <= ratio <= 1 + within for ratio in found)
-            parts.append(f"{near} of {len(found)} {phase} times are within {within:.0%}")
-    if in_range := within_in_words(runs):
-        parts.append(in_range)
-    caption = (
-        "Measured time over the time that the plan predicted before loading, the farthest from 1 first; right of 1 the run was "
-        f"slower. Bands: {DECODE_WITHIN:.0%} and {PREFILL_WITHIN:.0%}. {'; '.join(parts)}."
-    )
-    title = "Predicted against measured"
-    return row_figure(title, caption, "measured time / predicted time", rows, draw)
+    within = within_in_words(runs)
+    for phase in ("decode", "prefill"):
+        ratios = [(run, ratio) for run in runs if not run.failed and (ratio := run.time_over_predicted(phase))]
+        ratios.sort(key=lambda each: -abs(math.log(each[1])))
+        rows = [Row(run.label, f"{ratio:.3g}", [min(ratio, 4.0)], 1.0) for run, ratio in ratios]
+        close = sum(abs(ratio - 1) <= 0.1 for _, ratio in ratios)
+        caption = "Measured time over the time that the plan predicted before loading, the farthest from 1 first. "
+        caption += f"{close} of {len(rows)} are within 10%{f'; {within}' if within else ''}."
+        yield from bars(f"Predicted against measured: {phase}", caption, "measured time / predicted time", rows)
 
 
-def phases(runs: list[Run]) -> list[Plot]:
+def phases(runs: Sequence[Run]) -> Iterator[Plot]:
     rows = []
     for run in runs:
-        prefill_s, decode_s = run.measured.prefill_latency_s or 0, max(0, run.measured.decode_latency_s or 0)
-        if prefill_s > 0 and not run.failed:
-            value = format_short_time(prefill_s) + (f" + {format_short_time(decode_s)}" if decode_s else "")
-            rows.append(Row(run.label, run.rest, value, (prefill_s, decode_s)))
+        times_s = [positive(run.measured.prefill_latency_s), positive(run.measured.decode_latency_s)]
+        if all(times_s) and not run.failed:
+            value = " + ".join(map(format_short_time, times_s))
+            rows.append(Row(run.label, value, [100 * time_s / sum(times_s) for time_s in times_s]))
     caption = "Prefill is the time to the first token, decode that of all others; medians over the measured loops."
-    title = "Phases: prefill and decode"
-    return _stacked(title, caption, "share of a generation's time (%)", rows, ("prefill", "decode"))
+    yield from bars(
+        "Phases: prefill and decode", caption, "share of a generation's time (%)", rows, ("prefill", "decode")
+    )
 
 
-def link_use(runs: list[Run]) -> list[Plot]:
+def link_use(runs: Sequence[Run]) -> Iterator[Plot]:
+    names = {
+        "busy_s": "copying",
+        "slot_wait_s": "waiting for a slot",
+        "host_late_s": "host late",
+        "step_start_s": "step start",
+    }
     rows = []
     for run in runs:
-        if use := run.link_use:
-            rate = run.measured.link_use.gb_per_s_while_busy
+        use = run.measured.link_use
+        parts = [positive(getattr(use, name, None)) or 0.0 for name in names]
+        if sum(parts) > 0 and not run.failed and run.measured.limit.rates.link_kind != HOST_COPY:
+            rate = use.gb_per_s_while_busy
             value = f"{format_number(rate)} GB/s" if rate else ""
-            rows.append(Row(run.label, run.rest, value, [use[name] for name in LINK_PARTS]))
-    caption = (
-        "Copying: the link was busy, at the rate right of the run's name. Waiting for a slot: the device computes longer than a "
-        "layer copies. Host late: the host asked too late for the next layer. Start of a step: the host prepares the token."
-    )
-    title = "Where the stream engine's link time went"
-    return _stacked(title, caption, "share of the link's time in decode (%)", rows, LINK_LABELS)
+            rows.append(Row(run.label, value, [100 * part / sum(parts) for part in parts]))
+    caption = "Waiting for a slot: the device computes longer than a layer copies. Host late: it asked too late for the next layer."
+    title = "Where the link's time went"
+    yield from bars(title, caption, "share of the link's time in decode (%)", rows, tuple(names.values()))
 
 
-def _stacked(title: str, caption: str, x_label: str, rows: list[Row], parts: Sequence[str]) -> list[Plot]:
-    def draw(axes: Axes, y: np.ndarray, height: float, data: Sequence[Sequence[float]]) -> None:
-        shares = np.array(data).T  # [parts, rows]
-        shares = 100 * shares / shares.sum(axis=0)
-        for index, part in enumerate(parts):
-            axes.barh(y, shares[index], height, left=shares[:index].sum(axis=0), color=SERIES[index], label=part)
-        axes.set_xlim(0, 100)
-
-    return row_figure(title, caption, x_label, rows, draw)
-
-
-def steps(runs: list[Run]) -> list[Plot]:
-    """Draw a box for each run, relative to its median step: runs differ a thousandfold, the steps of one by a few percent."""
-    rows = []
-    for run in runs:
-        if run.step_s and not run.failed:
-            median_s = statistics.median(run.step_s)
-            percent = [100 * (step_s / median_s - 1) for step_s in run.step_s]
-            value = f"{format_short_time(median_s)}, slowest {max(percent):+.0f}%"
-            rows.append(Row(run.label, run.rest, value, percent))
-
-    def draw(axes: Axes, y: np.ndarray, height: float, data: Sequence[list[float]]) -> None:
-        percent = [np.clip(each, *STEP_RANGE) for each in data]
-        line, box = {"color": SERIES[0]}, {"facecolor": SERIES[0], "edgecolor": SERIES[0]}
-        looks = {"boxprops": box, "whiskerprops": line, "capprops": line, "medianprops": {"color": INK, "linewidth": 2}}
-        places = {"positions": y, "widths": height, "orientation": "horizontal", "manage_ticks": False}
-        axes.boxplot(percent, whis=(5, 95), showfliers=False, patch_artist=True, **places, **looks)
-        axes.plot([each.max() for each in percent], y, "o", color=SERIES[1], markersize=4, label="slowest step")
-        axes.xaxis.set_major_formatter(lambda value, position: f"{value:+.3g}" if value else "0")
-
-    caption = (
-        "Decode steps of all measured loops, relative to the run's median step. The box holds the middle half, the whiskers "
-        "reach from the 5th to the 95th percentile."
-    )
-    return row_figure("Step times", caption, "difference from the run's median step (%)", rows, draw)
-
-
-def quality(runs: list[Run]) -> list[Plot]:
-    """Draw each task and metric with its standard error."""
-
-    def draw(axes: Axes, y: np.ndarray, height: float, data: Sequence[tuple[float, float]]) -> None:
-        values, errors = zip(*data)
-        axes.errorbar(values, y, xerr=errors, fmt="o", color=SERIES[0], capsize=4)
-        low, high = axes.get_xlim()
-        # Wide enough that a difference of a tenth of a point does not look large.
-        margin = max(0, 0.04 * abs(sum(values) / len(values)) - (high - low)) / 2
-        axes.set_xlim(low - margin, high + margin)
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.grid(axis="x")
-
-    plots = []
-    metrics = dict.fromkeys((score.metric, score.share) for run in runs for score in run.quality)
-    for metric, is_share in list(metrics)[: 2 * MOST_FIGURES]:
-        scale = 100 if is_share else 1
-        rows = [
-            Row(run.label, run.rest, score.text, (score.value * scale, (score.stderr or 0) * scale))
-            for run in runs
-            for score in run.quality
-            if score.metric == metric
-        ]
-        better = "lower" if "perplexity" in metric else "higher"
-        x_label = f"{cut(metric, 25)}{' (%)' if is_share else ''}, {better} is better"
+def quality(runs: Sequence[Run]) -> Iterator[Plot]:
+    """Draw each score with its standard error."""
+    for score, stderr in zip(SCORES[::2], SCORES[1::2]):
+        scale, rows = 100 if "%" in score.header else 1, []
+        for run in runs:
+            value, error = score.value(run), stderr.value(run)
+            if value is not None and not run.failed:
+                text = score.text(run) + (f" ± {stderr.text(run)}" if error is not None else "")
+                rows.append(Row(run.label, text, [scale * value], error=scale * (error or 0)))
         caption = "Score of the model as it was timed; the bar is one standard error to each side, if recorded."
-        plots += row_figure(f"Quality: {metric}", caption, x_label, rows, draw)
-    return plots
+        yield from bars(f"Quality: {score.header}", caption, score.header, rows)
 
 
-def _looks(bounds: Iterable[str]) -> list[tuple[str, str, str, str]]:
-    """Return (bound, colour, marker, name) of each of the bounds, in the order of `BOUND_NAMES`, then others."""
-    looks = dict(zip(BOUND_NAMES, zip(SERIES, MARKERS)))
-    found = sorted(set(bounds), key=[*BOUND_NAMES, *sorted(set(bounds))].index)
-    return [(bound, *looks.get(bound, (MUTED, "X")), _bound_name(bound)) for bound in found]
+def _new_axes(height: float) -> Any:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
 
 
-def _bound_name(bound: str) -> str:
-    return BOUND_NAMES.get(bound, cut(bound, 20))
+def _set_log_axis(axis: Any, values: Iterable[float]) -> None:
+    """Make the axis logarithmic over positive `values`, with ticks at round numbers."""
+    low, high = min(values) / 1.5, max(values) * 1.5
+    axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,), numticks=6))
+    axis.set_major_formatter(lambda value, position: format_number(value) if 1e-3 < value < 1e5 else f"{value:.0e}")
+    axis.set_minor_locator(NullLocator())
 
 
-def _grouped(items: Iterable, key: Callable[[Any], Hashable]) -> dict[Any, list]:
-    groups: dict[Any, list] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
+def _cut(text: str, letters: int = LETTERS) -> str:
+    return shorten_middle(one_line(text), max(8, letters))
+
+
+def svg(figure: Figure, prefix: str) -> str:
+    """Return the figure as an `<svg>` element, as wide as the page allows; `prefix` makes its ids unique in the page."""
+    file = io.StringIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # the browser has other fonts
+        figure.savefig(
+            file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1
+    )
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}", text)
+    text = re.sub(
+        r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text
+    )  # a hundredth of a point is invisible
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, f"var(--{variable})")
+    return text
