@@ -11,7 +11,7 @@ from torch.nn import functional
 from zero_inference.cpu.hand_off import DirectCalls
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, CpuPool, Stage, Weight, flag_bytes
 from zero_inference.cpu.products import Matrix
-from zero_inference.hardware.cpu_workloads import narrow_feed_forward
+from zero_inference.hardware.bench_cpu import narrow_feed_forward
 from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.mlp import ACTIVATIONS
 from zero_inference.utils.transfers import Transfers

@@ -15,15 +15,12 @@ from zero_inference.utils.environment import describe_environment, rate_versions
 
 MEASURE = """
 import json, sys
-from zero_inference.hardware.overhead_process import OverheadProcess
 from zero_inference.hardware.measure_profile import measure_basics
 from zero_inference.utils.ranks import detect_ranks
-engines = OverheadProcess()
-found = measure_basics(detect_ranks(), engines, lambda line: None)
-engines.close()
-engine_overheads = [each.model_dump() for each in found.engine_overheads]
-launches = found.launch_bench.result().model_dump()
-print(json.dumps([launches, found.process_bytes, found.measuring_bytes, found.library_bytes, engine_overheads]))
+launch_bench, found = measure_basics(detect_ranks(), lambda line: None)
+engine_overheads = [each.model_dump() for each in found["engine_overheads"]]
+memory = found["process_bytes"], found["measuring_bytes"], found["library_bytes"]
+print(json.dumps([launch_bench.result().model_dump(), *memory, engine_overheads]))
 """
 WIDE = dict(hidden_size=1024, max_position_embeddings=256, vocab_size=32000)
 SIZES = {  # 200 to 260 MB in bfloat16, most of it in layers, so that weights and what is made of them outweigh the libraries' scatter

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_inference.config.run_options import parse_options
 from zero_inference.hardware import bench_device, bench_launch
 from zero_inference.hardware.bench_device import product_times
-from zero_inference.hardware.bench_launch import ROUNDS, LaunchBench, measure_graph_operator, solve_costs
+from zero_inference.hardware.bench_launch import ROUNDS, LaunchBench, measure_graph_operator
 from zero_inference.hardware.rates import ProductTime
 from zero_inference.kernels import decode_attention
 from zero_inference.kernels.quantization import GroupQuantization
@@ -104,17 +104,10 @@ def test_what_the_host_takes_is_measured():
         model.rounds_s = [step_s, 1.0, 0.5 * step_s]
     found = launching.result()
     assert (found.operator_s, found.module_s, found.step_s) == pytest.approx((3e-6, 11e-6, 5e-4))
-
-
-def test_two_kinds_of_models_tell_operators_and_modules_apart():
-    assert solve_costs((570, 195, 570 * 2e-6 + 195 * 9e-6), (195, 165, 195 * 2e-6 + 165 * 9e-6)) == pytest.approx(
-        (2e-6, 9e-6)
-    )
-    calls_less = solve_costs((570, 195, 3e-3), (195, 165, 1e-4))
-    assert calls_less == pytest.approx(((570 * 3e-3 + 195 * 1e-4) / (570**2 + 195**2), 0.0)), "calls less than nothing"
-    operators_less = solve_costs((570, 195, 1e-3), (195, 165, 1e-3))
-    assert operators_less == pytest.approx((0.0, 1e-3 * (195 + 165) / (195**2 + 165**2)))
-    assert solve_costs((570, 195, -1e-3), (195, 165, -1e-3)) == (0.0, 0.0), "a host that others used"
+    for model in launching.models:  # noise: more operators take less time
+        model.rounds_s = [5e-4 - model.operators * 1e-7 + model.module_calls * 11e-6]
+    found = launching.result()
+    assert found.operator_s == 0.0 < found.module_s, "no cost is negative"
 
 
 def test_an_operator_in_a_graph_is_that_of_a_layer_without_products():

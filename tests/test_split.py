@@ -14,7 +14,6 @@ from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import best_split
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.prefetch import LAST_PASS, MAX_MEASUREMENTS, MeasuredStep, Rebalancer, bytes_to_move
-from zero_inference.hardware.bench_cpu import LinkRates, of_all_ranks
 from zero_inference.hardware.rates import AttentionRates, ConcurrentRates
 from zero_inference.models.mlp import Mlp
 from zero_inference.records.hardware import LinkUse
@@ -112,16 +111,6 @@ def test_keys_and_values_are_attended_where_that_is_faster():
     assert not carried.attends and carried.step_s > split.step_s
     slow = best_split(placement(), rates(cores=100.0, read=20.0), 30 * GB, True)
     assert not slow.attends and slow.of_others > 0
-
-
-def test_links_of_several_ranks_are_as_many_times_the_slowest():
-    found = of_all_ranks(rates(), [LinkRates(55.0, 40.0), LinkRates(54.0, 48.0), LinkRates(56.0, 50.0)])
-    assert (found.link_alone_gb_per_s, found.link_gb_per_s) == (162.0, 120.0)
-    assert (
-        replace(found, link_alone_gb_per_s=rates().link_alone_gb_per_s, link_gb_per_s=rates().link_gb_per_s) == rates()
-    )
-    fewer = best_split(placement(), found, 0, False)
-    assert 0 < fewer.of_others < best_split(placement(), rates(), 0, False).of_others, "there is more of the link"
 
 
 def test_keys_and_values_alone():

@@ -17,7 +17,7 @@ from conftest import VOCAB, small_disk
 from zero_inference.cli import main
 from zero_inference.engines import offload_folder as workspace
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder
-from zero_inference.hardware.bench_disk import disk_read_gb_per_s
+from zero_inference.hardware.bench_copies import disk_read_gb_per_s
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:

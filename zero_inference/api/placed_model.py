@@ -23,7 +23,7 @@ from zero_inference.api.process import LOADED, free_memory, preserve_process_sta
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware.machine import LocalMachine
+from zero_inference.hardware.machine import Machine
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.frozen import FrozenParameter, freeze, refusal
@@ -214,7 +214,7 @@ def load_model(config: RunConfig, max_length: int | None, scoring: bool) -> Any:
 
 
 def _plan(config: RunConfig, max_length: int | None, scoring: bool, progress: Progress) -> Plan:
-    machine, ranks = LocalMachine(), detect_ranks()
+    machine, ranks = Machine(), detect_ranks()
     if ranks.world_size > 1:
         raise UsageError(
             f"zero_inference.load() works in one process, and {ranks.world_size} were started: start one without a launcher."

@@ -23,7 +23,7 @@ from zero_inference.config.options import PAGE_LOCKING_ENGINES
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.errors import UsageError
-from zero_inference.hardware.machine import LocalMachine, Machine
+from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.attention_patch import window_only_in_cache
 from zero_inference.kv_cache.cpu_attention import CpuAttention
 from zero_inference.kv_cache.device import sees_all_positions
@@ -57,7 +57,7 @@ class Job:
     empty_model: EmptyModel
     free_device_bytes: int | None
     group: Any = None
-    machine: Machine = LocalMachine()
+    machine: Machine = Machine()
 
     @property
     def sizes(self) -> ModelSizes:

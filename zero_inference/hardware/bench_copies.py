@@ -1,4 +1,4 @@
-"""Measure copies between host and device, and keep a link busy while the CPU is measured.
+"""Measure copies between host and device and reads from disk, and keep a link busy while the CPU is measured.
 
 Rates are GB/s (1e9) of bytes copied, counted once; medians of rounds. On CUDA a round copies 2 GiB in blocks of up to 256 MiB, and each
 copy is enqueued before the previous one ends, as by a prefetcher; rounds that begin on an idle link give less (benchmarks/link_rounds.py).
@@ -8,23 +8,26 @@ Without a GPU the device is host memory, too, and every rate is that of memory c
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
+import shutil
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 
+from zero_inference.errors import RunError
+from zero_inference.utils.format import format_bytes
 from zero_inference.utils.host_memory import host_empty
 
 BLOCK_BYTES = 256 << 20
 BLOCKS = 8  # of a round and lane: 39 ms at 55 GB/s
 LEAST_BYTES = 16 << 20  # of a given source block: 0.3 ms at 55 GB/s, a hundred times what it takes to start a copy
-
-T = TypeVar("T")
 
 
 class Rate(NamedTuple):
@@ -32,6 +35,12 @@ class Rate(NamedTuple):
 
     gb_per_s: float
     spread_gb_per_s: float
+
+
+def rate_of(rounds: list[float]) -> Rate:
+    """Return the rate of two or more `rounds` (GB/s)."""
+    tenths = statistics.quantiles(rounds, n=10, method="inclusive")
+    return Rate(statistics.median(rounds), tenths[-1] - tenths[0])
 
 
 class Lane(NamedTuple):
@@ -47,26 +56,8 @@ def block_bytes(device: torch.device) -> int:
     return BLOCK_BYTES if device.type == "cuda" else uncached_block_bytes()
 
 
-def kind_of(device: torch.device) -> str:
-    """Return what a "copy to the device" is, for labels."""
-    return "host link" if device.type == "cuda" else "host memory copy"
-
-
-def rate_of(rounds: list[float]) -> Rate:
-    """Return the rate of two or more `rounds` (GB/s)."""
-    tenths = statistics.quantiles(rounds, n=10, method="inclusive")
-    return Rate(statistics.median(rounds), tenths[-1] - tenths[0])
-
-
-def host_to_device_gb_per_s(device: torch.device, pinned: bool, seconds: float = 0.5) -> float:
-    """Return the median of `host_to_device_rounds`."""
-    return statistics.median(host_to_device_rounds(device, pinned, seconds))
-
-
-def host_to_device_rounds(
-    device: torch.device, pinned: bool, seconds: float = 0.5, sources: Iterator[torch.Tensor] | None = None
-) -> list[float]:
-    """Return GB/s of three or more rounds of copies from host memory to `device`.
+def lane_to(device: torch.device, pinned: bool = True, sources: Iterator[torch.Tensor] | None = None) -> Lane:
+    """Return copies from host memory to `device`.
 
     Args:
         pinned: page-lock the host memory.
@@ -76,53 +67,12 @@ def host_to_device_rounds(
     Raises:
         RunError: there is too little host memory, or it may not be page-locked.
     """
-    return _rounds([_lane(_device_block(device), sources or _host_block(device, pinned))], seconds)
+    return Lane(_device_block(device), sources or itertools.repeat(_host_block(device, pinned)), device)
 
 
-def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor] | None:
-    """Yield the bytes of `tensors` (uint8, one dimension) in blocks for a round, endlessly; None if they are so small that the start of
-    copies would dominate."""
-    blocks = [
-        block for tensor in tensors for block in tensor.split(block_bytes(device)) if block.numel() >= LEAST_BYTES
-    ]
-    return itertools.cycle(blocks) if blocks else None
-
-
-def device_to_host_gb_per_s(device: torch.device, pinned: bool = True, seconds: float = 0.5) -> float:
-    """Return median GB/s of copies from `device` to host memory. Raises RunError as `host_to_device_rounds`."""
-    return statistics.median(_rounds([_lane(_host_block(device, pinned), _device_block(device))], seconds))
-
-
-def both_directions_gb_per_s(device: torch.device, seconds: float = 0.5) -> float:
-    """Return median GB/s, summed, of page-locked copies to and from `device` at the same time, the same bytes each way.
-
-    The slower direction ends the round, so the sum is at most twice its rate. Raises RunError as `host_to_device_rounds`.
-    """
-    down = _lane(_device_block(device), _host_block(device, pinned=True))
-    up = _lane(_host_block(device, pinned=True), _device_block(device))
-    return statistics.median(_rounds([down, up], seconds))
-
-
-def several_devices_gb_per_s(devices: Sequence[torch.device], seconds: float = 0.5) -> float:
-    """Return median GB/s, summed, of page-locked copies to all `devices` at the same time, the same bytes to each.
-
-    The slowest ends the round, as with ranks that wait for each other. Raises RunError as `host_to_device_rounds`.
-    """
-    return statistics.median(
-        _rounds([_lane(_device_block(device), _host_block(device, pinned=True)) for device in devices], seconds)
-    )
-
-
-def while_copying(device: torch.device, read: Callable[[], T]) -> T:
-    """Call `read` during page-locked copies to a CUDA device, since an idle GPU slows its link, and return its result."""
-    target, source = _device_block(device), _host_block(device, pinned=True)
-    with torch.cuda.device(device):
-        # 10.7 GB: 0.2 s at generation 5 x16, 0.9 s at 3 x16; the link stays up for some seconds more
-        for _ in range(40):
-            target.copy_(source, non_blocking=True)
-        value = read()
-        torch.cuda.synchronize(device)
-    return value
+def lane_from(device: torch.device) -> Lane:
+    """Return copies from `device` to page-locked host memory. Raises RunError as `lane_to`."""
+    return Lane(_host_block(device, pinned=True), itertools.repeat(_device_block(device)), device)
 
 
 def _host_block(device: torch.device, pinned: bool) -> torch.Tensor:
@@ -134,20 +84,36 @@ def _device_block(device: torch.device) -> torch.Tensor:
     return torch.full((block_bytes(device),), 3, dtype=torch.uint8, device=device)
 
 
-def _lane(target: torch.Tensor, source: torch.Tensor | Iterator[torch.Tensor]) -> Lane:
-    if not isinstance(source, torch.Tensor):
-        return Lane(target, source, target.device)
-    return Lane(target, itertools.repeat(source), target.device if target.is_cuda else source.device)
+def copy_gb_per_s(*lanes: Lane, seconds: float = 0.5) -> float:
+    """Return median GB/s, summed, of copies in all `lanes` at the same time, the same bytes in each; the slowest lane ends a round."""
+    return statistics.median(_rounds(lanes, seconds))
 
 
-def _rounds(lanes: list[Lane], seconds: float) -> list[float]:
-    rounds = _CudaRounds(lanes) if lanes[0].device.type == "cuda" else _HostRounds(lanes)
+def host_to_device_rounds(
+    device: torch.device, pinned: bool, seconds: float = 0.5, sources: Iterator[torch.Tensor] | None = None
+) -> list[float]:
+    """Return GB/s of three or more rounds of copies from host memory to `device`; arguments and errors as of `lane_to`."""
+    return _rounds([lane_to(device, pinned, sources)], seconds)
+
+
+def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor] | None:
+    """Yield the bytes of `tensors` (uint8, one dimension) in blocks for a round, endlessly; None if they are so small that the start of
+    copies would dominate."""
+    blocks = [
+        block for tensor in tensors for block in tensor.split(block_bytes(device)) if block.numel() >= LEAST_BYTES
+    ]
+    return itertools.cycle(blocks) if blocks else None
+
+
+def _rounds(lanes: Sequence[Lane], seconds: float) -> list[float]:
+    """Return GB/s of three rounds or more in at least `seconds`, after one that warms up."""
+    rounds = _cuda_rounds(lanes) if lanes[0].device.type == "cuda" else _host_rounds(lanes)
     rates: list[float] = []
     try:
-        rounds.next()
+        next(rounds)
         stop = time.perf_counter() + seconds
         while len(rates) < 3 or time.perf_counter() < stop:
-            copied, spent_s = rounds.next()
+            copied, spent_s = next(rounds)
             rates.append(copied / spent_s / 1e9)
     finally:
         rounds.close()
@@ -161,68 +127,52 @@ def _copy_next(lane: Lane) -> int:
     return source.numel()
 
 
-class _CudaRounds:
-    """Rounds with a stream for each lane. A round is enqueued before the previous one is waited for, so that links are never idle, as with
-    an engine's ring buffer."""
+def _cuda_rounds(lanes: Sequence[Lane]) -> Generator[tuple[int, float], None, None]:
+    """Yield the bytes of a round, and the time of its slowest lane. Each lane has a stream. A round is enqueued before the previous one is
+    waited for, so that links are never idle, as with an engine's ring buffer."""
+    streams = [torch.cuda.Stream(lane.device) for lane in lanes]
+    for device in {lane.device for lane in lanes}:  # the blocks are filled on other streams
+        torch.cuda.synchronize(device)
 
-    def __init__(self, lanes: list[Lane]):
-        self.lanes = lanes
-        self.streams = [torch.cuda.Stream(lane.device) for lane in lanes]
-        for device in {lane.device for lane in lanes}:  # the blocks are filled on other streams
-            torch.cuda.synchronize(device)
-        self.ends = self._record_events()
-        self.enqueued = self._enqueue()
+    def record_events() -> list[torch.cuda.Event]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in streams]
+        for event, stream in zip(events, streams):
+            event.record(stream)
+        return events
 
-    def next(self) -> tuple[int, float]:
-        """Return the bytes of a round, and the time of its slowest stream."""
-        (copied, ends), self.enqueued = self.enqueued, self._enqueue()
-        spent_s = []
-        for start, end in zip(self.ends, ends):
-            end.synchronize()
-            spent_s.append(start.elapsed_time(end) / 1e3)
-        self.ends = ends
-        return copied, max(spent_s)
-
-    def close(self) -> None:
-        for end in self.enqueued[1]:
-            end.synchronize()
-
-    def _enqueue(self) -> tuple[int, list[torch.cuda.Event]]:
-        """Enqueue a round, and return its bytes and an event after it on each stream."""
-        total = 0
-        left = [BLOCKS * BLOCK_BYTES] * len(self.lanes)
+    def enqueue() -> tuple[int, list[torch.cuda.Event]]:
+        total, left = 0, [BLOCKS * BLOCK_BYTES] * len(lanes)
         while any(count > 0 for count in left):  # alternating, so that all lanes start at once
-            for index, (lane, stream) in enumerate(zip(self.lanes, self.streams)):
+            for index, (lane, stream) in enumerate(zip(lanes, streams)):
                 if left[index] > 0:
                     with torch.cuda.stream(stream):
                         copied = _copy_next(lane)
                     total += copied
                     left[index] -= copied
-        return total, self._record_events()
+        return total, record_events()
 
-    def _record_events(self) -> list[torch.cuda.Event]:
-        events = []
-        for stream in self.streams:
-            events.append(torch.cuda.Event(enable_timing=True))
-            events[-1].record(stream)
-        return events
+    starts = record_events()
+    enqueued = enqueue()
+    try:
+        while True:
+            (copied, ends), enqueued = enqueued, enqueue()
+            for end in ends:
+                end.synchronize()
+            yield copied, max(start.elapsed_time(end) for start, end in zip(starts, ends)) / 1e3
+            starts = ends
+    finally:
+        for end in enqueued[1]:
+            end.synchronize()
 
 
-class _HostRounds:
-    """Rounds of one copy in each lane; several lanes have a thread each."""
-
-    def __init__(self, lanes: list[Lane]):
-        self.lanes = lanes
-        self.pool = ThreadPoolExecutor(len(lanes)) if len(lanes) > 1 else None
-
-    def next(self) -> tuple[int, float]:
-        start = time.perf_counter()
-        copied = sum((map if self.pool is None else self.pool.map)(_copy_next, self.lanes))
-        return copied, time.perf_counter() - start
-
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown()
+def _host_rounds(lanes: Sequence[Lane]) -> Generator[tuple[int, float], None, None]:
+    """Yield bytes and time of rounds of one copy in each lane; several lanes have a thread each."""
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        copy_all = pool.map if len(lanes) > 1 else map
+        while True:
+            start = time.perf_counter()
+            copied = sum(copy_all(_copy_next, lanes))
+            yield copied, time.perf_counter() - start
 
 
 RANDOM_BYTES = 16 << 20  # drawn once and copied
@@ -253,9 +203,6 @@ class BusyLink:
         """Wait for a round of `COPIES`, and return its GB/s."""
         end.synchronize()
         return COPIES * BLOCK_BYTES / start.elapsed_time(end) / 1e6
-
-    def round(self) -> float:
-        return self.rate(*self.begin())
 
 
 class CpuWork(Protocol):
@@ -304,31 +251,72 @@ def uncached_block_bytes() -> int:
     Not more, because touching memory for the first time takes longer than copying it, above all in a virtual machine. All of torch's
     threads copy, and Linux spreads them over the caches.
     """
+    caches = {}  # bytes of each last-level cache, by the CPUs that share it
+    for cpu in os.sched_getaffinity(0):
+        last_level = max((CPUS / f"cpu{cpu}" / "cache").glob("index*"), default=None)
+        if last_level is not None:
+            kib = (last_level / "size").read_text().strip().removesuffix("K")
+            caches[(last_level / "shared_cpu_list").read_text()] = int(kib) << 10 if kib.isdigit() else 0
+    cache_bytes = sum(sorted(caches.values(), reverse=True)[: torch.get_num_threads()])
+    if not cache_bytes:
+        return DEFAULT_UNCACHED_BYTES
+    return max(LEAST_UNCACHED_BYTES, min(MOST_UNCACHED_BYTES, 2 * cache_bytes))
+
+
+CHUNK_BYTES, THREADS = 8 << 20, 16
+MOST_FILE_BYTES = 1 << 30
+PASSES = 2  # the faster one counts: a run must not exceed its limit
+
+
+def disk_read_gb_per_s(folder: Path, file_bytes: int = MOST_FILE_BYTES) -> float:
+    """Return GB/s (1e9) of O_DIRECT reads by 16 threads of a new file in `folder`, which is unlinked at once.
+
+    Args:
+        file_bytes: rounded up to a whole number of chunks for each thread, at most MOST_FILE_BYTES.
+
+    Raises:
+        RunError: the file cannot be created, does not fit, or the file system refuses O_DIRECT.
+    """
+    round_bytes = THREADS * CHUNK_BYTES
+    file_bytes = min(MOST_FILE_BYTES, max(1, -(-file_bytes // round_bytes)) * round_bytes)
     try:
-        caches = sorted(_last_level_caches(), reverse=True)
-    except (OSError, ValueError):  # sysfs lacks it or has another format
-        caches = []
-    cache_bytes = sum(caches[: torch.get_num_threads()])
-    return (
-        max(LEAST_UNCACHED_BYTES, min(MOST_UNCACHED_BYTES, 2 * cache_bytes)) if cache_bytes else DEFAULT_UNCACHED_BYTES
-    )
+        created, name = tempfile.mkstemp(prefix="read-test-", dir=folder)
+        os.close(created)
+    except OSError as error:
+        raise RunError(f"cannot create a file in {folder} ({error.strerror})") from error
+    try:
+        file = os.open(name, os.O_RDWR | os.O_DIRECT)
+    except OSError as error:
+        raise RunError(f"no direct reads in {folder} ({error.strerror})") from error
+    finally:
+        os.unlink(name)
+    try:
+        if shutil.disk_usage(folder).free < file_bytes:
+            raise RunError(f"{folder} has less than {format_bytes(file_bytes)} free")
+        return _write_and_read(file, file_bytes)
+    except OSError as error:
+        raise RunError(f"no direct reads in {folder} ({error.strerror})") from error
+    finally:
+        os.close(file)
 
 
-def _last_level_caches() -> list[int]:
-    """Return the bytes of each last-level cache of the CPUs that this process may use."""
-    found = {}
-    for core in os.sched_getaffinity(0):
-        levels = [(int(_text(index, "level")), index) for index in (CPUS / f"cpu{core}" / "cache").glob("index*")]
-        if levels:
-            level, index = max(levels)
-            found[level, _text(index, "shared_cpu_list")] = _bytes(_text(index, "size"))
-    return list(found.values())
+def _write_and_read(file: int, file_bytes: int) -> float:
+    chunk = os.urandom(CHUNK_BYTES)
+    buffers = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(THREADS)]
+    for buffer in buffers:
+        buffer.write(chunk)  # before the clock starts: a first touch can take longer than the read
+    for offset in range(0, file_bytes, CHUNK_BYTES):
+        os.pwritev(file, [buffers[0]], offset)
+    os.fsync(file)
 
+    def read_share(thread: int) -> int:
+        offsets = range(thread * CHUNK_BYTES, file_bytes, THREADS * CHUNK_BYTES)
+        return sum(os.preadv(file, [buffers[thread]], offset) for offset in offsets)
 
-def _text(index: Path, name: str) -> str:
-    return (index / name).read_text().strip()
-
-
-def _bytes(size: str) -> int:
-    """Parse a size such as 32768K."""
-    return int(size[:-1]) << {"K": 10, "M": 20, "G": 30}[size[-1]] if size[-1:] in ("K", "M", "G") else int(size)
+    rates = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in range(PASSES):
+            start = time.perf_counter()
+            done = sum(pool.map(read_share, range(THREADS)))
+            rates.append(done / (time.perf_counter() - start) / 1e9)
+    return max(rates)

@@ -1,4 +1,7 @@
-"""Measure the CPU backend while the link is busy and while it is idle: products, reads, attention and hand-offs."""
+"""Measure the CPU backend while the link is busy and while it is idle: products, reads, attention and hand-offs.
+
+Weights, keys and values are stored as runs store them, in more memory than the caches hold.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,30 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from zero_inference.config.options import GROUP_SIZES
-from zero_inference.cpu.hand_off import HandOff, StreamSide, allocate_buffers, allocate_local_buffers
+from zero_inference.cpu.attention import add_attention, run_attention
+from zero_inference.cpu.experts import Expert, ExpertActivation, add_experts
+from zero_inference.cpu.hand_off import HandOff, StreamSide, allocate_local_buffers
 from zero_inference.cpu.library import INSTRUCTIONS, best_instructions, require_library
 from zero_inference.cpu.pool import (
     SPIN_US,
     TOO_MANY_THREADS,
     CpuPool,
-    CpuPoolProxy,
+    Routing,
+    Stage,
+    Task,
+    Weight,
     choose_cpus,
     choose_rank_cpus,
     numa_node_of_gpu,
 )
+from zero_inference.cpu.products import Matrix
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.bench_copies import (
     BusyLink,
@@ -36,26 +45,59 @@ from zero_inference.hardware.bench_copies import (
     uncached_block_bytes,
 )
 from zero_inference.hardware.bench_device import device_copy_gb_per_s
-from zero_inference.hardware.cpu_workloads import (
-    CHOSEN,
-    CpuAttention,
-    CpuCalls,
-    CpuProducts,
-    key_value_memory,
-    narrow_feed_forward,
-)
-from zero_inference.hardware.profile import CpuProductRate, WeightFormat
-from zero_inference.hardware.rates import AttentionRates, ConcurrentRates
+from zero_inference.hardware.profile import CpuAttentionRate, CpuProductRate, CpuProfile, WeightFormat
+from zero_inference.hardware.rates import ATTENTION_HEAD_DIM, CPU_BLOCK_BYTES, AttentionRates, ConcurrentRates
 from zero_inference.kernels.quantization import GroupQuantization
+from zero_inference.utils.format import first_line
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
-ROUNDS = 5
-PRODUCTS_S, DEVICE_S = 0.3, 0.02
-READS, READ_ROUNDS = 3, 3  # of host memory, and rounds of copies beside each: 0.1 s and more
+FORMATS: dict[WeightFormat, tuple[torch.dtype, GroupQuantization | None]] = {
+    "bfloat16": (torch.bfloat16, None),
+    "float16": (torch.float16, None),
+    "float32": (torch.float32, None),
+    "int8": (torch.bfloat16, GroupQuantization(8, GROUP_SIZES[8])),
+    "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZES[4])),
+}
+# Of a profile: formats (float32 is not for GPUs), tokens of a pass, columns of weights, query heads per key head.
+MEASURED: tuple[WeightFormat, ...] = ("bfloat16", "float16", "int8", "int4")
+ROWS, COLUMNS, ATTENTION_HEADS = (1, 8, 32), 8192, (1, 4, 8)
+# All formats and rows are visited VISITS times and the median counts, because a shared host changes from second to second: measured in one
+# go, int4 products of one token had 109 GB/s, and those of the runs that followed 88 and 92.
+VISITS, VISIT_ROUNDS, ALONE_S = 3, 2, 0.05
+LINK_ROUNDS, READ_ROUNDS, READ_S = 5, 3, 0.05  # rounds of copies: of an idle CPU, and beside a read of host memory
 OVERHEAD_COPIES = 5  # beside each kind of short calls, 24 ms at 55 GB/s: a hundred calls and more
-HAND_OFFS, HAND_OFF_ROUNDS = 200, 3
+HAND_OFFS = 200
 HAND_OFF_COPIES = 4  # rounds of copies, 156 ms at 55 GB/s; the hand-offs (0.4 ms each at most) begin after half of them
+ATTENTION_ROUNDS, ATTENTION_ALONE_S = 5, 0.1
+PRODUCTS_S, DEVICE_S = 0.3, 0.02
+
+WIDTH_STEP = 256  # of a feed-forward; a multiple of any group size
+SHORT_BYTES = 16 << 20  # of a call whose overhead beyond its bytes shows
+# Experts so small that the overhead of each shows; every row chooses CHOSEN of them.
+EXPERTS, CHOSEN, EXPERT_WIDTH, EXPERT_COLUMNS = 16, 8, 256, 2048
+NARROW_WIDTH = 16  # of a feed-forward that costs little but its hand-off
+SEQUENCES, KEY_HEADS, BLOCKS, BLOCK_POSITIONS = 8, 8, 8, 64
+LAYER_SHAPE = BLOCKS, SEQUENCES, KEY_HEADS, BLOCK_POSITIONS, ATTENTION_HEAD_DIM  # of keys, and of values
+RANDOM_NUMBERS = 1 << 20  # drawn once and copied
+
+
+@dataclass(frozen=True)
+class CpuWorkload:
+    """The weights and inputs that the CPU backend would multiply.
+
+    Attributes:
+        scheme: how the weights are quantized; None for weights of `dtype`.
+        rows: tokens of a rank's pass.
+        columns: of the weights.
+        heads: query heads per key head if the CPU might compute attention over keys and values of `dtype`; else 0.
+    """
+
+    dtype: torch.dtype
+    scheme: GroupQuantization | None
+    rows: int
+    columns: int
+    heads: int = 0
 
 
 def cpus_of_rank(ranks: Ranks) -> tuple[int, ...]:
@@ -88,25 +130,6 @@ def _numa_node_of(device: torch.device) -> int | None:
     return numa_node_of_gpu(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
 
 
-def measure_products_gb_per_s(
-    cpus: tuple[int, ...],
-    dtype: torch.dtype,
-    wanted: Sequence[tuple[GroupQuantization | None, int]],
-    columns: int = 8192,
-) -> list[float]:
-    """Return GB/s of stored bytes multiplied while the link is idle, for each (scheme, rows) in `wanted`.
-
-    All formats share memory: touching it for the first time takes longer than measuring.
-    """
-    with contextlib.closing(CpuPool(cpus, SPIN_US)) as pool:
-        by_scheme: dict[GroupQuantization | None, CpuProducts] = {}
-        for scheme, _ in wanted:
-            if scheme not in by_scheme:
-                shared = next(iter(by_scheme.values()), None)
-                by_scheme[scheme] = CpuProducts(pool, dtype, scheme, columns, shared)
-        return [rate_alone(by_scheme[scheme].calls(rows), PRODUCTS_S) for scheme, rows in wanted]
-
-
 def measure_read_gb_per_s(cpus: tuple[int, ...], seconds: float = 0.3, memory: torch.Tensor | None = None) -> float:
     """Return GB/s at which the CPU reads host memory and adds it up.
 
@@ -128,57 +151,194 @@ def measure_read_gb_per_s(cpus: tuple[int, ...], seconds: float = 0.3, memory: t
     return moved.value / spent_s / 1e9
 
 
-def measure_read_beside_link(cpus: tuple[int, ...], link: BusyLink, memory: torch.Tensor) -> float:
-    """Return GB/s of CPU reads while the link copies."""
-    rounds = [link.begin() for _ in range(READ_ROUNDS)]
-    rate = measure_read_gb_per_s(cpus, 0.05, memory)
-    rounds[-1][1].synchronize()
-    return rate
+def measure_products_gb_per_s(
+    cpus: tuple[int, ...], wanted: Sequence[tuple[WeightFormat, int]]
+) -> dict[tuple[WeightFormat, int], float]:
+    """Return GB/s of stored bytes multiplied while the link is idle, for each (format, rows) in `wanted`."""
+    with contextlib.closing(CpuPool(cpus, SPIN_US)) as pool:
+        products = products_of_formats(pool, list(dict.fromkeys(name for name, _ in wanted)))
+        return {(name, rows): rate_alone(products[name].calls(rows), PRODUCTS_S) for name, rows in wanted}
 
 
-def hand_off_bytes(rows: int, columns: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of a rank's input and output in `measure_hand_off_s`."""
-    return (rows * columns * dtype.itemsize,) * 2
+class CpuProducts:
+    """Gated feed-forwards of random weights in one format.
 
-
-def measure_hand_off_s(
-    hand_off: HandOff, link: BusyLink, dtype: torch.dtype, rows: int, columns: int, rounds: int = HAND_OFF_ROUNDS
-) -> float:
-    """Return the time of a hand-off with `rows` rows of each rank while the link is busy; all ranks call it together.
-
-    Hand-offs begin after half of the copies, when Python has enqueued all of them, so that its time does not count. A kernel that waits
-    for a number of cycles instead can outlast the copies if the device's clock is low.
+    Args:
+        columns: hidden size.
+        memory: uint8, of products in another format: codes may be any bytes, and scales are set. None allocates it.
     """
-    task, weights = narrow_feed_forward(hand_off.pool, dtype, columns)
-    hand_off.pool.reserve(task, rows)
-    x = torch.zeros(rows, columns, dtype=dtype, device=link.device)
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        copies = [link.begin() for _ in range(HAND_OFF_COPIES)]
-        torch.cuda.current_stream(link.device).wait_event(copies[HAND_OFF_COPIES // 2 - 1][1])
-        (x,) = hand_off(task, x)  # ranks synchronize, and worker threads wake up
-        start.record()
-        for _ in range(HAND_OFFS):
-            (x,) = hand_off(task, x)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / HAND_OFFS)
-        copies[-1][1].synchronize()
-    del weights  # no task reads them any more
-    return statistics.median(times)
+
+    def __init__(
+        self,
+        pool: CpuPool,
+        dtype: torch.dtype,
+        scheme: GroupQuantization | None,
+        columns: int,
+        memory: torch.Tensor | None = None,
+    ):
+        self.pool, self.dtype, self.scheme, self.columns = pool, dtype, scheme, columns
+        if memory is None:
+            block_bytes = 3 * self._width(CPU_BLOCK_BYTES) * self._row_bytes(columns)
+            min_bytes = max(2 * uncached_block_bytes(), 3 * EXPERTS * EXPERT_WIDTH * self._row_bytes(EXPERT_COLUMNS))
+            memory = random_bytes(-(-min_bytes // block_bytes) * block_bytes)
+            if scheme is None:
+                _fill_normal(memory.view(dtype))
+        self.memory = memory
+        self.tasks = self._feed_forward_tasks(CPU_BLOCK_BYTES)
+
+    def calls(self, rows: int, short: bool = False) -> CpuCalls:
+        """Return calls with `rows` rows of about `CPU_BLOCK_BYTES`, or of `SHORT_BYTES`."""
+        return CpuCalls(self.pool, self._short_tasks if short else self.tasks, self.memory, self.dtype, rows)
+
+    def expert_calls(self, rows: int) -> CpuCalls:
+        """Return calls in which each of `rows` rows is routed to the same `CHOSEN` experts."""
+        expert_ids = torch.arange(0, EXPERTS, EXPERTS // CHOSEN).repeat(rows, 1)  # [rows, CHOSEN]
+        routing = Routing(expert_ids, torch.full(expert_ids.shape, 1 / CHOSEN))
+        nbytes = CHOSEN * 3 * EXPERT_WIDTH * self._row_bytes(EXPERT_COLUMNS)
+        return CpuCalls(self.pool, self._expert_tasks, self.memory, self.dtype, rows, routing, nbytes)
+
+    def _row_bytes(self, columns: int) -> int:
+        return columns * self.dtype.itemsize if self.scheme is None else self.scheme.stored_bytes(columns, self.dtype)
+
+    def _width(self, nbytes: int) -> int:
+        """Return the intermediate size of a feed-forward of about `nbytes`."""
+        return max(WIDTH_STEP, nbytes // (3 * self._row_bytes(self.columns)) // WIDTH_STEP * WIDTH_STEP)
+
+    def _feed_forward_tasks(self, nbytes: int) -> list[Task]:
+        """Return a task for each feed-forward, if `memory` is divided into feed-forwards of about `nbytes`."""
+        return [
+            self.pool.add_block([Stage([gate, up], "gated", "silu"), Stage([down])], self.dtype)
+            for gate, up, down in self._feed_forwards(self._width(nbytes), self.columns)
+        ]
+
+    @functools.cached_property
+    def _short_tasks(self) -> list[Task]:
+        return self._feed_forward_tasks(SHORT_BYTES)
+
+    @functools.cached_property
+    def _expert_tasks(self) -> list[Task]:
+        weights = self._feed_forwards(EXPERT_WIDTH, EXPERT_COLUMNS)
+        experts = [Expert(*(weight.matrix for weight in each)) for each in weights]
+        return [
+            add_experts(self.pool, experts[first : first + EXPERTS], ExpertActivation("silu"), self.dtype)
+            for first in range(0, len(experts) - EXPERTS + 1, EXPERTS)
+        ]
+
+    def _feed_forwards(self, width: int, columns: int) -> Iterator[tuple[Weight, Weight, Weight]]:
+        """Yield (gate, up, down) of consecutive feed-forwards in `memory`, as many as fit."""
+        matrix_bytes = width * self._row_bytes(columns)
+        for first in range(0, self.memory.numel() - 3 * matrix_bytes + 1, 3 * matrix_bytes):
+            gate, up, down = self.memory[first : first + 3 * matrix_bytes].split(matrix_bytes)
+            yield (
+                self._weight(gate, width, columns),
+                self._weight(up, width, columns),
+                self._weight(down, columns, width),
+            )
+
+    def _weight(self, buffer: torch.Tensor, rows: int, columns: int) -> Weight:
+        scheme = self.scheme
+        if scheme is None:
+            return Weight(Matrix.plain(buffer.view(self.dtype).view(rows, columns)), None, buffer.numel())
+        packed_bytes = scheme.packed_bytes(rows * columns)
+        groups = rows * columns // scheme.group_size
+        codes, rest = buffer[:packed_bytes], buffer[packed_bytes:].view(self.dtype)
+        scales, minima = rest[:groups].fill_(0.01), rest[groups : 2 * groups].fill_(-0.07)
+        matrix = Matrix.groups(codes, scales, minima, scheme.bits, scheme.group_size, rows)
+        return Weight(matrix, None, buffer.numel())
 
 
-@dataclass(frozen=True)
-class CallOverhead:
-    """`call_s` and `expert_s` of `ConcurrentRates` as measured: may be negative (noise)."""
+def products_of_formats(
+    pool: CpuPool, formats: Sequence[WeightFormat], columns: int | None = None
+) -> dict[WeightFormat, CpuProducts]:
+    """Return products in each format, all in the same memory: touching it for the first time takes longer than measuring."""
+    found: dict[WeightFormat, CpuProducts] = {}
+    memory = None
+    for name in formats:
+        found[name] = CpuProducts(pool, *FORMATS[name], columns or COLUMNS, memory)
+        memory = found[name].memory
+    return found
 
-    call_s: float
-    expert_s: float
+
+class CpuCalls:
+    """The same rows multiplied with one task after the other.
+
+    Args:
+        memory: owner of the weights' memory, to be kept alive.
+        routing: routing of the rows, for tasks with experts.
+        nbytes: bytes that a call reads; None for all of a task.
+    """
+
+    def __init__(
+        self,
+        pool: CpuPool,
+        tasks: list[Task],
+        memory: object,
+        dtype: torch.dtype,
+        rows: int,
+        routing: Routing | None = None,
+        nbytes: int | None = None,
+    ):
+        self.pool, self.tasks, self.memory, self.routing, self.next = pool, tasks, memory, routing, 0
+        self.nbytes = tasks[0].nbytes if nbytes is None else nbytes
+        self.x = torch.randn(rows, tasks[0].columns).to(dtype)
+        self.out = torch.empty(rows * tasks[0].widths[0], dtype=dtype)
+
+    def one(self) -> int:
+        task = self.tasks[self.next]
+        self.next = (self.next + 1) % len(self.tasks)
+        self.pool.run(task, self.x, self.out, self.routing)
+        return self.nbytes
+
+
+def narrow_feed_forward(pool: CpuPool, dtype: torch.dtype, columns: int) -> tuple[Task, tuple[torch.Tensor, ...]]:
+    """Return a feed-forward of hardly any width from `columns` to `columns`, and its weights, which have to live as long as the task."""
+    weights = torch.randn(NARROW_WIDTH, columns).to(dtype), torch.randn(columns, NARROW_WIDTH).to(dtype)
+    first, last = (Weight(Matrix.plain(weight), None, 0) for weight in weights)
+    return pool.add_block([Stage([first], "activation", "relu"), Stage([last])], dtype), weights
+
+
+class CpuAttention:
+    """Decode attention of `SEQUENCES` sequences, over one layer after the other.
+
+    Args:
+        heads: query heads per key head.
+        memory: for the keys and values, of `key_value_memory`.
+    """
+
+    def __init__(self, pool: CpuPool, dtype: torch.dtype, heads: int, memory: torch.Tensor):
+        self.pool, self.next = pool, 0
+        elements = 2 * torch.Size(LAYER_SHAPE).numel()
+        self.nbytes = elements * dtype.itemsize
+        _fill_normal(memory.view(dtype))
+        pairs = (layer.view(2, *LAYER_SHAPE) for layer in memory.view(dtype).split(elements))
+        scale = ATTENTION_HEAD_DIM**-0.5
+        self.numbers = [add_attention(pool, keys, values, heads * KEY_HEADS, scale) for keys, values in pairs]
+        queries = SEQUENCES * heads * KEY_HEADS * ATTENTION_HEAD_DIM
+        new_keys_and_values = 2 * SEQUENCES * KEY_HEADS * ATTENTION_HEAD_DIM
+        self.packed = torch.randn(queries + new_keys_and_values).to(dtype)
+        self.out = torch.empty(queries, dtype=dtype)
+
+    def one(self) -> int:
+        number = self.numbers[self.next]
+        self.next = (self.next + 1) % len(self.numbers)
+        run_attention(self.pool, number, self.packed, self.out, 1, BLOCKS * BLOCK_POSITIONS, 0)
+        return self.nbytes
+
+
+def key_value_memory() -> torch.Tensor:
+    """Return uint8 memory for as many layers, in any dtype, as the caches do not hold."""
+    layer_bytes = 2 * torch.Size(LAYER_SHAPE).numel() * torch.float32.itemsize
+    return random_bytes(max(2, -(-2 * uncached_block_bytes() // layer_bytes)) * layer_bytes)
+
+
+def _fill_normal(memory: torch.Tensor) -> None:
+    random = torch.randn(min(memory.numel(), RANDOM_NUMBERS)).to(memory.dtype)
+    for part in memory.split(random.numel()):
+        part.copy_(random[: part.numel()])
 
 
 class CpuBench:
-    """A thread pool and a busy link, for one weight format after the other.
+    """A thread pool and a busy link.
 
     Args:
         rows, columns: upper limits of an input.
@@ -188,8 +348,9 @@ class CpuBench:
     """
 
     def __init__(self, device: torch.device, cpus: tuple[int, ...], rows: int, columns: int):
-        self.device, self.columns = device, columns
-        buffers = allocate_local_buffers(*hand_off_bytes(rows, columns, torch.float32), pinned=True)
+        self.device, self.cpus, self.columns = device, cpus, columns
+        nbytes = rows * columns * torch.float32.itemsize
+        buffers = allocate_local_buffers(nbytes, nbytes, pinned=True)
         self.pool = CpuPool(cpus, SPIN_US, buffers.flags)
         try:
             self.link = BusyLink(device)
@@ -198,12 +359,49 @@ class CpuBench:
             self.pool.close()
             raise
 
-    def hand_off_s(self, dtype: torch.dtype, rows: int, rounds: int = HAND_OFF_ROUNDS) -> float:
-        return measure_hand_off_s(self.hand_off, self.link, dtype, rows, self.columns, rounds)
+    def read_gb_per_s(self, memory: torch.Tensor) -> float:
+        """Return GB/s of CPU reads while the link is busy."""
+        rounds = [self.link.begin() for _ in range(READ_ROUNDS)]
+        rate = measure_read_gb_per_s(self.cpus, READ_S, memory)
+        rounds[-1][1].synchronize()
+        return rate
 
-    def call_overhead(self, products: CpuProducts, rows: int, cores_gb_per_s: float) -> CallOverhead:
+    def hand_off_s(self, dtype: torch.dtype, rows: int) -> float:
+        """Return the time of a hand-off with `rows` rows while the link is busy.
+
+        Hand-offs begin after half of the copies, when Python has enqueued all of them, so that its time does not count. A kernel that
+        waits for a number of cycles instead can outlast the copies if the device's clock is low.
+        """
+        task, weights = narrow_feed_forward(self.pool, dtype, self.columns)
+        self.pool.reserve(task, rows)
+        x = torch.zeros(rows, self.columns, dtype=dtype, device=self.link.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        copies = [self.link.begin() for _ in range(HAND_OFF_COPIES)]
+        torch.cuda.current_stream(self.link.device).wait_event(copies[HAND_OFF_COPIES // 2 - 1][1])
+        (x,) = self.hand_off(task, x)  # worker threads wake up
+        start.record()
+        for _ in range(HAND_OFFS):
+            (x,) = self.hand_off(task, x)
+        end.record()
+        end.synchronize()
+        copies[-1][1].synchronize()
+        del weights  # no task reads them any more
+        return start.elapsed_time(end) / 1e3 / HAND_OFFS
+
+    def visit(self, products: CpuProducts, rows: int, samples: dict[str, list[float]]) -> None:
+        """Append to `samples` rates of `products` with `rows` rows, by the fields of `CpuProductRate`."""
+        calls = products.calls(rows)
+        samples["cores_alone_gb_per_s"].append(rate_alone(calls, ALONE_S))
+        links, cores = zip(*(rates_together(calls, self.link) for _ in range(VISIT_ROUNDS)))
+        samples["link_gb_per_s"] += links
+        samples["cores_gb_per_s"] += cores
+        call_s, expert_s = self.call_overhead_s(products, rows, statistics.fmean(cores))
+        samples["call_s"].append(call_s)
+        samples["expert_s"].append(expert_s)
+
+    def call_overhead_s(self, products: CpuProducts, rows: int, cores_gb_per_s: float) -> tuple[float, float]:
         """Return what calls take beyond their bytes: the time of a call grows linearly from that of hardly any width, but for a step at
-        its beginning (`call_s`); calls that read experts take longer.
+        its beginning (`call_s`); calls that read experts take longer (`expert_s` for each). Noise may make both negative.
 
         Args:
             cores_gb_per_s: of calls of `CPU_BLOCK_BYTES` while the link is busy.
@@ -214,17 +412,10 @@ class CpuBench:
         narrow_s, short_s, experts_s = map(self._call_s, (narrow, short, experts))
         long_s = long.nbytes / (cores_gb_per_s * 1e9)
         if long.nbytes <= short.nbytes:  # rows of the weight are so long that both have `WIDTH_STEP` of them
-            return CallOverhead(0.0, 0.0)
+            return 0.0, 0.0
         byte_s = (long_s - short_s) / (long.nbytes - short.nbytes)
-        return CallOverhead(
-            call_s=short_s - narrow_s - short.nbytes * byte_s,
-            expert_s=(experts_s - short_s - (experts.nbytes - short.nbytes) * byte_s) / CHOSEN,
-        )
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self.pool.close()
-        torch.cuda.empty_cache()  # the plan asks for free memory
+        call_s = short_s - narrow_s - short.nbytes * byte_s
+        return call_s, (experts_s - short_s - (experts.nbytes - short.nbytes) * byte_s) / CHOSEN
 
     def _call_s(self, calls: CpuCalls) -> float:
         """Return the time of a call while the link is busy."""
@@ -236,161 +427,13 @@ class CpuBench:
             count += 1
         return (time.perf_counter() - start) / max(1, count)
 
+    @functools.cached_property
+    def key_values(self) -> torch.Tensor:
+        return key_value_memory()
 
-@functools.cache  # plans ask for every candidate
-def measure_concurrent_rates(
-    device: torch.device,
-    cpus: tuple[int, ...],
-    dtype: torch.dtype,
-    scheme: GroupQuantization | None,
-    rows: int,
-    columns: int,
-) -> ConcurrentRates:
-    """Measure on the CUDA device `device` and the CPUs `cpus`, in about two seconds.
-
-    Args:
-        scheme: of the weights; None for weights of `dtype`.
-        rows: of the inputs.
-        columns: of the weights.
-
-    Raises:
-        RunError: no host memory.
-    """
-    with contextlib.closing(CpuBench(device, cpus, rows, columns)) as bench:
-        products = CpuProducts(bench.pool, dtype, scheme, columns)
-        alone = rate_alone(products.calls(rows), PRODUCTS_S)
-        link_alone = statistics.median(bench.link.round() for _ in range(ROUNDS))
-        together = [rates_together(products.calls(rows), bench.link) for _ in range(ROUNDS)]
-        beside = statistics.median(rate for _, rate in together)
-        overhead = bench.call_overhead(products, rows, beside)
-        return ConcurrentRates(
-            rows=rows,
-            link_alone_gb_per_s=link_alone,
-            link_gb_per_s=statistics.median(rate for rate, _ in together),
-            cores_gb_per_s=min(alone, beside),  # faster than alone: other programs used the host meanwhile
-            cores_alone_gb_per_s=alone,
-            read_gb_per_s=statistics.median(
-                measure_read_beside_link(cpus, bench.link, products.memory) for _ in range(READS)
-            ),
-            hand_off_s=bench.hand_off_s(dtype, rows),
-            device_gb_per_s=device_copy_gb_per_s(device, DEVICE_S),
-            call_s=max(0.0, overhead.call_s),
-            expert_s=max(0.0, overhead.expert_s),
-        )
-
-
-class LinkRates(NamedTuple):
-    """GB/s of a rank's link, while the CPU is idle and while it multiplies."""
-
-    alone: float
-    beside: float
-
-
-def of_all_ranks(of_first: ConcurrentRates, links: Sequence[LinkRates]) -> ConcurrentRates:
-    """Return the rates of a host. Each rank brings its part of a block, so all links together are a multiple of the slowest one."""
-    return replace(
-        of_first,
-        link_alone_gb_per_s=len(links) * min(link.alone for link in links),
-        link_gb_per_s=len(links) * min(link.beside for link in links),
-    )
-
-
-@functools.cache  # plans of all ranks ask for every candidate, in the same order
-def measure_concurrent_rates_of_ranks(
-    ranks: Ranks,
-    cpus: tuple[int, ...],
-    dtype: torch.dtype,
-    scheme: GroupQuantization | None,
-    rows: int,
-    columns: int,
-) -> ConcurrentRates:
-    """Measure on the CUDA devices of all ranks, which call it together and get the same rates.
-
-    Args:
-        cpus: of the first rank's worker threads.
-        rows: of the inputs of each rank.
-
-    Raises:
-        RunError: in all ranks if one has too little memory.
-    """
-    device, count = ranks.device, ranks.world_size
-    buffers = allocate_buffers(ranks, *hand_off_bytes(rows, columns, dtype), pinned=True)
-    pool = CpuPool(cpus, SPIN_US, buffers.flags, ranks=count) if ranks.is_first else CpuPoolProxy(count)
-    with contextlib.closing(pool):
-        products, link, device_gb_per_s, problem = None, None, 0.0, None
-        try:
-            link = BusyLink(device)
-            products = CpuProducts(pool, dtype, scheme, columns) if ranks.is_first else None
-            device_gb_per_s = device_copy_gb_per_s(device, DEVICE_S)
-        except (RunError, torch.OutOfMemoryError) as error:
-            problem = str(error)
-        problems = [found for found in ranks.gather_objects(problem) if found]
-        if problems:
-            raise RunError(problems[0])
-        calls = products.calls(count * rows) if products is not None else None
-        alone = rate_alone(calls, PRODUCTS_S) if calls is not None else 0.0
-        mine, beside, read = _measure_together(ranks, cpus, link, calls, products)
-        ranks.barrier()
-        hand_off = HandOff(pool, StreamSide(device), buffers, Transfers(), ranks.rank)
-        hand_off_s = measure_hand_off_s(hand_off, link, dtype, rows, columns)
-        torch.cuda.synchronize(device)
-    del link, products, calls
-    torch.cuda.empty_cache()  # the plan asks for free memory
-    together = min(alone, beside)  # as in `measure_concurrent_rates`
-    found = ConcurrentRates(count * rows, mine.alone, mine.beside, together, alone, read, hand_off_s, device_gb_per_s)
-    of_ranks = ranks.gather_objects((found, mine))
-    return of_all_ranks(of_ranks[0][0], [link for _, link in of_ranks])
-
-
-def _measure_together(
-    ranks: Ranks, cpus: tuple[int, ...], link: BusyLink, calls: CpuCalls | None, products: CpuProducts | None
-) -> tuple[LinkRates, float, float]:
-    """Return the rates of this rank's link and, in the rank that has `products`, GB/s of CPU products and reads.
-
-    The other ranks copy for twice as many rounds, so that their links are still busy in the first rank's last round.
-    """
-    ranks.barrier()
-    alone = statistics.median(link.round() for _ in range(ROUNDS))
-    ranks.barrier()
-    if calls is None or products is None:
-        rounds = [link.round() for _ in range(2 * ROUNDS)][:ROUNDS]
-        ranks.barrier()
-        for _ in range(2 * READS * READ_ROUNDS):
-            link.round()
-        return LinkRates(alone, statistics.median(rounds)), 0.0, 0.0
-    together = [rates_together(calls, link) for _ in range(ROUNDS)]
-    ranks.barrier()
-    read = statistics.median(measure_read_beside_link(cpus, link, products.memory) for _ in range(READS))
-    beside, multiplied = (statistics.median(each) for each in zip(*together))
-    return LinkRates(alone, beside), multiplied, read
-
-
-ATTENTION_HEADS = (1, 4, 8)  # query heads per key head in a profile
-ATTENTION_ROUNDS, ATTENTION_ALONE_S = 5, 0.1
-
-
-class AttentionBench:
-    """A thread pool and a busy link, for CPU attention with one dtype and number of heads after the other.
-
-    Args:
-        dtype: as wide as those that will be measured.
-
-    Raises:
-        RunError, torch.OutOfMemoryError: no memory.
-    """
-
-    def __init__(self, device: torch.device, cpus: tuple[int, ...], dtype: torch.dtype = torch.bfloat16):
-        self.device = device
-        self.pool = CpuPool(cpus, SPIN_US)
-        try:
-            self.link, self.memory = BusyLink(device), key_value_memory(dtype)
-        except BaseException:
-            self.close()
-            raise
-
-    def measure(self, dtype: torch.dtype, heads: int) -> AttentionRates:
-        """Measure for a third of a second with `heads` query heads per key head."""
-        attention = CpuAttention(self.pool, dtype, heads, self.memory)
+    def attention(self, dtype: torch.dtype, heads: int) -> AttentionRates:
+        """Measure CPU attention with `heads` query heads per key head, in a third of a second."""
+        attention = CpuAttention(self.pool, dtype, heads, self.key_values)
         alone = rate_alone(attention, ATTENTION_ALONE_S)
         beside = statistics.median(rates_together(attention, self.link)[1] for _ in range(ATTENTION_ROUNDS))
         return AttentionRates(min(alone, beside), alone)  # faster than alone: other programs used the host meanwhile
@@ -401,91 +444,81 @@ class AttentionBench:
         torch.cuda.empty_cache()  # the plan asks for free memory
 
 
+def median_rates(samples: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the medians of the samples of `CpuBench.visit`."""
+    found = {name: statistics.median(values) for name, values in samples.items()}
+    # faster than alone: other programs used the host meanwhile
+    found["cores_gb_per_s"] = min(found["cores_gb_per_s"], found["cores_alone_gb_per_s"])
+    return found | {name: max(0.0, found[name]) for name in ("call_s", "expert_s")}
+
+
 @functools.cache  # plans ask for every candidate
-def measure_attention(device: torch.device, cpus: tuple[int, ...], dtype: torch.dtype, heads: int) -> AttentionRates:
-    """Measure CPU attention in about a second. Raises as `AttentionBench`."""
-    with contextlib.closing(AttentionBench(device, cpus, dtype)) as bench:
-        return bench.measure(dtype, heads)
-
-
-ROWS = (1, 8, 32)  # tokens of a pass in a profile
-FORMATS: dict[WeightFormat, tuple[torch.dtype, GroupQuantization | None]] = {
-    "bfloat16": (torch.bfloat16, None),
-    "float16": (torch.float16, None),
-    "float32": (torch.float32, None),
-    "int8": (torch.bfloat16, GroupQuantization(8, GROUP_SIZES[8])),
-    "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZES[4])),
-}
-MEASURED: tuple[WeightFormat, ...] = ("bfloat16", "float16", "int8", "int4")  # float32 is not for GPUs
-COLUMNS = 8192
-VISITS, VISIT_ROUNDS, ALONE_S = 3, 2, 0.05
-
-
-@dataclass
-class _Samples:
-    """One value a visit, link and cores one a round; GB/s."""
-
-    link: list[float] = field(default_factory=list)
-    cores: list[float] = field(default_factory=list)
-    alone: list[float] = field(default_factory=list)
-    overhead: list[CallOverhead] = field(default_factory=list)
-
-
-def measure_cpu_rates(device: torch.device, cpus: tuple[int, ...]) -> tuple[float, tuple[CpuProductRate, ...]]:
-    """Measure on the CUDA device `device` and the CPUs `cpus`, in about ten seconds.
-
-    Returns GB/s of reads while the link is busy, and the rates of each format and number of tokens. All are visited `VISITS` times and
-    the median counts, because a shared host changes from second to second: measured in one go, int4 products of one token had 109 GB/s,
-    and those of the runs that followed 88 and 92.
+def measure_concurrent_rates(device: torch.device, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates:
+    """Measure on the CUDA device `device` and the CPUs `cpus`, in about two seconds.
 
     Raises:
         RunError, torch.OutOfMemoryError: no memory.
     """
-    samples: dict[tuple[WeightFormat, int], _Samples] = defaultdict(_Samples)
+    samples: dict[str, list[float]] = defaultdict(list)
+    with contextlib.closing(CpuBench(device, cpus, work.rows, work.columns)) as bench:
+        products = CpuProducts(bench.pool, work.dtype, work.scheme, work.columns)
+        for _ in range(VISITS):
+            bench.visit(products, work.rows, samples)
+            samples["read_gb_per_s"].append(bench.read_gb_per_s(products.memory))
+            samples["hand_off_s"].append(bench.hand_off_s(work.dtype, work.rows))
+        link_alone = statistics.median(bench.link.rate(*bench.link.begin()) for _ in range(LINK_ROUNDS))
+        rates = ConcurrentRates(
+            rows=work.rows,
+            link_alone_gb_per_s=link_alone,
+            device_gb_per_s=device_copy_gb_per_s(device, DEVICE_S),
+            **median_rates(samples),
+        )
+        del products
+        if work.heads:
+            with contextlib.suppress(RunError, torch.OutOfMemoryError):  # the plan takes the rate of reads then
+                rates = replace(rates, attended=bench.attention(work.dtype, work.heads))
+        return rates
+
+
+def measure_cpu_profile(device: torch.device, cpus: tuple[int, ...], say: Callable[[str], None]) -> CpuProfile:
+    """Measure on the CUDA device `device` and the CPUs `cpus`, in about fifteen seconds. `say` reports attention that has no memory.
+
+    Raises:
+        RunError, torch.OutOfMemoryError: no memory.
+    """
+    samples: dict[tuple[WeightFormat, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     hand_offs: dict[int, list[float]] = defaultdict(list)
     reads: list[float] = []
+    attention = []
     with contextlib.closing(CpuBench(device, cpus, max(ROWS), COLUMNS)) as bench:
-        weights = _all_products(bench)
+        products = products_of_formats(bench.pool, MEASURED)
         for _ in range(VISITS):
-            reads.append(measure_read_beside_link(cpus, bench.link, weights[MEASURED[0]].memory))
+            reads.append(bench.read_gb_per_s(products[MEASURED[0]].memory))
             for rows in ROWS:
-                hand_offs[rows].append(bench.hand_off_s(torch.bfloat16, rows, rounds=1))
-                for name, products in weights.items():
-                    _visit(bench, products, rows, samples[name, rows])
-    rates = (
-        _median_rates(name, rows, samples[name, rows], statistics.median(hand_offs[rows]))
-        for name in weights
-        for rows in ROWS
-    )
-    return statistics.median(reads), tuple(rates)
-
-
-def _all_products(bench: CpuBench) -> dict[WeightFormat, CpuProducts]:
-    """Return products in each format, all in the same memory."""
-    found: dict[WeightFormat, CpuProducts] = {}
-    for name in MEASURED:
-        found[name] = CpuProducts(bench.pool, *FORMATS[name], COLUMNS, shared=found.get(MEASURED[0]))
-    return found
-
-
-def _visit(bench: CpuBench, products: CpuProducts, rows: int, samples: _Samples) -> None:
-    calls = products.calls(rows)
-    samples.alone.append(rate_alone(calls, ALONE_S))
-    together = [rates_together(calls, bench.link) for _ in range(VISIT_ROUNDS)]
-    samples.link += [link for link, _ in together]
-    samples.cores += [cores for _, cores in together]
-    samples.overhead.append(bench.call_overhead(products, rows, statistics.fmean(cores for _, cores in together)))
-
-
-def _median_rates(name: WeightFormat, rows: int, samples: _Samples, hand_off_s: float) -> CpuProductRate:
-    alone = statistics.median(samples.alone)
-    return CpuProductRate(
-        format=name,
-        rows=rows,
-        link_gb_per_s=statistics.median(samples.link),
-        cores_gb_per_s=min(alone, statistics.median(samples.cores)),  # as in `measure_concurrent_rates`
-        cores_alone_gb_per_s=alone,
-        hand_off_s=hand_off_s,
-        call_s=max(0.0, statistics.median(each.call_s for each in samples.overhead)),
-        expert_s=max(0.0, statistics.median(each.expert_s for each in samples.overhead)),
+                hand_offs[rows].append(bench.hand_off_s(torch.bfloat16, rows))
+                for name, each in products.items():
+                    bench.visit(each, rows, samples[name, rows])
+        del products, each
+        try:
+            for kind in ("bfloat16", "float16"):
+                for heads in ATTENTION_HEADS:
+                    beside, alone = bench.attention(FORMATS[kind][0], heads)
+                    attention.append(CpuAttentionRate(format=kind, heads=heads, gb_per_s=beside, alone_gb_per_s=alone))
+        except (RunError, torch.OutOfMemoryError) as error:
+            say(f"warning: not measured: {first_line(error)}")
+    return CpuProfile(
+        threads=len(cpus),
+        instructions=best_instructions(),
+        read_gb_per_s=statistics.median(reads),
+        products=tuple(
+            CpuProductRate(
+                format=name,
+                rows=rows,
+                hand_off_s=statistics.median(hand_offs[rows]),
+                **median_rates(samples[name, rows]),
+            )
+            for name in MEASURED
+            for rows in ROWS
+        ),
+        attention=tuple(attention),
     )

@@ -52,11 +52,7 @@ def device_copy_gb_per_s(device: torch.device, seconds: float = COPY_S) -> float
 
 
 def matmul_tflops(
-    device: torch.device,
-    dtype: torch.dtype,
-    size: int | None = None,
-    seconds: float = COPY_S,
-    rows: Sequence[int] = (),
+    device: torch.device, dtype: torch.dtype, size: int | None = None, seconds: float = COPY_S, rows: Sequence[int] = ()
 ) -> float:
     """Return median TFLOP/s (1e12) of [size, size] x [size, size], 2 size^3 operations; the second is transposed as in a linear module.
 
@@ -89,45 +85,37 @@ class DeviceWeights:
         self, device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None, shape: tuple[int, int]
     ):
         self.device, self.dtype, self.scheme, self.shape = device, dtype, scheme, shape
-        elements, on_gpu = math.prod(shape), device.type == "cuda"
+        elements = math.prod(shape)
         bits = scheme.bits if scheme else 8 * dtype.itemsize
-        count = -(-(CUDA_BLOCK_BYTES if on_gpu else WEIGHTS_BYTES) * 8 // (bits * elements))
-        if scheme is None:
-            self.plain = [torch.randn(shape, device=device, dtype=dtype) for _ in range(count)]
-            self.nbytes = elements * dtype.itemsize
-            return
-        groups = elements // scheme.group_size
-        codes = elements * scheme.bits // 8
-        self.packed = [
-            (
-                torch.randint(256, (codes,), dtype=torch.uint8, device=device),
-                *torch.rand(2, groups, device=device).to(dtype),
-            )
-            for _ in range(count)
-        ]
-        self.nbytes = sum(part.nbytes for part in self.packed[0])
+        count = -(-(CUDA_BLOCK_BYTES if device.type == "cuda" else WEIGHTS_BYTES) * 8 // (bits * elements))
+        self.matrices = [self._draw(elements) for _ in range(count)]
+        self.nbytes = sum(part.nbytes for part in self.matrices[0])
+
+    def _draw(self, elements: int) -> tuple[torch.Tensor, ...]:
+        """Return a matrix, or its codes, scales and minima."""
+        if self.scheme is None:
+            return (torch.randn(self.shape, device=self.device, dtype=self.dtype),)
+        codes = torch.randint(256, (elements * self.scheme.bits // 8,), dtype=torch.uint8, device=self.device)
+        return codes, *torch.rand(2, elements // self.scheme.group_size, device=self.device).to(self.dtype)
 
     def product_s(self, tokens: int, seconds: float = WEIGHTS_S) -> float:
         """Return the median time of a product of `tokens` tokens with one matrix (`nbytes` as stored), of several in a row."""
         x = torch.randn(tokens, self.shape[1], device=self.device, dtype=self.dtype)
-        count = len(self.plain if self.scheme is None else self.packed)
         action: Callable[[], object] = functools.partial(self._multiply, x)
         if self.device.type == "cuda":
             # launched one by one, int4 took 30 us a matrix from one host and 38 from a slower one
             action = capture_graph(self.device, action)
-        return measure_median_s(self.device, action, seconds) / count
+        return measure_median_s(self.device, action, seconds) / len(self.matrices)
 
     def _multiply(self, x: torch.Tensor) -> None:
-        if self.scheme is None:
-            for weight in self.plain:
-                torch.nn.functional.linear(x, weight)
-            return
-        how = self.scheme.bits, self.scheme.group_size, self.shape[0]
-        multiply = quantized_linear
+        multiply: Callable[..., object] = quantized_linear
         if self.device.type == "cpu" and len(x) <= CPU_ROWS and load_library() is not None:
             multiply = cpu_products.linear_groups  # as runs of the stream engine do in decode steps
-        for codes, scale, minimum in self.packed:
-            multiply(x, codes, scale, minimum, *how, None)
+        for parts in self.matrices:
+            if self.scheme is None:
+                torch.nn.functional.linear(x, *parts)
+            else:
+                multiply(x, *parts, self.scheme.bits, self.scheme.group_size, self.shape[0], None)
 
 
 def product_times(
@@ -158,33 +146,27 @@ LOADING_S = 0.1  # of each measurement
 
 def measure_loading(device: torch.device) -> LoadingRates:
     """Measure for about a second. Raises RunError: no host memory may be page-locked."""
-    on_gpu = device.type == "cuda"
     size = LOADING_SIZE[device.type]
     weight = torch.empty(size, size, dtype=torch.bfloat16, device=device)
-    raw = weight.view(-1).view(torch.uint8)
     kept: list[torch.Tensor] = []  # new memory each time
 
     def keep() -> None:
-        kept.append(host_empty(raw.shape, torch.uint8, pinned=on_gpu))
-        kept[-1].copy_(raw)
-
-    def quantized(bits: int) -> Callable[[], object]:
-        return lambda: quantize(weight, GroupQuantization(bits, GROUP_SIZES[bits]))
+        kept.append(host_empty(weight.shape, weight.dtype, pinned=device.type == "cuda"))
+        kept[-1].copy_(weight)
 
     def rate(action: Callable[[], object]) -> float:
         return weight.nbytes / measure_median_s(device, action, LOADING_S) / 1e9
 
     return LoadingRates(
         draw_gb_per_s=rate(lambda: fill_dummy(weight, "weight", 0)),
-        quantize_int8_gb_per_s=rate(quantized(8)),
-        quantize_int4_gb_per_s=rate(quantized(4)),
+        quantize_int8_gb_per_s=rate(lambda: quantize(weight, GroupQuantization(8, GROUP_SIZES[8]))),
+        quantize_int4_gb_per_s=rate(lambda: quantize(weight, GroupQuantization(4, GROUP_SIZES[4]))),
         keep_gb_per_s=rate(keep),
     )
 
 
 # Query heads per key head; key heads of all sequences; positions of each. Others are interpolated: few heads keep little of a GPU busy,
-# and few positions take less than the launch of a kernel. Kernels are those of runs, without cuDNN's, which go through 2048 positions of
-# 512 heads at 4.1 TB/s on an H200 and are not repeatable (h200-kept/eleventh_host: machine.json).
+# and few positions take less than the launch of a kernel. Kernels are those of runs, so not cuDNN's, which are not repeatable.
 ATTENTION_HEADS, ATTENTION_KEY_HEADS, ATTENTION_POSITIONS = (1, 8), (32, 512), (160, 2048)
 CACHES_BYTES, MOST_LAYERS = 256 << 20, 64  # layers have this many bytes in all, unless that takes more layers
 ATTENTION_S = 0.05

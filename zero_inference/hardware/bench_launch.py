@@ -4,9 +4,7 @@ small kernel in a CUDA graph."""
 from __future__ import annotations
 
 import contextlib
-import operator
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,37 +53,22 @@ class LaunchBench:
                 model.measure()
 
     def result(self) -> LaunchOverhead:
-        """Return the launch overhead by the medians of all visits."""
-        llama, large_llama, opt, large_opt = self.models
-        operator_s, module_s = solve_costs(large_llama.minus(llama), large_opt.minus(opt))
+        """Return the launch overhead by the medians of all visits; least squares of two equations, without negative costs."""
+        import numpy as np
+        from scipy.optimize import nnls
+
+        steps = [(each.operators, each.module_calls, statistics.median(each.rounds_s)) for each in self.models]
+        llama, large_llama, opt, large_opt = np.array(steps)
+        equations = np.stack([large_llama - llama, large_opt - opt])
+        (operator_s, module_s), _ = nnls(equations[:, :2], equations[:, 2])
+        operators, module_calls, step_s = steps[0]
         return LaunchOverhead(
-            operator_s=operator_s,
-            module_s=module_s,
-            step_s=max(0.0, llama.step_s - llama.operators * operator_s - llama.module_calls * module_s),
+            operator_s=float(operator_s),
+            module_s=float(module_s),
+            step_s=max(0.0, float(step_s - operators * operator_s - module_calls * module_s)),
             graph_operator_s=self.graph_operator_s,
             attention=self.attention,
         )
-
-
-def solve_costs(one: tuple[int, int, float], other: tuple[int, int, float]) -> tuple[float, float]:
-    """Return the seconds of an operator and of a module call, from (operators, module calls, seconds) of two model families.
-
-    A cost that would be negative is 0, and the other is a least-squares fit.
-    """
-    operators, calls, seconds = zip(one, other)
-    determinant = operators[0] * calls[1] - operators[1] * calls[0]
-    if determinant:
-        operator_s = (seconds[0] * calls[1] - seconds[1] * calls[0]) / determinant
-        module_s = (operators[0] * seconds[1] - operators[1] * seconds[0]) / determinant
-        if min(operator_s, module_s) >= 0:
-            return operator_s, module_s
-        if operator_s < 0:
-            return 0.0, _fit(calls, seconds)
-    return _fit(operators, seconds), 0.0
-
-
-def _fit(counts: Sequence[float], seconds: Sequence[float]) -> float:
-    return max(0.0, sum(map(operator.mul, counts, seconds)) / sum(count * count for count in counts))
 
 
 class _SmallModel:
@@ -114,34 +97,10 @@ class _SmallModel:
         few_s, many_s = self._generation_s(2), self._generation_s(2 + TOKENS)
         self.rounds_s.append((many_s - few_s) / TOKENS)
 
-    @property
-    def step_s(self) -> float:
-        return statistics.median(self.rounds_s)
-
-    def minus(self, other: _SmallModel) -> tuple[int, int, float]:
-        """Return the differences to `other` in a step's operators, module calls and seconds."""
-        return self.operators - other.operators, self.module_calls - other.module_calls, self.step_s - other.step_s
-
     def _generation_s(self, tokens: int) -> float:
+        options = {"generation_config": greedy_config(tokens), "attention_mask": torch.ones_like(self.ids)}
         with rotary_kernel(self.model, self.device, self.dtype) if self.fuses else contextlib.nullcontext():
-            return time_wall_s(
-                self.device,
-                lambda: self.model.generate(
-                    self.ids, generation_config=greedy_config(tokens), attention_mask=torch.ones_like(self.ids)
-                ),
-            )
-
-
-class _NoProduct(torch.nn.Module):
-    """Replaces a linear module: returns the same zeros for any input."""
-
-    def __init__(self, like: torch.nn.Linear):
-        super().__init__()
-        self.register_buffer("out", torch.zeros(1, 1, like.out_features, device=like.weight.device))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[1, 1, columns] -> [1, 1, rows]."""
-        return self.out
+            return time_wall_s(self.device, lambda: self.model.generate(self.ids, **options))
 
 
 def measure_graph_operator(device: torch.device, width: int = GRAPH_WIDTH) -> float:
@@ -161,6 +120,18 @@ def measure_graph_operator(device: torch.device, width: int = GRAPH_WIDTH) -> fl
     return max(0.0, layer_s - layer_attention_s) / (operators - 1)
 
 
+class _NoProduct(torch.nn.Module):
+    """Replaces a linear module: returns the same zeros for any input."""
+
+    def __init__(self, like: torch.nn.Linear):
+        super().__init__()
+        self.register_buffer("out", torch.zeros(1, 1, like.out_features, device=like.weight.device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, 1, columns] -> [1, 1, rows]."""
+        return self.out
+
+
 class _StepWithoutProducts:
     """A decode step of a Llama without matrix products. `step()` runs it, on CUDA as a graph; `operators` is their number in a step."""
 
@@ -168,7 +139,9 @@ class _StepWithoutProducts:
         disable_cudnn_attention()
         with torch.device("meta"):
             model = small_llama(layers, width, width // ATTENTION_HEAD_DIM).eval()
-        _remove_products(model)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, torch.nn.Linear):
+                model.set_submodule(name, _NoProduct(module))
         counted = trace_pass(model, None, 1, POSITIONS - 1)
         assert counted is not None, "a Llama runs on the meta device"
         self.operators = counted.launches
@@ -197,46 +170,18 @@ class _StepWithoutProducts:
             self.model(input_ids=self.ids, position_ids=self.ids, attention_mask=self.mask, past_key_values=self.cache)
 
 
-def _remove_products(model: torch.nn.Module) -> None:
-    """Replace all linear modules of `model` by `_NoProduct`."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, torch.nn.Linear):
-                setattr(module, name, _NoProduct(child))
+COMMON = dict(vocab_size=256, max_position_embeddings=POSITIONS, bos_token_id=0, pad_token_id=1, eos_token_id=None)
 
 
 def small_opt(layers: int) -> Any:
     from transformers import OPTConfig, OPTForCausalLM
 
-    return OPTForCausalLM(
-        OPTConfig(
-            hidden_size=64,
-            ffn_dim=128,
-            num_attention_heads=4,
-            num_hidden_layers=layers,
-            word_embed_proj_dim=64,
-            vocab_size=256,
-            max_position_embeddings=POSITIONS,
-            bos_token_id=0,
-            pad_token_id=1,
-            eos_token_id=None,
-        )
-    ).requires_grad_(False)
+    sizes = dict(hidden_size=64, ffn_dim=128, num_attention_heads=4, word_embed_proj_dim=64)
+    return OPTForCausalLM(OPTConfig(num_hidden_layers=layers, **sizes, **COMMON)).requires_grad_(False)
 
 
 def small_llama(layers: int, width: int = 64, heads: int = 4) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            num_hidden_layers=layers,
-            vocab_size=256,
-            max_position_embeddings=POSITIONS,
-            bos_token_id=0,
-            eos_token_id=None,
-        )
-    ).requires_grad_(False)
+    sizes = dict(hidden_size=width, intermediate_size=2 * width, num_attention_heads=heads, num_key_value_heads=heads)
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes, **COMMON)).requires_grad_(False)

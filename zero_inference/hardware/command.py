@@ -7,18 +7,12 @@ are checked.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.utils.progress import Progress, current_progress, importing, use_progress
-
-if TYPE_CHECKING:
-    from zero_inference.hardware.overhead_process import OverheadProcess
-    from zero_inference.hardware.profile import HardwareProfile
-
 
 CACHE = Path()  # --save without a name
 
@@ -42,51 +36,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "machine, until a version or a GPU changes. Takes a minute, and up to two more the first time, to compile kernels",
     )
     add_verbose(parser)
-    parser.add_argument(
-        "--engines", action="store_true", help=argparse.SUPPRESS
-    )  # only what --save measures of the engines
+    # only what --save measures of the engines
+    parser.add_argument("--engines", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # set by the deepspeed launcher
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print; returns 0. Raises UsageError: a folder or a GPU does not exist."""
     from zero_inference.errors import UsageError
-    from zero_inference.hardware.overhead_process import OverheadProcess
-    from zero_inference.utils.files import check_output_file
+    from zero_inference.utils.files import check_output_file, machine_path, make_folder
 
     if args.disk is not None and not args.disk.is_dir():
         raise UsageError(f"--disk {args.disk}: there is no such folder.")
     if args.save == CACHE:
-        from zero_inference.hardware.cache import profile_cache_path
-        from zero_inference.utils.files import make_folder
-
-        args.save = profile_cache_path()
+        args.save = machine_path()
         make_folder(args.save.parent)
     if args.save is not None:
         check_output_file("--save", str(args.save))
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise UsageError("--save measures in one process: start it without a launcher.")
     quiet = args.verbose == 0 or os.environ.get("RANK", "0") != "0"
-    with contextlib.ExitStack() as stack:
-        engines = None
-        stack.enter_context(use_progress(Progress(not quiet)))
+    with use_progress(Progress(not quiet)) as progress:
         if args.save is not None:
-            current_progress().say(
+            progress.say(
                 "measuring this machine: about a minute, and up to two more the first time, to compile kernels"
             )
-            # loads libraries while this process does
-            engines = stack.enter_context(contextlib.closing(OverheadProcess()))
-        return _measure(args, engines)
+        _measure(args)
+    return 0
 
 
-def _measure(args: argparse.Namespace, engines: OverheadProcess | None) -> int:
-    """Measure; with `engines` also measure and save the hardware profile."""
+def _measure(args: argparse.Namespace) -> None:
+    """Measure and print; with --save also measure and save the hardware profile."""
     with importing("torch", args.verbose > 0):
         import torch
 
         from zero_inference.hardware.measure_profile import measure_this_machine
-        from zero_inference.hardware.rooflines import as_json, make_report, print_report
+        from zero_inference.hardware.rooflines import make_report, print_report
     from zero_inference.errors import RunError, UsageError
+    from zero_inference.hardware.profile import write_profile
     from zero_inference.utils.ranks import detect_ranks, start_process_group, stop_process_group
     from zero_inference.utils.watch import PeerWatch, lost_connection
 
@@ -96,6 +83,8 @@ def _measure(args: argparse.Namespace, engines: OverheadProcess | None) -> int:
             f"{ranks.local_world_size} ranks were started on a node with {torch.cuda.device_count()} visible GPUs; "
             "start one rank per GPU."
         )
+    say = current_progress().say
+    profile = None
     watch = PeerWatch(ranks, lambda reason: reason)  # the end of a rank ends the others
     watch.start()
     failed = True
@@ -104,11 +93,10 @@ def _measure(args: argparse.Namespace, engines: OverheadProcess | None) -> int:
             start_process_group(ranks)
         elif ranks.device.type == "cuda":
             torch.cuda.set_device(ranks.device)
-        report, profile = (
-            (make_report(ranks, args.disk), None)
-            if engines is None
-            else measure_this_machine(ranks, engines, args.disk, current_progress().say)
-        )
+        if args.save is None:
+            report = make_report(ranks, args.disk)
+        else:
+            report, profile = measure_this_machine(ranks, args.disk, say)
         failed = False
     except RuntimeError as error:
         if lost := lost_connection(error, ranks):
@@ -119,24 +107,17 @@ def _measure(args: argparse.Namespace, engines: OverheadProcess | None) -> int:
         if not failed or ranks.world_size == 1:  # after a failure this could wait for a rank that has ended
             stop_process_group()
     if not ranks.is_first:
-        return 0
+        return
     if args.json:
-        print(as_json(report))
+        print(json.dumps(report, indent=2, allow_nan=False))
     else:
         print_report(report)
-    if profile is not None:
-        _save(profile, args.save)
-    return 0
-
-
-def _save(profile: HardwareProfile, path: Path) -> None:
-    from zero_inference.errors import RunError
-    from zero_inference.hardware.profile import write_profile
-
+    if profile is None:
+        return
     try:
-        write_profile(profile, path)
+        write_profile(profile, args.save)
     except OSError as error:
-        raise RunError(f"--save {path}: {error.strerror}; the rates above were not saved.") from error
-    current_progress().say(f"machine: {path}")
+        raise RunError(f"--save {args.save}: {error.strerror}; the rates above were not saved.") from error
+    say(f"machine: {args.save}")
     if caveat := profile.caveat():
-        current_progress().say(f"warning: {caveat}")
+        say(f"warning: {caveat}")

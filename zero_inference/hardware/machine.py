@@ -3,58 +3,47 @@
 from __future__ import annotations
 
 import shutil
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from zero_inference.config.options import GROUP_SIZES
 from zero_inference.cpu.library import best_instructions, load_library, why_unavailable
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware.bench_cpu import (
-    cpus_of_host,
-    measure_attention,
-    measure_concurrent_rates,
-    measure_concurrent_rates_of_ranks,
-)
+from zero_inference.hardware.bench_cpu import CpuWorkload, cpus_of_host, measure_concurrent_rates
 from zero_inference.hardware.cache import cached_profile
 from zero_inference.hardware.profile import HardwareProfile
 from zero_inference.hardware.rates import ConcurrentRates, attended_gb_per_s, concurrent_rates, format_of
 from zero_inference.hardware.spec import resolve_profile
 from zero_inference.kernels import extension
-from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.utils.environment import available_host_bytes
 from zero_inference.utils.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class CpuWorkload:
-    """The weights and inputs that the CPU backend would multiply.
+class Machine:
+    """The hardware of a plan: the machine of this process. Rates without a cached profile are measured when asked for.
 
-    Attributes:
-        scheme: how the weights are quantized; None for weights of `dtype`.
-        rows: tokens of a rank's pass.
-        columns: of the weights.
-        heads: query heads per key head if the CPU might compute attention over keys and values of `dtype`; else 0.
+    A plan may use `device_limit_bytes` of each GPU and `host_limit_bytes` of host memory; None is no limit.
     """
-
-    dtype: torch.dtype
-    scheme: GroupQuantization | None
-    rows: int
-    columns: int
-    heads: int = 0
-
-
-@dataclass(frozen=True)
-class Machine(ABC):
-    """The hardware of a plan. A plan may use `device_limit_bytes` of each GPU and `host_limit_bytes` of host memory; None is no limit."""
 
     device_limit_bytes: int | None = field(default=None, kw_only=True)
     host_limit_bytes: int | None = field(default=None, kw_only=True)
-    is_here: ClassVar[bool]  # whether this process runs on it
+    is_here: ClassVar[bool] = True  # whether this process runs on it
+
+    def profile(self) -> HardwareProfile | None:
+        """Return its hardware profile; None if it was not measured yet."""
+        return cached_profile()
+
+    def ranks_there(self, ranks: Ranks) -> Ranks:
+        """Return `ranks` as they would be started there: with a GPU each if there are any."""
+        return ranks
+
+    def gpus(self) -> int:
+        """Return the number of GPUs of a node."""
+        return torch.cuda.device_count()
 
     def free_device_bytes(self, ranks: Ranks, agreed: bool) -> int | None:
         """Return the free memory of a rank's device; None without a limit (a CPU).
@@ -70,37 +59,28 @@ class Machine(ABC):
         free = self._available_host_bytes()
         return free if self.host_limit_bytes is None else min(free, self.host_limit_bytes)
 
-    @abstractmethod
-    def profile(self) -> HardwareProfile | None:
-        """Return its hardware profile; None if it was not measured yet."""
+    def _free_device_bytes(self, ranks: Ranks, agreed: bool) -> int | None:
+        return ranks.free_device_bytes(agreed)
 
-    @abstractmethod
-    def ranks_there(self, ranks: Ranks) -> Ranks:
-        """Return `ranks` as they would be started there: with a GPU each if there are any."""
+    def _available_host_bytes(self) -> int:
+        return available_host_bytes()
 
-    @abstractmethod
-    def gpus(self) -> int:
-        """Return the number of GPUs of a node."""
-
-    @abstractmethod
-    def _free_device_bytes(self, ranks: Ranks, agreed: bool) -> int | None: ...
-
-    @abstractmethod
-    def _available_host_bytes(self) -> int: ...
-
-    @abstractmethod
     def disk_free_bytes(self, folder: Path) -> int | None:
         """Return the free bytes of the file system that `folder` is or will be on; None if unknown."""
+        return shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.exists())).free
 
-    @abstractmethod
     def missing_code(self, on_gpu: bool) -> str | None:
         """Return why the CPU backend, or its hand-off with a GPU, cannot be compiled; None if it can."""
+        if load_library() is None:
+            return why_unavailable()
+        if on_gpu and not extension.load_extension():
+            return extension.why_unavailable()
+        return None
 
-    @abstractmethod
     def instructions(self) -> str:
         """Return the instruction set of CPU products."""
+        return best_instructions()
 
-    @abstractmethod
     def cpus(self, ranks: Ranks, threads: int | None) -> tuple[int, ...]:
         """Return a CPU for each worker thread, -1 for an unbound one.
 
@@ -110,77 +90,24 @@ class Machine(ABC):
         Raises:
             UsageError: this machine cannot have `threads`.
         """
-
-    @abstractmethod
-    def concurrent_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | str:
-        """Return the rates of CPU and link while both are busy, or words on why they are unknown. Connected ranks call it together."""
-
-
-@dataclass(frozen=True)
-class LocalMachine(Machine):
-    """The machine of this process. Rates without a cached profile are measured when asked for."""
-
-    is_here = True
-
-    def profile(self) -> HardwareProfile | None:
-        return cached_profile()
-
-    def ranks_there(self, ranks: Ranks) -> Ranks:
-        return ranks
-
-    def gpus(self) -> int:
-        return torch.cuda.device_count()
-
-    def _free_device_bytes(self, ranks: Ranks, agreed: bool) -> int | None:
-        return ranks.free_device_bytes(agreed)
-
-    def _available_host_bytes(self) -> int:
-        return available_host_bytes()
-
-    def disk_free_bytes(self, folder: Path) -> int | None:
-        while not folder.exists():
-            folder = folder.parent
-        return shutil.disk_usage(folder).free
-
-    def missing_code(self, on_gpu: bool) -> str | None:
-        if load_library() is None:
-            return why_unavailable()
-        if on_gpu and not load_extension():
-            return extension.why_unavailable()
-        return None
-
-    def instructions(self) -> str:
-        return best_instructions()
-
-    def cpus(self, ranks: Ranks, threads: int | None) -> tuple[int, ...]:
         return cpus_of_host(ranks, threads)
 
     def concurrent_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | str:
+        """Return the rates of CPU and link while both are busy, or words on why they are unknown."""
         if ranks.device.type != "cuda":
             return "there is no GPU"
-        if (cached := self._cached_rates(ranks, cpus, work)) is not None:
-            return cached
-        args: Any = cpus, work.dtype, work.scheme, work.rows, work.columns
+        if ranks.world_size > 1:
+            return "their rate beside several GPUs is not known"
+        profile = self.profile()
+        usual_groups = work.scheme is None or work.scheme.group_size == GROUP_SIZES[work.scheme.bits]
+        if profile is not None and usual_groups and profile.cores is not None and profile.cores.threads == len(cpus):
+            known = _rates_of_profile(profile, work)
+            if isinstance(known, ConcurrentRates):
+                return known
         try:
-            if ranks.world_size > 1:
-                return measure_concurrent_rates_of_ranks(ranks, *args)
-            rates = measure_concurrent_rates(ranks.device, *args)
+            return measure_concurrent_rates(ranks.device, cpus, work)
         except (RunError, torch.OutOfMemoryError):  # it takes 1 to 2 GB, which weights may need
             return "there was too little memory to measure them"
-        if not work.heads:
-            return rates
-        try:
-            return replace(rates, attended=measure_attention(ranks.device, cpus, work.dtype, work.heads))
-        except (RunError, torch.OutOfMemoryError):
-            return rates  # the plan assumes that attention reads at `read_gb_per_s`
-
-    def _cached_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | None:
-        usual_groups = work.scheme is None or work.scheme.group_size == GROUP_SIZES[work.scheme.bits]
-        profile = self.profile() if ranks.world_size == 1 and usual_groups else None
-        if profile is None or profile.cores is None or profile.cores.threads != len(cpus):
-            return None
-        rates = _rates_of_profile(profile, work)
-        return None if isinstance(rates, str) else rates
 
 
 @dataclass(frozen=True)
@@ -216,12 +143,10 @@ class ProfiledMachine(Machine):
         return self.hardware_profile.cores.instructions if self.hardware_profile.cores else ""
 
     def cpus(self, ranks: Ranks, threads: int | None) -> tuple[int, ...]:
-        cpu, name = self.hardware_profile.cores, self.hardware_profile.name
-        if (
-            cpu is not None and cpu.instructions and threads not in (None, cpu.threads)
-        ):  # an assumed CPU has no instructions
+        cpu = self.hardware_profile.cores
+        if cpu and cpu.instructions and threads not in (None, cpu.threads):  # an assumed CPU has no instructions
             raise UsageError(
-                f"--cpu-threads {threads}: {name} was measured with {cpu.threads} threads; drop --cpu-threads."
+                f"--cpu-threads {threads}: {self.hardware_profile.name} was measured with {cpu.threads} threads; drop --cpu-threads."
             )
         return (-1,) * (threads or (cpu.threads if cpu else 1))
 
@@ -234,7 +159,7 @@ class ProfiledMachine(Machine):
 def resolve_machine(name: str | None, assume: str | None) -> Machine:
     """Return the machine of `--machine` and `--assume`, or this one without them. Raises UsageError as `resolve_profile`."""
     profile = resolve_profile(name, assume)
-    return LocalMachine() if profile is None else ProfiledMachine(profile)
+    return Machine() if profile is None else ProfiledMachine(profile)
 
 
 def limit_memory(machine: Machine, device_bytes: int | None = None, host_bytes: int | None = None) -> Machine:

@@ -1,10 +1,7 @@
-"""The hardware profile: memory and rates of one machine, as a pydantic model and as the JSON file of `zero-inference link --save`."""
+"""The hardware profile: memory and rates of one machine, and the JSON file of `zero-inference link --save`. None is unknown."""
 
 from __future__ import annotations
 
-import errno
-import functools
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,13 +14,9 @@ from zero_inference.utils.format import format_bytes, one_line
 
 MOST = 1e18  # upper limit of any number in a profile; more is a mistake
 LEAST_RATE = 1e-9  # a byte a second: with less a step would take inf seconds
-LONGEST_NAME = 200  # characters that are shown
-
-SCHEMA_VERSION = 1
 # Raised when `link --save` measures more or measures differently, so that machines are measured again.
 MEASURED_WITH = 7
-
-BUSY_SHARE = 0.25  # share of the CPU in other programs above which rates are considered too low
+BUSY_SHARE = 0.25  # of the CPU in other programs, above which rates are considered too low
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
 Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST, allow_inf_nan=False)]
@@ -33,10 +26,10 @@ Source = Literal["measured", "datasheet", "assumed"]
 WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 
 
-def _key(name: str) -> str:
-    """Return the file's key for a field: GB/s end in `gbps`, and two fields have their first names."""
-    first_names = {"engine_overheads": "own_work", "hand_off_s": "crossing_s"}
-    return first_names.get(name, name.replace("gb_per_s", "gbps"))
+def _key(field: str) -> str:
+    """Return the file's key for a field."""
+    keys = {"engine_overheads": "own_work", "hand_off_s": "crossing_s"}
+    return keys.get(field, field.replace("gb_per_s", "gbps"))
 
 
 class _ProfilePart(BaseModel):
@@ -64,7 +57,7 @@ class CpuProductRate(_ProfilePart):
         link_gb_per_s, cores_gb_per_s: copies to the device and CPU products at the same time.
         cores_alone_gb_per_s: CPU products while the link is idle.
         hand_off_s: from the device to the CPU and back while the link is busy.
-        call_s, expert_s: of a CPU call beyond its bytes and the hand-off, and for each expert that it reads; 0 in older files.
+        call_s, expert_s: of a CPU call beyond its bytes and the hand-off, and for each expert that it reads.
     """
 
     format: WeightFormat
@@ -91,23 +84,18 @@ class CpuProfile(_ProfilePart):
     instructions: str  # instruction set of the products
     read_gb_per_s: Rate  # host memory read by all threads while the link is busy
     products: tuple[CpuProductRate, ...] = Field(min_length=1, strict=False)
-    attention: tuple[CpuAttentionRate, ...] = Field(default=(), strict=False)  # none in older files
+    attention: tuple[CpuAttentionRate, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
     def _check(self) -> CpuProfile:
-        numbers = Counter((each.format, each.rows) for each in self.products)
-        for (name, rows), count in numbers.items():
-            if count > 1:
-                raise ValueError(f"products has {name} with {rows} rows {count} times")
+        (name, rows), count = Counter((each.format, each.rows) for each in self.products).most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"products has {name} with {rows} rows {count} times")
         return self
 
 
 class DeviceProductRate(_ProfilePart):
-    """Stored bytes of weights of one format that the device multiplies with `rows` tokens.
-
-    Attributes:
-        call_s: of a product beyond its bytes; 0 without a GPU and in older files, whose rates are those of 8192 x 8192 weights.
-    """
+    """Stored bytes of weights of one format that the device multiplies with `rows` tokens, and the seconds of a product beyond them."""
 
     format: WeightFormat
     rows: Count
@@ -233,24 +221,23 @@ class HardwareProfile(_ProfilePart):
 
     def in_words(self) -> str:
         """Return name, source, GPUs and host memory on one line."""
-        names = Counter(one_line(gpu.name)[:LONGEST_NAME] for gpu in self.gpus)
+        names = Counter(one_line(gpu.name) for gpu in self.gpus)
         gpus = ", ".join(f"{count} x {name}" for name, count in names.items()) or "no GPU"
         when = f", {one_line(self.measured_at)[:10]}" if self.measured_at else ""
         assumed = " (assumed)" if self.source == "datasheet" else ""
         host = f"{format_bytes(self.host_memory_bytes)} of host memory{assumed}"
-        return f"{one_line(self.name)[:LONGEST_NAME]} ({self.source}{when}): {gpus}, {host}"
-
-    def busy(self) -> str | None:
-        """Return words on other programs that used much of the CPU during the measurement; None if there were none."""
-        share = self.others_cpu_share
-        return None if share is None or share <= BUSY_SHARE else f"while other programs used {share:.0%} of the CPU"
+        return f"{one_line(self.name)} ({self.source}{when}): {gpus}, {host}"
 
     def caveat(self) -> str | None:
         """Return one line on why measured rates are less useful (a busy CPU, an older version); None if they are not."""
+        share = self.others_cpu_share or 0.0
         if self.source != "measured":
             return None
-        if busy := self.busy():
-            return f"rates were measured {busy} and may be too low; zero-inference link --save measures again"
+        if share > BUSY_SHARE:
+            return (
+                f"rates were measured while other programs used {share:.0%} of the CPU and may be too low; "
+                "zero-inference link --save measures again"
+            )
         if self.measured_with < MEASURED_WITH:
             return "the hardware profile is from an older version; zero-inference link --save FILE on that machine measures more"
         return None
@@ -269,55 +256,22 @@ def read_profile(path: Path) -> HardwareProfile:
         UsageError: there is no such file, or a value is invalid; names the first such key.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "not a regular file")
-        text = path.read_text(encoding="utf-8-sig")
-        return HardwareProfile.model_validate_json(text)
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
-        if isinstance(error, OSError):
-            why = f"{error.strerror};"
-        elif isinstance(error, UnicodeDecodeError):
-            why = "not a text file;"
-        else:
-            newer = newer_version_of(path)
-            why = f"{newer}; update this package, or" if newer else f"{_describe_first(error)};"
-        raise UsageError(f"--machine {path}: {why} `zero-inference link --save FILE` writes one.") from error
+        return HardwareProfile.model_validate_json(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        why = error.strerror
+    except UnicodeDecodeError:
+        why = "not a text file"
+    except ValidationError as error:
+        why = describe_first(error)
+    raise UsageError(f"--machine {path}: {why}; `zero-inference link --save FILE` writes one.")
 
 
-def newer_version_of(path: Path) -> str | None:
-    """Return words on the newer version of this package that wrote the file; None for any other file."""
-    try:
-        return _newer_version(path, path.stat().st_mtime_ns)
-    except OSError:
-        return None
-
-
-@functools.lru_cache(maxsize=2)  # plans ask for every candidate
-def _newer_version(path: Path, modified_ns: int) -> str | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-        HardwareProfile.model_validate(found)
-        return None
-    except ValidationError:
-        pass
-    except (OSError, ValueError):
-        return None
-    for key, known in (("schema_version", SCHEMA_VERSION), ("measured_with", MEASURED_WITH)):
-        if isinstance(found, dict) and isinstance(found.get(key), int) and found[key] > known:
-            return f"a newer version wrote it ({key} {found[key]}, this one knows {known})"
-    return None
-
-
-def _describe_first(error: ValidationError) -> str:
+def describe_first(error: ValidationError) -> str:
     """Return key, value and constraint of the first error."""
     found: Any = error.errors()[0]
-    place = ".".join(str(part) for part in found["loc"]) or "all of it"
-    if found["type"] == "json_invalid":
-        return f"not JSON ({found['msg'].removeprefix('Invalid JSON: ')})"
-    if found["type"] == "missing":
-        return f"{place} is missing"
+    place = ".".join(map(str, found["loc"])) or "all of it"
     if found["type"] == "extra_forbidden":
-        return f"{place} is no key of a hardware profile"
+        return f"{place} is no key of this version"
     message = found["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(found["input"], (dict, list)) else f" {str(found['input'])[:60]}"
     return f"{place}{shown}: {message[:1].lower()}{message[1:]}"

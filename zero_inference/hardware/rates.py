@@ -6,9 +6,9 @@ GB/s are 1e9 bytes a second. Rates are interpolated by their inverse: times grow
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ CPU_BLOCK_BYTES = 128 << 20  # weights of a CPU call when CPU products are measu
 ATTENTION_HEAD_DIM, ATTENTION_DTYPE = 128, torch.bfloat16  # of keys and values when device attention is measured
 
 
-@dataclass(frozen=True)
-class AttentionRates:
+class AttentionRates(NamedTuple):
     """Bytes of keys and values per second of CPU attention, while the link is busy and while it is idle."""
 
     beside_link_gb_per_s: float
@@ -96,36 +95,34 @@ def concurrent_rates(profile: HardwareProfile, weight_format: str, rows: int) ->
     if cores is None or link_gb_per_s is None or device_gb_per_s is None:
         known = {"the host's cores": cores, "the link": link_gb_per_s, "device memory": device_gb_per_s}
         return f"the rate of {' and '.join(name for name, found in known.items() if found is None)} is not known"
-    points = _points(cores.products, weight_format)
+    points = [each for each in cores.products if each.format == weight_format]
     if not points:
         return f"their rate of {weight_format} products is not known"
     # a hand-off does not depend on the format: the median over formats
-    hand_offs = [statistics.median(each.hand_off_s for each in cores.products if each.rows == n) for n in _rows(points)]
+    hand_offs = {
+        each.rows: statistics.median(other.hand_off_s for other in cores.products if other.rows == each.rows)
+        for each in points
+    }
     return ConcurrentRates(
         rows=rows,
         link_alone_gb_per_s=link_gb_per_s,
-        link_gb_per_s=_rate_at(points, "link_gb_per_s", rows),
-        cores_gb_per_s=_rate_at(points, "cores_gb_per_s", rows),
-        cores_alone_gb_per_s=_rate_at(points, "cores_alone_gb_per_s", rows),
+        link_gb_per_s=_rate_at(points, "rows", "link_gb_per_s", rows),
+        cores_gb_per_s=_rate_at(points, "rows", "cores_gb_per_s", rows),
+        cores_alone_gb_per_s=_rate_at(points, "rows", "cores_alone_gb_per_s", rows),
         read_gb_per_s=cores.read_gb_per_s,
-        hand_off_s=interpolate(_rows(points), hand_offs, rows),
+        hand_off_s=interpolate(hand_offs, rows),
         device_gb_per_s=device_gb_per_s,
-        call_s=interpolate(_rows(points), [each.call_s for each in points], rows),
-        expert_s=interpolate(_rows(points), [each.expert_s for each in points], rows),
+        call_s=interpolate({each.rows: each.call_s for each in points}, rows),
+        expert_s=interpolate({each.rows: each.expert_s for each in points}, rows),
     )
 
 
 def attended_gb_per_s(profile: HardwareProfile, dtype: str, heads: int) -> AttentionRates | None:
     """Return the rates of CPU attention with `heads` query heads per key head; None if not measured."""
-    found = profile.cores.attention if profile.cores else ()
-    points = sorted((each for each in found if each.format == dtype), key=lambda each: each.heads)
+    points = [each for each in (profile.cores.attention if profile.cores else ()) if each.format == dtype]
     if not points:
         return None
-    measured = [each.heads for each in points]
-    return AttentionRates(
-        beside_link_gb_per_s=1 / interpolate(measured, [1 / each.gb_per_s for each in points], heads),
-        alone_gb_per_s=1 / interpolate(measured, [1 / each.alone_gb_per_s for each in points], heads),
-    )
+    return AttentionRates(*(_rate_at(points, "heads", name, heads) for name in ("gb_per_s", "alone_gb_per_s")))
 
 
 def device_attention_s(
@@ -150,12 +147,10 @@ def device_attention_s(
     usual_heads = key_heads * row_bytes / (ATTENTION_HEAD_DIM * ATTENTION_DTYPE.itemsize)
 
     def with_heads(n: int) -> float:
-        by_key_heads = [
-            interpolate(all_positions, [found[n, k, p] for p in all_positions], positions) for k in all_key_heads
-        ]
-        return interpolate(all_key_heads, by_key_heads, usual_heads)
+        by_key_heads = {k: interpolate({p: found[n, k, p] for p in all_positions}, positions) for k in all_key_heads}
+        return interpolate(by_key_heads, usual_heads)
 
-    return interpolate(complete, [with_heads(n) for n in complete], heads)
+    return interpolate({n: with_heads(n) for n in complete}, heads)
 
 
 def product_time(profile: HardwareProfile, weight_format: str, rows: int) -> ProductTime | None:
@@ -163,19 +158,23 @@ def product_time(profile: HardwareProfile, weight_format: str, rows: int) -> Pro
 
     Beyond the measured numbers of tokens the slope of the last two points holds, on a GPU only if these are bound by operations.
     """
-    points = _points(profile.device_products, weight_format)
-    if not points or (rows > points[-1].rows and points[-1].rows < COMPUTE_BOUND_ROWS and profile.gpus):
+    points = [each for each in profile.device_products if each.format == weight_format]
+    most_rows = max((each.rows for each in points), default=0)
+    if not points or (rows > most_rows and most_rows < COMPUTE_BOUND_ROWS and profile.gpus):
         return None
-    call_s = interpolate(_rows(points), [each.call_s for each in points], rows)
-    return ProductTime(_rate_at(points, "gb_per_s", rows), call_s)
+    call_s = interpolate({each.rows: each.call_s for each in points}, rows)
+    return ProductTime(_rate_at(points, "rows", "gb_per_s", rows), call_s)
 
 
 def find_engine_overhead(profile: HardwareProfile, engine: str, quant_bits: int) -> EngineOverhead | None:
     """Return the overhead of an engine; with other quantized bits if only those were measured."""
-    of_engine = [
-        each for each in profile.engine_overheads if each.engine == engine and not (each.kv_offload or each.resident)
+    alike = [
+        each
+        for each in profile.engine_overheads
+        if each.engine == engine
+        and not (each.kv_offload or each.resident)
+        and (each.quant_bits == 16) == (quant_bits == 16)
     ]
-    alike = [each for each in of_engine if (each.quant_bits == 16) == (quant_bits == 16)]
     return min(alike, key=lambda each: abs(each.quant_bits - quant_bits), default=None)
 
 
@@ -202,26 +201,20 @@ def dequantize_gb_per_s(overhead: EngineOverhead | None, dtype: str) -> float | 
     return of_float16 or overhead.restored_gb_per_s
 
 
-def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
-    """Return y at `x` on straight lines through the points (`xs` ascending): constant before the first point, and after the last one
-    along the last line if that rises."""
+def interpolate(points: Mapping[int, float], x: float) -> float:
+    """Return y at `x` on straight lines through `points` (y by x): constant before the first point, and after the last one along the last
+    line if that rises."""
+    xs = sorted(points)
     if x <= xs[0] or len(xs) == 1:
-        return ys[0]
+        return points[xs[0]]
     upper = next((i for i in range(1, len(xs)) if x <= xs[i]), len(xs) - 1)
-    lower = upper - 1
-    slope = (ys[upper] - ys[lower]) / (xs[upper] - xs[lower])
-    if x > xs[upper]:
-        return ys[upper] + max(0.0, slope) * (x - xs[upper])
-    return ys[lower] + slope * (x - xs[lower])
+    left, right = xs[upper - 1], xs[upper]
+    slope = (points[right] - points[left]) / (right - left)
+    if x > right:
+        return points[right] + max(0.0, slope) * (x - right)
+    return points[left] + slope * (x - left)
 
 
-def _points(found: Sequence[Any], weight_format: str) -> list[Any]:
-    return sorted((each for each in found if each.format == weight_format), key=lambda each: each.rows)
-
-
-def _rows(points: Sequence[Any]) -> list[int]:
-    return [each.rows for each in points]
-
-
-def _rate_at(points: Sequence[Any], name: str, rows: int) -> float:
-    return 1 / interpolate(_rows(points), [1 / getattr(each, name) for each in points], rows)
+def _rate_at(points: Sequence[Any], axis: str, name: str, x: float) -> float:
+    """Return the rate `name` of `points` at `x` of `axis`; times, not rates, lie on straight lines."""
+    return 1 / interpolate({getattr(each, axis): 1 / getattr(each, name) for each in points}, x)

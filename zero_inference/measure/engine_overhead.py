@@ -1,6 +1,6 @@
 """Measure engine overhead: the time of engines besides the model's kernels, with a model so thin that its kernels take next to none.
 
-`zero-inference link --save` runs it in a process of its own (hardware/overhead_process.py).
+`zero-inference link --save` runs it in a process of its own (hardware/measure_profile.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware.overhead_process import signal_ready
 from zero_inference.hardware.profile import EngineOverhead
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kv_cache.choose import cache_factory
@@ -61,7 +60,7 @@ ENGINES = (
 
 
 def print_engine_overheads() -> None:
-    """Import the libraries, wait for the parent's signal, and print one JSON object: `library_bytes` by engine, `engine_overheads` and,
+    """Import the libraries, and print one JSON object: `library_bytes` by engine, `engine_overheads` and,
     with a GPU, `process_bytes`, with the meanings of `HardwareProfile`."""
     ranks = detect_ranks()
     on_gpu = ranks.device.type == "cuda"
@@ -77,8 +76,6 @@ def print_engine_overheads() -> None:
         with contextlib.suppress(Exception):  # it is reported when float16 is measured
             compile_dequantization(ranks, lambda line: print(line, flush=True))
     all_libraries_bytes = resident_host_bytes() - before
-    if not signal_ready():
-        return
     overheads: list[EngineOverhead] = []
     result: dict[str, Any] = {"library_bytes": library_bytes}
     with tempfile.TemporaryDirectory(prefix="zero-inference-thin-") as folder, contextlib.ExitStack() as stack:

@@ -10,9 +10,8 @@ import torch
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Timeline
 from zero_inference.errors import RunError
-from zero_inference.hardware.bench_copies import Rate, blocks_of, host_to_device_rounds, rate_of
+from zero_inference.hardware.bench_copies import Rate, blocks_of, disk_read_gb_per_s, host_to_device_rounds, rate_of
 from zero_inference.hardware.bench_device import device_copy_gb_per_s, matmul_tflops
-from zero_inference.hardware.bench_disk import disk_read_gb_per_s
 from zero_inference.models.spec import ModelSpec
 from zero_inference.models.weights import return_free_memory
 from zero_inference.records.hardware import HOST_COPY, LinkUse, Rates

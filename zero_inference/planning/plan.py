@@ -17,7 +17,7 @@ from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
 from zero_inference.engines.stream.overlap import MIN_GAIN
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
-from zero_inference.hardware.machine import LocalMachine, Machine
+from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import ModelSpec
@@ -63,7 +63,7 @@ def check_model(config: RunConfig, spec: ModelSpec) -> None:
         raise UsageError(f"--dummy-routing {config.dummy_routing}: {spec.name} has no experts; drop it.")
 
 
-THIS_MACHINE = LocalMachine()
+THIS_MACHINE = Machine()
 
 
 @dataclass(frozen=True)
