@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import json
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -136,33 +135,6 @@ def test_a_sweep_runs_a_case_again_whose_record_has_no_speed(sweep, tmp_path, ca
         assert sweep.main(argv) == 0
         shown, speed_is_odd = capsys.readouterr(), "argv" not in odd
         assert ("org/a" in shown.out) == ("skipped 1 record" in shown.err) == speed_is_odd, odd
-
-
-# A run that fails, and leaves the record that lies ready for its batch size.
-LEAVES_A_RECORD = """
-import pathlib, sys
-batch, folder = (sys.argv[sys.argv.index(name) + 1] for name in ("--batch-size", "--log-dir"))
-pathlib.Path(folder, f"{batch}.jsonl").write_bytes(pathlib.Path(__file__).with_name(batch).read_bytes())
-sys.exit(1)
-"""
-
-
-def test_a_sweep_names_each_failed_case_whatever_its_record_says(sweep, tmp_path):
-    (program := tmp_path / "program.py").write_text(LEAVES_A_RECORD)
-    odds = [odd for odd in ODD if odd != "\ud800"]
-    sizes = [str(place) for place in range(1, len(odds) + 1)]
-    argv = ["--program", program, "--log-dir", tmp_path / "logs", "--launcher", "python", "--batch-size", *sizes]
-    args, extra = sweep.parse_arguments(list(map(str, argv)))
-    for case, odd, size in zip(sweep.expand(args, extra), odds, sizes, strict=True):
-        facts = {"argv": ["run_model.py", *case.arguments()], "dtype": "float32", "world_size": 1}
-        record = case.expected() | facts | {"status": "failed", "error": odd, "total_throughput": odd}
-        (tmp_path / size).write_text(json.dumps(record) + "\n")
-    command = [sys.executable, ROOT / "scripts" / "sweep.py", *argv]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("[")]
-    assert done.returncode == 1 and len(lines) == len(odds) and all(": failed: " in line for line in lines), done.stderr
-    assert controls(done.stdout + done.stderr) == ""
-    assert "red" in lines[odds.index(RED)] and "a b c" in lines[odds.index("a\nb\r\tc")], "what the record says"
 
 
 def test_thousands_of_records_and_blocks_are_read_in_seconds(tmp_path):

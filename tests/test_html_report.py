@@ -25,7 +25,6 @@ EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.tit
 FAILED = {"status": "failed"} | dict.fromkeys(
     ("loops", "limit", "prefill_latency_s", "decode_throughput", "total_throughput")
 )
-LINK_USE = {"busy_s": 6.0, "slot_wait_s": 3.0, "host_late_s": 0.3, "step_start_s": 0.7, "gbps_while_busy": 54.07}
 H200 = {"gpus": [{"name": "H200"}], "cpu_model": "Xeon", "cpu_cores": 16}
 MOVED = {"host_to_device_bytes_per_step": 14e9, "disk_read_bytes_per_step": 0, "cores_bytes_per_step": 0}
 GIB = 2**30
@@ -60,7 +59,6 @@ def many_records(count):
             batch_size=2 ** (number // 36 % 7),
             transfers={"host_to_device_bytes_per_step": 26e9 / (1 + number % 5)},
             predicted={"decode_s": 0.3 * (1 + number % 37), "prefill_s": 1 / (2.5 + number % 2)},
-            link_use=LINK_USE if number % 4 == 1 else None,
         )
         for number in range(count)
     ]
@@ -165,14 +163,9 @@ def test_the_page_has_every_run_and_the_figures_that_their_records_have_data_for
     assert {row[column] for row in committed.rows[1:]} == {three_digits(each["decode_throughput"]) for each in records}
     assert f"{max(each['decode_throughput'] for each in records):.0f} token/s in decode" in committed.words
     titles = " ".join(committed.texts("h3"))
-    for subject in (
-        "Throughput at batch 8: opt-13b",
-        "Share of the machine's limit",
-        "Phases",
-        "Roofline: 1 x NVIDIA H200",
-    ):
+    for subject in ("Throughput at batch 8: opt-13b", "Share of the machine's limit", "Roofline: 1 x NVIDIA H200"):
         assert subject in titles
-    assert "link's time" not in titles and "Quality" not in titles and len(committed.source) < 400_000
+    assert "Quality" not in titles and len(committed.source) < 400_000
 
 
 def test_the_page_fetches_nothing_and_its_ids_are_unique(committed):
@@ -185,28 +178,6 @@ def test_the_page_fetches_nothing_and_its_ids_are_unique(committed):
     assert len(ids) == len(set(ids)) and {value[1:] for value in targets} <= set(ids)
     assert committed.tags.count("svg") == committed.tags.count("figure") > 3
     assert set(re.findall(r"#000\d{3}", committed.source)) == set(), "colours are the theme's variables"
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_colours_have_contrast(committed, theme):
-    blocks = re.findall(r":root \{(.*?)\}", committed.source, re.S)
-    colours = dict(re.findall(r"--([\w-]+): (#\w{6})", blocks[0] + (blocks[1] if theme == "dark" else "")))
-    for name in ("ink", "muted", "link", "bad"):
-        assert min(contrast(colours[name], colours[ground]) for ground in ("surface", "raised")) >= 4.5, name
-    for number in range(1, 7):
-        assert contrast(colours[f"series-{number}"], colours["surface"]) >= 3, number
-
-
-def contrast(one, other):
-    """WCAG 2.2's contrast ratio."""
-
-    def luminance(colour):
-        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear))
-
-    low, high = sorted(map(luminance, (one, other)))
-    return (high + 0.05) / (low + 0.05)
 
 
 def test_text_of_records_stays_text(tmp_path):
@@ -315,14 +286,6 @@ def test_runs_are_below_the_roofline_at_their_bytes_and_throughput():
         assert gib * GIB * tokens_per_s == pytest.approx(rates["link"] * 1e9)
 
 
-def test_runs_that_read_the_disk_have_its_line():
-    records = committed_records("h200")
-    (record,) = [record for record in records if record["disk_offload"]]
-    plot = only(figures.rooflines, *records)
-    nbytes = record["transfers"]["disk_read_bytes_per_step"] / record["batch_size"]
-    assert line(plot, "runs-disk") == [pytest.approx((nbytes / GIB, record["decode_throughput"]))]
-
-
 def test_each_machine_has_a_roofline_and_a_cpu_no_link():
     other = H200 | {"gpus": [{"name": "L4"}]}
     records = [rich_record(transfers=MOVED, environment=each) for each in (H200, H200, other)]
@@ -331,11 +294,9 @@ def test_each_machine_has_a_roofline_and_a_cpu_no_link():
     on_cpu = limit(
         "device_memory", 0.5, link_kind=HOST_COPY, device_copy_gbps=40.0, floor_step_s={"device_memory": 0.1}
     )
-    record = rich_record(limit=on_cpu, environment={"cpu_model": "Xeon", "gpus": []}, device="cpu", link_use=LINK_USE)
+    record = rich_record(limit=on_cpu, environment={"cpu_model": "Xeon", "gpus": []}, device="cpu")
     plot = only(figures.rooflines, record)  # 0.1 s at 40 GB/s are 4 GB a step of 7 sequences
-    assert (
-        line(plot, "runs-host_memory")[0][0] == pytest.approx(4e9 / 7 / GIB) and drawn(figures.link_use, record) == []
-    )
+    assert line(plot, "runs-host_memory")[0][0] == pytest.approx(4e9 / 7 / GIB)
 
 
 @pytest.mark.parametrize(
@@ -396,20 +357,16 @@ def test_runs_with_other_options_are_settings_of_their_own():
     }
 
 
-def test_phases_link_time_and_scores_are_drawn_for_the_runs_that_have_them():
-    observed = rich_record(step_s=0.2, engine="stream", link_use=LINK_USE, quality=SCORES)
-    records = [observed, rich_record(link_use=None), rich_record() | FAILED]
-    prefill_s, decode_s = observed["prefill_latency_s"], observed["decode_latency_s"]
-    assert widths(only(figures.phases, *records))[::2][0] == pytest.approx(100 * prefill_s / (prefill_s + decode_s))
-    assert widths(only(figures.link_use, *records)) == pytest.approx([60, 30, 3, 7])
-    scores = {plot.title: texts(plot)[1] for plot in drawn(figures.quality, *records)}
+def test_scores_are_drawn_with_their_standard_errors():
+    plots = drawn(figures.quality, rich_record(quality=SCORES), rich_record())
+    scores = {plot.title: texts(plot)[1] for plot in plots}
     assert scores["Quality: mmlu (%)"] == "42.0 ± 1.2" and scores["Quality: humaneval pass@1 (%)"] == "12.0 ± 2.5"
-    assert scores["Quality: perplexity"] == "12.3"
+    assert scores["Quality: perplexity"] == "12.3" and len(plots) == 5
 
 
 def test_a_figure_has_the_first_runs_and_a_title_that_says_so():
-    plot = only(figures.phases, *many_records(40))
-    assert plot.title.endswith(f"(first {figures.MOST_ROWS} of 40)") and len(widths(plot)) == 2 * figures.MOST_ROWS
+    plot, _ = drawn(figures.predictions, *many_records(40))
+    assert plot.title.endswith(f"(first {figures.MOST_ROWS} of 40)") and len(widths(plot)) == figures.MOST_ROWS
 
 
 def shown_by_chromium(file, script="", width=1280):

@@ -89,19 +89,10 @@ def test_a_part_names_all_that_it_lacks_and_all_that_it_does_not_declare():
     with pytest.raises(ValueError) as error:
         Loop(prefill_s=1.0, decode_s="long", step_s=[], moved_bytes=1)
     assert [each["loc"] for each in error.value.errors()] == [("decode_s",), ("total_s",), ("moved_bytes",)]
-
-
-def test_an_undeclared_key_of_a_part_below_is_refused_and_named():
-    result = Record.read(good_record()).result
-    for part, odd, where in (
-        (result.measured.limit, {"link_gb_per_s": 55.4}, ("link_gb_per_s",)),
-        (result.measured.limit, {"floor_step_s": {"link": 0.1, "cores": 0.2}}, ("floor_step_s", "cores")),
-        (result.environment, {"gpus": [{"name": "H200", "memory_bytes": 1, "colour": 1}]}, ("gpus", 0, "colour")),
-    ):
-        type(part)(**dict(part))
-        with pytest.raises(ValueError) as error:
-            type(part)(**dict(part) | odd)
-        assert where in [each["loc"] for each in error.value.errors()]
+    limit = Record.read(good_record()).result.measured.limit
+    with pytest.raises(ValueError) as error:
+        type(limit)(**dict(limit) | {"floor_step_s": {"link": 0.1, "cores": 0.2}})
+    assert ("floor_step_s", "cores") in [each["loc"] for each in error.value.errors()]
 
 
 def test_numbers_that_json_lacks_become_null_and_foreign_types_plain(tmp_path):
@@ -127,21 +118,14 @@ def test_a_value_without_a_json_form_is_refused_and_nothing_is_written(tmp_path)
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_an_incomplete_last_line_is_skipped_with_a_warning(tmp_path, capsys):
+def test_torn_lines_cost_no_other_record(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
-    append_record(path, Record.read(good_record()))
+    path.write_bytes(b'{"torn": "\xc3')
+    append_record(path, Record.read(good_record()))  # begins a new line
     with path.open("ab") as file:
         file.write(b'{"status": "ok", "mod')
     assert read_records(path) == [good_record()]
-    assert f"{path}:2: skipped" in capsys.readouterr().err
-
-
-def test_an_append_after_a_torn_line_loses_that_line_only(tmp_path, capsys):
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(b'{"torn": "\xc3')
-    append_record(path, Record.read(good_record()))
-    assert read_records(path) == [good_record()]
-    assert f"{path}:1: skipped" in capsys.readouterr().err
+    assert f"{path}:1: skipped line that is no JSON object, and 1 more" in capsys.readouterr().err
 
 
 def test_a_folder_reads_all_its_jsonl_files_by_name(tmp_path):
@@ -189,14 +173,13 @@ for turn in range(4):
 
 def test_fifty_processes_appending_at_once_lose_and_tear_nothing(tmp_path):
     (tmp_path / "record.json").write_text(json.dumps(good_record()))
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(writer)], **pipes) for writer in range(50)
-    ]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    writers = [subprocess.Popen([*command, str(writer)], **pipes) for writer in range(50)]
     try:
-        for writer in writers:  # all have started before the first may write
-            assert writer.stdout.readline() == "ready\n"
+        assert {writer.stdout.readline() for writer in writers} == {
+            "ready\n"
+        }  # all have started before the first may write
         for writer in writers:
             writer.stdin.write("go\n")
             writer.stdin.flush()
@@ -208,12 +191,9 @@ def test_fifty_processes_appending_at_once_lose_and_tear_nothing(tmp_path):
             writer.kill()
     every = {(writer, turn) for writer in range(50) for turn in range(4)}
     lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    assert len(lines) == 200
-    assert {tuple(map(int, json.loads(line)["model"].split("/"))) for line in lines} == every
-    log = (tmp_path / "run.log").read_text()
-    assert log.count("\n") == 4 * 200
+    assert len(lines) == 200 and {tuple(map(int, json.loads(line)["model"].split("/"))) for line in lines} == every
     blocks = parse_log(tmp_path / "run.log")
-    assert len(blocks) == 200
+    assert (tmp_path / "run.log").read_text().count("\n") == 4 * 200 == 4 * len(blocks)
     assert {(block["prefill_latency_s"], block["prefill_throughput"]) for block in blocks} == every
 
 
@@ -229,9 +209,6 @@ def test_output_ids_hash_is_of_int64_little_endian_rows():
     assert output_ids_sha256(across) == expected
     small = [[1, 2], [3, 4]]
     assert output_ids_sha256(np.array(small, dtype=np.int32)) == output_ids_sha256(small)
-
-
-@pytest.mark.parametrize("ids", [[1, 2, 3], [[1.0, 2.0]]])
-def test_output_ids_of_another_kind_are_refused(ids):
-    with pytest.raises(ValueError, match="ids must be integers"):
-        output_ids_sha256(ids)
+    for odd in ([1, 2, 3], [[1.0, 2.0]]):
+        with pytest.raises(ValueError, match="ids must be integers"):
+            output_ids_sha256(odd)

@@ -1,120 +1,76 @@
-"""What a run on a GPU prints and records: typed results that no machine without one makes."""
+"""What a run on a GPU prints and records, from committed records: no machine without one makes these."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from conftest import replace
+from conftest import ROOT, replace
 
-from zero_inference.measure.steadiness import decode_spread
-from zero_inference.planning.roofline import StepWork, decode_roofline
-from zero_inference.records.hardware import Environment, LinkUse, Rates, TracedLinkUse
-from zero_inference.records.schema import Loop, MachineLoad, Measured, MovedPerStep, Predicted, Quality, Request, Result
+from zero_inference.records.hardware import LinkUse, TracedLinkUse
+from zero_inference.records.read import read_records
+from zero_inference.records.schema import Loop, Measured, MovedPerStep, Record
 from zero_inference.records.write import RunLog
 from zero_inference.report.results import cores_in_words, faster_in_words, print_results, times_table
-from zero_inference.utils.environment import describe_environment
 
-RATES = Rates(
-    link_gb_per_s=50.0,
-    link_spread=0.02,
-    link_kind="host to device, pinned",
-    device_copy_gb_per_s=2000.0,
-    matmul_tflops=500.0,
-    disk_gb_per_s=None,
-)
-MOVED = MovedPerStep(host_to_device_bytes_per_step=10**9, device_to_host_bytes_per_step=0, disk_read_bytes_per_step=0)
-IN_STREAM = LinkUse(
-    steps=4, busy_s=6.0, slot_wait_s=3.0, host_late_s=0.3, step_start_s=0.7, copied_bytes=240 * 10**9, ahead_bytes=0
-)
-LOOPS = [
-    Loop(prefill_s=0.49, decode_s=0.1, total_s=0.6, step_s=[0.025] * 4),
-    Loop(prefill_s=0.51, decode_s=0.1, total_s=0.6, step_s=[0.025] * 4),
-]
-SCORES = {"accuracy": 0.5, "stderr": 0.25, "correct": 2, "total": 4, "outcomes": "0110", "accuracy_in_dtype": None}
+DOCS = ROOT / "benchmarks" / "results" / "h200-big-models" / "docs"
 
 
-def measured(link_use) -> Measured:
-    return Measured(
-        model_bytes=24 << 30, cache_bytes=2**28, hidden_bytes=3, weight_bytes=13 << 29, load_s=1.0, compile_s=0.0, cold_total_s=None,
-        warmup_total_s=[], warmed_up=None, settling_s=[], loops=LOOPS, evenness=decode_spread(LOOPS), prefill_latency_s=0.5,
-        prefill_throughput=16.0, decode_latency_s=0.1, decode_throughput=40.0, total_latency_s=0.6,
-        total_throughput=8.0, peak_gpu_bytes=2**30, peak_host_bytes=31 << 30, output_ids_sha256="ab", transfers=MOVED,
-        decode_weights_gb_per_s=64.0, limit=decode_roofline(RATES, MOVED, 0, StepWork(10**9, 10**9), True, 4, 0.1),
-        link_use=link_use, device="cuda",
-    )  # fmt: skip
+def record_of(name: str, **changes) -> Record:
+    (file,) = DOCS.glob(f"*{name}*.jsonl")
+    return Record.read(read_records(file)[-1] | changes)
 
 
-def result(link_use=IN_STREAM) -> Result:
-    scores = SCORES | {"batch_size": 1, "truncated": 0, "seconds": 2.0}
-    made = Result(
-        machine=MachineLoad(load_average_before=0.5, usable_cores=2.0),
-        measured=measured(link_use),
-        quality=Quality(by_task={"mmlu": scores}),
-        environment=Environment(**describe_environment()),
-    )
-    made.add_facts({
-        "quantized_fraction": 0.975, "not_quantized": ["a"], "norm_modules_patched": 9, "norm_kernels_unused_because": None
-    })  # fmt: skip
-    return made
+@pytest.fixture
+def measured() -> Measured:
+    return record_of("opt-13b").result.measured
 
 
-def request(**changes) -> Request:
-    known = dict(
-        timestamp="t", argv=[], engine="stream", model="org/m", model_type="opt", dtype="float16", world_size=1, num_nodes=1,
-        batch_size=1, prompt_len=8, gen_len=5, quant_bits=4, quant_group_size=64, cpu_offload=True, disk_offload=False,
-        kv_offload=False, norm_kernels="auto", dummy=True, pin_kv_cache=False, async_kv_offload=False, seed=0,
-        pin_memory=True, cpu_compute="auto", cpu_threads=None, dummy_routing=None, options={}, weights_place="cpu",
-    )  # fmt: skip
-    return Request(**(known | changes))
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_pages_show_what_the_run_of_their_example_prints(page, capsys):
+    record = record_of("opt-13b")
+    print_results(record.request, record.result)
+    assert capsys.readouterr().out in (ROOT / page).read_text()
 
 
 @pytest.mark.parametrize(
     "use, words",
     [
-        (IN_STREAM, "40.0% of the time, mostly because the device computes longer than a layer copies"),
+        (
+            LinkUse(
+                steps=4, busy_s=6.0, slot_wait_s=3.0, host_late_s=0.3, step_start_s=0.7, copied_bytes=1, ahead_bytes=0
+            ),
+            "40.0% of the time, mostly because the device computes longer than a layer copies",
+        ),
         (
             TracedLinkUse(busy_s=3.0, idle_s=1.0, copied_bytes=10**9, gb_per_s_while_busy=1 / 3),
             "25.0% of the time, by the trace",
         ),
-        (None, None),
     ],
 )
-def test_the_results_of_a_gpu(use, words, capsys):
-    print_results(request(), result(use))
+def test_an_idle_link_and_scores_are_printed(use, words, capsys):
+    scores = {"accuracy": 0.5, "stderr": 0.25, "correct": 2, "total": 4, "outcomes": "0110", "accuracy_in_dtype": None}
+    record = record_of("llama-2-13b", quality={"mmlu": scores | {"batch_size": 1, "truncated": 0, "seconds": 2.0}})
+    result = record.result.model_copy(update={"measured": replace(record.result.measured, link_use=use)})
+    print_results(record.request, result)
     lines = capsys.readouterr().out.splitlines()
-    if words:
-        assert lines.pop(-2) == f"the link was idle {words}"
-    assert lines == [
-        "m, stream, int4, batch 1, prompt 8, 5 generated",
-        "median of 2 loops               seconds       min to max   token/s",
-        "------------------------------------------------------------------",
-        "time to first token (prefill)     0.500   0.490 to 0.510      16.0",
-        "decode (4 steps)                  0.100   0.100 to 0.100      40.0",
-        "total                             0.600   0.600 to 0.600      8.00",
-        "model 24 GiB at 16 bits, stored 6.5 GiB (97.5% int4), KV cache 0.25 GiB, peak GPU 1 GiB, peak host",
-        "  31 GiB",
-        "80.0% of the link's limit: 0.931 GiB a step at 50.0 GB/s (host to device, pinned, +- 1.0%)",
-        "mmlu: accuracy 50.0% +- 25.0% (2 of 4)",
-    ]
+    assert f"the link was idle {words}" in lines and lines[-1] == "mmlu: accuracy 50.0% +- 25.0% (2 of 4)"
+    assert "a decode step took 24.9 ms as one CUDA graph, 32.4 ms launched kernel by kernel" in lines
 
 
-def test_what_was_predicted_stands_beside_it():
-    sizes = {field: 1 for field in Predicted.model_fields if "bytes" in field}
-    predicted = Predicted(load_s=None, prefill_s=0.25, decode_s=0.125, bound_by="link", **sizes)
-    lines = times_table(replace(measured(None), predicted=predicted)).splitlines()
-    assert [line.split()[-1] for line in lines[2:]] == ["0.250", "0.125", "0.375"]
+def test_predicted_times_stand_beside_the_measured_with_their_ranges(measured):
+    predicted = replace(measured.predicted, prefill_s=0.25, decode_s=0.125)
     ranges = {"prefill_range_s": [0.2, 0.4], "decode_range_s": [0.12, 0.15]}
-    lines = times_table(replace(measured(None), predicted=replace(predicted, **ranges))).splitlines()
+    lines = times_table(replace(measured, predicted=replace(predicted, **ranges))).splitlines()
     said = ["0.250 (0.200 to 0.400)", "0.125 (0.120 to 0.150)", "0.375 (0.320 to 0.550)"]
     assert [line.split("  ")[-1].strip() for line in lines[2:]] == said and max(map(len, lines)) <= 100
-    lines = times_table(replace(measured(None), predicted=replace(predicted, prefill_s=None))).splitlines()
-    assert lines[0].endswith("predicted (s)") and [line.split()[-1] for line in lines[2:]] == ["-", "0.125", "-"]
+    lines = times_table(replace(measured, predicted=replace(predicted, prefill_s=None))).splitlines()
+    assert [line.split()[-1] for line in lines[2:]] == ["-", "0.125", "-"]
 
 
-def test_a_run_of_one_loop_or_of_one_token_has_no_row_or_column_for_what_it_lacks():
+def test_a_run_of_one_loop_or_of_one_token_has_no_row_or_column_for_what_it_lacks(measured):
     one = Loop(prefill_s=0.5, decode_s=0.0, total_s=0.5, step_s=[])
-    lines = times_table(replace(measured(None), loops=[one], decode_throughput=None)).splitlines()
+    lines = times_table(replace(measured, loops=[one], decode_throughput=None, predicted=None)).splitlines()
     assert lines[0].split() == ["1", "loop", "seconds", "token/s"]
     assert [line.split()[0] for line in lines[2:]] == ["time", "total"]
 
@@ -133,35 +89,35 @@ def test_a_run_of_one_loop_or_of_one_token_has_no_row_or_column_for_what_it_lack
         (None, None, {}, []),
     ],
 )
-def test_options_are_named_where_the_record_shows_what_helps(share, bound, changes, options):
-    limit = replace(measured(None).limit, bound_by=bound, fraction_of_limit=share)
-    line = faster_in_words(request(**changes), replace(measured(None), limit=limit))
-    assert (line or "").count(", ") + bool(line) == len(options) and all(option in line for option in options)
-    assert faster_in_words(request(**changes), replace(measured(None), limit=limit, device="cpu")) is None
+def test_options_are_named_where_the_record_shows_what_helps(measured, share, bound, changes, options):
+    request = record_of("opt-13b").request
+    request = replace(request, **dict(engine="stream", quant_bits=4, pin_memory=True, cpu_compute="auto") | changes)
+    limit = replace(measured.limit, bound_by=bound, fraction_of_limit=share)
+    line = faster_in_words(request, replace(measured, limit=limit)) or ""
+    assert line.count(", ") + bool(line) == len(options) and all(option in line for option in options)
+    assert faster_in_words(request, replace(measured, limit=limit, device="cpu")) is None
 
 
-def test_the_record_of_a_gpu_has_the_keys_of_schema_1(tmp_path):
-    files = RunLog.at(tmp_path / "run.log", request(), result())
-    files.write()
-    assert not files.unwritten
-    record = json.loads((tmp_path / "run.jsonl").read_text())
-    assert list(record["link_use"]) == [
-        "steps", "busy_s", "slot_wait_s", "host_late_s", "step_start_s", "copied_bytes", "ahead_bytes", "gbps_while_busy"
-    ]  # fmt: skip
-    assert record["link_use"]["gbps_while_busy"] == pytest.approx(40.0)
-    assert list(record["limit"]) == [
-        "link_gbps", "link_spread", "link_kind", "device_copy_gbps", "matmul_tflops", "disk_gbps", "link_from",
-        "link_ahead_bytes", "floor_step_s", "bound_by", "floor_decode_s", "fraction_of_limit",
-    ]  # fmt: skip
-    assert record["limit"]["floor_step_s"] == pytest.approx({"device_memory": 5e-4, "matmul": 2e-6, "link": 0.02})
-    assert record["norm_modules_patched"] == 9 and record["norm_kernels_unused_because"] is None
-    assert record["quality"] == {"mmlu": SCORES | {"batch_size": 1, "truncated": 0, "seconds": 2.0}}
-    assert record["decode_weights_gbps"] == 64.0 and record["ds_config"] is None and "stream" not in record
-    assert set(record["loops"][0]) == {"prefill_s", "decode_s", "total_s", "step_s"}
-    assert "peak gpu mem: 1.000 GB" in (tmp_path / "run.log").read_text()
-
-
-def test_what_the_cpu_reads():
-    moved = replace(MOVED, cores_bytes_per_step=4 * 10**9, cores_busy_s_per_step=0.0125)
+def test_what_the_cpu_reads(measured):
+    moved = MovedPerStep(
+        host_to_device_bytes_per_step=10**9,
+        device_to_host_bytes_per_step=0,
+        disk_read_bytes_per_step=0,
+        cores_bytes_per_step=4 * 10**9,
+        cores_busy_s_per_step=0.0125,
+    )
+    loop = Loop(prefill_s=0.5, decode_s=0.1, total_s=0.6, step_s=[0.025] * 4)
     words = "each step: 0.931 GiB copied to the device, 3.73 GiB read by the CPU at 320 GB/s, busy 50%"
-    assert cores_in_words(moved, measured(None), None) == words
+    assert cores_in_words(moved, replace(measured, loops=[loop]), None) == words
+
+
+def test_the_record_of_a_gpu_is_written_as_it_was(tmp_path):
+    (old,) = read_records(next(DOCS.glob("*llama-2-13b*.jsonl")))
+    record = Record.read(old)
+    files = RunLog.at(tmp_path / "run.log", record.request, record.result)
+    files.write()
+    new = json.loads((tmp_path / "run.jsonl").read_text())
+    assert not files.unwritten and old.keys() <= new.keys() and list(new["limit"]) == list(old["limit"])
+    for key in ("limit", "loops", "transfers", "link_use", "environment", "decode_weights_gbps", "quality", "options"):
+        assert new[key] == old[key]
+    assert f"peak gpu mem: {old['peak_gpu_bytes'] / 2**30:.3f} GB" in (tmp_path / "run.log").read_text()

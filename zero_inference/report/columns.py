@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_inference.records.field import as_number
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.report.run import Run, find
@@ -64,6 +65,10 @@ def _setting(name: str, header: str, of: Any = None, dtype: str = "string", rank
     return RunColumn(name, header, dtype=dtype, of=_reader(of or f"request.{name}"), rank=rank, **more)
 
 
+def _option(name: str, header: str, show: Any) -> RunColumn:
+    return _setting(name, header, lambda run: as_number(run.given_options().get(name)), "Float64", show=show)
+
+
 def _result(name: str, header: str, show: Any = three_digits, of: Any = None, rank: int = 5, **more: Any) -> RunColumn:
     return RunColumn(name, header, show, of=_reader(of or f"measured.{name}"), rank=rank, **more)
 
@@ -72,30 +77,22 @@ def _detail(name: str, header: str, show: Any = three_digits, of: Any = None, **
     return _result(name, header, show, of, shown="detail", **more)
 
 
-def _scores(task: str, *columns: tuple[str, str, str, str]) -> list[RunColumn]:
-    """Return the columns of scores, shares of 1, and of their standard errors: (name, attribute, name of the error, its attribute)."""
-    found = []
-    for name, attribute, error, error_attribute in columns:
-        path = f"record.result.quality.by_task.{task}"
-        header = name.replace("_", " ").replace(" accuracy", "").replace("pass at 1", "pass@1")
-        found.append(
-            _result(name, f"{header} (%)", _percent, f"{path}.{attribute}", 2, shown="present", best_first=True)
-        )
-        found.append(_result(error, "+- (%)", _percent, f"{path}.{error_attribute}", 2, shown="present"))
-    return found
+def _score(name: str, header: str, path: str, show: Any = _percent, best_first: bool = False) -> RunColumn:
+    path = f"record.result.quality.by_task.{path}"
+    return _result(name, header, show, path, 2, shown="present", best_first=best_first)
 
 
-_PERPLEXITY = "record.result.quality.by_task.perplexity"
-SCORES = (
-    *_scores("mmlu", ("mmlu_accuracy", "accuracy", "mmlu_stderr", "stderr")),
-    *_scores(
-        "hellaswag",
-        ("hellaswag_accuracy", "accuracy", "hellaswag_stderr", "stderr"),
-        ("hellaswag_acc_norm", "acc_norm", "hellaswag_acc_norm_stderr", "acc_norm_stderr"),
-    ),
-    *_scores("humaneval", ("humaneval_pass_at_1", "pass_at_k.1", "humaneval_stderr", "stderr.1")),
-    _result("perplexity", "perplexity", three_digits, f"{_PERPLEXITY}.perplexity", 2, shown="present"),
-    _result("perplexity_stderr", "+-", three_digits, f"{_PERPLEXITY}.stderr", 2, shown="present"),
+SCORES = (  # each followed by its standard error
+    _score("mmlu_accuracy", "mmlu (%)", "mmlu.accuracy", best_first=True),
+    _score("mmlu_stderr", "+- (%)", "mmlu.stderr"),
+    _score("hellaswag_accuracy", "hellaswag (%)", "hellaswag.accuracy", best_first=True),
+    _score("hellaswag_stderr", "+- (%)", "hellaswag.stderr"),
+    _score("hellaswag_acc_norm", "hellaswag norm (%)", "hellaswag.acc_norm", best_first=True),
+    _score("hellaswag_acc_norm_stderr", "+- (%)", "hellaswag.acc_norm_stderr"),
+    _score("humaneval_pass_at_1", "humaneval pass@1 (%)", "humaneval.pass_at_k.1", best_first=True),
+    _score("humaneval_stderr", "+- (%)", "humaneval.stderr.1"),
+    _score("perplexity", "perplexity", "perplexity.perplexity", three_digits),
+    _score("perplexity_stderr", "+-", "perplexity.stderr", three_digits),
 )
 COLUMNS = (
     _setting("model", "model", shown="always", rank=0),
@@ -114,10 +111,8 @@ COLUMNS = (
     _setting("cpu_offload", "CPU offload", dtype="boolean", show=_yes_no),
     _setting("disk_offload", "disk offload", dtype="boolean", show=_yes_no),
     _setting("kv_offload", "KV offload", dtype="boolean", show=_yes_no),
-    _setting(
-        "gpu_memory", "GPU memory (GiB)", lambda run: run.given_number("gpu_memory"), "Float64", show=three_digits
-    ),
-    _setting("ring_depth", "ring depth", lambda run: run.given_number("ring_depth"), "Float64", show=decimals(0)),
+    _option("gpu_memory", "GPU memory (GiB)", three_digits),
+    _option("ring_depth", "ring depth", decimals(0)),
     _setting("cpu_compute", "CPU compute"),
     _setting("cpu_threads", "CPU threads", dtype="Int64"),
     _setting("pin_memory", "pinned", dtype="boolean", show=_yes_no),
@@ -125,9 +120,7 @@ COLUMNS = (
     _setting("options", "options", lambda run: run.options or None, rank=2),
     _setting("dummy", "dummy", dtype="boolean", show=_yes_no, rank=8),
     _setting("gpus", "GPUs", _gpus, show=_gpu_names, rank=6),
-    _setting(
-        "git_commit", "commit", "record.result.environment.git_commit", show=lambda text: one_line(text)[:9], rank=9
-    ),
+    _setting("git_commit", "commit", "record.result.environment.git_commit", show=lambda text: text[:9], rank=9),
     _result("decode_throughput", "decode (token/s)", rank=0, best_first=True),
     _result("fraction_of_limit", "of limit (%)", _percent, "share_of_limit", 1, best_first=True),
     _result("bound_by", "bound by", _bound_name, "bound_by", 2, dtype="string", shown="present"),

@@ -163,9 +163,6 @@ class Run:
         }
         return {name: word for name, word in words.items() if word != str(DEFAULTS.get(name))}
 
-    def given_number(self, name: str) -> float | None:
-        return as_number(self.given_options().get(name))
-
 
 def positive(value: float | None) -> float | None:
     return value if value is not None and value > 0 else None

@@ -29,14 +29,6 @@ class Column:
         dtype: Int64, Float64, boolean or string; numbers are right-aligned.
         of: value of a row that is no mapping; None looks `name` up.
         whole: texts are not folded where a terminal is too narrow for the table.
-        shown: when a report of runs shows it: `always`, where runs differ (`differs`), where any run has it (`present`) or only on
-            request (`detail`).
-        best_first: sorted in descending order.
-        rank: in a table that fits the terminal, columns of the highest rank are hidden first; 0 stays.
-        longest: characters of a text there; more are cut out of the middle.
-        least: characters to which texts are cut before a column of a lower rank is hidden; 0 never cuts.
-        setting: what was run: hidden there if all rows agree, and named above in `words`. Otherwise a result.
-        words: format of a setting named above the table; empty leaves it out.
     """
 
     name: str
@@ -45,13 +37,6 @@ class Column:
     dtype: str = "Float64"
     of: Callable[[Any], Any] | None = None
     whole: bool = False
-    shown: str = "always"
-    best_first: bool = False
-    rank: int = 0
-    longest: int = LONGEST_TEXT
-    least: int = 0
-    setting: bool = False
-    words: str = "{}"
 
     @property
     def numeric(self) -> bool:
@@ -62,7 +47,7 @@ class Column:
 
     def text(self, row: Any) -> str:
         value = self.value(row)
-        return NOT_KNOWN if value is None else shorten_middle(printable(self.show(value)), self.longest)
+        return NOT_KNOWN if value is None else shorten_middle(printable(self.show(value)), LONGEST_TEXT)
 
 
 def shorten_middle(text: str, longest: int) -> str:

@@ -22,17 +22,15 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from zero_inference.records.hardware import HOST_COPY, RATE_WORDS
 from zero_inference.report.columns import SCORES
-from zero_inference.report.prediction import within_in_words
 from zero_inference.report.run import Run, find, grouped, positive
-from zero_inference.utils.format import GIB, format_number, format_short_time, one_line
+from zero_inference.utils.format import GIB, format_number, one_line
 from zero_inference.utils.tables import shorten_middle
 
-WIDTH = 330 / 72  # inches; on a phone of 390 pixels a point is a little more than a pixel
+WIDTH = 330  # points; on a phone of 390 pixels a point is a little more than a pixel
 LINE, BAR = 13, 20  # points: a line of text, the bar below it
 LETTERS = 52  # of `WIDTH`
 MOST_ROWS = 24  # of a figure, so that a page of paper holds it; the table has all runs
-MOST_POINTS = 300  # of a roofline
-MOST_FIGURES = 6  # of a kind
+MOST_FIGURES, MOST_LINES = 6, 12  # of a kind; of a figure
 # Figures are drawn in these colours, which become the variables of page.css: a light and a dark value each.
 INK, MUTED, GRID = "#000101", "#000102", "#000103"
 SERIES = ("#000201", "#000202", "#000203", "#000204", "#000205", "#000206")
@@ -67,7 +65,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Row:
-    """A bar, of several parts where `parts` are, with its texts left and right above it.
+    """A bar with its texts left and right above it.
 
     Attributes:
         limit: where an upright line stands; nan for none.
@@ -75,63 +73,58 @@ class Row:
     """
 
     label: str
-    value: str
-    parts: Sequence[float]
+    text: str
+    value: float
     limit: float = math.nan
     error: float = 0.0
 
 
 def all_figures(runs: Sequence[Run]) -> list[tuple[Plot, str]]:
     """Return (plot, its SVG)."""
-    makers = (throughput, rooflines, shares_of_limit, predictions, phases, link_use, quality)
+    makers = (throughput, rooflines, shares_of_limit, predictions, quality)
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "svg", **STYLE}):
         plots = [plot for maker in makers for plot in maker(runs)]
         return [(plot, svg(plot.figure, f"figure-{number}-")) for number, plot in enumerate(plots)]
 
 
-def bars(title: str, caption: str, x_label: str, rows: Sequence[Row], names: Sequence[str] = ()) -> Iterator[Plot]:
-    """Draw horizontal bars, the first `MOST_ROWS`; no figure without rows. `names` are those of their parts."""
+def bars(title: str, caption: str, x_label: str, rows: Sequence[Row]) -> Iterator[Plot]:
+    """Draw horizontal bars, the first `MOST_ROWS`; no figure without rows."""
     if not rows:
         return
     shown = rows[:MOST_ROWS]
-    letters = LETTERS - 2 - max(len(row.value) for row in shown)
+    letters = LETTERS - 2 - max(len(row.text) for row in shown)
     labels = [textwrap.wrap(one_line(row.label), max(20, letters), max_lines=2, placeholder="…") for row in shown]
     height = LINE * max(map(len, labels)) + BAR  # points of a row, which is 1 on the axis
-    figure, axes = _new_axes((height * len(shown) + 45 + LINE * len(names)) / 72)
-    y, left, half = np.arange(len(shown)) + 1 - 0.5 * BAR / height, np.zeros(len(shown)), 0.3 * BAR / height
-    for index, name in enumerate(names or [""]):
-        part = np.array([row.parts[index] for row in shown])
-        axes.barh(y, part, 2 * half, left=left, color=SERIES[index], label=name)
-        left += part
-    limits, errors = np.array([row.limit for row in shown]), np.array([row.error for row in shown])
+    figure, axes = _new_axes(height * len(shown) + 45)
+    y, half = np.arange(len(shown)) + 1 - 0.5 * BAR / height, 0.3 * BAR / height
+    values, limits, errors = (np.array([getattr(row, name) for row in shown]) for name in ("value", "limit", "error"))
+    axes.barh(y, values, 2 * half, color=SERIES[0])
     axes.vlines(limits, y - half, y + half, color=INK, linewidth=2)
     if errors.any():
-        axes.errorbar(left, y, xerr=errors, fmt="none", ecolor=INK, capsize=4)
+        axes.errorbar(values, y, xerr=errors, fmt="none", ecolor=INK, capsize=4)
     for index, (row, label) in enumerate(zip(shown, labels)):
         where = {"y": index + 2 / height, "va": "top", "transform": axes.get_yaxis_transform(), "in_layout": False}
         axes.text(0, s="\n".join(label), **where)
-        axes.text(1, s=row.value, ha="right", **where)
-    near = limits[limits <= 3 * left.max()]  # a limit far beyond would leave the bars no width
-    axes.set(xlabel=x_label, ylim=(len(shown), 0), yticks=[], xlim=(0, 1.02 * max(left + errors) or 1))
-    axes.set_xlim(0, 1.02 * near.max(initial=axes.get_xlim()[1] / 1.02))
+        axes.text(1, s=row.text, ha="right", **where)
+    near = limits[limits <= 3 * values.max()]  # a limit far beyond would leave the bars no width
+    right = near.max(initial=(values + errors).max())
+    axes.set(xlabel=x_label, xlim=(0, 1.02 * right or 1), ylim=(len(shown), 0), yticks=[])
     axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(lambda value, position: format_number(value))
-    if names:
-        figure.legend(loc="outside lower left", ncols=2)
     if len(rows) > len(shown):
         title += f" (first {len(shown)} of {len(rows)})"
     yield Plot(title, caption, figure)
 
 
-def lines(title: str, caption: str, settings: dict[str, list[Run]], looks: dict[str, tuple[str, str]]) -> Plot:
+def lines(title: str, caption: str, settings: dict[str, list[Run]]) -> Plot:
     """Draw a line of throughput over batch sizes for each setting."""
-    figure, axes = _new_axes((220 + 14 * len(settings)) / 72)
-    for setting, runs in settings.items():
+    figure, axes = _new_axes(220 + 14 * len(settings))
+    for index, (setting, runs) in enumerate(settings.items()):
         by_batch = sorted(grouped(runs, lambda run: run.request.batch_size).items())
         x, y = zip(*((batch, statistics.median(run.decode_throughput for run in alike)) for batch, alike in by_batch))
-        colour, marker = looks[setting]
-        axes.plot(x, y, color=colour, marker=marker, linewidth=1.5, label=_cut(setting))
+        colour, marker = SERIES[index % 6], MARKERS[(index + index // 6) % 6]
+        axes.plot(x, y, color=colour, marker=marker, linewidth=1.5, label=shorten_middle(setting, LETTERS))
     axes.set(xlabel="batch size (sequences)", ylabel="decode throughput (token/s)")
     drawn = [run for runs in settings.values() for run in runs]
     _set_log_axis(axes.xaxis, [run.request.batch_size for run in drawn])
@@ -145,32 +138,28 @@ def throughput(runs: Sequence[Run]) -> Iterator[Plot]:
     """Draw each model and lengths: lines over batch sizes, or bars if there is one; those with a single run share one figure."""
     known = [run for run in runs if run.decode_throughput and positive(run.request.batch_size)]
     groups = sorted(grouped(known, lambda run: run.group).items(), key=lambda group: -len(group[1]))
-    settings = grouped(known, lambda run: run.setting)
-    looks = {name: (SERIES[i % 6], MARKERS[(i + i // 6) % 6]) for i, name in enumerate(settings)}
-    several = [(name, group) for name, group in groups if len(group) > 1]
     caption = "Decode token/s of all sequences together, the median of a setting's runs."
-    limit = "The upright line is the limit that the rates measured in the run allow."
-    for name, group in several[:MOST_FIGURES]:
+    limit = f"{caption} The upright line is the limit that the rates measured in the run allow."
+    x_label = "decode throughput (token/s)"
+    for name, group in [each for each in groups if len(each[1]) > 1][:MOST_FIGURES]:
+        settings = grouped(group, lambda run: run.setting)
         if len({run.request.batch_size for run in group}) > 1:
-            by_setting = grouped(group, lambda run: run.setting)
-            shown = dict(sorted(by_setting.items(), key=lambda each: -len(each[1]))[:12])
-            yield lines(f"Throughput against batch size: {name}", caption, shown, looks)
+            most_runs_first = sorted(settings.items(), key=lambda each: -len(each[1]))
+            yield lines(f"Throughput against batch size: {name}", caption, dict(most_runs_first[:MOST_LINES]))
         else:
-            rows = [_speed_row(setting, alike) for setting, alike in grouped(group, lambda run: run.setting).items()]
-            rows.sort(key=lambda row: -row.parts[0])
             title = f"Throughput at batch {group[0].request.batch_size}: {name}"
-            yield from bars(title, f"{caption} {limit}", "decode throughput (token/s)", rows)
-    alone = [_speed_row(group[0].label, group) for _, group in groups if len(group) == 1]
-    alone.sort(key=lambda row: -row.parts[0])
-    yield from bars(
-        "Throughput: models and lengths with one run", f"{caption} {limit}", "decode throughput (token/s)", alone
-    )
+            yield from bars(title, limit, x_label, _speed_rows(settings))
+    alone = {group[0].label: group for _, group in groups if len(group) == 1}
+    yield from bars("Throughput: models and lengths with one run", limit, x_label, _speed_rows(alone))
 
 
-def _speed_row(label: str, alike: list[Run]) -> Row:
-    speed = statistics.median(run.decode_throughput for run in alike)
-    limits = [run.decode_throughput / run.share_of_limit for run in alike if run.share_of_limit]
-    return Row(label, format_number(speed), [speed], statistics.median(limits) if limits else math.nan)
+def _speed_rows(groups: dict[str, list[Run]]) -> list[Row]:
+    rows = []
+    for label, alike in groups.items():
+        speed = statistics.median(run.decode_throughput for run in alike)
+        limits = [run.decode_throughput / run.share_of_limit for run in alike if run.share_of_limit]
+        rows.append(Row(label, format_number(speed), speed, statistics.median(limits) if limits else math.nan))
+    return sorted(rows, key=lambda row: -row.value)
 
 
 def rooflines(runs: Sequence[Run]) -> Iterator[Plot]:
@@ -178,20 +167,20 @@ def rooflines(runs: Sequence[Run]) -> Iterator[Plot]:
     known = [run for run in runs if run.decode_throughput and run.share_of_limit and positive(run.request.batch_size)]
     machines = grouped((run for run in known if _bytes_per_step(run) > 0), _machine)
     for machine, of_machine in sorted(machines.items(), key=lambda each: -len(each[1]))[:MOST_FIGURES]:
-        yield _roofline(machine, of_machine[:MOST_POINTS])
+        yield _roofline(machine, of_machine)
 
 
 def _roofline(machine: str, runs: list[Run]) -> Plot:
     gib = np.array([_bytes_per_step(run) / run.request.batch_size / GIB for run in runs])
     speeds = np.array([run.decode_throughput for run in runs])
     limits = speeds / np.array([run.share_of_limit for run in runs])  # at the run's own rates
-    figure, axes = _new_axes(300 / 72)
+    figure, axes = _new_axes(300)
     _set_log_axis(axes.xaxis, gib)
     _set_log_axis(axes.yaxis, [*speeds, *limits])
     ends = np.array(axes.get_xlim())
     for index, bound in enumerate(dict.fromkeys(run.bound_by for run in runs)):
         colour, marker = SERIES[index % 6], MARKERS[index % 6]
-        label, at = RATE_WORDS.get(bound, _cut(bound, 20)), np.array([run.bound_by == bound for run in runs])
+        label, at = RATE_WORDS.get(bound, shorten_middle(bound, 20)), np.array([run.bound_by == bound for run in runs])
         if rates := [rate for run in runs if (rate := _rates(run).get(bound))]:
             label += f", at most {format_number(max(rates))} GB/s"
             axes.plot(ends, max(rates) * 1e9 / GIB / ends, color=colour, gid=f"line-{bound}")
@@ -241,60 +230,29 @@ def _machine(run: Run) -> str:
 
 
 def shares_of_limit(runs: Sequence[Run]) -> Iterator[Plot]:
-    known = grouped((run for run in runs if run.share_of_limit), lambda run: (run.setting, run.group))
-    medians = {", ".join(key): statistics.median(run.share_of_limit for run in alike) for key, alike in known.items()}
-    rows = [Row(name, f"{share:.1%}", [100 * min(share, 1.5)], 100) for name, share in medians.items()]
-    rows.sort(key=lambda row: -row.parts[0])
+    rows = []
+    for key, alike in grouped(
+        (run for run in runs if run.share_of_limit), lambda run: (run.setting, run.group)
+    ).items():
+        share = statistics.median(run.share_of_limit for run in alike)
+        rows.append(Row(", ".join(key), f"{share:.1%}", 100 * min(share, 1.5), 100))
+    rows.sort(key=lambda row: -row.value)
     caption = (
-        "Shortest possible time of a decode step at the rates measured in the run, over the measured time; medians."
+        "Shortest possible time of a decode step at the rates measured in the run, over the measured time (median)."
     )
     yield from bars("Share of the machine's limit", caption, "share of the limit (%)", rows)
 
 
 def predictions(runs: Sequence[Run]) -> Iterator[Plot]:
     """Draw measured over predicted times of decode and prefill, the farthest from 1 first."""
-    within = within_in_words(runs)
     for phase in ("decode", "prefill"):
         ratios = [(run, ratio) for run in runs if not run.failed and (ratio := run.time_over_predicted(phase))]
         ratios.sort(key=lambda each: -abs(math.log(each[1])))
-        rows = [Row(run.label, f"{ratio:.3g}", [min(ratio, 4.0)], 1.0) for run, ratio in ratios]
+        rows = [Row(run.label, f"{ratio:.3g}", min(ratio, 4.0), 1.0) for run, ratio in ratios]
         close = sum(abs(ratio - 1) <= 0.1 for _, ratio in ratios)
         caption = "Measured time over the time that the plan predicted before loading, the farthest from 1 first. "
-        caption += f"{close} of {len(rows)} are within 10%{f'; {within}' if within else ''}."
+        caption += f"{close} of {len(rows)} are within 10%."
         yield from bars(f"Predicted against measured: {phase}", caption, "measured time / predicted time", rows)
-
-
-def phases(runs: Sequence[Run]) -> Iterator[Plot]:
-    rows = []
-    for run in runs:
-        times_s = [positive(run.measured.prefill_latency_s), positive(run.measured.decode_latency_s)]
-        if all(times_s) and not run.failed:
-            value = " + ".join(map(format_short_time, times_s))
-            rows.append(Row(run.label, value, [100 * time_s / sum(times_s) for time_s in times_s]))
-    caption = "Prefill is the time to the first token, decode that of all others; medians over the measured loops."
-    yield from bars(
-        "Phases: prefill and decode", caption, "share of a generation's time (%)", rows, ("prefill", "decode")
-    )
-
-
-def link_use(runs: Sequence[Run]) -> Iterator[Plot]:
-    names = {
-        "busy_s": "copying",
-        "slot_wait_s": "waiting for a slot",
-        "host_late_s": "host late",
-        "step_start_s": "step start",
-    }
-    rows = []
-    for run in runs:
-        use = run.measured.link_use
-        parts = [positive(getattr(use, name, None)) or 0.0 for name in names]
-        if sum(parts) > 0 and not run.failed and run.measured.limit.rates.link_kind != HOST_COPY:
-            rate = use.gb_per_s_while_busy
-            value = f"{format_number(rate)} GB/s" if rate else ""
-            rows.append(Row(run.label, value, [100 * part / sum(parts) for part in parts]))
-    caption = "Waiting for a slot: the device computes longer than a layer copies. Host late: it asked too late for the next layer."
-    title = "Where the link's time went"
-    yield from bars(title, caption, "share of the link's time in decode (%)", rows, tuple(names.values()))
 
 
 def quality(runs: Sequence[Run]) -> Iterator[Plot]:
@@ -305,13 +263,14 @@ def quality(runs: Sequence[Run]) -> Iterator[Plot]:
             value, error = score.value(run), stderr.value(run)
             if value is not None and not run.failed:
                 text = score.text(run) + (f" ± {stderr.text(run)}" if error is not None else "")
-                rows.append(Row(run.label, text, [scale * value], error=scale * (error or 0)))
+                rows.append(Row(run.label, text, scale * value, error=scale * (error or 0)))
         caption = "Score of the model as it was timed; the bar is one standard error to each side, if recorded."
         yield from bars(f"Quality: {score.header}", caption, score.header, rows)
 
 
 def _new_axes(height: float) -> Any:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    """Return a figure of `height` points and its axes."""
+    figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
     return figure, figure.subplots()
 
 
@@ -324,27 +283,20 @@ def _set_log_axis(axis: Any, values: Iterable[float]) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _cut(text: str, letters: int = LETTERS) -> str:
-    return shorten_middle(one_line(text), max(8, letters))
-
-
 def svg(figure: Figure, prefix: str) -> str:
     """Return the figure as an `<svg>` element, as wide as the page allows; `prefix` makes its ids unique in the page."""
     file = io.StringIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # the browser has other fonts
-        figure.savefig(
-            file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        )
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(
-        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1
-    )
+    for attribute in ("width", "height"):
+        text = re.sub(rf'(<svg[^>]*?) {attribute}="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}", text)
-    text = re.sub(
-        r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text
-    )  # a hundredth of a point is invisible
+    # a hundredth of a point is invisible
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, f"var(--{variable})")
     return text
