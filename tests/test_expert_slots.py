@@ -8,7 +8,6 @@ import torch
 from zero_inference.cpu.experts import COUNTS
 from zero_inference.engines.stream.expert_cache import USE_DECAY, ExpertCache, FetchConfig
 from zero_inference.engines.stream.layout import lay_out
-from zero_inference.engines.stream.placement import expert_bytes
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.experts import FusedExperts
@@ -21,20 +20,10 @@ FORMS = [
     FusedExperts("first", "last", "silu", NUMBER, True, top_k=2),
     FusedExperts("first", "last", "gelu", NUMBER, True, gate_is_second=True, top_k=2),
     FusedExperts(
-        "first",
-        "last",
-        "gelu_sigmoid",
-        NUMBER,
-        True,
-        top_k=2,
-        transposed=True,
-        interleaved=True,
-        gate_up_bias="first_bias",
-        down_bias="last_bias",
-        limit=0.5,
-        up_offset=1.0,
+        "first", "last", "gelu_sigmoid", NUMBER, True, top_k=2, transposed=True, interleaved=True,
+        gate_up_bias="first_bias", down_bias="last_bias", limit=0.5, up_offset=1.0,
     ),
-]
+]  # fmt: skip
 
 
 def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
@@ -45,11 +34,8 @@ def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
         form.gate_up: (torch.randn(NUMBER, (1 + form.gated) * INNER, HIDDEN) / 8).to(dtype),
         form.down: (torch.randn(NUMBER, HIDDEN, INNER) / 8).to(dtype),
     }
-    weights |= {
-        name: torch.randn(NUMBER, weight.shape[1]).to(dtype)
-        for name, weight in zip((form.gate_up_bias, form.down_bias), list(weights.values()))
-        if name
-    }
+    for name, weight in zip(form.biases, list(weights.values())):
+        weights[name] = torch.randn(NUMBER, weight.shape[1]).to(dtype)
     layout = lay_out(weights.items(), scheme, 1, exact=form.biases)
     buffer, exact = torch.zeros(layout.nbytes, dtype=torch.uint8), {}
     for name, weight in weights.items():
@@ -60,15 +46,11 @@ def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
         if packed:
             dequantize_reference(*parts, bits, 32, weight)
         exact[name] = weight.double()
-    rows = (
-        torch.full((NUMBER + 1,), -1),
-        torch.zeros(NUMBER + 1),
-        torch.zeros(COUNTS, dtype=torch.int64),
-    )
+    rows = torch.full((NUMBER + 1,), -1), torch.zeros(NUMBER + 1), torch.zeros(COUNTS, dtype=torch.int64)
     streams = DeviceStreams(torch.device("cpu"))
     fetching = FetchConfig(torch.arange(NUMBER + 1).clamp(max=1), 1, streams, streams.stream())
     slots = ExpertCache(form, layout, SLOTS, buffer, scheme, *rows, fetching)
-    assert slots.expert_bytes == expert_bytes(layout, form) and slots.nbytes == SLOTS * slots.expert_bytes
+    assert slots.nbytes == SLOTS * slots.expert_bytes
     return slots, buffer, exact
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import BlockTimes, overlapped_step_s, simulate_passes, slots_in_steps
 from zero_inference.engines.stream.placement import Placement
@@ -44,8 +45,9 @@ def test_blocks_with_places_wait_for_their_own_slot():
 
 def placed(sizes: list[int], computed: set[int], depth: int) -> Placement:
     layouts = [BlockLayout(nbytes=size, stored_bytes=size) for size in sizes]
+    blocks = [Block(index, "", ()) for index in range(len(sizes))]
     host = list(range(len(sizes)))
-    return Placement(layouts, [], host, depth, 0, cpu_computed=frozenset(computed))
+    return Placement(blocks, layouts, [], host, depth, 0, cpu_computed=frozenset(computed))
 
 
 def test_the_blocks_of_a_plan_take_their_parts_of_the_time():

@@ -20,10 +20,8 @@ from zero_inference.engines.stream.prefetch import LAST_PASS, MAX_MEASUREMENTS
 from zero_inference.errors import UsageError
 from zero_inference.kernels import decode_attention
 from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions
-from zero_inference.measure import correctness
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.schema import DecodeGraph
-from zero_inference.report.results import graph_in_words
 from zero_inference.utils.format import three_digits
 
 ALL = 1.0  # GiB on the device: more than these models have
@@ -34,13 +32,19 @@ def recorded(folder, **options):
     return load(folder, gpu_memory=ALL, decode_graph="on", gen_len=LONG, **options)
 
 
-def used_with_right_ids(folder) -> DecodeGraph:
-    """What came of the graph of a run that gave the ids of plain transformers."""
-    loaded, spec, ranks = recorded(folder)
+def run_long(folder, **options):
+    """Return the closed engine, what it generated, and what came of its graph."""
+    loaded, spec, ranks = load(folder, gen_len=LONG, **options)
     found = generate(loaded, spec, ranks, LONG)
     loaded.close()
+    return loaded, found, loaded.facts["stream"]["decode_graph"]
+
+
+def used_with_right_ids(folder, **options) -> DecodeGraph:
+    """Return what came of the graph of a run that gave the ids of plain transformers."""
+    _, found, used = run_long(folder, **{"gpu_memory": ALL, "decode_graph": "on"} | options)
     assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
-    return loaded.facts["stream"]["decode_graph"]
+    return used
 
 
 @pytest.fixture
@@ -73,15 +77,10 @@ def steps(monkeypatch):
 def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, checkpoints, steps):
     folder = checkpoints(family)
     quantized = {} if bits == 16 else {"quant_bits": bits, "quant_group_size": 32}
-    loaded, spec, ranks = recorded(folder, **quantized)
-    found = generate(loaded, spec, ranks, LONG)
-    used = loaded.facts["stream"]["decode_graph"]
-    loaded.close()
+    loaded, found, used = run_long(folder, gpu_memory=ALL, decode_graph="on", **quantized)
     expected = plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG)
     if bits != 16:
-        usual, spec, ranks = load(folder, gpu_memory=ALL, decode_graph="off", gen_len=LONG, **quantized)
-        expected = generate(usual, spec, ranks, LONG).output_ids
-        usual.close()
+        expected = run_long(folder, gpu_memory=ALL, decode_graph="off", **quantized)[1].output_ids
     assert torch.equal(found.output_ids, expected)
     assert used.unused_because is None and used.difference < 1e-5
     # two generations of one prefill and LONG - 1 steps; of the first three are as usual, and the trial repeats its step twice
@@ -100,9 +99,7 @@ def test_heads_that_share_keys_are_rows_of_one_product(family, checkpoints, step
     monkeypatch.setattr(decode_attention, "scaled_dot_product_attention", seen)
     used = used_with_right_ids(checkpoints(family))
     assert used.unused_because is None and used.difference < 1e-5 and steps["repeated"] > 0
-    assert all(attended) and (attended or torch.cuda.is_available()), (
-        "a GPU's kernel takes heads that share keys as they are"
-    )
+    assert all(attended) and (attended or torch.cuda.is_available()), "a GPU's kernel takes them as they are"
 
 
 @pytest.mark.parametrize("heads, key_heads", [(4, 2), (6, 3), (8, 2)])
@@ -117,9 +114,8 @@ def test_attention_with_shared_keys_is_transformers_own(heads, key_heads, kind, 
         torch.randn(2, number, length, width, generator=made)
         for number, length, width in ((heads, queries, 8), (key_heads, 5, 8), (key_heads, 5, 6))
     )
-    mask = torch.randn(
-        1 if kind == "of one sequence" else 2, heads if kind == "of each head" else 1, 1, 5, generator=made
-    )
+    sequences, of_heads = 1 if kind == "of one sequence" else 2, heads if kind == "of each head" else 1
+    mask = torch.randn(sequences, of_heads, 1, 5, generator=made)
     mask = (mask > -0.5) | (torch.arange(5) == 0) if kind == "boolean" else mask
     mask = None if kind == "none" else mask.expand(-1, -1, queries, -1)
     own, asked = sdpa_attention_forward, []
@@ -136,42 +132,12 @@ def test_attention_with_shared_keys_is_transformers_own(heads, key_heads, kind, 
     assert bool(asked) == (queries > 1 or kind in ("of each head", "none"))
 
 
-def test_transformers_own_attention_is_back_whatever_happens(monkeypatch):
-    functions = decode_attention.ALL_ATTENTION_FUNCTIONS
-    own = functions["sdpa"]
-    with pytest.raises(RuntimeError, match="inside"), decode_attention.using_decode_attention():
-        assert functions["sdpa"] is not own
-        raise RuntimeError("inside")
-    assert functions["sdpa"] is own
-    monkeypatch.setitem(functions, "sdpa", replaced := lambda *args, **more: None)
-    with decode_attention.using_decode_attention():
-        assert functions["sdpa"] is not replaced
-    assert functions["sdpa"] is replaced
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_with_what_the_cores_multiply(family, checkpoints, steps):
-    """Nothing is on the device, and nothing is fetched: the cores' part of a step is asked for with each launch."""
-    folder, placed = checkpoints(family), {"gpu_memory": 0, "cpu_compute": "1", "gen_len": LONG}
-    usual, spec, ranks = load(folder, **placed)
-    expected = generate(usual, spec, ranks, LONG)
-    usual.close()
-    loaded, spec, ranks = load(folder, decode_graph="on", **placed)
-    found = generate(loaded, spec, ranks, LONG)
-    used = loaded.facts["stream"]["decode_graph"]
-    loaded.close()
-    assert torch.equal(found.output_ids, expected.output_ids)
-    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
-    assert used.unused_because is None and used.difference < 1e-5
-    assert steps["repeated"] > LONG
-    one, other = found.loops[-1].moved, expected.loops[-1].moved
-    assert one.cores_bytes_per_step == other.cores_bytes_per_step > 0
-
-
 @pytest.mark.parametrize(
     ("family", "placed"),
     [
         ("llama", {"cpu_compute": "off"}),
+        ("llama", {"cpu_compute": "1"}),
+        ("mixtral", {"cpu_compute": "1"}),
         ("llama", {"cpu_compute": "off", "ring_depth": 2, "quant_bits": 4, "quant_group_size": 32}),
         ("llama", {"cpu_compute": "0.5", "ring_depth": 3}),
         ("opt", {"cpu_compute": "0.5", "quant_bits": 8, "quant_group_size": 32}),
@@ -179,12 +145,10 @@ def test_with_what_the_cores_multiply(family, checkpoints, steps):
     ],
     ids=str,
 )
-def test_with_what_is_fetched(family, placed, checkpoints, steps):
+def test_with_what_is_streamed_and_what_the_cpu_computes(family, placed, checkpoints, steps):
     """A block comes into the slot from which its graph reads it, in whatever order passes came before."""
     folder, gen_len = checkpoints(family), LONG
-    usual, spec, ranks = load(folder, gpu_memory=0, decode_graph="off", gen_len=gen_len, **placed)
-    expected = generate(usual, spec, ranks, gen_len)
-    usual.close()
+    _, expected, _ = run_long(folder, decode_graph="off", **placed)
     loaded, spec, ranks = load(folder, gpu_memory=0, decode_graph="on", gen_len=gen_len, **placed)
     prefetcher, slots = prefetcher_of(loaded), {}
     own = prefetcher.ring.acquire
@@ -204,7 +168,7 @@ def test_with_what_is_fetched(family, placed, checkpoints, steps):
     if "quant_bits" not in placed:
         assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
     assert used.unused_because is None and used.difference < 1e-5 and steps["recorded"] == 1
-    assert fetched and all(len(slots[block, True]) == 1 for block in fetched)
+    assert (placed["cpu_compute"] == "1") == (not fetched) and all(len(slots[block, True]) == 1 for block in fetched)
     one, other = found.loops[-1].moved, expected.loops[-1].moved
     assert one.cores_bytes_per_step == other.cores_bytes_per_step
     assert one.host_to_device_bytes_per_step == pytest.approx(other.host_to_device_bytes_per_step, rel=0.1)
@@ -247,9 +211,8 @@ def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkey
     own = cuda_graph.StepGraph._verify
     monkeypatch.setattr(cuda_graph.StepGraph, "_verify", lambda self, call: tried.append(len(timed)) or own(self, call))
     assert loaded.steps_to_settle() == 0, "nothing is known of decode steps yet"
-    found = generate(
-        loaded, spec, ranks, gen_len, warmup=warmup, between_loops=lambda: timed.append(prefetcher.placement)
-    )
+    options = {"warmup": warmup, "between_loops": lambda: timed.append(prefetcher.placement)}
+    found = generate(loaded, spec, ranks, gen_len, **options)
     left = loaded.steps_to_settle()
     loaded.close()
     assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
@@ -297,22 +260,10 @@ def test_padded_prompts(checkpoints, steps):
     expected = loaded.model.generate(ids, **options)
     loaded.close()
     loaded, spec, _ = recorded(folder)
-    assert torch.equal(
-        loaded.model.generate(ids, past_key_values=DeviceKVCache(spec.config, PROMPT + LONG), **options), expected
-    )
+    cache = DeviceKVCache(spec.config, PROMPT + LONG)
+    assert torch.equal(loaded.model.generate(ids, past_key_values=cache, **options), expected)
     loaded.close()
     assert steps["repeated"] > 5
-
-
-def test_where_logits_are_not_finite_is_not_seen_in_a_graph(checkpoints):
-    """Which calls no module."""
-    loaded, _, ranks = load(checkpoints("llama"), gpu_memory=ALL)
-    ids = random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device)
-    seen = correctness._locate_first_nonfinite(loaded.model, ranks, lambda: loaded.model(ids))
-    assert seen.startswith("it begins after the decoder layers")
-    unseen = correctness._locate_first_nonfinite(loaded.model, ranks, lambda: None)
-    assert unseen.endswith("use --decode-graph off to see where it begins")
-    loaded.close()
 
 
 def test_which_calls_are_decode_steps(checkpoints):
@@ -367,14 +318,8 @@ def test_a_step_that_cannot_be_recorded(checkpoints, monkeypatch):
 
     monkeypatch.setattr(engine, "capture_calls", refuses)
     monkeypatch.setattr(engine, "capture_cuda_graphs", refuses)
-    folder = checkpoints("llama")
-    loaded, spec, ranks = recorded(folder)
-    found = generate(loaded, spec, ranks, LONG)
-    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
-    assert loaded.facts["stream"]["decode_graph"].unused_because == (
-        "the capture failed (operation not permitted when stream is capturing)"
-    )
-    loaded.close()
+    used = used_with_right_ids(checkpoints("llama"))
+    assert used.unused_because == "the capture failed (operation not permitted when stream is capturing)"
 
 
 def test_a_model_that_waits_for_the_device(checkpoints):
@@ -433,11 +378,8 @@ def test_one_that_is_slower_is_used_only_if_asked_for(checkpoints, monkeypatch):
 
     monkeypatch.setattr(cuda_graph, "_timed", timed)
     monkeypatch.setattr(plan, "why_no_graph", lambda job: None)
-    loaded, spec, ranks = load(checkpoints("llama"), gpu_memory=ALL, decode_graph="auto", gen_len=LONG)
-    generate(loaded, spec, ranks, LONG)
-    used = loaded.facts["stream"]["decode_graph"]
+    _, _, used = run_long(checkpoints("llama"), gpu_memory=ALL, decode_graph="auto")
     assert used.unused_because == "a graph is slower" and (used.graph_s, used.launched_s) == (2.0, 1.0)
-    loaded.close()
 
 
 def test_the_record_says_how_it_compared(checkpoints, copied_runs, tmp_path):
@@ -449,29 +391,3 @@ def test_the_record_says_how_it_compared(checkpoints, copied_runs, tmp_path):
     assert graph["unused_because"] is None and graph["graph_s"] > 0 and graph["launched_s"] > 0
     for seconds in (graph["graph_s"], graph["launched_s"]):
         assert f"{three_digits(1e3 * seconds)} ms" in done.stdout
-
-
-def test_in_words():
-    used = DecodeGraph(unused_because=None, difference=1e-3, graph_s=0.0041, launched_s=0.0302, graphs=1)
-    assert graph_in_words(used, True) == (
-        "a decode step took 4.10 ms as one CUDA graph, 30.2 ms launched kernel by kernel"
-    )
-    assert graph_in_words(used, False) == (
-        "no CUDA graph without a GPU: a step in its graph form took 4.10 ms, as usual 30.2 ms"
-    )
-    assert "4.10 ms as 41 CUDA graphs, " in graph_in_words(used.model_copy(update={"graphs": 41}), True)
-    for reason in ("a graph is slower", "there are several ranks"):
-        assert (
-            graph_in_words(DecodeGraph(unused_because=reason), True)
-            == f"decode steps are launched kernel by kernel: {reason}"
-        )
-
-
-@pytest.mark.parametrize(("asked", "said"), [("off", None), ("auto", "no generation was long enough to try a graph")])
-def test_a_generation_that_is_too_short_says_so_if_a_graph_was_asked_for(asked, said, checkpoints, monkeypatch):
-    monkeypatch.setattr(plan, "why_no_graph", lambda job: None if asked == "auto" else "--decode-graph off")
-    loaded, spec, ranks = load(checkpoints("llama"), gpu_memory=ALL, decode_graph=asked)
-    generate(loaded, spec, ranks, gen_len=2)
-    graph = loaded.facts["stream"]["decode_graph"]
-    assert (graph and graph.unused_because) == said
-    loaded.close()

@@ -24,7 +24,9 @@ from zero_inference.planning.plan import build_job, make_plan
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import detect_ranks
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+on_a_gpu = pytest.mark.skipif(
+    not (torch.cuda.is_available() and load_extension()), reason="needs a GPU and the kernels"
+)
 
 
 @pytest.fixture
@@ -34,13 +36,12 @@ def on_host(monkeypatch):
 
 
 @pytest.fixture
-def untied(tmp_path_factory, checkpoints):
+def untied(tmp_path, checkpoints):
     def get(family: str):
         if family != "opt":
             return checkpoints(family)
-        folder = tmp_path_factory.mktemp("untied") / family
-        build_model(family, tie_word_embeddings=False).save_pretrained(folder)
-        return folder
+        build_model(family, tie_word_embeddings=False).save_pretrained(tmp_path / family)
+        return tmp_path / family
 
     return get
 
@@ -108,10 +109,8 @@ def test_memory_of_the_table_holds_layers(monkeypatch):
     monkeypatch.setattr(vocabulary, "device_reads_rows", lambda job: False)
     before = planned(options, machine)
     of_layer, table = before.weights.placement.slot_bytes, 128256 * 4096 * 2
-    kept, host = (
-        getattr(found.weights.placement, name) - getattr(before.weights.placement, name)
-        for name in ("resident_bytes", "host_bytes")
-    )
+    after, without = found.weights.placement, before.weights.placement
+    kept, host = after.resident_bytes - without.resident_bytes, after.host_bytes - without.host_bytes
     assert abs(kept - table) < of_layer and host == -kept, "whole layers"
     assert found.weights.device_peak_bytes <= 8 << 30
     assert f"and {format_bytes(table)} of input embedding)" in found.weights.describe_location()
@@ -125,10 +124,7 @@ def test_layers_that_fit_beside_no_table_are_all_on_the_device():
     machine = limit_memory(ProfiledMachine(FAST), device_bytes=whole.min_free_device_bytes - 1)
     found = planned(options, machine).weights
     assert not found.placement.in_host_memory and found.footprint.host == 128256 * 4096 * 2
-    assert (
-        found.describe_location()
-        == f"all layers on the device, {format_bytes(found.footprint.host)} of input embedding in host memory"
-    )
+    assert f"and {format_bytes(found.footprint.host)} of input embedding)" in found.describe_location()
 
 
 @pytest.mark.parametrize(
@@ -198,8 +194,6 @@ def test_a_loaded_model_takes_adapters_and_no_changes(checkpoints, on_host):
 @pytest.mark.parametrize("columns", [64, 33, 4096])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 1000), (0, 4)], ids=str)
 def test_the_kernel_reads_the_rows_of_the_ids(dtype, columns, shape):
-    if not load_extension():
-        pytest.skip("the CUDA kernels could not be compiled")
     torch.manual_seed(0)
     values, ids = torch.randn(1000, columns).to(dtype), torch.randint(1000, shape)
     module = torch.nn.Embedding(1000, columns, device="meta")
@@ -211,8 +205,6 @@ def test_the_kernel_reads_the_rows_of_the_ids(dtype, columns, shape):
 
 @on_a_gpu
 def test_a_graph_reads_the_rows_of_the_ids_that_are_there_when_it_is_replayed():
-    if not load_extension():
-        pytest.skip("the CUDA kernels could not be compiled")
     values, ids = torch.randn(500, 256).bfloat16(), torch.zeros(4, 1, dtype=torch.int64, device="cuda")
     module = torch.nn.Embedding(500, 256, device="meta")
     held = HostEmbedding(module, values, pinned=True)
@@ -225,14 +217,3 @@ def test_a_graph_reads_the_rows_of_the_ids_that_are_there_when_it_is_replayed():
         graph.replay()
         assert torch.equal(rows.cpu(), values[chosen])
     held.close()
-
-
-@on_a_gpu
-@pytest.mark.parametrize("graph", ["off", "on"])
-def test_on_a_gpu_tokens_are_those_of_transformers(graph, checkpoints):
-    folder = checkpoints("llama")
-    loaded, spec, ranks = load(folder, decode_graph=graph)
-    assert loaded.facts["stream"]["embedding_on_host"] is True
-    found = generate(loaded, spec, ranks).output_ids
-    loaded.close()
-    assert torch.equal(found.cpu(), plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), GEN))

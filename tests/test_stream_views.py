@@ -37,7 +37,7 @@ def test_views_are_of_one_place_a_block_and_of_others_when_it_comes_there(family
         found = generate(loaded, spec, ranks, loops=3).output_ids
     layouts = {id(layout): layout for layout in prefetcher.layouts}.values()
     assert len(viewed) <= DEPTH * sum(len(_views_of(layout)) for layout in layouts), "once a layout and slot"
-    assert not any(view.is_inference() for views in prefetcher.views.cached_plain.values() for view in views)
+    assert not any(view.is_inference() for views in prefetcher.views.cached.values() for view in views[0])
     before = len(viewed)
     again = generate(loaded, spec, ranks, loops=1).output_ids
     loaded.close()

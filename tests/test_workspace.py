@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import VOCAB, small_disk
+from transformers import AutoConfig
 
 from zero_inference.cli import main
 from zero_inference.engines import offload_folder as workspace
@@ -119,56 +120,20 @@ def disk_of_8_mib(tmp_path):
 
 def model_of(folder: Path, width: int, layers: int) -> Path:
     """A configuration with `layers` times 10 `width`^2 weights in matrices that are large enough to be swapped."""
-    folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
-                "hidden_size": width,
-                "intermediate_size": 2 * width,
-                "num_hidden_layers": layers,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 8,
-                "vocab_size": VOCAB,
-                "max_position_embeddings": 64,
-            }
-        )
-    )
+    sizes = dict(hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, vocab_size=VOCAB)
+    heads = dict(num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=64)
+    AutoConfig.for_model("llama", architectures=["LlamaForCausalLM"], **sizes, **heads).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "accelerate"])
 def test_a_disk_that_fills_while_loading(engine, disk_of_8_mib, tmp_path, monkeypatch, capfd):
     usage = shutil.disk_usage(disk_of_8_mib)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            shutil, "disk_usage", lambda path: usage._replace(free=1 << 40)
-        )  # another program writes there meanwhile
-        assert (
-            main(
-                [
-                    "run_model.py",
-                    "--model",
-                    str(model_of(tmp_path / "model", 512, 2)),
-                    "--dummy",
-                    "--prompt-len",
-                    "4",
-                    "--gen-len",
-                    "2",
-                    "--dtype",
-                    "float32",
-                    "--engine",
-                    engine,
-                    "--disk-offload",
-                    "--offload-dir",
-                    str(disk_of_8_mib),
-                    "--log-file",
-                    str(tmp_path / "run.log"),
-                ]
-            )
-            == 1
-        )
+    options = f"--engine {engine} --dummy --prompt-len 4 --gen-len 2 --dtype float32 --disk-offload"
+    folders = f"--model {model_of(tmp_path / 'model', 512, 2)} --offload-dir {disk_of_8_mib} --log-file {tmp_path / 'run.log'}"
+    with monkeypatch.context() as patch:  # another program writes there meanwhile
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 40))
+        assert main(["run_model.py", *options.split(), *folders.split()]) == 1
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "No space left on device" in line and str(disk_of_8_mib) in line and "--offload-dir" in line
     (record,) = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())

@@ -14,7 +14,7 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,41 +30,27 @@ from zero_inference.models.operators import Reads, trace_reads
 from zero_inference.utils.model_sizes import text_config
 
 PYTORCH = ("builtins", "torch.")  # prefixes of Python modules whose classes read no weights of their child modules
-SMALL_SHARE = (
-    1 / 16
-)  # share of a layer's or block's bytes that may stay on the device so that the CPU can multiply the rest
+# Share of a layer's or block's bytes that may stay on the device so that the CPU can multiply the rest
+SMALL_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
 class Block:
-    """
-    Attributes:
-        layer: index of the decoder layer.
-        module: the block's module, relative to the layer; empty for the layer itself.
-        parameters: names, relative to the module, of the parameters that are placed with the block.
-        linears: names, relative to the module, of the linear modules that the CPU can multiply; empty if it cannot.
-        feed_forward: formula of the module if it is a known feed-forward, which the CPU computes as a whole.
-        experts: formula of the module if it is the experts of a mixture, of which the CPU reads the chosen ones.
-        exact: those of `parameters` that are matrices but not quantized: routers (a thousandth of a mixture) and experts' biases.
-        transposed: those of `parameters` that are matrices [in, out], which are stored as [out, in].
-        module_only: those of `parameters` that only their own module reads, in one call, and that are dequantized for that call alone.
-        mixtures: (name relative to the module, formula) of the modules of experts in the block.
-    """
+    """A module of a decoder layer; all names but `module` are relative to it."""
 
-    layer: int
-    module: str
-    parameters: tuple[str, ...]
-    linears: tuple[str, ...] = ()
-    feed_forward: Mlp | None = None
-    experts: FusedExperts | None = None
-    exact: tuple[str, ...] = ()
-    transposed: tuple[str, ...] = ()
-    module_only: tuple[str, ...] = ()
-    mixtures: tuple[tuple[str, FusedExperts], ...] = ()
+    layer: int  # index of the decoder layer
+    module: str  # the block's module, relative to the layer; empty for the layer itself
+    parameters: tuple[str, ...]  # those that are placed with the block
+    linears: tuple[str, ...] = ()  # linear modules that the CPU can multiply; empty if it cannot
+    feed_forward: Mlp | None = None  # formula of a known feed-forward, which the CPU computes as a whole
+    experts: FusedExperts | None = None  # formula of a mixture's experts, of which the CPU reads the chosen ones
+    exact: tuple[str, ...] = ()  # matrices that are not quantized: routers and experts' biases
+    transposed: tuple[str, ...] = ()  # matrices [in, out], which are stored as [out, in]
+    module_only: tuple[str, ...] = ()  # dequantized for each call of their module, which alone reads them, once
+    mixtures: tuple[tuple[str, FusedExperts], ...] = ()  # (name, formula) of the modules of experts in the block
 
     @property
     def computable(self) -> bool:
-        """True if the CPU can multiply its weights."""
         return bool(self.linears) or self.experts is not None
 
     def of(self, layer: nn.Module) -> nn.Module:
@@ -81,9 +67,9 @@ def lay_out_blocks(
     """Return the blocks of the decoder layers of a meta model, their layouts, and the bytes of all other parameters.
 
     Raises:
-        UsageError: the model has no list of decoder layers.
+        UsageError: the model has no list of decoder layers, or the group size does not divide the columns of a matrix.
     """
-    _, layers = decoder_layers(model)
+    prefix, layers = decoder_layers(model)
     outside_layers = _parameters_outside_layers(model, layers)
     blocks = find_blocks(model, outside_layers, divided)
     same_as = {} if outside_layers else layer_kinds(model).first
@@ -95,6 +81,12 @@ def lay_out_blocks(
         in_blocks |= {id(parameter) for _, parameter in parameters}
         key = same_as.get(block.layer, block.layer), block.module
         if key not in by_kind:
+            for name, parameter in parameters if scheme is not None else ():
+                matrix = parameter.mT if name in block.transposed else parameter
+                quantizes = _is_wide(matrix) and name not in block.exact and scheme.is_for(matrix)
+                if quantizes and not scheme.can_quantize(matrix):
+                    full_name = block.full_name(prefix, name)
+                    raise group_size_refusal(scheme.group_size, full_name, tuple(matrix.shape))
             fused = [experts.weights_in(name) for name, experts in block.mixtures]
             by_kind[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed, block.module_only, fused)
         layouts.append(by_kind[key])
@@ -104,10 +96,10 @@ def lay_out_blocks(
 def find_blocks(model: nn.Module, outside_layers: set[int], divided: bool) -> list[Block]:
     """Return the blocks of all decoder layers, in the order of layers and of their children.
 
-    A layer of which the CPU could multiply no block is one block. Layers of one kind are divided alike.
+    A layer of which the CPU could multiply no block is one block.
 
     Args:
-        outside_layers: ids of parameters that are in no block, see `_parameters_outside_layers`.
+        outside_layers: ids of parameters that are in no block.
         divided: make a block of each child that has matrices; otherwise each layer is one.
     """
     prefix, layers = decoder_layers(model)
@@ -125,29 +117,6 @@ def find_blocks(model: nn.Module, outside_layers: set[int], divided: bool) -> li
         parts = divider.divided() if divided and reads is not None else []
         blocks[index] = parts if any(part.computable for part in parts) else [divider.whole()]
     return sum(blocks.values(), [])
-
-
-def names_of(blocks: Sequence[Block]) -> list[str]:
-    """Return the names of blocks for the trace; empty where each block is a layer."""
-    if not any(block.module for block in blocks):
-        return []
-    return [f"layer {block.layer} {block.module}".strip() for block in blocks]
-
-
-def check_groups(model: nn.Module, scheme: GroupQuantization) -> None:
-    """Raise UsageError where the group size does not divide the last dimension of a decoder layer's matrix."""
-    prefix, layers = decoder_layers(model)
-    same_as = layer_kinds(model).first
-    for index, layer in enumerate(layers):
-        if same_as.get(index, index) != index:
-            continue
-        experts = dict(_experts_in(layer, None, {}))
-        transposed, biases = _transposed_in(layer, experts), _biases_of(experts)
-        for name, parameter in layer.named_parameters():
-            parameter = parameter.mT if name in transposed else parameter
-            must_quantize = _is_wide(parameter) and name not in biases
-            if must_quantize and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
-                raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
 
 
 def _parameters_outside_layers(model: nn.Module, layers: nn.ModuleList) -> set[int]:
@@ -170,7 +139,6 @@ def _parameters_outside_layers(model: nn.Module, layers: nn.ModuleList) -> set[i
 
 
 def _experts_in(layer: nn.Module, config: object, detected: dict) -> Iterator[tuple[str, FusedExperts]]:
-    """Yield (name, formula) of the modules of experts in `layer`. `detected` caches formulas by class and shapes."""
     for name, module in layer.named_modules():
         shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
         if name and any(len(shape) == 3 for shape in shapes):
@@ -184,7 +152,6 @@ def _experts_in(layer: nn.Module, config: object, detected: dict) -> Iterator[tu
 
 
 def _transposed_in(layer: nn.Module, experts: dict[str, FusedExperts]) -> set[str]:
-    """Return names of the matrices in `layer` that are stored as [out, in], where the model has [in, out]."""
     linears = [f"{name}.weight" for name, module in layer.named_modules() if name and weight_layout(module) == COLUMNS]
     found = [f"{name}.{own}" for name, each in experts.items() if each.transposed for own in (each.gate_up, each.down)]
     return {*linears, *found}
@@ -200,7 +167,6 @@ def _nbytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _is_wide(parameter: nn.Parameter) -> bool:
-    """Return whether it is a matrix, or several, with rows long enough for a projection."""
     return parameter.dim() > 1 and parameter.shape[-1] >= MIN_QUANTIZED_COLUMNS
 
 
@@ -208,8 +174,6 @@ class _LayerDivider:
     """Divides one layer into blocks.
 
     Args:
-        index: of the layer.
-        outside_layers: as of `find_blocks`.
         experts: modules of experts by their name in the layer.
         reads: traced reads of the model; None if tracing failed, and only `whole` can be called.
         traced: name in the model of the layer of the same kind that was traced.
@@ -229,7 +193,6 @@ class _LayerDivider:
         self.reads, self.traced = reads, traced
 
     def whole(self) -> Block:
-        """Return the layer as one block."""
         owned = tuple(name for name, p in self.layer.named_parameters() if id(p) not in self.outside_layers)
         return self._make("", owned, exact=self._exact(owned))
 
@@ -238,8 +201,10 @@ class _LayerDivider:
 
         A mixture is divided likewise, and its routers stay on the device."""
         found: list[Block] = []
-        if self._is_scattered(prefix):
-            return found
+        module = self.layer.get_submodule(prefix)
+        lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+        if self._matrices(module, recurse=False) or any(self._matrices(child) for child in lists):
+            return found  # matrices of its own, or in a list, which is not called itself
         for name, child in self._children(prefix):
             if not self._matrices(child) or self._is_router(prefix, child):
                 continue
@@ -273,7 +238,6 @@ class _LayerDivider:
         return self._make(name, names, linears=tuple(linears), feed_forward=detect_mlp(module))
 
     def _make(self, name: str, names: tuple[str, ...], **others: Any) -> Block:
-        """Return the block of module `name` with the parameters `names`, relative to it."""
         start = f"{name}." if name else ""
         mixtures = tuple(
             (full[len(start) :], experts) for full, experts in self.experts.items() if f"{full}.".startswith(start)
@@ -289,27 +253,18 @@ class _LayerDivider:
         )
 
     def _alone_reads(self, name: str, module: nn.Module) -> bool:
-        """Return whether only calls of module `name` read its parameters."""
         full = f"{self.traced}.{name}"
         return all(self.reads.only_inside(f"{full}.{own}", full) for own, _ in module.named_parameters())
 
     def _matrices(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
-        """Return the matrices of `module` that are placed with the layer."""
         return [p for p in module.parameters(recurse) if _is_wide(p) and id(p) not in self.outside_layers]
 
     def _children(self, prefix: str) -> list[tuple[str, nn.Module]]:
-        """Return the children of the module `prefix`, by their names in the layer."""
         module = self.layer.get_submodule(prefix)
         return [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
 
     def _holds_experts(self, name: str) -> bool:
         return any(each.startswith(f"{name}.") for each in self.experts)
-
-    def _is_scattered(self, prefix: str) -> bool:
-        """Return whether the module `prefix` has matrices of its own, or in a list, which is not called itself."""
-        module = self.layer.get_submodule(prefix)
-        lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
-        return bool(self._matrices(module, recurse=False)) or any(self._matrices(child) for child in lists)
 
     def _exact(self, names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
         """Return those of `names`, relative to the module `prefix`, that are parameters of routers or biases of experts."""
@@ -350,18 +305,14 @@ class _LayerDivider:
             return False
         parent, _, child = module.rpartition(".")
         full_block, full_module = (f"{self.traced}.{name}".rstrip(".") for name in (block, module))
-        return (
+        if not (
             self.reads.only_inside(f"{self.traced}.{parameter}", full_module)
             and self.reads.once_a_call(full_module, full_block)
-            and not (module and _is_named_in(self.layer.get_submodule(parent), f"{child}.{own}"))
-        )
-
-
-def _is_named_in(module: nn.Module, parameter: str) -> bool:
-    """Return whether the source of the class of `module` names `parameter`, except for its dtype or device; True without a source."""
-    cls: Any = type(module)
-    source = _source(cls)
-    return source is None or bool(re.search(rf"\.{re.escape(parameter)}\b(?!\.(dtype|device))", source))
+        ):
+            return False
+        parent_class: Any = type(self.layer.get_submodule(parent))
+        source = _source(parent_class) if module else ""
+        return source is not None and not re.search(rf"\.{re.escape(f'{child}.{own}')}\b(?!\.(dtype|device))", source)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -27,104 +26,71 @@ from zero_inference.models.experts import FusedExperts
 from zero_inference.utils.transfers import Transfers
 
 
-@dataclass(frozen=True)
-class CpuBlockContext:
-    """Settings of all CPU-computed blocks.
-
-    Attributes:
-        calls: calls of the pool by the model.
-        scheme: quantization of weights; None for 16 bits.
-        decode_rows, rows: most tokens of a decode step, and of any pass with the CPU.
-    """
-
-    pool: CpuPool
-    calls: DirectCalls | HandOff
-    scheme: GroupQuantization | None
-    decode_rows: int
-    rows: int
-
-
 class CpuBlock:
     """A CPU-computed block: its feed-forward as one task, or its linear modules, of which those with the same input are one task.
 
-    Args:
-        buffer: uint8, the block in host memory.
+    Attributes:
+        task: None where each linear module is computed when it is called.
+        usable: False once a call has more rows than the pass has tokens, such as compressed keys of all positions.
     """
 
-    def __init__(
-        self,
-        block: Block,
-        module: nn.Module,
-        layout: BlockLayout,
-        buffer: torch.Tensor,
-        context: CpuBlockContext,
-    ):
-        self.context = context
+    usable = True
+
+    def __init__(self, block: Block, module: nn.Module, layout: BlockLayout, buffer: torch.Tensor, backend: CpuBackend):
+        self.backend = backend
         self.weights = {
-            name: _weight(module.get_submodule(name), name, layout, buffer, context.scheme) for name in block.linears
+            name: _weight(module.get_submodule(name), name, layout, buffer, backend.scheme) for name in block.linears
         }
         self.tasks: dict[tuple[str, ...], Task] = {}
         self.shared_input = SharedInput()
         self.task = self._feed_forward_task(block)
-        self.usable = (
-            True  # False once a call has more rows than the pass has tokens, such as compressed keys of all positions
-        )
-
-    def call_linears(self) -> None:
-        """Stop computing the block as one task: compute each linear module when it is called."""
-        self.task = None
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output for hidden states [..., columns]."""
-        (out,) = self.context.calls(self.task, x.reshape(-1, x.shape[-1]))
+        (out,) = self.backend.calls(self.task, x.reshape(-1, x.shape[-1]))
         return out.view(*x.shape[:-1], -1)
 
     def linear(self, name: str, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Return the output of module `name` for x [..., columns]; modules with the same input are computed together.
-
-        Args:
-            tokens: of the pass.
-        """
-        self.usable &= x.numel() // x.shape[-1] <= max(tokens, self.context.decode_rows)
+        """Return the output of module `name` for x [..., columns] in a pass of `tokens` tokens."""
+        self.usable &= x.numel() // x.shape[-1] <= max(tokens, self.backend.decode_rows)
         return self.shared_input.product(name, x, self._products)
 
     def observe(self, name: str, x: torch.Tensor) -> None:
-        """Note that the device computed module `name` for `x`, to learn which modules have the same input."""
-        self.shared_input.observe(name, x, self._alike)
+
+        def alike(one: str, other: str) -> bool:  # the kernels prepare the same input for both weights
+            a, b = self.weights[one].matrix, self.weights[other].matrix
+            return (a.bits, a.group, a.dtype, a.columns) == (b.bits, b.group, b.dtype, b.columns)
+
+        self.shared_input.observe(name, x, alike)
 
     def finish_observing(self) -> None:
         """Clear `usable` unless the first pass on the device called all modules: weights that are read otherwise must be on the device."""
         self.usable &= self.task is not None or self.shared_input.together.keys() == self.weights.keys()
 
     def end_block(self) -> None:
-        """Release the input, after the block's last module."""
         self.shared_input.end_block()
 
     def _products(self, names: tuple[str, ...], x: torch.Tensor) -> list[torch.Tensor]:
-        outs = self.context.calls(self._task_of(names), x.reshape(-1, x.shape[-1]))
-        return [out.view(*x.shape[:-1], -1) for out in outs]
-
-    def _alike(self, one: str, other: str) -> bool:
-        """Return whether the kernels prepare the same input for both weights."""
-        a, b = self.weights[one].matrix, self.weights[other].matrix
-        return (a.bits, a.group, a.dtype, a.columns) == (b.bits, b.group, b.dtype, b.columns)
-
-    def _task_of(self, names: tuple[str, ...]) -> Task:
         if names not in self.tasks:
             self.tasks[names] = self._add_block([Stage([self.weights[name] for name in names])])
-        return self.tasks[names]
+        outs = self.backend.calls(self.tasks[names], x.reshape(-1, x.shape[-1]))
+        return [out.view(*x.shape[:-1], -1) for out in outs]
 
     def _feed_forward_task(self, block: Block) -> Task | None:
         """Return a task for the whole feed-forward; None if its form or its weights' formats do not allow one."""
         mlp = block.feed_forward
-        if mlp is None:
+        if mlp is None or len({weight.matrix.dtype for weight in self.weights.values()}) > 1:
             return None
         weights = [self.weights[name] for name in mlp.first]
         if len(mlp.first) == 2 and mlp.first[0] == mlp.first[1]:  # gate and up in one weight
-            weights = _halves(weights[0])[:: -1 if mlp.gate_is_second else 1]
-        if len({weight.matrix.dtype for weight in self.weights.values()}) > 1:
-            return None
-        if len(weights) == 2 and not _same_form(weights[0].matrix, weights[1].matrix):
+            both, rows = weights[0], weights[0].matrix.rows // 2
+            biases = (None, None) if both.bias is None else both.bias.split(rows)
+            weights = [
+                Weight(both.matrix.rows_view(half * rows, rows), biases[half], both.nbytes // 2) for half in (0, 1)
+            ]
+            weights = weights[:: -1 if mlp.gate_is_second else 1]
+        forms = {(each.matrix.bits, each.matrix.group, each.matrix.rows) for each in weights}
+        if len(forms) > 1:
             return None
         combine = "gated" if len(weights) == 2 else "activation"
         return self._add_block([Stage(weights, combine, mlp.activation), Stage([self.weights[mlp.last]])])
@@ -132,13 +98,10 @@ class CpuBlock:
     def _add_block(self, stages: list[Stage]) -> Task:
         # one dtype in all stages; some families keep modules in float32: input and output have that dtype
         (code,) = {weight.matrix.dtype for stage in stages for weight in stage.weights}
-        task = self.context.pool.add_block(stages, next(dtype for dtype, known in DTYPES.items() if known == code))
-        self.context.pool.reserve(task, self.context.rows)
+        pool = self.backend.pool
+        task = pool.add_block(stages, next(dtype for dtype, known in DTYPES.items() if known == code))
+        pool.reserve(task, self.backend.max_rows)
         return task
-
-
-def _same_form(one: Matrix, other: Matrix) -> bool:
-    return (one.bits, one.group, one.dtype, one.rows) == (other.bits, other.group, other.dtype, other.rows)
 
 
 def _stored_matrix(stored: StoredParameter, buffer: torch.Tensor, scheme: GroupQuantization | None) -> Matrix:
@@ -164,17 +127,8 @@ def _weight(
     return Weight(matrix, bias, nbytes)
 
 
-def _halves(weight: Weight) -> list[Weight]:
-    """Return views of the first and the second half of the rows."""
-    rows = weight.matrix.rows // 2
-    biases = (None, None) if weight.bias is None else weight.bias.split(rows)
-    return [
-        Weight(weight.matrix.rows_view(half * rows, rows), bias, weight.nbytes // 2) for half, bias in enumerate(biases)
-    ]
-
-
 class CpuExpertBlock:
-    """A CPU-computed block of experts as one task; arguments as of `CpuBlock`.
+    """A CPU-computed block of experts as one task.
 
     Args:
         cache: the experts that the device multiplies meanwhile; None for none.
@@ -184,21 +138,18 @@ class CpuExpertBlock:
 
     def __init__(
         self,
-        block: Block,
+        form: FusedExperts,
         layout: BlockLayout,
         buffer: torch.Tensor,
-        context: CpuBlockContext,
-        dtype: torch.dtype,
-        cache: ExpertCache | None = None,
+        backend: CpuBackend,
+        cache: ExpertCache | None,
     ):
-        assert block.experts is not None
-        self.calls, self.dtype, self.cache = context.calls, dtype, cache
-        self.decode_rows, self.device_multiplies_many = context.decode_rows, multiplies_many(context.scheme)
-        form = block.experts
+        self.calls, self.dtype, self.cache = backend.calls, backend.dtype, cache
+        self.decode_rows, self.device_multiplies_many = backend.decode_rows, multiplies_many(backend.scheme)
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
-        experts = _experts(form, layout, buffer, context.scheme)
-        self.task = add_experts(context.pool, experts, activation, dtype, None if cache is None else cache.counters)
-        context.pool.reserve(self.task, context.rows, form.top_k)
+        experts, counters = _experts(form, layout, buffer, backend.scheme), None if cache is None else cache.counters
+        self.task = add_experts(backend.pool, experts, activation, self.dtype, counters)
+        backend.pool.reserve(self.task, backend.max_rows, form.top_k)
 
     def feed_forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -210,24 +161,18 @@ class CpuExpertBlock:
         is_prompt = self.cache is not None and len(expert_ids) > self.decode_rows
         if is_prompt:
             self.cache.count_uses(expert_ids)
-        if self.cache is None or (is_prompt and not self.device_multiplies_many):
+        cache = self.cache
+        if cache is None or (is_prompt and not self.device_multiplies_many):
             (out,) = self.calls(self.task, x, Routing(expert_ids, weights))
-        else:
-            out = self._with_device(self.cache, x, expert_ids, weights)
+        else:  # the device multiplies cached and fetched experts while the CPU multiplies the others
+            try:
+                dispatched = cache.dispatch(expert_ids)
+                routing = Routing(dispatched.for_cpu, weights)
+                (out,) = self.calls(self.task, x, routing, lambda: cache.products(x, dispatched, weights))
+            except BaseException:
+                cache.invalidate()
+                raise
         return out.view(hidden_states.shape).to(hidden_states.dtype)
-
-    def _with_device(
-        self, cache: ExpertCache, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the sum of all experts: the device multiplies cached and fetched ones while the CPU multiplies the others."""
-        try:
-            dispatched = cache.dispatch(expert_ids)
-            routing = Routing(dispatched.for_cpu, weights)
-            (out,) = self.calls(self.task, x, routing, lambda: cache.products(x, dispatched, weights))
-        except BaseException:
-            cache.invalidate()
-            raise
-        return out
 
     def end_block(self) -> None:
         """Do nothing, see `CpuBlock.end_block`."""
@@ -236,7 +181,6 @@ class CpuExpertBlock:
 def _experts(
     experts: FusedExperts, layout: BlockLayout, buffer: torch.Tensor, scheme: GroupQuantization | None
 ) -> list[Expert]:
-    """Return the weights of each expert as views of a block's `buffer` in host memory."""
     first, last = (_stored_matrix(layout[name], buffer, scheme) for name in (experts.gate_up, experts.down))
     first_bias, last_bias = (
         layout[name].plain.of(buffer) if name else [None] * experts.num_experts
@@ -289,7 +233,11 @@ class CpuBackend:
             self.calls: DirectCalls | HandOff = DirectCalls(self.pool, transfers)
             return
         cpus = ranks.gather_objects(plan.cpus)[0]
-        buffers = allocate_buffers(ranks, *self._hand_off_bytes(job), pinned=job.on_gpu)
+        nbytes = hand_off_bytes(placement, self.max_rows, self.dtype.itemsize)  # of inputs, and of outputs
+        if plan.attends:
+            of_attention = attention_hand_off_bytes(job.spec.config, self.decode_rows, self.dtype.itemsize)
+            nbytes = max(nbytes[0], of_attention[0]), max(nbytes[1], of_attention[1])
+        buffers = allocate_buffers(ranks, *nbytes, pinned=job.on_gpu)
         spin_us = SPIN_US if job.on_gpu else 0
         self.pool = CpuPool(cpus, spin_us, buffers.flags, ranks=count) if ranks.is_first else CpuPoolProxy(count)
         side = StreamSide(ranks.device) if job.on_gpu else HostSide()
@@ -301,13 +249,11 @@ class CpuBackend:
             ranks.barrier()  # until the first rank has cleared the flags
 
     def block(self, index: int, module: nn.Module) -> CpuBlock | CpuExpertBlock:
-        """Return block `index`, whose module in the model is `module`, with its task."""
-        block, layout = self.placement.blocks[index], self.placement.layouts[index]
-        context = CpuBlockContext(self.pool, self.calls, self.scheme, self.decode_rows, self.max_rows)
-        if block.experts is not None:
-            cache = None if self.experts is None else self.experts.by_block.get(index)
-            return CpuExpertBlock(block, layout, self.store.whole(index), context, self.dtype, cache)
-        return CpuBlock(block, module, layout, self.store.whole(index), context)
+        block, layout, buffer = self.placement.blocks[index], self.placement.layouts[index], self.store.whole(index)
+        if block.experts is None:
+            return CpuBlock(block, module, layout, buffer, self)
+        cache = None if self.experts is None else self.experts.by_block.get(index)
+        return CpuExpertBlock(block.experts, layout, buffer, self, cache)
 
     def attention(self) -> PooledCpuAttention:
         return PooledCpuAttention(self.calls, self.python_cpus)
@@ -321,23 +267,12 @@ class CpuBackend:
         return len(set(found)) == 1 and tokens <= self.decode_rows
 
     def close(self) -> None:
-        """Wait for the calls in flight, and end the threads."""
         self.calls.close()
         if self.experts is not None:
             self.experts.close()
         if self.python_cpus is not None:
             os.sched_setaffinity(0, self.python_cpus)
             self.python_cpus = None
-
-    def _hand_off_bytes(self, job: Job) -> tuple[int, int]:
-        """Return the bytes of the largest input and the largest output of one rank's call: of weights or of attention."""
-        inputs, outputs = hand_off_bytes(self.placement, self.max_rows, self.dtype.itemsize)
-        if not self.plan.attends:
-            return inputs, outputs
-        attention_inputs, attention_outputs = attention_hand_off_bytes(
-            job.spec.config, self.decode_rows, self.dtype.itemsize
-        )
-        return max(inputs, attention_inputs), max(outputs, attention_outputs)
 
 
 def _avoid_cpus(cpus: tuple[int, ...]) -> set[int] | None:

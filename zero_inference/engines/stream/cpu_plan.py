@@ -16,7 +16,6 @@ from zero_inference.hardware.bench_cpu import CpuWorkload
 from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.attention_patch import why_cpu_cannot_attend
-from zero_inference.models.experts import FusedExperts
 from zero_inference.records.schema import CpuBackendUse
 from zero_inference.utils.format import three_digits
 from zero_inference.utils.model_sizes import heads_of_key
@@ -30,42 +29,27 @@ SEVERAL_GPUS = "several GPUs are faster without them; --cpu-compute SHARE uses t
 # `UNEVEN_ROWS` times the mean. Hand-offs copy hidden states at `CROSSED_GB_PER_S` with a busy link (4.9 to 10 on four hosts:
 # `crossing_s` by rows).
 MEASURED_ROWS, MAX_PROMPT_ROWS, CROSSED_GB_PER_S, UNEVEN_ROWS = 32, 128, 5.0, 2.0
-MAX_HAND_OFF_BYTES = 64 << 20  # of page-locked hand-off buffers, each way
+MAX_HAND_OFF_BYTES = 64 << 20  # of page-locked buffers, each way
+# Rebalancing: the share of a step by which link or CPU must be done before the other, and that the CPU must be busy. Otherwise Python is
+# the bottleneck, and more work for the link would not help.
+MIN_AHEAD_SHARE, MIN_BUSY_SHARE = 0.03, 0.7
 
 
 @dataclass(frozen=True)
 class CpuPlan:
-    """
-    Attributes:
-        cpus: CPUs of the first rank's pool threads; -1 for a thread that is not bound.
-        share: share of the bytes in host memory that the CPU multiplies.
-        decode_rows: most tokens of a rank's decode step; longer passes fetch everything, except short prompts.
-        rates: measured rates that gave the share; None without a GPU.
-        attends: whether the CPU attends over keys and values in host memory.
-        kv_bytes: keys and values in host memory that a decode step reads, on average, of all ranks.
-        kv_slowness: link seconds per byte of them, relative to page-locked memory.
-        automatic: the share was planned, not given by the user.
-        ranks: whose rows are multiplied together.
-        link_rests: no weights are in host memory, so only hidden states cross the link.
-        instructions: instruction set of the products.
-        prompt_rows: most tokens of a prompt in which the CPU multiplies, too; 0 for none.
-        prompt_share: share of the bytes in host memory that the CPU multiplies in such a prompt.
-        prompt_rates: rates that gave `prompt_share`, or None.
-    """
-
-    cpus: tuple[int, ...]
-    share: float
-    decode_rows: int
-    rates: ConcurrentRates | None
-    attends: bool = False
-    kv_bytes: int = 0
-    kv_slowness: float = 1.0
-    automatic: bool = False
-    ranks: int = 1
-    instructions: str = ""
-    link_rests: bool = False
-    prompt_rows: int = 0
-    prompt_share: float = 0.0
+    cpus: tuple[int, ...]  # CPUs of the first rank's pool threads; -1 for a thread that is not bound
+    share: float  # of the bytes in host memory, that the CPU multiplies in a decode step
+    decode_rows: int  # most tokens of a rank's decode step; longer passes fetch everything, except short prompts
+    rates: ConcurrentRates | None  # measured rates that gave the share; None without a GPU
+    attends: bool = False  # whether the CPU attends over keys and values in host memory
+    kv_bytes: int = 0  # keys and values in host memory that a decode step reads, on average, of all ranks
+    kv_slowness: float = 1.0  # link seconds per byte of them, relative to page-locked memory
+    automatic: bool = False  # the share was planned, not given by the user
+    ranks: int = 1  # whose rows are multiplied together
+    instructions: str = ""  # instruction set of the products
+    link_rests: bool = False  # no weights are in host memory, so only hidden states cross the link
+    prompt_rows: int = 0  # most tokens of a prompt in which the CPU multiplies, too; 0 for none
+    prompt_share: float = 0.0  # as `share`, in such a prompt
     prompt_rates: ConcurrentRates | None = None
 
     @property
@@ -74,7 +58,6 @@ class CpuPlan:
         return 0.0 if self.attends else self.kv_bytes * self.kv_slowness
 
     def attention_s(self, rates: ConcurrentRates) -> float:
-        """Return the seconds of CPU attention in a decode step."""
         return self.kv_bytes / (rates.attention_gb_per_s(self.link_rests) * 1e9) if self.attends else 0.0
 
     def waited_s(self, placement: Placement) -> float:
@@ -85,7 +68,6 @@ class CpuPlan:
         return sum(cpu_block_s(placement, self.rates).values()) + self.attention_s(self.rates) + hand_offs_s
 
     def facts(self, computed_bytes: int) -> CpuBackendUse:
-        """Return the record's fields, for so many bytes computed in a decode step."""
         of_both = ("link_alone_gb_per_s", "link_gb_per_s", "cores_gb_per_s", "cores_alone_gb_per_s")
         names = (*of_both, "read_gb_per_s", "device_gb_per_s")
         return CpuBackendUse(
@@ -99,23 +81,8 @@ class CpuPlan:
             of_step_gb_per_s=self.of_step_gb_per_s(computed_bytes),
             attention_gb_per_s=self.rates.attention_gb_per_s(self.link_rests) if self.rates and self.attends else None,
             crossing_s=None if self.rates is None else self.rates.hand_off_s,
-            **{name: None if self.rates is None else getattr(self.rates, name) for name in names},
+            **{name: getattr(self.rates, name, None) for name in names},
         )
-
-    def in_steps_gb_per_s(self, placement: Placement, busy_s: float) -> float:
-        """Return the GB/s of products in steps that kept the CPU busy for `busy_s` each; the planned rate with experts, whose bytes read
-        are unknown.
-
-        Raises:
-            ValueError: no rates were measured.
-        """
-        if self.rates is None:
-            raise ValueError("no rates were measured")
-        expected_s = placement.computed_bytes / (self.rates.cores_gb_per_s * 1e9)
-        expected_s += self.attention_s(self.rates)
-        if placement.expert_blocks or not busy_s or not expected_s:
-            return self.rates.cores_gb_per_s
-        return self.rates.cores_gb_per_s * expected_s / busy_s
 
     def of_step_gb_per_s(self, computed_bytes: int) -> float | None:
         """Return the mean GB/s of products and attention in a decode step."""
@@ -137,8 +104,8 @@ def why_no_cpu_compute(job: Job) -> str | None:
         return "--cpu-compute off"
     if hosts > 1 and share is not None:
         raise UsageError(
-            f"--cpu-compute {job.config.cpu_compute}: the ranks are on {hosts} hosts, each with a part of every layer, and a host's cores "
-            "multiply only what is in its own memory; use one host, or --cpu-compute off."
+            f"--cpu-compute {job.config.cpu_compute}: the ranks are on {hosts} hosts, each with a part of every layer, and a CPU "
+            "multiplies only what is in its own memory; use one host, or --cpu-compute off."
         )
     if hosts > 1:
         return "the ranks are on several hosts"
@@ -177,12 +144,8 @@ def plan_cpu(
 ) -> tuple[Placement, CpuPlan | str]:
     """Return `placement` with CPU-computed blocks, and the plan for them; or why the CPU would not help.
 
-    Args:
-        graphs: decode steps are CUDA graphs, whose blocks are in the same slots in every step.
-        may_attend: whether the CPU may attend over keys and values in host memory.
-
     Raises:
-        UsageError: --cpu-compute SHARE for a model without a suitable block, or more threads than cores.
+        UsageError: --cpu-compute SHARE for a model without a suitable block, or too many threads.
     """
     config, ranks = job.config, job.ranks.world_size
     cpus = job.machine.cpus(job.ranks, config.cpu_threads)
@@ -192,13 +155,22 @@ def plan_cpu(
         if config.cpu_share is None:
             return placement, "host memory has no weights that they can multiply"
         raise UsageError(
-            f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the cores can multiply "
+            f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the CPU can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."
         )
-    found = _rates(job, scheme, cpus, can_attend)
+    if job.machine.is_here and _is_alone(job):
+        found: ConcurrentRates | str = "their rates are only measured in a run, by all ranks together"
+    else:
+        text = job.spec.text_config
+        heads = heads_of_key(text) if can_attend else 0
+        work = CpuWorkload(job.spec.dtype, scheme, job.rank_batch, text.hidden_size, heads)
+        found = job.machine.concurrent_rates(job.ranks, cpus, work)
     rates = found if isinstance(found, ConcurrentRates) else None
     placement = replace(placement, few_tokens=ranks * job.rank_batch)
-    kv_bytes = ranks * job.mean_kv_bytes if config.kv_offload else 0
+    kv_bytes, kv_slowness = ranks * job.mean_kv_bytes if config.kv_offload else 0, 1.0
+    profile = None if config.pin_kv_cache else job.machine.profile()
+    if rates is not None and profile is not None and profile.pageable_link_gb_per_s:
+        kv_slowness = rates.link_alone_gb_per_s / profile.pageable_link_gb_per_s
     plan = CpuPlan(
         cpus,
         0.0,
@@ -206,7 +178,7 @@ def plan_cpu(
         rates,
         can_attend,
         kv_bytes,
-        _kv_slowness(job, rates),
+        kv_slowness,
         ranks=ranks,
         instructions=job.machine.instructions(),
         link_rests=not placement.host_bytes,
@@ -229,13 +201,10 @@ def plan_cpu(
         return placement.with_budget_used(), replace(plan, share=share)
     if isinstance(found, str):
         return placement, found
-    carried = kv_bytes * plan.kv_slowness
-    best = best_split(placement.with_cpu_shares(1.0, 0.0), found, kv_bytes, can_attend, carried)
+    best = best_split(placement.with_cpu_shares(1.0, 0.0), found, kv_bytes, can_attend, kv_slowness)
     if not (best.of_experts or best.of_others or best.attends):
-        rates_of_both = (
-            f"{three_digits(found.cores_gb_per_s)} GB/s beside a link at {three_digits(found.link_gb_per_s)} GB/s"
-        )
-        return placement, f"they would hardly help ({rates_of_both})"
+        cpu_rate, link_rate = three_digits(found.cores_gb_per_s), three_digits(found.link_gb_per_s)
+        return placement, f"they would hardly help ({cpu_rate} GB/s beside a link at {link_rate} GB/s)"
     plan = replace(plan, attends=best.attends, automatic=True)
     # large blocks of experts may arrive late although the link has time for them: compare with computing all on the CPU
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
@@ -253,9 +222,6 @@ def plan_short_prompts(
 
     Rates of quantized weights are measured with bfloat16 scales. Others are far slower, float16 because AMX then takes 8 rows at a time:
     128 tokens of Llama-2-13B took 0.31 s with a sixth of the weights on the CPU (benchmarks/LOG.md).
-
-    Args:
-        graphs: as of `plan_cpu`.
     """
     if not job.on_gpu or job.ranks.world_size > 1 or plan.rates is None or plan.attends:
         return placement, plan
@@ -299,7 +265,6 @@ def spare_slots(job: Job, depth: int) -> int | None:
 
 
 def cpu_block_s(placement: Placement, rates: ConcurrentRates) -> dict[int, float]:
-    """Return the seconds that the device waits for the CPU, by block."""
     return {
         block: sum(
             each.nbytes / (rates.cores_gb_per_s * 1e9) + rates.call_overhead_s(each.nbytes, each.experts)
@@ -310,10 +275,7 @@ def cpu_block_s(placement: Placement, rates: ConcurrentRates) -> dict[int, float
 
 
 def decode_step_s(placement: Placement, plan: CpuPlan, graphs: bool) -> float:
-    """Return the seconds of a decode step in which link, CPU and the device's reads of resident blocks wait for each other.
-
-    `plan.rates` must be known.
-    """
+    """Return the seconds of a decode step in which link, CPU and the device's reads of resident blocks wait for each other."""
     rates = plan.rates
     assert rates is not None
     others_s = plan.waited_s(placement) + placement.nbytes_of(placement.resident) / (rates.device_gb_per_s * 1e9)
@@ -325,28 +287,14 @@ def decode_step_s(placement: Placement, plan: CpuPlan, graphs: bool) -> float:
 
 def hand_off_bytes(placement: Placement, rows: int, element_bytes: int) -> tuple[int, int]:
     """Return the bytes of the largest input and output of a block's hand-off with `rows` rows."""
-    width = _widest(placement) * rows * element_bytes
-    routing = (_routing_bytes(block.experts, rows) for block in placement.blocks or () if block.experts)
-    return width + max(routing, default=0), width
-
-
-def _widest(placement: Placement) -> int:
-    """Return the elements of the widest input row, or of a block's output rows together."""
-    widths = [0]
+    widths = [0]  # elements of input rows, and of all output rows of a block together
     for index in placement.in_host_memory:
-        shapes = [
-            stored.plain.shape[-2:] for stored in placement.layouts[index].parameters if len(stored.plain.shape) >= 2
-        ]
+        shapes = [each.plain.shape[-2:] for each in placement.layouts[index].parameters if len(each.plain.shape) >= 2]
         widths += [sum(shape[0] for shape in shapes), *(shape[1] for shape in shapes)]
-    return max(widths)
-
-
-def _kv_slowness(job: Job, rates: ConcurrentRates | None) -> float:
-    """Return `CpuPlan.kv_slowness`; 1 where the rate of pageable memory is unknown."""
-    described = None if job.config.pin_kv_cache else job.machine.profile()
-    if rates is None or described is None or not described.pageable_link_gb_per_s:
-        return 1.0
-    return rates.link_alone_gb_per_s / described.pageable_link_gb_per_s
+    hidden_bytes = max(widths) * rows * element_bytes
+    top_k = max((block.experts.top_k for block in placement.blocks if block.experts), default=0)
+    routing_bytes = rows * top_k * (torch.int64.itemsize + torch.float32.itemsize) + 3 * FLAG_BYTES if top_k else 0
+    return hidden_bytes + routing_bytes, hidden_bytes  # each tensor of a `Routing` from a cache line on
 
 
 def _is_alone(job: Job) -> bool:
@@ -354,18 +302,32 @@ def _is_alone(job: Job) -> bool:
     return job.ranks.world_size > 1 and job.group is None
 
 
-def _rates(
-    job: Job, scheme: GroupQuantization | None, cpus: tuple[int, ...], can_attend: bool
-) -> ConcurrentRates | str:
-    """Return the measured rates, or why they are unknown."""
-    if job.machine.is_here and _is_alone(job):
-        return "their rates are only measured in a run, by all ranks together"
-    config = job.spec.text_config
-    heads = heads_of_key(config) if can_attend else 0
-    work = CpuWorkload(job.spec.dtype, scheme, job.rank_batch, config.hidden_size, heads)
-    return job.machine.concurrent_rates(job.ranks, cpus, work)
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Measured seconds of a decode step."""
+
+    step_s: float  # the whole step
+    link_s: float  # its copies at the measured rate: in the first steps the link is also busy filling the ring
+    cpu_busy_s: float  # the CPU multiplied
+    waited_s: float  # the device waited for blocks, and the CPU was idle
 
 
-def _routing_bytes(experts: FusedExperts, rows: int) -> int:
-    """Return the bytes of a `Routing` of `rows` rows in a hand-off, each tensor from a cache line on."""
-    return rows * experts.top_k * (torch.int64.itemsize + torch.float32.itemsize) + 3 * FLAG_BYTES
+def bytes_to_move(plan: CpuPlan, placement: Placement, step: MeasuredStep) -> int:
+    """Return the bytes to move from the CPU to the link so that both end a step together; negative: from the link to the CPU.
+
+    In a step the device computes, waits for the CPU, and waits for the link. Device and CPU alone would take `step_s - waited_s`, the link
+    alone `link_s`: the link is ahead by the difference. A moved byte reduces it by its time on the link plus its time on the CPU.
+    """
+    rates, busy_s = plan.rates, step.cpu_busy_s
+    link_ahead_s = step.step_s - step.waited_s - step.link_s
+    if rates is None or abs(link_ahead_s) <= MIN_AHEAD_SHARE * step.step_s:
+        return 0
+    if link_ahead_s > 0 and busy_s < MIN_BUSY_SHARE * step.step_s:
+        return 0
+    if link_ahead_s < 0 and plan.attends:  # the work of CPU attention grows with each token
+        return 0
+    link_rate, cpu_rate = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
+    planned_s = placement.computed_bytes / cpu_rate + plan.attention_s(rates)
+    if busy_s and planned_s and not placement.expert_blocks:  # of experts it is unknown which bytes were read
+        cpu_rate *= planned_s / busy_s
+    return int(link_ahead_s * link_rate * cpu_rate / (link_rate + cpu_rate))

@@ -1,10 +1,8 @@
 """Decode steps as CUDA graphs: when one is captured (`why_no_graph`), how (`capture_cuda_graphs`), and its replay (`StepGraph`).
 
-With few sequences a step's kernels take the device a few milliseconds, and Python several times that to launch one by one; a graph is
-launched at once. It is captured in the first generation and repeats the same kernels on the same memory. So a streamed block has to
-come into the same slot each time, and what changes from step to step is in tensors (`StepInputs`): ids, positions, the cache's next
-position, and a mask over all positions that the cache has room for. Before a graph is used, one step is computed both ways, and logits,
-keys and values are compared.
+With few sequences a step's kernels take the device a few milliseconds, and Python several times that to launch one by one. A graph
+repeats the same kernels on the same memory. So a streamed block has to come into the same slot each time, and what changes from step to
+step is in tensors (`StepInputs`). Before a graph is used, one step is computed both ways, and logits, keys and values are compared.
 
 A step that streams weights is a sequence of graphs. The host acquires a slot before a block and releases it afterwards; both order
 streams by events, and releasing also queues copies, which a graph cannot hold because they run into the next step. So the capture ends
@@ -33,6 +31,7 @@ from zero_inference.kernels.decode_attention import using_decode_attention
 from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions
 from zero_inference.models.layers import MAX_DIFFERENCE
 from zero_inference.records.schema import DecodeGraph
+from zero_inference.utils.format import first_line
 from zero_inference.utils.patching import Patches
 
 # Eager steps in a row right before a capture: libraries take their memory, and blocks are placed and used as in the step to come
@@ -56,9 +55,6 @@ Step = Callable[[], torch.Tensor]
 
 def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
     """Return why decode steps of this run are not captured, in a few words; None where they may be.
-
-    Args:
-        in_groups: a step dequantizes experts in several groups, of which the host reads how many rows each has.
 
     Raises:
         UsageError: `--decode-graph on` is impossible.
@@ -91,10 +87,7 @@ class StepGraph:
     After rebalancing all of that happens again.
 
     Args:
-        model: a transformers model for generation, all of it on the device.
-        dtype: of its attention.
         capture: `capture_cuda_graphs` or `capture_calls`.
-        calls: the model's calls of the CPU backend; None where it makes none.
         always: use the graph even if it is slower.
         report: gets the outcome once it is known.
     """
@@ -129,7 +122,6 @@ class StepGraph:
         self.patches.set_attr(model, "forward", forward)
 
     def close(self) -> None:
-        """Restore the model's forward and release the graph."""
         self.patches.close()
         self._release()
         self.cache, self.given_up = None, True
@@ -149,7 +141,8 @@ class StepGraph:
         if self.given_up or args or not is_decode_step(call):
             self.eager_steps = 0
             return self.own(*args, **call)
-        if not self._fits(call):
+        same_batch = self.inputs is None or self.inputs.ids.shape == call["input_ids"].shape
+        if call["past_key_values"] is not self.cache or not same_batch:
             self._release()
             self.cache, self.eager_steps, self.verified = call["past_key_values"], 0, False
         if self.verified:
@@ -168,10 +161,6 @@ class StepGraph:
             self._capture(call)  # by now blocks that turned out not to suit the CPU are streamed
         return self.own(**call)
 
-    def _fits(self, call: dict[str, Any]) -> bool:
-        same_batch = self.inputs is None or self.inputs.ids.shape == call["input_ids"].shape
-        return call["past_key_values"] is self.cache and same_batch
-
     def _capture(self, call: dict[str, Any]) -> None:
         cache = call["past_key_values"]
         inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype)
@@ -189,7 +178,7 @@ class StepGraph:
                 self.captured = self.capture(step, self.prefetcher)
             self.inputs = inputs
         except Exception as error:  # anything in the model's code that a graph cannot hold
-            self._give_up(f"the capture failed ({_first_line(error)})")
+            self._give_up(f"the capture failed ({first_line(error)})")
 
     def _replay(self, call: dict[str, Any]) -> CausalLMOutputWithPast:
         assert self.inputs is not None and self.captured is not None
@@ -217,7 +206,7 @@ class StepGraph:
             cache.advance(-1)
         except (torch.OutOfMemoryError, RunError) as error:
             cache.advance(place - cache.get_seq_length())
-            self._give_up(f"it could not be verified ({_first_line(error)})")
+            self._give_up(f"it could not be verified ({first_line(error)})")
             return self.own(**call)
         eager_s, output = _timed(lambda: self.own(**call), streams)
         difference = float(torch.stack(differences).max())  # NaN, if one of them is
@@ -229,7 +218,7 @@ class StepGraph:
         else:
             self.verified = True
             self.report(DecodeGraph(unused_because=None, graphs=self.captured.graphs, tried=True, **measured))
-        self.prefetcher.rebalancer.begin_again()
+        self.prefetcher.rebalancer.passes = 0  # later steps take other times
         return output
 
     def _give_up(self, reason: str, **measured: Any) -> None:
@@ -242,17 +231,12 @@ class StepGraph:
         self.inputs = self.captured = self.captured_calls = None
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
-
-
 def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the norm of the difference, relative to that of `other`, on the device."""
     return (one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-30)
 
 
 def _timed(work: Callable[[], Any], streams: DeviceStreams) -> tuple[float, Any]:
-    """Return the seconds until the device has done `work`, and its result."""
     streams.synchronize()
     start = time.perf_counter()
     result = work()
@@ -262,15 +246,9 @@ def _timed(work: Callable[[], Any], streams: DeviceStreams) -> tuple[float, Any]
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """
-    Attributes:
-        output: of the step; each replay overwrites it.
-        graphs: number of graphs of a step.
-    """
-
-    output: torch.Tensor
+    output: torch.Tensor  # of the step; each replay overwrites it
     replay: Callable[[], None]
-    graphs: int
+    graphs: int  # of a step
 
 
 Capture = Callable[[Step, Prefetcher], CapturedStep]
@@ -305,32 +283,27 @@ def capture_cuda_graphs(step: Step, prefetcher: Prefetcher) -> CapturedStep:
 
 def capture_calls(step: Step, prefetcher: Prefetcher) -> CapturedStep:
     """Stand in for graphs on a CPU: call `step` again for each replay, with blocks in the same slots."""
-    sequence = _CallSequence()
-    with _between_graphs(prefetcher, sequence.between):
+    slots: list[int | None] = []  # that the ring buffer returns in each call of the step
+
+    def first_between(call: Callable[[], Any]) -> Any:
+        slots.append(call())
+        return slots[-1]
+
+    with _between_graphs(prefetcher, first_between):
         output = step()
 
     def replay() -> None:
-        sequence.position = 0
-        with _between_graphs(prefetcher, sequence.between):
+        expected = iter(slots)
+
+        def between(call: Callable[[], Any]) -> Any:
+            slot = call()
+            _check_slot(slot, next(expected))
+            return slot
+
+        with _between_graphs(prefetcher, between):
             output.copy_(step())
 
-    return CapturedStep(output, replay, len(sequence.slots) + 1)
-
-
-class _CallSequence:
-    """The slots that the ring buffer returned in the first call of a step, and has to return in all others."""
-
-    def __init__(self) -> None:
-        self.slots: list[int | None] = []
-        self.position = 0
-
-    def between(self, call: Callable[[], Any]) -> Any:
-        slot = call()
-        if self.position == len(self.slots):
-            self.slots.append(slot)
-        _check_slot(slot, self.slots[self.position])
-        self.position += 1
-        return slot
+    return CapturedStep(output, replay, len(slots) + 1)
 
 
 class _GraphSequence:
@@ -381,7 +354,6 @@ class _GraphSequence:
 
 @contextlib.contextmanager
 def _between_graphs(prefetcher: Prefetcher, between: BetweenGraphs) -> Iterator[None]:
-    """Let `between` run what the prefetcher asks of its ring buffer."""
     prefetcher.between_graphs = between
     try:
         yield
@@ -396,27 +368,19 @@ def _check_slot(slot: int | None, captured: int | None) -> None:
 
 @dataclass
 class StepInputs:
-    """The inputs of a captured step that change from step to step, in tensors at fixed addresses.
+    """The inputs of a captured step that change from step to step, in tensors at fixed addresses."""
 
-    Attributes:
-        ids, positions: int64 [B, 1].
-        place: the cache's next position, int64 [1].
-        mask: added to attention scores, [B, 1, 1, positions of the cache], in the model's dtype.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    place: torch.Tensor
-    mask: torch.Tensor
+    ids: torch.Tensor  # int64 [B, 1]
+    positions: torch.Tensor  # int64 [B, 1]
+    place: torch.Tensor  # int64 [1], the cache's next position
+    mask: torch.Tensor  # added to attention scores, [B, 1, 1, positions of the cache], in the model's dtype
 
     @classmethod
     def like(cls, ids: torch.Tensor, length: int, dtype: torch.dtype) -> StepInputs:
-        """Return uninitialized inputs for `ids` [B, 1] and a cache of `length` positions."""
         mask = torch.empty(ids.shape[0], 1, 1, length, dtype=dtype, device=ids.device)
         return cls(torch.empty_like(ids), torch.empty_like(ids), ids.new_empty(1), mask)
 
     def instead_of(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return `call` with these tensors in place of its own."""
         known = {"cache_position": self.place} if call.get("cache_position") is not None else {}
         return call | known | {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": self.mask}
 
@@ -452,10 +416,9 @@ def is_decode_step(call: dict[str, Any]) -> bool:
     length = cache.get_seq_length()
     if not 0 < length < cache.max_length:
         return False
-    place, mask = call.get("cache_position"), call.get("attention_mask")
-    if place is not None and (not torch.is_tensor(place) or place.shape != (1,)):
-        return False
-    if mask is not None and (not torch.is_tensor(mask) or mask.shape != (ids.shape[0], length + 1)):
-        return False
+    for name, shape in (("cache_position", (1,)), ("attention_mask", (ids.shape[0], length + 1))):
+        given = call.get(name)
+        if given is not None and (not torch.is_tensor(given) or given.shape != shape):
+            return False
     others = ((name, value) for name, value in call.items() if name not in IN_TENSORS)
     return all(not torch.is_tensor(value) and value in EXPECTED.get(name, (None, False)) for name, value in others)

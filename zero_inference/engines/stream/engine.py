@@ -29,8 +29,7 @@ from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.plan import StreamPlan, plan
 from zero_inference.engines.stream.prefetch import Prefetcher
-from zero_inference.engines.stream.vocabulary import HeadWeight, HostEmbedding, QuantizedHead
-from zero_inference.kernels.quantization import GroupQuantization
+from zero_inference.engines.stream.vocabulary import HostEmbedding, QuantizedHead
 from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.weights import load_weights
@@ -49,12 +48,11 @@ def check(plan: StreamPlan) -> None:
 
 
 def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedModel:
-    """Load the weights as planned, and hook prefetcher, CPU backend and graphs into the model."""
     job, placement, scheme = plan.job, plan.placement, plan.scheme
     model, ranks = job.empty_model.model, job.ranks
     store = BlockStore(placement.layouts, set(placement.resident), ranks, plan.pinned, placement.cpu_computed)
     prefix, layers = decoder_layers(model)
-    weights = _WeightLoader(model, prefix, placement, store, scheme, ranks.device, plan.head)
+    weights = _WeightLoader(plan, prefix, store)
     load_weights(model, job.spec, job.config.seed, ranks.device, weights.adopt, progress)
     store.complete()
     # more than was planned where a checkpoint unties what config.json ties
@@ -66,10 +64,10 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     transfers = Transfers()
     cpu = None if plan.cpu is None else CpuBackend(plan.cpu, job, placement, store, scheme, transfers)
     with contextlib.ExitStack() as failed:
-        if cpu is not None:
-            failed.callback(
-                cpu.close
-            )  # or its threads and the affinity of this one outlive a load that runs out of memory
+        if (
+            cpu is not None
+        ):  # its threads, and the affinity of this one, must not outlive a load that runs out of memory
+            failed.callback(cpu.close)
         prefetcher = Prefetcher(model, placement, store, scheme, ranks, transfers, job.group, cpu)
         failed.pop_all()
     closing = contextlib.ExitStack()  # runs in reverse order
@@ -80,8 +78,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         closing.callback(cpu.close)  # before the memory that it reads
     if plan.head is not None:
         module = model.get_submodule(plan.head.module)
-        head = QuantizedHead(module, plan.head, weights.packed_head, prefetcher.workspace)
-        closing.callback(head.close)
+        closing.callback(QuantizedHead(module, plan.head, weights.packed_head, prefetcher.workspace).close)
 
     facts = _facts(plan, model)
     prefetcher.on_placement_changed = lambda placement: facts["stream"].update(_bytes_per_step(placement))
@@ -138,34 +135,26 @@ def _bytes_per_step(placement: Placement) -> dict[str, int]:
 
 
 def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
-    """Return the engine's fields of the record."""
-    placement, slots = plan.placement, plan.placement.expert_slots
-    streamed = placement.layers_of(placement.in_host_memory)
-    cached = sum(slots.values()) / len(placement.cpu_computed.intersection(placement.expert_blocks)) if slots else None
+    placement, slots, graphs_off = plan.placement, plan.placement.expert_slots, plan.job.config.decode_graph == "off"
     facts: dict[str, Any] = {
         "stream": {
-            "resident_layers": placement.layers - len(streamed),
-            "streamed_layers": len(streamed),
+            "resident_layers": placement.layers - placement.host_layers,
+            "streamed_layers": placement.host_layers,
             "ring_depth": placement.ring_depth,
             "slot_bytes": placement.slot_bytes,
             "resident_bytes": placement.resident_bytes,
             "embedding_on_host": placement.embedding is not None,
             "workspace_bytes": placement.workspace_bytes,
             **_bytes_per_step(placement),
-            "expert_slots": cached,
+            "expert_slots": sum(slots.values()) / len(placement.cpu_experts) if slots else None,
             "expert_slot_bytes": placement.expert_slot_bytes or None,
             "cores": None if plan.cpu is None else plan.cpu.facts(placement.computed_bytes),
             "no_attention_because": plan.no_cpu_attention,
             "head_bits": None if plan.head is None else plan.head.scheme.bits,
-            "decode_graph": None
-            if plan.job.config.decode_graph == "off"
-            else DecodeGraph(unused_because=plan.no_graph or TOO_SHORT),
+            "decode_graph": None if graphs_off else DecodeGraph(unused_because=plan.no_graph or TOO_SHORT),
         }
     }
-    if plan.scheme is not None:
-        quantized, skipped, total = _quantized_share(model, placement, plan.head)
-        facts |= {"quantized_fraction": quantized / total, "not_quantized": skipped}
-    return facts
+    return facts if plan.scheme is None else facts | _quantized_share(plan, model)
 
 
 class _WeightLoader:
@@ -175,52 +164,43 @@ class _WeightLoader:
         block_of: full name of a parameter -> its block, and its name there.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        prefix: str,
-        placement: Placement,
-        store: BlockStore,
-        scheme: GroupQuantization | None,
-        device: torch.device,
-        head: HeadWeight | None,
-    ):
-        self.store, self.scheme, self.device, self.head = store, scheme, device, head
+    def __init__(self, plan: StreamPlan, prefix: str, store: BlockStore):
+        self.plan, self.store = plan, store
         self.packed_head: tuple[torch.Tensor, ...] = ()
-        self.model, self.table = model, placement.embedding
         self.embedding: HostEmbedding | None = None
         self.block_of = {
             block.full_name(prefix, stored.name): (index, stored.name)
-            for index, (block, layout) in enumerate(zip(placement.blocks, placement.layouts))
+            for index, (block, layout) in enumerate(zip(plan.placement.blocks, plan.placement.layouts))
             for stored in layout.parameters
         }
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
-        if self.head is not None and name == self.head.name:
-            self.packed_head = self.head.packed(parameter.data, self.device)
-        elif self.table is not None and name == self.table.weight:
-            module = self.model.get_submodule(self.table.module)
+        plan, device, table = self.plan, self.store.ranks.device, self.plan.placement.embedding
+        if plan.head is not None and name == plan.head.name:
+            self.packed_head = plan.head.packed(parameter.data, device)
+        elif table is not None and name == table.weight:
+            module = plan.job.empty_model.model.get_submodule(table.module)
             self.embedding = HostEmbedding(module, parameter.data, self.store.pinned)
         elif name in self.block_of:
             block, own_name = self.block_of[name]
-            self.store.put(block, own_name, parameter.data, self.scheme)
+            self.store.put(block, own_name, parameter.data, plan.scheme)
         else:
-            parameter.data = parameter.data.to(self.device)
+            parameter.data = parameter.data.to(device)
             return
-        parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)  # until its block is called
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)  # until its block is called
 
 
-def _quantized_share(model: nn.Module, placement: Placement, head: HeadWeight | None) -> tuple[int, list[str], int]:
-    """Return the number of quantized elements, the names of matrices that are not quantized, and the number of all elements."""
+def _quantized_share(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
+    """Return the quantized share of all elements, and the names of matrices that are not quantized, as fields of the record."""
+    placement, packed = plan.placement, set()
     prefix, _ = decoder_layers(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if placement.embedding is not None:
         embedding = model.get_submodule(placement.embedding.module)
         shapes[placement.embedding.weight] = embedding.num_embeddings, embedding.embedding_dim
-    packed = set()
-    if head is not None:
-        shapes[head.name] = head.shape
-        packed.add(head.name)
+    if plan.head is not None:
+        shapes[plan.head.name] = plan.head.shape
+        packed.add(plan.head.name)
     for block, layout in zip(placement.blocks, placement.layouts):
         for stored in layout.parameters:
             name = block.full_name(prefix, stored.name)
@@ -229,4 +209,5 @@ def _quantized_share(model: nn.Module, placement: Placement, head: HeadWeight | 
                 packed.add(name)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     skipped = [name for name, shape in shapes.items() if name not in packed and len(shape) > 1]
-    return sum(sizes[name] for name in packed), skipped, sum(sizes.values())
+    share = sum(sizes[name] for name in packed) / sum(sizes.values())
+    return {"quantized_fraction": share, "not_quantized": skipped}

@@ -9,14 +9,14 @@ can contain it. Blocks without slots of their own fetch into memory that they sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, WeightedRows
-from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout, BlockStore, TensorSpan
+from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout, BlockStore, TensorSpan, aligned
 from zero_inference.engines.stream.placement import Placement, expert_memory
 from zero_inference.engines.stream.products import epilogue_of
 from zero_inference.engines.stream.streams import DeviceStreams
@@ -39,15 +39,14 @@ def multiplies_many(scheme: GroupQuantization | None) -> bool:
 
 
 class _ExpertWeights:
-    """One of the two weights of a block's experts (`FusedExperts.first` or `last`) as stored, with its bias if `bias` names one.
+    """One of the two weights of a block's experts as stored, with its bias if `bias` names one.
 
     Attributes:
         slots: [slots, elements] on the device, a tensor each for the plain weight, or codes, scales and minima; and for the bias.
         host: likewise [experts, elements] in host memory.
 
     Args:
-        number: experts of the block.
-        memory: uint8 on the device for the slots, see `expert_memory`; None allocates it.
+        memory: uint8 on the device for the slots, see `expert_memory`; None makes one allocation, since PyTorch rounds each up to 2 MiB.
     """
 
     def __init__(
@@ -55,24 +54,28 @@ class _ExpertWeights:
         layout: BlockLayout,
         name: str,
         bias: str,
-        number: int,
         slots: int,
         buffer: torch.Tensor,
         device: torch.device,
         memory: torch.Tensor | None = None,
     ):
         stored = layout[name]
-        self.pieces, self.number, self.quantized = stored.pieces, number, stored.packed is not None
-        self.biased = bool(bias)
+        self.pieces, self.quantized, self.biased = stored.pieces, stored.packed is not None, bool(bias)
         if bias:
             self.pieces += layout[bias].pieces
-        self.dtype, (_, self.rows, self.columns) = stored.plain.dtype, stored.plain.shape
+        self.dtype, (self.num_experts, self.rows, self.columns) = stored.plain.dtype, stored.plain.shape
         self.host = [self._by_expert(piece, buffer) for piece in self.pieces]
-        self.slots = _allocate_slots(slots, self.host, device, memory)
+        spans, end = [], 0
+        for tensor in self.host:
+            spans.append(TensorSpan(end, (slots, tensor.shape[1]), tensor.dtype))
+            end += aligned(spans[-1].nbytes)
+        if memory is None:
+            memory = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.slots = [span.of(memory) for span in spans]
 
     def _by_expert(self, piece: TensorSpan, buffer: torch.Tensor) -> torch.Tensor:
         """Return the view [experts, elements] of a tensor in a block's buffer."""
-        return piece.of(buffer).view(self.number, -1)
+        return piece.of(buffer).view(self.num_experts, -1)
 
     def copy_table(self) -> torch.Tensor:
         """Return int64 [tensors, 4] on the device for the copy kernels: address in host memory, address of the slots, offset in the block,
@@ -84,7 +87,6 @@ class _ExpertWeights:
         return torch.tensor(rows, device=self.slots[0].device)
 
     def load_first(self) -> None:
-        """Fill the slots with the first experts, from host memory."""
         for slots, host in zip(self.slots, self.host):
             slots.copy_(host[: len(slots)], non_blocking=True)
 
@@ -121,28 +123,11 @@ class _ExpertWeights:
         )
 
 
-def _allocate_slots(
-    slots: int, host: Sequence[torch.Tensor], device: torch.device, memory: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    """Return a tensor [slots, elements] on the device for each tensor [experts, elements] of `host`.
-
-    They are views of `memory`, or of one new allocation, since PyTorch rounds each allocation up to 2 MiB.
-    """
-    spans, end = [], 0
-    for tensor in host:
-        spans.append(TensorSpan(end, (slots, tensor.shape[1]), tensor.dtype))
-        end += -(-spans[-1].nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
-    if memory is None:
-        memory = torch.zeros(end, dtype=torch.uint8, device=device)
-    return [span.of(memory) for span in spans]
-
-
 def _other_ranges(layout: BlockLayout, experts: FusedExperts) -> list[tuple[int, int]]:
     """Return the byte ranges (begin, end) of a block's buffer that hold other parameters than `experts`; adjacent ones are joined."""
     ranges: list[tuple[int, int]] = []
     others = [stored for stored in layout.parameters if stored.name not in experts.parameters]
-    for piece in sorted((piece for stored in others for piece in stored.pieces), key=lambda piece: piece.offset):
-        begin, end = piece.offset, piece.offset + piece.nbytes
+    for begin, end in sorted((each.offset, each.offset + each.nbytes) for stored in others for each in stored.pieces):
         if ranges and begin - ranges[-1][1] < BUFFER_ALIGNMENT:
             begin = ranges.pop()[0]
         ranges.append((begin, end))
@@ -155,21 +140,13 @@ def _as_words(rows: torch.Tensor) -> torch.Tensor:
 
 
 class Dispatch(NamedTuple):
-    """Where each token-expert pair is computed. All are int64; the first three are [tokens, k].
+    """Where each token-expert pair is computed, all int64; -1 for none."""
 
-    Attributes:
-        for_cpu: expert ids as `cpu.pool.Routing` takes them, which tell the CPU those of the device from its own.
-        slot: slot of a cached expert, -1 for others.
-        fetched_slot: slot of an expert that is fetched in this pass, -1 for others.
-        fetched: [max_fetches], the experts to fetch, -1 for none.
-        fetched_into: [max_fetches], the slots to fetch them into, -1 for none.
-    """
-
-    for_cpu: torch.Tensor
-    slot: torch.Tensor
-    fetched_slot: torch.Tensor
-    fetched: torch.Tensor
-    fetched_into: torch.Tensor
+    for_cpu: torch.Tensor  # [tokens, k], expert ids as `cpu.pool.Routing` takes them, with those of the device marked
+    slot: torch.Tensor  # [tokens, k], of a cached expert
+    fetched_slot: torch.Tensor  # [tokens, k], of an expert that is fetched in this pass
+    fetched: torch.Tensor  # [max_fetches], the experts to fetch
+    fetched_into: torch.Tensor  # [max_fetches], the slots to fetch them into
 
 
 def dispatch(
@@ -181,11 +158,10 @@ def dispatch(
     max_fetches: int,
     owns_slots: bool = True,
 ) -> Dispatch:
-    """Divide routed experts over cache, link and CPU, and count their use.
+    """Divide routed experts over cache, link and CPU, and count their use; no value is read by the host.
 
     The most used missed experts are fetched. Each evicts the least used expert that no token is routed to, and `table` is updated; with
     too few of those, fewer are fetched. Among equally used experts the lowest number comes first.
-    One kernel on a CUDA device with the compiled extension; no value is read by the host.
 
     Args:
         chosen: int64 [tokens, k], expert ids.
@@ -234,26 +210,19 @@ def dispatch(
 
 @dataclass(frozen=True)
 class FetchConfig:
-    """Settings of fetching, the same for all blocks.
+    """Settings of fetching, the same for all blocks."""
 
-    Attributes:
-        quota: as of `dispatch`.
-        max_fetches: the largest value in `quota`.
-        stream: of `streams`, on which experts are fetched, in parallel to the model's stream.
-    """
-
-    quota: torch.Tensor
-    max_fetches: int
+    quota: torch.Tensor  # as of `dispatch`
+    max_fetches: int  # the largest value in `quota`
     streams: DeviceStreams
-    stream: Any
+    stream: Any  # on which experts are fetched, in parallel to the model's stream
 
 
 class ExpertCache:
     """The experts of one block that the device multiplies in a pass of few tokens.
 
     Attributes:
-        table, uses: as of `dispatch`, on the device.
-        owns_slots: whether the slots belong to this block alone, so that experts stay in them from pass to pass.
+        table, uses, owns_slots: as of `dispatch`.
         counters: what the CPU counts, see `cpu.experts.add_experts`.
 
     Args:
@@ -278,16 +247,14 @@ class ExpertCache:
         self.experts, self.scheme, self.epilogue = experts, scheme, epilogue_of(experts)
         self.table, self.uses, self.counters, self.owns_slots = table, uses, counters, shared is None
         self.fetching, self.max_fetches = fetching, min(fetching.max_fetches, experts.num_experts)
-        first_bytes = expert_memory(layout, experts, count)[0]
-        self.first, self.last = (
-            _ExpertWeights(layout, name, bias, experts.num_experts, count, buffer, table.device, memory)
-            for name, bias, memory in (
-                (experts.gate_up, experts.gate_up_bias, None if shared is None else shared[:first_bytes]),
-                (experts.down, experts.down_bias, None if shared is None else shared[first_bytes:]),
-            )
-        )
+        gate_up_bytes, _ = expert_memory(layout, experts, count)
+        memory = (None, None) if shared is None else (shared[:gate_up_bytes], shared[gate_up_bytes:])
+        names = (experts.gate_up, experts.gate_up_bias), (experts.down, experts.down_bias)
+        self.gate_up, self.down = self.weights = [
+            _ExpertWeights(layout, *each, count, buffer, table.device, own) for each, own in zip(names, memory)
+        ]
         self.slot_ids = torch.arange(count, device=table.device)
-        self.copy_tables = [each.copy_table() for each in (self.first, self.last)]
+        self.copy_tables = [each.copy_table() for each in self.weights]
         self.block_copy_table = torch.cat(self.copy_tables)
         self.in_vectors = not bool((self.block_copy_table % 16).any())
         self.buffer, self.others = buffer, _other_ranges(layout, experts)
@@ -296,17 +263,15 @@ class ExpertCache:
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of all slots."""
-        return sum(slots.nbytes for weights in (self.first, self.last) for slots in weights.slots)
+        return sum(slots.nbytes for weights in self.weights for slots in weights.slots)
 
     @property
     def expert_bytes(self) -> int:
         return self.nbytes // self.slot_ids.numel()
 
     def load_first(self) -> None:
-        """Fill the slots with the first experts."""
-        self.first.load_first()
-        self.last.load_first()
+        for weights in self.weights:
+            weights.load_first()
         self._fill(self.slot_ids)
 
     def gather(self, buffer: torch.Tensor) -> int:
@@ -318,23 +283,20 @@ class ExpertCache:
         if self.table.is_cuda:
             torch.ops.zero_inference.expert_fill(self.table, number, self.block_copy_table, buffer, self.in_vectors)
         else:
-            for weights in (self.first, self.last):
+            for weights in self.weights:
                 weights.gather(self.table[:number].tolist(), buffer)
         self.gathered = self.fetching.streams.record_event(self.fetching.streams.current())
         return sum(end - begin for begin, end in self.others) + (number - self.filled) * self.expert_bytes
 
     def refill(self, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
-        """Count the use of `chosen` [tokens, k], and fill the slots with the most used experts; after `await_gathering`.
-
-        Args:
-            buffer: the block, on the device.
-        """
+        """Count the use of `chosen` [tokens, k], and fill the slots with the most used experts of the block in `buffer`; after
+        `await_gathering`."""
         if chosen is not None:
             self.count_uses(chosen)
         self.table.fill_(-1)  # if the copies fail, no expert has a wrong slot
         most_used = self.uses[: self.experts.num_experts].topk(self.slot_ids.numel()).indices
-        self.first.refill(most_used, buffer)
-        self.last.refill(most_used, buffer)
+        for weights in self.weights:
+            weights.refill(most_used, buffer)
         self._fill(most_used)
 
     def await_gathering(self) -> None:
@@ -366,15 +328,11 @@ class ExpertCache:
         self.filled = 0
 
     def _fill(self, experts: torch.Tensor) -> None:
-        """Enter `experts`, int64 [slots], into the table, which has none."""
         self.table.scatter_(0, experts, self.slot_ids)
         self.filled = experts.numel()
 
     def products(self, x: torch.Tensor, dispatched: Dispatch, weights: torch.Tensor) -> WeightedRows:
-        """Return outputs of cached and fetched experts for x [tokens, hidden], with their `weights` [tokens, k].
-
-        Cached ones are multiplied while others are fetched.
-        """
+        """Return outputs of cached and fetched experts for x [tokens, hidden], with their `weights` [tokens, k]."""
         rows = []
         arrived = self._fetch(dispatched) if self.max_fetches else None
         if self.owns_slots:
@@ -384,29 +342,22 @@ class ExpertCache:
         return WeightedRows(weights.contiguous(), *(each.to(x.dtype) for each in rows))
 
     def rows(self, x: torch.Tensor, slots: torch.Tensor, arrived: Sequence[Any] = (None, None)) -> torch.Tensor:
-        """Return outputs [tokens * k, hidden] of experts in slots for x [tokens, hidden].
-
-        Args:
-            slots: int64 [tokens, k]; -1 for other experts, whose rows are zeros.
-            arrived: events that the first and the last product wait for.
-        """
+        """Return outputs [tokens * k, hidden] of the experts in `slots`, int64 [tokens, k], for x [tokens, hidden]; zeros for slot -1. The
+        two products wait for the events `arrived`."""
         slot, current = slots.view(-1), self.fetching.streams.current()
         if arrived[0] is not None:
             current.wait_event(arrived[0])
-        hidden = self.first.multiply(x, slot, self.scheme, self.epilogue)
+        hidden = self.gate_up.multiply(x, slot, self.scheme, self.epilogue)
         if arrived[1] is not None:
             current.wait_event(arrived[1])
-        return self.last.multiply(hidden, slot, self.scheme, tokens=len(x))
+        return self.down.multiply(hidden, slot, self.scheme, tokens=len(x))
 
     def _fetch(self, dispatched: Dispatch) -> list[Any]:
-        """Queue copies of the experts to fetch; return an event after their first weights, and one after their last weights.
-
-        Two events let the first product overlap with copies of the last weights.
-        """
+        """Queue copies of the experts to fetch; return an event after each of both weights: the first product overlaps the second copy."""
         streams, stream = self.fetching.streams, self.fetching.stream
         stream.wait_event(streams.record_event(streams.current()))  # after products of earlier passes with these slots
         arrived = []
-        for weights, copies in zip((self.first, self.last), self.copy_tables):
+        for weights, copies in zip(self.weights, self.copy_tables):
             with streams.on(stream):
                 if dispatched.fetched.is_cuda:
                     torch.ops.zero_inference.expert_fetch(
@@ -421,11 +372,7 @@ class ExpertCache:
 
 
 class ExpertCaches:
-    """The caches of all blocks whose experts the CPU multiplies, where the device caches or fetches some.
-
-    Attributes:
-        by_block: `ExpertCache` by block index.
-    """
+    """The caches of all blocks whose experts the CPU multiplies, where the device caches or fetches some."""
 
     def __init__(
         self,
@@ -435,9 +382,9 @@ class ExpertCaches:
         device: torch.device,
         transfers: Transfers,
     ):
-        self.transfers, self.gathered_blocks, streams = transfers, placement.gathered, DeviceStreams(device)
+        self.transfers, streams = transfers, DeviceStreams(device)
         slots_of, max_fetches = placement.expert_slots, max(placement.quota, default=0)
-        indices = sorted(placement.cpu_computed.intersection(placement.expert_blocks) if max_fetches else slots_of)
+        indices = sorted(placement.cpu_experts if max_fetches else slots_of)
         mixtures = [placement.blocks[index].experts for index in indices]
         # [blocks, columns]: a column for each expert, and one more for pairs without an expert
         columns = 1 + max(experts.num_experts for experts in mixtures)
@@ -463,28 +410,7 @@ class ExpertCaches:
         }
         transfers.expert_counts = self.counts
 
-    def load_first(self) -> None:
-        """Fill the slots of each block that owns some, from host memory, which has to be complete."""
-        for cache in self.by_block.values():
-            if cache.owns_slots:
-                cache.load_first()
-
-    def gathered(self) -> dict[int, Callable[[torch.Tensor], int]]:
-        """Return `ExpertCache.gather` by block, for the blocks that the ring buffer assembles with it."""
-        return {index: self.by_block[index].gather for index in self.gathered_blocks}
-
-    def await_gathering(self, index: int) -> None:
-        """Let the current stream wait for the last `gather` of block `index`, if any: its slots may change then."""
-        if index in self.by_block:
-            self.by_block[index].await_gathering()
-
-    def refill(self, index: int, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
-        """Refill the cache of block `index`, which is in `buffer` on the device, for tokens routed to `chosen` [tokens, k]."""
-        if index in self.by_block and self.by_block[index].owns_slots:
-            self.by_block[index].refill(chosen, buffer)
-
     def counts(self) -> ExpertCounts:
-        """Return the counts of decode passes so far."""
         choices, hits, unread, fetched = self.counters[:, [CHOICES, HITS, UNREAD, FETCHED]].unbind(1)  # [blocks] each
         saved_bytes, fetched_bytes = (
             sum(count * size for count, size in zip(counts.tolist(), self.sizes)) for counts in (unread, fetched)

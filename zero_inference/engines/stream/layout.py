@@ -44,23 +44,12 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter as it is stored.
-
-    Attributes:
-        plain: the values that the model reads, in the block's buffer, or in the workspace if it is quantized. Its shape is the whole
-            parameter's, also where the workspace holds one group of experts.
-        packed: codes (uint8), scales and minima in the block's buffer; None if this parameter is not quantized.
-        transposed: the values are stored as [..., out, in], where the model has [..., in, out].
-        module_only: it is dequantized for each call of its own module; otherwise, if quantized, for the call of the block.
-        group: how many experts are dequantized at a time; 0 for a weight that is dequantized whole.
-    """
-
     name: str
-    plain: TensorSpan
-    packed: tuple[TensorSpan, TensorSpan, TensorSpan] | None = None
-    transposed: bool = False
-    module_only: bool = False
-    group: int = 0
+    plain: TensorSpan  # the values that the model reads: in the block's buffer, or in the workspace if quantized
+    packed: tuple[TensorSpan, TensorSpan, TensorSpan] | None = None  # codes (uint8), scales and minima in the buffer
+    transposed: bool = False  # stored as [..., out, in], where the model has [..., in, out]
+    module_only: bool = False  # dequantized for each call of its own module; otherwise for the call of the block
+    group: int = 0  # experts that are dequantized at a time; 0 for a weight that is dequantized whole
 
     @property
     def module(self) -> str:
@@ -82,24 +71,17 @@ class BlockLayout:
     """The parameters of one block; names are relative to its module.
 
     The buffer holds unquantized parameters, then the codes of all matrices, their scales, and their minima, so that kernels can multiply
-    consecutive matrices as one.
-
-    The workspace holds the matrices that are dequantized for the whole call of the block, and then those of one module at a time.
-
-    Attributes:
-        nbytes: size of the buffer, a multiple of `BUFFER_ALIGNMENT` times the number of ranks.
-        stored_bytes: bytes of the tensors in it, without gaps.
-        workspace_bytes: size of the workspace; 0 for a block without quantized parameters.
+    consecutive matrices as one. The workspace holds the matrices that are dequantized for the call of the block, and then those of one
+    module at a time.
     """
 
     parameters: list[StoredParameter] = field(default_factory=list)
-    nbytes: int = 0
-    stored_bytes: int = 0
-    workspace_bytes: int = 0
+    nbytes: int = 0  # size of the buffer, a multiple of `BUFFER_ALIGNMENT` times the number of ranks
+    stored_bytes: int = 0  # bytes of the tensors in it, without gaps
+    workspace_bytes: int = 0  # 0 for a block without quantized parameters
 
     @property
     def dequantized_bytes(self) -> int:
-        """Bytes of its quantized parameters after dequantization."""
         return sum(each.plain.nbytes for each in self.parameters if each.packed is not None)
 
     def __getitem__(self, name: str) -> StoredParameter:
@@ -115,15 +97,13 @@ def lay_out(
     module_only: Collection[str] = (),
     experts: Iterable[Sequence[str]] = (),
 ) -> BlockLayout:
-    """Return the layout of `parameters`, which may be on the meta device, by name.
+    """Return the layout of `parameters`, which may be on the meta device; other arguments are names of them.
 
     Args:
-        scheme: how matrices are quantized; None stores every parameter as it is.
-        ranks: the buffer is padded so that it divides by them.
-        exact: names of matrices that are not quantized.
-        transposed: names of matrices [..., in, out], which are stored as [..., out, in]: groups, and the CPU's products, run along in.
-        module_only: names of those that are dequantized for each call of their own module.
-        experts: names of the fused weights of each module of experts; they are dequantized in groups of `GROUP_BYTES` at most, or of one
+        exact: matrices that are not quantized.
+        transposed: matrices [..., in, out], which are stored as [..., out, in]: groups, and the CPU's products, run along in.
+        module_only: those that are dequantized for each call of their own module.
+        experts: the fused weights of each module of experts; they are dequantized in groups of `GROUP_BYTES` at most, or of one
             expert, if they are `module_only`.
     """
     layout = BlockLayout()
@@ -132,27 +112,27 @@ def lay_out(
     end = 0  # bytes of the buffer so far
     for name, parameter in stored:
         if name not in packed:
-            end = end if parameter.dim() == 1 else _aligned(end)  # consecutive biases are one
+            end = end if parameter.dim() == 1 else aligned(end)  # consecutive biases are one
             span = TensorSpan(end, tuple(parameter.shape), parameter.dtype)
-            end += _aligned(span.nbytes, VECTOR_BYTES)
+            end += aligned(span.nbytes, VECTOR_BYTES)
             layout.parameters.append(StoredParameter(name, span, transposed=name in transposed))
-    end = _aligned(end)
+    end = aligned(end)
     kinds: list[list[TensorSpan]] = [[], [], []]  # codes, scales, minima
     for kind, spans in enumerate(kinds):
         for parameter in packed.values():
             codes, groups = scheme.packed_bytes(parameter.numel()), parameter.numel() // scheme.group_size
             spans.append(TensorSpan(end, (groups if kind else codes,), parameter.dtype if kind else torch.uint8))
-            end += _aligned(spans[-1].nbytes, VECTOR_BYTES)
-        end = _aligned(end)
-    layout.nbytes = _aligned(end, BUFFER_ALIGNMENT * ranks)
+            end += aligned(spans[-1].nbytes, VECTOR_BYTES)
+        end = aligned(end)
+    layout.nbytes = aligned(end, BUFFER_ALIGNMENT * ranks)
 
     groups_of = _expert_groups({name: p for name, p in packed.items() if name in module_only}, experts)
-    per_block = sum(_aligned(p.nbytes) for name, p in packed.items() if name not in module_only)
+    per_block = sum(aligned(p.nbytes) for name, p in packed.items() if name not in module_only)
     block_end, module_ends = 0, dict[str, int]()  # of the workspace; each module's weights begin at `per_block`
     layout.workspace_bytes = per_block
     for (name, parameter), *spans in zip(packed.items(), *kinds):
         module, group = name.rpartition(".")[0], groups_of.get(name, 0)
-        nbytes = _aligned(parameter.nbytes // parameter.shape[0] * group if group else parameter.nbytes)
+        nbytes = aligned(parameter.nbytes // parameter.shape[0] * group if group else parameter.nbytes)
         if (
             name in module_only
         ):  # groups of a module's experts are dequantized one after the other, into the same memory
@@ -171,7 +151,6 @@ def lay_out(
 
 
 def _expert_groups(weights: dict[str, torch.Tensor], experts: Iterable[Sequence[str]]) -> dict[str, int]:
-    """Return how many experts are dequantized at a time, by name of their fused weights."""
     groups: dict[str, int] = {}
     for names in experts:
         if all(name in weights for name in names):
@@ -181,29 +160,21 @@ def _expert_groups(weights: dict[str, torch.Tensor], experts: Iterable[Sequence[
     return groups
 
 
-def _aligned(nbytes: int, alignment: int = BUFFER_ALIGNMENT) -> int:
+def aligned(nbytes: int, alignment: int = BUFFER_ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
 
 
 class BlockStore:
     """The buffers of all blocks: page-locked in host memory or, if resident, on the device.
 
-    They are filled parameter by parameter while a checkpoint is read. Memory of resident blocks is allocated before loading, so that its
-    temporary tensors do not fragment device memory; host memory is allocated with a block's first parameter.
+    Memory of resident blocks is allocated before loading, so that its temporary tensors do not fragment device memory; host memory is
+    allocated with a block's first parameter.
 
     Over several ranks each has an equal share of every buffer in host memory; a resident block is whole on each. CPU-computed blocks are in
     memory that the ranks share: each fills and copies its own share there, and the CPU reads the whole.
 
     Args:
-        resident: indices of the resident blocks.
-        pinned: whether to page-lock host memory.
         read_whole: indices of the blocks in host memory that this rank reads whole (`whole`), because the CPU computes them.
-
-    Attributes:
-        buffers: block -> uint8 [nbytes / ranks] in host memory, or [nbytes] on the device.
-
-    Raises:
-        RunError: no memory that ranks could share.
     """
 
     def __init__(
@@ -215,7 +186,7 @@ class BlockStore:
         read_whole: Collection[int] = (),
     ):
         self.layouts, self.resident, self.ranks, self.pinned = layouts, resident, ranks, pinned
-        self.buffers = {
+        self.buffers = {  # block -> uint8 [nbytes / ranks] in host memory, or [nbytes] on the device
             block: torch.empty(layouts[block].nbytes, dtype=torch.uint8, device=ranks.device) for block in resident
         }
         self.shared: dict[int, torch.Tensor] = {}  # block -> uint8 [nbytes], the same memory in all ranks
@@ -230,8 +201,7 @@ class BlockStore:
             RunError: host memory is exhausted or may not be page-locked, or `values` have another shape or dtype than was laid out.
         """
         stored = self.layouts[block][name]
-        if stored.transposed:
-            values = values.mT
+        values = values.mT if stored.transposed else values
         found, expected = (tuple(values.shape), values.dtype), (stored.plain.shape, stored.plain.dtype)
         if found != expected:
             raise RunError(
@@ -244,11 +214,7 @@ class BlockStore:
             self._write(buffer, span, tensor, whole=block in self.resident)
 
     def complete(self) -> None:
-        """Page-lock shared memory after all ranks have put everything.
-
-        Raises:
-            RunError: it may not be page-locked.
-        """
+        """Page-lock shared memory after all ranks have put everything."""
         if self.memory is not None:
             self.memory.settle(self.pinned)
 
@@ -269,7 +235,7 @@ class BlockStore:
         """Allocate `blocks` in memory that all ranks share."""
         starts = [0]
         for block in blocks:
-            starts.append(starts[-1] + _aligned(self.layouts[block].nbytes, PAGE_BYTES))
+            starts.append(starts[-1] + aligned(self.layouts[block].nbytes, PAGE_BYTES))
         self.memory = SharedMemory(starts[-1], self.ranks)
         for block, start in zip(blocks, starts):
             self.shared[block] = self.memory.bytes[start : start + self.layouts[block].nbytes]
@@ -293,29 +259,19 @@ class BlockStore:
 
 
 class Packed(NamedTuple):
-    """A quantized weight in a buffer.
-
-    Attributes:
-        parts: arguments of one dequantization each, of a group of experts or the whole weight: codes, scales, minima, and values in the
-            workspace.
-        plain: the values in the workspace as the model reads them, transposed if need be; those of the first group if there are several.
-    """
+    """A quantized weight in a buffer."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     minima: torch.Tensor
-    parts: tuple[tuple[torch.Tensor, ...], ...]
-    plain: torch.Tensor
+    parts: tuple[tuple[torch.Tensor, ...], ...]  # by group of experts: codes, scales, minima, values in the workspace
+    plain: torch.Tensor  # the values, of the first group if there are several, as the model reads them
 
 
 class BlockViews:
     """The tensors of each block in each slot, cached; slot None is a resident block's own buffer.
 
-    Blocks of one layout share the views of a slot, which are the same memory for each: one set per block and slot would be thousands.
-
-    Args:
-        slots: those of the ring buffer, uint8 each; empty if all blocks are on the device.
-        workspace: uint8, into which weights are dequantized.
+    Blocks of one layout share the views of a slot: one set per block and slot would be thousands.
     """
 
     def __init__(
@@ -323,11 +279,8 @@ class BlockViews:
     ):
         self.layouts, self.store, self.slots, self.workspace = layouts, store, slots, workspace
         first: dict[int, int] = {}
-        self.first = [
-            first.setdefault(id(layout), index) for index, layout in enumerate(layouts)
-        ]  # block with the same layout
-        self.cached_plain: dict[tuple[int, int | None], list[torch.Tensor]] = {}  # by `_key`
-        self.cached_packed: dict[tuple[int, int | None], dict[str, Packed]] = {}
+        self.first = [first.setdefault(id(layout), index) for index, layout in enumerate(layouts)]  # of the same layout
+        self.cached: dict[tuple[int, int | None], tuple[list[torch.Tensor], dict[str, Packed]]] = {}
         # one slot of each alignment that `can_fuse` distinguishes; usually one in all, since torch aligns memory by more
         alignments: dict[int, int] = {}
         for slot, memory in enumerate(slots):
@@ -342,40 +295,29 @@ class BlockViews:
         """Return the block's parameters as the model reads them, in the order of its layout, without those that are `module_only`.
 
         Quantized ones are in the workspace."""
-        key = self._key(block, slot)
-        if key not in self.cached_plain:
-            packed = self.packed(block, slot)
-            with torch.inference_mode(False):  # a view of inference mode could not be used outside it
-                buffer = self._buffer(block, slot)
-                self.cached_plain[key] = [
-                    stored.values(buffer) if stored.packed is None else packed[stored.name].plain
-                    for stored in self.layouts[block].parameters
-                    if not stored.module_only
-                ]
-        return self.cached_plain[key]
+        return self._views(block, slot)[0]
 
     def packed(self, block: int, slot: int | None) -> dict[str, Packed]:
         """Return the block's quantized parameters by name."""
-        key = self._key(block, slot)
-        if key not in self.cached_packed:
-            with torch.inference_mode(False):
-                buffer = self._buffer(block, slot)
-                self.cached_packed[key] = {
-                    stored.name: self._packed(stored, buffer)
-                    for stored in self.layouts[block].parameters
-                    if stored.packed is not None
-                }
-        return self.cached_packed[key]
+        return self._views(block, slot)[1]
 
     def close(self) -> None:
-        self.cached_plain.clear()
-        self.cached_packed.clear()
+        self.cached.clear()
 
-    def _key(self, block: int, slot: int | None) -> tuple[int, int | None]:
-        return (block, None) if slot is None else (self.first[block], slot)
-
-    def _buffer(self, block: int, slot: int | None) -> torch.Tensor:
-        return self.store.buffers[block] if slot is None else self.slots[slot][: self.layouts[block].nbytes]
+    def _views(self, block: int, slot: int | None) -> tuple[list[torch.Tensor], dict[str, Packed]]:
+        key = (block, None) if slot is None else (self.first[block], slot)
+        if key not in self.cached:
+            parameters = self.layouts[block].parameters
+            with torch.inference_mode(False):  # a view of inference mode could not be used outside it
+                buffer = self.store.buffers[block] if slot is None else self.slots[slot][: self.layouts[block].nbytes]
+                packed = {each.name: self._packed(each, buffer) for each in parameters if each.packed is not None}
+                plain = [
+                    packed[each.name].plain if each.packed else each.values(buffer)
+                    for each in parameters
+                    if not each.module_only
+                ]
+            self.cached[key] = plain, packed
+        return self.cached[key]
 
     def _packed(self, stored: StoredParameter, buffer: torch.Tensor) -> Packed:
         codes, scales, minima = (span.of(buffer) for span in stored.packed)

@@ -19,72 +19,61 @@ SIMULATED_PASSES = 4  # in a row, of which the last counts: the first ones begin
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of a block in a pass.
-
-    Attributes:
-        copy_s: of the link; None for a block that is not streamed.
-        work_s: of device and CPU.
-    """
-
-    copy_s: float | None
-    work_s: float
+    copy_s: float | None  # seconds of the link; None for a block that is not streamed
+    work_s: float  # seconds of device and CPU
 
 
 def overlapped_step_s(
-    found: Placement, of_cores: Mapping[int, float], link_s: float, others_s: float, keeps_places: bool
+    found: Placement, cpu_s: Mapping[int, float], link_s: float, others_s: float, fixed_slots: bool
 ) -> float:
     """Return the seconds of a decode step, given those of the link and those of device and CPU.
 
     Args:
-        of_cores: CPU seconds by block; the rest of `others_s` is spread evenly over all blocks.
-        keeps_places: as of `simulate_passes`.
+        cpu_s: CPU seconds by block; the rest of `others_s` is spread evenly over all blocks.
+        fixed_slots: each block is in the same slot in every pass.
     """
     fetched = set(found.streamed)
     if not fetched or not link_s or not others_s:
         return max(link_s, others_s)
     number, of_byte = len(found.layouts), link_s / found.nbytes_of(fetched)
-    of_device = max(0.0, others_s - sum(of_cores.values())) / number
-    work_s = [of_device + of_cores.get(block, 0.0) for block in range(number)]
-    scale = others_s / sum(work_s)  # after rebalancing, `of_cores` may exceed `others_s`
+    of_device = max(0.0, others_s - sum(cpu_s.values())) / number
+    work_s = [of_device + cpu_s.get(block, 0.0) for block in range(number)]
+    scale = others_s / sum(work_s)  # after rebalancing, `cpu_s` may exceed `others_s`
     blocks = [
         BlockTimes(of_byte * found.layouts[block].nbytes if block in fetched else None, scale * seconds)
         for block, seconds in enumerate(work_s)
     ]
-    return simulate_passes(blocks, slots_in_steps(found, keeps_places), keeps_places)
+    return simulate_passes(blocks, slots_in_steps(found, fixed_slots), fixed_slots)
 
 
-def slots_in_steps(found: Placement, keeps_places: bool) -> int:
+def slots_in_steps(found: Placement, fixed_slots: bool) -> int:
     """Return the slots of the ring buffer that decode steps use."""
-    return slots_in_use(len(found.streamed), found.ring_depth) if keeps_places and found.streamed else found.ring_depth
+    return slots_in_use(len(found.streamed), found.ring_depth) if fixed_slots and found.streamed else found.ring_depth
 
 
-def prefill_bytes(found: Placement, keeps_places: bool) -> int:
+def prefill_bytes(found: Placement, fixed_slots: bool) -> int:
     """Return the bytes of blocks that cross the link in a prefill.
 
     The ring buffer still holds the first blocks of a decode step, from the previous generation; those that the prefill does not need soon
     are dropped. Cached experts do not cross again.
     """
     order = [block for block in found.in_host_memory if block not in found.prompt_cpu_computed]
-    prefetched = set(found.streamed[: slots_in_steps(found, keeps_places)]).intersection(order[: found.ring_depth])
+    prefetched = set(found.streamed[: slots_in_steps(found, fixed_slots)]).intersection(order[: found.ring_depth])
     return found.nbytes_of(order) - found.gathered_bytes - found.nbytes_of(prefetched)
 
 
-def simulate_passes(blocks: list[BlockTimes], slots: int, keeps_places: bool) -> float:
+def simulate_passes(blocks: list[BlockTimes], slots: int, fixed_slots: bool) -> float:
     """Return the seconds of one of many passes through `blocks`, in order.
 
     A copy begins when the previous one has ended and its slot is free, the work on a streamed block when its copy has ended. After the last
     block of a pass come the first ones of the next.
-
-    Args:
-        slots: of the ring buffer.
-        keeps_places: each block is in the same slot in every pass.
     """
     free_s = [0.0] * max(1, slots)
     copied_s = now_s = began_s = 0.0
     count = 0
     for _ in range(SIMULATED_PASSES):
         began_s = now_s
-        count = 0 if keeps_places else count
+        count = 0 if fixed_slots else count
         for block in blocks:
             slot = count % len(free_s)
             if block.copy_s is not None:
@@ -110,30 +99,21 @@ MIXTURE_SLOWNESS = 2.0
 
 @dataclass(frozen=True)
 class Split:
-    """
-    Attributes:
-        of_experts, of_others: shares of the bytes of experts and of other blocks in host memory that the CPU multiplies.
-        attends: whether it attends over keys and values in host memory, which cross the link otherwise.
-        step_s: seconds of link or CPU in a decode step, whichever are more.
-    """
-
-    of_experts: float
-    of_others: float
-    attends: bool
-    step_s: float
+    of_experts: float  # share of the bytes of experts in host memory that the CPU multiplies
+    of_others: float  # the same of all other blocks
+    attends: bool  # whether it attends over keys and values in host memory, which cross the link otherwise
+    step_s: float  # seconds of link or CPU in a decode step, whichever are more
 
 
 def best_split(
-    placement: Placement, rates: ConcurrentRates, kv_bytes: int, can_attend: bool, carried_bytes: float | None = None
+    placement: Placement, rates: ConcurrentRates, kv_bytes: int, can_attend: bool, kv_slowness: float = 1.0
 ) -> Split:
     """Return the split with which link and CPU end a step at the same time; nothing for the CPU where it would gain less than `MIN_GAIN`.
 
     Args:
-        kv_bytes: keys and values in host memory that a step reads.
-        can_attend: whether the CPU could attend over them.
-        carried_bytes: as of `CpuPlan`; None: `kv_bytes`.
+        kv_bytes, kv_slowness: as of `CpuPlan`, whose CPU could attend over them if `can_attend`.
     """
-    carried = kv_bytes if carried_bytes is None else carried_bytes
+    carried = kv_bytes * kv_slowness
     sent = placement.host_bytes - placement.expert_budget + carried  # without the CPU, resident layers use that memory
     alone = Split(0.0, 0.0, False, sent / (rates.link_alone_gb_per_s * 1e9))
     found = []
@@ -151,17 +131,17 @@ def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]
 
     The link also copies streamed blocks, equally many bytes in each layer. Empty where fetching gains nothing.
     """
-    blocks = placement.cpu_computed.intersection(placement.expert_blocks)
+    blocks = placement.cpu_experts
     if not blocks:
         return ()
     size = sum(map(placement.expert_bytes, blocks)) / len(blocks)
     forms = [placement.blocks[block].experts for block in blocks]
-    link, cores = FETCH_RATE * rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
+    link, cpu = FETCH_RATE * rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
     ahead_s = placement.nbytes_of(placement.streamed) / placement.layers / (rates.link_gb_per_s * 1e9)
 
     def seconds(missed: int, fetched: int) -> float:
         left = missed - fetched
-        cpu_s = rates.call_overhead_s(left * size, left) + left * size / cores
+        cpu_s = rates.call_overhead_s(left * size, left) + left * size / cpu
         return max(cpu_s, ahead_s + fetched * size / link + STAGED_PRODUCTS_S) if fetched else cpu_s
 
     most = max(min(form.num_experts, placement.few_tokens * form.top_k) for form in forms)
@@ -173,28 +153,26 @@ def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]
 
 
 def prompt_split(
-    placement: Placement, rates: ConcurrentRates, tokens: int, keeps: bool, most: float, graphs: bool
+    placement: Placement, rates: ConcurrentRates, tokens: int, uses_cache: bool, most: float, graphs: bool
 ) -> Placement:
     """Return `placement` with the blocks that the CPU computes in short prompts, so that link and CPU end together; unchanged where that
     is predicted to gain less than `MIN_GAIN`.
 
     Args:
         rates: for as many rows as a weight gets in such a prompt.
-        tokens, keeps: as of `Placement.for_short_prompt`.
         most: share of the bytes of `Placement.prompt_candidates` that the CPU may multiply.
-        graphs: decode steps are CUDA graphs, as of `prefill_bytes`.
     """
     slowness = MIXTURE_SLOWNESS if placement.expert_blocks else 1.0
     times_plain = 0 if tokens <= FUSED_ROWS else 2  # the device writes and reads dequantized weights
 
     def times(found: Placement) -> tuple[float, float]:
         """Return the seconds of the link, and of device and CPU."""
-        now = found.for_short_prompt(tokens, keeps)
+        now = found.for_short_prompt(tokens, uses_cache)
         by_device = [layout for block, layout in enumerate(found.layouts) if block not in found.prompt_cpu_computed]
         device_bytes = sum(each.stored_bytes + times_plain * each.dequantized_bytes for each in by_device)
         device_s = slowness * device_bytes / (rates.device_gb_per_s * 1e9)
-        cores_s = now.computed_bytes / (rates.cores_gb_per_s * 1e9) + _hand_offs_s(now, rates)
-        return prefill_bytes(found, graphs) / (rates.link_gb_per_s * 1e9), device_s + cores_s
+        cpu_s = now.computed_bytes / (rates.cores_gb_per_s * 1e9) + _hand_offs_s(now, rates)
+        return prefill_bytes(found, graphs) / (rates.link_gb_per_s * 1e9), device_s + cpu_s
 
     alone_s, device_s = times(placement)
     least_s, most_s = times(placement.with_prompt_share(1.0))
@@ -207,42 +185,39 @@ def prompt_split(
 def _balanced(
     placement: Placement, rates: ConcurrentRates, kv_bytes: int, carried: float, attends: bool, hand_offs_s: float
 ) -> tuple[Split, float]:
-    """Balance T = max(S / B_link, R / B_cpu + D / B_device + h).
+    """Return the split that balances T = max(S / B_link, R / B_cpu + D / B_device + h), and the seconds of its hand-offs.
 
     S are the bytes sent, R those that the CPU reads, D those of resident blocks, which the device reads while the CPU waits (its reads of
     streamed blocks are short), and h the time of the hand-offs, in which the CPU cannot work. Of experts the CPU reads only a part of what
     would be sent, so they come first: other blocks are CPU-computed only where the link is still later with all experts on the CPU. With an
     expert cache the CPU reads less than R, which assumes evenly used experts; then experts are streamed only where that gains `MIN_GAIN`.
-
-    Returns:
-        the split, with a step's seconds including its own hand-offs; and the seconds of these.
     """
-    link, cores = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
+    link, cpu = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
     experts = placement.expert_blocks
     of_experts, read_of_experts = placement.nbytes_of(experts), sum(map(placement.read_bytes, experts))
     of_others = placement.host_bytes - of_experts
     most_of_others = (placement.nbytes_of(placement.computable) - of_experts) / of_others if of_others else 0.0
     sent_s = (placement.host_bytes + (0 if attends else carried)) / link  # if the CPU computes nothing
     resident = sum(map(placement.read_bytes, placement.resident))
-    cores_s = hand_offs_s + resident / (rates.device_gb_per_s * 1e9)
+    cpu_s = hand_offs_s + resident / (rates.device_gb_per_s * 1e9)
     if attends:
-        cores_s += (
+        cpu_s += (
             kv_bytes / (rates.attention_gb_per_s(link_rests=not placement.host_bytes) * 1e9)
             + placement.layers * rates.hand_off_s
         )
     first = second = 0.0
     if experts:
-        first = _share(sent_s - cores_s, of_experts / link + read_of_experts / cores, 1.0)
-        all_s, some_s = (cores_s + share * read_of_experts / cores for share in (1.0, first))
+        first = _share(sent_s - cpu_s, of_experts / link + read_of_experts / cpu, 1.0)
+        all_s, some_s = (cpu_s + share * read_of_experts / cpu for share in (1.0, first))
         if placement.expert_slots and all_s < MIN_GAIN * some_s:
             first = 1.0
-        sent_s, cores_s = sent_s - first * of_experts / link, cores_s + first * read_of_experts / cores
+        sent_s, cpu_s = sent_s - first * of_experts / link, cpu_s + first * read_of_experts / cpu
     if of_others and first == (1.0 if experts else 0.0):
-        second = _share(sent_s - cores_s, of_others / link + of_others / cores, most_of_others)
-        sent_s, cores_s = sent_s - second * of_others / link, cores_s + second * of_others / cores
+        second = _share(sent_s - cpu_s, of_others / link + of_others / cpu, most_of_others)
+        sent_s, cpu_s = sent_s - second * of_others / link, cpu_s + second * of_others / cpu
     needed_s = _hand_offs_s(placement.with_cpu_shares(first, second), rates)
-    cores_s += needed_s - hand_offs_s
-    return Split(first, second, attends, max(sent_s, cores_s)), needed_s
+    cpu_s += needed_s - hand_offs_s
+    return Split(first, second, attends, max(sent_s, cpu_s)), needed_s
 
 
 def _hand_offs_s(placement: Placement, rates: ConcurrentRates) -> float:

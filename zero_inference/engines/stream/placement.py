@@ -1,71 +1,23 @@
-"""Which block of the decoder layers is resident, streamed or CPU-computed; decided by `plan_placement` before a weight is read.
+"""The placement: which blocks are resident, streamed or CPU-computed, how many ring slots there are, and how many experts are cached.
 
-The number of slots of the ring buffer is chosen here, too: `default_ring_depth`, and less where memory is short (`_place`).
+`plan_placement` decides by a byte budget before a weight is read; `cpu_plan.plan_cpu` then gives blocks to the CPU.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.engines.stream.blocks import Block
-from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout
+from zero_inference.engines.stream.layout import BlockLayout, aligned
 from zero_inference.engines.stream.vocabulary import EmbeddingTable
 from zero_inference.errors import DoesNotFit
 from zero_inference.models.experts import FusedExperts
 from zero_inference.utils.format import format_bytes
-
-
-def expert_bytes(layout: BlockLayout, experts: FusedExperts) -> int:
-    """Return the bytes of one expert as stored, scales and minima included."""
-    return sum(piece.nbytes for name in experts.parameters for piece in layout[name].pieces) // experts.num_experts
-
-
-def expert_memory(layout: BlockLayout, experts: FusedExperts, count: int) -> tuple[int, int]:
-    """Return the device bytes of `count` experts: of their first weights, and of their last ones, with biases."""
-
-    def nbytes(*names: str) -> int:
-        sizes = [
-            count * (piece.nbytes // experts.num_experts)
-            for name in filter(None, names)
-            for piece in layout[name].pieces
-        ]
-        return sum(-(-size // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT for size in sizes)
-
-    return nbytes(experts.gate_up, experts.gate_up_bias), nbytes(experts.down, experts.down_bias)
-
-
-def share_out(numbers: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
-    """Return how many experts of each layer the budget holds: equally many, or one more in layers that are evenly spread.
-
-    Args:
-        numbers: experts of each layer.
-        sizes: bytes of one expert of each layer.
-    """
-
-    def taken(most: int) -> int:
-        return sum(min(most, number) * size for number, size in zip(numbers, sizes))
-
-    most = max(0, bisect_right(range(max(numbers, default=0) + 1), budget, key=taken) - 1)
-    slots = [min(most, number) for number in numbers]
-    growing = [place for place, number in enumerate(numbers) if number > most]
-    for place in spread([sizes[place] for place in growing], budget - taken(most)):
-        slots[growing[place]] += 1
-    return slots
-
-
-def spread(sizes: Sequence[int], budget: int) -> set[int]:
-    """Return the indices of as many evenly spaced items as the budget holds; `sizes` are their bytes."""
-    count = len(sizes)
-    for kept in range(count, 0, -1):
-        chosen = {int((index + 0.5) * count / kept) for index in range(kept)}
-        if sum(sizes[index] for index in chosen) <= budget:
-            return chosen
-    return set()
-
 
 GIB = 1 << 30
 # Copies of this duration cover the time in which the host ends one token and prepares the next; chosen on the safe side, from traces
@@ -98,40 +50,22 @@ class CpuCall:
 
 @dataclass
 class Placement:
-    """The placement of every block. A decode pass has few tokens (`few_tokens`), the pass of a short prompt more, and a long pass is
-    computed by the device alone.
+    """The placement of every block. A decode pass has few tokens, that of a short prompt more; a long pass is computed by the device."""
 
-    Attributes:
-        layouts: of every block.
-        resident, in_host_memory: indices of blocks, in order; together all of them.
-        cpu_computed: blocks in host memory that the CPU multiplies in a decode pass; the others are streamed.
-        few_tokens: tokens of a decode pass.
-        prompt_cpu_computed: blocks that the CPU multiplies in the pass of a short prompt.
-        ring_depth: slots of the ring buffer, 0 if nothing is in host memory.
-        outside_bytes: parameters on the device that are in no block, or tied to one that is in none.
-        blocks: None where only their sizes matter.
-        expert_budget: bytes of device memory for single experts of CPU-computed blocks: the expert cache.
-        quota: by the number of missed experts of a layer, how many of them the device fetches in a decode pass; the CPU multiplies the
-            others. Empty where it fetches none.
-        free_bytes: device memory for blocks, ring, workspace and fetched experts; None where it is not limited.
-        embedding: the input embedding if it is in host memory; None if it is among `outside_bytes`.
-        gathers: a kernel may assemble blocks of experts in a prefill, from the expert cache and page-locked memory.
-    """
-
+    blocks: Sequence[Block]
     layouts: list[BlockLayout]
-    resident: list[int]
-    in_host_memory: list[int]
-    ring_depth: int
-    outside_bytes: int
-    blocks: Sequence[Block] | None = None
-    cpu_computed: frozenset[int] = frozenset()
-    few_tokens: int = 1
-    prompt_cpu_computed: frozenset[int] = frozenset()
-    expert_budget: int = 0
-    quota: tuple[int, ...] = ()
-    free_bytes: int | None = None
-    embedding: EmbeddingTable | None = None
-    gathers: bool = True
+    resident: list[int]  # indices of blocks, in order
+    in_host_memory: list[int]  # all others
+    ring_depth: int  # slots of the ring buffer, 0 if nothing is in host memory
+    outside_bytes: int  # parameters on the device that are in no block
+    cpu_computed: frozenset[int] = frozenset()  # blocks in host memory that the CPU multiplies in a decode pass
+    few_tokens: int = 1  # tokens of a decode pass
+    prompt_cpu_computed: frozenset[int] = frozenset()  # those of the pass of a short prompt
+    expert_budget: int = 0  # device bytes of the expert cache: single experts of CPU-computed blocks
+    quota: tuple[int, ...] = ()  # experts of a layer that a decode pass fetches, by the number of those it misses
+    free_bytes: int | None = None  # device memory for blocks, ring, workspace and fetched experts; None: unlimited
+    embedding: EmbeddingTable | None = None  # the input embedding if it is in host memory
+    gathers: bool = True  # a kernel may assemble experts in a prefill from the expert cache and page-locked memory
 
     @property
     def streamed(self) -> list[int]:
@@ -140,8 +74,7 @@ class Placement:
 
     @property
     def computable(self) -> list[int]:
-        """Blocks in host memory that the CPU could multiply."""
-        return [block for block in self.in_host_memory if self.blocks is not None and self.blocks[block].computable]
+        return [block for block in self.in_host_memory if self.blocks[block].computable]
 
     @property
     def expert_blocks(self) -> list[int]:
@@ -149,18 +82,24 @@ class Placement:
         return [block for block in self.computable if self.blocks[block].experts is not None]
 
     @property
+    def cpu_experts(self) -> frozenset[int]:
+        """The `expert_blocks` that the CPU multiplies in a decode pass."""
+        return self.cpu_computed.intersection(self.expert_blocks)
+
+    @property
     def prompt_candidates(self) -> list[int]:
         """Blocks that the CPU could multiply in short prompts: experts, each of which gets few tokens; in a model without them
         feed-forwards, and attention's projections only if the CPU has some in a decode pass."""
-        experts, forwards = self.expert_blocks, [block for block in self.computable if self._is_feed_forward(block)]
-        return experts or (forwards if self.cpu_computed <= set(forwards) else self.computable)
+        feed_forwards = [block for block in self.computable if self.blocks[block].feed_forward]
+        return self.expert_blocks or (feed_forwards if self.cpu_computed <= set(feed_forwards) else self.computable)
 
     @property
     def layers(self) -> int:
-        return len(self.layers_of(range(len(self.layouts))))
+        return len({block.layer for block in self.blocks})
 
-    def layers_of(self, indices: Iterable[int]) -> set[int]:
-        return {self.blocks[index].layer if self.blocks is not None else index for index in indices}
+    @property
+    def host_layers(self) -> int:
+        return len({self.blocks[block].layer for block in self.in_host_memory})
 
     # Bytes
 
@@ -187,12 +126,10 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the blocks in host memory over all ranks."""
         return self.nbytes_of(self.in_host_memory)
 
     @property
     def embedding_bytes(self) -> int:
-        """Bytes of the input embedding in host memory."""
         return 0 if self.embedding is None else self.embedding.nbytes
 
     @property
@@ -202,7 +139,6 @@ class Placement:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all weights as stored, without gaps between tensors."""
         return self.outside_bytes + self.embedding_bytes + sum(layout.stored_bytes for layout in self.layouts)
 
     @property
@@ -211,42 +147,36 @@ class Placement:
         slots = self.ring_depth * self.slot_bytes + self.staging_bytes
         return self.outside_bytes + self.resident_bytes + self.workspace_bytes + slots
 
-    # Bytes that the CPU reads in a decode pass
+    # What the CPU reads in a decode pass
 
     @property
     def computed_bytes(self) -> int:
         """Stored bytes that the CPU reads in a decode pass; of experts, those that are expected to be chosen."""
-        slots = self.expert_slots
-        return round(sum(self.read_bytes(block, slots) for block in self.cpu_computed))
+        return round(sum(map(self.read_bytes, self.cpu_computed)))
 
     @property
     def calls(self) -> dict[int, list[CpuCall]]:
         """Calls of the CPU backend in a decode pass, by block, each a hand-off: one for a feed-forward or a layer's experts, two for
         attention, whose projections are before and after what the device computes."""
-        found, slots = {}, self.expert_slots
+        found = {}
         for index in sorted(self.cpu_computed):
-            block, nbytes = self.blocks[index], self.read_bytes(index, slots)
+            block, nbytes = self.blocks[index], self.read_bytes(index)
             experts = nbytes / self.layouts[index].stored_bytes * block.experts.num_experts if block.experts else 0.0
             calls = 1 if block.feed_forward or block.experts else min(2, len(block.linears))
             found[index] = [CpuCall(nbytes / calls, experts)] * calls
         return found
 
-    def read_bytes(self, block: int, slots: Mapping[int, int] | None = None) -> float:
-        """Return the stored bytes that the CPU reads of `block` in a decode pass: of experts, the misses that are not fetched.
-
-        Args:
-            slots: `expert_slots`, if the caller has them.
-        """
-        stored, experts = self.layouts[block].stored_bytes, None if self.blocks is None else self.blocks[block].experts
+    def read_bytes(self, block: int) -> float:
+        """Return the stored bytes that the CPU reads of `block` in a decode pass: of experts, the misses that are not fetched."""
+        stored, experts = self.layouts[block].stored_bytes, self.blocks[block].experts
         if experts is None:
             return stored
-        slots = self.expert_slots if slots is None else slots
-        missed = self._missed(block, slots)
-        return stored * (missed - self._fetched(block, missed, slots)) / experts.num_experts
+        missed = self._missed(block)
+        return stored * (missed - self._fetched(block, missed)) / experts.num_experts
 
     # The expert cache
 
-    @property
+    @cached_property
     def expert_slots(self) -> dict[int, int]:
         """Number of cached experts by CPU-computed block of experts. Each block with a cache has at least as many slots as experts may be
         fetched at once, because these go there. Where the budget is too small for that, some blocks have none."""
@@ -256,15 +186,15 @@ class Placement:
         numbers = [self.blocks[block].experts.num_experts for block in blocks]
         sizes = [self.expert_bytes(block) for block in blocks]
         slots = share_out(numbers, sizes, self.expert_budget)
-        least = [min(max(self.quota, default=0), number) for number in numbers]
-        if any(count < fewest for count, fewest in zip(slots, least)):
-            some = spread([fewest * size for fewest, size in zip(least, sizes)], self.expert_budget)
-            slots = [fewest if index in some else 0 for index, fewest in enumerate(least)]
+        needed = [min(max(self.quota, default=0), number) for number in numbers]
+        if any(count < fewest for count, fewest in zip(slots, needed)):
+            some = spread([fewest * size for fewest, size in zip(needed, sizes)], self.expert_budget)
+            slots = [fewest if index in some else 0 for index, fewest in enumerate(needed)]
         return {block: count for block, count in zip(blocks, slots) if count}
 
     def expert_bytes(self, block: int) -> int:
-        """Return the bytes of one stored expert of `block`."""
-        return expert_bytes(self.layouts[block], self.blocks[block].experts)
+        layout, experts = self.layouts[block], self.blocks[block].experts
+        return sum(piece.nbytes for name in experts.parameters for piece in layout[name].pieces) // experts.num_experts
 
     @property
     def expert_slot_bytes(self) -> int:
@@ -273,56 +203,50 @@ class Placement:
     @property
     def gathered(self) -> dict[int, int]:
         """The `expert_slots` that are copied from device memory in a long pass, and do not cross the link."""
-        slots = self.expert_slots if self.gathers else {}
         return {
             block: count
-            for block, count in slots.items()
-            if count >= MIN_CACHED_SHARE * self.blocks[block].experts.num_experts
+            for block, count in self.expert_slots.items()
+            if self.gathers and count >= MIN_CACHED_SHARE * self.blocks[block].experts.num_experts
         }
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of cached experts that a prefill does not fetch."""
         found = self.gathered.items()
         return sum(count * self.expert_bytes(block) for block, count in found if block not in self.prompt_cpu_computed)
 
     @property
     def staging_bytes(self) -> int:
         """Device memory for experts that are fetched for one pass; blocks without a cache share it."""
-        blocks = self.cpu_computed.intersection(self.expert_blocks) - self.expert_slots.keys() if self.quota else ()
-        return max(
-            (sum(expert_memory(self.layouts[block], self.blocks[block].experts, max(self.quota))) for block in blocks),
-            default=0,
-        )
+        if not self.quota:
+            return 0
+        blocks, count = self.cpu_experts - self.expert_slots.keys(), max(self.quota)
+        sizes = (sum(expert_memory(self.layouts[block], self.blocks[block].experts, count)) for block in blocks)
+        return max(sizes, default=0)
 
     @property
     def fetched_expert_bytes(self) -> float:
         """Stored bytes of missed experts that are expected to cross the link in a decode pass."""
-        slots = self.expert_slots
-        return sum(
-            self._fetched(block, self._missed(block, slots), slots) * self.expert_bytes(block)
-            for block in self.cpu_computed.intersection(self.expert_blocks)
-        )
+        return sum(self._fetched(block, self._missed(block)) * self.expert_bytes(block) for block in self.cpu_experts)
 
-    def _missed(self, block: int, slots: Mapping[int, int]) -> float:
+    def _missed(self, block: int) -> float:
         """Return how many experts of `block` a decode pass is expected to choose that are not cached.
 
         Hit rates were measured with one sequence. Many sequences choose nearly all experts, of which no more hit than there are slots.
         """
-        experts, slots_here = self.blocks[block].experts, slots.get(block, 0)
-        cached, chosen = slots_here / experts.num_experts, experts.num_experts * experts.share_read(self.few_tokens)
+        experts, slots = self.blocks[block].experts, self.expert_slots.get(block, 0)
+        cached, chosen = slots / experts.num_experts, experts.num_experts * experts.share_read(self.few_tokens)
         exponent = 1 + ROUTING_SKEW * (experts.num_experts / max(1, experts.top_k) - 1) ** 0.5
         share = 1 - cached**CACHE_HIT_EXPONENT if any(self.quota) else (1 - cached) ** exponent
-        return max(chosen * share, chosen - slots_here)
+        return max(chosen * share, chosen - slots)
 
-    def _fetched(self, block: int, missed: float, slots: Mapping[int, int]) -> float:
+    def _fetched(self, block: int, missed: float) -> float:
         """Return how many of `missed` experts the device fetches: into a cache, no more than it has slots whose experts were not chosen."""
         if not self.quota or block not in self.cpu_computed:
             return 0.0
-        experts, most = self.blocks[block].experts, missed
-        if block in slots:
-            most = min(missed, slots[block] - (experts.num_experts * experts.share_read(self.few_tokens) - missed))
-        return max(0.0, min(most, self.quota[round(missed)]))
+        experts, room = self.blocks[block].experts, missed
+        if slots := self.expert_slots.get(block):
+            room = min(missed, slots - (experts.num_experts * experts.share_read(self.few_tokens) - missed))
+        return max(0.0, min(room, self.quota[round(missed)]))
 
     # Other placements of the same blocks
 
@@ -339,29 +263,17 @@ class Placement:
         return replace(self, cpu_computed=frozenset(chosen))
 
     def with_prompt_share(self, share: float) -> Placement:
-        """Return the placement with about `share` of the bytes of `prompt_candidates` CPU-computed in short prompts."""
         return replace(self, prompt_cpu_computed=frozenset(self._spread_by_kind(self.prompt_candidates, share)))
 
     def for_short_prompt(self, tokens: int, uses_cache: bool) -> Placement:
-        """Return the placement whose decode pass is this one's pass of a short prompt.
-
-        Args:
-            tokens: of the prompt.
-            uses_cache: the device multiplies the experts in its cache.
-        """
+        """Return the placement whose decode pass is this one's pass of a short prompt."""
         slots = self.expert_slots if uses_cache else {}
-        budget = sum(
-            slots.get(block, 0) * self.expert_bytes(block) for block in self.prompt_cpu_computed & slots.keys()
-        )
+        budget = sum(slots[block] * self.expert_bytes(block) for block in self.prompt_cpu_computed & slots.keys())
         return replace(self, cpu_computed=self.prompt_cpu_computed, few_tokens=tokens, quota=(), expert_budget=budget)
 
     def rebalanced(self, nbytes: float, candidates: Collection[int]) -> Placement:
-        """Return the placement with about `nbytes` moved from the CPU to the link; if negative, from the link to the CPU. Evenly spread
-        blocks move, but no experts. Feed-forwards are the first that the CPU gets, and the last that it gives.
-
-        Args:
-            candidates: blocks that may become CPU-computed.
-        """
+        """Return the placement with about `nbytes` moved from the CPU to the link; if negative, from the link to the CPU, of `candidates`.
+        Evenly spread blocks move, but no experts. Feed-forwards are the first that the CPU gets, and the last that it gives."""
         to_link, experts = nbytes > 0, set(self.expert_blocks)
         movable = sorted((self.cpu_computed if to_link else set(candidates).intersection(self.streamed)) - experts)
         share = min(1.0, abs(nbytes) / max(1, self.nbytes_of(movable)))
@@ -379,9 +291,8 @@ class Placement:
         placed = replace(self, quota=quota)
         if spare_slots is not None and placed.staging_bytes > self.expert_budget:
             slots = min(spare_slots, -((self.expert_budget - placed.staging_bytes) // self.slot_bytes))
-            placed = replace(
-                placed, ring_depth=self.ring_depth - slots, expert_budget=self.expert_budget + slots * self.slot_bytes
-            )
+            budget = self.expert_budget + slots * self.slot_bytes
+            placed = replace(placed, ring_depth=self.ring_depth - slots, expert_budget=budget)
         room: float = placed.expert_budget
         if spare_slots is None:
             taken = self.workspace_bytes + self.reserved_bytes + self.ring_depth * self.slot_bytes
@@ -406,18 +317,13 @@ class Placement:
 
     def _spread_by_kind(self, blocks: Sequence[int], share: float, feed_forwards_last: bool = False) -> set[int]:
         """Return about `share` of the bytes of `blocks`, from feed-forwards or from other blocks first."""
-        kinds: list[list[int]] = [[], []]
-        for block in blocks:
-            kinds[self._is_feed_forward(block) is feed_forwards_last].append(block)
         wanted, chosen = share * self.nbytes_of(blocks), set()
-        for kind in kinds:
+        for feed_forward in (not feed_forwards_last, feed_forwards_last):
+            kind = [block for block in blocks if (self.blocks[block].feed_forward is not None) is feed_forward]
             some = self._spread_evenly(kind, min(1.0, wanted / max(1, self.nbytes_of(kind))))
             wanted = max(0.0, wanted - self.nbytes_of(some))
             chosen |= some
         return chosen
-
-    def _is_feed_forward(self, block: int) -> bool:
-        return self.blocks is not None and self.blocks[block].feed_forward is not None
 
     def _spread_evenly(self, blocks: Sequence[int], share: float) -> set[int]:
         chosen: set[int] = set()
@@ -432,23 +338,14 @@ class Placement:
         return chosen
 
 
-def default_ring_depth(layouts: Sequence[BlockLayout], ranks: int) -> int:
-    """Return the number of ring slots whose copies last `RING_COVERED_S`, and one more. Each rank copies its share of a block over its own
-    link, so a slot covers that much less time."""
-    mean_bytes = sum(layout.nbytes for layout in layouts) / len(
-        layouts
-    )  # those that are streamed may be the small ones
-    return max(DEFAULT_RING_DEPTH, 1 + math.ceil(RING_COVERED_S * RING_LINK_GB_PER_S * 1e9 * ranks / mean_bytes))
-
-
 def plan_placement(
+    blocks: Sequence[Block],
     layouts: list[BlockLayout],
     outside_bytes: int,
     free_bytes: int | None,
     gpu_memory_gib: float | None,
     depth: int | None,
     ranks: int = 1,
-    blocks: Sequence[Block] | None = None,
     others: str = "",
 ) -> Placement:
     """Make as many layers resident as the budget holds, spread evenly among those in host memory. Where a mixture's experts are blocks
@@ -458,7 +355,6 @@ def plan_placement(
         free_bytes: device bytes that are left for layers, ring and workspace; None where nothing limits them (a CPU).
         gpu_memory_gib: budget of resident layers; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
         depth: slots of the ring; None takes `default_ring_depth`, or at least `MIN_RING_DEPTH` where there is less memory.
-        blocks: None where each is a layer.
         others: what takes the rest of the device memory, for the error.
 
     Raises:
@@ -467,31 +363,47 @@ def plan_placement(
     left = None if free_bytes is None else max(0, free_bytes - max(layout.workspace_bytes for layout in layouts))
 
     def place(gib: float | None, slots: int | None) -> Placement:
-        return _place(layouts, outside_bytes, left, gib, slots, ranks, blocks)
+        return _place(blocks, layouts, outside_bytes, left, gib, slots, ranks)
+
+    def fits(found: Placement) -> bool:
+        return left is None or found.reserved_bytes + found.ring_depth * found.slot_bytes <= left
 
     found = place(gpu_memory_gib, depth)
-    if not _fits(found, left):
-        resident = [f"{format_bytes(found.reserved_bytes)} of resident layers"] if found.reserved_bytes else []
-        slots = f"{found.ring_depth} ring slots of {format_bytes(found.slot_bytes)} each"
-        raise DoesNotFit(
-            f"{' and '.join(resident + ([slots] if found.ring_depth else []))} do not fit into the "
-            f"{format_bytes(left)} of device memory left for them{others}"
-            f"{_advice(place, gpu_memory_gib, depth, found, left)}."
-        )
-    return found
+    if fits(found):
+        return found
+    needed = [f"{format_bytes(found.reserved_bytes)} of resident layers"] if found.reserved_bytes else []
+    needed += [f"{found.ring_depth} ring slots of {format_bytes(found.slot_bytes)} each"] if found.ring_depth else []
+    advice = ""  # the smallest change of options that fits
+    for slots in range((depth or MIN_RING_DEPTH) - 1, MIN_RING_DEPTH - 1, -1):
+        if not advice and fits(place(gpu_memory_gib, slots)):
+            advice = f"; use --ring-depth {slots} or less"
+    for slots in dict.fromkeys((depth, MIN_RING_DEPTH)):
+        for tenths in range(int(found.reserved_bytes * 10 / GIB), -1, -1):
+            if not advice and fits(place(tenths / 10, slots)):
+                with_depth = f" with --ring-depth {slots}" if slots != depth else ""
+                advice = f"; use --gpu-memory {tenths / 10:g} or less{with_depth}"
+    raise DoesNotFit(
+        f"{' and '.join(needed)} do not fit into the {format_bytes(left)} of device memory left for them{others}{advice}."
+    )
+
+
+def default_ring_depth(layouts: Sequence[BlockLayout], ranks: int) -> int:
+    """Return the number of ring slots whose copies last `RING_COVERED_S`, and one more. Each rank copies its share of a block over its own
+    link, so a slot covers that much less time."""
+    mean_bytes = sum(layout.nbytes for layout in layouts) / len(layouts)  # streamed blocks may be the small ones
+    return max(DEFAULT_RING_DEPTH, 1 + math.ceil(RING_COVERED_S * RING_LINK_GB_PER_S * 1e9 * ranks / mean_bytes))
 
 
 def _place(
+    blocks: Sequence[Block],
     layouts: list[BlockLayout],
     outside_bytes: int,
     left: int | None,
     gib: float | None,
     depth: int | None,
     ranks: int,
-    blocks: Sequence[Block] | None,
 ) -> Placement:
-    largest = max(layout.nbytes for layout in layouts)
-    total = sum(layout.nbytes for layout in layouts)
+    largest, total = max(layout.nbytes for layout in layouts), sum(layout.nbytes for layout in layouts)
     slots = depth or default_ring_depth(layouts, ranks)
     if gib is not None:
         budget = int(gib * GIB)
@@ -502,50 +414,61 @@ def _place(
     else:
         slots = depth or max(MIN_RING_DEPTH, min(slots, left // largest))
         budget = left - slots * largest
-    members: dict[int, list[int]] = {}  # blocks by layer
-    for index in range(len(layouts)):
-        members.setdefault(index if blocks is None else blocks[index].layer, []).append(index)
-    layers = list(members.values())
-    caches_experts = ranks == 1 and budget < total and any(block.experts is not None for block in blocks or ())
-    if caches_experts:
-        layers = [others for layer in layers if (others := [b for b in layer if blocks[b].experts is None])]
-    sizes = [sum(layouts[b].nbytes for b in layer) for layer in layers]
-    resident = {block for index in spread(sizes, budget) for block in layers[index]}
+    caches_experts = ranks == 1 and budget < total and any(block.experts is not None for block in blocks)
+    layers: dict[int, list[int]] = {}  # blocks that become resident together
+    for index, block in enumerate(blocks):
+        if not (caches_experts and block.experts is not None):
+            layers.setdefault(block.layer, []).append(index)
+    members = list(layers.values())
+    sizes = [sum(layouts[b].nbytes for b in layer) for layer in members]
+    resident = sorted(block for index in spread(sizes, budget) for block in members[index])
+    host = sorted(set(range(len(layouts))).difference(resident))
     placed = Placement(
-        layouts,
-        sorted(resident),
-        [index for index in range(len(layouts)) if index not in resident],
-        0,
-        outside_bytes,
         blocks,
+        layouts,
+        resident,
+        host,
+        min(slots, len(host)),
+        outside_bytes,
         expert_budget=max(0, budget - sum(layouts[b].nbytes for b in resident)) if caches_experts else 0,
         free_bytes=None if left is None else left + max(layout.workspace_bytes for layout in layouts),
     )
-    placed.ring_depth = min(slots, len(placed.in_host_memory))
     if left is not None and depth is None and placed.ring_depth > MIN_RING_DEPTH:  # a given budget comes first
         fitting = (left - placed.reserved_bytes) // placed.slot_bytes
-        placed.ring_depth = max(MIN_RING_DEPTH, min(placed.ring_depth, fitting))
+        placed = replace(placed, ring_depth=max(MIN_RING_DEPTH, min(placed.ring_depth, fitting)))
     return placed
 
 
-def _fits(placed: Placement, left: int | None) -> bool:
-    return left is None or placed.reserved_bytes + placed.ring_depth * placed.slot_bytes <= left
+def expert_memory(layout: BlockLayout, experts: FusedExperts, count: int) -> tuple[int, int]:
+    """Return the device bytes of `count` experts: of gate and up, and of down, with biases."""
+
+    def nbytes(*names: str) -> int:
+        pieces = [piece for name in filter(None, names) for piece in layout[name].pieces]
+        return sum(aligned(count * (piece.nbytes // experts.num_experts)) for piece in pieces)
+
+    return nbytes(experts.gate_up, experts.gate_up_bias), nbytes(experts.down, experts.down_bias)
 
 
-def _advice(
-    place: Callable[[float | None, int | None], Placement],
-    gib: float | None,
-    depth: int | None,
-    placed: Placement,
-    left: int,
-) -> str:
-    """Return the smallest change of options that fits, found by trying; empty where none does."""
-    for slots in range((depth or MIN_RING_DEPTH) - 1, MIN_RING_DEPTH - 1, -1):
-        if _fits(place(gib, slots), left):
-            return f"; use --ring-depth {slots} or less"
-    for slots in dict.fromkeys((depth, MIN_RING_DEPTH)):
-        for tenths in range(int(placed.reserved_bytes * 10 / GIB), -1, -1):
-            if _fits(place(tenths / 10, slots), left):
-                with_depth = f" with --ring-depth {slots}" if slots != depth else ""
-                return f"; use --gpu-memory {tenths / 10:g} or less{with_depth}"
-    return ""
+def share_out(numbers: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
+    """Return how many experts of each layer the budget holds: equally many, or one more in layers that are evenly spread; `sizes` are the
+    bytes of one expert of each layer."""
+
+    def taken(most: int) -> int:
+        return sum(min(most, number) * size for number, size in zip(numbers, sizes))
+
+    most = max(0, bisect_right(range(max(numbers, default=0) + 1), budget, key=taken) - 1)
+    slots = [min(most, number) for number in numbers]
+    growing = [place for place, number in enumerate(numbers) if number > most]
+    for place in spread([sizes[place] for place in growing], budget - taken(most)):
+        slots[growing[place]] += 1
+    return slots
+
+
+def spread(sizes: Sequence[int], budget: int) -> set[int]:
+    """Return the indices of as many evenly spaced items as the budget holds; `sizes` are their bytes."""
+    count = len(sizes)
+    for kept in range(count, 0, -1):
+        chosen = {int((index + 0.5) * count / kept) for index in range(kept)}
+        if sum(sizes[index] for index in chosen) <= budget:
+            return chosen
+    return set()

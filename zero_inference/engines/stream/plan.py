@@ -1,7 +1,7 @@
 """The plan of a stream run: what is resident, streamed or CPU-computed, from options, the empty model and measured rates.
 
 `plan` places blocks on device and host (`placement.plan_placement`), gives some to the CPU (`cpu_plan.plan_cpu`), and then tries rings of
-fewer slots (`with_ring_for_cpu`). No weight is read for it.
+fewer slots. No weight is read for it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from zero_inference.config.options import GROUP_SIZES, MIN_RING_DEPTH
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import EnginePlan, Footprint, Job
 from zero_inference.engines.cost_terms import CostTerms, CpuWork
-from zero_inference.engines.stream.blocks import check_groups, lay_out_blocks
+from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.engines.stream.cpu_plan import (
     CpuPlan,
+    MeasuredStep,
+    bytes_to_move,
     cpu_block_s,
     decode_step_s,
     plan_cpu,
@@ -35,7 +37,6 @@ from zero_inference.engines.stream.expert_cache import multiplies_many
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.overlap import FETCH_RATE, overlapped_step_s, prefill_bytes
 from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, plan_placement
-from zero_inference.engines.stream.prefetch import MeasuredStep, bytes_to_move
 from zero_inference.engines.stream.vocabulary import (
     HEAD_BITS,
     EmbeddingTable,
@@ -44,7 +45,6 @@ from zero_inference.engines.stream.vocabulary import (
     find_host_embedding,
 )
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
@@ -63,23 +63,13 @@ SLOWER_ATTENTION = "a step with CPU attention is predicted to take longer"
 
 @dataclass(frozen=True)
 class StreamPlan(EnginePlan):
-    """
-    Attributes:
-        scheme: None where weights keep 16 bits.
-        cpu: what the CPU computes; None if nothing.
-        no_cpu: why it computes nothing, in a few words; None if it does, or if nothing is in host memory.
-        no_graph: why decode steps are not CUDA graphs, in a few words; None if they may be.
-        no_cpu_attention: why keys and values in host memory cross the link, in a few words; None if the CPU attends, or if there are none.
-        head: the output head if it is quantized; None where it keeps its dtype.
-    """
-
     placement: Placement
-    scheme: GroupQuantization | None
-    cpu: CpuPlan | None = None
-    no_cpu: str | None = None
-    no_graph: str | None = None
-    no_cpu_attention: str | None = None
-    head: HeadWeight | None = None
+    scheme: GroupQuantization | None  # None where weights keep 16 bits
+    cpu: CpuPlan | None = None  # None if the CPU computes nothing
+    no_cpu: str | None = None  # why it computes nothing; None if it does, or if nothing is in host memory
+    no_graph: str | None = None  # why decode steps are not CUDA graphs; None if they may be
+    no_cpu_attention: str | None = None  # why keys and values in host memory cross the link; None if they do not
+    head: HeadWeight | None = None  # the output head if it is quantized
 
     def prepare(self) -> None:
         job = self.job
@@ -115,37 +105,30 @@ class StreamPlan(EnginePlan):
         }
 
     @functools.cached_property
-    def _in_prompt(self) -> tuple[Placement, ConcurrentRates] | None:
-        """Return the placement in a short prompt, and its rates; None if the CPU multiplies nothing then."""
-        if self.cpu is None or self.cpu.prompt_rates is None:
-            return None
-        placement = self.placement.for_short_prompt(self.cpu.prompt_rows, multiplies_many(self.scheme))
-        return placement, self.cpu.prompt_rates
-
-    @functools.cached_property
     def cost_terms(self) -> CostTerms:
         job, placement, cpu = self.job, self.placement, self.cpu
         rates = None if cpu is None else cpu.rates
         cpu_gb_per_s = None if cpu is None else cpu.of_step_gb_per_s(placement.computed_bytes)
-        has_rates = rates is not None and cpu_gb_per_s is not None
         profile = job.machine.profile()
-        link_gb_per_s = None if profile is None else profile.link_gb_per_s
-        prefill_link_gb_per_s = None
-        if link_gb_per_s is not None and placement.gathered:
-            prefill_link_gb_per_s = FETCH_RATE * link_gb_per_s
-        prefill_cpu = CpuWork()
-        if self._in_prompt is not None:
-            in_prompt, prompt_rates = self._in_prompt
-            prefill_link_gb_per_s = prompt_rates.link_gb_per_s
-            prefill_cpu = CpuWork(*self._cpu_shares(in_prompt), sum(cpu_block_s(*self._in_prompt).values()))
+        prefill_link_gb_per_s, prefill_cpu = None, CpuWork()
+        if profile is not None and profile.link_gb_per_s is not None and placement.gathered:
+            prefill_link_gb_per_s = FETCH_RATE * profile.link_gb_per_s
+        if cpu is not None and cpu.prompt_rates is not None:
+            in_prompt = placement.for_short_prompt(cpu.prompt_rows, multiplies_many(self.scheme))
+            prefill_link_gb_per_s = cpu.prompt_rates.link_gb_per_s
+            prefill_cpu_s = sum(cpu_block_s(in_prompt, cpu.prompt_rates).values())
+            prefill_cpu = CpuWork(*self._cpu_shares(in_prompt), prefill_cpu_s)
+        several = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
+        unknown_there = not job.machine.is_here and profile is not None and profile.cores is None
+        asks_for_cpu = job.on_gpu and placement.host_bytes and cpu is None and job.config.cpu_share is None
         fused = job.on_gpu and job.config.group_size in FUSED_GROUP_SIZES and job.spec.dtype in FUSED_DTYPES
         prompt_tokens = job.rank_batch * job.config.prompt_len
         return CostTerms(
             prefill_fetched_bytes=prefill_bytes(placement, self.graphs) + prompt_tokens * placement.row_bytes,
             chosen_expert_bytes=round(placement.fetched_expert_bytes),
             prefill_link_gb_per_s=prefill_link_gb_per_s,
-            link_beside_cpu_gb_per_s=rates.link_gb_per_s if rates is not None and has_rates else None,
-            cpu_beside_link_gb_per_s=cpu_gb_per_s if has_rates else None,
+            link_beside_cpu_gb_per_s=rates.link_gb_per_s if rates and cpu_gb_per_s else None,
+            cpu_beside_link_gb_per_s=cpu_gb_per_s,
             copies_within_host=True,
             fetches=len(placement.in_host_memory),
             resident_quantized_blocks=0 if self.scheme is None else len(placement.resident),
@@ -158,24 +141,12 @@ class StreamPlan(EnginePlan):
             prefill_cpu=prefill_cpu,
             cpu_attention_layers=len(job.sizes.kv_widths) if cpu is not None and cpu.attends else 0,
             cpu_alone_s=0.0 if rates is None else placement.computed_bytes / (rates.cores_alone_gb_per_s * 1e9),
-            cpu_rate_unknown=self._cpu_rate_unknown,
-            depends_on_routing=any(block in placement.cpu_computed for block in placement.expert_blocks),
+            cpu_rate_unknown=bool(asks_for_cpu and (several or unknown_there)),
+            depends_on_routing=bool(placement.cpu_experts),
         )
 
-    @property
-    def _cpu_rate_unknown(self) -> bool:
-        job = self.job
-        if self.cpu is not None or job.config.cpu_share is not None or not (job.on_gpu and self.placement.host_bytes):
-            return False
-        elsewhere = None if job.machine.is_here else job.machine.profile()
-        several = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
-        return several or (elsewhere is not None and elsewhere.cores is None)
-
     def alternative(self) -> StreamPlan | None:
-        """Return this run's plan without CPU attention, for the caller to compare; None if this plan has none, or it was set by the user.
-
-        `plan` chose CPU attention by bandwidth alone, without the time that the host spends on each layer.
-        """
+        """Return the plan without CPU attention: `plan` chose it by bandwidth alone, without the host's time for each layer."""
         if self.cpu is None or not (self.cpu.attends and self.cpu.automatic):
             return None
         try:
@@ -220,15 +191,11 @@ class StreamPlan(EnginePlan):
         itself. Zero without a GPU: the CPU is the device then, and its products with codes are measured as such."""
         if not self.job.on_gpu:
             return 0.0, 0.0
-        hosted_experts = set(placement.expert_blocks)
-        all_experts = [index for index, block in enumerate(placement.blocks or ()) if block.experts is not None]
-        other_bytes = placement.nbytes_of(set(range(len(placement.layouts))) - set(all_experts))
-        on_cpu, cached_bytes = placement.cpu_computed & hosted_experts, placement.expert_slot_bytes
-        return (
-            placement.nbytes_of(placement.cpu_computed - hosted_experts) / max(1, other_bytes),
-            max(0, placement.nbytes_of(on_cpu) - (cached_bytes if on_cpu else 0))
-            / max(1, placement.nbytes_of(all_experts)),
-        )
+        nbytes, on_cpu = placement.nbytes_of, placement.cpu_experts
+        experts_bytes = nbytes(index for index, block in enumerate(placement.blocks) if block.experts is not None)
+        other_bytes = nbytes(range(len(placement.blocks))) - experts_bytes
+        computed_bytes = max(0, nbytes(on_cpu) - (placement.expert_slot_bytes if on_cpu else 0))
+        return nbytes(placement.cpu_computed - on_cpu) / max(1, other_bytes), computed_bytes / max(1, experts_bytes)
 
     def rebalanced_s(self, link_s: float, others_s: float) -> tuple[float, float]:
         """Return (link, others) seconds after rebalancing, from those of the planned placement. With CPU attention nothing moves."""
@@ -251,33 +218,61 @@ class StreamPlan(EnginePlan):
         return overlapped_step_s(self.placement, cpu_s, link_s, others_s, self.graphs)
 
     def in_words(self) -> list[str]:
-        placement, on_gpu = self.placement, self.job.on_gpu
-        no_cpu = f"{'the CPU computes nothing' if on_gpu else 'PyTorch computes all layers'}: {self.no_cpu}"
-        no_cpu_attention = []
-        if self.no_cpu_attention not in (None, self.no_cpu) and self.job.ranks.world_size == 1:
-            effect = "keys and values cross the link" if on_gpu else "the CPU backend does not compute attention"
-            no_cpu_attention = [f"{effect}: {self.no_cpu_attention}"]
-        if not placement.in_host_memory:
-            offloads_kv = self.cpu is None and self.no_cpu and self.job.config.kv_offload
-            return [*([no_cpu] if offloads_kv else []), *no_cpu_attention]
-        line = f"each decode step {self.describe_copies()}"
-        if self.cpu is None:
-            return [line, *([no_cpu] if self.no_cpu else []), *no_cpu_attention, *self.dequantization_warning()]
-        copies = f"{line}; " if on_gpu or placement.streamed else "in each decode step "
-        first, *others = describe_cpu(self.cpu, placement)
-        return [f"{copies}{first}", *others, *no_cpu_attention, *describe_expert_cache(placement)]
+        placement, on_gpu, lines = self.placement, self.job.on_gpu, []
+        if placement.in_host_memory and (on_gpu or self.fetched_bytes):
+            lines.append(f"each decode step {self.describe_copies()}")
+        if self.cpu is not None and placement.in_host_memory:
+            lines += self._describe_cpu(self.cpu)
+        elif self.no_cpu and (placement.in_host_memory or self.job.config.kv_offload):
+            lines.append(f"{'the CPU computes nothing' if on_gpu else 'PyTorch computes all layers'}: {self.no_cpu}")
+        if self.no_cpu_attention not in (None, self.no_cpu):
+            lines.append(f"the CPU backend does not compute attention: {self.no_cpu_attention}")
+        if self.cpu is None and placement.in_host_memory:
+            lines += self.dequantization_warning()
+        if slots := placement.expert_slots:
+            size = format_bytes(placement.expert_slot_bytes)
+            lines.append(f"expert cache on the device: {sum(slots.values())} experts ({size})")
+        if quota := placement.quota:
+            lines.append(f"of {len(quota) - 1} missed experts of a layer, the device fetches {quota[-1]}")
+        return lines
+
+    def _describe_cpu(self, cpu: CpuPlan) -> list[str]:
+        """Describe what the CPU computes in decode steps, at which rates, and in which prompts."""
+        placement, rates, tasks = self.placement, cpu.rates, []
+        if placement.cpu_computed:
+            stored = format_bytes(sum(placement.layouts[block].stored_bytes for block in placement.cpu_computed))
+            chosen = f" (the chosen experts of {stored})" if placement.cpu_experts else ""
+            tasks.append(f"multiplies {format_bytes(placement.computed_bytes)}{chosen}")
+        if cpu.attends:
+            tasks.append(f"attends over {format_bytes(cpu.kv_bytes)} of keys and values")
+        for_ranks = f" for {cpu.ranks} ranks" if cpu.ranks > 1 else ""
+        threads = f" ({len(cpu.cpus)} CPU threads, {cpu.instructions})" if cpu.instructions else ""
+        lines = [f"the CPU{threads} {' and '.join(tasks)} in host memory{for_ranks}"]
+        if rates is not None:
+            link, link_alone = three_digits(rates.link_gb_per_s), three_digits(rates.link_alone_gb_per_s)
+            beside, alone = three_digits(rates.cores_gb_per_s), three_digits(rates.cores_alone_gb_per_s)
+            lines.append(
+                f"side by side: link {link} GB/s (alone {link_alone}), CPU {beside} GB/s (alone {alone}), "
+                f"tokens a pass: {cpu.decode_rows * cpu.ranks}"
+            )
+        if cpu.prompt_rows:
+            share = f"{cpu.prompt_share:.0%} of the weights in host memory"
+            lines.append(f"prompts of up to {cpu.prompt_rows} tokens: the CPU multiplies {share}")
+        return lines
 
     def describe_location(self) -> str:
         placement = self.placement
-        all_in_one = not (placement.in_host_memory or placement.embedding) or not self.job.on_gpu
-        return super().describe_location() if all_in_one else describe_placement(placement)
+        if not (placement.in_host_memory or placement.embedding) or not self.job.on_gpu:
+            return super().describe_location()
+        embedding = f" and {format_bytes(placement.embedding_bytes)} of input embedding" if placement.embedding else ""
+        only_experts = set(placement.expert_blocks).issuperset(placement.in_host_memory) and placement.in_host_memory
+        layers = f"{'the experts of ' if only_experts else ''}{placement.host_layers} of {placement.layers} layers"
+        host = f"in host memory ({format_bytes(placement.host_bytes)}{embedding})"
+        return f"{layers} {host}, everything else on the device"
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
-    """Plan a run.
-
-    Args:
-        may_attend: whether the CPU may compute attention over keys and values in host memory.
+    """Plan a run; `may_attend` if the CPU may compute attention over keys and values in host memory.
 
     Raises:
         UsageError: no decoder layers to stream, a group size that does not divide, a device too small (DoesNotFit), or a share for the CPU
@@ -287,7 +282,6 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     scheme = None
     if config.quantized:
         scheme = GroupQuantization(config.quant_bits, config.group_size, job.spec.dtype)
-        job.empty_model.cached(("groups", scheme), lambda: check_groups(model, scheme))
     no_graph, no_cpu_at_all = why_no_graph(job), why_no_cpu_compute(job)
     no_cpu = no_cpu_at_all
     placement: Placement | None = None
@@ -341,32 +335,24 @@ def _plan_with_cpu(
     placed, cpu = plan_cpu(job, divided, scheme, graphs, may_attend)
     if isinstance(cpu, str):
         return None, None, cpu
-    placed, cpu = with_ring_for_cpu(job, placed, cpu, scheme, graphs, may_attend)
+    given = config.ring_depth is not None or config.gpu_memory is not None
+    one_gpu = job.free_device_bytes is not None and job.ranks.world_size == 1
+    if one_gpu and not given and cpu.automatic and cpu.rates is not None:
+        # where the CPU multiplies most of what is in host memory, a step does not wait for the link, and resident layers use the memory
+        # of ring slots better
+        slots, best_s = placed.ring_depth, decode_step_s(placed, cpu, graphs)
+        for depth in (each for each in RING_DEPTHS_WITH_CPU if each < slots):
+            other, other_cpu = plan_cpu(job, _place(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend)
+            if (
+                isinstance(other_cpu, CpuPlan)
+                and (step_s := decode_step_s(other, other_cpu, graphs)) < SHORTER * best_s
+            ):
+                placed, cpu, best_s = other, other_cpu, step_s
     placed = without_spare_slots(job, placed, scheme)
     needed = placed.host_bytes + placed.embedding_bytes + job.kv_host_bytes
     if cpu.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
         return None, None, "host memory has no space for the experts in the GPU's cache as well"
     return *plan_short_prompts(job, placed, cpu, scheme, graphs), None
-
-
-def with_ring_for_cpu(
-    job: Job, placement: Placement, cpu: CpuPlan, scheme: GroupQuantization | None, graphs: bool, may_attend: bool
-) -> tuple[Placement, CpuPlan]:
-    """Return `placement` and `cpu`, or those with a smaller ring if their decode step is predicted to be shorter.
-
-    Where the CPU multiplies most of what is in host memory, a step does not wait for the link, and resident layers use the memory better.
-    """
-    config = job.config
-    given = config.ring_depth is not None or config.gpu_memory is not None
-    one_gpu = job.free_device_bytes is not None and job.ranks.world_size == 1
-    if given or not one_gpu or not cpu.automatic or cpu.rates is None:
-        return placement, cpu
-    best, best_s = (placement, cpu), decode_step_s(placement, cpu, graphs)
-    for depth in (each for each in RING_DEPTHS_WITH_CPU if each < placement.ring_depth):
-        other, other_cpu = plan_cpu(job, _place(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend)
-        if not isinstance(other_cpu, str) and (step_s := decode_step_s(other, other_cpu, graphs)) < SHORTER * best_s:
-            best, best_s = (other, other_cpu), step_s
-    return best
 
 
 def without_spare_slots(job: Job, placement: Placement, scheme: GroupQuantization | None) -> Placement:
@@ -427,7 +413,7 @@ def _place(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int
                 f"and a reserve ({format_bytes(RESERVE_BYTES)}), of {format_bytes(job.free_device_bytes)} free"
             )
         slots = depth or config.ring_depth
-        placement = plan_placement(layouts, outside_bytes, left_bytes, config.gpu_memory, slots, ranks, blocks, others)
+        placement = plan_placement(blocks, layouts, outside_bytes, left_bytes, config.gpu_memory, slots, ranks, others)
         return replace(placement, embedding=embedding, gathers=job.pin_weights or not job.on_gpu)
 
     embedding = find_host_embedding(job)
@@ -438,65 +424,3 @@ def _place(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int
         if not placement.in_host_memory:
             return placement
     return place(embedding)
-
-
-def describe_placement(placement: Placement) -> str:
-    """Describe where the weights are, for a GPU with some of them in host memory."""
-    hosted, layers = len(placement.layers_of(placement.in_host_memory)), placement.layers
-    embedding = f"{format_bytes(placement.embedding_bytes)} of input embedding"
-    if not hosted:
-        return f"all layers on the device, {embedding} in host memory"
-    host = f"in host memory ({format_bytes(placement.host_bytes)}{f' and {embedding}' if placement.embedding else ''})"
-    if set(placement.expert_blocks).issuperset(placement.in_host_memory):
-        return f"the experts of {hosted} of {layers} layers {host}, everything else on the device"
-    if hosted == layers:
-        return f"all {layers} layers {host}"
-    return f"{layers - hosted} of {layers} layers on the device, {hosted} {host}"
-
-
-def describe_expert_cache(placement: Placement) -> list[str]:
-    """Describe which experts in host memory the device caches and fetches."""
-    lines = []
-    if slots := placement.expert_slots:
-        number = sum(placement.blocks[block].experts.num_experts for block in placement.expert_blocks)
-        lines.append(
-            f"the device also caches the {sum(slots.values())} most used of the {number} experts in host memory: "
-            f"{format_bytes(placement.expert_slot_bytes)}"
-        )
-    if quota := placement.quota:
-        lines.append(
-            f"of {len(quota) - 1} chosen experts that are not cached, the device fetches {quota[-1]}, and the CPU multiplies the others"
-        )
-    return lines
-
-
-def describe_cpu(cpu: CpuPlan, placement: Placement) -> list[str]:
-    """Describe what the CPU computes in decode steps, at which rates, and in which prompts."""
-    threads = len(cpu.cpus)
-    who = f"{threads} CPU thread{'s' * (threads > 1)} ({cpu.instructions})" if cpu.instructions else "the CPU"
-    one = threads == 1 or not cpu.instructions
-    tasks = []
-    if placement.cpu_computed:
-        stored = sum(placement.layouts[block].stored_bytes for block in placement.cpu_computed)
-        computed = placement.computed_bytes
-        chosen = f" (the chosen experts of {format_bytes(stored)})" if stored > computed else ""
-        tasks.append(f"multipl{'ies' if one else 'y'} {format_bytes(computed)}{chosen}")
-    if cpu.attends:
-        tasks.append(f"attend{'s' * one} over {format_bytes(cpu.kv_bytes)} of keys and values")
-    for_ranks = f" for {cpu.ranks} ranks" if cpu.ranks > 1 else ""
-    lines = [f"{who} {' and '.join(tasks)} in host memory{for_ranks}"]
-    if cpu.kv_bytes and cpu.ranks > 1:
-        lines[0] += "; keys and values cross the link, because each rank has its own"
-    if cpu.rates is not None:
-        rates, tokens = cpu.rates, cpu.decode_rows * cpu.ranks
-        lines.append(
-            f"side by side: link{'s' * (cpu.ranks > 1)} {three_digits(rates.link_gb_per_s)} GB/s "
-            f"(alone {three_digits(rates.link_alone_gb_per_s)}), CPU {three_digits(rates.cores_gb_per_s)} GB/s "
-            f"(alone {three_digits(rates.cores_alone_gb_per_s)}) with {tokens} token{'s' * (tokens > 1)} a pass"
-        )
-    if cpu.prompt_rows:
-        share = f"{cpu.prompt_share:.0%} of the weights in host memory"
-        lines.append(
-            f"prompts of up to {cpu.prompt_rows} tokens: the CPU multiplies {share}, the rest crosses the link"
-        )
-    return lines

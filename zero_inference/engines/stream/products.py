@@ -1,7 +1,4 @@
-"""Modules that multiply with int8 and int4 codes as they are stored, so that a short pass does not dequantize their weights.
-
-Linear modules that are called with the same input one after the other, as queries, keys and values are, share one product.
-"""
+"""Modules that multiply with int8 and int4 codes as they are stored, so that a short pass does not dequantize their weights."""
 
 from __future__ import annotations
 
@@ -40,20 +37,13 @@ Products = Callable[[tuple[str, ...], torch.Tensor], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class CodesModule:
-    """A module that can compute without its plain weights.
-
-    Attributes:
-        weights: names of its weights, relative to the block.
-        max_tokens: tokens of the longest pass in which multiplying codes is faster than dequantizing.
-        forward: computes the module from codes; takes the module's arguments.
-        observe: takes the arguments of a call that the module computes from plain weights.
-    """
+    """A module that can compute without its plain weights."""
 
     module: nn.Module
-    weights: tuple[str, ...]
-    max_tokens: int
-    forward: Callable[..., torch.Tensor]
-    observe: Callable[..., None] = lambda *args: None
+    weights: tuple[str, ...]  # names, relative to the block
+    max_tokens: int  # of the longest pass in which multiplying codes is faster than dequantizing
+    forward: Callable[..., torch.Tensor]  # computes the module from codes
+    observe: Callable[..., None] = lambda *args: None  # takes the arguments of a call with plain weights
 
 
 def modules_from_codes(
@@ -69,7 +59,6 @@ def modules_from_codes(
     Args:
         examples: the quantized weights of the block by name, in one slot of each alignment.
         packed_now: returns a weight in the slot that holds the block in this pass.
-        mixtures: modules of experts by name.
     """
     found: list[CodesModule] = []
     linears = Linears(block, scheme, packed_now)
@@ -107,16 +96,11 @@ def modules_from_codes(
 
 
 def weight_of(name: str) -> str:
-    """Return the name of the weight of linear module `name`."""
     return f"{name}.weight" if name else "weight"
 
 
 class BlockCodes:
-    """The weights of a block that stay quantized in a short pass, because their modules multiply the codes.
-
-    Args:
-        shared_input: that of its linear modules.
-    """
+    """The weights of a block that stay quantized in a short pass, because their modules multiply the codes."""
 
     def __init__(self, found: Sequence[CodesModule] = (), shared_input: SharedInput | None = None):
         self.found, self.shared_input = found, shared_input
@@ -133,7 +117,6 @@ class BlockCodes:
         self.max_tokens = {weight: tokens for weight, tokens in self.max_tokens.items() if weight in self.called}
 
     def multiplies(self, weight: str, tokens: int) -> bool:
-        """Return whether a pass of `tokens` tokens multiplies the codes of `weight`."""
         return tokens <= self.max_tokens.get(weight, 0)
 
     def end_block(self) -> None:
@@ -142,32 +125,23 @@ class BlockCodes:
 
 
 class SharedInput:
-    """Finds the modules of a block that are called with the same tensor; from then on the call of the first computes all of them.
-
-    Attributes:
-        together: by name of a module, the modules with its input, in order of their calls.
-    """
+    """Finds the modules of a block that are called with the same tensor; from then on the call of the first computes all of them."""
 
     def __init__(self) -> None:
-        self.together: dict[str, tuple[str, ...]] = {}
+        self.together: dict[str, tuple[str, ...]] = {}  # module -> the modules with its input, in order of their calls
         self.input: torch.Tensor | None = None  # of the latest call
         self.group: list[str] = []  # while observing: modules that were called with `input`
         self.ready: dict[str, torch.Tensor] = {}  # products with `input` of modules that are still to be called
 
     def observe(self, name: str, x: torch.Tensor, alike: Callable[[str, str], bool]) -> None:
-        """Note that module `name` was called with `x` and computed alone.
-
-        Args:
-            alike: returns whether the products of two modules can be computed as one.
-        """
+        """Note that module `name` was called with `x` and computed alone; products of `alike` modules can be computed as one."""
         if name in self.together:
             return
         if x is self.input and alike(name, self.group[0]):
             self.group.append(name)
         else:
             self.input, self.group = x, [name]
-        for each in self.group:
-            self.together[each] = tuple(self.group)
+        self.together |= dict.fromkeys(self.group, tuple(self.group))
 
     def product(self, name: str, x: torch.Tensor, products: Products) -> torch.Tensor:
         """Return the product of module `name` with x [..., columns]; the first call of a group calls `products` for all of it."""
@@ -177,17 +151,13 @@ class SharedInput:
         return self.ready.pop(name)
 
     def end_block(self) -> None:
-        """Release the block's input."""
         self.input, self.group, self.ready = None, [], {}
 
 
 class Linears:
     """Computes a block's linear modules as `quantized_linear` does, without its checks, which take Python longer than the product.
 
-    Adjacent weights with the same input are multiplied as one.
-
-    Args:
-        packed_now: returns a weight in the slot that holds the block in this pass.
+    Adjacent weights with the same input, as those of queries, keys and values, are multiplied as one.
     """
 
     def __init__(self, block: nn.Module, scheme: GroupQuantization, packed_now: Callable[[str], Packed]):
@@ -195,19 +165,17 @@ class Linears:
         self.scheme, self.packed_now = scheme, packed_now
         self.shared_input = SharedInput()
         self.orders: dict[tuple[str, ...], tuple[str, ...]] = {}  # results of `_by_address`
-        self.joined: dict[
-            tuple[tuple[str, ...], int], tuple[torch.Tensor, ...] | None
-        ] = {}  # results of `_joined_weights`
+        self.joined: dict[tuple[tuple[str, ...], int], tuple[torch.Tensor, ...] | None] = {}  # of `_joined_weights`
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self.shared_input.product(name, x, self._products)
 
     def observe(self, name: str, x: torch.Tensor) -> None:
-        self.shared_input.observe(name, x, self._alike)
+        def alike(one: str, other: str) -> bool:
+            a, b = self.linears[one], self.linears[other]
+            return a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
 
-    def _alike(self, one: str, other: str) -> bool:
-        a, b = self.linears[one], self.linears[other]
-        return a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
+        self.shared_input.observe(name, x, alike)
 
     def _products(self, names: tuple[str, ...], x: torch.Tensor) -> Sequence[torch.Tensor]:
         flat = x.reshape(-1, x.shape[-1]).contiguous()  # [tokens, columns]
@@ -259,19 +227,15 @@ def _join_adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
 
 
-def experts_forward(experts: FusedExperts, first: ExpertProduct, last: ExpertProduct) -> Callable[..., torch.Tensor]:
-    """Return a forward for a module of experts that computes the experts that each token is routed to, and no others.
-
-    Args:
-        first, last: multiply with the experts' two weights, `FusedExperts.first` and `last`.
-    """
+def experts_forward(experts: FusedExperts, gate_up: ExpertProduct, down: ExpertProduct) -> Callable[..., torch.Tensor]:
+    """Return a forward for a module of experts that computes the experts that each token is routed to, and no others."""
     epilogue = epilogue_of(experts)
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])  # [tokens, H]
         slot = top_k_index.to(torch.int64).reshape(-1)  # [tokens * k]: each expert is in the slot of its index
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()  # [tokens, k]
-        rows = last(first(x, slot, epilogue, len(x)), slot, None, len(x))  # [tokens * k, H]
+        rows = down(gate_up(x, slot, epilogue, len(x)), slot, None, len(x))  # [tokens * k, H]
         out = WeightedRows(weights.contiguous(), rows).total()
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
@@ -285,12 +249,11 @@ def experts_in_groups(
     first: Callable[[int], torch.Tensor],
     last: Callable[[int], torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
-    """Return a forward for a module of experts that dequantizes one group of them at a time.
+    """Return a forward for a module of experts that dequantizes `group` of them at a time.
 
     It runs the operators of transformers' grouped products in the same order. With several groups the host reads how many rows each has.
 
     Args:
-        group: how many experts are dequantized at a time.
         first, last: return the weights of a group by its index, [experts, rows, columns], valid until the next call of either.
     """
     from transformers.integrations.moe import _grouped_mm
@@ -325,7 +288,6 @@ def experts_in_groups(
 
 
 def epilogue_of(experts: FusedExperts) -> Epilogue:
-    """Return how kernels combine the first product of `experts`: activation, gate and limits."""
     gated = INTERLEAVED if experts.interleaved else UP_FIRST if experts.gate_is_second else GATE_FIRST
     return Epilogue(
         gated if experts.gated else ACTIVATED,
@@ -359,12 +321,9 @@ def _can_fuse(
     layout: BlockLayout, names: Sequence[str], examples: Sequence[Mapping[str, Packed]], scheme: GroupQuantization
 ) -> bool:
     """Return whether the device has a kernel for products with the weights `names` in all `examples`."""
-    for example in examples:
-        for name in names:
-            if name not in example:
-                return False
-            codes, scales, minima, *_ = example[name]
-            x = torch.empty(1, layout[name].plain.shape[-1], dtype=scales.dtype, device=scales.device)
-            if not can_fuse(x, codes, scales, minima, scheme.bits, scheme.group_size):
-                return False
-    return True
+
+    def fuses(name: str, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> bool:
+        x = torch.empty(1, layout[name].plain.shape[-1], dtype=scales.dtype, device=scales.device)
+        return can_fuse(x, codes, scales, minima, scheme.bits, scheme.group_size)
+
+    return all(name in example and fuses(name, *example[name][:3]) for example in examples for name in names)

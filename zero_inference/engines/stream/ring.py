@@ -2,7 +2,6 @@
 
 The order is circular: the first blocks of the next pass follow the last ones of this pass, so the link does not wait for a token to end.
 The host never waits here: a copy into a slot is queued after the event of the slot's last use, the computation after that of the copy.
-The number of slots is chosen by `placement.plan_placement` and, where the CPU multiplies too, by `plan.with_ring_for_cpu`.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass
 class _Fetch:
-    """A block that was requested, its slot, and the event after its copy."""
-
     block: int
     slot: int
-    arrived: Any
+    arrived: Any  # event after the copy
 
 
 class RingBuffer:
@@ -40,8 +37,7 @@ class RingBuffer:
     devices brings the others' shares.
 
     Args:
-        blocks: indices of all blocks that may be streamed.
-        depth: number of slots, each as large as the largest of these blocks.
+        blocks: indices of all blocks that may be streamed; a slot is as large as the largest of them.
         group: process group for the all-gathers only.
         gathered: by block, for blocks with an expert cache: a function (buffer on the device) -> bytes that crossed the link, which
             assembles the block on the current stream from cached experts and host memory.
@@ -65,7 +61,7 @@ class RingBuffer:
         slot_bytes = max(store.layouts[block].nbytes for block in blocks)
         self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=ranks.device) for _ in range(depth)]
         self.last_use: list[Any] = [None] * depth  # by slot: the event after it
-        self.last_span: list[Any] = [None] * depth  # by slot: the computation that used it
+        self.last_span: list[Any] = [None] * depth  # by slot: the computation that used it, for the timeline
         self.empty: deque[int] = deque(range(depth))  # slots for which nothing was requested
         self.copy_stream = streams.stream()
         self.gather_stream = streams.stream() if ranks.world_size > 1 else self.copy_stream
@@ -73,13 +69,11 @@ class RingBuffer:
         self.held: _Fetch | None = None  # acquired, not released yet
         # the copies run ahead of the computation, so they may already be in the next pass
         self.pass_order = tuple(blocks)  # blocks of the pass that computes
-        self.copy_order = self.next_copy_order = (
-            self.pass_order
-        )  # blocks of the pass that is copied, and of those after it
+        self.copy_order = self.next_copy_order = self.pass_order  # of the pass that is copied, and of those after it
         self.position = 0  # in `copy_order`, of the next block to request
         self.requested_early: set[int] = set()  # blocks of `copy_order` after `position` that are pending already
-        self.fixed_order: tuple[int, ...] = ()  # blocks of a captured pass,
-        self.fixed_slots: dict[int, int] = {}  # and the slot of each, since its graph reads fixed addresses
+        self.fixed_order: tuple[int, ...] = ()  # blocks of a captured pass
+        self.fixed_slots: dict[int, int] = {}  # the slot of each, since its graph reads fixed addresses
 
     def prime(self) -> None:
         """Start to fill the slots; the store has to be complete."""
@@ -91,10 +85,6 @@ class RingBuffer:
         self.fixed_order = self.pass_order
         slots = slots_in_use(len(self.fixed_order), len(self.slots))
         self.fixed_slots = {block: index % slots for index, block in enumerate(self.fixed_order)}
-
-    def begin_fixed_pass(self) -> None:
-        """Begin a captured pass, followed by more of them."""
-        self.begin_pass(self.fixed_order, self.fixed_order)
 
     def begin_pass(self, order: Sequence[int], next_order: Sequence[int]) -> None:
         """Begin a pass that calls the blocks `order`, followed by passes that call `next_order`.
@@ -123,21 +113,27 @@ class RingBuffer:
         self._request_all()
 
     def buffer_in(self, block: int, slot: int) -> torch.Tensor:
-        """Return the bytes of `slot` that hold `block`, uint8 [nbytes]."""
         return self.slots[slot][: self.store.layouts[block].nbytes]
 
     def acquire(self, block: int) -> int:
         """Make the current stream wait for the copy of `block`, and return its slot, which is not overwritten until `release`."""
         if self.held is not None:
             self._drop()
-        self.held = self._take_pending(block) or self._jump_to(block)
+        usable = (
+            fetch for fetch in self.pending if fetch.block == block and self._is_in_its_slot(fetch, self.pass_order)
+        )
+        self.held = next(usable, None)
+        if self.held is None:
+            self.held = self._jump_to(block)
+        else:
+            self.pending.remove(self.held)
         self.streams.current().wait_event(self.held.arrived)
         return self.held.slot
 
     def release(self) -> None:
         """Free the slot of the last `acquire` once the work queued so far is done, and request one more block."""
         self.last_use[self.held.slot] = self.streams.record_event(self.streams.current())
-        self.last_span[self.held.slot] = self.timeline.latest_block()
+        self.last_span[self.held.slot] = self.timeline.spans[-1] if self.timeline.spans else None
         self.empty.append(self.held.slot)
         self.held = None
         self._request_all()
@@ -146,14 +142,6 @@ class RingBuffer:
         self.streams.synchronize()
         self.pending.clear()
         self.slots.clear()
-
-    def _take_pending(self, block: int) -> _Fetch | None:
-        """Remove the pending copy of `block` and return it; None if it was not requested, or into a slot that this pass cannot use."""
-        for fetch in self.pending:
-            if fetch.block == block and self._is_in_its_slot(fetch, self.pass_order):
-                self.pending.remove(fetch)
-                return fetch
-        return None
 
     def _jump_to(self, block: int) -> _Fetch:
         """Request `block`, which was not expected, and those after it: the model was called again after a call that failed midway."""
@@ -204,23 +192,16 @@ class RingBuffer:
         """Return whether a pass with the blocks `order` can use `fetch`: in a captured pass each block has a fixed slot."""
         return order != self.fixed_order or self.fixed_slots.get(fetch.block, fetch.slot) == fetch.slot
 
-    def _take_slot(self, block: int) -> int | None:
-        """Return an empty slot for `block`, the next in order; None if its fixed slot is in use."""
-        slot = self.fixed_slots[block] if self.copy_order == self.fixed_order else self.empty[0]
-        if slot not in self.empty:
-            return None
-        self.empty.remove(slot)
-        return slot
-
     def _request_next(self) -> bool:
         """Queue the copy of the next block; return False if there is none, or no slot for it."""
         block = self._next_block()
         if block is None:
             return False
-        slot = self._take_slot(block)
-        if slot is None:
+        slot = self.fixed_slots[block] if self.copy_order == self.fixed_order else self.empty[0]
+        if slot not in self.empty:  # its fixed slot is in use
             self.position -= 1
             return False
+        self.empty.remove(slot)
         buffer, share = self.buffer_in(block, slot), self.store.buffers[block]
         if self.last_use[slot] is not None:
             self.copy_stream.wait_event(self.last_use[slot])

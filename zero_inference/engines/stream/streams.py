@@ -39,20 +39,15 @@ class HostEvent:
 
 
 class HostStream:
-    """The stream of a CPU, on which nothing has to wait."""
-
     def wait_event(self, event: HostEvent) -> None:
         pass
 
     def wait_stream(self, stream: HostStream) -> None:
         pass
 
-    def synchronize(self) -> None:
-        pass
-
 
 class DeviceStreams:
-    """Creates streams and events of `device`. Events of a GPU keep their time, for the trace; that costs nothing on the device."""
+    """Creates streams and events of `device`. A GPU's events keep their time, for the timeline; that costs nothing on the device."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -62,24 +57,18 @@ class DeviceStreams:
         return torch.cuda.Stream(self.device) if self.on_gpu else HostStream()
 
     def current(self):
-        """Return the stream on which the model computes."""
         return torch.cuda.current_stream(self.device) if self.on_gpu else HostStream()
-
-    def event(self):
-        return torch.cuda.Event(enable_timing=True) if self.on_gpu else HostEvent()
 
     def blocking_event(self):
         """Return an event without a time, whose `synchronize` leaves the CPU core to other threads."""
         return torch.cuda.Event(blocking=True) if self.on_gpu else HostEvent()
 
     def record_event(self, stream):
-        """Return a new event after everything queued on `stream` so far."""
-        event = self.event()
+        event = torch.cuda.Event(enable_timing=True) if self.on_gpu else HostEvent()
         event.record(stream)
         return event
 
     def on(self, stream):
-        """Return a context in which work goes to `stream`."""
         return torch.cuda.stream(stream) if self.on_gpu else contextlib.nullcontext()
 
     def make_current(self, stream) -> None:
@@ -96,10 +85,7 @@ class ComputeStream:
 
     On H200s that copy at once, copies are 2 to 4% slower where kernels run on the caller's stream, and where the host reads a result
     before it is there: callers of a language model choose a token and read it, and that read waits in a copy engine of the GPU. Only
-    both changes together help, which is measured and not explained (benchmarks/LOG.md). One GPU alone loses nothing.
-
-    Args:
-        host_waits: a call returns when its layers are done on the device.
+    both changes together help, which is measured and not explained (benchmarks/LOG.md). One GPU alone loses nothing, and does not wait.
     """
 
     def __init__(self, module: nn.Module, streams: DeviceStreams, host_waits: bool):
@@ -152,43 +138,29 @@ MAX_EVENTS = 8192  # copies and blocks that are stored, so that memory does not 
 
 @dataclass
 class BlockSpan:
-    """The computation of a block, on the device or by the CPU; all times are events.
-
-    Attributes:
-        pass_start: when the first block of the same pass began.
-        reached: when the device began to wait for a streamed block.
-        pass_index: index of the model call, 0 for the prefill.
-    """
+    """The computation of a block, on the device or by the CPU; all times are events, `pass_index` is 0 for the prefill."""
 
     block: int
     start: Any
-    pass_start: Any
+    pass_start: Any  # when the first block of the same pass began
     end: Any = None
-    reached: Any = None
+    reached: Any = None  # when the device began to wait for a streamed block
     pass_index: int = 0
 
 
 @dataclass
 class Copy:
-    """The copy of a block to the device; all times are events.
-
-    Attributes:
-        slot_free: end of the slot's last use.
-        freed_by: the computation that used the slot before; None for an empty slot.
-        pass_index: index of the model call in which it was requested, 0 for the prefill.
-        first: whether it was the first request of this call.
-        gather: start and end of the all-gather after it; None for one rank.
-    """
+    """The copy of a block to the device; all times are events."""
 
     block: int
     nbytes: int
-    slot_free: Any
-    freed_by: BlockSpan | None
+    slot_free: Any  # end of the slot's last use
+    freed_by: BlockSpan | None  # the computation that used the slot before; None for an empty slot
     start: Any
     end: Any
-    pass_index: int
-    first: bool
-    gather: tuple[Any, Any] | None = None
+    pass_index: int  # index of the pass in which it was requested, 0 for the prefill
+    first: bool  # whether it was the first request of this pass
+    gather: tuple[Any, Any] | None = None  # start and end of the all-gather after it; None for one rank
 
 
 def _clamp(value: float, upper: float) -> float:
@@ -196,10 +168,9 @@ def _clamp(value: float, upper: float) -> float:
 
 
 class Timeline:
-    """Events of copies and blocks in the latest generation. Recording one takes the host a microsecond and the device nothing.
+    """Events of copies and blocks in the latest generation, from which a run reports how long the link was idle and why.
 
-    Args:
-        names: names of the blocks; "layer 0" and so on if empty.
+    Recording one takes the host a microsecond and the device nothing.
     """
 
     def __init__(self, streams: DeviceStreams, names: Sequence[str] = ()):
@@ -208,7 +179,6 @@ class Timeline:
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything: a generation begins."""
         self.copies: deque[Copy] = deque(maxlen=MAX_EVENTS)
         self.spans: deque[BlockSpan] = deque(maxlen=MAX_EVENTS)
         self.origin = self.streams.record_event(self.streams.current())
@@ -233,9 +203,6 @@ class Timeline:
             yield
         finally:
             self.is_paused = False
-
-    def latest_block(self) -> BlockSpan | None:
-        return self.spans[-1] if self.spans else None
 
     def record_copy(
         self,
@@ -292,6 +259,13 @@ class Timeline:
             step_start += until_pass + (request_late if copy.first else 0.0)
             slot_wait += max(0.0, until_free - until_block)
             host_late += until_block - until_pass + (0.0 if copy.first else request_late)
+        early_bytes = (
+            0.0  # copied for the first decode step before the prefill ended, with the part of a copy in progress
+        )
+        for copy in self.early_copies:
+            copy_s = self._between(copy.start, copy.end)
+            done_s = _clamp(self._between(copy.start, self.prefill_end), copy_s)
+            early_bytes += copy.nbytes * (done_s / copy_s if copy_s else 1.0)
         return LinkUse(
             steps=copies[-1].pass_index - copies[0].pass_index + 1,
             busy_s=busy,
@@ -299,31 +273,18 @@ class Timeline:
             host_late_s=host_late,
             step_start_s=step_start,
             copied_bytes=sum(copy.nbytes for copy in copies[1:]),
-            ahead_bytes=self._early_bytes(),
+            ahead_bytes=int(early_bytes),
         )
 
     def waited_for_link_s(self, first_pass: int) -> float:
-        """Return the seconds that the device waited for blocks to arrive, in passes from `first_pass` on."""
         self.streams.synchronize()
         waits = [span for span in self.spans if span.pass_index >= first_pass and span.reached is not None]
         return sum(self._between(span.reached, span.start) for span in waits)
 
-    def _early_bytes(self) -> int:
-        """Return the bytes that were copied for the first decode step before the prefill ended, with the part of a copy in progress."""
-        total = 0.0
-        for copy in self.early_copies:
-            copy_s = self._between(copy.start, copy.end)
-            done_s = _clamp(self._between(copy.start, self.prefill_end), copy_s)
-            total += copy.nbytes * (done_s / copy_s if copy_s else 1.0)
-        return int(total)
-
     def write_chrome_trace(self, path: Path) -> None:
-        """Write the events as a Chrome trace (chrome://tracing, Perfetto): a row each for copies, blocks and all-gathers, in microseconds.
-
-        Format: Trace Event Format, complete events ("ph": "X").
-        """
+        """Write the events as a Chrome trace (chrome://tracing, Perfetto): a row each for copies, blocks and all-gathers."""
         self.streams.synchronize()
-        rows = ("host to device copies", "blocks of decoder layers" if self.names else "decoder layers", "all-gathers")
+        rows = ("host to device copies", "blocks of decoder layers", "all-gathers")
         events: list[dict] = [
             {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
             for row, name in enumerate(rows)
@@ -332,16 +293,11 @@ class Timeline:
             seconds = self._between(copy.start, copy.end)
             rate = round(copy.nbytes / seconds / 1e9, 2) if seconds else None
             args = {"bytes": copy.nbytes, "GB/s": rate, "token": copy.pass_index}
-            events.append(self._event(0, f"copy {self._name(copy.block)}", copy.start, copy.end) | {"args": args})
+            events.append(self._event(0, f"copy {self.names[copy.block]}", copy.start, copy.end) | {"args": args})
             if copy.gather is not None:
-                events.append(self._event(2, f"gather {self._name(copy.block)}", *copy.gather))
-        events += [
-            self._event(1, self._name(span.block), span.start, span.end) for span in self.spans if span.end is not None
-        ]
+                events.append(self._event(2, f"gather {self.names[copy.block]}", *copy.gather))
+        events += [self._event(1, self.names[span.block], span.start, span.end) for span in self.spans if span.end]
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-    def _name(self, block: int) -> str:
-        return self.names[block] if self.names else f"layer {block}"
 
     def _event(self, row: int, name: str, start: Any, end: Any) -> dict:
         times_us = {"ts": self._between(self.origin, start) * 1e6, "dur": self._between(start, end) * 1e6}
@@ -349,5 +305,4 @@ class Timeline:
 
     @staticmethod
     def _between(earlier: Any, later: Any) -> float:
-        """Return the seconds between two events."""
         return earlier.elapsed_time(later) / 1e3

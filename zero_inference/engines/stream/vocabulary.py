@@ -32,17 +32,11 @@ HEAD_CHUNK_BYTES = 64 << 20  # of a head in 16 bits, quantized at a time
 
 
 class EmbeddingTable(NamedTuple):
-    """The weight of a model's input embedding.
-
-    Attributes:
-        module: name of the embedding module.
-        nbytes: bytes of the table.
-        row_bytes: bytes of one token's row.
-    """
+    """The weight of a model's input embedding, and the name of its module."""
 
     module: str
     nbytes: int
-    row_bytes: int
+    row_bytes: int  # of one token
 
     @property
     def weight(self) -> str:
@@ -50,7 +44,6 @@ class EmbeddingTable(NamedTuple):
 
 
 def find_host_embedding(job: Job) -> EmbeddingTable | None:
-    """Return the input embedding if it may be in host memory; None if it has to be on the device."""
     if not device_reads_rows(job):
         return None
     return job.empty_model.cached("embedding table", lambda: find_table(job.empty_model.model))
@@ -63,33 +56,30 @@ def device_reads_rows(job: Job) -> bool:
 
 
 def find_table(model: Any) -> EmbeddingTable | None:
-    """Return the input embedding of an empty `model`; None unless only `nn.Embedding.forward` reads it: it may be tied to the head, scaled
-    by a forward of its own, or read by other code."""
+    """Return the input embedding of an empty `model`; None if it is tied to the head, scaled by its own forward, or read by other code."""
     try:
         embedding = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):  # a checkpoint's own code may not say which it is
         return None
-    plain = isinstance(embedding, nn.Embedding) and type(embedding).forward is nn.Embedding.forward
-    if not plain or "forward" in vars(embedding) or embedding.max_norm is not None:
+    name = _name_of_weight(model, embedding, nn.Embedding)
+    if name is None or embedding.max_norm is not None or embedding.weight.dtype.itemsize not in (2, 4):
         return None
-    weight, reads = embedding.weight, trace_reads(model)
-    names = parameter_names(model).get(id(weight), [])
-    if reads is None or len(names) != 1 or weight.dtype.itemsize not in (2, 4):
+    row_bytes = embedding.embedding_dim * embedding.weight.dtype.itemsize
+    return EmbeddingTable(name.rpartition(".")[0], embedding.num_embeddings * row_bytes, row_bytes)
+
+
+def _name_of_weight(model: Any, module: nn.Module | None, kind: type[nn.Module]) -> str | None:
+    """Return the name of the weight of `module`; None unless only the forward of `kind` reads it."""
+    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
         return None
-    module = names[0].rpartition(".")[0]
-    if module not in reads.inside.get(names[0], ()):
+    names, reads = parameter_names(model).get(id(module.weight), []), trace_reads(model)
+    if reads is None or len(names) != 1 or names[0].rpartition(".")[0] not in reads.inside.get(names[0], ()):
         return None
-    row_bytes = embedding.embedding_dim * weight.dtype.itemsize
-    return EmbeddingTable(module, embedding.num_embeddings * row_bytes, row_bytes)
+    return names[0]
 
 
 class HostEmbedding:
-    """Computes the embedding `module` from its weight in host memory until it is closed.
-
-    Args:
-        values: the weight, [vocabulary, columns].
-        pinned: page-lock the copy of it, which a GPU needs.
-    """
+    """Computes the embedding `module` from its weight `values` [vocabulary, columns] in host memory until it is closed."""
 
     def __init__(self, module: nn.Module, values: torch.Tensor, pinned: bool):
         self.patches, self.table = Patches(), host_empty(values.shape, values.dtype, pinned)
@@ -110,12 +100,7 @@ class HostEmbedding:
 
 
 class HeadWeight(NamedTuple):
-    """The weight of an output head, and how it is stored.
-
-    Attributes:
-        name: name of the parameter.
-        shape: rows and columns.
-    """
+    """The weight of an output head, the name of its parameter, and how it is stored."""
 
     name: str
     shape: tuple[int, int]
@@ -127,17 +112,14 @@ class HeadWeight(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in the model's dtype."""
-        return self.shape[1] * self.scheme.dtype.itemsize
+        return self.shape[1] * self.scheme.dtype.itemsize  # in the model's dtype, as `plain_bytes`
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the weight in the model's dtype."""
         return self.shape[0] * self.row_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of codes, scales and minima."""
         numel = math.prod(self.shape)
         return self.scheme.packed_bytes(numel) + 2 * numel // self.scheme.group_size * self.scheme.dtype.itemsize
 
@@ -162,23 +144,18 @@ def find_head(model: Any, dtype: torch.dtype, group_sizes: Sequence[int]) -> Hea
     None if no size does, the weight is not of `dtype`, or other code than the head's `nn.Linear.forward` reads it, as a tied one.
     """
     head = model.get_output_embeddings()
-    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-    reads = trace_reads(model) if plain else None
-    if reads is None:
-        return None
-    names = parameter_names(model).get(id(head.weight), [])
-    if len(names) != 1 or names[0].rpartition(".")[0] not in reads.inside.get(names[0], ()):
+    name = _name_of_weight(model, head, nn.Linear)
+    if name is None:
         return None
     schemes = (GroupQuantization(HEAD_BITS, size, dtype) for size in group_sizes)
     scheme = next((scheme for scheme in schemes if scheme.can_quantize(head.weight)), None)
-    return None if scheme is None else HeadWeight(names[0], tuple(head.weight.shape), scheme)
+    return None if scheme is None else HeadWeight(name, tuple(head.weight.shape), scheme)
 
 
 class QuantizedHead:
-    """Computes the output head `module` from its codes until it is closed.
+    """Computes the output head `module` from the result of `HeadWeight.packed` until it is closed.
 
     Args:
-        packed: result of `HeadWeight.packed`.
         workspace: uint8, at least a row in the model's dtype; nothing else uses it during the head's call.
     """
 
