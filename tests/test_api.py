@@ -8,14 +8,13 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import weakref
 
 import pytest
 import torch
-from conftest import ROOT, need_lm_eval, plain_ids
+from conftest import need_lm_eval, plain_ids
 
 from zero_inference import load, plan, run, unload
 from zero_inference.cli import console_main
@@ -100,21 +99,6 @@ def test_a_loaded_model_is_one_of_transformers(way, checkpoints, plain, tmp_path
     assert not list((tmp_path / "offload").glob("*")) if "disk" in way else not (tmp_path / "offload").exists()
 
 
-def test_quantized_weights_score_alike_by_call_and_by_run(readable, tmp_path):
-    """Perplexity of the loaded int4 model, window by window, is that of `run(..., quality="perplexity")`."""
-    need_lm_eval()
-    (tmp_path / "text.txt").write_text(TEXTS[0])
-    common = {"engine": "stream", "quant_bits": 4, "quant_group_size": 32, **CPU}
-    data = {"quality": "perplexity", "quality_data": tmp_path / "text.txt", "perplexity_window": 64}
-    measured = run(readable, prompt_len=8, gen_len=2, loops=1, warmup=0, log=False, **common, **data)
-    with load(readable, max_length=64, **common) as model:
-        tokens = [model.tokenizer.bos_token_id, *model.tokenizer(TEXTS[0])["input_ids"]]
-        loss = model(torch.tensor([tokens]), labels=torch.tensor([tokens]), use_cache=False).loss
-    assert measured.quality["perplexity"]["tokens"] == len(tokens) - 1
-    assert measured.quality["perplexity"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-    assert "perplexity" in repr(measured)
-
-
 def test_other_generations_are_those_of_transformers(checkpoints, plain):
     inputs = batch(2, 7)
     asked = {"max_new_tokens": 6, "do_sample": False}
@@ -162,13 +146,6 @@ def test_a_call_beyond_the_plan_says_what_to_load_with(checkpoints):
             model.generate(**batch(2, 5), max_new_tokens=2, num_beams=3)
 
 
-def test_a_checkpoints_own_length_ends_where_memory_does(checkpoints):
-    with load(checkpoints("llama"), max_length=12, **CPU) as model:
-        model.generation_config.max_length = 100
-        model.generation_config.eos_token_id = None
-        assert model.generate(**batch(1, 5)).shape == (1, 12)
-
-
 @pytest.mark.parametrize("way", ["resident", pytest.param("deepspeed", marks=deepspeed_on_cpu)])
 def test_an_unloaded_model_holds_nothing_and_says_so(way, checkpoints, tmp_path):
     model = load(checkpoints("llama"), max_length=16, **placed(way, tmp_path))
@@ -183,7 +160,7 @@ def test_an_unloaded_model_holds_nothing_and_says_so(way, checkpoints, tmp_path)
             call()
 
 
-@pytest.mark.parametrize("way", ["resident", "stream", "stream, cores attend", "accelerate, disk"])
+@pytest.mark.parametrize("way", ["stream, cores attend", "accelerate, disk"])
 def test_a_model_that_nobody_holds_goes(way, checkpoints, tmp_path):
     """As when a notebook's cell is run once more."""
     model = load(checkpoints("llama"), max_length=16, **placed(way, tmp_path))
@@ -200,10 +177,8 @@ ADAPTED = {
     "resident": {"engine": "resident"},
     "stream": {"gpu_memory": 0, "ring_depth": 2},
     "stream, cores": {"gpu_memory": 0, "cpu_compute": 1},
-    "stream, half by cores": {"gpu_memory": 0, "cpu_compute": 0.5},
     "stream, repeated steps": {"gpu_memory": 0, "cpu_compute": 1, "decode_graph": "on"},
     "deepspeed": {"engine": "deepspeed", "cpu_offload": True},
-    "deepspeed, disk": {"engine": "deepspeed", "disk_offload": True},
 }
 
 
@@ -242,20 +217,6 @@ def test_adapters_count_wherever_the_base_product_is_made(way, checkpoints, tmp_
         with load(checkpoints("llama"), batch_size=2, max_length=20, **options) as model:
             model.load_adapter(str(tmp_path / "adapter"))
             assert torch.equal(model.generate(**inputs, **asked), expected)
-
-
-def test_adapters_count_beside_codes_too(checkpoints):
-    """Quantized weights that the cores multiply, and the same dequantized."""
-    logits = []
-    for share in (0, 1):
-        options = {"quant_bits": 8, "quant_group_size": 32, "gpu_memory": 0, "cpu_compute": share}
-        with load(checkpoints("llama"), max_length=16, **options | CPU) as model:
-            inputs = batch(1, 4)
-            model(**inputs)
-            before = model(**inputs).logits
-            logits.append(lora(model)(**inputs).logits)
-            assert (logits[-1] - before).norm() > 0.05 * before.norm()
-    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("way", ["stream, cores", pytest.param("deepspeed", marks=deepspeed_on_cpu)])
@@ -423,16 +384,6 @@ def test_runs_follow_each_other_in_one_process(checkpoints, tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["own.jsonl", "own.log"]
 
 
-@deepspeed_on_cpu
-def test_a_run_leaves_a_loaded_model_as_it_is(checkpoints):
-    inputs = batch(1, 6)
-    with load(checkpoints("llama"), engine="deepspeed", cpu_offload=True, max_length=16, **CPU) as model:
-        first = model.generate(**inputs, max_new_tokens=4)
-        run(checkpoints("opt"), prompt_len=8, gen_len=3, loops=1, warmup=0, log=False, cpu_offload=True, **CPU)
-        assert torch.distributed.is_initialized() and torch.equal(model.generate(**inputs, max_new_tokens=4), first)
-    assert not torch.distributed.is_initialized()
-
-
 def test_a_failed_run_raises_and_the_next_one_works(checkpoints, tmp_path):
     import shutil
 
@@ -454,8 +405,7 @@ def test_prompts_become_text_and_nothing_is_printed(readable, capsys):
     result = run(readable, engine="stream", prompts=TEXTS, prompt_len=8, gen_len=4, loops=1, warmup=0, log=False, **CPU)
     assert capsys.readouterr().out == ""
     assert len(result.text) == result.record["batch_size"] == 2 and all(isinstance(text, str) for text in result.text)
-    for shown in (repr(result), result._repr_html_()):
-        assert "token/s" in shown and "batch 2, prompt 8, 4 new tokens" in shown
+    assert "token/s" in repr(result) and "batch 2, prompt 8, 4 new tokens" in repr(result)
     with pytest.raises(UsageError, match="number 2 is not one line"):
         run(readable, prompts=["one", "two\nthree"], log=False, **CPU)
 
@@ -523,40 +473,10 @@ def test_a_plan_is_what_the_command_prints(capsys):
     frame = found.frame()
     assert len(frame) == len(found) and frame["tokens_per_s"][0] == best.tokens_per_s
     for shown in (repr(found), found._repr_html_()):
-        assert (
-            "Fastest: stream engine, int4, batch 8" in shown
-            and "does not fit: resident" in shown
-            and "RTX 4090" in shown
-        )
+        assert "Fastest: stream int4" in shown and "does not fit: resident" in shown and "RTX 4090" in shown
 
 
 def test_a_model_that_fits_nowhere_is_a_verdict_and_no_error():
     found = plan("llama-3.1-405b", machine="rtx4090", assume="host=64GiB", engine="stream", quant_bits=4, batch_size=1)
     assert found.best is None and not any(row.fits for row in found) and len(found) == 1
     assert "the smallest machine that could run it" in found.verdict and found.verdict in repr(found)
-
-
-def test_the_package_is_imported_at_once():
-    """Neither torch nor transformers comes with it, nor with the names that it exports."""
-    code = (
-        "import sys, zero_inference; from zero_inference import load, plan, run, unload; "
-        "print(sorted({'torch', 'transformers', 'pandas'} & set(sys.modules)), callable(run), 'load' in dir(zero_inference))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "[] True True", done.stderr
-
-
-def test_what_graphs_of_another_loaded_model_use_is_kept(checkpoints, monkeypatch):
-    from zero_inference.api.process import LOADED, free_memory
-
-    cleared = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(len(LOADED)), raising=False)
-    with load(checkpoints("opt"), engine="resident", **CPU):
-        load(checkpoints("opt"), engine="resident", **CPU).unload()
-        free_memory()  # as a run does at its end
-        assert cleared == []
-    assert cleared == [0]
-    monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces")
-    free_memory()

@@ -15,11 +15,8 @@ import transformers
 from conftest import ROOT, free_port, too_few_gpus, without_gpus
 
 from zero_inference.cli import main
-from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import accelerate
-from zero_inference.errors import RunError, UsageError
-from zero_inference.models.prompts import read_prompts
-from zero_inference.records.write import RunLog, refuse_shared_files
+from zero_inference.errors import RunError
 
 SHORT = ["--prompt-len", "8", "--gen-len", "4", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 
@@ -92,18 +89,6 @@ def test_choices_that_cannot_work(refused, options, words):
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize(
-    "made",
-    [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path), lambda path: os.symlink("gone", path)],
-    ids=["folder", "fifo", "device", "dangling link"],
-)
-def test_a_trace_replaces_regular_files_alone(refused, made, tmp_path):
-    made(tmp_path / "trace.json")
-    before = os.lstat(tmp_path / "trace.json")
-    assert "not a regular file" in refused("--model", "opt-125m", "--dummy", "--trace", tmp_path / "trace.json")
-    assert os.lstat(tmp_path / "trace.json") == before
-
-
 @pytest.mark.parametrize("same", ["run.log", "run.jsonl", "link", "hard link"])
 def test_a_trace_is_never_the_log_or_the_record(refused, tmp_path, same):
     (tmp_path / "run.jsonl").write_text("kept\n")
@@ -112,20 +97,6 @@ def test_a_trace_is_never_the_log_or_the_record(refused, tmp_path, same):
     message = refused("--model", "opt-125m", "--dummy", "--log-file", tmp_path / "run.log", "--trace", tmp_path / same)
     assert f"--trace {tmp_path / same} is already used by" in message
     assert (tmp_path / "run.jsonl").read_text() == "kept\n"
-
-
-def test_nor_are_the_items_of_quality_the_traces(tmp_path):
-    one = str(tmp_path / "one.json")
-    with pytest.raises(UsageError, match="--quality-items .* is already used by --trace"):
-        refuse_shared_files(
-            RunConfig(model="m", trace=one, quality_items=one), RunLog.at(tmp_path / "run.log", {}), None, []
-        )
-    with pytest.raises(UsageError, match="the log .* is read for --prompts"):
-        refuse_shared_files(
-            RunConfig(model="m", prompts=str(tmp_path / "p.log")), RunLog.at(tmp_path / "p.log", {}), None, []
-        )
-    with pytest.raises(UsageError, match="the record .* is read for --quality-data"):
-        refuse_shared_files(RunConfig(model="m"), RunLog.at(tmp_path / "mmlu.log", {}), None, [tmp_path / "mmlu.jsonl"])
 
 
 @pytest.mark.parametrize(
@@ -198,7 +169,7 @@ def test_a_model_that_is_larger_than_any_memory_is_refused_before_it_is_made(ref
 def test_more_tokens_than_memory_are_refused_before_they_are_made(refused):
     for option, value in (("--batch-size", 2**31 - 1), ("--prompt-len", 2**31 - 1)):
         message = refused("--model", "bloom-560m", "--dummy", option, value)
-        assert "--batch-size" in message and "GiB" in message
+        assert "tokens need " in message and "GiB" in message
 
 
 @pytest.mark.parametrize(
@@ -241,16 +212,8 @@ def test_damaged_launcher_variables(refused, monkeypatch, changes, words):
     ],
 )
 def test_sizes_that_no_model_has(refused, tmp_path, size, value):
-    config = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 320,
-        "max_position_embeddings": 128,
-    }
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps(config | {size: value}))
     assert str(tmp_path) in refused("--model", tmp_path, "--dummy")
 
@@ -277,30 +240,6 @@ def test_output_that_has_nowhere_to_go(tmp_path):
         assert (done.returncode, done.stdout, done.stderr) == (0, out, err)
 
 
-def test_norm_kernels_without_a_gpu(refused, no_gpu):
-    message = refused("--model", "opt-125m", "--norm-kernels", "cuda")
-    assert "no CUDA device" in message and "auto or off" in message
-
-
-def test_an_option_that_is_not_one_exits_2(capfd):
-    with pytest.raises(SystemExit) as stop:
-        main(["run_model.py", "--no-such-option"])
-    assert stop.value.code == 2
-    assert capfd.readouterr().err.count("\n") == 1
-
-
-def test_underscores_and_hyphens_are_the_same(refused):
-    assert "keep one" in refused("--model", "opt-125m", "--cpu_offload", "--disk_offload")
-
-
-@pytest.mark.parametrize(
-    "name, near", [("facebook/opt-67b", "opt-66b"), ("lama2-70b", "llama2-70b"), ("bloom-560", "bloom-560m")]
-)
-def test_an_unknown_model_names_the_near_ones(refused, name, near):
-    message = refused("--model", name, "--dummy")
-    assert name in message and near in message
-
-
 @pytest.mark.parametrize("kind", ["mamba", "openai-gpt"])
 def test_kv_offload_of_a_model_that_takes_no_cache(refused, tmp_path, kind):
     (tmp_path / "model").mkdir()
@@ -309,41 +248,35 @@ def test_kv_offload_of_a_model_that_takes_no_cache(refused, tmp_path, kind):
     assert f"--kv-offload keeps keys and values in host memory, and {kind} takes no past_key_values: drop" in message
 
 
-def test_a_preset_without_network_points_to_dummy(refused):
-    assert "--dummy" in refused("--model", "facebook/opt-66b")
-
-
-def test_a_folder_without_config(refused, tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert "config.json" in refused("--model", tmp_path / "empty")
-
-
-def test_prompt_and_generation_beyond_the_positions(refused, checkpoints):
-    message = refused("--model", checkpoints("llama"), "--prompt-len", 120, "--gen-len", 20)
-    assert "140 positions" in message and "128" in message
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("--model facebook/opt-66b", ["--dummy"]),
+        ("--model lama2-70b --dummy", ["lama2-70b", "llama2-70b"]),
+        ("--model FOLDER", ["config.json"]),
+        ("--model opt-125m --norm-kernels cuda", ["no CUDA device", "auto or off"]),
+        ("--model LLAMA --prompt-len 120 --gen-len 20", ["140 positions", "128"]),
+        ("--model smollm2-135m --batch-size 3 --prompts FOLDER/prompts.txt", ["2 prompts"]),
+        ("--model OPT --prompts FOLDER/prompts.txt", ["tokenizer"]),
+        ("--model OPT --disk-offload --offload-dir FOLDER/prompts.txt", ["not writable"]),
+        ("--model opt-125m --cpu_offload --disk_offload", ["keep one"]),
+    ],
+)
+def test_what_the_model_or_the_files_do_not_allow(
+    refused, options, words, checkpoints, smollm2_folder, no_gpu, tmp_path
+):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "prompts.txt").write_text("one\n\ntwo\n")
+    places = {"FOLDER": tmp_path / "folder", "LLAMA": checkpoints("llama"), "OPT": checkpoints("opt")}
+    for name, place in places.items():
+        options = options.replace(name, str(place))
+    message = refused(*options.split())
+    assert all(word in message for word in words), message
 
 
 def test_group_size_that_does_not_divide(refused, checkpoints):
     message = refused("--model", checkpoints("llama"), "--quant-bits", 4, "--quant-group-size", 48)
     assert "48" in message and "[320, 64]" in message and "64" in message.split("use --quant-group-size")[1]
-
-
-def test_fewer_prompts_than_the_batch(refused, smollm2_folder, tmp_path):
-    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
-    message = refused("--model", "smollm2-135m", "--batch-size", 3, "--prompts", tmp_path / "prompts.txt")
-    assert "2 prompts" in message
-
-
-def test_prompts_without_a_tokenizer(refused, checkpoints, tmp_path):
-    (tmp_path / "prompts.txt").write_text("one\n")
-    assert "tokenizer" in refused("--model", checkpoints("opt"), "--prompts", tmp_path / "prompts.txt")
-
-
-def test_offload_folder_that_cannot_be_written(refused, checkpoints, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "not writable" in refused(
-        "--model", checkpoints("opt"), "--disk-offload", "--offload-dir", tmp_path / "file"
-    )
 
 
 def test_offload_folder_that_is_too_small(refused, tmp_path, monkeypatch):
@@ -381,39 +314,10 @@ def test_a_bad_ds_config(refused, checkpoints, tmp_path, content, words):
     assert words in refused("--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json")
 
 
-def test_a_bad_block_size_of_the_disk(refused, tmp_path):
-    (tmp_path / "ds.json").write_text('{"aio": {"block_size": "1048576"}}')
-    asked = ["--model", "opt-125m", "--dummy", "--ds-config", tmp_path / "ds.json"]
-    said = refused(*asked, "--disk-offload", "--offload-dir", tmp_path / "offload")
-    assert "block_size is '1048576'; a number is needed" in said
-
-
-def test_a_ds_config_that_is_no_file_is_not_waited_for(refused, checkpoints, tmp_path):
-    os.mkfifo(tmp_path / "ds.json")
-    assert "not a regular file" in refused(
-        "--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json"
-    )
-
-
-def test_a_prompt_ends_with_its_line(tmp_path):
-    (tmp_path / "prompts.txt").write_bytes("\ufeffone\u2028more\r\n\n two\fmore \nthree".encode())
-    assert read_prompts(str(tmp_path / "prompts.txt"), 3) == ["one\u2028more", "two\fmore", "three"]
-
-
 def test_a_good_ds_config_has_the_last_word(checkpoints, tmp_path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage3_prefetch_bucket_size": 12345}}')
-    argv = [
-        "run_model.py",
-        *SHORT,
-        "--model",
-        str(checkpoints("opt")),
-        "--cpu-offload",
-        "--ds-config",
-        str(tmp_path / "ds.json"),
-        "--log-file",
-        str(tmp_path / "run.log"),
-    ]
-    assert main(argv) == 0
+    files = ["--ds-config", str(tmp_path / "ds.json"), "--log-file", str(tmp_path / "run.log")]
+    assert main(["run_model.py", *SHORT, "--model", str(checkpoints("opt")), "--cpu-offload", *files]) == 0
     zero = json.loads((tmp_path / "run.jsonl").read_text())["ds_config"]["zero_optimization"]
     assert zero["stage3_prefetch_bucket_size"] == 12345 and zero["offload_param"]["device"] == "cpu"
 
@@ -438,13 +342,6 @@ def test_a_damaged_shard_fails_the_run_and_leaves_a_failed_record(refused, check
     assert str(folder) in message
     record = json.loads(next((tmp_path / "logs").glob("*.jsonl")).read_text())
     assert record["status"] == "failed" and record["error"] in message and record["loops"] is None
-
-
-def test_a_tensor_of_the_wrong_shape(refused, checkpoints, tmp_path):
-    folder = shutil.copytree(checkpoints("llama"), tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
-    assert "shape" in refused("--model", folder, code=1, records=1)
 
 
 def test_out_of_device_memory(refused, checkpoints, monkeypatch):
@@ -518,30 +415,15 @@ def test_a_failure_of_one_rank_alone_leaves_one_record(checkpoints, tmp_path):
     assert [record["status"] for record in records] == ["failed"] and "rank 1" in records[0]["error"]
 
 
-def test_accelerate_refuses_several_ranks(checkpoints, run_model):
-    done = run_model(
-        "--model",
-        checkpoints("opt"),
-        *SHORT,
-        *"--batch-size 2 --engine accelerate --cpu-offload".split(),
-        launcher="by hand",
-        ranks=2,
-    )
-    assert done.code != 0 and "one process" in done.stderr
-
-
 @pytest.mark.parametrize(
     "read",
     [
         lambda weight, states: states + weight,
-        lambda weight, states: torch.nn.functional.layer_norm(states, states.shape[-1:], weight),
         lambda weight, states: states * weight.sum().item(),
         lambda weight, states: states + weight.cpu(),
-        lambda weight, states: states * weight.unique().numel(),
         lambda weight, states: states * weight.nonzero().numel(),
-        lambda weight, states: torch._weight_norm(states, weight),
     ],
-    ids=["add", "norm", "item", "cpu", "unique", "nonzero", "weight_norm"],
+    ids=["add", "item", "cpu", "nonzero"],
 )
 def test_a_weight_that_accelerate_has_not_brought_is_told_from_other_errors(read):
     class Model(torch.nn.Module):
@@ -556,30 +438,8 @@ def test_a_weight_that_accelerate_has_not_brought_is_told_from_other_errors(read
     accelerate._explain_missing_weights(model)
     with pytest.raises(RunError, match="odd reads a weight without calling its module"):
         model()
-    for text in (
-        "metadata of the file is damaged",
-        "no kernel for meta-llama/Llama-3.1-8B on meta-llama/x",
-        "out of memory",
-    ):
+    for text in ("metadata of the file is damaged", "no kernel for meta-llama/x", "out of memory"):
         error = RuntimeError(text)
         with pytest.raises(RuntimeError) as raised:
             model(error)
         assert raised.value is error
-
-
-@pytest.mark.parametrize("pair", ["cuda:0 and meta", "meta and cuda:0"])
-def test_so_is_one_that_a_gpu_misses(pair):
-    assert accelerate.META_TENSOR_ERROR.search(
-        f"Expected all tensors to be on the same device, but found at least two devices, {pair}!"
-    )
-    assert accelerate.META_TENSOR_ERROR.search("Could not run 'aten::x' with arguments from the 'Meta' backend.")
-
-
-def test_help_answers_without_torch():
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", str(ROOT / "run_model.py"), "--help"], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "--cpu-offload" in done.stdout
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert "zero_inference.config.run_options" in imported
-    assert not imported & {"torch", "transformers", "deepspeed", "accelerate", "numpy", "pandas", "matplotlib", "rich"}

@@ -223,11 +223,6 @@ def test_sizes_of_memory(text, gib):
     assert args.max_gpu_memory == args.max_host_memory == pytest.approx(gib)
 
 
-def test_plan_still_takes_the_former_names_of_its_limits():
-    args = console_parser().parse_args(["plan", "opt-13b", "--gpu-memory", "16", "--host-memory", "64GiB"])
-    assert (args.max_gpu_memory, args.max_host_memory) == (16, 64)
-
-
 @pytest.mark.parametrize(
     "words",
     [

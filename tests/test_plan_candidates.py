@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_timing import FAST
 
-from benchmarks import candidate_trials, plan_candidates
+from benchmarks import plan_candidates
 from benchmarks.candidate_trials import Candidate, Trials
 from zero_inference.hardware.profile import write_profile
 from zero_inference.records.read import read_records
@@ -77,31 +77,6 @@ def run(tmp_path, program, monkeypatch):
     return call
 
 
-def test_all_first_places_come_before_all_second_ones_and_a_command_once():
-    trials = trials_of([("9", 9), ("8", 8), ("2", 2)], [("7", 7), ("2", 2), ("1", 1)], [("9", 9)])
-    assert names(trials.due()) == ["9", "7", "8", "2", "1"]
-
-
-def test_many_tokens_for_what_is_close_to_the_best_of_any_pair():
-    trials = trials_of([("9", 90), ("5", 45), ("4", 44)], [("5", 45), ("4", 44), ("1", 1)])
-    assert [trials.tokens_of(each.command) for each in trials.due()] == [17, 17, 17, 5]
-    assert [trials_of([("9", 90), ("1", 1)], gen_len=4).tokens_of(each.command) for each in trials.due()][0] == 4
-
-
-def test_what_is_faster_than_predicted_is_tried_with_more_tokens():
-    first, second = trials_of([("9", 90), ("8", 10)]).due()
-    for rate, due in ((44.0, []), (46.0, ["8"])):
-        results = {first.command: done(90.0), second.command: done(rate, tokens=5)}
-        assert names(trials_of([("9", 90), ("8", 10)], results=results).due()) == due
-
-
-def test_an_estimate_counts_loading_both_generations_and_what_stream_settles_in():
-    trials = trials_of([("9", 8), ("3", 1)])
-    first, second = trials.due()
-    assert trials.estimate_s(first) == 15 + 3 + 2 * 0.5 + (2 * 16 + 25) * 1
-    assert trials.estimate_s(second) == 15 + 3 + 2 * 0.5 + 2 * 4 * 8
-
-
 @pytest.mark.parametrize(
     "measured, tried, ratio, holds",
     [
@@ -153,38 +128,11 @@ def test_a_second_call_goes_on_where_the_first_was_ended(run, program):
     assert run([[("50", 50)]])[1]["trials"].keys() > found["trials"].keys(), "other plans' trials are kept"
 
 
-def test_what_turns_out_fast_in_few_tokens_is_run_again(run, program):
-    code, found = run([[("100", 90), ("99", 10)]])
-    assert code == 0 and [each[each.index("--gen-len") + 1] for each in program] == ["17", "5", "17"]
-    assert [row["tokens"] for row in found["candidates"]] == [17, 17]
-
-
-def test_what_the_limit_leaves_no_time_for_is_left_out_and_shorter_ones_are_tried(run, program, capsys):
-    code, found = run([[("1", 1), ("100", 0.9)], [("7", 700)]], "--limit-s", "60")
-    assert code == 1 and [each[2] for each in program] == ["7"]
-    assert "--model 1 --gpu-memory 0: no time, estimated" in capsys.readouterr().err
-
-
 def test_a_trial_that_hangs_is_ended(run, monkeypatch):
     monkeypatch.setattr(plan_candidates, "MIN_TIMEOUT_S", 1)
     monkeypatch.setattr(plan_candidates, "TIMEOUT_FACTOR", 0.01)
     code, found = run([[("hangs", 90)]])
     assert code == 1 and found["candidates"][0]["failed"] == "ended as it took longer than 1 s"
-
-
-def test_a_trial_that_the_limit_ends_is_no_result(run, monkeypatch):
-    monkeypatch.setattr(candidate_trials, "START_S", -20)
-    code, found = run([[("hangs", 900)]], "--limit-s", "1")
-    assert code == 1 and not found["trials"] and found["candidates"][0]["failed"] is None
-
-
-def test_a_list_runs_nothing(tmp_path, program, monkeypatch, capsys):
-    monkeypatch.setattr(plan_candidates, "plan_all", lambda args: trials_of([("9", 8), ("3", 1)]).pairs)
-    assert plan_candidates.main([str(tmp_path / "results"), "--model", "opt-30b", "--list"]) == 0
-    assert not program and not (tmp_path / "results").exists()
-    out, err = capsys.readouterr()
-    assert out.splitlines()[0] == "76 s, 17 tokens, 8 token/s: python run_model.py --model 9 --gpu-memory 0"
-    assert err == "159 s in all\n"
 
 
 def test_what_cannot_be_done_is_refused(tmp_path, capfd):

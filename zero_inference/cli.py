@@ -16,7 +16,7 @@ from zero_inference.config.parser import Parser, Version, examples
 from zero_inference.config.run_options import add_run_arguments, config_from_args, model_argument, parse_options
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils import garbage
-from zero_inference.utils.format import printable
+from zero_inference.utils.format import first_line, printable
 from zero_inference.utils.processes import as_installed_command, launcher_watch, move_rank_option
 from zero_inference.utils.progress import Progress, first_rank, importing
 
@@ -24,8 +24,6 @@ FIRST_RANK_SPEAKS_S = 10.0
 DEFAULT_VERBOSE = DEFAULTS["verbose"]
 BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code in a shell when the reader has closed the pipe
 
-
-Action = Callable[[argparse.Namespace], int]
 DESCRIPTION = "Generate text with a language model that is bigger than the GPU, and measure how fast it is."
 START_HERE = (
     "Start here: which configurations of a model fit this machine, and how fast each is predicted to be:\n\n"
@@ -79,7 +77,6 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
     from zero_inference.architectures import command as compare
     from zero_inference.hardware import command as link
     from zero_inference.micro import command as micro
-    from zero_inference.planning import arguments as plan_arguments
     from zero_inference.planning import command as plan
     from zero_inference.report import command as report
 
@@ -87,7 +84,7 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
     parser.add_argument("--version", action=Version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
 
-    def add(name: str, purpose: str, add_arguments: Callable, action: Action, allow_abbrev: bool = True) -> None:
+    def add(name: str, purpose: str, add_arguments: Callable, action: Callable, allow_abbrev: bool = True) -> None:
         command = commands.add_parser(
             name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.", allow_abbrev=allow_abbrev
         )
@@ -101,20 +98,29 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
         command.epilog = examples("zero-inference run facebook/opt-13b --dummy --engine stream --dry-run")
 
     def measure_link(args: argparse.Namespace) -> int:
-        return _measure_engines() if args.engines else link.main(args)
+        if not args.engines:
+            return link.main(args)
+        launcher_watch.start()
+        from zero_inference.measure.engine_overhead import print_engine_overheads
 
-    def compare_arms(args: argparse.Namespace) -> int:
-        return compare.main(args, list(after), parse_options)
+        print_engine_overheads()
+        return 0
 
     run_purpose = "generate with a model and measure it, the same as run_model.py"
     plan_purpose = "show which configurations of a model this machine, or another one, can run, and how fast"
+    compare_purpose = "compare models or configurations in alternating runs"
     add("run", run_purpose, add_run, lambda args: run_command(args, list(argv)), allow_abbrev=False)
-    add("plan", plan_purpose, plan_arguments.add_arguments, plan.main)
+    add("plan", plan_purpose, plan.add_arguments, plan.main)
     add("report", "show all runs in a log folder in one table", report.add_arguments, report.main)
     add("link", "measure the link, the disk and the device of this machine", link.add_arguments, measure_link)
     add("micro", "time matrix products, element-wise operations and layers", micro.add_arguments, micro.main)
-    compare_purpose = "compare models or configurations in alternating runs"
-    add("compare", compare_purpose, compare.add_arguments, compare_arms, allow_abbrev=False)
+    add(
+        "compare",
+        compare_purpose,
+        compare.add_arguments,
+        lambda args: compare.main(args, list(after), parse_options),
+        allow_abbrev=False,
+    )
     return parser
 
 
@@ -133,17 +139,18 @@ def console_main(argv: list[str] | None = None) -> int:
     return _guarded(lambda: args.action(args), getattr(args, "verbose", DEFAULT_VERBOSE))
 
 
-def _measure_engines() -> int:
-    launcher_watch.start()
-    from zero_inference.measure.engine_overhead import print_engine_overheads
-
-    print_engine_overheads()
-    return 0
-
-
 def _guarded(action: Callable[[], int], verbose: int) -> int:
+    """Return the exit code of `action`, after a message to stderr if it fails."""
+
+    def complain(words: str) -> None:
+        with contextlib.suppress(OSError):  # stderr may be closed
+            print(f"error: {printable(words)}", file=sys.stderr, flush=True)
+
     try:
-        _need_current_folder()
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # torch's math library would abort the process
+            raise UsageError("the current folder was removed; change to one that is there.") from None
         code = action()
         sys.stdout.flush()
         return code
@@ -154,35 +161,22 @@ def _guarded(action: Callable[[], int], verbose: int) -> int:
             import traceback
 
             print(printable(traceback.format_exc()), file=sys.stderr)
-        known = isinstance(error, (UsageError, RunError))
-        first = (str(error).strip().splitlines() or [""])[0]
-        words = str(error) if known else f"{type(error).__name__}: {first[:400]} (--verbose 2 shows where)"
         rank = os.environ.get("RANK", "0")
         if isinstance(error, UsageError) and rank.isdigit() and int(rank):
             time.sleep(FIRST_RANK_SPEAKS_S)  # which usually found the same; its launcher then ends this process
-        _complain(words)
+        if isinstance(error, (UsageError, RunError)):
+            complain(str(error))
+        else:
+            complain(f"{type(error).__name__}: {first_line(error)} (--verbose 2 shows where)")
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        _complain("stopped by the user")
+        complain("stopped by the user")
         return 130
     finally:
         try:
             sys.stdout.flush()
         except OSError:  # or the interpreter would try to flush it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _need_current_folder() -> None:
-    """Raise UsageError without one: torch's math library would abort the process."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UsageError("the current folder was removed; change to one that is there.") from None
-
-
-def _complain(words: str) -> None:
-    with contextlib.suppress(OSError):  # stderr may be closed
-        print(f"error: {printable(words)}", file=sys.stderr, flush=True)
 
 
 def _prepare_streams() -> None:

@@ -24,17 +24,16 @@ from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.hardware.machine import Machine, resolve_machine
 from zero_inference.kernels.build import compile_s
 from zero_inference.measure import steadiness
-from zero_inference.measure.session import Session, loaded_model, measure_run, summarize_measurement, write_trace
+from zero_inference.measure.session import loaded_model, measure_run, summarize_measurement, write_trace
 from zero_inference.models.checkpoint_files import checkpoint_files
 from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.preset_table import find_preset
 from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
-from zero_inference.planning.changes import check_memory
+from zero_inference.planning.changes import check_memory, faster_than
 from zero_inference.planning.choose import check_single_process, choose, hint
-from zero_inference.planning.dry_run import print_plan
+from zero_inference.planning.output import print_plan
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan, plan_run
-from zero_inference.planning.search import faster_than
 from zero_inference.quality import evaluate as quality
 from zero_inference.quality.evaluate import score_run
 from zero_inference.records.failure import leave_process_group, record_failures
@@ -101,12 +100,7 @@ def run(
 
 
 def _run(
-    config: RunConfig,
-    argv: list[str],
-    ranks: Ranks,
-    machine: Machine,
-    progress: Progress,
-    publish: Callable[..., None],
+    config: RunConfig, argv: list[str], ranks: Ranks, machine: Machine, progress: Progress, publish: Callable[..., None]
 ) -> FinishedRun | None:
     compiled_before_s = compile_s()  # by an earlier run in this process
     check_single_process(config, ranks)
@@ -149,7 +143,15 @@ def _run(
 
 
 def _resolve(config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress) -> _Resolved:
-    spec = _resolve_spec(config, ranks, progress)
+    try:
+        spec = resolve_model(config, ranks.device.type)
+    except UsageError as error:
+        reads_text = config.prompt or config.prompts or config.chat or config.quality
+        if not config.dry_run or reads_text or find_preset(config.model) is None:
+            raise
+        # a dry run needs only the configuration, which the built-in preset has
+        progress.say(f"{ONLY_PLANNED} {error}")
+        spec = resolve_for_plan(config, ranks.device.type)
     config = with_prompt_length(config, spec)
     check_model(config, spec)
     found, chosen, empty_model = choose(config, spec, ranks, machine, progress.say)
@@ -157,18 +159,6 @@ def _resolve(config: RunConfig, ranks: Ranks, machine: Machine, progress: Progre
         check_launch(found, ranks, machine)
         check_model(found, spec)
     return _Resolved(found, spec, chosen, empty_model)
-
-
-def _resolve_spec(config: RunConfig, ranks: Ranks, progress: Progress) -> ModelSpec:
-    """Return the model's spec; in a dry run that of the built-in preset if its configuration cannot be fetched."""
-    try:
-        return resolve_model(config, ranks.device.type)
-    except UsageError as error:
-        reads_text = config.prompt or config.prompts or config.chat or config.quality
-        if not config.dry_run or reads_text or find_preset(config.model) is None:
-            raise
-        progress.say(f"{ONLY_PLANNED} {error}")
-        return resolve_for_plan(config, ranks.device.type)
 
 
 def _dry_run(resolved: _Resolved, ranks: Ranks, machine: Machine) -> None:
@@ -188,12 +178,7 @@ def _dry_run(resolved: _Resolved, ranks: Ranks, machine: Machine) -> None:
 
 
 def _measure(
-    resolved: _Resolved,
-    ranks: Ranks,
-    files: RunLog,
-    progress: Progress,
-    questions: Questions,
-    compiled_before_s: float,
+    resolved: _Resolved, ranks: Ranks, files: RunLog, progress: Progress, questions: Questions, compiled_before_s: float
 ) -> tuple[Any, Any, list[str]]:
     """Plan, load and measure; fill `files`. Return the generated ids (int64 [batch, gen_len]), the tokenizer, and the prompts in short."""
     config, spec, _, empty_model = resolved
@@ -223,24 +208,17 @@ def _measure(
     with loaded_model(plan, progress) as (loaded, load_s, compare):
         session = measure_run(plan, loaded, ids, progress, compare)
         files.result.measured = summarize_measurement(session, load_s, compile_s() - compiled_before_s)
-        _warn_and_trace(session, files, progress)
+        if warning := steadiness.spread_warning(files.result.measured.evenness):
+            progress.say(warning)
+        if config.trace:
+            with files.noting("trace", config.trace):
+                if (use := write_trace(session, Path(config.trace))) is not None:
+                    files.result.measured = files.result.measured.model_copy(update={"link_use": use})
         files.result.quality = (
             score_run(plan.job, loaded, questions, tokenizer, files, progress) if questions else Quality(by_task=None)
         )
         files.result.add_facts(loaded.facts)
         return session.measurement.output_ids, tokenizer, prompt_excerpts(config, ids, tokenizer)
-
-
-def _warn_and_trace(session: Session, files: RunLog, progress: Progress) -> None:
-    """Warn of uneven loops; write the trace if asked for, and record its link use."""
-    assert files.result.measured is not None
-    if warning := steadiness.spread_warning(files.result.measured.evenness):
-        progress.say(warning)
-    trace = session.plan.job.config.trace
-    if trace:
-        with files.noting("trace", trace):
-            if (use := write_trace(session, Path(trace))) is not None:
-                files.result.measured = files.result.measured.model_copy(update={"link_use": use})
 
 
 def build_request(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) -> Request:
@@ -296,22 +274,21 @@ def refuse_other_requests(config: RunConfig, spec: ModelSpec, ranks: Ranks, ques
     Raises:
         UsageError: on all ranks, where these differ.
     """
+    if ranks.world_size == 1:
+        return
+    options = {name: value for name, value in config.as_dict().items() if name not in NOT_COMPARED}
     _refuse_differences(
         ranks,
-        lambda: {
-            **{
-                f"--{name.replace('_', '-')}": value
-                for name, value in config.as_dict().items()
-                if name not in NOT_COMPARED
-            },
+        {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+        | {
             "--trace": bool(config.trace),
             "--ds-config": read_ds_config(config.ds_config),
             "the device": ranks.device.type,
             "the dtype": str(spec.dtype),
             "the model's config": _digest(spec.config.to_dict() | {"_name_or_path": None}),
             "--quality-data": _digest(questions),
-            **package_versions(),
-        },
+        }
+        | package_versions(),
     )
 
 
@@ -321,21 +298,16 @@ def refuse_other_inputs(spec: ModelSpec, ranks: Ranks, ids: torch.Tensor) -> Non
     Raises:
         UsageError: on all ranks, where these differ.
     """
+    if ranks.world_size == 1:
+        return
+    files = [] if spec.dummy else checkpoint_files(spec.checkpoint_folder())
     _refuse_differences(
-        ranks,
-        lambda: {
-            "the prompts": hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12],
-            "the weights": None
-            if spec.dummy
-            else _digest([_sample(path) for path in checkpoint_files(spec.checkpoint_folder())]),
-        },
+        ranks, {"the prompts": _digest(ids.tolist()), "the weights": _digest([_sample(f) for f in files])}
     )
 
 
-def _refuse_differences(ranks: Ranks, describe: Callable[[], dict[str, Any]]) -> None:
-    if ranks.world_size == 1:
-        return
-    first, *others = ranks.gather_objects(describe())
+def _refuse_differences(ranks: Ranks, mine: dict[str, Any]) -> None:
+    first, *others = ranks.gather_objects(mine)
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other.get(name) != value:

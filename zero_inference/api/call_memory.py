@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from zero_inference.kv_cache.choose import cache_factory
 from zero_inference.kv_cache.device import ReusableKVCache, supports_preallocated
 
 APPENDING_MODES = ("greedy_search", "sample")  # modes of generation that only append to keys and values
-LENGTHS = ("max_new_tokens", "max_length")  # settings of generation
 
 
 @dataclass
@@ -38,20 +37,16 @@ class CallMemory:
     def __post_init__(self) -> None:
         self.preallocated = self.loaded.preallocated_cache and supports_preallocated(self.loaded.model)
 
-    @property
-    def max_length(self) -> int:
-        return self.config.positions
-
     def check(self, rows: int, length: int) -> None:
         """Raise UsageError if `rows` sequences of `length` tokens exceed the planned memory."""
-        planned, longest = self.config.batch_size, self.max_length
+        planned, longest = self.config.batch_size, self.config.positions
         too_many = self.config.kv_offload and rows > planned  # its cache has a fixed number of rows
         if length <= longest and rows * length <= planned * longest and not too_many:
             return
         max_length = max(length, longest)
         batch_size = max(rows, planned) if too_many else max(planned, -(-rows * length // max_length))
         raise UsageError(
-            f"this call has {rows} sequence{'s' * (rows > 1)} of {length} tokens, and memory was planned for {planned} of {longest}: use "
+            f"this call has {rows} sequences of {length} tokens, and memory was planned for {planned} of {longest}: use "
             f"fewer or shorter ones, or load the model with batch_size={batch_size}, max_length={max_length}."
         )
 
@@ -63,8 +58,11 @@ class CallMemory:
         """
         given = inspect.signature(generate).bind_partial(*args, **kwargs).arguments
         call = {name: value for name, value in given.items() if name != "kwargs"} | given.get("kwargs", {})
-        settings = call.get("generation_config") or model.generation_config
-        merged = _merge_settings(settings, call)
+        own_settings = call.get("generation_config")
+        merged = copy.deepcopy(own_settings or model.generation_config)
+        for name, value in call.items():
+            if name != "generation_config" and hasattr(merged, name):
+                setattr(merged, name, value)
         prompts = (call[name] for name in ("input_ids", "inputs", "inputs_embeds") if _is_batch(call.get(name)))
         prompt = next(prompts, None)  # [rows, tokens, ...]
         rows, tokens = (1, 1) if prompt is None else prompt.shape[:2]
@@ -79,29 +77,23 @@ class CallMemory:
                 "use one of these, or load the model without kv_offload."
             )
         self.check(rows, tokens)
-        self._limit_length(call, merged, rows, tokens, settings if call.get("generation_config") is not None else None)
+        # A given length that does not fit is refused, one of the checkpoint's settings is shortened. Without either transformers has a
+        # default of its own, which the hook before each call checks.
+        before = {"max_new_tokens": tokens, "max_length": 0}
+        asked: dict[str, Any] = {name: call.get(name) or getattr(own_settings, name, None) for name in before}
+        name = next((name for name in before if asked[name]), None)
+        own_name = next((name for name in before if getattr(merged, name, None)), None)
+        if name is not None:
+            self.check(rows, before[name] + asked[name])
+        elif own_name is not None:
+            planned, longest = self.config.batch_size, self.config.positions
+            fitting = longest if rows <= planned else planned * longest // rows
+            call[own_name] = min(getattr(merged, own_name), fitting - before[own_name])
         if appends and not brings_cache:
             cache = self._next_cache(rows, returned=merged.return_dict_in_generate is True)
             if cache is not None:
                 call["past_key_values"] = cache
         return {name: _to_device(value, self.loaded.device) for name, value in call.items()}
-
-    def _limit_length(self, call: dict[str, Any], merged: Any, rows: int, tokens: int, given: Any) -> None:
-        """Refuse a given length that does not fit; shorten one that only the checkpoint's settings have."""
-        before = dict(zip(LENGTHS, (tokens, 0)))
-        for name in LENGTHS:
-            wanted = call.get(name) if call.get(name) is not None else getattr(given, name, None)
-            if wanted is not None:
-                self.check(rows, before[name] + wanted)
-                return
-        planned = self.config.batch_size
-        longest = self.max_length if rows <= planned else planned * self.max_length // rows
-        for name in LENGTHS:
-            wanted = getattr(merged, name, None)
-            if wanted is not None:
-                call[name] = min(wanted, longest - before[name])
-                return
-        # without either transformers has a default of its own, which the hook before each call checks
 
     def _next_cache(self, rows: int, returned: bool) -> Any:
         """Return an empty cache for `rows` sequences; None to use transformers' own.
@@ -118,7 +110,7 @@ class CallMemory:
             self.cache.reset()
         elif self.preallocated:
             if self.cache is None:
-                self.cache = ReusableKVCache(self.model_config, self.config.batch_size, self.max_length)
+                self.cache = ReusableKVCache(self.model_config, self.config.batch_size, self.config.positions)
             self.cache.begin(rows)
         found = self.cache
         if returned:
@@ -130,9 +122,8 @@ class CallMemory:
 
     def pre_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Forward pre-hook of the model: check the size, move inputs to the device, add a cache in host memory for kv_offload."""
-        inputs = next(
-            (value for value in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if _is_batch(value)), None
-        )
+        candidates = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        inputs = next((value for value in candidates if _is_batch(value)), None)
         if inputs is None:
             return None
         cache = kwargs.get("past_key_values")
@@ -158,31 +149,9 @@ class CallMemory:
         return make()
 
 
-def _merge_settings(settings: Any, call: dict[str, Any]) -> Any:
-    """Return a copy of the GenerationConfig `settings` with those of `call`."""
-    merged = copy.deepcopy(settings)
-    for name, value in call.items():
-        if name != "generation_config" and hasattr(merged, name):
-            setattr(merged, name, value)
-    return merged
-
-
 def _to_device(value: Any, device: torch.device) -> Any:
     return value.to(device) if torch.is_tensor(value) and value.device != device else value
 
 
 def _is_batch(value: Any) -> bool:
     return torch.is_tensor(value) and value.dim() >= 2
-
-
-def scoring_bytes(rows: int, length: int, vocabulary: int, itemsize: int, kv_bytes: int) -> int:
-    """Return the device memory of a call that scores: logits [rows, length, vocabulary] in the model's dtype, two float32 copies of them
-    that a log-softmax makes, and the KV cache, which a plain call fills by default."""
-    return rows * length * vocabulary * (itemsize + 8) + kv_bytes
-
-
-def with_max_length(config: RunConfig, max_length: int) -> RunConfig:
-    """Return `config` with a prompt as long as a sequence may be, as a prefill's memory grows with it. Raises UsageError."""
-    if max_length < 2:
-        raise UsageError(f"max_length={max_length}: a sequence is a prompt and at least one new token; use 2 or more.")
-    return replace(config, prompt_len=max_length - 1, gen_len=1).validate()

@@ -18,30 +18,25 @@ from typing import Any
 
 import torch
 
-from zero_inference.api.call_memory import CallMemory, scoring_bytes, with_max_length
+from zero_inference.api.call_memory import CallMemory
 from zero_inference.api.process import LOADED, free_memory, preserve_process_state
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.base import Job, LoadedModel
+from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.machine import Machine
 from zero_inference.measure.session import loaded_model
-from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.frozen import FrozenParameter, freeze, refusal
 from zero_inference.models.prompts import disable_cudnn_attention
-from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
+from zero_inference.models.spec import load_tokenizer, resolve_model
 from zero_inference.planning.changes import check_memory
 from zero_inference.planning.choose import choose, hint
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan
 from zero_inference.records.failure import explain_failure
 from zero_inference.utils import garbage
-from zero_inference.utils.format import format_bytes
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.progress import Progress
-from zero_inference.utils.ranks import Ranks, detect_ranks, hold_process_group
+from zero_inference.utils.ranks import detect_ranks, hold_process_group
 
-MERGE_FIRST = (
-    "merge the adapter into the plain model (merge_and_unload), save that, and load it, or use engine='resident'"
-)
 SUPPORTED_ADAPTERS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding")
 OWN_HOOKS = ("transformers.", "zero_inference.")  # these change nothing that a module computes
 
@@ -127,21 +122,18 @@ def _adds_to(hooks: dict[int, Any], own: set[int]) -> bool:
 
 def _refuse_other_adapters(module: Any) -> None:
     """Raise UsageError for a module of PEFT that needs more of its base layer than its product."""
-    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    kind, reason = f"{type(module).__module__}.{type(module).__qualname__}", None
     if hasattr(module, "base_layer"):
         variants = getattr(module, "lora_variant", None)
         if kind not in SUPPORTED_ADAPTERS or variants:
-            what = f"{type(next(iter(variants.values()))).__name__}" if variants else kind.removeprefix("peft.tuners.")
-            raise UsageError(
-                f"adapter {what}: of PEFT, LoRA on linear modules and embeddings works here; {MERGE_FIRST}."
-            )
-        if any(p.is_meta for name, p in module.named_parameters() if not name.startswith("base_layer.")):
-            raise UsageError(
-                f"this adapter's weights were lost on the meta device, where accelerate has the model's: {MERGE_FIRST}."
-            )
+            reason = f"adapter {kind}{' with a variant' if variants else ''}: LoRA on linear modules and embeddings works here"
+        elif any(p.is_meta for name, p in module.named_parameters() if not name.startswith("base_layer.")):
+            reason = "this adapter's weights were lost on the meta device, where accelerate has the model's"
     elif hasattr(module, "original_module"):
+        reason = "this adapter replaces whole modules (modules_to_save), and their weights are the engine's"
+    if reason is not None:
         raise UsageError(
-            f"this adapter replaces whole modules (modules_to_save), and their weights are the engine's: {MERGE_FIRST}."
+            f"{reason}; merge the adapter into the plain model (merge_and_unload), save that, and load it, or use engine='resident'."
         )
 
 
@@ -225,14 +217,23 @@ def _plan(config: RunConfig, max_length: int | None, scoring: bool, progress: Pr
         max_length = min(MAX_LENGTH, spec.max_positions or MAX_LENGTH)
     elif spec.max_positions is not None and max_length > spec.max_positions:
         raise UsageError(f"max_length={max_length}: {spec.name} has {spec.max_positions} positions; use at most that.")
-    config = with_max_length(config, max_length)
+    if max_length < 2:
+        raise UsageError(f"max_length={max_length}: a sequence is a prompt and at least one new token; use 2 or more.")
+    # a prompt as long as a sequence may be, as a prefill's memory grows with it
+    config = replace(config, prompt_len=max_length - 1, gen_len=1).validate()
     check_model(config, spec)
     config, chosen, empty_model = choose(config, spec, ranks, machine, progress.say)
     if chosen is not None:
         check_launch(config, ranks, machine)
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
-    plan = make_plan(_build_job(config, spec, ranks, scoring, empty_model))
+    job = build_job(config, spec, ranks, empty_model=empty_model)
+    if job.free_device_bytes is not None and scoring:
+        # logits [rows, length, vocabulary], two float32 copies of them that a log-softmax makes, and the KV cache, which a plain call fills
+        logits = config.batch_size * config.positions * spec.text_config.vocab_size * (spec.dtype.itemsize + 8)
+        kv_bytes = job.state_bytes() + (0 if config.kv_offload else job.kv_bytes())
+        job = replace(job, free_device_bytes=max(0, job.free_device_bytes - logits - kv_bytes))
+    plan = make_plan(job)
     plan.check()
     check_memory(plan)
     # with the goal "latency" the hint names no other batch, which is the caller's
@@ -241,53 +242,51 @@ def _plan(config: RunConfig, max_length: int | None, scoring: bool, progress: Pr
     return plan
 
 
-def _build_job(config: RunConfig, spec: ModelSpec, ranks: Ranks, scoring: bool, empty_model: EmptyModel | None) -> Job:
-    """Return the job; with `scoring`, device memory for the logits of all tokens is not free for weights."""
-    job = build_job(config, spec, ranks, empty_model=empty_model)
-    if job.free_device_bytes is None or not scoring:
-        return job
-    vocabulary = spec.text_config.vocab_size
-    kv_bytes = job.state_bytes() + (0 if config.kv_offload else job.kv_bytes())
-    reserved = scoring_bytes(config.batch_size, config.positions, vocabulary, spec.dtype.itemsize, kv_bytes)
-    return replace(job, free_device_bytes=max(0, job.free_device_bytes - reserved))
-
-
 def _make_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
     """Make the loaded transformers model a PlacedModel: a subclass of its class, with checks, a lock, a tokenizer and a placement."""
-    model, job = loaded.model, plan.job
+    from transformers import GenerationConfig
+
+    model, job, spec = loaded.model, plan.job, plan.job.spec
     disable_cudnn_attention()
-    memory = CallMemory(job.config, job.spec.config, loaded)
-    model.generation_config = _generation_settings(job.spec)
-    model.tokenizer = _tokenizer(job.spec)
-    model.max_length = memory.max_length
-    model.placement = _describe_placement(plan)
+    folder = spec.snapshot.fetch_tokenizer() if spec.snapshot else spec.folder
+    if not spec.dummy and folder is not None and Path(folder, "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    else:
+        model.generation_config = GenerationConfig.from_model_config(spec.config)
+    model.tokenizer = load_tokenizer(spec)
+    if model.tokenizer is not None:
+        model.tokenizer.padding_side = "left"
+        if model.tokenizer.pad_token is None:
+            model.tokenizer.pad_token = model.tokenizer.eos_token
+    model.max_length = job.config.positions
+    model.placement = [
+        f"engine {job.config.engine}, {job.config.quant_bits} bits: weights {plan.weights.describe_location()}",
+        *plan.weights.in_words(),
+        f"memory for {job.config.batch_size} x {job.config.positions} tokens; keys and values "
+        f"{'in host memory' if job.config.kv_offload else 'where the model computes'}",
+    ]
     kind = type(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # transformers looks these up
     model.__class__ = type(kind.__name__, (PlacedModel, kind), names)
-    frozen = job.config.engine != "resident"
-    guard = ModuleGuard(model, frozen, loaded.modules_changed, loaded.writable)
-    model._state = _State(loaded, memory, releases, guard)
+    memory = CallMemory(job.config, spec.config, loaded)
+    guard = ModuleGuard(model, job.config.engine != "resident", loaded.modules_changed, loaded.writable)
+    state = model._state = _State(loaded, memory, releases, guard)
     if job.config.engine == "deepspeed":
-        model._state.lock = _DEEPSPEED_LOCK
-    patches = releases.enter_context(Patches())
-    _redirect_forward(model, patches)
-    # before the engine's own hook, which begins a pass
-    patches.add_hooks(model.register_forward_pre_hook(memory.pre_forward, with_kwargs=True, prepend=True))
-    LOADED.add(model)
-    return model
-
-
-def _redirect_forward(model: Any, patches: Patches) -> None:
-    """Make `model.forward(...)`, which wrappers of a model call, the same as `model(...)`: with hooks, checks and the lock."""
-    original, state = model.forward, model._state
+        state.lock = _DEEPSPEED_LOCK
+    patches, original = releases.enter_context(Patches()), model.forward
 
     @functools.wraps(original)  # generate looks at its arguments
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """The same as `model(...)`, for wrappers that call `model.forward(...)`: with hooks, checks and the lock."""
         if state.forward_thread == threading.get_ident():
             return original(*args, **kwargs)
         return model(*args, **kwargs)
 
     patches.set_attr(model, "forward", forward)
+    # before the engine's own hook, which begins a pass
+    patches.add_hooks(model.register_forward_pre_hook(memory.pre_forward, with_kwargs=True, prepend=True))
+    LOADED.add(model)
+    return model
 
 
 def _state_of(model: Any) -> _State:
@@ -298,41 +297,6 @@ def _state_of(model: Any) -> _State:
     if state.pid != os.getpid():
         raise UsageError(FORKED)
     return state
-
-
-def _generation_settings(spec: ModelSpec) -> Any:
-    """Return the same settings as `from_pretrained`."""
-    from transformers import GenerationConfig
-
-    folder = spec.snapshot.fetch_tokenizer() if spec.snapshot else spec.folder
-    if not spec.dummy and folder is not None and Path(folder, "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_model_config(spec.config)
-
-
-def _tokenizer(spec: ModelSpec) -> Any:
-    tokenizer = load_tokenizer(spec)
-    if tokenizer is not None:
-        tokenizer.padding_side = "left"
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def _describe_placement(plan: Plan) -> list[str]:
-    config, footprint = plan.job.config, plan.weights.footprint
-    places = {
-        "on the GPU" if plan.job.on_gpu else "in this process": footprint.device - footprint.gathered,
-        "in host memory": footprint.host,
-        "on disk": footprint.disk,
-    }
-    parts = [f"{format_bytes(nbytes)} {where}" for where, nbytes in places.items() if nbytes]
-    return [
-        f"engine {config.engine}, {config.quant_bits} bits: weights and their buffers {', '.join(parts)}",
-        *plan.weights.in_words(),
-        f"memory for {config.batch_size} x {config.positions} tokens; keys and values "
-        f"{'in host memory' if config.kv_offload else 'where the model computes'}",
-    ]
 
 
 class PlacedModel:
@@ -430,24 +394,19 @@ class PlacedModel:
         if state.pid != os.getpid():
             _of_parent.append(state)
             return
-        lock = state.lock
-        del state
-        with lock:  # a call in another thread ends first
-            self._release()
-
-    def _release(self) -> None:
-        state, self._state = self._state, None
-        if state is None:
-            return
-        LOADED.discard(self)
-        state.memory.forget_cache()
-        state.releases.close()
-        for module in self.modules():  # type: ignore[attr-defined]
-            for tensors in (module._parameters, module._buffers):
-                for name in tensors:
-                    tensors[name] = None
-        del state  # or what the engine holds would outlive this
-        free_memory()
+        with state.lock:  # a call in another thread ends first
+            if self._state is None:
+                return
+            self._state = None
+            LOADED.discard(self)
+            state.memory.forget_cache()
+            state.releases.close()
+            for module in self.modules():  # type: ignore[attr-defined]
+                for tensors in (module._parameters, module._buffers):
+                    for name in tensors:
+                        tensors[name] = None
+            state = None  # or what the engine holds would outlive this
+            free_memory()
 
     def __enter__(self) -> Any:
         return self
@@ -460,10 +419,7 @@ class PlacedModel:
             self.unload()
 
 
+@atexit.register
 def unload_all() -> None:
-    """Unload the remaining models before the program ends."""
     for model in list(LOADED):
         model.unload()
-
-
-atexit.register(unload_all)

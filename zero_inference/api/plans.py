@@ -8,19 +8,15 @@ import html
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_inference.api.keywords import check_keywords
-from zero_inference.api.loading import PLACEMENT
+from zero_inference.api.loading import PLACEMENT, check_keywords
 from zero_inference.api.process import preserve_process_state
 from zero_inference.config.options import DEFAULTS, OF_DRY_RUNS
-from zero_inference.planning import command
-from zero_inference.planning.arguments import arguments_from_keywords
-from zero_inference.records.hardware import RATE_WORDS
+from zero_inference.planning.command import arguments_from_keywords, search
 from zero_inference.utils import GB, garbage
-from zero_inference.utils.format import LONG_S, format_duration, significant
 
 if TYPE_CHECKING:
     import pandas
@@ -35,63 +31,33 @@ ELSEWHERE = {
     **dict.fromkeys(("json", "plot", "all"), "the result has frame(), and holds all configurations"),
     "machines": "`zero-inference plan --machines` lists the typical machines",
 }
-SHOWN_COLUMNS = {  # of `repr` and a notebook, by attribute
-    "engine": "engine",
-    "bits": "bits",
-    "batch": "batch",
-    "weights": "weights in",
-    "tokens_per_s": "token/s",
-    "tokens_per_s_range": "9 in 10 within",
-    "step_s": "step (s)",
-    "first_token_s": "first token (s)",
-    "device_gib": "GPU (GiB)",
-    "host_gib": "host (GiB)",
-    "bound_by": "bound by",
-}
+# Columns of `repr` and a notebook.
+SHOWN_COLUMNS = "engine bits batch gpus weights tokens_per_s step_s first_token_s device_gib host_gib bound_by".split()
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A configuration and its predictions. Times and rates are None if it does not fit or they are unknown.
-
-    Attributes:
-        engine: "stream", "deepspeed", "accelerate" or "resident".
-        bits: of a stored weight, 16, 8 or 4.
-        batch: sequences, over all GPUs.
-        gpus: 0 on a CPU.
-        weights: their placement in words, such as "60% host (cores 30%)".
-        kv_offload: whether the KV cache is in host memory.
-        tokens_per_s: of decoding, all sequences together; measured if `verify` ran it.
-        tokens_per_s_range, first_token_range_s: (low, high) of 9 in 10 such runs; None for a bound, and on a CPU.
-        step_s, first_token_s, total_s: seconds of a decode step, of the prefill, and of the whole generation.
-        device_gib: peak memory of a GPU in GiB; None on a CPU.
-        host_gib: host memory in GiB.
-        bound_by: the bound of a decode step, such as "link".
-        fits: whether the machine has the memory.
-        why_not: what is missing and what would fit; None if it fits.
-        command: the shell command that runs it.
-        options: the keywords that run it, `run(**best.options)`, with one GPU or none.
-    """
+    """A configuration and its predictions. Times and rates are None if it does not fit or they are unknown."""
 
     engine: str
-    bits: int
-    batch: int
-    gpus: int
-    weights: str
+    bits: int  # of a stored weight
+    batch: int  # sequences, over all GPUs
+    gpus: int  # 0 on a CPU
+    weights: str  # their placement, such as "60% host (cores 30%)"
     kv_offload: bool
-    tokens_per_s: float | None
+    tokens_per_s: float | None  # of decoding, all sequences together; measured if `verify` ran it
     step_s: float | None
     first_token_s: float | None
-    total_s: float | None
-    tokens_per_s_range: tuple[float, float] | None
+    total_s: float | None  # of the whole generation
+    tokens_per_s_range: tuple[float, float] | None  # of 9 in 10 such runs; None for a bound, and on a CPU
     first_token_range_s: tuple[float, float] | None
-    device_gib: float | None
+    device_gib: float | None  # peak of a GPU; None on a CPU
     host_gib: float
-    bound_by: str | None
+    bound_by: str | None  # such as "link"
     fits: bool
-    why_not: str | None
+    why_not: str | None  # what is missing and what would fit
     command: str
-    options: dict[str, Any] = field(repr=False)
+    options: dict[str, Any] = field(repr=False)  # run(**best.options), with one GPU or none
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -120,8 +86,8 @@ class Plans(Sequence[PlannedRun]):
         """Return all rows, with a column for each attribute except `options`."""
         import pandas
 
-        rows = [{name: value for name, value in asdict(row).items() if name != "options"} for row in self.rows]
-        return pandas.DataFrame(rows, columns=[name for name in PlannedRun.__dataclass_fields__ if name != "options"])
+        columns = [each.name for each in fields(PlannedRun) if each.name != "options"]
+        return pandas.DataFrame([asdict(row) for row in self.rows], columns=columns)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -131,36 +97,25 @@ class Plans(Sequence[PlannedRun]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _shown_cells(self) -> list[dict[str, str]]:
-        """Return a dictionary of header -> text for each of the first `SHOWN` rows that fit, without columns that are None in all."""
-        fitting = [row for row in self.rows if row.fits][:SHOWN]
-        names = [name for name in SHOWN_COLUMNS if any(getattr(row, name) is not None for row in fitting)]
-        return [{SHOWN_COLUMNS[name]: _cell(name, getattr(row, name)) for name in names} for row in fitting]
-
-    def _remarks(self) -> list[str]:
-        """Return the lines below the table: rows that fit and are not shown, rows that do not fit, and notes."""
-        hidden = sum(row.fits for row in self.rows) - SHOWN
-        more = [f"{hidden} more that fit"] if hidden > 0 else []
-        return [*more, *(f"does not fit: {row.why_not}" for row in self.rows if not row.fits), *self.notes]
+    def _shown(self) -> tuple[list[str], pandas.DataFrame, list[str]]:
+        """Return the lines above the table, the first rows that fit, and the lines below."""
+        above = [self.verdict, *([f"predicted for {self.machine}"] if self.machine else [])]
+        frame = self.frame()
+        table = frame[frame["fits"].astype(bool)][SHOWN_COLUMNS].head(SHOWN).dropna(axis=1, how="all")
+        hidden = sum(row.fits for row in self.rows) - len(table)
+        below = [f"{hidden} more that fit"] if hidden else []
+        return above, table, [*below, *(f"does not fit: {row.why_not}" for row in self if not row.fits), *self.notes]
 
     def __repr__(self) -> str:
-        lines = [self.verdict, *([f"predicted for {self.machine}"] if self.machine else [])]
-        if rows := self._shown_cells():
-            widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
-            lines.append("  ".join(f"{name:<{width}}" for name, width in widths.items()).rstrip())
-            lines += ["  ".join(f"{row[name]:<{width}}" for name, width in widths.items()).rstrip() for row in rows]
-        return "\n".join([*lines, *self._remarks()])
+        above, table, below = self._shown()
+        shown = [] if table.empty else [table.to_string(index=False, na_rep="", float_format="{:.3g}".format)]
+        return "\n".join([*above, *shown, *below])
 
     def _repr_html_(self) -> str:
-        rows = self._shown_cells()
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in (rows[0] if rows else ()))
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(words)}</td>" for words in row.values()) + "</tr>" for row in rows
-        )
-        lines = [f"<b>{html.escape(self.verdict)}</b>"]
-        lines += [html.escape(f"predicted for {self.machine}")] if self.machine else []
-        below = "".join(f"<br>{html.escape(line)}" for line in self._remarks())
-        return f"<p>{'<br>'.join(lines)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{below[4:]}</p>"
+        above, table, below = self._shown()
+        lines, remarks = ("<br>".join(map(html.escape, each)) for each in (above, below))
+        shown = table.to_html(index=False, na_rep="", float_format="{:.3g}".format)
+        return f"<p>{lines}</p>{shown}<p>{remarks}</p>"
 
 
 def plan(
@@ -202,21 +157,17 @@ def plan(
         TypeError: there is no such keyword.
         UsageError: the model or the machine cannot be used. A model that fits nowhere is no error: `best` is None then.
     """
+    given = {name: value for name, value in locals().items() if name != "options"}
     check_keywords("plan", options, (*OTHERS, *inspect.signature(plan).parameters), ELSEWHERE)
-    given = {
-        "machine": machine, "assume": assume, "goal": goal, "batch_size": batch_size, "quant_bits": quant_bits, "engine": engine,
-        "kv_offload": kv_offload, "prompt_len": prompt_len, "gen_len": gen_len, "max_gpu_memory": max_gpu_memory,
-        "max_host_memory": max_host_memory, "num_gpus": num_gpus,
-    }  # fmt: skip
-    args = arguments_from_keywords({"model": model, **given, **options})
+    args = arguments_from_keywords(given | options)
     with garbage.postpone_collections(), preserve_process_state(verbose=1):
-        job, found = command.search(args)
+        job, found = search(args)
         return _plans_of(args, job, found)
 
 
 def _plans_of(args: argparse.Namespace, job: Job, found: SearchResult) -> Plans:
     from zero_inference.models.spec import checkpoint_refusal
-    from zero_inference.planning.explain import headline, notes, what_does_not_fit, why_none, why_not_predicted
+    from zero_inference.planning.explain import headline, notes, what_does_not_fit, why_none
     from zero_inference.planning.search import ranked, verify
 
     best = ranked(found.candidates, args.goal)
@@ -224,30 +175,27 @@ def _plans_of(args: argparse.Namespace, job: Job, found: SearchResult) -> Plans:
         best = verify(best, args.verify, args.goal, functools.partial(print, file=sys.stderr, flush=True))
     rows = [_planned_run(each.plan, each) for each in best if not each.failed]
     rows += [_planned_run(each) for each in found.unknown]
-    rows += [_planned_run(each, why_not=what_does_not_fit([each])[0]) for each in found.too_large]
-    remarks = notes(best)
-    if found.unknown:
-        remarks.append(f"speed not known of {len(found.unknown)} that fit: {why_not_predicted(found.unknown)}")
+    rows += [_planned_run(each, why_not=what_does_not_fit(each)) for each in found.too_large]
     machine = job.machine.profile()
-    remarks += filter(None, [machine.caveat() if machine else None, checkpoint_refusal(args.model, args.dummy)])
-    verdict = headline(best, args.goal) if found.candidates else why_none(found, args.model)
-    return Plans(rows, verdict, machine.in_words() if machine else None, remarks)
+    caveat = machine.caveat() if machine else None
+    remarks = [*notes(found, best), caveat, checkpoint_refusal(args.model, args.dummy)]
+    verdict = headline(best, args.goal) if best else why_none(found, args.model)
+    return Plans(rows, verdict, machine.in_words() if machine else None, list(filter(None, remarks)))
 
 
 def _planned_run(plan: Plan, candidate: Candidate | None = None, why_not: str | None = None) -> PlannedRun:
     """Return the row of a plan; predictions are None without a `candidate`, and it fits unless there is a reason `why_not`."""
-    from zero_inference.planning.answer import row_of
-    from zero_inference.planning.search import command_of
+    from zero_inference.planning.output import row_of
 
     config, row = plan.job.config, row_of(plan, candidate)
-    measured, device_bytes = row["measured_tokens_per_s"] is not None, row["device_bytes"]
+    device_bytes = row["device_bytes"]
+    # the stream engine implies cpu_offload
+    left_out = (*OF_DRY_RUNS, "auto", "goal", *(["cpu_offload"] if config.engine == "stream" else []))
     options = {
         name: value
         for name, value in config.as_dict().items()
-        if value != DEFAULTS[name] and name not in (*OF_DRY_RUNS, "auto", "goal")
+        if name in ("model", "engine") or (value != DEFAULTS[name] and name not in left_out)
     }
-    if config.engine == "stream":
-        options.pop("cpu_offload", None)  # it is implied
     return PlannedRun(
         engine=config.engine,
         bits=config.quant_bits,
@@ -259,27 +207,13 @@ def _planned_run(plan: Plan, candidate: Candidate | None = None, why_not: str | 
         step_s=candidate.best_step_s if candidate else None,
         first_token_s=row["prefill_s"],
         total_s=row["total_s"],
-        tokens_per_s_range=None if measured else row["tokens_per_s_range"],
+        tokens_per_s_range=row["tokens_per_s_range"] if row["measured_tokens_per_s"] is None else None,
         first_token_range_s=row["prefill_range_s"],
         device_gib=None if device_bytes is None else device_bytes / GB,
         host_gib=row["host_bytes"] / GB,
         bound_by=row["bound_by"],
         fits=why_not is None,
         why_not=why_not,
-        command=command_of(config, plan.job.ranks.world_size),
-        options={"model": config.model, "engine": config.engine, **options},
+        command=row["command"],
+        options=options,
     )
-
-
-def _cell(name: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if name == "tokens_per_s_range":
-        return " to ".join(map(significant, value))
-    if name == "bound_by":
-        return RATE_WORDS.get(value, str(value))
-    if name in ("device_gib", "host_gib"):
-        return f"{value:.1f}"
-    if name in ("step_s", "first_token_s") and value >= LONG_S:
-        return format_duration(value)
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import html
 import tempfile
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_inference.api.keywords import check_keywords
+from zero_inference.api.loading import check_keywords
 from zero_inference.api.process import free_memory, preserve_process_state
 from zero_inference.config.options import OF_DRY_RUNS, OPTIONS
 from zero_inference.config.run_config import RunConfig, make_config, shell_words
 from zero_inference.errors import RunError, UsageError
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils import GB, garbage, processes
-from zero_inference.utils.format import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -102,41 +101,23 @@ class RunResult:
         """Scores by task; None without `quality=`."""
         return self.record["quality"]
 
-    def rows(self) -> dict[str, str]:
-        """Return the lines that `repr` and a notebook show: label -> text."""
-        record = self.record
-        offload = {"cpu": "host memory", "disk": "disk", "gpu": "the device"}[record["weights_place"]]
-        found = {
-            "model": f"{record['model']}, {record['quant_bits']} bits, {record['dtype']}",
-            "engine": f"{record['engine']}, weights in {offload}" if offload != "the device" else record["engine"],
-            "work": f"batch {record['batch_size']}, prompt {record['prompt_len']}, {record['gen_len']} new tokens",
-            "first token": f"{self.prefill_s:.3g} s",
-        }
-        if self.tokens_per_s is not None and self.step_s is not None:
-            found["decode"] = f"{self.tokens_per_s:.3g} token/s ({1e3 * self.step_s:.3g} ms a step)"
-        if self.bound_by and self.fraction_of_limit is not None:
-            found["limit"] = f"{self.fraction_of_limit:.0%} of that of {RATE_WORDS[self.bound_by]}"
-        device = "" if self.gpu_gib is None else f"{format_bytes(self.gpu_gib * GB)} on the GPU, "
-        found["memory"] = f"{device}{format_bytes(self.host_gib * GB)} in the host"
-        for task, scores in (self.quality or {}).items():
-            name = next((name for name in ("perplexity", "accuracy") if name in scores), None)
-            if name:
-                found[task] = f"{scores[name]:.4g}"
-        if self.text:
-            found["text"] = _shorten(self.text[0]) + (f" (and {len(self.text) - 1} more)" if len(self.text) > 1 else "")
-        return found
-
     def __repr__(self) -> str:
-        rows = self.rows()
-        width = max(map(len, rows))
-        return "\n".join(["RunResult", *(f"  {name:<{width}}  {words}" for name, words in rows.items())])
-
-    def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(name)}</th><td style='text-align:left'>{html.escape(words)}</td></tr>"
-            for name, words in self.rows().items()
-        )
-        return f"<table>{cells}</table>"
+        record = self.record
+        lines = [
+            f"RunResult: {record['model']}, engine {record['engine']}, {record['quant_bits']} bits, {record['dtype']}, "
+            f"batch {record['batch_size']}, prompt {record['prompt_len']}, {record['gen_len']} new tokens",
+            f"  first token {self.prefill_s:.3g} s",
+            f"  host memory {self.host_gib:.3g} GiB" + (f", GPU {self.gpu_gib:.3g} GiB" if self.gpu_gib else ""),
+        ]
+        if self.tokens_per_s and self.step_s:
+            lines[1] += f", decode {self.tokens_per_s:.3g} token/s ({1e3 * self.step_s:.3g} ms a step)"
+        if self.bound_by and self.fraction_of_limit:
+            lines[1] += f", {self.fraction_of_limit:.0%} of the limit of {RATE_WORDS[self.bound_by]}"
+        for task, scores in (self.quality or {}).items():
+            lines += [f"  {task} {scores[name]:.4g}" for name in ("perplexity", "accuracy") if name in scores]
+        if self.text:
+            lines.append(f"  text {textwrap.shorten(self.text[0], 100)}")
+        return "\n".join(lines)
 
 
 def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
@@ -169,29 +150,35 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
                     "log_file= or log_dir= says where to log, and log=False not to log: drop one of the two"
                 )
             options["log_file"] = Path(folder, "run.log")
-        if isinstance(options.get("prompts"), (list, tuple)):
-            options["batch_size"] = options.get("batch_size") or max(1, len(options["prompts"]))
-            options["prompts"] = _write_prompts(options["prompts"], Path(folder, "prompts.txt"))
+        if isinstance(prompts := options.get("prompts"), (list, tuple)):
+            for number, prompt in enumerate(prompts, 1):
+                if not isinstance(prompt, str) or "\n" in prompt or not prompt.strip():
+                    raise UsageError(
+                        f"prompts: number {number} is not one line of text; join its lines, or leave it out."
+                    )
+            options["batch_size"] = options.get("batch_size") or max(1, len(prompts))
+            options["prompts"] = Path(folder, "prompts.txt")
+            options["prompts"].write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
         given = {name: value for name, value in {"model": model, **options}.items() if value is not None}
         return _run(make_config(given), ["zero_inference.run", *shell_words(given)], log)
 
 
-def _write_prompts(prompts: Sequence[Any], file: Path) -> Path:
-    for number, prompt in enumerate(prompts, 1):
-        if not isinstance(prompt, str) or "\n" in prompt or not prompt.strip():
-            raise UsageError(f"prompts: number {number} is not one line of text; join its lines, or leave it out.")
-    file.write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
-    return file
-
-
 def _run(config: RunConfig, argv: list[str], log: bool) -> RunResult:
+    def publish(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
+        before()
+        if log:
+            with processes.defer_signals():
+                files.write()
+            if files.unwritten:
+                raise RunError("; ".join(files.unwritten) + ".")
+
     with garbage.postpone_collections():
         from zero_inference import runner
         from zero_inference.report.results import texts_of_ids
 
         with preserve_process_state(config.verbose):
             try:
-                finished = runner.run(config, argv, publish=_write_files if log else _write_nothing)
+                finished = runner.run(config, argv, publish=publish)
                 assert finished is not None, "a dry run has no result"
                 files, ids, tokenizer = finished.files, finished.output_ids, finished.tokenizer
                 text = None if tokenizer is None else texts_of_ids(ids, tokenizer, finished.ends)
@@ -199,20 +186,3 @@ def _run(config: RunConfig, argv: list[str], log: bool) -> RunResult:
                 return RunResult(text, ids, files.as_written(), *written)
             finally:
                 free_memory()
-
-
-def _write_files(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
-    before()
-    with processes.defer_signals():
-        files.write()
-    if files.unwritten:
-        raise RunError("; ".join(files.unwritten) + ".")
-
-
-def _write_nothing(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
-    before()
-
-
-def _shorten(text: str, most: int = 100) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -199,7 +199,7 @@ def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
 def summarize_measurement(session: Session, load_s: float, compile_s: float) -> Measured:
     """Return the measured part of the record, as sums and maxima over all ranks; they call it together."""
     job, loaded, measurement, monitor = session.plan.job, session.loaded, session.measurement, session.monitor
-    config, ranks, log = job.config, job.ranks, log_sizes(job)
+    config, ranks = job.config, job.ranks
     batch, steps = config.batch_size, config.gen_len - 1
     prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
     mine = measurement.loops[-1].moved
@@ -218,9 +218,7 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
         [float(monitor.peak_gpu_bytes or 0), float(peak_host_bytes()), compile_s]
     )
     return Measured(
-        model_bytes=log.model_bytes,
-        cache_bytes=log.cache_bytes,
-        hidden_bytes=log.hidden_bytes,
+        **log_sizes(job),
         weight_bytes=loaded.weight_bytes,
         load_s=load_s,
         compile_s=compile_s,

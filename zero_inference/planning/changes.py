@@ -1,4 +1,4 @@
-"""Changes of options, single or in pairs, that make a run fit; and the memory check before loading."""
+"""Changes of options that make a run fit, or decode faster; and the memory check before loading."""
 
 from __future__ import annotations
 
@@ -7,30 +7,35 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANTIZING_ENGINES, SHARDING_ENGINES, STREAM_OPTIONS
-from zero_inference.config.run_config import RunConfig
+from zero_inference.config.options import (
+    DEFAULTS,
+    MIN_RING_DEPTH,
+    QUANT_BITS,
+    QUANTIZING_ENGINES,
+    SHARDING_ENGINES,
+    STREAM_OPTIONS,
+    UNTIL_PLANNED,
+)
+from zero_inference.config.run_config import RunConfig, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.planning.memory import node_needs
 from zero_inference.planning.plan import Plan, plan_with
 
+Fields = dict[str, Any]  # of a RunConfig, to be changed
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 MOST_PAIRS = 3
-SHORTER = "lower --batch-size or --prompt-len, or "
+MIN_SPEEDUP = 1.5  # of options that `faster_than` names
 
 
-@dataclass(frozen=True)
-class Change:
-    """Options to add to a command.
-
-    Attributes:
-        fields: what they set in its RunConfig.
-        instead_of: options of the command that have to be dropped.
-    """
-
-    options: str
-    fields: dict[str, Any]
-    instead_of: tuple[str, ...] = ()
+def fitting_plan(job: Job, fields: Fields) -> Plan | None:
+    """Return the plan with other options; None if they cannot work or do not fit."""
+    try:
+        plan = plan_with(job, **fields)
+    except UsageError:
+        return None
+    return plan if plan.fits else None
 
 
 def changes_that_fit(job: Job) -> list[str]:
@@ -38,96 +43,141 @@ def changes_that_fit(job: Job) -> list[str]:
 
     Only the mildest change of each kind (8 or 4 bits, smaller and smaller batches) is named.
     """
-    singles = [(change,) for change in _changes(job.config, job)]
-    return list(_fitting(singles, job)) or list(islice(_fitting(_pairs(job), job), MOST_PAIRS))
+    return list(_fitting(_changes(job.config, job), job)) or list(islice(_fitting(_pairs(job), job), MOST_PAIRS))
 
 
-def one_of(changes: Sequence[str]) -> str:
-    """Return the result of `changes_that_fit` in a sentence."""
-    return changes[0] if len(changes) == 1 else f"one of: {'; '.join(changes)}"
+def advice_to_fit(job: Job, changes: Sequence[str]) -> str:
+    """Return `changes` of `changes_that_fit`, or what else would help, to follow "use" or "it would fit with"."""
+    if changes:
+        return changes[0] if len(changes) == 1 else f"one of: {'; '.join(changes)}"
+    more = "more GPUs, nodes or memory" if job.config.engine in SHARDING_ENGINES else "a machine with more memory"
+    return f"fewer or shorter sequences, {more}, or a smaller model"
 
 
-def _changes(config: RunConfig, job: Job) -> list[Change]:
+def _changes(config: RunConfig, job: Job) -> list[Fields]:
     """Return single changes to `config`, which is the job's or a changed one, the cheapest first.
 
     First those that keep the tokens, then fewer bits, then a smaller batch, and last those that slow decoding several times:
     pageable memory ran at 0.17 of the speed of page-locked memory, the disk at 0.04 (README, one H200).
     """
-    changes = []
+    changes: list[Fields] = []
     if config.engine == "deepspeed" and config.offload == "gpu":
-        changes.append(Change("--cpu-offload", {"cpu_offload": True}))
+        changes.append({"cpu_offload": True})
     if config.engine == "resident":
-        changes.append(Change("--engine stream", {"engine": "stream"}))
+        changes.append({"engine": "stream"})
     if not config.kv_offload and why_not_offloaded(job.empty_model.model) is None:
-        changes.append(Change("--kv-offload", {"kv_offload": True}))
+        changes.append({"kv_offload": True})
     if config.engine == "stream" and config.ring_depth != MIN_RING_DEPTH:
-        changes.append(Change(f"--ring-depth {MIN_RING_DEPTH}", {"ring_depth": MIN_RING_DEPTH}))
+        changes.append({"ring_depth": MIN_RING_DEPTH})
     if config.engine == "stream" and config.cpu_share != 0:  # CPU-computed experts are cached on the device as well
-        threads = ("--cpu-threads",) if config.cpu_threads is not None else ()
-        changes.append(Change("--cpu-compute off", {"cpu_compute": "off", "cpu_threads": None}, threads))
+        changes.append({"cpu_compute": "off", "cpu_threads": None})
     if config.engine in QUANTIZING_ENGINES:
-        changes += [Change(f"--quant-bits {bits}", {"quant_bits": bits}) for bits in (8, 4) if bits < config.quant_bits]
+        changes += [{"quant_bits": bits} for bits in (8, 4) if bits < config.quant_bits]
     ranks = job.ranks.world_size
     rank_batch = config.batch_size // ranks
     while rank_batch := rank_batch // 2:
-        changes.append(Change(f"--batch-size {rank_batch * ranks}", {"batch_size": rank_batch * ranks}))
+        changes.append({"batch_size": rank_batch * ranks})
     if replace(job, config=config).pin_weights:
-        changes.append(Change("--pin-memory 0", {"pin_memory": False}))
+        changes.append({"pin_memory": 0})
     if not config.disk_offload:
         engine = config.engine if config.engine == "accelerate" else "deepspeed"
-        dropped = {
-            "--cpu-offload": config.cpu_offload and config.engine != "stream",
-            **{f"--{name.replace('_', '-')}": getattr(config, name) != DEFAULTS[name] for name in STREAM_OPTIONS},
-        }
         defaults = {name: DEFAULTS[name] for name in STREAM_OPTIONS}
-        changes.append(
-            Change(
-                f"--engine {engine} --disk-offload" if engine != config.engine else "--disk-offload",
-                {"engine": engine, "cpu_offload": False, "disk_offload": True, **defaults},
-                tuple(option for option, given in dropped.items() if given),
-            )
-        )
+        changes.append({"engine": engine, "disk_offload": True, "cpu_offload": False, **defaults})
     return changes
 
 
-def _pairs(job: Job) -> list[tuple[Change, ...]]:
+def _pairs(job: Job) -> list[Fields]:
     """Return pairs of changes of different options, the second possible after the first, the cheapest pairs first.
 
     A change costs its index in `_changes`, a pair the sum of both.
     """
-    pairs: dict[frozenset[str], tuple[int, Change, Change]] = {}  # each once, in either order
+    pairs: dict[frozenset, tuple[int, Fields]] = {}  # each once, in either order
     for first_cost, first in enumerate(_changes(job.config, job)):
-        for second_cost, second in enumerate(_changes(replace(job.config, **first.fields), job)):
-            if not first.fields.keys() & second.fields.keys():
-                pair = (first_cost + second_cost, first, second)
-                pairs.setdefault(frozenset((first.options, second.options)), pair)
-    return [(first, second) for _, first, second in sorted(pairs.values(), key=lambda pair: pair[0])]
+        for second_cost, second in enumerate(_changes(replace(job.config, **first), job)):
+            if not first.keys() & second.keys():
+                both = first | second
+                pairs.setdefault(frozenset(both.items()), (first_cost + second_cost, both))
+    return [both for _, both in sorted(pairs.values(), key=lambda pair: pair[0])]
 
 
-def _fitting(choices: Iterable[Sequence[Change]], job: Job) -> Iterator[str]:
+def _fitting(choices: Iterable[Fields], job: Job) -> Iterator[str]:
     """Yield the options of those of `choices` that fit; of choices that set the same fields only the first."""
-    fields_found = set()
-    for changes in choices:
-        fields = {name: value for change in changes for name, value in change.fields.items()}
-        if frozenset(fields) not in fields_found and _fits(job, fields):
-            fields_found.add(frozenset(fields))
-            instead_of = [option for change in changes for option in change.instead_of]
-            yield " ".join(change.options for change in changes) + (
-                f" instead of {' '.join(instead_of)}" if instead_of else ""
-            )
+    names_found = set()
+    for fields in choices:
+        if frozenset(fields) not in names_found and fitting_plan(job, fields):
+            names_found.add(frozenset(fields))
+            yield _options(job.config, fields)
 
 
-def _fits(job: Job, fields: dict[str, Any]) -> bool:
-    try:
-        return plan_with(job, **fields).fits
-    except UsageError:
-        return False
+def _options(config: RunConfig, fields: Fields) -> str:
+    """Return such as "--engine deepspeed --disk-offload instead of --gpu-memory": what to add to a command, and what to drop from it."""
+    add: Fields = {}
+    drop = []
+    for name, value in fields.items():
+        if value == getattr(config, name):
+            continue
+        if name in ("cpu_offload", *STREAM_OPTIONS) and value == DEFAULTS[name]:
+            if name != "cpu_offload" or config.engine != "stream":  # which implies it
+                drop.append(f"--{name.replace('_', '-')}")
+        else:
+            add[name] = value
+    return " ".join(shell_words(add)) + (f" instead of {' '.join(drop)}" if drop else "")
 
 
-def more_memory(job: Job) -> str:
-    """Return the advice for a run that no change of options makes fit."""
-    more = "more GPUs, nodes or memory" if job.config.engine in SHARDING_ENGINES else "a machine with more memory"
-    return f"{more}, or a smaller model"
+@dataclass(frozen=True)
+class Faster:
+    """A change of options that is predicted to decode clearly faster.
+
+    Attributes:
+        options: to add to the command, such as `--quant-bits 4`.
+        tokens_per_s: of decoding with them.
+        times: `tokens_per_s` as a multiple of that without them.
+        at_most: `tokens_per_s` is an upper bound.
+    """
+
+    options: str
+    tokens_per_s: float
+    times: float
+    at_most: bool
+
+
+def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
+    """Return changes that are predicted to decode at least `MIN_SPEEDUP` times as fast: the best other engine, fewer bits, larger batch.
+
+    Fewer bits have to gain as much over the best engine with the bits of `plan`. Empty where no speed is predicted, and for several ranks.
+
+    Args:
+        goal: with "latency" no larger batch is tried, with "memory" nothing.
+    """
+    config = plan.job.config
+    if plan.times is None or plan.job.ranks.world_size > 1 or goal == "memory":
+        return []
+    before = plan.times.tokens_per_s(config.batch_size)
+    engines: list[Fields] = [
+        {"engine": engine, "cpu_offload": engine == "stream", "disk_offload": False, "ds_config": None}
+        for engine in ("stream", "resident")
+        if engine != config.engine
+    ]
+    bits = [engine | {"quant_bits": n} for engine in ({}, *engines) for n in QUANT_BITS if n < config.quant_bits]
+    batches = [{"batch_size": size} for size in BATCH_SIZES if size > config.batch_size]
+    if goal == "latency" or config.prompt or config.prompts:
+        batches = []
+    found, engine_times = [], 1.0
+    for choices in (engines, bits, batches):
+        best: Faster | None = None
+        for fields in choices:
+            other = fitting_plan(plan.job, fields)
+            if other is None or other.times is None:
+                continue
+            rate = other.times.tokens_per_s(other.job.config.batch_size)
+            if best is None or rate > best.tokens_per_s:
+                options = {name: value for name, value in fields.items() if name in UNTIL_PLANNED}
+                best = Faster(" ".join(shell_words(options)), rate, rate / before, other.times.at_least)
+        if best is not None and best.times >= MIN_SPEEDUP * (engine_times if choices is bits else 1.0):
+            found.append(best)
+            if choices is engines:
+                engine_times = best.times
+    return found
 
 
 def check_memory(plan: Plan) -> None:
@@ -136,18 +186,17 @@ def check_memory(plan: Plan) -> None:
     Only what is needed for certain counts: no activations and no gathered weights, which `--dry-run` estimates.
     """
     job, footprint = plan.job, plan.weights.footprint
-    weights = (footprint.device - footprint.gathered, footprint.host)
-    loading = max(footprint.host, footprint.loading - (0 if job.on_gpu else weights[0]))
-    ids_bytes = 8 * job.config.batch_size * job.length  # all of them in every rank, as int64
-    cache = (job.min_cache_device_bytes, job.kv_host_bytes + ids_bytes)
+    device, host = footprint.device - footprint.gathered, footprint.host
+    loading = max(host, footprint.loading - (0 if job.on_gpu else device))
+    cache_device = job.min_cache_device_bytes
+    cache_host = job.kv_host_bytes + 8 * job.config.batch_size * job.length  # and all ids in every rank, as int64
     cache_name = f"the KV cache and ids of {job.config.batch_size} x {job.length} tokens"
-    for what, (device_bytes, host_bytes), shorter in (
-        ("its weights and their buffers", (weights[0], loading), ""),
-        (cache_name, cache, SHORTER),
-        (f"its weights, {cache_name}", (weights[0] + cache[0], weights[1] + cache[1]), SHORTER),
+    for what, device_bytes, host_bytes in (
+        ("its weights and their buffers", device, loading),
+        (cache_name, cache_device, cache_host),
+        (f"its weights, {cache_name}", device + cache_device, host + cache_host),
     ):
         for need in node_needs(job, device_bytes, host_bytes):
             if not need.fits:
-                changes = changes_that_fit(job)
-                advice = f"use {one_of(changes)}." if changes else f"{shorter}use {more_memory(job)}."
-                raise UsageError(f"{job.config.model}: {what} need {need.shortage()}; {advice}")
+                advice = advice_to_fit(job, changes_that_fit(job))
+                raise UsageError(f"{job.config.model}: {what} need {need.shortage()}; use {advice}.")

@@ -12,13 +12,13 @@ from zero_inference.hardware.cache import measure_if_needed
 from zero_inference.hardware.machine import Machine
 from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.spec import ModelSpec
+from zero_inference.planning.changes import BATCH_SIZES, faster_than
 from zero_inference.planning.explain import faster_in_words, times_in_words, why_none
 from zero_inference.planning.plan import Plan, build_job
-from zero_inference.planning.search import BATCH_SIZES, SearchSpace, command_of, faster_than, find_candidates, ranked
+from zero_inference.planning.search import SearchSpace, command_of, find_candidates, ranked
 from zero_inference.records.schema import AutoChoice
 from zero_inference.utils.ranks import Ranks
 
-DEFAULT_GOAL = "throughput"
 MOST_OTHERS = 5  # in the record
 
 
@@ -39,15 +39,14 @@ def choose(
     found = find_candidates(job, _search_space(config))
     if not found.candidates:
         raise UsageError(f"{_auto_options(config)}: {why_none(found, config.model)}")
-    candidates = ranked(found.candidates, config.goal or DEFAULT_GOAL)
+    candidates = ranked(found.candidates, config.goal or "throughput")
     if config.goal is None:
         candidates.sort(key=lambda each: -each.config.quant_bits)
     best, others = candidates[0], candidates[1:]
     chosen = best.config
     options = f"--engine {chosen.engine} --quant-bits {chosen.quant_bits} --batch-size {chosen.batch_size}"
     options += " --kv-offload" if chosen.kv_offload else ""
-    predicted = times_in_words(best.times, chosen.batch_size)
-    say(f"chosen: {options}: predicted {predicted}; zero-inference plan shows the alternatives")
+    say(f"chosen: {options}: predicted {times_in_words(best.times, chosen.batch_size)}")
     choice = AutoChoice(
         options=list(config.auto),
         goal=config.goal,

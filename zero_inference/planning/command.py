@@ -1,39 +1,172 @@
-"""`zero-inference plan`: which configurations of a model a machine can run, and how fast each is predicted to be."""
+"""`zero-inference plan`: its options, for the shell and for `zero_inference.plan`, their checks, and the search that they ask for."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from zero_inference.config import values
 from zero_inference.config.checks import batch_advice
-from zero_inference.config.options import MAX_GIB
+from zero_inference.config.option import Option
+from zero_inference.config.options import GOALS, MAX_GIB, OPTIONS
+from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import model_argument
+from zero_inference.config.run_options import add_model, model_argument
 from zero_inference.errors import UsageError
 from zero_inference.utils import garbage
+from zero_inference.utils.files import check_output_file
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.progress import Progress, current_progress, importing, use_progress
 
 if TYPE_CHECKING:
     from zero_inference.engines.base import Job
     from zero_inference.hardware.machine import Machine
-    from zero_inference.planning.search import SearchResult, SearchSpace
+    from zero_inference.planning.search import SearchResult
+
+SEVERAL = ("batch_size", "quant_bits", "engine", "num_gpus")  # options that take one value or a list
+GROUPS = {
+    "model and work": ("zero-inference plan facebook/opt-66b --batch-size 1 8",),
+    "configurations": ("zero-inference plan facebook/opt-66b --engine stream --quant-bits 4 --goal latency",),
+    "output": ("zero-inference plan facebook/opt-66b --all --plot front.png",),
+    "machine": (
+        "zero-inference plan facebook/opt-66b --machine rtx4090 --max-gpu-memory 16GiB",
+        "zero-inference plan facebook/opt-66b --assume gpus=1x24GiB,host=128GiB,link=25GB/s,memory=1000GB/s",
+    ),
+}
+_WORK, _SEARCH, _OUTPUT, _MACHINE = GROUPS
+
+
+def _from_run(name: str, group: str, **changes: Any) -> Option:
+    """Return the option of a run, as `zero-inference plan` has it."""
+    return replace(OPTIONS[name], group=group, **changes)
+
+
+def _open(name: str, group: str, text: str, all_values: str) -> Option:
+    """Return the option of a run with one or several values; all are tried where it is left out."""
+    return _from_run(name, group, help=text, default_help=all_values, default=None, until_planned=None)
+
+
+def _limit(place: str, text: str) -> Option:
+    return Option(f"max_{place}_memory", None, text, _MACHINE, values.size, "SIZE", default_help="all that is free")
+
+
+_ALL = (
+    _from_run("dummy", _WORK, help="random weights of the model's shape, as for run_model.py"),
+    _from_run("dtype", _WORK, help="type to compute in"),
+    _from_run("trust_remote_code", _WORK),
+    _from_run("prompt_len", _WORK, help="tokens of each prompt", default_help=None, least=1),
+    _from_run("gen_len", _WORK),
+    _open("batch_size", _WORK, "sequences over all GPUs, one or several numbers", "1 to 64"),
+    _open("quant_bits", _SEARCH, "bits of a stored weight, one or several", "16, 8 and 4"),
+    _open("engine", _SEARCH, "engines to consider, one or several", "all"),
+    Option(
+        "kv_offload",
+        None,
+        "KV cache in host memory",
+        _SEARCH,
+        values.on_off,
+        choices=("on", "off"),
+        default_help="both are tried",
+    ),
+    Option(
+        "goal",
+        "throughput",
+        "what to rank by: token/s of decoding, seconds of a decode step, or device and host memory",
+        _SEARCH,
+        choices=GOALS,
+    ),
+    Option(
+        "verify",
+        0,
+        "run the N best for a few steps each, on this machine, and rank them by what was measured",
+        _SEARCH,
+        values.whole_number,
+        "N",
+        least=0,
+    ),
+    Option(
+        "num_gpus",
+        None,
+        "GPUs to use, one or several numbers that divide the batch",
+        _MACHINE,
+        values.whole_number,
+        "N",
+        default_help="1, 2, 4 and so on, and all",
+    ),
+    _limit("gpu", f"use no more device memory than this; {values.SIZE_HELP}"),
+    _limit("host", "use no more host memory than this"),
+    _from_run(
+        "machine",
+        _MACHINE,
+        help="plan for another machine: a file that `zero-inference link --save FILE` wrote there, or a typical machine, with several "
+        "GPUs as in 2xrtx4090",
+    ),
+    _from_run(
+        "assume",
+        _MACHINE,
+        help="plan for a machine described here, or for that of --machine with other figures, such as host=256GiB; see "
+        "run_model.py --help",
+    ),
+)
+PLAN_OPTIONS = {each.name: each for each in _ALL}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options; what is left out is searched, except for the lengths."""
+    parser.usage = "%(prog)s MODEL [options]"
+    groups = {title: parser.add_argument_group(title, examples(*lines)) for title, lines in GROUPS.items()}
+    add_model(groups[_WORK], replace(OPTIONS["model"], default=None))
+    for name, option in PLAN_OPTIONS.items():
+        nargs: dict[str, Any] = {"nargs": "+"} if name in SEVERAL else {}
+        option.add_to(groups[option.group], default=option.default, **nargs)
+    output = groups[_OUTPUT]
+    output.add_argument("--all", action="store_true", help="show more than the best 10")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    add_verbose(output)
+    output.add_argument("--plot", metavar="FILE", type=Path, help="draw latency against throughput (png, pdf or svg)")
+    groups[_MACHINE].add_argument(
+        "--machines",
+        action="store_true",
+        help="list the typical machines with the figures of their datasheets, and plan nothing",
+    )
+
+
+def arguments_from_keywords(given: Mapping[str, Any]) -> argparse.Namespace:
+    """Return the same namespace for keywords of `zero_inference.plan`; None is the default. Raises UsageError."""
+    found: dict[str, Any] = {name: option.default for name, option in PLAN_OPTIONS.items()}
+    for name, value in given.items():
+        if value is None:
+            continue
+        option = PLAN_OPTIONS.get(name) or OPTIONS[name]
+        if name in SEVERAL:
+            several = value if isinstance(value, (list, tuple, range, set)) else [value]
+            found[name] = [option.read(each) for each in several]
+        else:
+            found[name] = option.read(value)
+    return argparse.Namespace(**found, plot=None)
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the table and return 0. Raises UsageError where nothing fits, or nothing can be predicted."""
+    from zero_inference.hardware.spec import print_typical_machines, resolve_profile
+
     args.model = model_argument(args)
     if args.machines:
-        return _list_machines(args)
+        if args.model is not None:
+            raise UsageError(
+                "--machines lists typical machines and plans nothing: drop the model, or name a machine with --machine."
+            )
+        print_typical_machines("json" if args.json else "table")
+        return 0
     if args.model is None:
         raise UsageError("name a model first: zero-inference plan MODEL, a hub name, a local folder or a preset.")
-    from zero_inference.hardware.spec import resolve_profile
-
     resolve_profile(args.machine, args.assume)  # refuses unknown machines before torch is imported
     with garbage.postpone_collections(), use_progress(Progress(args.verbose > 0)):
         with importing("torch and transformers", args.verbose > 0):
-            from zero_inference.planning.answer import print_answer
+            from zero_inference.planning.output import print_answer
         job, found = search(args)
         garbage.resume_collections()
         print_answer(args, job, found, current_progress().say)
@@ -42,45 +175,35 @@ def main(args: argparse.Namespace) -> int:
 
 def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
     """Plan what the options leave open. Raises UsageError: they are invalid, or the model cannot be planned."""
-    config = RunConfig(
-        model=args.model,
-        dummy=args.dummy,
-        dtype=args.dtype,
-        trust_remote_code=args.trust_remote_code,
-        prompt_len=args.prompt_len,
-        gen_len=args.gen_len,
-        engine="stream",
-        machine=args.machine,
-        assume=args.assume,
-        dry_run=True,
-    ).validate()
+    of_run = ("model", "dummy", "dtype", "trust_remote_code", "prompt_len", "gen_len", "machine", "assume")
+    config = RunConfig(**{name: getattr(args, name) for name in of_run}, engine="stream", dry_run=True).validate()
     _check(args)
+    from zero_inference.hardware.cache import measure_if_needed
     from zero_inference.hardware.machine import resolve_machine
     from zero_inference.models.spec import resolve_for_plan
     from zero_inference.planning.plan import build_job, check_model
-    from zero_inference.planning.search import find_candidates
+    from zero_inference.planning.search import SearchSpace, find_candidates
     from zero_inference.utils.ranks import detect_ranks
 
-    ranks = detect_ranks()
+    ranks, machine = detect_ranks(), resolve_machine(args.machine, args.assume)
     if ranks.world_size > 1:
         raise UsageError("zero-inference plan runs in one process: start it without a launcher.")
-    ranks = resolve_machine(args.machine, args.assume).ranks_there(ranks)
+    ranks = machine.ranks_there(ranks)
     spec = resolve_for_plan(config, ranks.device.type)  # before this machine is measured, which takes a minute
     check_model(config, spec)
-    machine = _machine(args)
-    job = build_job(config, spec, ranks, machine=machine)
-    return job, find_candidates(job, _search_space(args, _world_sizes(args, machine)))
-
-
-def _list_machines(args: argparse.Namespace) -> int:
-    from zero_inference.hardware.spec import print_typical_machines
-
-    if args.model is not None:
-        raise UsageError(
-            "--machines lists typical machines and plans nothing: drop the model, or name a machine with --machine."
-        )
-    print_typical_machines("json" if args.json else "table")
-    return 0
+    if machine.is_here:
+        measure_if_needed(current_progress().say)
+    every = SearchSpace()
+    space = replace(
+        every,
+        engines=tuple(dict.fromkeys(args.engine or every.engines)),
+        quant_bits=tuple(dict.fromkeys(args.quant_bits or every.quant_bits)),
+        batch_sizes=tuple(dict.fromkeys(args.batch_size or every.batch_sizes)),
+        kv_offload=every.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
+        world_sizes=_world_sizes(args, machine.gpus()),
+    )
+    job = build_job(config, spec, ranks, machine=_limit_memory(args, machine))
+    return job, find_candidates(job, space)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -93,71 +216,42 @@ def _check(args: argparse.Namespace) -> None:
             "--verify runs configurations on this machine, not on another one: drop it, or drop --machine and --assume."
         )
     if args.plot is not None:
-        from zero_inference.utils.files import check_output_file
-
         if args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
             raise UsageError(f"--plot {args.plot}: the name must end in .png, .pdf or .svg.")
         check_output_file("--plot", str(args.plot))
 
 
-def _machine(args: argparse.Namespace) -> Machine:
-    from zero_inference.hardware.cache import measure_if_needed
-    from zero_inference.hardware.machine import limit_memory, resolve_machine
+def _limit_memory(args: argparse.Namespace, machine: Machine) -> Machine:
+    """Return `machine` with the limits of memory. Raises UsageError for a limit that is more than a described machine has."""
+    from zero_inference.hardware.machine import limit_memory
 
-    machine = resolve_machine(args.machine, args.assume)
-    if machine.is_here:
-        measure_if_needed(current_progress().say)
-    if args.max_gpu_memory is not None and not machine.gpus():
-        raise UsageError(
-            f"--max-gpu-memory {args.max_gpu_memory:g}: the machine has no GPU; use --max-host-memory, or drop it."
-        )
-    description = None if machine.is_here else machine.profile()
-    if description is not None:
-        _check_part(
-            "--max-host-memory", args.max_host_memory, description.host_memory_bytes, "host={:g}GiB", description.name
-        )
-        least = min((gpu.memory_bytes for gpu in description.gpus), default=0)
-        _check_part(
-            "--max-gpu-memory", args.max_gpu_memory, least, f"gpus={machine.gpus()}x{{:g}}GiB", description.name
-        )
-    device, host = (None if gib is None else int(gib * 2**30) for gib in (args.max_gpu_memory, args.max_host_memory))
-    return machine if device is None and host is None else limit_memory(machine, device, host)
+    device_gib, host_gib, gpus = args.max_gpu_memory, args.max_host_memory, machine.gpus()
+    if device_gib is not None and not gpus:
+        raise UsageError(f"--max-gpu-memory {device_gib:g}: the machine has no GPU; use --max-host-memory, or drop it.")
+    if not machine.is_here and (profile := machine.profile()) is not None:
+        smallest_gpu = min((gpu.memory_bytes for gpu in profile.gpus), default=0)
+        for option, gib, there, instead in (
+            ("--max-host-memory", host_gib, profile.host_memory_bytes, "host={:g}GiB"),
+            ("--max-gpu-memory", device_gib, smallest_gpu, f"gpus={gpus}x{{:g}}GiB"),
+        ):
+            if gib is not None and gib * 2**30 > there:
+                raise UsageError(
+                    f"{option} {gib:g}: {profile.name} has only {format_bytes(there)}; for a machine with more use "
+                    f"--assume {instead.format(gib)}."
+                )
+    return limit_memory(machine, *(None if gib is None else int(gib * 2**30) for gib in (device_gib, host_gib)))
 
 
-def _check_part(option: str, gib: float | None, there: int, instead: str, name: str) -> None:
-    """Raises UsageError for a limit that is more than the machine has."""
-    if gib is not None and gib * 2**30 > there:
-        raise UsageError(
-            f"{option} {gib:g}: {name} has only {format_bytes(there)}; for a machine with more use --assume {instead.format(gib)}."
-        )
-
-
-def _world_sizes(args: argparse.Namespace, machine: Machine) -> tuple[int, ...]:
+def _world_sizes(args: argparse.Namespace, gpus: int) -> tuple[int, ...]:
     """Return the numbers of ranks to plan for; 1 for a machine without a GPU.
 
     Raises:
         UsageError: the machine has fewer GPUs, or no batch divides over them.
     """
-    gpus = machine.gpus()
     for number in args.num_gpus or ():
         if not 1 <= number <= gpus:
-            there = f"{gpus} GPU{'s' * (gpus > 1)}: use 1 to {gpus}" if gpus else "no GPU: drop it"
-            raise UsageError(f"--num-gpus {number}: the machine has {there}.")
+            raise UsageError(f"--num-gpus {number}: the machine has {gpus} GPUs; use at most that, or drop it.")
     sizes = args.num_gpus or [*(1 << power for power in range(gpus.bit_length())), max(1, gpus)]
     if args.batch_size and all(size % number for size in args.batch_size for number in sizes):
         raise UsageError(f"{batch_advice(args.batch_size[0], min(sizes), f'--num-gpus {min(sizes)}')}.")
     return tuple(sorted(set(sizes)))
-
-
-def _search_space(args: argparse.Namespace, world_sizes: tuple[int, ...]) -> SearchSpace:
-    from zero_inference.planning.search import SearchSpace
-
-    every = SearchSpace()
-    return replace(
-        every,
-        engines=tuple(dict.fromkeys(args.engine or every.engines)),
-        quant_bits=tuple(dict.fromkeys(args.quant_bits or every.quant_bits)),
-        batch_sizes=tuple(dict.fromkeys(args.batch_size or every.batch_sizes)),
-        kv_offload=every.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
-        world_sizes=world_sizes,
-    )

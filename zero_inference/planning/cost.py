@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from zero_inference.engines.base import EnginePlan
@@ -42,9 +42,8 @@ MOE_PREFILL_SLOWDOWN = 1.33
 # Copies of decoder layers in 16 bits from a GPU to new host memory in huge pages, to be compared later: 1.8 to 14 GB/s in 18 of 20 runs of
 # the stream engine on an H100 (h100-readme), 0.8 to 1.45 before (h100-predicted).
 COMPARED_GB_PER_S = 4.0
-CPU_DEQUANTIZED_ROWS = (
-    128  # tokens of the CPU measurement (hardware/bench_device.py) that multiplies with dequantized weights
-)
+# Tokens of the CPU measurement (hardware/bench_device.py) that multiplies with dequantized weights.
+CPU_DEQUANTIZED_ROWS = 128
 
 
 class Range(NamedTuple):
@@ -77,12 +76,16 @@ class PassTime:
     Attributes:
         seconds: of the pass.
         bound_by: the largest part, a key of `RATE_WORDS`.
-        kind: a key of `RANGES`; None without a GPU, where no runs have been compared.
+        kind: a key of `RANGES`; None for bounds, and without a GPU, where no runs have been compared.
     """
 
     seconds: float
     bound_by: str
     kind: str | None = None
+
+    @property
+    def range_s(self) -> Range | None:
+        return RANGES[self.kind].of(self.seconds) if self.kind else None
 
 
 @dataclass(frozen=True)
@@ -113,22 +116,8 @@ class Times:
         """Return the token/s of decoding."""
         return batch_size / self.step.seconds
 
-    @property
-    def step_range_s(self) -> Range | None:
-        """Range of a decode step; None where times are bounds, and without a GPU."""
-        return self._range_s(self.step)
-
-    @property
-    def prefill_range_s(self) -> Range | None:
-        """Range of the first token; None where times are bounds, and without a GPU."""
-        return self._range_s(self.prefill)
-
-    def _range_s(self, time: PassTime) -> Range | None:
-        return None if self.at_least or time.kind is None else RANGES[time.kind].of(time.seconds)
-
     def tokens_per_s_range(self, batch_size: int) -> Range | None:
-        """Return the range of `tokens_per_s`; None where times are bounds, and without a GPU."""
-        step = self.step_range_s
+        step = self.step.range_s
         return None if step is None else Range(batch_size / step.high, batch_size / step.low)
 
 
@@ -158,10 +147,13 @@ def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times | None:
         "how fast the GPUs exchange weights is not known (--assume peers=)": lacks_peers,
         "the links of several GPUs may slow each other down": fetches_by_several,
     }
+    bounds_because = tuple(reason for reason, holds in reasons.items() if holds)
+    if bounds_because:
+        prefill, step = replace(prefill, kind=None), replace(step, kind=None)
     return Times(
         prefill,
         step,
-        bounds_because=tuple(reason for reason, holds in reasons.items() if holds),
+        bounds_because,
         with_host=machine.launches is not None,
         without_cores=plan.cost_terms.cpu_rate_unknown,
         without_own_work=_lacks_overhead(plan, machine),
@@ -207,7 +199,7 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
     """
     job, terms, launches = plan.job, plan.cost_terms, machine.launches
     memory_gb_per_s, tflops = machine.device_gb_per_s, machine.matmul_tflops.get(job.spec.dtype_name)
-    copies = copies_of_prefill(plan, machine) if prefill else copies_of_step(plan, machine)
+    copies = copy_times(plan, machine, prefill)
     copy_s = {name: seconds for name, seconds in copies.items() if seconds is not None}
     if memory_gb_per_s is None or len(copy_s) < len(copies):
         return None
@@ -233,9 +225,8 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
     if prefill and job.spec.experts[0] and job.on_gpu:
         device_s *= MOE_PREFILL_SLOWDOWN
     overhead, host_s = _overhead(plan, machine), host_time_s(plan, machine, traced, prefill)
-    start_s = (
-        overhead.start_s if overhead and prefill else 0.0
-    )  # before that, nothing but the ring's prefetch is copied
+    # before that, nothing but the ring's prefetch is copied
+    start_s = overhead.start_s if overhead and prefill else 0.0
     late_s = max(0.0, host_s - device_s - cpu.wait_s) if job.on_gpu else host_s
     memory_name = "device_memory" if job.on_gpu else "host_memory"
     compute_parts = {
@@ -289,20 +280,18 @@ def host_time_s(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefil
     Where launches were not measured, the host is assumed to be never late.
     """
     job, terms, launches = plan.job, plan.cost_terms, machine.launches
-    launched = prefill or not terms.graphs
-    model_s = 0.0
-    if launches and launched:
+    host_s = terms.cpu_attention_layers * _fetch_s(find_cpu_attention_overhead(machine), prefill)
+    host_s += plan.copied_kv_layers * _fetch_s(find_kv_copy_overhead(machine), prefill)
+    if terms.graphs and not prefill:
+        return host_s
+    host_s += terms.fetches * _fetch_s(_overhead(plan, machine), prefill)
+    host_s += terms.resident_quantized_blocks * _fetch_s(find_dequantize_overhead(machine), prefill)
+    if launches:
         model_s = traced.launches * launches.operator_s + traced.module_calls * launches.module_s
         if prefill and job.config.quantized and 0 < terms.fused_rows < job.rank_batch * job.config.prompt_len:
             # an operator that dequantizes counts as the mean of the others, as in `EngineOverhead.prefill_piece_s`
             model_s *= 1 + traced.products_in_layers / max(1, traced.launches)
-    host_s = model_s * (LAUNCH_SLOWDOWN if job.on_gpu else 1.0)
-    if launched:
-        host_s += terms.fetches * _fetch_s(_overhead(plan, machine), prefill)
-    host_s += terms.cpu_attention_layers * _fetch_s(find_cpu_attention_overhead(machine), prefill)
-    host_s += plan.copied_kv_layers * _fetch_s(find_kv_copy_overhead(machine), prefill)
-    if launched:
-        host_s += terms.resident_quantized_blocks * _fetch_s(find_dequantize_overhead(machine), prefill)
+        host_s += model_s * (LAUNCH_SLOWDOWN if job.on_gpu else 1.0)
     return host_s
 
 
@@ -338,7 +327,7 @@ class WeightCost:
 
     def __init__(self, plan: EnginePlan, machine: HardwareProfile, traced: Pass, tokens: int):
         job, config, terms = plan.job, plan.job.config, plan.cost_terms
-        self.machine, self.job, self.terms = machine, job, terms
+        self.machine, self.terms = machine, terms
         self.dtype = job.spec.dtype_name
         self.format = f"int{config.quant_bits}" if config.quantized else self.dtype
         self.memory_gb_per_s = machine.device_gb_per_s or float("inf")
@@ -352,9 +341,8 @@ class WeightCost:
             self.ratio = (plan.weight_bytes - other_bytes) / max(1, layer_bytes)
         self.restored_gb_per_s = dequantize_gb_per_s(_overhead(plan, machine), self.dtype)
         self.on_cpu = terms.dequantizes_on_cpu and not self.restored_gb_per_s
-        self.dequantized = (
-            self._dequantized_on_cpu() if self.on_cpu else 0.0
-        )  # ns per byte of all weights, chosen or not
+        # ns per byte of all weights, chosen or not
+        self.dequantized = self._dequantized_on_cpu() if self.on_cpu else 0.0
 
         number, chosen = job.spec.experts
         share = chosen / number if number else 0.0
@@ -365,7 +353,9 @@ class WeightCost:
             expert_tokens = max(expert_tokens, terms.fused_rows + 1)
         self.layers, self.experts = self._stored(tokens), self._stored(expert_tokens)
         self.outside = self.layers if terms.quantizes_all else self._plain(tokens)
-        self.head = self._head() if terms.head_plain_bytes else self.outside
+        self.head = self.outside
+        if terms.head_plain_bytes:  # quantized on its own, and multiplies the last token of each sequence
+            self.head = self._codes(job.rank_batch, "int8", terms.head_stored_bytes / terms.head_plain_bytes)
 
     def seconds(self, operator: Operator, cpu: CpuWork) -> float:
         """Return the seconds of the weights of `operator`, without those that the CPU backend multiplies."""
@@ -374,12 +364,8 @@ class WeightCost:
         parts = (
             (1.0, operator.outside_bytes, 1.0, self.head if is_head else self.outside),
             (1 - cpu.layer_share, operator.layer_bytes, 1.0, self.layers),
-            (
-                1 - cpu.expert_share,
-                operator.expert_bytes,
-                self.expert_reads,
-                self.experts,
-            ),  # one kernel for all experts
+            # one kernel for all experts
+            (1 - cpu.expert_share, operator.expert_bytes, self.expert_reads, self.experts),
         )
         products_s = sum(
             share * (reads * nbytes * cost.ns_per_byte / 1e9 + calls * cost.call_s)
@@ -400,22 +386,16 @@ class WeightCost:
             return ByteCost(product, call_s)
         if self.restored_gb_per_s:
             return ByteCost(1 / self.restored_gb_per_s + max(0.0, product - self._plain(1).ns_per_byte))
-        found = product_time(self.machine, self.format, rows)
-        if found and (self.terms.fused_rows or not self.device_codes):
-            return ByteCost(self.ratio / found.gb_per_s, found.call_s)
-        if not self.device_codes or rows <= self.terms.fused_rows:
-            return ByteCost(self.ratio / self.memory_gb_per_s)
-        return ByteCost((self.ratio + 1) / self.memory_gb_per_s + product, call_s)
+        return self._codes(rows, self.format, self.ratio)
 
-    def _head(self) -> ByteCost:
-        """Return the cost of a head that is quantized on its own, which multiplies the last token of each sequence."""
-        rows, ratio = self.job.rank_batch, self.terms.head_stored_bytes / self.terms.head_plain_bytes
-        found = product_time(self.machine, "int8", rows)
+    def _codes(self, rows: int, format: str, ratio: float) -> ByteCost:
+        found = product_time(self.machine, format, rows)
         if found and (self.terms.fused_rows or not self.device_codes):
             return ByteCost(ratio / found.gb_per_s, found.call_s)
-        if rows > self.terms.fused_rows and self.job.on_gpu:
-            return ByteCost((ratio + 1.0) / self.memory_gb_per_s + self._plain(rows).ns_per_byte)
-        return ByteCost(ratio / self.memory_gb_per_s)
+        if not self.device_codes or rows <= self.terms.fused_rows:
+            return ByteCost(ratio / self.memory_gb_per_s)
+        product, call_s = self._plain(rows)
+        return ByteCost((ratio + 1) / self.memory_gb_per_s + product, call_s)
 
     def _dequantized_on_cpu(self) -> float:
         """Return ns per byte of dequantizing on a CPU: what a product with codes takes longer than with plain weights, where there are too
@@ -442,32 +422,35 @@ def mean_reads(tokens: int, share: float, together: int) -> float:
     )
 
 
-def copies_of_step(plan: EnginePlan, machine: HardwareProfile) -> dict[str, float | None]:
-    """Return the seconds of a decode step's copies by key of `RATE_WORDS`; None where a rate is missing."""
-    ranks, beside_cpu = plan.job.ranks.world_size, plan.cost_terms.link_beside_cpu_gb_per_s
-    if beside_cpu is None:
-        weights_s = _seconds(plan.fetched_bytes / ranks, _weights_link_gb_per_s(plan, machine))
-        kv_s = _seconds(plan.copied_kv_bytes / ranks, _kv_link_gb_per_s(plan, machine))
-    else:  # the rate of all links
-        pinned_kv = plan.job.config.pin_kv_cache
-        weights_s = _seconds(plan.fetched_bytes, beside_cpu)
-        kv_rate = beside_cpu / ranks if pinned_kv else machine.pageable_link_gb_per_s
-        kv_s = _seconds(plan.copied_kv_bytes / ranks, kv_rate)
-    peers_on_link_s, peers_s = exchange_s(plan, machine, plan.fetched_bytes)
-    link_s = None if weights_s is None or kv_s is None else weights_s + kv_s + peers_on_link_s
-    return {"link": link_s, "peers": peers_s, "disk": _disk_s(plan, machine)}
+def copy_times(plan: EnginePlan, machine: HardwareProfile, prefill: bool) -> dict[str, float | None]:
+    """Return the seconds of a pass's copies by key of `RATE_WORDS`; None where a rate is missing.
 
-
-def copies_of_prefill(plan: EnginePlan, machine: HardwareProfile) -> dict[str, float | None]:
-    """Return the same of a prefill, which writes keys and values to host memory while weights arrive."""
-    job, fetched_bytes = plan.job, plan.cost_terms.prefill_fetched_bytes
-    written_bytes = job.kv_bytes(job.config.prompt_len) if job.on_gpu and job.config.kv_offload else 0
-    link_gb_per_s = plan.cost_terms.prefill_link_gb_per_s or _weights_link_gb_per_s(plan, machine)
-    fetched_s = _seconds(fetched_bytes / job.ranks.world_size, link_gb_per_s)
-    written_s = _seconds(written_bytes, _kv_link_gb_per_s(plan, machine))
+    A decode step reads keys and values from host memory; a prefill writes them while weights arrive.
+    """
+    job, terms, ranks = plan.job, plan.cost_terms, plan.job.ranks.world_size
+    kv_bytes: float
+    if not job.on_gpu:
+        weights_gb_per_s = machine.link_gb_per_s if terms.copies_within_host else float("inf")
+    else:
+        weights_gb_per_s = machine.link_gb_per_s if plan.pinned else machine.pageable_link_gb_per_s
+    kv_gb_per_s = machine.link_gb_per_s if job.config.pin_kv_cache else machine.pageable_link_gb_per_s
+    if prefill:
+        fetched_bytes = terms.prefill_fetched_bytes
+        kv_bytes = job.kv_bytes(job.config.prompt_len) if job.on_gpu and job.config.kv_offload else 0
+        weights_gb_per_s = terms.prefill_link_gb_per_s or weights_gb_per_s
+    else:
+        fetched_bytes, kv_bytes = plan.fetched_bytes, plan.copied_kv_bytes / ranks
+        if terms.link_beside_cpu_gb_per_s is not None:  # the rate of all links
+            weights_gb_per_s = terms.link_beside_cpu_gb_per_s / ranks
+            kv_gb_per_s = weights_gb_per_s if job.config.pin_kv_cache else kv_gb_per_s
+    weights_s, kv_s = _seconds(fetched_bytes / ranks, weights_gb_per_s), _seconds(kv_bytes, kv_gb_per_s)
     peers_on_link_s, peers_s = exchange_s(plan, machine, fetched_bytes)
-    link_s = None if fetched_s is None or written_s is None else max(fetched_s + peers_on_link_s, written_s)
-    return {"link": link_s, "peers": peers_s, "disk": _disk_s(plan, machine)}
+    if weights_s is None or kv_s is None:
+        link_s = None
+    else:
+        link_s = max(weights_s + peers_on_link_s, kv_s) if prefill else weights_s + peers_on_link_s + kv_s
+    disk_gb_per_s = machine.disk_gb_per_s and machine.disk_gb_per_s * job.ranks.num_nodes
+    return {"link": link_s, "peers": peers_s, "disk": _seconds(plan.disk_bytes, disk_gb_per_s)}
 
 
 def exchange_s(plan: EnginePlan, machine: HardwareProfile, fetched_bytes: int) -> tuple[float, float]:
@@ -482,21 +465,6 @@ def exchange_s(plan: EnginePlan, machine: HardwareProfile, fetched_bytes: int) -
     if peers == "link":
         return _seconds(exchanged_bytes, machine.link_gb_per_s) or 0.0, 0.0
     return 0.0, exchanged_bytes / (peers * 1e9)
-
-
-def _weights_link_gb_per_s(plan: EnginePlan, machine: HardwareProfile) -> float | None:
-    if plan.job.on_gpu:
-        return machine.link_gb_per_s if plan.pinned else machine.pageable_link_gb_per_s
-    return machine.link_gb_per_s if plan.cost_terms.copies_within_host else float("inf")
-
-
-def _kv_link_gb_per_s(plan: EnginePlan, machine: HardwareProfile) -> float | None:
-    return machine.link_gb_per_s if plan.job.config.pin_kv_cache else machine.pageable_link_gb_per_s
-
-
-def _disk_s(plan: EnginePlan, machine: HardwareProfile) -> float | None:
-    gb_per_s = machine.disk_gb_per_s
-    return _seconds(plan.disk_bytes, gb_per_s * plan.job.ranks.num_nodes if gb_per_s else None)
 
 
 def _seconds(nbytes: float, gb_per_s: float | None) -> float | None:

@@ -21,49 +21,40 @@ class Need:
     """Bytes needed at one place of one node.
 
     Attributes:
-        available: free bytes; None where unknown.
         which: names one of several such places, or the folder of the disk.
-        reserve: bytes that have to stay free in addition.
+        reserve_bytes: have to stay free in addition.
+        available_bytes: None where unknown.
     """
 
     place: str
-    needed: int
-    available: int | None
+    needed_bytes: int
+    available_bytes: int | None
     which: str = ""
-    reserve: int = 0
+    reserve_bytes: int = 0
+
+    @property
+    def with_reserve_bytes(self) -> int:
+        return self.needed_bytes + self.reserve_bytes
 
     @property
     def fits(self) -> bool:
-        return self.available is None or self.with_reserve <= self.available
-
-    @property
-    def with_reserve(self) -> int:
-        return self.needed + self.reserve
+        return self.available_bytes is None or self.with_reserve_bytes <= self.available_bytes
 
     def in_words(self) -> str:
         """Return such as "20.4 of 23.5 GiB free"."""
-        if self.available is None:
-            return f"{format_bytes(self.needed)}; how much is free is not known"
-        needed, there, unit = format_bytes_pair(self.needed, self.available)
-        return f"{needed} of {there} {unit} free{self._reserved}"
+        if self.available_bytes is None:
+            return f"{format_bytes(self.needed_bytes)}; free space is not known"
+        nbytes = self.needed_bytes if self.fits else self.with_reserve_bytes
+        needed, free, unit = format_bytes_pair(nbytes, self.available_bytes)
+        return f"{needed} of {free} {unit} free {self.which}".rstrip() + ("" if self.fits else "  <- does not fit")
 
     def shortage(self) -> str:
         """Return such as "24.8 GiB of host memory (23.5 GiB free)"."""
-        needed, there, unit = format_bytes_pair(self.needed, self.available or 0)
-        return f"{needed} {unit} of {self.name} ({there} {unit} free{self._reserved})"
-
-    @property
-    def _reserved(self) -> str:
-        """Words about the reserve where nothing else is missing."""
-        only_reserve = not self.fits and self.needed <= (self.available or 0)
-        return f", of which {format_bytes(self.reserve)} have to stay free" if only_reserve else ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.place} {self.which}".rstrip()
+        needed, free, unit = format_bytes_pair(self.with_reserve_bytes, self.available_bytes or 0)
+        return f"{needed} {unit} of {self.place} {self.which}".rstrip() + f" ({free} {unit} free)"
 
 
-def shown(needs: Sequence[Need]) -> list[Need]:
+def without_page_locked(needs: Sequence[Need]) -> list[Need]:
     """Return `needs` without page-locked memory, which is part of host memory, unless it alone does not fit."""
     host_fits = all(need.fits for need in needs if need.place == HOST_MEMORY)
     return [need for need in needs if need.place != PAGE_LOCKED or (host_fits and not need.fits)]
@@ -96,19 +87,11 @@ def node_needs(job: Job, device_bytes: int, host_bytes: int, reserve_bytes: int 
     ]
 
 
-@dataclass(frozen=True)
-class LogSizes:
-    """Sizes of the log and the record by the formulas of `zero_inference.utils`: 2 bytes an element, over all ranks."""
-
-    model_bytes: int
-    cache_bytes: int
-    hidden_bytes: int
-
-
-def log_sizes(job: Job) -> LogSizes:
+def log_sizes(job: Job) -> dict[str, int]:
+    """Return the sizes of the log and the record, over all ranks, by the formulas of `zero_inference.utils`: 2 bytes an element."""
     config, batch = job.spec.config, job.config.batch_size
-    return LogSizes(
-        model_bytes(config, parameters=job.sizes.parameters),
-        cache_bytes(config, batch, job.length),
-        hidden_bytes(config, batch, job.length),
-    )
+    return {
+        "model_bytes": model_bytes(config, parameters=job.sizes.parameters),
+        "cache_bytes": cache_bytes(config, batch, job.length),
+        "hidden_bytes": hidden_bytes(config, batch, job.length),
+    }

@@ -35,8 +35,7 @@ def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
         raise UsageError(f"{advice} (deepspeed --num_gpus N, torchrun --nproc-per-node N).")
     if not machine.is_here and ranks.device.type == "cuda" and ranks.local_world_size > machine.gpus():
         raise UsageError(
-            f"{ranks.local_world_size} ranks were started for a machine with {machine.gpus()} GPU"
-            f"{'s' * (machine.gpus() > 1)}; start one rank per GPU."
+            f"{ranks.local_world_size} ranks were started for a machine with {machine.gpus()} GPUs; start one rank per GPU."
         )
     if ranks.device.type == "cpu":
         for flag, given in (("--pin-memory 1", config.pin_memory), ("--pin-kv-cache", config.pin_kv_cache)):
@@ -64,6 +63,7 @@ def check_model(config: RunConfig, spec: ModelSpec) -> None:
 
 
 THIS_MACHINE = Machine()
+MOVED_BYTES = [f"{each}_bytes_per_step" for each in ("host_to_device", "device_to_host", "disk_read", "cores")]
 
 
 @dataclass(frozen=True)
@@ -105,35 +105,29 @@ class Plan:
     @functools.cached_property
     def predicted(self) -> Predicted:
         """All predictions, for the record."""
-        moved, times, steps = self.weights.moved_per_step(), self.times, self.job.config.gen_len - 1
-        step_range_s, load_range_s = times.step_range_s if times else None, self.load_range_s
+        job, weights, times, steps = self.job, self.weights, self.times, self.job.config.gen_len - 1
+        prefill_range_s, step_range_s = (times.prefill.range_s, times.step.range_s) if times else (None, None)
+        machine, moved, peak_host_bytes = job.machine.profile(), weights.moved_per_step(), None
+        if machine is not None and machine.process_bytes is not None:
+            libraries = machine.process_bytes + machine.library_bytes.get(job.config.engine, 0)
+            peak_host_bytes = libraries - machine.measuring_bytes + weights.host_peak_bytes(machine.measuring_bytes)
+            if job.on_gpu and not weights.measures_link_with_weights:
+                peak_host_bytes += (
+                    LINK_BLOCK_BYTES  # the link is measured between the loops, while all else is allocated
+                )
         return Predicted(
             load_s=self.load_s,
-            load_range_s=None if load_range_s is None else list(load_range_s),
+            load_range_s=self.load_range_s and list(self.load_range_s),
             prefill_s=times.prefill.seconds if times else None,
-            prefill_range_s=list(times.prefill_range_s) if times and times.prefill_range_s else None,
+            prefill_range_s=prefill_range_s and list(prefill_range_s),
             decode_s=times.step.seconds * steps if times else None,
-            decode_range_s=None if step_range_s is None else [steps * each for each in step_range_s],
+            decode_range_s=step_range_s and [steps * each for each in step_range_s],
             bound_by=times.step.bound_by if times else None,
-            weight_bytes=self.weights.weight_bytes,
-            peak_gpu_bytes=self.weights.device_peak_bytes if self.job.on_gpu else None,
-            peak_host_bytes=self._peak_host_bytes,
-            host_to_device_bytes_per_step=int(moved.host_to_device_bytes_per_step or 0),
-            device_to_host_bytes_per_step=int(moved.device_to_host_bytes_per_step or 0),
-            disk_read_bytes_per_step=int(moved.disk_read_bytes_per_step or 0),
-            cores_bytes_per_step=int(moved.cores_bytes_per_step or 0),
+            weight_bytes=weights.weight_bytes,
+            peak_gpu_bytes=weights.device_peak_bytes if job.on_gpu else None,
+            peak_host_bytes=peak_host_bytes,
+            **{name: int(getattr(moved, name) or 0) for name in MOVED_BYTES},
         )
-
-    @property
-    def _peak_host_bytes(self) -> int | None:
-        """Most host memory of a process: its libraries and what the plan takes; None where the libraries' part is unknown."""
-        machine = self.job.machine.profile()
-        if machine is None or machine.process_bytes is None:
-            return None
-        libraries = machine.process_bytes + machine.library_bytes.get(self.job.config.engine, 0)
-        peak = libraries - machine.measuring_bytes + self.weights.host_peak_bytes(machine.measuring_bytes)
-        # with a GPU the link is measured between the loops, while everything else is allocated
-        return peak + (0 if not self.job.on_gpu or self.weights.measures_link_with_weights else LINK_BLOCK_BYTES)
 
     def check(self) -> None:
         """Raises UsageError: this machine lacks something besides memory that the engine needs."""
@@ -166,12 +160,7 @@ def build_job(
     machine: Machine = THIS_MACHINE,
     empty_model: EmptyModel | None = None,
 ) -> Job:
-    """Build the empty model and read the free memory of the device.
-
-    Args:
-        group: the communicator of the engine.
-        agreed: take the least free memory of all ranks: a collective.
-        empty_model: of `spec`, where it is built already.
+    """Read the free memory of the device, with `agreed` the least of all ranks (a collective), and build the empty model if needed.
 
     Raises:
         UsageError: transformers cannot build the model.
@@ -188,18 +177,16 @@ def make_plan(job: Job) -> Plan:
     Raises:
         UsageError: the engine cannot run it, the KV cache cannot be in host memory, or the model adds positions or takes no text.
     """
-    kind, sizes = job.spec.config.model_type, job.sizes
+    kind, sizes, problem = job.spec.config.model_type, job.sizes, None
     if sizes.refuses_text is not None:
         sense = "audio" if hasattr(job.spec.config, "audio_config") else "images"
-        raise UsageError(
-            f"--model {job.spec.name}: {kind} needs {sense} and does not run on text alone (transformers: "
-            f"{sizes.refuses_text.rstrip('.')}); run it in transformers."
+        problem = f"needs {sense} and does not run on text alone (transformers: {sizes.refuses_text.rstrip('.')})"
+    elif sizes.added_positions:
+        problem = (
+            f"puts {sizes.added_positions} positions of its own before each sequence, which no engine here plans for"
         )
-    if sizes.added_positions:
-        raise UsageError(
-            f"--model {job.spec.name}: {kind} puts {sizes.added_positions} positions of its own before each sequence, which no engine here "
-            "plans for; run it in transformers."
-        )
+    if problem is not None:
+        raise UsageError(f"--model {job.spec.name}: {kind} {problem}; run it in transformers.")
     if job.config.kv_offload:
         refuse_kv_offload(job.empty_model.model, job.window_only_in_cache)
     plan = _without_cpu_prefill_if_slower(Plan(job, engine_module(job.config.engine).plan(job)))
@@ -212,8 +199,8 @@ def make_plan(job: Job) -> Plan:
 
 
 def _without_cpu_prefill_if_slower(plan: Plan) -> Plan:
-    """Return `plan`, or the same with prompts computed by the device alone where the CPU does not shorten the predicted prefill by
-    `MIN_GAIN`. The engine has compared link and CPU; predicted times also count launches."""
+    """Return `plan`, or the same with prompts computed by the device alone where the CPU shortens the predicted prefill, which counts
+    launches as well, by less than `MIN_GAIN`."""
     weights = plan.weights.without_short_prompts()
     if weights is None or plan.times is None:
         return plan
@@ -223,14 +210,7 @@ def _without_cpu_prefill_if_slower(plan: Plan) -> Plan:
 
 
 def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: EmptyModel | None = None) -> Plan:
-    """Return the plan of connected ranks, checked against the machine: a collective.
-
-    Args:
-        empty_model: of `spec`, where it is built already.
-
-    Raises:
-        UsageError: it cannot work here.
-    """
+    """Return the plan of connected ranks, checked against the machine: a collective. Raises UsageError: it cannot work here."""
     group = getattr(engine_module(config.engine), "connect", lambda ranks: None)(ranks)
     try:
         plan = make_plan(build_job(config, spec, ranks, group, agreed=True, empty_model=empty_model))

@@ -47,13 +47,7 @@ def step_work(job: Job, weight_bytes: int, cpu_bytes: float) -> StepWork:
 
 
 def decode_roofline(
-    rates: Rates,
-    moved: MovedPerStep,
-    ahead_bytes: int,
-    work: StepWork,
-    on_gpu: bool,
-    steps: int,
-    decode_s: float,
+    rates: Rates, moved: MovedPerStep, ahead_bytes: int, work: StepWork, on_gpu: bool, steps: int, decode_s: float
 ) -> Limit:
     """Return the bounds of a step by each of the rates, which one binds, and the share of it that a run reached.
 
@@ -102,26 +96,22 @@ def _seconds(nbytes: float | None, gb_per_s: float | None) -> float | None:
     return nbytes / (gb_per_s * 1e9) if nbytes is not None and gb_per_s else None
 
 
-def rates_missing_for_bound(plan: EnginePlan, machine: HardwareProfile) -> list[str]:
-    """Return the names of link and disk where a step uses them and `machine` has no rate."""
-    moved = plan.moved_per_step()
-    over_link = plan.job.on_gpu and moved.host_to_device_bytes_per_step and not machine.link_gb_per_s
-    from_disk = moved.disk_read_bytes_per_step and not machine.disk_gb_per_s
-    return [name for name, lacks in (("the link", over_link), ("the disk", from_disk)) if lacks]
-
-
 def planned_step_bound(plan: EnginePlan, machine: HardwareProfile) -> tuple[str, float] | None:
     """Return the rate that binds a planned decode step, a key of `RATE_WORDS`, and its seconds, which a run there would be
-    compared with; None without any rate."""
+    compared with; None without any rate, or without that of a link or disk that the step uses."""
     job, terms, moved = plan.job, plan.cost_terms, plan.moved_per_step()
-    disk_gb_per_s = machine.disk_gb_per_s
+    link_gb_per_s, disk_gb_per_s = machine.link_gb_per_s, machine.disk_gb_per_s
+    if (job.on_gpu and moved.host_to_device_bytes_per_step and not link_gb_per_s) or (
+        moved.disk_read_bytes_per_step and not disk_gb_per_s
+    ):
+        return None
     rates = Rates(
-        link_gb_per_s=(machine.link_gb_per_s or float("inf")) * job.ranks.world_size,  # each GPU has a link
+        link_gb_per_s=(link_gb_per_s or float("inf")) * job.ranks.world_size,  # each GPU has a link
         link_spread=0.0,
         link_kind="",
         device_copy_gb_per_s=machine.device_gb_per_s,
         matmul_tflops=machine.matmul_tflops.get(job.spec.dtype_name),
-        disk_gb_per_s=None if disk_gb_per_s is None else disk_gb_per_s * job.ranks.num_nodes,  # each node has a disk
+        disk_gb_per_s=disk_gb_per_s and disk_gb_per_s * job.ranks.num_nodes,  # each node has a disk
         link_beside_cores_gb_per_s=terms.link_beside_cpu_gb_per_s,
         cores_gb_per_s=terms.cpu_beside_link_gb_per_s,
     )
@@ -129,5 +119,7 @@ def planned_step_bound(plan: EnginePlan, machine: HardwareProfile) -> tuple[str,
     bounds = step_bounds(rates, moved, work, job.on_gpu).as_dict()
     peers_on_link_s, peers_s = exchange_s(plan, machine, plan.fetched_bytes)
     bounds |= {"cores": terms.cpu_alone_s, "peers": peers_s, "link": (bounds.get("link") or 0.0) + peers_on_link_s}
-    known = {name: seconds for name, seconds in bounds.items() if seconds}
-    return max(known.items(), key=lambda each: each[1]) if known else None
+    if not job.on_gpu:
+        bounds["host_memory"] = bounds.pop("device_memory", None)
+    bound_by = max(bounds, key=lambda name: bounds[name] or 0.0)
+    return (bound_by, bounds[bound_by]) if bounds[bound_by] else None

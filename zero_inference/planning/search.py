@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES, UNTIL_PLANNED
+from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES
 from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, RunError, UsageError
 from zero_inference.kv_cache.device import why_not_offloaded
+from zero_inference.planning.changes import BATCH_SIZES
 from zero_inference.planning.cost import Times
 from zero_inference.planning.plan import Plan, plan_with
 from zero_inference.records.read import read_records
@@ -24,7 +25,6 @@ from zero_inference.utils import GB
 from zero_inference.utils.processes import isolated_ranks, last_error_line, run_child, run_command
 from zero_inference.utils.progress import current_progress
 
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Offloads to try by engine; weights on disk only where nothing else fits.
 OFFLOADS: dict[str, tuple[dict[str, Any], ...]] = {
     "stream": ({"cpu_offload": True},),
@@ -35,7 +35,6 @@ OFFLOADS: dict[str, tuple[dict[str, Any], ...]] = {
 LEAST_GAIN = 1.05  # in token/s, for which the KV cache is moved to host memory
 LEAST_KV_SHARE = 0.05  # of device memory, which the KV cache takes, for host memory to be tried
 LEAST_ON_DEVICE = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH}  # stream engine
-MIN_SPEEDUP = 1.5  # of options that `faster_than` names
 TRIAL_TOKENS = 17  # of a run of `verify`: 16 steps
 
 
@@ -123,12 +122,9 @@ class SearchResult:
         too_large: plans that do not fit, the smallest of each engine and number of bits.
     """
 
-    candidates: list[Candidate]
-    unknown: list[Plan]
-    too_large: list[Plan]
-
-    def __bool__(self) -> bool:
-        return bool(self.candidates or self.unknown or self.too_large)
+    candidates: list[Candidate] = field(default_factory=list)
+    unknown: list[Plan] = field(default_factory=list)
+    too_large: list[Plan] = field(default_factory=list)
 
 
 def command_of(config: RunConfig, world_size: int = 1) -> str:
@@ -144,16 +140,18 @@ def options_of(config: RunConfig) -> list[str]:
 
 def find_candidates(job: Job, space: SearchSpace) -> SearchResult:
     """Plan all configurations of `space` for the model and machine of `job`, those with weights on disk only where no other fits."""
-    found = SearchResult([], [], [])
+    found = SearchResult()
     jobs = [job] if space.world_sizes is None else [_with_ranks(job, count) for count in space.world_sizes]
     for on_disk in (False, True):
         for fields in _weight_options(job, space, on_disk):
-            parts = [_plan_batches(each, space, fields) for each in jobs]
-            for part in parts:
+            too_large: list[Plan] = []
+            for each in jobs:
+                part = _plan_batches(each, space, fields)
                 found.candidates.extend(part.candidates)
                 found.unknown.extend(part.unknown)
-            # those of the most GPUs, of which each then needs the least
-            found.too_large.extend(next((part.too_large for part in reversed(parts) if part), []))
+                if part.candidates or part.unknown or part.too_large:
+                    too_large = part.too_large  # of the most GPUs, of which each then needs the least
+            found.too_large.extend(too_large)
         if found.candidates or found.unknown:
             break
     return found
@@ -187,7 +185,7 @@ def _plan_batches(job: Job, space: SearchSpace, fields: dict[str, Any]) -> Searc
     A KV cache in host memory is a candidate where its batch fits only so, or decodes faster by `LEAST_GAIN`: predictions are not more
     precise, and what crosses the link or waits for the CPU may be late.
     """
-    found = SearchResult([], [], [])
+    found = SearchResult()
     tokens_per_s_on_device: dict[int, float] = {}  # by batch
     batch_sizes = sorted(size for size in space.batch_sizes if size % job.ranks.world_size == 0)
     for kv_offload in space.kv_offload:
@@ -281,71 +279,6 @@ def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
     return front
 
 
-@dataclass(frozen=True)
-class Faster:
-    """A change of options that is predicted to decode clearly faster.
-
-    Attributes:
-        options: to add to the command, such as `--quant-bits 4`.
-        tokens_per_s: of decoding with them.
-        times: `tokens_per_s` as a multiple of that without them.
-        at_most: `tokens_per_s` is an upper bound.
-    """
-
-    options: str
-    tokens_per_s: float
-    times: float
-    at_most: bool
-
-
-def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
-    """Return changes that are predicted to decode at least `MIN_SPEEDUP` times as fast: the best other engine, fewer bits, larger batch.
-
-    Fewer bits have to gain as much over the best engine with the bits of `plan`. Empty where no speed is predicted, and for several ranks.
-
-    Args:
-        goal: with "latency" no larger batch is tried, with "memory" nothing.
-    """
-    config = plan.job.config
-    if plan.times is None or plan.job.ranks.world_size > 1 or goal == "memory":
-        return []
-    others: list[dict[str, Any]] = [
-        {"engine": engine, "cpu_offload": engine == "stream", "disk_offload": False, "ds_config": None}
-        for engine in ("stream", "resident")
-        if engine != config.engine
-    ]
-    fewer = [
-        engine | {"quant_bits": bits} for engine in ({}, *others) for bits in QUANT_BITS if bits < config.quant_bits
-    ]
-    found, least = [], MIN_SPEEDUP
-    for changes in (others, fewer):
-        best = _fastest(plan, changes)
-        if best is not None and best.times >= least:
-            found.append(best)
-            least = MIN_SPEEDUP * best.times
-    if goal == "latency" or config.prompt or config.prompts:
-        return found
-    batch = _fastest(plan, [{"batch_size": size} for size in BATCH_SIZES if size > config.batch_size])
-    return [*found, batch] if batch is not None and batch.times >= MIN_SPEEDUP else found
-
-
-def _fastest(plan: Plan, changes: Sequence[dict[str, Any]]) -> Faster | None:
-    """Return the one of `changes` with the most token/s; None where none of them fits and is predicted."""
-    assert plan.times is not None
-    tokens_per_s = plan.times.tokens_per_s(plan.job.config.batch_size)
-    found = []
-    for fields in changes:
-        try:
-            other = plan_with(plan.job, **fields)
-        except UsageError:
-            continue
-        if other.fits and other.times is not None:
-            rate = other.times.tokens_per_s(other.job.config.batch_size)
-            options = {name: value for name, value in fields.items() if name in UNTIL_PLANNED}
-            found.append(Faster(" ".join(shell_words(options)), rate, rate / tokens_per_s, other.times.at_least))
-    return max(found, key=lambda each: each.tokens_per_s, default=None)
-
-
 def verify(best: Sequence[Candidate], count: int, goal: str, say: Callable[[str], None]) -> list[Candidate]:
     """Run the first `count` of `best` for a few steps, each in a process of its own, and return `best` with these ranked by their measured
     rates; failed ones come last.
@@ -379,17 +312,15 @@ def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say:
     config = replace(candidate.config, gen_len=min(candidate.config.gen_len, TRIAL_TOKENS), dry_run=False, verbose=1)
     log, output = folder / f"{number}.log", folder / f"{number}.out"
     records = log.with_suffix(".jsonl")
+    options = (*options_of(config), "--loops", "1", "--log-file", str(log))
     ended = run_child(
-        isolated_ranks(
-            "zero_inference", candidate.world_size, "run", *options_of(config), "--loops", "1", "--log-file", str(log)
-        ),
+        isolated_ranks("zero_inference", candidate.world_size, "run", *options),
         output,
         records=lambda: read_records(records) if records.exists() else [],
         is_good=lambda record: record.get("status") == STATUS_OK,
     )
     rate = (ended.record or {}).get("decode_throughput")
     if rate is None:
-        say(
-            f"run {number} failed: {last_error_line(ended.read_output()) or f'exit code {ended.code}'}: {candidate.command()}"
-        )
+        reason = last_error_line(ended.read_output()) or f"exit code {ended.code}"
+        say(f"run {number} failed: {reason}: {candidate.command()}")
     return rate

@@ -1,0 +1,367 @@
+"""The output of `zero-inference plan` (a table of configurations) and of `--dry-run` (one plan in rows), as text and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from zero_inference.config.run_config import non_default_options, shell_words
+from zero_inference.engines.base import Job
+from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.hardware.machine import ProfiledMachine
+from zero_inference.models.spec import checkpoint_refusal
+from zero_inference.planning.changes import Faster, advice_to_fit, changes_that_fit
+from zero_inference.planning.explain import (
+    describe,
+    describe_with_work,
+    experts_in_words,
+    faster_in_words,
+    headline,
+    left_out,
+    notes,
+    place_of_weights,
+    seconds_in_words,
+    times_in_words,
+    what_does_not_fit,
+    why_none,
+    why_not_predicted,
+)
+from zero_inference.planning.memory import HOST_MEMORY, log_sizes, without_page_locked
+from zero_inference.planning.plan import Plan
+from zero_inference.planning.roofline import planned_step_bound
+from zero_inference.planning.search import Candidate, SearchResult, command_of, pareto_front, ranked, verify
+from zero_inference.records.hardware import RATE_WORDS
+from zero_inference.utils.files import write_atomically
+from zero_inference.utils.format import format_bytes, format_gib, format_seconds, significant
+from zero_inference.utils.tables import Column, print_rows, shown_columns
+
+SHOWN, COMMANDS = 10, 3  # rows without --all, and commands below the table
+COLUMNS = (
+    Column("place", ""),
+    Column("configuration", "engine, weights", dtype="string"),
+    Column("gpus", "GPUs"),
+    Column("batch_size", "batch"),
+    Column("tokens_per_s", "token/s"),
+    Column("range", "9 in 10\nwithin"),
+    Column("measured", "measured\ntoken/s"),
+    Column("step_s", "step"),
+    Column("prefill_s", "first\ntoken"),
+    Column("device", "device\n(GiB)"),
+    Column("host", "host\n(GiB)"),
+    Column("bound_by", "bound by", dtype="string"),
+)
+
+
+def print_answer(args: argparse.Namespace, job: Job, found: SearchResult, say: Callable[[str], None]) -> None:
+    """Print the table, or the JSON object; draw the picture and run configurations if asked.
+
+    Raises:
+        UsageError: nothing fits, or nothing is predicted and that was to be drawn or run.
+    """
+    if not found.candidates and (not found.unknown or args.verify or args.plot):
+        raise UsageError(why_none(found, args.model))
+    best = ranked(found.candidates, args.goal)
+    if args.verify:
+        best = verify(best, args.verify, args.goal, say)
+    if args.plot is not None:
+        draw(best, args.plot, f"{args.model}, prompt {args.prompt_len}, {args.gen_len} new tokens: predicted")
+        say(f"picture: {args.plot}")
+    verdict = headline(best, args.goal) if best else why_none(found, args.model)
+    rows = rows_of(best, found.unknown)
+    if args.json:
+        print(json.dumps(_answer_in_json(args, job, found, rows, verdict), indent=1))
+        return
+    plans = [*(each.plan for each in best), *found.unknown]
+    shown = len(plans) if args.all else min(SHOWN, len(best) or len(plans))
+    print_line(verdict)
+    machine = job.machine.profile()
+    print_line(
+        f"Prompt {args.prompt_len}, {args.gen_len} new tokens" + (f", on {machine.in_words()}" if machine else "")
+    )
+    print()
+    cells = [_cells(row, plan) for row, plan in zip(rows[:shown], plans)]
+    print_rows(cells, shown_columns(cells, COLUMNS), "table", gap=2)
+    remarks = [f"{len(plans) - shown} more fit: --all shows them"] if shown < len(plans) else []
+    remarks += ["*: no other has both a shorter step and more token/s"] if best else []
+    remarks += filter(
+        None, [machine and machine.caveat(), *notes(found, best), checkpoint_refusal(args.model, args.dummy)]
+    )
+    remarks += [f"does not fit: {what_does_not_fit(plan)}" for plan in found.too_large]
+    for line in remarks:
+        print_line(line, "    ")
+    print()
+    where = " ".join(
+        f"--{name} {shlex.quote(value)}" for name in ("machine", "assume") if (value := getattr(args, name))
+    )
+    for row, plan in [(row, plan) for row, plan in zip(rows, plans) if not row["tried"]][:COMMANDS]:
+        print(f"{row['place']}. {describe_with_work(plan)}:")
+        # a comment, because only a dry run takes these options
+        print(f"   {row['command']}{f'  # {where}' if where else ''}")
+    print(f"For the details of one, add {' '.join(filter(None, ('--dry-run', where)))}.", flush=True)
+
+
+def print_line(text: str, indent: str = "", label: str = "") -> None:
+    """Print `label` and `text`: wrapped on a terminal, else in one line, because programs look for whole lines."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(
+            text, width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+        )
+    else:
+        text = label + text
+    print(text, flush=True)
+
+
+def rows_of(best: Sequence[Candidate], unknown: Sequence[Plan] = ()) -> list[dict[str, Any]]:
+    """Return the rows of the JSON object: of the `best`, those on their Pareto front marked, and of `unknown` without predictions."""
+    front = {id(each) for each in pareto_front(best)}
+    rows = [row_of(each.plan, each) | {"front": id(each) in front} for each in best]
+    return [{"place": number} | row for number, row in enumerate([*rows, *map(row_of, unknown)], 1)]
+
+
+def row_of(plan: Plan, candidate: Candidate | None = None) -> dict[str, Any]:
+    """Return the row of a configuration; predicted values are None without a `candidate`."""
+    config, times = plan.job.config, candidate.times if candidate else None
+    return {
+        "engine": config.engine,
+        "quant_bits": config.quant_bits,
+        "gpus": plan.job.ranks.world_size if plan.job.on_gpu else 0,
+        "weights": place_of_weights(plan),
+        "keys_and_values": "host" if config.kv_offload or not plan.job.on_gpu else "device",
+        "batch_size": config.batch_size,
+        "device_bytes": plan.weights.device_peak_bytes if plan.job.on_gpu else None,
+        "host_bytes": next(need.needed_bytes for need in plan.needs if need.place == HOST_MEMORY),
+        "prefill_s": times and times.prefill.seconds,
+        "step_s": times and times.step.seconds,
+        "tokens_per_s": candidate and candidate.tokens_per_s,
+        "tokens_per_s_range": times and times.tokens_per_s_range(config.batch_size),
+        "prefill_range_s": times and times.prefill.range_s,
+        "step_range_s": times and times.step.range_s,
+        "at_most": times is not None and times.at_least,
+        "total_s": candidate and candidate.total_s,
+        "total_tokens_per_s": candidate and config.batch_size * config.gen_len / candidate.total_s,
+        "measured_tokens_per_s": candidate and candidate.measured_tokens_per_s,
+        "bound_by": times and times.step.bound_by,
+        "bounds_because": times and list(times.bounds_because),
+        "with_host": times and times.with_host,
+        "without_cores": times and times.without_cores,
+        "tried": "failed" if candidate and candidate.failed else None,
+        "front": False,
+        "command": command_of(config, plan.job.ranks.world_size),
+    }
+
+
+def _cells(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
+    """Return the texts of a row by column, bounds with ≤ or ≥."""
+    most, least = ("≤", "≥") if row["at_most"] else ("", "")
+    known = row["tokens_per_s"] is not None
+    measured, rates, device_bytes = row["measured_tokens_per_s"], row["tokens_per_s_range"], row["device_bytes"]
+    return {
+        "place": f"{'*' if row['front'] else ''}{row['place']}",
+        "configuration": describe(plan),
+        "gpus": str(row["gpus"]) if plan.job.machine.gpus() > 1 else None,
+        "batch_size": str(row["batch_size"]),
+        "tokens_per_s": most + significant(row["tokens_per_s"]) if known else None,
+        "range": rates and "-".join(map(significant, rates)),
+        "measured": significant(measured) if measured else row["tried"],
+        "step_s": least + format_seconds(row["step_s"]) if known else None,
+        "prefill_s": least + format_seconds(row["prefill_s"]) if known else None,
+        "device": None if device_bytes is None else format_gib(device_bytes),
+        "host": format_gib(row["host_bytes"]),
+        "bound_by": row["bound_by"] and row["bound_by"].replace("_", " "),
+    }
+
+
+def _answer_in_json(
+    args: argparse.Namespace, job: Job, found: SearchResult, rows: list[dict[str, Any]], verdict: str
+) -> dict[str, Any]:
+    machine, predicted = job.machine.profile(), len(found.candidates)
+    names = ("model", "goal", "prompt_len", "gen_len", "max_gpu_memory", "max_host_memory")
+    return {name: getattr(args, name) for name in names} | {
+        "verdict": verdict,
+        "machine": machine and machine.in_words(),
+        "machine_source": machine and machine.source,
+        "configurations": rows[:predicted],
+        "too_large": [what_does_not_fit(plan) for plan in found.too_large],
+        "not_predicted": {
+            "count": len(found.unknown),
+            "because": why_not_predicted(found.unknown) or None,
+            "configurations": rows[predicted:],
+        },
+        "checkpoint_refused": checkpoint_refusal(args.model, args.dummy),
+    }
+
+
+def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
+    """Draw latency against throughput as PNG, PDF or SVG, by the name of the file. Raises OSError."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    kinds: dict[str, list[Candidate]] = {}
+    for each in candidates:
+        kinds.setdefault(f"{each.config.engine}, {each.config.quant_bits} bits, {each.world_size} GPUs", []).append(
+            each
+        )
+
+    def points(group: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+        return [1e3 * each.times.step.seconds for each in group], [each.tokens_per_s for each in group]
+
+    for kind, group in kinds.items():
+        axes.scatter(*points(group), label=kind, s=28)
+    front = pareto_front(candidates)
+    axes.plot(*points(front), color="black", linewidth=1, label="Pareto front")
+    for each, *point in zip(front, *points(front)):
+        axes.annotate(f"batch {each.config.batch_size}", point, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xscale="log", yscale="log", xlabel="ms a step (latency of a token)", ylabel="token/s", title=title)
+    axes.grid(True, which="both", alpha=0.2)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    with write_atomically(path) as part:
+        figure.savefig(part, format=path.suffix.lstrip(".").lower())
+    pyplot.close(figure)
+
+
+def print_plan(job: Job, plan: Plan | DoesNotFit, faster: Sequence[Faster] = ()) -> None:
+    """Print the plan of `job`, or why there is none, for `--dry-run`.
+
+    Args:
+        faster: options that are predicted to decode clearly faster.
+
+    Raises:
+        DoesNotFit: after the plan of a run that does not, for its exit code.
+    """
+    made = plan if isinstance(plan, Plan) else None
+    fits = made is not None and made.fits
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print while other options are planned
+        changes = [] if fits else changes_that_fit(job)
+    if made is None or not fits:
+        short = [need.shortage() for need in without_page_locked(made.needs) if not need.fits] if made else []
+        reason = f"It needs {' and '.join(short)}." if made else str(plan)
+        verdict = f"{DoesNotFit.VERDICT} {reason} It would fit with {advice_to_fit(job, changes)}."
+    else:
+        loading = "" if made.load_s is None else f", loading {seconds_in_words(made.load_s, made.load_range_s)}"
+        if made.times is not None:
+            verdict = f"{DoesNotFit.FITS} Predicted: {times_in_words(made.times, job.config.batch_size)}{loading}."
+        else:
+            verdict = f"{DoesNotFit.FITS} No speed is predicted: {why_not_predicted([made])}{loading}."
+    if job.config.json:
+        print(json.dumps(_plan_in_json(job, plan, verdict, changes, faster), indent=1), flush=True)
+    else:
+        print_line(verdict)
+        for label, text in [*_rows(job, made), ("faster", faster_in_words(faster))]:
+            if text:
+                print_line(text, " " * 17, f"  {label:<15}")
+    if not fits:
+        raise DoesNotFit(f"--dry-run: {job.spec.name} does not fit as asked; the plan says where, and what would fit.")
+
+
+def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
+    """Return label and text of the rows below the verdict; empty texts are not shown."""
+    config, sizes, machine = job.config, log_sizes(job), job.machine.profile()
+    rows = []
+    if machine is not None:
+        rows += [("machine", "" if job.machine.is_here else machine.in_words()), ("", machine.caveat() or "")]
+    weights = f"{format_bytes(job.sizes.parameter_bytes)} in {job.spec.dtype_name}"
+    if plan is not None:
+        rows += [(need.place, need.in_words()) for need in without_page_locked(plan.needs)]
+        if config.quantized:
+            weights = f"{format_bytes(plan.weights.weight_bytes)} in int{config.quant_bits} ({weights})"
+        weights += f"; {plan.weights.describe_location()}"
+    place = "in host memory" if config.kv_offload or not job.on_gpu else "on the device"
+    rows += [
+        ("weights", weights),
+        ("KV cache", f"{format_bytes(sizes['cache_bytes'])} {place}, for {config.batch_size} x {job.length} tokens"),
+    ]
+    if plan is not None:
+        rows += [("decode", line) for line in plan.weights.in_words()]
+        rows += [("experts", experts_in_words(plan.weights) or "")]
+        if limit := _limit(plan):
+            about = "about" if plan.weights.cost_terms.depends_on_routing else "at most"
+            rate = RATE_WORDS[limit["bound_by"]]
+            rows += [
+                ("limit", f"{about} {significant(limit['decode_throughput'])} token/s by the rate of {rate} alone")
+            ]
+        if plan.fits and plan.times:
+            rows += [("bounds", "; ".join(plan.times.bounds_because)), ("not counted", "; ".join(left_out(plan.times)))]
+    return [*rows, ("options", " ".join(shell_words(non_default_options(config))))]
+
+
+def _limit(plan: Plan) -> dict[str, Any] | None:
+    """Return the bound of a step by the rates of a described machine alone; None for this machine, whose rates a run measures."""
+    machine = plan.job.machine
+    if not isinstance(machine, ProfiledMachine) or not (found := planned_step_bound(plan.weights, machine.profile())):
+        return None
+    bound_by, step_s = found
+    return {"decode_step_s": step_s, "decode_throughput": plan.job.config.batch_size / step_s, "bound_by": bound_by}
+
+
+def _plan_in_json(
+    job: Job, plan: Plan | DoesNotFit, verdict: str, changes: Sequence[str], faster: Sequence[Faster]
+) -> dict[str, Any]:
+    """Return the JSON object of `--dry-run --json`, in bytes and seconds; null is a value that is not known.
+
+    sizes              `model_bytes`, `cache_bytes`, `hidden_bytes` as in the record; `weight_bytes` as the engine stores them
+    needs              by place of one node; `reserve_bytes` have to stay free besides; null where the engine makes no plan: `refused`
+    predicted          ranges are [low, high], within which 9 of 10 runs of this kind were, null for bounds and without a GPU;
+                       `bounds_because`: why times are lower bounds; `left_out`: what they do not count
+    limit              of a described machine, by its rates alone
+    moved_per_step     bytes of a decode step, over all ranks, by the record's names
+    changes_that_fit   options to add, each for itself, where it does not fit
+    faster             options that are predicted to decode clearly faster; `times` of the token/s without them
+    """
+    made = plan if isinstance(plan, Plan) else None
+    weights, machine, times = made and made.weights, job.machine.profile(), made and made.times
+    fits, batch_size = made is not None and made.fits, job.config.batch_size
+    return {
+        "fits": fits,
+        "verdict": verdict,
+        "config": job.config.as_dict()
+        | {
+            "dtype": job.spec.dtype_name,
+            "model_type": job.spec.config.model_type,
+            "world_size": job.ranks.world_size,
+            "pin_memory": weights.pinned if weights else job.pin_weights,
+        },
+        "sizes": log_sizes(job) | {"weight_bytes": weights and weights.weight_bytes},
+        "needs": made and [asdict(need) | {"which": need.which or None, "fits": need.fits} for need in made.needs],
+        "refused": None if made else str(plan),
+        "predicted": {
+            "prefill_s": times and times.prefill.seconds,
+            "decode_step_s": times and times.step.seconds,
+            "decode_throughput": times and times.tokens_per_s(batch_size),
+            "bound_by": times and times.step.bound_by,
+            "load_s": made and made.load_s,
+            "prefill_range_s": times and times.prefill.range_s,
+            "decode_step_range_s": times and times.step.range_s,
+            "decode_throughput_range": times and times.tokens_per_s_range(batch_size),
+            "load_range_s": made and made.load_range_s,
+            "bounds_because": list(times.bounds_because) if times else [],
+            "left_out": left_out(times) if times else [],
+            "unknown_because": why_not_predicted([made]) if made and fits and not times else None,
+        },
+        "limit": made and _limit(made),
+        "moved_per_step": weights and weights.moved_per_step().as_dict(),
+        "placement": [weights.describe_location(), *weights.in_words()] if weights else [],
+        "changes_that_fit": list(changes),
+        "faster": [asdict(each) for each in faster],
+        "machine": machine
+        and {
+            "name": machine.name,
+            "source": machine.source,
+            "is_here": job.machine.is_here,
+            "gpus": [{"name": gpu.name, "memory_bytes": gpu.memory_bytes} for gpu in machine.gpus],
+            "host_memory_bytes": machine.host_memory_bytes,
+        },
+    }
