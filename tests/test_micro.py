@@ -62,8 +62,7 @@ def check_formulas(block: blocks.Block, x: torch.Tensor) -> None:
     with torch.no_grad():
         block.parts["layer"](x)  # keeps the angles of rotary positions, which some transformers multiply out
         for part in ("layer", *benchmarks.PARTS):
-            formula = {"layer": "forward", "dense_activation": "dense"}.get(part, part)
-            assert counted(lambda part=part: block.parts[part](x)) == getattr(block.shape, formula)(batch, seq), part
+            assert counted(lambda part=part: block.parts[part](x)) == block.shape.operations(part, batch, seq), part
             assert block.parts[part](x).shape[:2] == (batch, seq)
 
 
@@ -73,7 +72,7 @@ def test_formulas_are_what_the_counter_counts(name):
     x = torch.randn(3, 7, block.shape.hidden)
     check_formulas(block, x)
     step = benchmarks.forward_and_backward(block, x)
-    assert counted(step) == benchmarks.FORWARD_AND_BACKWARD * block.shape.forward(3, 7)
+    assert counted(step) == benchmarks.FORWARD_AND_BACKWARD * block.shape.operations("layer", 3, 7)
     assert all(parameter.grad is not None for parameter in block.module.parameters())
 
 
@@ -85,15 +84,15 @@ def test_formulas_of_the_published_sizes(name):
     h, shape = block.shape.hidden, block.shape
     check_formulas(block, torch.empty(b, s, h, device=meta, dtype=torch.float16))
     if not name.startswith("llama"):
-        assert shape.forward(b, s) == 24 * b * s * h**2 + 4 * b * h * s**2
-        assert shape.attention(b, s) == 4 * b * h * s**2 + 8 * b * s * h**2
-        assert shape.feed_forward(b, s) == 16 * b * s * h**2 and shape.dense(b, s) == 8 * b * s * h**2
+        scores, dense = 4 * b * h * s**2, 8 * b * s * h**2
+        counts = {"layer": 3 * dense + scores, "attention": dense + scores, "feed_forward": 2 * dense, "dense": dense}
+        assert {part: shape.operations(part, b, s) for part in counts} == counts
 
 
 def test_causal_share_and_seeded_blocks_in_the_dtype():
     causal, full = (BlockShape(8, 8, 8, 32, causal=causal) for causal in (True, False))
     pairs = sum(range(5))  # of 5 tokens each leaves out those after it
-    assert causal.skippable(3, 5) == pytest.approx(3 * 4 * 8 * pairs / causal.forward(3, 5))
+    assert causal.skippable(3, 5) == pytest.approx(3 * 4 * 8 * pairs / causal.operations("layer", 3, 5))
     assert full.skippable(3, 5) == 0
     one, two = (small_block("llama", dtype=torch.bfloat16).module.state_dict() for _ in range(2))
     assert all(torch.equal(one[key], two[key]) and one[key].dtype == torch.bfloat16 for key in one)

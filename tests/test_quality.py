@@ -26,15 +26,8 @@ WAYS = {
     "NVMe": ["--disk-offload"],
     "stream": ["--engine", "stream", "--ring-depth", "3"],
 }
-CAPITALS = {
-    "France": "Paris",
-    "Italy": "Rome",
-    "Japan": "Tokyo",
-    "Spain": "Madrid",
-    "Egypt": "Cairo",
-    "Russia": "Moscow",
-    "Greece": "Athens",
-}
+COUNTRIES = "France Italy Japan Spain Egypt Russia Greece".split()
+CAPITALS = dict(zip(COUNTRIES, "Paris Rome Tokyo Madrid Cairo Moscow Athens".split()))
 TEXT = (
     "The river was low that year, and the boats lay on the mud. " * 3
     + "Nobody spoke of rain; everybody looked at the sky. " * 4
@@ -52,19 +45,10 @@ def hellaswag_items() -> list[dict]:
         "sits down to eat.",
         "reads the letter once more, slowly.",
     ]
-    who = ["A man", "The cook", "My sister"]
-    what = [
-        "takes the bread out of the oven and",
-        "opens the window and",
-        "fills the kettle, waits until it boils, and",
-        "looks at the plate and",
-        "comes in from the garden and",
-    ]
-    return [
-        {"ctx": f"{one} {other}", "endings": draw.sample(endings, 4), "label": draw.randrange(4)}
-        for one in who
-        for other in what
-    ]
+    what = ["takes the bread out of the oven", "opens the window", "fills the kettle, waits until it boils,"]
+    what += ["looks at the plate", "comes in from the garden"]
+    beginnings = [f"{one} {other} and" for one in ("A man", "The cook", "My sister") for other in what]
+    return [{"ctx": each, "endings": draw.sample(endings, 4), "label": draw.randrange(4)} for each in beginnings]
 
 
 def mmlu_items() -> list[dict]:
@@ -80,14 +64,8 @@ def mmlu_items() -> list[dict]:
             {"prompt": f"{question}{letters}\nAnswer:", "choices": list("ABCD"), "answer": choices.index(city)}
         )
         items.append({"prompt": f"{question}\nAnswer:", "choices": choices, "answer": choices.index(city)})
-    items.append(
-        {
-            "prompt": "The second world war in Europe ended on",
-            "choices": ["1945-05-08", "1944-06-06", "1939-09-01", "1918-11-11"],
-            "answer": 0,
-        }
-    )
-    return items
+    dates = ["1945-05-08", "1944-06-06", "1939-09-01", "1918-11-11"]
+    return [*items, {"prompt": "The second world war in Europe ended on", "choices": dates, "answer": 0}]
 
 
 def problems() -> list[dict]:
@@ -128,9 +106,8 @@ def small(smollm2_folder, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("small") / "small"
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
-    build_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer), max_position_embeddings=2048).save_pretrained(
-        folder
-    )
+    sizes = dict(num_hidden_layers=2, vocab_size=len(tokenizer), max_position_embeddings=2048)
+    build_model("llama", **sizes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -152,27 +129,16 @@ def expected(data, plain):
 
     model, tokenizer = plain
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH)
+    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     tasks = {}
     for name, text, choices, target in (
         ("hellaswag", "{{ctx}}", "{{endings}}", "{{label}}"),
         ("mmlu", "{{prompt}}", "{{choices}}", "{{answer}}"),
     ):
-        tasks[name] = ConfigurableTask(
-            config={
-                "task": name,
-                "dataset_path": "json",
-                "dataset_kwargs": {"data_files": {"test": str(data / f"{name}.jsonl")}},
-                "test_split": "test",
-                "output_type": "multiple_choice",
-                "doc_to_text": text,
-                "doc_to_choice": choices,
-                "doc_to_target": target,
-                "metric_list": [
-                    {"metric": metric, "aggregation": "mean", "higher_is_better": True}
-                    for metric in ("acc", "acc_norm")
-                ],
-            }
-        )
+        config = {"task": name, "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice"}
+        config["dataset_kwargs"] = {"data_files": {"test": str(data / f"{name}.jsonl")}}
+        config |= {"doc_to_text": text, "doc_to_choice": choices, "doc_to_target": target, "metric_list": metrics}
+        tasks[name] = ConfigurableTask(config=config)
     found = evaluator.evaluate(lm, tasks, bootstrap_iters=0)
     answers = {
         name: [
@@ -220,32 +186,11 @@ def plain_log_likelihoods(model, tokenizer, window: int, stride: int) -> torch.T
 
 
 def options(small, data, items, *more) -> list[str]:
-    code = [] if REFUSED else ["--allow-code-execution", "--humaneval-tokens", str(NEW_TOKENS)]
+    code = "" if REFUSED else f"--allow-code-execution --humaneval-tokens {NEW_TOKENS}"
     tasks = f"hellaswag,mmlu,perplexity{'' if REFUSED else ',humaneval'}"
-    return [
-        "--model",
-        str(small),
-        "--dtype",
-        "float32",
-        "--prompt-len",
-        "8",
-        "--gen-len",
-        "2",
-        "--loops",
-        "1",
-        "--warmup",
-        "0",
-        "--quality",
-        tasks,
-        "--quality-data",
-        str(data),
-        "--quality-batch-size",
-        str(BATCH),
-        "--quality-items",
-        str(items),
-        *code,
-        *map(str, more),
-    ]
+    scores = f"--quality {tasks} --quality-data {data} --quality-batch-size {BATCH} --quality-items {items} {code}"
+    run = f"--model {small} --dtype float32 --prompt-len 8 --gen-len 2 --loops 1 --warmup 0"
+    return [*run.split(), *scores.split(), *map(str, more)]
 
 
 def check_against(expected, record: dict, items_file, window: int, stride: int) -> None:
@@ -273,35 +218,20 @@ def check_against(expected, record: dict, items_file, window: int, stride: int) 
         assert written[1]["verdict"] == "passed" and "AssertionError" in written[2]["verdict"]
         scores = record["quality"]["humaneval"]
         assert scores["problems"] == 3 and scores["n"] == 1 and scores["k"] == [1]
-        assert (
-            scores["pass_at_k"]["1"]
-            == sum(scores["passed"]) / 3
-            == sum(one["verdict"] == "passed" for one in written) / 3
-        )
+        passed = sum(one["verdict"] == "passed" for one in written)
+        assert sum(scores["passed"]) == passed and scores["pass_at_k"]["1"] == passed / 3
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_scores_equal_lm_eval_on_the_plain_model(way, small, data, expected, tmp_path, capfd):
-    more = [
-        *WAYS[way],
-        "--perplexity-window",
-        WINDOW,
-        "--perplexity-stride",
-        STRIDE,
-        "--log-file",
-        tmp_path / "run.log",
-    ]
+    windows = ["--perplexity-window", WINDOW, "--perplexity-stride", STRIDE]
+    more = [*WAYS[way], *windows, "--log-file", tmp_path / "run.log"]
     if way == "NVMe":
         more += ["--offload-dir", tmp_path / "offload"]
     assert main(["run_model.py", *options(small, data, tmp_path / "items", *more)]) == 0
     check_against(expected, json.loads((tmp_path / "run.jsonl").read_text()), tmp_path / "items", WINDOW, STRIDE)
     printed = capfd.readouterr().out
-    assert (
-        "hellaswag: accuracy" in printed
-        and "acc_norm" in printed
-        and "mmlu: accuracy" in printed
-        and "stride 20" in printed
-    )
+    assert all(words in printed for words in ("hellaswag: accuracy", "acc_norm", "mmlu: accuracy", "stride 20"))
 
 
 @pytest.mark.parametrize("way", ["cpu offload", "stream"])
@@ -362,17 +292,14 @@ def test_log_probabilities_are_float32_and_lm_evals_default_stands_beside_them(s
 
 def test_quality_benchmark_refuses_what_it_cannot_do(plain):
     model, tokenizer = plain
-    with pytest.raises(ValueError, match="arc.*mmlu, hellaswag, humaneval, perplexity"):
-        QualityBenchmark(model, tokenizer).evaluate_task("arc", [])
-    with pytest.raises(UsageError, match="no mmlu items"):
-        QualityBenchmark(model, tokenizer).evaluate_task("mmlu", [])
-    with pytest.raises(UsageError, match="item 1: no field label"):
-        rows = [hellaswag_items()[0], {"ctx": "a", "endings": list("abcd")}]
-        QualityBenchmark(model, tokenizer).evaluate_task("hellaswag", rows)
-    with pytest.raises(UsageError, match="allow_code_execution"):
-        QualityBenchmark(model, tokenizer).evaluate_task(
-            "humaneval", [{"prompt": "a", "test": "b", "entry_point": "c"}]
-        )
+    for task, rows, error, words in (
+        ("arc", [], ValueError, "arc.*mmlu, hellaswag, humaneval, perplexity"),
+        ("mmlu", [], UsageError, "no mmlu items"),
+        ("hellaswag", [{"ctx": "a", "endings": list("abcd")}], UsageError, "item 0: no field label"),
+        ("humaneval", problems(), UsageError, "allow_code_execution"),
+    ):
+        with pytest.raises(error, match=words):
+            QualityBenchmark(model, tokenizer).evaluate_task(task, rows)
     with pytest.raises(UsageError, match="tokenizer"):
         QualityBenchmark(model, None)
     with pytest.raises(ValueError, match="k = 5 with n = 1"):
@@ -415,30 +342,13 @@ def test_scores_that_are_no_numbers_end_the_evaluation(plain, monkeypatch):
             QualityBenchmark(model, tokenizer).evaluate_task(task, items)
 
 
-def test_ranks_join_shares_in_the_order_of_the_items():
-    from zero_inference.quality.evaluate import gather_items, share_of
-
-    items, cpu = list("abcdefg"), torch.device("cpu")
-    shares = [share_of(items, Ranks(rank, 3, rank, 3, cpu)) for rank in range(3)]
-    assert [len(share) for share in shares] == [3, 2, 2]
-
-    class Three(Ranks):
-        def gather_objects(self, value):
-            assert value == shares[self.rank]
-            return shares
-
-    for rank in range(3):
-        assert gather_items(shares[rank], Three(rank, 3, rank, 3, cpu)) == items
-
-
 def test_a_score_that_cannot_be_had_keeps_the_timings(small, tmp_path, capfd):
     """An answer longer than the model's context, which only its tokens show."""
     need_lm_eval()
     item = {"prompt": "Say it:", "choices": ["a", "b", "c", "word " * 2500], "answer": 0}
     (tmp_path / "mmlu.jsonl").write_text(json.dumps(item) + "\n")
-    shape = ["--prompt-len", "8", "--gen-len", "3", "--loops", "1"]
-    files = ["--quality-data", str(tmp_path / "mmlu.jsonl"), "--log-file", str(tmp_path / "run.log")]
-    code = main(["run_model.py", "--model", str(small), "--engine", "resident", *shape, "--quality", "mmlu", *files])
+    run = f"--model {small} --engine resident --prompt-len 8 --gen-len 3 --loops 1 --log-file {tmp_path}/run.log"
+    code = main(["run_model.py", *run.split(), *f"--quality mmlu --quality-data {tmp_path}/mmlu.jsonl".split()])
     record = json.loads((tmp_path / "run.jsonl").read_text())
     assert code == 1 and record["status"] == "failed" and record["decode_latency_s"] > 0
     assert "an answer has 25" in record["error"] and "the model's context is only 2048" in capfd.readouterr().err

@@ -32,9 +32,12 @@ ASK = (
 )
 
 
-@needs_isolation
-def test_where_bubblewrap_works_programs_are_isolated():
-    check_isolation()
+def run_text(command, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
+
+
+def ask(source: str = "", before=(), **options) -> subprocess.CompletedProcess:
+    return run_text([*before, sys.executable, "-c", ASK, source], **options)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,7 @@ def test_a_hostile_program_fails_and_harms_nothing(user, name, ended):
 
 @needs_isolation
 def test_what_runs_to_its_end_passes():
+    check_isolation()
     outcome = run_program(
         "import collections, hashlib, math, re, dataclasses, sys\n"
         "@dataclasses.dataclass\nclass P:\n    x: int\n"
@@ -103,16 +107,11 @@ def test_what_runs_to_its_end_passes():
 @needs_isolation
 def test_processes_end_with_the_one_that_asked(tmp_path):
     """A killed run leaves no program running."""
-    asker = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from zero_inference.quality.sandbox import *; print('up', flush=True); "
-            "run_program('import time; time.sleep(1000)', Limits(wall_s=500))",
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
+    code = (
+        "from zero_inference.quality.sandbox import *; print('up', flush=True); "
+        "run_program('import time; time.sleep(1000)', Limits(wall_s=500))"
     )
+    asker = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
     asker.stdout.readline()
     deadline = time.monotonic() + 20
     while len(started := psutil.Process(asker.pid).children(recursive=True)) < 3 and time.monotonic() < deadline:
@@ -129,9 +128,7 @@ def test_without_isolation_nothing_runs_unless_unsafe_code_is_allowed(tmp_path):
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
     for path, words in ((tmp_path, "No permissions.*Allow user namespaces"), ("/nowhere", "apt install bubblewrap")):
-        done = subprocess.run(
-            [sys.executable, "-c", ASK], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PATH": str(path)}
-        )
+        done = ask(env={**os.environ, "PATH": str(path)})
         assert re.search(words, done.stdout, re.DOTALL) and "--allow-unsafe-code" in done.stdout, done
         assert "passed" not in done.stdout
 
@@ -142,7 +139,7 @@ def test_where_the_kernel_allows_no_namespaces_nothing_runs_and_the_reason_is_sa
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode:
         pytest.skip("no user namespace can be made here to set its limits")
     shell = f'echo 0 > /proc/sys/user/{limit} && exec {sys.executable} -c "$0"'
-    done = subprocess.run(["unshare", "-Ur", "sh", "-c", shell, ASK], cwd=ROOT, capture_output=True, text=True)
+    done = run_text(["unshare", "-Ur", "sh", "-c", shell, ASK])
     assert "bwrap: Creating new namespace failed" in done.stdout and "drop humaneval" in done.stdout, done
     assert "passed" not in done.stdout
 
@@ -150,7 +147,7 @@ def test_where_the_kernel_allows_no_namespaces_nothing_runs_and_the_reason_is_sa
 def test_a_processor_whose_system_calls_are_not_known_is_refused():
     if shutil.which("linux32") is None or subprocess.run(["linux32", "true"], capture_output=True).returncode:
         pytest.skip("the name of the processor cannot be changed here")
-    done = subprocess.run(["linux32", sys.executable, "-c", ASK], cwd=ROOT, capture_output=True, text=True)
+    done = ask(before=["linux32"])
     assert "supported: Linux on x86_64 and aarch64; found: linux on " in done.stdout, done
     assert "passed" not in done.stdout
 
@@ -170,13 +167,8 @@ def test_resource_limits_alone(tmp_path):
         "limits = Limits(wall_s=2.0, cpu_s=1, memory_bytes=1 << 28)\n"
         "print(json.dumps([run_program(source, limits, allow_unsafe_code=True).reason for source in json.loads(sys.argv[1])]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(list(programs))],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PATH": "/nowhere"},
-    )
+    env = {**os.environ, "PATH": "/nowhere"}
+    done = run_text([sys.executable, "-c", code, json.dumps(list(programs))], env=env)
     for reason, expected in zip(json.loads(done.stdout), programs.values()):
         assert re.match(expected, reason), (reason, expected)
 
@@ -195,19 +187,12 @@ def test_an_interpreter_installed_into_the_home_folder_does_not_show_it(way, lin
         Path(home, "link").symlink_to(home)
         python = f"{home}{link}/bin/{library.name}"
         Path(home, "lib", library.name).symlink_to(library)
-        started = subprocess.run(
-            [python, "-c", "import sys; print(sys.base_prefix)"], env={}, capture_output=True, text=True
-        )
+        started = run_text([python, "-c", "import sys; print(sys.base_prefix)"], env={})
         if started.stdout.strip() != home + link:
             pytest.skip(f"a copy of this interpreter does not run: {started}")
         source = f"import os; print(os.__file__); print(open('{home}/.ssh/key').read())"
-        done = subprocess.run(
-            [*way, python, "-B", "-c", ASK, source],
-            capture_output=True,
-            text=True,
-            umask=0o077,
-            env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
-        )
+        env = {"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+        done = run_text([*way, python, "-B", "-c", ASK, source], umask=0o077, env=env)
         assert "passed Outcome(passed=False" in done.stdout and "No such file" in done.stdout, done
         assert f"{home}/lib/{library.name}/os.py" in done.stdout and "secret" not in done.stdout
 
@@ -226,13 +211,7 @@ def test_a_home_folder_among_those_of_the_system_is_not_shown(way):
             "    if os.path.exists(home):\n        assert os.listdir(home) == []\n"
             "        try: open(home + '/x', 'w')\n        except OSError: print('shut')"
         )
-        done = subprocess.run(
-            [*way, sys.executable, "-c", ASK, source],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
-        )
+        done = ask(source, before=way, env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]})
         assert "passed Outcome(passed=True" in done.stdout and "shut" in done.stdout, done
 
 

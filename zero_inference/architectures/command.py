@@ -38,45 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         '%(prog)s (--model NAME | --arm "NAME=OPTIONS") ... [options] [-- options of run_model.py for every arm]'
     )
-    parser.add_argument(
-        "--model", action="append", default=[], metavar="NAME", help="compare this model; repeat it for each"
+    add = parser.add_argument
+    arm = "compare this configuration: a name, and options of run_model.py, as in 'int4=MODEL --quant-bits 4'; repeat it for each"
+    rounds = "rounds of runs, each through all arms and back, A B B A; fewer than 3 give no verdict (default: 3)"
+    tries = (
+        f"most warm-up loops of a run, which ends them once they differ by less than {WARMUP_SPREAD:.0%}% "
+        f"(default: {WARMUP_TRIES}; one loop with --rounds 1)"
     )
-    parser.add_argument(
-        "--arm",
-        action="append",
-        default=[],
-        metavar="NAME=OPTIONS",
-        help="compare this configuration: a name, and options of run_model.py, as in 'int4=MODEL --quant-bits 4'; repeat it for each",
-    )
-    parser.add_argument(
-        "--baseline", metavar="NAME", help="the arm that the others are compared with (default: the first)"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=_at_least(1),
-        default=3,
-        metavar="N",
-        help="rounds of runs, each through all arms and back, A B B A; fewer than 3 give no verdict (default: 3)",
-    )
-    parser.add_argument(
-        "--warmup-tries",
-        type=_at_least(3),
-        metavar="N",
-        help=f"most warm-up loops of a run, which ends them once they differ by less than {WARMUP_SPREAD:.0%}% "
-        f"(default: {WARMUP_TRIES}; one loop with --rounds 1)",
-    )
-    parser.add_argument(
-        "--num-gpus", type=_at_least(1), default=1, metavar="N", help="GPUs, or processes, of each run (default: 1)"
-    )
-    parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="folder for logs and records (default: a new one in logs/)"
-    )
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        default="table",
-        help="of the output; csv and json have full precision (default: table)",
-    )
+    gpus = "GPUs, or processes, of each run (default: 1)"
+    output = "of the output; csv and json have full precision (default: table)"
+    add("--model", action="append", default=[], metavar="NAME", help="compare this model; repeat it for each")
+    add("--arm", action="append", default=[], metavar="NAME=OPTIONS", help=arm)
+    add("--baseline", metavar="NAME", help="the arm that the others are compared with (default: the first)")
+    add("--rounds", type=_at_least(1), default=3, metavar="N", help=rounds)
+    add("--warmup-tries", type=_at_least(3), metavar="N", help=tries)
+    add("--num-gpus", type=_at_least(1), default=1, metavar="N", help=gpus)
+    add("--log-dir", type=Path, metavar="DIR", help="folder for logs and records (default: a new one in logs/)")
+    add("--format", choices=FORMATS, default="table", help=output)
     add_verbose(parser)
 
 

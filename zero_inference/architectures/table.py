@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from zero_inference.architectures.arms import Arm
@@ -25,6 +26,7 @@ from zero_inference.records.schema import STATUS_OK
 from zero_inference.utils.format import decimals, format_gib_exact, format_percent
 from zero_inference.utils.tables import Column
 
+SETTINGS = {"model": "model", "engine": "engine", "dtype": "type", "quant_bits": "bits", "runs": "runs"}
 PHASES = ("decode", "prefill", "total")
 SPEED_KEYS = ("throughput", "speedup", "speedup_low", "speedup_high", "verdict")
 QUALITY_KEYS = ("accuracy", "stderr", "accuracy_difference", "accuracy_difference_stderr", "verdict")
@@ -102,26 +104,19 @@ def list_columns(rows: Sequence[Mapping[str, Any]], compact: bool) -> list[Colum
     """Return the columns. For people (`compact`) settings are there only if arms differ in them, and a speedup with its interval is one
     column."""
     columns = [Column("arm", "arm", dtype="string")]
-    settings = [
-        Column("model", "model", dtype="string"),
-        Column("engine", "engine", dtype="string"),
-        Column("dtype", "type", dtype="string"),
-        Column("quant_bits", "bits", dtype="Int64"),
-        Column("runs", "runs", dtype="Int64"),
-    ]
-    columns += [each for each in settings if not compact or len({row.get(each.name) for row in rows}) > 1]
-    has_decode = any(row.get("decode_throughput") for row in rows)
-    for phase, digits in zip(PHASES, (3, 1, 3)):
-        if compact and phase == "total" and has_decode:
+    for name, header in SETTINGS.items():
+        if not compact or len({row.get(name) for row in rows}) > 1:
+            columns.append(Column(name, header, dtype="string" if name in ("model", "engine", "dtype") else "Int64"))
+    for phase in PHASES:
+        if compact and phase == "total" and any(row.get("decode_throughput") for row in rows):
             continue
-        columns.append(Column(f"{phase}_throughput", f"{phase} (token/s)", decimals(digits)))
+        columns.append(Column(f"{phase}_throughput", f"{phase} (token/s)", decimals(1 if phase == "prefill" else 3)))
         if compact:
-            columns.append(Column(f"{phase}_speedup", f"{phase} speedup", of=_ratio_of(phase)))
+            columns.append(Column(f"{phase}_speedup", f"{phase} speedup", of=partial(_format_ratio, phase)))
         else:
             columns += [Column(f"{phase}_{name}", name) for name in ("speedup", "speedup_low", "speedup_high")]
         columns.append(Column(f"{phase}_verdict", f"{phase} verdict", dtype="string"))
-    if not compact:
-        columns.append(Column("step_samples", "steps", dtype="Int64"))
+    columns += [] if compact else [Column("step_samples", "steps", dtype="Int64")]
     columns += [
         Column(f"step_p{each}_s", f"p{each} (ms)", lambda seconds: f"{1e3 * seconds:.2f}") for each in (50, 95, 99)
     ]
@@ -129,8 +124,7 @@ def list_columns(rows: Sequence[Mapping[str, Any]], compact: bool) -> list[Colum
         Column("peak_gpu_bytes", "peak gpu (GiB)", format_gib_exact, "Int64"),
         Column("peak_host_bytes", "peak host (GiB)", format_gib_exact, "Int64"),
     ]
-    if not compact:
-        columns.append(Column("weight_bytes", "stored weights (GiB)", format_gib_exact, "Int64"))
+    columns += [] if compact else [Column("weight_bytes", "stored weights (GiB)", format_gib_exact, "Int64")]
     columns += [
         Column("fraction_of_limit", "of limit", format_percent),
         Column("unsettled_runs", "not settled", dtype="Int64"),
@@ -147,13 +141,11 @@ def list_columns(rows: Sequence[Mapping[str, Any]], compact: bool) -> list[Colum
     return [*columns, Column("error", "error", dtype="string")]
 
 
-def _ratio_of(phase: str):
-    def text(row: Mapping[str, Any]) -> str | None:
-        ratio, low, high = (row.get(f"{phase}_speedup{end}") for end in ("", "_low", "_high"))
-        interval = f" ({low:.3f} - {high:.3f})" if low is not None and high is not None else ""
-        return None if ratio is None else f"{ratio:.3f}x{interval}"
-
-    return text
+def _format_ratio(phase: str, row: Mapping[str, Any]) -> str | None:
+    ratio, low, high = (row.get(f"{phase}_speedup{end}") for end in ("", "_low", "_high"))
+    if ratio is None:
+        return None
+    return f"{ratio:.3f}x" + (f" ({low:.3f} - {high:.3f})" if low is not None else "")
 
 
 def list_captions(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:

@@ -1,13 +1,11 @@
-"""The three benchmarks: products of square matrices, `a * 1.2`, and transformer blocks with their parts. Each yields rows as they are
-measured."""
+"""Products of square matrices, `a * 1.2`, and transformer blocks with their parts. Each benchmark yields rows as they are measured."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,60 +16,29 @@ from zero_inference.micro.timing import DTYPES, MachineRates, kinds_of, median_s
 from zero_inference.models.spec import max_positions
 from zero_inference.norms.choice import apply_norm_kernels, check_norm_kernels_option, prepare_norm_kernels
 from zero_inference.norms.patch import family_refusal
-from zero_inference.utils.format import decimals, format_percent, four_digits
 from zero_inference.utils.progress import current_progress
-from zero_inference.utils.tables import Column
 
 Row = dict[str, Any]
+Benchmark = tuple[int, Iterator[Row]]  # the number of rows, and the rows
 # The backward pass has two products, for inputs and weights, per product of the forward pass.
 FORWARD_AND_BACKWARD = 3
-FLOAT_BYTES = 4
-OF_BEST = "of measured: share of the best rate that this process has reached with the same type so far"
-OF_RATES = (
-    Column("of_datasheet", "of datasheet", format_percent),
-    Column("of_measured", "of measured", format_percent),
-)
-NOT_MEASURED = (Column("skipped", "skipped", dtype="string"), Column("error", "error", dtype="string"))
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """What a command line measures and how it is shown.
-
-    Attributes:
-        rows: yields `total` rows, or fewer.
-        only_exact: columns that csv and json have, and tables for people do not.
-        note: below the table.
-        line: returns a row's line of the plot; `x` its position there, `y` the column.
-        limits: returns horizontal lines by label, after all is measured.
-    """
-
-    total: int
-    rows: Iterator[Row]
-    columns: Sequence[Column]
-    note: str
-    line: Callable[[Row], str]
-    x: Callable[[Row], int]
-    y: str
-    labels: tuple[str, str]
-    limits: Callable[[], Mapping[str, float | None]]
-    only_exact: frozenset[str] = frozenset(("skipped", "error"))
-
-
-def measure_row(row: Row, measure: Callable[[], Row]) -> Row:
-    """Return `row` with the values of `measure`, or with an `error` if memory was not sufficient."""
+def measure_row(row: Row, measure: Callable[..., Row], *args: Any) -> Row:
+    """Return `row` with the values of `measure(*args)`, or with an `error` if memory was not sufficient."""
     try:
-        return row | measure()
+        return row | measure(*args)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         return row | {"error": "out of memory"}
 
 
-def skip_reason(seconds: float, longest_call_s: float, what: str) -> str | None:
+def skip(seconds: float, longest_call_s: float, what: str) -> Row | None:
+    """Return the value of a row that is skipped, as one call is expected to take longer than the user allows."""
     if seconds <= longest_call_s:
         return None
-    return f"{what} is expected to take {seconds:.1f} s, longer than --longest-call {longest_call_s:g}"
+    return {"skipped": f"{what} is expected to take {seconds:.1f} s, longer than --longest-call {longest_call_s:g}"}
 
 
 def check_kinds(kinds: Sequence[str], device: torch.device) -> None:
@@ -81,97 +48,48 @@ def check_kinds(kinds: Sequence[str], device: torch.device) -> None:
             raise UsageError(f"--dtype {kind}: this {name} does not support it; use {', '.join(kinds_of(device))}.")
 
 
-# matmul
-
-
 def matmul(args: argparse.Namespace, rates: MachineRates) -> Benchmark:
     kinds = args.dtype or kinds_of(rates.device)
     check_kinds(kinds, rates.device)
-    return Benchmark(
-        total=len(kinds) * len(args.sizes),
-        rows=matmul_rows(rates, args.sizes, kinds, args.min_run_time, args.longest_call),
-        columns=(
-            Column("dtype", "type", dtype="string"),
-            Column("n", "n", dtype="Int64"),
-            Column("time_s", "time (us)", lambda seconds: four_digits(1e6 * seconds)),
-            Column("tflops", "TFLOP/s", four_digits),
-            *OF_RATES,
-            Column("best_tflops", "best TFLOP/s measured", four_digits),
-            *NOT_MEASURED,
-        ),
-        note=f"a product is 2 n^3 operations; {OF_BEST}",
-        line=lambda row: row["dtype"],
-        x=lambda row: row["n"],
-        y="tflops",
-        labels=("n", "TFLOP/s"),
-        limits=lambda: {f"{kind}, datasheet": rates.datasheet_tflops(kind) for kind in kinds},
-    )
+    return len(kinds) * len(args.sizes), matmul_rows(rates, args.sizes, kinds, args.min_run_time, args.longest_call)
 
 
 def matmul_rows(
     rates: MachineRates, sizes: Sequence[int], kinds: Sequence[str], min_run_time: float, longest_call_s: float
 ) -> Iterator[Row]:
     """Yield a row of [n, n] x [n, n] for every kind and size: `2 n^3 / t`, and its share of the datasheet's rate and of the best one."""
+
+    def product(size: int, kind: str) -> Callable[[], object]:
+        # random values: zeros are multiplied faster
+        left, right = (torch.randn(size, size, device=rates.device).to(DTYPES[kind]) for _ in range(2))
+        out = torch.empty_like(left)
+        return lambda: torch.mm(left, right, out=out)
+
+    def measure(n: int, kind: str) -> Row:
+        doubled = [*itertools.takewhile(lambda size: size < n, (64 << power for power in itertools.count())), n]
+        with precision(kind):
+            expected_s = predict_s(
+                lambda size: once_s(rates.device, product(size, kind)), lambda size: 2 * size**3, doubled
+            )
+            if skipped := skip(expected_s, longest_call_s, "one product"):
+                return skipped
+            seconds = median_s(product(n, kind), min_run_time)
+        tflops, datasheet = 2 * n**3 / seconds / 1e12, rates.datasheet_tflops(kind)
+        best = rates.best_tflops(kind, seen=tflops)
+        return {
+            "time_s": seconds,
+            "tflops": tflops,
+            "of_datasheet": tflops / datasheet if datasheet else None,
+            "of_measured": tflops / best,
+            "best_tflops": best,
+        }
+
     for kind, n in itertools.product(kinds, sizes):
-        measure = functools.partial(_measure_matmul, rates, n, kind, min_run_time, longest_call_s)
-        yield measure_row({"dtype": kind, "n": n}, measure)
-
-
-def _measure_matmul(rates: MachineRates, n: int, kind: str, min_run_time: float, longest_call_s: float) -> Row:
-    smaller = [64 << power for power in range(24) if 64 << power < n]
-    with precision(kind):
-        expected_s = predict_s(
-            lambda size: once_s(rates.device, product(rates.device, size, kind)),
-            lambda size: 2 * size**3,
-            [*smaller, n],
-        )
-        if reason := skip_reason(expected_s, longest_call_s, "one product"):
-            return {"skipped": reason}
-        seconds = median_s(product(rates.device, n, kind), min_run_time)
-    tflops, datasheet = 2 * n**3 / seconds / 1e12, rates.datasheet_tflops(kind)
-    best = rates.best_tflops(kind, seen=tflops)
-    return {
-        "time_s": seconds,
-        "tflops": tflops,
-        "of_datasheet": tflops / datasheet if datasheet else None,
-        "of_measured": tflops / best,
-        "best_tflops": best,
-    }
-
-
-def product(device: torch.device, n: int, kind: str) -> Callable[[], object]:
-    """Return a product of random values: zeros are multiplied faster."""
-    left, right = (torch.randn(n, n, device=device).to(DTYPES[kind]) for _ in range(2))
-    out = torch.empty_like(left)
-    return lambda: torch.mm(left, right, out=out)
-
-
-# elementwise
+        yield measure_row({"dtype": kind, "n": n}, measure, n, kind)
 
 
 def elementwise(args: argparse.Namespace, rates: MachineRates) -> Benchmark:
-    return Benchmark(
-        total=len(args.sizes),
-        rows=elementwise_rows(rates, args.sizes, args.min_run_time),
-        columns=(
-            Column("n", "n", dtype="Int64"),
-            Column("time_s", "time (us)", lambda seconds: four_digits(1e6 * seconds)),
-            Column("gflops", "GFLOP/s", four_digits),
-            Column("gbps", "GB/s", four_digits),
-            *OF_RATES,
-            NOT_MEASURED[1],
-        ),
-        note="8 n bytes are moved; of measured: share of the rate of a copy inside the device's memory; above 100% the data "
-        "came from a cache",
-        line=lambda row: "a * 1.2",
-        x=lambda row: row["n"],
-        y="gbps",
-        labels=("n (float32)", "GB/s"),
-        limits=lambda: {
-            "copy, measured": rates.copy_gb_per_s,
-            "datasheet": rates.card.memory.value if rates.card else None,
-        },
-    )
+    return len(args.sizes), elementwise_rows(rates, args.sizes, args.min_run_time)
 
 
 def elementwise_rows(rates: MachineRates, sizes: Sequence[int], min_run_time: float) -> Iterator[Row]:
@@ -181,7 +99,7 @@ def elementwise_rows(rates: MachineRates, sizes: Sequence[int], min_run_time: fl
         a = torch.randn(n, device=rates.device)
         out = torch.empty_like(a)  # a new one would cost a CPU mostly page faults
         seconds = median_s(lambda: torch.mul(a, 1.2, out=out), min_run_time)
-        gb_per_s = 2 * FLOAT_BYTES * n / seconds / 1e9
+        gb_per_s = 8 * n / seconds / 1e9
         return {
             "time_s": seconds,
             "gflops": n / seconds / 1e9,
@@ -191,10 +109,8 @@ def elementwise_rows(rates: MachineRates, sizes: Sequence[int], min_run_time: fl
         }
 
     for n in sizes:
-        yield measure_row({"n": n}, functools.partial(measure, n))
+        yield measure_row({"n": n}, measure, n)
 
-
-# layer
 
 PARTS = ("dense", "dense_activation", "feed_forward", "attention")
 FIRST_TOKENS = 16
@@ -214,42 +130,9 @@ def layer(args: argparse.Namespace, rates: MachineRates) -> Benchmark:
         if positions and max(args.seq) > positions:
             raise UsageError(f"--seq {max(args.seq)}: {name} has {positions} positions; shorten it.")
     patch = make_norm_patch(args.norm_kernels, rates.device, DTYPES[kind], families)
-    second_rows = sum(family_refusal(each) is None for each in families) if patch else 0
-    return Benchmark(
-        total=(len(names) + second_rows) * len(args.seq) * len(args.batch),
-        rows=layer_rows(rates, names, args.seq, args.batch, kind, args.min_run_time, args.longest_call, patch),
-        columns=(
-            Column("block", "block", dtype="string", whole=True),
-            Column("dtype", "type", dtype="string"),
-            Column("norms", "norms", dtype="string"),
-            Column("seq", "seq", dtype="Int64"),
-            Column("batch", "batch", dtype="Int64"),
-            Column("forward_s", "fwd (ms)", lambda seconds: four_digits(1e3 * seconds)),
-            Column("forward_tflops", "fwd TFLOP/s", four_digits),
-            *OF_RATES,
-            Column("best_tflops", "best TFLOP/s measured", four_digits),
-            Column("forward_backward_tflops", "fwd+bwd TFLOP/s", four_digits),
-            Column("dense_tflops", "dense", four_digits),
-            Column("dense_activation_tflops", "dense + act", four_digits),
-            Column("feed_forward_tflops", "feed- forward", four_digits),
-            Column("attention_tflops", "attn", four_digits),
-            Column("attention_of_feed_forward", "attn / ffn", decimals(2)),
-            Column("norm_modules_patched", "norms patched", dtype="Int64"),
-            Column("norm_speedup", "norm gain", lambda ratio: f"{ratio:.3f}x"),
-            Column("skippable", "causal half", format_percent),
-            *NOT_MEASURED,
-        ),
-        only_exact=frozenset(
-            "dtype best_tflops dense_tflops dense_activation_tflops norm_modules_patched skippable skipped error".split()
-        ),
-        note="counted are the operations of the products (24 b s h^2 + 4 b h s^2 in a classical block), three times that for "
-        f"forward + backward, and causal attention in full; {OF_BEST}",
-        line=lambda row: f"{row['block']}, seq {row['seq']}, {row['norms']} norms",
-        x=lambda row: row["batch"] * row["seq"],
-        y="forward_tflops",
-        labels=("tokens (batch x seq)", "forward TFLOP/s"),
-        limits=lambda: {"best rate measured": rates.best_tflops(kind)},
-    )
+    blocks = len(names) + (sum(family_refusal(each) is None for each in families) if patch else 0)
+    rows = layer_rows(rates, names, args.seq, args.batch, kind, args.min_run_time, args.longest_call, patch)
+    return blocks * len(args.seq) * len(args.batch), rows
 
 
 def layer_rows(
@@ -268,6 +151,35 @@ def layer_rows(
     If `patch_norms` replaces norms of a block, second rows have the whole block with this package's norm kernels (its parts have no
     norms), the number of replaced norms and the speedup of the forward.
     """
+
+    def measure(block: Block, seq: int, batch: int, parts: Sequence[str]) -> Row:
+        expected_s = predict_step_s(rates.device, block, seq, batch, kind)
+        if skipped := skip(expected_s, longest_call_s, "forward + backward"):
+            return skipped
+        x = torch.randn(batch, seq, block.shape.hidden, device=rates.device, dtype=DTYPES[kind])
+        seconds, tflops = {}, {}
+        with torch.no_grad():
+            for part in ("layer", *parts):
+                seconds[part] = median_s(functools.partial(block.parts[part], x), min_run_time)
+                tflops[part] = block.shape.operations(part, batch, seq) / seconds[part] / 1e12
+        step_s = median_s(forward_and_backward(block, x), min_run_time)
+        step_tflops = FORWARD_AND_BACKWARD * block.shape.operations("layer", batch, seq) / step_s / 1e12
+        datasheet = rates.datasheet_tflops(kind)
+        best = rates.best_tflops(kind, seen=max(step_tflops, *tflops.values()))
+        return {
+            "forward_s": seconds["layer"],
+            "forward_tflops": tflops["layer"],
+            "of_datasheet": tflops["layer"] / datasheet if datasheet else None,
+            "of_measured": tflops["layer"] / best,
+            "best_tflops": best,
+            "forward_backward_s": step_s,
+            "forward_backward_tflops": step_tflops,
+            **{f"{part}_s": seconds[part] for part in parts},
+            **{f"{part}_tflops": tflops[part] for part in parts},
+            "attention_of_feed_forward": tflops["attention"] / tflops["feed_forward"] if parts else None,
+            "skippable": block.shape.skippable(batch, seq),
+        }
+
     for name in names:
         with precision(kind):
             block = build(name, rates.device, DTYPES[kind])
@@ -278,11 +190,7 @@ def layer_rows(
                     continue
                 for seq, batch in itertools.product(seqs, batches):
                     row: Row = {"block": block.name, "dtype": kind, "norms": norms, "seq": seq, "batch": batch}
-                    parts = () if patched else PARTS
-                    measure = functools.partial(
-                        _measure_block, rates, block, seq, batch, kind, min_run_time, longest_call_s, parts
-                    )
-                    row = measure_row(row, measure)
+                    row = measure_row(row, measure, block, seq, batch, () if patched else PARTS)
                     if patched:
                         row["norm_modules_patched"] = patched
                         if (before_s := plain_s[seq, batch]) and "forward_s" in row:
@@ -305,50 +213,7 @@ def predict_step_s(device: torch.device, block: Block, seq: int, batch: int, kin
 
     doubled = [(1 << power, seq) for power in range((batch - 1).bit_length())]
     sizes = [(1, min(FIRST_TOKENS, seq)), *doubled, (batch, seq)]
-    return FORWARD_AND_BACKWARD * predict_s(forward_once, lambda size: block.shape.forward(*size), sizes)
-
-
-def _measure_block(
-    rates: MachineRates,
-    block: Block,
-    seq: int,
-    batch: int,
-    kind: str,
-    min_run_time: float,
-    longest_call_s: float,
-    parts: Sequence[str],
-) -> Row:
-    expected_s = predict_step_s(rates.device, block, seq, batch, kind)
-    if reason := skip_reason(expected_s, longest_call_s, "forward + backward"):
-        return {"skipped": reason}
-    x = torch.randn(batch, seq, block.shape.hidden, device=rates.device, dtype=DTYPES[kind])
-    shape = block.shape
-    work = {
-        "layer": shape.forward(batch, seq),
-        "dense": shape.dense(batch, seq),
-        "dense_activation": shape.dense(batch, seq),
-        "feed_forward": shape.feed_forward(batch, seq),
-        "attention": shape.attention(batch, seq),
-    }
-    with torch.no_grad():
-        spent_s = {part: median_s(functools.partial(block.parts[part], x), min_run_time) for part in ("layer", *parts)}
-    tflops = {part: work[part] / seconds / 1e12 for part, seconds in spent_s.items()}
-    step_s = median_s(forward_and_backward(block, x), min_run_time)
-    step_tflops = FORWARD_AND_BACKWARD * work["layer"] / step_s / 1e12
-    datasheet, best = rates.datasheet_tflops(kind), rates.best_tflops(kind, seen=max(step_tflops, *tflops.values()))
-    return {
-        "forward_s": spent_s["layer"],
-        "forward_tflops": tflops["layer"],
-        "of_datasheet": tflops["layer"] / datasheet if datasheet else None,
-        "of_measured": tflops["layer"] / best,
-        "best_tflops": best,
-        "forward_backward_s": step_s,
-        "forward_backward_tflops": step_tflops,
-        **{f"{part}_s": spent_s[part] for part in parts},
-        **{f"{part}_tflops": tflops[part] for part in parts},
-        "attention_of_feed_forward": tflops["attention"] / tflops["feed_forward"] if parts else None,
-        "skippable": shape.skippable(batch, seq),
-    }
+    return FORWARD_AND_BACKWARD * predict_s(forward_once, lambda size: block.shape.operations("layer", *size), sizes)
 
 
 def forward_and_backward(block: Block, x: torch.Tensor) -> Callable[[], object]:

@@ -24,7 +24,7 @@ from zero_inference.utils.model_sizes import kv_width
 
 @dataclass(frozen=True)
 class BlockShape:
-    """Widths of a block, and its operations for b sequences of s tokens.
+    """Widths of a block.
 
     Attributes:
         hidden: h, of the input and the output.
@@ -42,28 +42,18 @@ class BlockShape:
     matrices: int = 2
     causal: bool = False
 
-    def dense(self, b: int, s: int) -> int:
-        """One matrix of the feed-forward part; `8 b s h^2` in the classical block."""
-        return 2 * b * s * self.hidden * self.inner
-
-    def feed_forward(self, b: int, s: int) -> int:
-        """`16 b s h^2` in the classical block."""
-        return self.matrices * self.dense(b, s)
-
-    def scores(self, b: int, s: int) -> int:
-        """Queries times keys, and the weights times values."""
-        return 4 * b * self.query * s**2
-
-    def attention(self, b: int, s: int) -> int:
-        """The four projections and the scores: `8 b s h^2 + 4 b h s^2` in the classical block."""
-        return 2 * b * s * self.hidden * (2 * self.query + 2 * self.key) + self.scores(b, s)
-
-    def forward(self, b: int, s: int) -> int:
-        return self.attention(b, s) + self.feed_forward(b, s)
+    def operations(self, part: str, b: int, s: int) -> int:
+        """Return the operations of a part of `Block.parts` for b sequences of s tokens."""
+        dense = 2 * b * s * self.hidden * self.inner  # 8 b s h^2 in the classical block
+        projections = 2 * b * s * self.hidden * (2 * self.query + 2 * self.key)  # 8 b s h^2
+        attention = projections + 4 * b * self.query * s**2  # and the scores, 4 b h s^2
+        feed_forward = self.matrices * dense
+        counts = {"dense": dense, "dense_activation": dense, "feed_forward": feed_forward, "attention": attention}
+        return (counts | {"layer": attention + feed_forward})[part]
 
     def skippable(self, b: int, s: int) -> float:
-        """Share of `forward` that a causal kernel may skip: scores of `s (s - 1) / 2` pairs of `s^2`; 0 if not causal."""
-        return self.scores(b, s) * (s - 1) / (2 * s) / self.forward(b, s) if self.causal else 0.0
+        """Return the share of a layer that a causal kernel may skip: scores of `s (s - 1) / 2` pairs of `s^2`; 0 if not causal."""
+        return 2 * b * self.query * s * (s - 1) / self.operations("layer", b, s) if self.causal else 0.0
 
 
 Call = Callable[[torch.Tensor], torch.Tensor]

@@ -17,11 +17,11 @@ from zero_inference.config.options import NORM_KERNELS
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.files import check_output_file, write_atomically
+from zero_inference.utils.format import decimals, format_percent, four_digits
 from zero_inference.utils.progress import Progress, importing, use_progress
-from zero_inference.utils.tables import FORMATS, PIPED_WIDTH, print_rows, shown_columns
+from zero_inference.utils.tables import FORMATS, PIPED_WIDTH, Column, print_rows, shown_columns
 
 if TYPE_CHECKING:
-    from zero_inference.micro.benchmarks import Benchmark
     from zero_inference.micro.timing import MachineRates
 
 BENCHMARKS = {
@@ -48,6 +48,68 @@ LAYER_MIN_RUN_TIME_S = 0.3
 LONGEST_CALL_S = 3.0  # one product of 2048 in float16, which most CPUs emulate, took 100 s
 MAX_COUNT = 1 << 40  # elements; a row reports if memory is not sufficient
 
+OF_RATES = (
+    Column("of_datasheet", "of datasheet", format_percent),
+    Column("of_measured", "of measured", format_percent),
+    Column("best_tflops", "best TFLOP/s measured", four_digits),
+)
+COLUMNS = {
+    "matmul": (
+        Column("dtype", "type", dtype="string"),
+        Column("n", "n", dtype="Int64"),
+        Column("time_s", "time (us)", lambda seconds: four_digits(1e6 * seconds)),
+        Column("tflops", "TFLOP/s", four_digits),
+        *OF_RATES,
+        Column("skipped", "skipped", dtype="string"),
+        Column("error", "error", dtype="string"),
+    ),
+    "elementwise": (
+        Column("n", "n", dtype="Int64"),
+        Column("time_s", "time (us)", lambda seconds: four_digits(1e6 * seconds)),
+        Column("gflops", "GFLOP/s", four_digits),
+        Column("gbps", "GB/s", four_digits),
+        *OF_RATES[:2],
+        Column("error", "error", dtype="string"),
+    ),
+    "layer": (
+        Column("block", "block", dtype="string", whole=True),
+        Column("dtype", "type", dtype="string"),
+        Column("norms", "norms", dtype="string"),
+        Column("seq", "seq", dtype="Int64"),
+        Column("batch", "batch", dtype="Int64"),
+        Column("forward_s", "fwd (ms)", lambda seconds: four_digits(1e3 * seconds)),
+        Column("forward_tflops", "fwd TFLOP/s", four_digits),
+        *OF_RATES,
+        Column("forward_backward_tflops", "fwd+bwd TFLOP/s", four_digits),
+        Column("dense_tflops", "dense", four_digits),
+        Column("dense_activation_tflops", "dense + act", four_digits),
+        Column("feed_forward_tflops", "feed- forward", four_digits),
+        Column("attention_tflops", "attn", four_digits),
+        Column("attention_of_feed_forward", "attn / ffn", decimals(2)),
+        Column("norm_modules_patched", "norms patched", dtype="Int64"),
+        Column("norm_speedup", "norm gain", lambda ratio: f"{ratio:.3f}x"),
+        Column("skippable", "causal half", format_percent),
+        Column("skipped", "skipped", dtype="string"),
+        Column("error", "error", dtype="string"),
+    ),
+}
+# Columns that csv and json have, and tables for people do not.
+ONLY_EXACT = "best_tflops dense_tflops dense_activation_tflops norm_modules_patched skippable skipped error".split()
+OF_BEST = "of measured: share of the best rate that this process has reached with the same type so far"
+NOTES = {
+    "matmul": f"a product is 2 n^3 operations; {OF_BEST}",
+    "elementwise": "8 n bytes are moved; of measured: share of the rate of a copy inside the device's memory; above 100% the data "
+    "came from a cache",
+    "layer": "counted are the operations of the products (24 b s h^2 + 4 b h s^2 in a classical block), three times that for "
+    f"forward + backward, and causal attention in full; {OF_BEST}",
+}
+# Columns of the plot: x, y, and those that name a line.
+PLOTS = {
+    "matmul": ("n", "tflops", ["dtype"]),
+    "elementwise": ("n", "gbps", []),
+    "layer": ("batch", "forward_tflops", ["block", "seq", "norms"]),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `zero-inference micro`."""
@@ -55,64 +117,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar="{matmul,elementwise,layer}", parser_class=type(parser)
     )
-    for name, what in BENCHMARKS.items():
-        command = commands.add_parser(name, help=what, description=what)
-        command.epilog = examples(EXAMPLES[name])
+    what = "what to measure (default: the GPU where there is one)"
+    duration = "seconds for which each figure is measured (default: %(default)g)"
+    output = "of the output; csv and json have full precision (default: table)"
+    longest = "skip sizes of which a single call is expected to take longer, in seconds (default: %(default)g)"
+    vectors = "elements of the vectors (default: 2^14 to 2^28 by 4, on a CPU to 2^26)"
+    for name, purpose in BENCHMARKS.items():
+        command = commands.add_parser(name, help=purpose, description=purpose, epilog=examples(EXAMPLES[name]))
         add = command.add_argument
-        add("--device", choices=("cuda", "cpu"), help="what to measure (default: the GPU where there is one)")
-        add(
-            "--min-run-time",
-            type=_seconds,
-            default=LAYER_MIN_RUN_TIME_S if name == "layer" else 3.0,
-            metavar="S",
-            help="seconds for which each figure is measured (default: %(default)g)",
-        )
-        add(
-            "--format",
-            choices=FORMATS,
-            default="table",
-            help="of the output; csv and json have full precision (default: table)",
-        )
+        min_run_time = LAYER_MIN_RUN_TIME_S if name == "layer" else 3.0
+        add("--device", choices=("cuda", "cpu"), help=what)
+        add("--min-run-time", type=_seconds, default=min_run_time, metavar="S", help=duration)
+        add("--format", choices=FORMATS, default="table", help=output)
         add("--plot", metavar="FILE.png", type=Path, help="also draw the figures")
         add_verbose(command)
         if name != "elementwise":
-            add(
-                "--longest-call",
-                type=_seconds,
-                default=LONGEST_CALL_S,
-                metavar="S",
-                help="skip sizes of which a single call is expected to take longer, in seconds (default: %(default)g)",
-            )
+            add("--longest-call", type=_seconds, default=LONGEST_CALL_S, metavar="S", help=longest)
         if name == "layer":
             _add_layer_arguments(command)
             continue
-        what = _default("n of the n x n matrices", "matmul", "sizes")
-        if name == "elementwise":
-            what = "elements of the vectors (default: 2^14 to 2^28 by 4, on a CPU to 2^26)"
-        add("--sizes", nargs="+", type=_count, metavar="N", help=what)
+        sizes = vectors if name == "elementwise" else _default("n of the n x n matrices", "matmul", "sizes")
+        add("--sizes", nargs="+", type=_count, metavar="N", help=sizes)
         if name == "matmul":
-            what = "types of the numbers (default: all that the device has)"
-            add("--dtype", nargs="+", type=_kind, choices=KINDS, help=what)
+            types = "types of the numbers (default: all that the device has)"
+            add("--dtype", nargs="+", type=_kind, choices=KINDS, help=types)
 
 
 def _add_layer_arguments(layer: argparse.ArgumentParser) -> None:
-    layer.add_argument(
-        "--blocks",
-        nargs="+",
-        metavar="NAME",
-        help="bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, with opt-1.3b and "
-        "llama-3.2-1b for the last two on a CPU)",
+    blocks = (
+        "bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, with opt-1.3b and "
+        "llama-3.2-1b for the last two on a CPU)"
     )
     tokens, sequences = _default("tokens of a sequence", "layer", "seq"), _default("sequences", "layer", "batch")
+    kind = "type to compute in (default: fp16, on a CPU fp32)"
+    norms = (
+        "add a row with this package's norm kernels for each OPT and Llama block (default: auto, where they are built)"
+    )
+    layer.add_argument("--blocks", nargs="+", metavar="NAME", help=blocks)
     layer.add_argument("--seq", nargs="+", type=_count, metavar="S", help=tokens)
     layer.add_argument("--batch", nargs="+", type=_count, metavar="B", help=sequences)
-    layer.add_argument("--dtype", type=_kind, choices=KINDS, help="type to compute in (default: fp16, on a CPU fp32)")
-    layer.add_argument(
-        "--norm-kernels",
-        choices=NORM_KERNELS,
-        default="auto",
-        help="add a row with this package's norm kernels for each OPT and Llama block (default: auto, where they are built)",
-    )
+    layer.add_argument("--dtype", type=_kind, choices=KINDS, help=kind)
+    layer.add_argument("--norm-kernels", choices=NORM_KERNELS, default="auto", help=norms)
 
 
 def _default(what: str, benchmark: str, option: str) -> str:
@@ -147,7 +192,11 @@ def main(args: argparse.Namespace) -> int:
         RunError: a row failed.
     """
     if args.plot is not None:
-        _check_plot(args.plot)
+        if args.plot.suffix.lower() != ".png":
+            raise UsageError(f"--plot {args.plot}: plots are PNG files; use a name that ends in .png.")
+        check_output_file("--plot", args.plot)
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError("--plot needs matplotlib, which is not installed: `pip install matplotlib`.")
     with importing("torch", args.verbose > 0):
         from zero_inference.micro import benchmarks
         from zero_inference.micro.timing import MachineRates
@@ -156,18 +205,22 @@ def main(args: argparse.Namespace) -> int:
     for option, by_device in DEFAULTS[args.benchmark].items():
         if getattr(args, option) is None:
             setattr(args, option, by_device[rates.device.type])
+    rows: list[dict[str, Any]] = []
     with use_progress(Progress(args.verbose > 0)) as progress:
-        benchmark: Benchmark = getattr(benchmarks, args.benchmark)(args, rates)
-        rows: list[dict[str, Any]] = []
-        with progress.task(f"micro {args.benchmark}", benchmark.total, ticking=True) as task:
-            task.at(f"row 1 of {benchmark.total}")
-            for row in benchmark.rows:
+        total, measuring = getattr(benchmarks, args.benchmark)(args, rates)
+        with progress.task(f"micro {args.benchmark}", total, ticking=True) as task:
+            task.at(f"row 1 of {total}")
+            for row in measuring:
                 rows.append(row)
-                progress.say(_in_words(row))
-                task.at(f"row {len(rows) + 1} of {benchmark.total}", len(rows))
-    _print(args, benchmark, rates, rows)
+                values = [
+                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                    for name, value in row.items()
+                ]
+                progress.say("  ".join(values[:8]))
+                task.at(f"row {len(rows) + 1} of {total}", len(rows))
+    _print(args, rates, rows)
     if args.plot is not None:
-        _plot(args.plot, benchmark, rates, rows)
+        _plot(args, rates, rows)
     failed = [row for row in rows if row.get("error")]
     if failed:
         raise RunError(
@@ -176,81 +229,60 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _in_words(row: dict[str, Any]) -> str:
-    texts = (
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in row.items()
-        if value is not None
-    )
-    return "  ".join(list(texts)[:8])
-
-
-def _check_plot(path: Path) -> None:
-    if path.suffix.lower() != ".png":
-        raise UsageError(f"--plot {path}: plots are PNG files; use a name that ends in .png.")
-    check_output_file("--plot", path)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed: `pip install matplotlib`.")
-
-
-def _print(args: argparse.Namespace, benchmark: Benchmark, rates: MachineRates, rows: list[dict[str, Any]]) -> None:
+def _print(args: argparse.Namespace, rates: MachineRates, rows: list[dict[str, Any]]) -> None:
     card = rates.card
     if args.format == "json":
         import torch
 
-        sheet = card and {
-            "name": card.name,
-            "memory_gbps": {"value": card.memory.value, "source": card.memory.source},
-            "tflops": {kind: {"value": rate.value, "source": rate.source} for kind, rate in card.tflops.items()},
-        }
         context = {
             "benchmark": args.benchmark,
             "device": rates.device.type,
             "device_name": rates.device_name,
             "torch": torch.__version__,
             "min_run_time_s": args.min_run_time,
-            "card": sheet,
+            "card": card
+            and {
+                "name": card.name,
+                "memory_gbps": {"value": card.memory.value, "source": card.memory.source},
+                "tflops": {kind: {"value": rate.value, "source": rate.source} for kind, rate in card.tflops.items()},
+            },
         }
         print(json.dumps(context | {"rows": rows}, indent=2, allow_nan=False))
         return
-    if args.format == "csv":
-        print_rows(rows, benchmark.columns, "csv")
-        return
-    columns = [column for column in shown_columns(rows, benchmark.columns) if column.name not in benchmark.only_exact]
+    columns: Sequence[Column] = COLUMNS[args.benchmark]
+    if args.format != "csv":
+        columns = [column for column in shown_columns(rows, columns) if column.name not in ONLY_EXACT]
     print_rows(rows, columns, args.format, piped_width=PIPED_WIDTH, gap=2)
-    captions = [f"{rates.device_name}: {benchmark.note}"]
+    if args.format == "csv":
+        return
+    captions = [f"{rates.device_name}: {NOTES[args.benchmark]}"]
     if card:
         sources = dict.fromkeys([*(rate.source for rate in card.tflops.values()), card.memory.source])
         captions.append(f"datasheet: {card.name}, dense rates; {'; '.join(sources)}")
-    elif rates.device.type == "cuda":
-        captions.append("datasheet: zero_inference/hardware/cards.json has no card of this name")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
     for line in captions:
         print(f"\n{line}" if args.format == "md" else textwrap.fill(line, width, subsequent_indent="  "))
 
 
-def _plot(path: Path, benchmark: Benchmark, rates: MachineRates, rows: list[dict[str, Any]]) -> None:
+def _plot(args: argparse.Namespace, rates: MachineRates, rows: list[dict[str, Any]]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    x, y, names = PLOTS[args.benchmark]
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for label in dict.fromkeys(map(benchmark.line, rows)):
-        points = [
-            (benchmark.x(row), row[benchmark.y]) for row in rows if benchmark.line(row) == label and benchmark.y in row
-        ]
-        if points:
-            axes.plot(*zip(*points), marker="o", label=label)
-    for label, rate in benchmark.limits().items():
-        if rate:
-            axes.axhline(rate, color="grey", linestyle="--", linewidth=1)
-            axes.annotate(label, (0.01, rate), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
-    x_label, y_label = benchmark.labels
-    axes.set(xscale="log", xlabel=x_label, ylabel=y_label, title=rates.device_name)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if y in row:
+            lines.setdefault(" ".join(str(row[name]) for name in names), []).append((row[x], row[y]))
+    for label, points in lines.items():
+        axes.plot(*zip(*points), marker="o", label=label or None)
+    headers = {column.name: column.header for column in COLUMNS[args.benchmark]}
+    axes.set(xscale="log", yscale="log", xlabel=headers[x], ylabel=headers[y], title=rates.device_name)
     axes.grid(True, which="major", alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
+    if any(lines):
         axes.legend(fontsize=8)
-    with write_atomically(path) as file:
+    with write_atomically(args.plot) as file:
         figure.savefig(file, dpi=150, format="png")
     pyplot.close(figure)
