@@ -168,7 +168,7 @@ def test_a_machine_of_known_rate(monkeypatch):
 def test_shares_follow_from_the_time_and_the_best_rate_seen():
     """A first product that came out slow, as on a busy machine, is no ceiling."""
     rates = known_rates(fp32=1e-9, bf16=1e-9)
-    rates.card = spec.Card("a card", (), tflops={"fp32": spec.Rate(0.5, "")}, memory=spec.Rate(40.0, ""))
+    rates.card = spec.Card("a card", (), {"fp32": spec.Rate(0.5, "")}, spec.Rate(40.0, ""), None, None)
     rates.copy_gb_per_s = 20.0
     best = 1e-9
     for row in matmul_rows(rates, [16, 256, 32], ["fp32"], 0.02, math.inf):

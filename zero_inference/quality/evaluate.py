@@ -160,8 +160,7 @@ def evaluate_choices(task: str, items: list[dict], on: Scoring) -> tuple[dict, l
     if task == "hellaswag":
         names = ("acc_norm", "acc_norm_stderr", "outcomes_norm", "acc_norm_in_dtype")
         scores |= dict(zip(names, _accuracy(right_norm)))
-        for detail, correct in zip(details, right_norm[:, 0]):
-            detail["correct_norm"] = bool(correct)
+        details = [detail | {"correct_norm": bool(correct)} for detail, correct in zip(details, right_norm[:, 0])]
     return scores, details
 
 
@@ -343,10 +342,7 @@ class Evaluation:
 
 def load_tasks(config: RunConfig) -> dict[str, list[dict]]:
     """Return task -> its items. Raises UsageError for wrong data, or where programs cannot be isolated; both before a model is loaded."""
-    items = {
-        task: load_items(task, path, config.quality_limit)
-        for task, path in zip(config.quality, find_data_files(config))
-    }
+    items = {task: load_items(task, config.quality_data, config.quality_limit) for task in config.quality}
     if "humaneval" in items:
         check_isolation(config.allow_unsafe_code)
     return items

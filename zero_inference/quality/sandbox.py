@@ -85,16 +85,8 @@ class Limits:
 
     def resource_limits(self) -> dict[str, int]:
         """Return RLIMIT_* name -> value. A core limit of 1 byte, unlike 0, keeps the kernel from starting the core dump handler."""
-        return {
-            "CPU": self.cpu_s,
-            "AS": self.memory_bytes,
-            "FSIZE": self.file_bytes,
-            "NPROC": 0,
-            "CORE": 1,
-            "NOFILE": 64,
-            "MEMLOCK": 0,
-            "MSGQUEUE": 0,
-        }
+        limits = {"CPU": self.cpu_s, "AS": self.memory_bytes, "FSIZE": self.file_bytes}
+        return limits | {"NPROC": 0, "CORE": 1, "NOFILE": 64, "MEMLOCK": 0, "MSGQUEUE": 0}
 
 
 @dataclass(frozen=True)
@@ -114,19 +106,16 @@ def check_isolation(allow_unsafe_code: bool = False) -> None:
     """Raise UsageError, with the remedy, where programs cannot be isolated and `allow_unsafe_code` is not set."""
     problem = isolation_problem()
     if problem and not allow_unsafe_code:
+        remedy = (
+            "Allow user namespaces (Docker: --security-opt seccomp=unconfined; "
+            "Ubuntu 24.04: sysctl kernel.apparmor_restrict_unprivileged_userns=0)"
+        )
+        if shutil.which("bwrap") is None:
+            remedy = "Install bubblewrap (apt install bubblewrap)"
         raise UsageError(
             f"--quality humaneval: programs cannot be isolated here ({problem}).\n"
-            f"{_remedy()}; or drop humaneval, or run them with resource limits alone: --allow-unsafe-code."
+            f"{remedy}; or drop humaneval, or run them with resource limits alone: --allow-unsafe-code."
         )
-
-
-def _remedy() -> str:
-    if shutil.which("bwrap") is None:
-        return "Install bubblewrap (apt install bubblewrap)"
-    return (
-        "Allow user namespaces (Docker: --security-opt seccomp=unconfined; "
-        "Ubuntu 24.04: sysctl kernel.apparmor_restrict_unprivileged_userns=0)"
-    )
 
 
 @functools.cache
@@ -184,15 +173,10 @@ def _run(source: str, limits: Limits, isolated: bool) -> Outcome:
                 call_filter.write(_call_filter())
                 call_filter.seek(0)
                 command = [*_bwrap_command(limits, call_filter.fileno()), *command]
+            inherited = result_in, call_filter.fileno()
+            streams = {"stdin": task, "stdout": output, "stderr": subprocess.STDOUT}
             process = subprocess.Popen(
-                command,
-                stdin=task,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(result_in, call_filter.fileno()),
-                env={},
-                cwd=folder,
-                start_new_session=True,
+                command, **streams, pass_fds=inherited, env={}, cwd=folder, start_new_session=True
             )
             os.close(result_in)
             result_in = -1
@@ -212,7 +196,9 @@ def _run(source: str, limits: Limits, isolated: bool) -> Outcome:
             text = data[: limits.output_bytes].decode(errors="replace")
             if not started:
                 raise IsolationError(text.strip()[-200:] or f"the interpreter did not start within {START_S:g} s")
-            finished = _read_now(result_out) == secret.encode()
+            finished = b""
+            with contextlib.suppress(BlockingIOError):
+                finished = os.read(result_out, 4096)
     finally:
         os.close(result_out)
         if result_in >= 0:
@@ -221,24 +207,15 @@ def _run(source: str, limits: Limits, isolated: bool) -> Outcome:
         return Outcome(False, f"still running after {limits.wall_s:g} s", text)
     if len(data) > limits.output_bytes:
         return Outcome(False, f"over {limits.output_bytes} bytes of output", text)
-    if status == 0 and finished:
+    if status == 0 and finished == secret.encode():
         return Outcome(True, "passed", text)
-    return Outcome(False, _failure(status, text), text)
-
-
-def _read_now(fd: int) -> bytes:
-    try:
-        return os.read(fd, 4096)
-    except BlockingIOError:
-        return b""
-
-
-def _failure(status: int, output: str) -> str:
     number = status - 128 if status > 128 else -status  # bwrap adds 128 to the signal that ended the program
-    if status < 0 or 0 < number <= signal.SIGRTMAX:
-        return f"killed by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
-    last = output.strip().splitlines()[-1:] if status else []
-    return f"exit status {status}: {last[0][:200]}" if last else f"exit status {status} before its test had finished"
+    if 0 < number <= signal.SIGRTMAX:
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return Outcome(False, f"killed by {name}", text)
+    last = text.strip().splitlines()[-1:] if status else []
+    reason = f": {last[0][:200]}" if last else " before its test had finished"
+    return Outcome(False, f"exit status {status}{reason}", text)
 
 
 def _bwrap_command(limits: Limits, filter_fd: int) -> list[str]:
