@@ -187,15 +187,6 @@ def test_shares_follow_from_the_time_and_the_best_rate_seen():
     assert row["of_datasheet"] is None
 
 
-def test_the_first_rate_is_the_best_of_the_sizes_that_are_quick_enough(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        timing.bench_device, "matmul_tflops", lambda device, dtype, size: asked.append(size) or size * 1e-5
-    )
-    assert known_rates().best_tflops("fp16") == 512e-5
-    assert asked == [256, 512], "1024 takes 0.4 s at that rate"
-
-
 def test_what_would_take_too_long_is_predicted_and_not_begun(monkeypatch, capsys):
     """A product that takes n^3 nanoseconds: 8.6 s at 2048, and less than a second for all that is done."""
     sizes = []
@@ -212,20 +203,6 @@ def test_what_would_take_too_long_is_predicted_and_not_begun(monkeypatch, capsys
     assert float(good["tflops"]) > 0 and max(sizes) == 512
     assert skipped["tflops"] == "" and skipped["skipped"].startswith("one product is expected to take ")
     assert skipped["skipped"].endswith(" s, longer than --longest-call 3")
-
-
-def test_long_calls_are_predicted_from_the_work():
-    seen = []
-
-    def once(size):
-        seen.append(size)
-        return size**2 / 100
-
-    assert timing.predict_s(once, lambda size: size**2, [1, 2, 4, 8, 16]) == pytest.approx(2.56) and seen == [1, 2, 4]
-    block, sizes = small_block("llama"), []
-    block.parts["layer"] = lambda x: sizes.append(x.shape[:2])
-    benchmarks.predict_step_s(CPU, block, 33, 5, "fp32")
-    assert list(dict.fromkeys(sizes)) == [(1, 16), (1, 33), (2, 33), (4, 33), (5, 33)]
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])

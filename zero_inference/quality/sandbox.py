@@ -173,10 +173,15 @@ def _run(source: str, limits: Limits, isolated: bool) -> Outcome:
                 call_filter.write(_call_filter())
                 call_filter.seek(0)
                 command = [*_bwrap_command(limits, call_filter.fileno()), *command]
-            inherited = result_in, call_filter.fileno()
-            streams = {"stdin": task, "stdout": output, "stderr": subprocess.STDOUT}
             process = subprocess.Popen(
-                command, **streams, pass_fds=inherited, env={}, cwd=folder, start_new_session=True
+                command,
+                stdin=task,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(result_in, call_filter.fileno()),
+                env={},
+                cwd=folder,
+                start_new_session=True,
             )
             os.close(result_in)
             result_in = -1
