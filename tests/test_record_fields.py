@@ -15,12 +15,10 @@ from zero_inference.cli import console_main, main
 from zero_inference.config.options import QUALITY_TASKS
 from zero_inference.quality.evaluate import pass_scores
 from zero_inference.records.field import list_keys
-from zero_inference.records.hardware import Environment
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import Record, Request, Result, StreamPlacement, Tasks
 from zero_inference.report.prediction import prediction_rows
 from zero_inference.report.run import Run
-from zero_inference.utils.environment import describe_environment
 
 ENGINES = {
     "resident": [],
@@ -110,10 +108,6 @@ def test_committed_records_of_schema_1_are_all_read(capsys):
     assert not capsys.readouterr().err
     assert all(record["schema_version"] == 1 and keys_of(record) <= known for record in whole)
     assert len(whole) > 50 and any("decode_spread" not in record for record in whole), "some are older than newer keys"
-
-
-def test_the_environment_is_declared_as_it_is_described():
-    assert list(Environment.model_fields) == list(describe_environment())
 
 
 def test_a_fact_that_nobody_declares_is_refused():

@@ -110,14 +110,6 @@ def test_numbers_that_json_lacks_become_null_and_foreign_types_plain(tmp_path):
     assert back["ds_config"] == {"nested": [None, [1, [0, 1]]], "3": "a/b", "flag": True}
 
 
-def test_a_value_without_a_json_form_is_refused_and_nothing_is_written(tmp_path):
-    record = Record.read(good_record())
-    odd = record.model_copy(update={"error": object()})
-    with pytest.raises(ValueError, match="object"):
-        append_record(tmp_path / "run.jsonl", odd)
-    assert not (tmp_path / "run.jsonl").exists()
-
-
 def test_torn_lines_cost_no_other_record(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     path.write_bytes(b'{"torn": "\xc3')
@@ -126,15 +118,6 @@ def test_torn_lines_cost_no_other_record(tmp_path, capsys):
         file.write(b'{"status": "ok", "mod')
     assert read_records(path) == [good_record()]
     assert f"{path}:1: skipped line that is no JSON object, and 1 more" in capsys.readouterr().err
-
-
-def test_a_folder_reads_all_its_jsonl_files_by_name(tmp_path):
-    for name in ("b.jsonl", "a.jsonl"):
-        append_record(tmp_path / name, Record.read(good_record(model=name)))
-    utils.write_benchmark_log(tmp_path / "a.log", *range(10))
-    assert [record["model"] for record in read_records(tmp_path)] == ["a.jsonl", "b.jsonl"]
-    with pytest.raises(FileNotFoundError):
-        read_records(tmp_path / "absent.jsonl")
 
 
 def test_parse_log_reads_si_units_under_the_names_of_the_record(tmp_path, capsys):
@@ -171,11 +154,14 @@ for turn in range(4):
 """
 
 
-def test_fifty_processes_appending_at_once_lose_and_tear_nothing(tmp_path):
+WRITERS = 16
+
+
+def test_processes_appending_at_once_lose_and_tear_nothing(tmp_path):
     (tmp_path / "record.json").write_text(json.dumps(good_record()))
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
-    writers = [subprocess.Popen([*command, str(writer)], **pipes) for writer in range(50)]
+    writers = [subprocess.Popen([*command, str(writer)], **pipes) for writer in range(WRITERS)]
     try:
         assert {writer.stdout.readline() for writer in writers} == {
             "ready\n"
@@ -189,26 +175,24 @@ def test_fifty_processes_appending_at_once_lose_and_tear_nothing(tmp_path):
     finally:
         for writer in writers:
             writer.kill()
-    every = {(writer, turn) for writer in range(50) for turn in range(4)}
+    every = {(writer, turn) for writer in range(WRITERS) for turn in range(4)}
     lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    assert len(lines) == 200 and {tuple(map(int, json.loads(line)["model"].split("/"))) for line in lines} == every
+    assert (
+        len(lines) == 4 * WRITERS and {tuple(map(int, json.loads(line)["model"].split("/"))) for line in lines} == every
+    )
     blocks = parse_log(tmp_path / "run.log")
-    assert (tmp_path / "run.log").read_text().count("\n") == 4 * 200 == 4 * len(blocks)
+    assert (tmp_path / "run.log").read_text().count("\n") == 16 * WRITERS == 4 * len(blocks)
     assert {(block["prefill_latency_s"], block["prefill_throughput"]) for block in blocks} == every
 
 
 def test_output_ids_hash_is_of_int64_little_endian_rows():
     import torch
 
-    expected = hashlib.sha256(struct.pack("<6q", 3, -1, 50271, 4, 5, 2**40)).hexdigest()
     ids = [[3, -1, 50271], [4, 5, 2**40]]
-    assert output_ids_sha256(ids) == expected
-    assert output_ids_sha256(torch.tensor(ids)) == expected
-    assert output_ids_sha256(np.array(ids, dtype=">i8")) == expected
     across = torch.tensor(ids).T.contiguous().T  # not contiguous
-    assert output_ids_sha256(across) == expected
-    small = [[1, 2], [3, 4]]
-    assert output_ids_sha256(np.array(small, dtype=np.int32)) == output_ids_sha256(small)
+    for given in (ids, torch.tensor(ids), np.array(ids, dtype=">i8"), across):
+        assert output_ids_sha256(given) == hashlib.sha256(struct.pack("<6q", 3, -1, 50271, 4, 5, 2**40)).hexdigest()
+    assert output_ids_sha256(np.array([[1, 2]], dtype=np.int32)) == output_ids_sha256([[1, 2]])
     for odd in ([1, 2, 3], [[1.0, 2.0]]):
         with pytest.raises(ValueError, match="ids must be integers"):
             output_ids_sha256(odd)

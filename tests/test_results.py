@@ -49,17 +49,6 @@ def test_rows_of_the_planned_table_are_what_plans_predict(model):
     assert planned_table.table((model,)).splitlines()[-1] in README, "run scripts/planned_table.py --write"
 
 
-def test_rows_are_of_the_folder_that_is_named_where_it_has_their_cases(tmp_path):
-    case = "llama-3.1-70b-24gib-bs1"
-    record = draw_engines.last_record(PICTURE / f"{case}.jsonl") | dict(batch_size=77)
-    (tmp_path / f"{case}.jsonl").write_text(json.dumps(record) + "\n")
-    before, after = big_models_table.table().splitlines(), big_models_table.table(tmp_path).splitlines()
-    (row,) = set(after) - set(before)
-    assert " 77 " in row and row.endswith(" H100 |") and len(after) == len(before) - 1, "measured once, of two hosts"
-    page = big_models_table.DOCS_TABLE.put_into(BIG_MODELS, "a table", f" {tmp_path}")
-    assert folder_of(page) == tmp_path and "big_models_table.py --write" not in page
-
-
 def test_the_rates_that_pages_quote_from_the_picture_are_those_it_is_drawn_from():
     deepspeed, cpu, page_locked, repacked, ours = draw_engines.bars(PICTURE)
     assert (

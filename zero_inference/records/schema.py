@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from zero_inference.config.options import ENGINES
 from zero_inference.records.field import Number, Part, inline, key, required_keys
-from zero_inference.records.hardware import Environment, Limit, LinkUse, Rates, TracedLinkUse
+from zero_inference.records.hardware import Environment, Limit, LinkUse, TracedLinkUse
 
 SCHEMA_VERSION = 1
 STATUS_OK: Final = "ok"
@@ -290,7 +290,15 @@ _IN_DTYPE = "with log-probabilities in the dtype of the logits (lm-eval's defaul
 _STDERR = ("share", "standard error of the mean over the items; null for a single item")
 
 
-class _Accuracy(Part):
+class _Scores(Part):
+    batch_size: int = key("sequences", "sequences in one forward pass of a rank")
+    truncated: int = key("sequences", "sequences longer than the model's context, whose beginning was cut off")
+    seconds: float = key("s", "time the task took")
+
+
+class ChoiceScores(_Scores):
+    """Scores of a task with choices."""
+
     accuracy: float = key("share", "share of items where the likeliest choice is the right one")
     stderr: float | None = key(*_STDERR)
     correct: int = key("items", "number of items where the likeliest choice is the right one")
@@ -299,14 +307,18 @@ class _Accuracy(Part):
     accuracy_in_dtype: float | None = key("share", f"`accuracy` {_IN_DTYPE}")
 
 
-class _NormedAccuracy(Part):
+class NormedChoiceScores(ChoiceScores):
+    """Scores of a task whose choices differ in length."""
+
     acc_norm: float = key("share", "`accuracy` with log-likelihoods divided by the length of the choice")
     acc_norm_stderr: float | None = key(*_STDERR)
     outcomes_norm: str = key("", "`outcomes` with log-likelihoods divided by the length of the choice")
     acc_norm_in_dtype: float | None = key("share", f"`acc_norm` {_IN_DTYPE}")
 
 
-class _Programs(Part):
+class ProgramScores(_Scores):
+    """Scores of programs that were run against their tests."""
+
     pass_at_k: dict[int, float] = key(
         "share", "for each k: probability that one of k programs passes, mean over problems"
     )
@@ -319,7 +331,9 @@ class _Programs(Part):
     passed: list[int] = key("programs", "programs that passed, for each problem")
 
 
-class _Perplexity(Part):
+class PerplexityScores(_Scores):
+    """Perplexity of a text."""
+
     perplexity: float = key("", "exp of `nll_per_token`; null if it is too large for a floating-point number")
     perplexity_in_dtype: float | None = key("", f"`perplexity` {_IN_DTYPE}")
     stderr: float | None = key("", "standard error of `perplexity`; null with a single window")
@@ -330,29 +344,6 @@ class _Perplexity(Part):
     documents: int = key("documents", "number of documents")
     window: int = key("token", "length of a window")
     stride: int = key("token", "tokens scored in each window after the first")
-
-
-class _Pass(Part):
-    batch_size: int = key("sequences", "sequences in one forward pass of a rank")
-    truncated: int = key("sequences", "sequences longer than the model's context, whose beginning was cut off")
-    seconds: float = key("s", "time the task took")
-
-
-# The keys of the last base class come first.
-class ChoiceScores(_Pass, _Accuracy):
-    """Scores of a task with choices."""
-
-
-class NormedChoiceScores(_Pass, _NormedAccuracy, _Accuracy):
-    """Scores of a task whose choices differ in length."""
-
-
-class ProgramScores(_Pass, _Programs):
-    """Scores of programs that were run against their tests."""
-
-
-class PerplexityScores(_Pass, _Perplexity):
-    """Perplexity of a text."""
 
 
 class Tasks(Part):
@@ -421,15 +412,9 @@ class Record(Part):
     @model_validator(mode="before")
     @classmethod
     def _from_older(cls, data: Any, info: Any) -> Any:
-        """Bring a record of an older version of this package to today's keys."""
-        if not info.context or not isinstance(data, dict):
-            return data
-        if not isinstance(data.get("options"), dict):
-            data = data | {"options": _options_of(data.get("argv"))}
-        limit = data.get("limit")
-        if isinstance(limit, dict) and limit.get("bound_by") is None and limit.get("fraction_of_limit") is not None:
-            # only link and disk were known then
-            data = data | {"limit": limit | {"bound_by": _link_or_disk(data, limit)}}
+        """Older records have no `options`; take those of the command line."""
+        if info.context and isinstance(data, dict) and not isinstance(data.get("options"), dict):
+            return data | {"options": _options_of(data.get("argv"))}
         return data
 
 
@@ -448,16 +433,3 @@ def _options_of(argv: Any) -> dict[str, str]:
         elif isinstance(word, str) and name is not None:
             found[name] = word if found[name] == "yes" else f"{found[name]} {word}"
     return found
-
-
-def _link_or_disk(data: dict[str, Any], limit: dict[str, Any]) -> str:
-    """Return which of the two takes longer for a decode step."""
-    moved, rates = MovedPerStep.read(data.get("transfers")), Rates.read(limit)
-    link_s, disk_s = (
-        (nbytes or 0) / gb_per_s if gb_per_s else 0.0
-        for nbytes, gb_per_s in (
-            (moved.host_to_device_bytes_per_step, rates.link_gb_per_s),
-            (moved.disk_read_bytes_per_step, rates.disk_gb_per_s),
-        )
-    )
-    return "disk" if disk_s > link_s else "link"

@@ -56,6 +56,10 @@ def _gpu_names(value: str) -> str:
     return one_line(", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none")
 
 
+def _decode_over_predicted(run: Run) -> float | None:
+    return run.time_over_predicted("decode")
+
+
 def _reader(path: str | Callable[[Run], Any]) -> Callable[[Run], Any]:
     return path if callable(path) else lambda run: find(run, path)
 
@@ -127,22 +131,9 @@ COLUMNS = (
     _result("prefill_latency_s", "TTFT (s)", rank=4),
     _result("total_throughput", "total (token/s)", rank=8, best_first=True),
     _result("decode_weights_gbps", "weights (GB/s)", of="measured.decode_weights_gb_per_s", rank=9, best_first=True),
+    _result("decode_over_predicted", "decode / predicted", decimals(2), _decode_over_predicted, 7, shown="present"),
     _result(
-        "decode_over_predicted",
-        "decode / predicted",
-        decimals(2),
-        lambda run: run.time_over_predicted("decode"),
-        7,
-        shown="present",
-    ),
-    _result(
-        "expert_hit_rate",
-        "experts on GPU (%)",
-        _percent,
-        "measured.experts.hit_rate",
-        8,
-        shown="present",
-        best_first=True,
+        "expert_hit_rate", "expert hits (%)", _percent, "measured.experts.hit_rate", 8, shown="present", best_first=True
     ),
     _result("peak_gpu_bytes", "peak GPU (GiB)", _gib, dtype="Int64", rank=6),
     *SCORES,
@@ -156,9 +147,7 @@ COLUMNS = (
     _detail("link_gbps", "link (GB/s)", of="measured.limit.rates.link_gb_per_s", best_first=True),
     _detail("floor_decode_s", "decode limit (s)", of="measured.limit.floor_decode_s"),
     _detail("expert_slots", "experts kept", decimals(1), "record.result.engine.stream.expert_slots"),
-    _detail(
-        "expert_saved_bytes", "experts saved (GiB/step)", _gib, "measured.experts.saved_bytes_per_step", best_first=True
-    ),
+    _detail("expert_saved_bytes", "saved (GiB/step)", _gib, "measured.experts.saved_bytes_per_step", best_first=True),
     _detail("model_bytes", "model at 16 bits (GiB)", _gib, dtype="Int64"),
     _detail("weight_bytes", "stored weights (GiB)", _gib, dtype="Int64"),
     _detail("cache_bytes", "KV cache (GiB)", _gib, dtype="Int64"),

@@ -141,7 +141,7 @@ class Run:
         """The rate that bounds a decode step; on a CPU `device_memory` is host memory."""
         if self.share_of_limit is None:
             return None
-        bound = self.measured.limit.bound_by or "link"
+        bound = self.measured.limit.bound_by or ("disk" if self.request.disk_offload else "link")  # of old records
         return "host_memory" if bound == "device_memory" and self.measured.device == "cpu" else bound
 
     def loop_spread(self, name: str) -> float | None:
