@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from conftest import FAMILIES, start_python, without_gpus
 from forks import PROGRAM
 
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.deepspeed import memory, modules
+from zero_inference.engines.deepspeed import engine, memory, modules
 from zero_inference.errors import UsageError
+from zero_inference.measure.engine_overhead import _ThinModel
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
 from zero_inference.utils.files import EXTENSIONS
@@ -207,3 +209,24 @@ def test_without_a_compiler_the_error_names_what_to_install(monkeypatch, tmp_pat
         modules.check_compilers(True, False, False)
     with pytest.raises(UsageError, match=r"reads NVMe: no C\+\+ compiler.*apt install g\+\+"):
         modules.check_aio(False)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch, capfd):
+    rates, built = {torch.bfloat16: 141.0, torch.float16: 1300.0}, []
+
+    def build(disk, use_gds, dequantize_on_gpu, say):
+        built.append((disk, dequantize_on_gpu))
+        if not compiled:
+            raise RuntimeError("no nvcc")
+
+    monkeypatch.setattr(engine, "build_modules", build)
+    monkeypatch.setattr(engine, "measure_dequantized_gb_per_s", lambda settings, dtype, device: rates[dtype])
+    monkeypatch.setattr(_ThinModel, "fastest_s", lambda self, warmup: (0.2, 0.1))
+    plan = planned(model="opt-125m", cpu_offload=True, quant_bits=4)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    thin = _ThinModel(plan, on_gpu, 0.0, units=1, resident=False, launches=1, dequantized_weights=0)
+    found = thin.overhead_over(thin)
+    assert found.restored_gb_per_s == 141.0 and built == [(False, True)]
+    assert found.restored_float16_gb_per_s == (1300.0 if compiled else None)
+    assert ("deepspeed, 4 bits, float16: no nvcc" in capfd.readouterr().err) == (not compiled)

@@ -7,7 +7,6 @@ errors are lines, not tracebacks.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, VOCAB, free_port, start_python, too_few_gpus, without_gpus
+from conftest import FAMILIES, ROOT, VOCAB, free_port, start_python, too_few_gpus, without_gpus
 from forks import PROGRAM, ForkServer, Process, rank_variables
 from torch.distributed import TCPStore
 
@@ -50,7 +49,6 @@ class Run:
     folder: Path
     processes: list[Process] = field(default_factory=list)
     started: list[psutil.Process] = field(default_factory=list)
-    held: list = field(default_factory=list)
     port: str = field(default_factory=free_port)
 
     @property
@@ -145,23 +143,6 @@ def stop_all(number: int) -> Callable[[Run], None]:
     return lambda run: os.killpg(run.processes[0].pid, number)
 
 
-def remove(name: str) -> Callable[[Run], None]:
-    return lambda run: shutil.rmtree(run.folder / name)
-
-
-def lock(name: str) -> Callable[[Run], None]:
-    def hold(run: Run) -> None:
-        run.held.append(open(run.folder / name, "ab"))
-        fcntl.flock(run.held[-1], fcntl.LOCK_EX)
-
-    return hold
-
-
-def folder(name: str) -> Callable[[Run], None]:
-    """Made before the run starts."""
-    return lambda run: (run.folder / name).mkdir()
-
-
 def full(name: str) -> Callable[[Run], None]:
     """In place of the file, before the run starts."""
     return lambda run: (run.folder / name).unlink() or (run.folder / name).symlink_to("/dev/full")
@@ -182,19 +163,9 @@ def cut_short(run: Run, checkpoints) -> Path:
 
 def wide(run: Run, checkpoints) -> Path:
     """A configuration of 2 GB of weights, in matrices that are large enough for DeepSpeed to swap."""
-    fields = dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        hidden_size=2048,
-        intermediate_size=4096,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=VOCAB,
-        max_position_embeddings=64,
-    )
+    sizes = dict(hidden_size=2048, intermediate_size=4096, num_hidden_layers=12, vocab_size=VOCAB)
     (run.folder / "model").mkdir()
-    (run.folder / "model" / "config.json").write_text(json.dumps(fields))
+    (run.folder / "model" / "config.json").write_text(json.dumps(FAMILIES["llama"] | sizes))
     return run.folder / "model"
 
 
@@ -224,14 +195,8 @@ TO_DISK = ("--engine", "deepspeed", "--dummy", "--disk-offload", "--gen-len", "2
 FAULTS = (
     Fault("disk full at the record", "python", at_once, nothing, 1, "record was not written", None, True,
         full("run.jsonl"), SHORT),
-    Fault("log locked for ever", "python", measuring, lock("run.log"), 1, "log was not written", "ok", True,
-        options=("--loops", "12", "--gen-len", "100")),
-    Fault("folder of the trace removed", "torchrun", measuring, remove("traces"), 1, "trace was not written", "ok",
-        True, folder("traces"),
-        ("--engine", "deepspeed", "--cpu-offload", "--loops", "6", "--gen-len", "40", "--trace", "{folder}/traces/trace.json")),
     Fault("reader of stdout leaves", "python", at_once, nothing, 141, "", "ok", options=SHORT,
         shell="{command} | true; exit ${{PIPESTATUS[0]}}"),
-    Fault("stdout closed", "python", at_once, nothing, 0, "", "ok", options=SHORT, shell="exec {command} >&-"),
     Fault("stdout on a full disk", "python", at_once, nothing, 1, "could not be printed", "ok", options=SHORT,
         shell="exec {command} >/dev/full"),
     Fault("stderr closed", "python", at_once, nothing, 0, "", "ok", True, options=SHORT, shell="exec {command} 2>&-"),
@@ -313,27 +278,34 @@ def test_fault(fault: Fault, checkpoints, fork_server, tmp_path):
 def start(run: Run, fault: Fault, model: Path, server: ForkServer) -> None:
     options = [
         "--model",
-        str(model),
+        model,
         *"--engine stream --dtype float32 --prompt-len 8 --log-file".split(),
-        str(run.log),
-        *(option.format(folder=run.folder) for option in fault.options),
+        run.log,
+        *fault.options,
     ]
+    if "--disk-offload" in options:
+        options += ["--offload-dir", run.offload]
+    if fault.launcher != "python":
+        options += ["--batch-size", "2"]
     environment = without_gpus() if too_few_gpus(2) else {**os.environ}
     environment["PATH"] = os.path.dirname(sys.executable) + os.pathsep + environment["PATH"]
-    if "--disk-offload" in options:
-        options += ["--offload-dir", str(run.offload)]
-    ranks = str(fault.ranks)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", run.port]
-    launch = {
-        "torchrun": [sys.executable, *torchrun],
-        "deepspeed": ["deepspeed", "--num_accelerators", ranks, "--master_port", run.port],
-    }.get(fault.launcher, [])
+    ranks, launch = str(fault.ranks), []
+    if fault.launcher == "torchrun":
+        launch = [
+            sys.executable,
+            *"-m torch.distributed.run --nproc-per-node".split(),
+            ranks,
+            "--master-port",
+            run.port,
+        ]
+    elif fault.launcher == "deepspeed":
+        launch = ["deepspeed", "--num_accelerators", ranks, "--master_port", run.port]
+    elif fault.shell:
+        launch = ["bash", "-c", fault.shell.format(command='"$@"'), "bash", sys.executable]
     each: list[dict[str, str]] = [{}]
     if fault.launcher == "by hand":
         each = [rank_variables(rank, fault.ranks, run.port) for rank in range(fault.ranks)]
-    if fault.shell:
-        launch = ["bash", "-c", fault.shell.format(command='"$@"'), "bash", sys.executable]
-    program = [ROOT / "run_model.py", *options, *(["--batch-size", "2"] if fault.launcher != "python" else [])]
+    program = [ROOT / "run_model.py", *options]
     for number, own in enumerate(each):
         out, err = (run.folder / f"{number}.{name}" for name in ("out", "err"))
         started = start_python(server, program, ROOT, out, err, environment | own, launch, session=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -28,85 +29,66 @@ WAYS = {
     "stream": ["--engine", "stream"],
     "stream-kv": ["--engine", "stream", "--kv-offload"],
 }
-REFERENCE: dict = {}
 
 
-def in_folder(options: list[str], folder) -> list[str]:
-    return [*options, "--offload-dir", str(folder)] if "--disk-offload" in options else options
+@pytest.fixture(scope="module")
+def reference():
+    """reference(folder): the ids int64 [BATCH, GEN] of plain transformers."""
+
+    @functools.cache
+    def ids(folder: Path) -> torch.Tensor:
+        found = plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), GEN)
+        assert len(set(found.flatten().tolist())) > 3, "a reference of one repeated token would prove nothing"
+        return found
+
+    return ids
 
 
-def reference(folder, family):
-    if family not in REFERENCE:
-        REFERENCE[family] = plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), GEN)
-    return REFERENCE[family]
+def run(folder: Path, options: list[str], tmp_path: Path) -> dict:
+    """Return the record of a run in `tmp_path`."""
+    sizes = f"--dtype float32 --batch-size {BATCH} --prompt-len {PROMPT} --gen-len {GEN} --loops 2".split()
+    where = ["--offload-dir", str(tmp_path / "offload"), "--log-file", str(tmp_path / "run.log")]
+    if "--disk-offload" not in options:
+        where = where[2:]
+    assert main(["run_model.py", "--model", str(folder), *sizes, *options, *where]) == 0
+    return json.loads((tmp_path / "run.jsonl").read_text())
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ids_equal_plain_transformers(family, way, checkpoints, tmp_path, capfd):
+def test_ids_equal_plain_transformers(family, way, checkpoints, reference, tmp_path, capfd):
     folder = checkpoints(family)
-    code = main(
-        [
-            "run_model.py",
-            "--model",
-            str(folder),
-            "--dtype",
-            "float32",
-            "--batch-size",
-            str(BATCH),
-            "--prompt-len",
-            str(PROMPT),
-            "--gen-len",
-            str(GEN),
-            *"--loops 2 --warmup 1 --log-file".split(),
-            str(tmp_path / "run.log"),
-            *in_folder(WAYS[way], tmp_path / "offload"),
-        ]
-    )
-    assert code == 0
-    record = json.loads((tmp_path / "run.jsonl").read_text())
-    expected = reference(folder, family)
-    assert len(set(expected.flatten().tolist())) > 3, "a reference of one repeated token would prove nothing"
-    assert record["output_ids_sha256"] == output_ids_sha256(expected)
-    parameters = sum(p.numel() for p in _meta_parameters(folder))
-    assert record["weight_bytes"] == 4 * parameters
+    record = run(folder, WAYS[way], tmp_path)
+    assert record["output_ids_sha256"] == output_ids_sha256(reference(folder))
+    assert record["weight_bytes"] == 4 * sum(p.numel() for p in _meta_parameters(folder))
     assert len(record["loops"]) == 2 and all(len(loop["step_s"]) == GEN - 1 for loop in record["loops"])
     if "--disk-offload" in WAYS[way]:
         assert not list((tmp_path / "offload").iterdir()), "offload files must not outlive the run"
         too_small = "--engine" not in WAYS[way]
-        said = "no weight of a layer has 1 MiB a rank, the least that DeepSpeed writes to disk: all stay in host memory"
-        assert (said in capfd.readouterr().err) == too_small
+        assert ("the least that DeepSpeed writes to disk" in capfd.readouterr().err) == too_small
         assert record["weights_place"] == ("cpu" if too_small else "disk")
 
 
 @pytest.fixture(scope="module")
-def with_large_matrices(tmp_path_factory):
-    """family -> a checkpoint whose matrices DeepSpeed does write to the disk; it leaves those under 1 MiB in memory."""
-    made: dict[str, Path] = {}
+def large_matrices(tmp_path_factory):
+    """large_matrices(family): a checkpoint whose matrices DeepSpeed does write to disk; it leaves those under 1 MiB in memory."""
 
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp("large") / family
-            build_model(family, hidden_size=256, intermediate_size=1088, num_hidden_layers=2).save_pretrained(
-                made[family]
-            )
-        return made[family]
+    @functools.cache
+    def folder(family: str) -> Path:
+        made = tmp_path_factory.mktemp("large")
+        build_model(family, hidden_size=256, intermediate_size=1088, num_hidden_layers=2).save_pretrained(made)
+        return made
 
-    return get
+    return folder
 
 
 @pytest.mark.parametrize("kv", [[], ["--kv-offload"]], ids=["", "kv"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_ids_of_weights_that_are_read_from_the_disk(family, kv, with_large_matrices, tmp_path, capfd):
-    folder, log = with_large_matrices(family), tmp_path / "run.log"
-    sizes = ["--dtype", "float32", "--batch-size", str(BATCH), "--prompt-len", str(PROMPT), "--gen-len", str(GEN)]
-    asked = [*sizes, *in_folder(["--disk-offload", *kv], tmp_path / "offload"), "--log-file", str(log)]
-    assert main(["run_model.py", "--model", str(folder), *asked]) == 0
-    record = json.loads(log.with_suffix(".jsonl").read_text())
-    expected = reference(folder, ("large", family))
-    assert len(set(expected.flatten().tolist())) > 3, "a reference of one repeated token would prove nothing"
-    assert record["output_ids_sha256"] == output_ids_sha256(expected)
-    assert record["transfers"]["disk_read_bytes_per_step"] > 0 and "no weight of a layer" not in capfd.readouterr().err
+def test_ids_of_weights_that_are_read_from_disk(family, kv, large_matrices, reference, tmp_path):
+    folder = large_matrices(family)
+    record = run(folder, ["--disk-offload", *kv], tmp_path)
+    assert record["output_ids_sha256"] == output_ids_sha256(reference(folder))
+    assert record["transfers"]["disk_read_bytes_per_step"] > 0
 
 
 def _meta_parameters(folder):
@@ -180,19 +162,6 @@ def test_the_language_model_of_a_wrapper(name, tmp_path, caplog):
     assert "warning" not in caplog.text, "config.json announces the vision tower"
 
 
-@pytest.mark.parametrize(
-    "name, kind",
-    [("t5", "an encoder-decoder"), ("blip-2", "a vision-language model"), ("qwen2_5_omni", "a multimodal model")],
-)
-def test_a_model_that_has_no_causal_language_model_is_called_what_it_is(name, kind, tmp_path, capfd):
-    from transformers import AutoConfig
-
-    AutoConfig.for_model(name).save_pretrained(tmp_path)
-    assert main(["run_model.py", "--model", str(tmp_path), "--engine", "stream", "--dry-run"]) == 2
-    error = capfd.readouterr().err
-    assert f"{name} is {kind}" in error and "use a causal language model" in error, error
-
-
 SMALL_AUDIO = dict(
     hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16, vocab_size=8
 )
@@ -202,19 +171,17 @@ CPMANT = dict(hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=96, num
 @pytest.mark.parametrize(
     "name, fields, why",
     [
-        (
-            "voxtral_realtime",
-            dict(text_config=TEXT, audio_config=SMALL_AUDIO),
-            "needs audio and does not run on text alone",
-        ),
+        ("t5", {}, "is an encoder-decoder"),
+        ("qwen2_5_omni", {}, "is a multimodal model"),
+        ("voxtral_realtime", dict(text_config=TEXT, audio_config=SMALL_AUDIO), "needs audio"),
         ("cpmant", CPMANT, "puts 32 positions of its own before each sequence"),
     ],
 )
-def test_a_model_that_takes_something_else_than_a_prompt_is_refused_before_loading(name, fields, why, tmp_path, capfd):
+def test_other_models_than_causal_language_models_are_refused_before_loading(name, fields, why, tmp_path, capfd):
     from transformers import AutoConfig
 
     AutoConfig.for_model(name, **fields).save_pretrained(tmp_path)
-    for engine in (["--engine", "stream"], ["--engine", "resident"], ["--cpu-offload"]):
+    for engine in (["--engine", "stream"], ["--cpu-offload"]):
         assert main(["run_model.py", "--model", str(tmp_path), *engine]) == 2
         assert f"{name} {why}" in capfd.readouterr().err
 
@@ -226,25 +193,12 @@ def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path
 
     tokenizer = load_tokenizer(resolve_model(RunConfig(model="smollm2-135m"), "cpu"))
     expected = plain_ids(smollm2_folder, encode_prompts(tokenizer, read_prompts(None, 2), 40), 12)
-    for way in (
-        ["--cpu-offload", "--kv-offload"],
-        ["--engine", "accelerate", "--cpu-offload"],
-        ["--engine", "stream"],
-        ["--engine", "stream", "--cpu-compute", "0.6", "--kv-offload"],
-    ):
-        log = tmp_path / "-".join(["smollm2", *way]).replace("/", "")
-        argv = [
-            *"run_model.py --model smollm2-135m --dtype float32 --batch-size 2 --prompt-len 40".split(),
-            *"--gen-len 12 --loops 1 --warmup 0 --log-file".split(),
-            f"{log}.log",
-            *in_folder(way, tmp_path / "offload"),
-        ]
-        assert main(argv) == 0
-        assert json.loads((tmp_path / f"{log.name}.jsonl").read_text())["output_ids_sha256"] == output_ids_sha256(
-            expected
-        ), way
-    text = tokenizer.decode(expected[0], skip_special_tokens=True).strip()
-    assert text in capfd.readouterr().out
+    sizes = "--model smollm2-135m --dtype float32 --batch-size 2 --prompt-len 40 --gen-len 12 --loops 1 --warmup 0"
+    for way in ("--cpu-offload --kv-offload", "--engine stream", "--engine stream --cpu-compute 0.6 --kv-offload"):
+        assert main(["run_model.py", *sizes.split(), *way.split(), "--log-file", str(tmp_path / "run.log")]) == 0
+        record = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
+        assert record["output_ids_sha256"] == output_ids_sha256(expected), way
+    assert tokenizer.decode(expected[0], skip_special_tokens=True).strip() in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -256,38 +210,20 @@ def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_two_ranks_give_the_ids_of_one(
-    launcher, options, checkpoints, with_large_matrices, run_model, tmp_path, request
-):
+def test_two_ranks_give_the_ids_of_one(launcher, options, checkpoints, large_matrices, run_model, tmp_path, request):
     """What torchrun starts for Python are copies; runs that it really starts are in test_faults.py."""
     if launcher == "torchrun":
         request.getfixturevalue("copied_runs")
     on_disk = "--disk-offload" in options
-    folder = with_large_matrices("mixtral") if on_disk else checkpoints("mixtral")
-    batch = 4
-    done = run_model(
-        "--model",
-        folder,
-        "--dtype",
-        "float32",
-        "--batch-size",
-        batch,
-        "--prompt-len",
-        PROMPT,
-        "--gen-len",
-        GEN,
-        "--loops",
-        1,
-        *in_folder(options, tmp_path / "offload"),
-        launcher=launcher,
-        ranks=2,
-    )
+    folder = (large_matrices if on_disk else checkpoints)("mixtral")
+    sizes = f"--dtype float32 --batch-size 4 --prompt-len {PROMPT} --gen-len {GEN} --loops 1".split()
+    where = ["--offload-dir", str(tmp_path / "offload")] if on_disk else []
+    done = run_model("--model", folder, *sizes, *options, *where, launcher=launcher, ranks=2)
     assert done.code == 0, done.stderr
     assert done.record["world_size"] == 2 and done.record["num_nodes"] == 1
     assert (done.record["transfers"]["disk_read_bytes_per_step"] > 0) == on_disk
-    assert done.record["output_ids_sha256"] == output_ids_sha256(
-        plain_ids(folder, random_ids(0, batch, PROMPT, VOCAB), GEN)
-    )
+    expected = plain_ids(folder, random_ids(0, 4, PROMPT, VOCAB), GEN)
+    assert done.record["output_ids_sha256"] == output_ids_sha256(expected)
     if launcher == "deepspeed":
         port = re.search(r"--master_port=(\d+)", done.stdout + done.stderr)[1]
         assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
