@@ -10,13 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_machine
 import torch
 from conftest import FAMILIES, start_python, without_gpus
 from forks import PROGRAM
+from test_machine import MACHINE
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed import engine, memory, modules
 from zero_inference.errors import UsageError
+from zero_inference.hardware.machine import ProfiledMachine
 from zero_inference.measure.engine_overhead import _ThinModel
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
@@ -223,7 +226,7 @@ def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch,
     monkeypatch.setattr(engine, "build_modules", build)
     monkeypatch.setattr(engine, "measure_dequantized_gb_per_s", lambda settings, dtype, device: rates[dtype])
     monkeypatch.setattr(_ThinModel, "fastest_s", lambda self, warmup: (0.2, 0.1))
-    plan = planned(model="opt-125m", cpu_offload=True, quant_bits=4)
+    plan = test_machine.planned("--model opt-125m --dummy --cpu-offload --quant-bits 4", ProfiledMachine(MACHINE))
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     thin = _ThinModel(plan, on_gpu, 0.0, units=1, resident=False, launches=1, dequantized_weights=0)
     found = thin.overhead_over(thin)
