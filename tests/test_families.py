@@ -65,104 +65,57 @@ SIZES = dict(  # a family takes those that its config has
 COMPRESSED = dict(num_key_value_heads=4, head_dim=8)
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1)
 FAMILIES: dict[str, dict] = {
+    **dict.fromkeys(
+        "bloom cohere2 diffllama doge ernie4_5_moe gemma2 gemma3_text glm4 glm4_moe gpt2 gpt_neox gpt_oss hunyuan_v1_dense llama "
+        "mamba mistral mixtral mpt olmo2 openai-gpt phi phi3 qwen3 stablelm".split(),
+        {},
+    ),
     "bamba": dict(MAMBA, attn_layer_indices=[1]),
-    "bloom": {},
-    "cohere2": {},
     "dbrx": dict(
-        d_model=64,
-        n_heads=4,
-        n_layers=2,
-        max_seq_len=128,
-        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
+        d_model=64, n_heads=4, n_layers=2, max_seq_len=128, attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
         ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2),
     ),
     "deepseek_v2": COMPRESSED,
     "deepseek_v3": dict(COMPRESSED, first_k_dense_replace=1),
     "deepseek_v32": dict(COMPRESSED, first_k_dense_replace=1, index_n_heads=2, index_head_dim=16, index_topk=4),
-    "diffllama": {},
-    "doge": {},
-    "ernie4_5_moe": {},
     "falcon": dict(head_dim=None),
-    "gemma2": {},
-    "gemma3_text": {},
     "gemma3n_text": dict(
-        num_hidden_layers=4,
-        intermediate_size=[96] * 4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        num_kv_shared_layers=2,
-        laurel_rank=32,
-        altup_num_inputs=4,
-        hidden_size_per_layer_input=32,
-        vocab_size_per_layer_input=128,
-        activation_sparsity_pattern=[0.0] * 4,
+        num_hidden_layers=4, intermediate_size=[96] * 4, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2, laurel_rank=32, altup_num_inputs=4, hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=128, activation_sparsity_pattern=[0.0] * 4,
     ),
-    "glm4": {},
-    "glm4_moe": {},
-    "gpt2": {},
-    "gpt_neox": {},
-    "gpt_oss": {},
     "gptj": dict(head_dim=None, rotary_dim=8),
     "granitemoehybrid": dict(MAMBA, layer_types=["mamba", "attention"], shared_intermediate_size=64),
-    "hunyuan_v1_dense": {},
     "jamba": dict(
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        mamba_d_state=8,
+        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=8,
         mamba_dt_rank=32,
     ),
     "jetmoe": dict(kv_channels=16),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
-    "llama": {},
     "llama4_text": dict(intermediate_size_mlp=96, attention_chunk_size=8),
     "longcat_flash": dict(
         COMPRESSED, ffn_hidden_size=96, expert_ffn_hidden_size=64, moe_topk=2, zero_expert_num=2, num_layers=2
     ),
-    "mamba": {},
     "mamba2": dict(num_heads=4, head_dim=32, state_size=16, n_groups=1),
     "minimax": dict(layer_types=["linear_attention", "full_attention"], block_size=8),
-    "mistral": {},
-    "mixtral": {},
-    "moshi": dict(
-        ffn_dim=128, audio_vocab_size=32, num_key_value_heads=4
-    ),  # a window that only transformers' cache knows
-    "mpt": {},
-    "olmo2": {},
-    "openai-gpt": {},
+    # a window that only transformers' cache knows
+    "moshi": dict(ffn_dim=128, audio_vocab_size=32, num_key_value_heads=4),
     "opt": dict(word_embed_proj_dim=64, ffn_dim=96),
-    "phi": {},
-    "phi3": {},
-    "qwen3": {},
     "qwen3_next": dict(
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
         layer_types=["linear_attention", "full_attention"],
     ),
     "recurrent_gemma": dict(
         lru_width=64, attention_window_size=8, block_types=["recurrent", "attention"], intermediate_size=128
     ),
-    "rwkv": dict(
-        num_hidden_layers=8, attention_hidden_size=64, context_length=64
-    ),  # the first pass divides weights of later layers
-    "stablelm": {},
+    # the first pass divides weights of later layers
+    "rwkv": dict(num_hidden_layers=8, attention_hidden_size=64, context_length=64),
     "zamba2": dict(
-        num_hidden_layers=3,
-        layers_block_type=["mamba", "hybrid", "hybrid"],
-        layer_types=["mamba", "hybrid", "hybrid"],
-        hybrid_layer_ids=[1, 2],
-        mamba_d_state=16,
-        mamba_ngroups=1,
-        n_mamba_heads=4,
-        mamba_headdim=32,
-        num_mem_blocks=1,
-        attention_hidden_size=128,
-        attention_head_dim=32,
-        adapter_rank=32,
+        num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "hybrid"], layer_types=["mamba", "hybrid", "hybrid"],
+        hybrid_layer_ids=[1, 2], mamba_d_state=16, mamba_ngroups=1, n_mamba_heads=4, mamba_headdim=32, num_mem_blocks=1,
+        attention_hidden_size=128, attention_head_dim=32, adapter_rank=32,
     ),
-}
+}  # fmt: skip
 
 # Those that `make test` runs: one of each kind of attention, normalization, experts and recurrence.
 COMMON = (

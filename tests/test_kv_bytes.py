@@ -21,28 +21,12 @@ from zero_inference.utils.ranks import detect_ranks
 
 BATCH, LENGTH = 3, 5
 SMALL = dict(
-    hidden_size=48,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    vocab_size=103,
-    max_position_embeddings=64,
-)
+    hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=103, max_position_embeddings=64
+)  # fmt: skip
 MLA = dict(
-    SMALL,
-    moe_intermediate_size=32,
-    num_key_value_heads=4,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-    first_k_dense_replace=1,
-    q_lora_rank=32,
-    kv_lora_rank=20,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=12,
-)
+    SMALL, moe_intermediate_size=32, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+    first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+)  # fmt: skip
 BY_HEADS = {  # the log's formula is exact
     "opt": dict(SMALL, model_type="opt", word_embed_proj_dim=48),
     "bloom": dict(model_type="bloom", hidden_size=48, n_layer=3, n_head=4, vocab_size=103),
@@ -60,32 +44,19 @@ BY_THE_MODEL = {  # only the model knows
     "deepseek_v3": dict(MLA, model_type="deepseek_v3"),
     "deepseek_v2": dict(MLA, model_type="deepseek_v2"),
     "layers-that-share": dict(
-        SMALL,
-        model_type="gemma3n_text",
-        num_hidden_layers=10,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_kv_shared_layers=5,
+        SMALL, model_type="gemma3n_text", num_hidden_layers=10, num_key_value_heads=2, head_dim=16, num_kv_shared_layers=5,
         vocab_size_per_layer_input=103,
     ),
     "layers-of-two-widths": dict(SMALL, model_type="mimo_v2_flash", num_key_value_heads=2, head_dim=16, v_head_dim=8),
     "no-keys-and-values": dict(model_type="mamba", hidden_size=48, num_hidden_layers=2, vocab_size=103),
-}
+}  # fmt: skip
 OF_SOME_LAYERS = {
     "some-layers-without": dict(
-        SMALL,
-        model_type="qwen3_next",
-        num_hidden_layers=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=0,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
+        SMALL, model_type="qwen3_next", num_hidden_layers=4, num_key_value_heads=2, head_dim=16, num_experts=0,
+        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8,
     ),
-}
+}  # fmt: skip
 
 
 def spec_of(config) -> ModelSpec:

@@ -16,7 +16,6 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError
 from zero_inference.measure.session import output_ids_sha256
 from zero_inference.models.prompts import random_ids
-from zero_inference.models.quantized import BlockScales, dequantize_tensors
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
@@ -29,37 +28,17 @@ SHAPE = [
     *(BATCH, "--prompt-len", PROMPT, "--gen-len", GEN),
 ]
 COMMON = dict(
-    hidden_size=192,
-    intermediate_size=320,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    vocab_size=VOCAB,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+    hidden_size=192, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
+    tie_word_embeddings=False, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 FAMILIES = {
     "qwen3": dict(COMMON, model_type="qwen3", num_key_value_heads=2, head_dim=48),
     "deepseek_v3": dict(
-        COMMON,
-        model_type="deepseek_v3",
-        num_key_value_heads=4,
-        moe_intermediate_size=144,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=160,
-        kv_lora_rank=136,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=40,
+        COMMON, model_type="deepseek_v3", num_key_value_heads=4, moe_intermediate_size=144, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=160,
+        kv_lora_rank=136, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=40,
     ),
-}
+}  # fmt: skip
 FP8 = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -181,7 +160,6 @@ def broken(pair, tmp_path, capfd):
         assert len(error) == 1 and "Traceback" not in error[0]
         records = read_records(tmp_path / "run.jsonl") if code == 1 else []
         assert [record["status"] for record in records] == ["failed"] * len(records)
-        assert (tmp_path / "run.jsonl").exists() == (code == 1)
         return error[0]
 
     return start
@@ -198,13 +176,6 @@ def test_fp8_blocks_give_the_ids_of_the_dequantized_checkpoint(family, way, pair
     assert record["weight_bytes"] == sum(
         true[key].nbytes for key in true if "e_score_correction" not in key
     )  # a buffer
-
-
-def test_two_ranks_read_fp8_blocks(pair, run_model):
-    fp8, _, expected = pair("deepseek_v3")
-    done = run_model("--model", fp8, *SHAPE, *WAYS["stream"], launcher="by hand", ranks=2, on_cpu=True)
-    assert done.code == 0, done.stderr
-    assert done.record["output_ids_sha256"] == expected
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
@@ -290,10 +261,7 @@ def test_tensors_that_do_not_belong_together_fail_the_run(key, value, words, bro
     "said, words",
     [
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["bitsandbytes"]),
-        ({"load_in_8bit": True}, ["bitsandbytes"]),
         ({"quant_method": "gptq", "bits": 4}, ["gptq"]),
-        ({"quant_method": "awq", "bits": 4}, ["awq"]),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ["compressed-tensors"]),
         ({"quant_method": "mxfp4"}, ["mxfp4"]),
         (FP8 | {"activation_scheme": "static"}, ["activation_scheme 'static'", "'dynamic'"]),
         (FP8 | {"fmt": "e5m2"}, ["fmt 'e5m2'", "'e4m3'"]),
@@ -310,26 +278,6 @@ def test_other_forms_are_refused_before_anything_is_read(said, words, broken):
 
     message = broken(edit, code=2)
     assert all(word in message for word in [*words, "bfloat16", "--quant-bits"]), message
-
-
-def test_keys_of_a_quantized_checkpoint_whose_config_says_nothing(broken):
-    def edit(folder) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        del config["quantization_config"]
-        (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-
-    assert "F8_E4M3" in broken(edit)
-
-
-def test_gptq_keys_are_named_though_the_config_says_nothing(checkpoints, tmp_path, capfd):
-    folder = shutil.copytree(checkpoints("llama"), tmp_path / "model")
-    for shard in folder.glob("*.safetensors"):
-        tensors = load_file(shard)
-        for key in [key for key in tensors if key.endswith("q_proj.weight")]:
-            tensors[key.replace("weight", "qweight")] = tensors.pop(key).to(torch.int32)
-        save_file(tensors, shard, metadata={"format": "pt"})
-    assert run(folder, tmp_path, "--engine", "resident") == 1
-    assert "model.layers.0.self_attn.q_proj.qweight is stored as I32, quantized" in capfd.readouterr().err
 
 
 def test_masks_that_older_versions_stored_in_each_layer_are_allowed_and_other_keys_are_not(tmp_path):
@@ -354,40 +302,3 @@ def test_masks_that_older_versions_stored_in_each_layer_are_allowed_and_other_ke
         write(tmp_path / key, tensors | {key: torch.ones(32)}, config.to_dict())
         with pytest.raises(RunError, match=f"{key} is part of a decoder layer"):
             load(tmp_path / key, "float32")
-
-
-def test_scales_may_be_powers_of_two_in_a_byte():
-    stored, scales, _ = in_blocks(torch.randn(130, 140))
-    powers = torch.exp2(torch.log2(scales).round())
-    values = [
-        dequantize_tensors({"w": stored, "w_scale_inv": kept}, BlockScales(BLOCK, BLOCK), torch.float32, "folder")["w"][
-            ...
-        ]
-        for kept in (powers, powers.to(torch.float8_e8m0fnu))
-    ]
-    assert torch.equal(*values)
-
-
-def test_no_more_than_a_row_of_blocks_is_read_at_once():
-    class Watched:
-        """A slice of an opened file, as safetensors gives it, that knows how much of it was read."""
-
-        def __init__(self, values):
-            self.values, self.read = values, []
-
-        def get_dtype(self) -> str:
-            return "F8_E4M3"
-
-        def get_shape(self) -> list[int]:
-            return list(self.values.shape)
-
-        def __getitem__(self, index) -> torch.Tensor:
-            self.read.append(self.values[index].numel())
-            return self.values[index]
-
-    stored, scales, true = in_blocks(torch.randn(300, 200))
-    weight = Watched(stored)
-    plain = dequantize_tensors({"w": weight, "w_scale_inv": scales}, BlockScales(BLOCK, BLOCK), torch.float32, "folder")
-    assert list(plain) == ["w"] and not weight.read
-    assert torch.equal(plain["w"][...], true)
-    assert weight.read == [128 * 200, 128 * 200, 44 * 200]

@@ -24,11 +24,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_conf
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the weight files of a checkpoint folder: safetensors before PyTorch's, one file before shards.
-
-    Raises:
-        RunError: there are none, or the index is damaged or names one that is missing.
-    """
+    """Return the weight files of a folder: safetensors before PyTorch's, one file before shards. Raises RunError if one is missing."""
     found = _find_weights(folder)
     if found.suffix != ".json":
         return [found]
@@ -87,9 +83,6 @@ class Shards:
 
     Attributes:
         file_of: the file of each tensor's key.
-
-    Raises:
-        RunError: a file is missing or damaged, or two hold the same tensor.
     """
 
     def __init__(self, folder: Path, fp8_blocks: BlockScales | None, dtype: Any):
@@ -111,10 +104,7 @@ class Shards:
 
     @contextmanager
     def open(self, keys: list[str]) -> Iterator[dict[str, Any]]:
-        """Yield key -> tensor, which is read when it is indexed.
-
-        Files are closed afterwards: pages of a mapped file count as memory of the process.
-        """
+        """Yield key -> tensor, read when it is indexed. Files are closed afterwards: mapped pages count as memory of the process."""
         paths = {key: self.file_of[key] for key in keys}
         with ExitStack() as files:
             readers = {path: _open(path, files) for path in dict.fromkeys(paths.values())}

@@ -28,7 +28,7 @@ class EmptyModel:
     """A model without weights, built once a run: counted, planned with, and then filled by the engine that loads it.
 
     Attributes:
-        model: the transformers model, as `build_on_meta` builds it. Loading changes it; `sizes` were counted before.
+        sizes: counted before loading changed `model`.
         cache: results of `cached`.
     """
 
@@ -43,11 +43,7 @@ class EmptyModel:
         return self.cache[key]
 
     def activation_bytes(self, spec: ModelSpec, batch: int, prompt_len: int) -> int:
-        """Return the peak bytes of `batch` prompts of `prompt_len` tokens beside weights and KV cache.
-
-        An estimate if the model is already filled when a length is first asked for.
-        """
-
+        """Return the peak bytes of `batch` prompts beside weights and KV cache; estimated if a length is first asked for after loading."""
         traced = self.traced_pass(spec, prompt_len, 0)
         peak_bytes = estimate_prefill_bytes(spec, prompt_len) if traced is None else traced.peak_bytes
         return batch * max(peak_bytes, logits_bytes(spec))
@@ -60,7 +56,6 @@ class EmptyModel:
 
     @property
     def is_empty(self) -> bool:
-        """True until an engine fills the model."""
         return all(parameter.is_meta for parameter in self.model.parameters())
 
 
@@ -71,10 +66,9 @@ def build_empty_model(spec: ModelSpec) -> EmptyModel:
 
 
 def build_on_meta(spec: ModelSpec) -> Any:
-    """Build the model of `spec` with parameters on the meta device, tied weights tied.
+    """Build the model of `spec` with parameters on the meta device, in the dtype that they are loaded in, tied weights tied.
 
-    Parameters are in `spec.dtype`, or in the dtype that transformers loads them in (see `_apply_dtype_plan`). Buffers are
-    computed for real, because most are in no checkpoint (rotary frequencies, position ids, masks).
+    Buffers are computed for real, because most are in no checkpoint (rotary frequencies, position ids, masks).
 
     Raises:
         UsageError: transformers cannot build it as a language model.
@@ -126,9 +120,8 @@ def _make_contiguous(head: torch.nn.Module, args: tuple) -> tuple | None:
 class MappedAllocations(TorchFunctionMode):
     """Allocate large `torch.empty` and `torch.zeros` by mmap: no memory until they are touched, no address space after they are freed.
 
-    Each parameter is made before it goes to the meta device. In the heap, parameters of different sizes left gaps: a few plans of
-    large models took 6 GiB of addresses, and a process with more than the machine's memory cannot fork. And a heap clears zeros at
-    once: Llama-4-Scout makes its experts with `torch.zeros`, and writing 129 GB of them took 102 s.
+    Each parameter is made before it goes to the meta device. From the heap, a few plans of large models left gaps of 6 GiB of addresses,
+    and a process with more than the machine's memory cannot fork; and `torch.zeros` of Llama-4-Scout's experts took 102 s.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -146,8 +139,7 @@ class MappedAllocations(TorchFunctionMode):
 def _apply_dtype_plan(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Give parameters and persistent buffers the dtype that `from_pretrained` would load them in.
 
-    A family may need some in float32 (router scores, in float16 also norms); transformers names them by patterns. The loader casts
-    each tensor to the dtype found here.
+    A family may need some in float32 (router scores, in float16 also norms); transformers names them by patterns.
     """
     from transformers.core_model_loading import build_glob_alternation
 

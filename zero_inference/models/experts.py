@@ -11,7 +11,6 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -22,7 +21,7 @@ from torch.nn import functional
 
 from zero_inference.kernels.extension import operator_library
 from zero_inference.models.layers import cache_per_module
-from zero_inference.models.mlp import ACTIVATIONS, SCALES, is_close, shrink_module
+from zero_inference.models.mlp import ACTIVATIONS, SCALES, is_close
 from zero_inference.utils.patching import Patches
 
 # Experts chosen by each row of the small copy's input; some are chosen by all, some by none.
@@ -96,38 +95,25 @@ class FusedExperts:
 @cache_per_module
 def detect_experts(module: nn.Module) -> FusedExperts | None:
     """Return the form of `module`, which may be on the meta device, without `top_k`; None if it is no module of experts."""
-    named = dict(module.named_parameters())
-    weights = [name for name, parameter in named.items() if parameter.dim() == 3]
-    biases = [name for name, parameter in named.items() if parameter.dim() == 2]
-    if (
-        len(weights) != 2
-        or len(biases) not in (0, 2)
-        or len(named) != 2 + len(biases)
-        or named.keys() != module._parameters.keys()
-    ):
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    weights = [name for name, shape in shapes.items() if len(shape) == 3]
+    biases = [name for name, shape in shapes.items() if len(shape) == 2] or ["", ""]
+    if len(weights) != 2 or len(biases) != 2 or shapes.keys() != {*weights, *filter(None, biases)}:
         return None
-    try:
-        return next(
-            (found for form in _possible_forms(named, weights, biases) if (found := _match_form(module, form))), None
-        )
-    except Exception:  # it runs the module's code
-        return None
-
-
-def _possible_forms(named: dict[str, nn.Parameter], weights: list[str], biases: list[str]) -> Iterator[FusedExperts]:
-    """Yield the forms that the shapes allow, without the computation between the two products."""
-    orders = itertools.product((weights, weights[::-1]), (biases, biases[::-1]) if biases else (("", ""),))
-    for ((gate_up, down), (up_bias, down_bias)), transposed, gated in itertools.product(
-        orders, (False, True), (True, False)
-    ):
-        number, hidden, inner = (named[down].mT if transposed else named[down]).shape
+    for transposed, gated in itertools.product((False, True), (True, False)):
+        number, *sizes = shapes[weights[1]]
+        hidden, inner = sizes[::-1] if transposed else sizes
         rows = (1 + gated) * inner
-        expected: dict[str, tuple] = {gate_up: (number, hidden, rows) if transposed else (number, rows, hidden)}
-        if biases:
-            expected |= {up_bias: (number, rows), down_bias: (number, hidden)}
-        if all(tuple(named[name].shape) == shape for name, shape in expected.items()):
-            form = FusedExperts(gate_up, down, "identity", number, gated, transposed=transposed)
-            yield replace(form, gate_up_bias=up_bias, down_bias=down_bias)
+        expected = [(number, hidden, rows) if transposed else (number, rows, hidden), (number, rows), (number, hidden)]
+        if all(shapes[name] == shape for name, shape in zip((weights[0], *biases), expected) if name):
+            form = FusedExperts(weights[0], weights[1], "identity", number, gated, transposed=transposed)
+            try:
+                found = _match_form(module, replace(form, gate_up_bias=biases[0], down_bias=biases[1]))
+            except Exception:  # it runs the module's code
+                return None
+            if found is not None:
+                return found
+    return None
 
 
 def experts_per_token(module: nn.Module, config: Any, number: int) -> int:
@@ -149,7 +135,7 @@ def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
     sizes = {number: 6, 2 * inner: 16, inner: 8, hidden: small_hidden}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        small = shrink_module(module, sizes)
+        small = _shrink_module(module, sizes)
         numbers = torch.tensor(NUMBERS)
         weights = torch.rand(numbers.shape, dtype=torch.float64)
         inputs = [scale * torch.randn(len(NUMBERS), small_hidden, dtype=torch.float64) for scale in SCALES]
@@ -167,6 +153,19 @@ def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
             if all(is_close(one, _compute_experts(tried, small, x, numbers, weights)) for one, x in zip(found, inputs)):
                 return tried
     return None
+
+
+def _shrink_module(module: nn.Module, sizes: dict[int, int]) -> nn.Module:
+    """Return a copy with random parameters in float64; each dimension, and each integer attribute equal to one, is replaced by `sizes`."""
+    small = copy.copy(module)
+    for name, value in list(vars(small).items()):
+        if type(value) is int:
+            vars(small)[name] = sizes.get(value, value)
+    vars(small)["_parameters"] = {}
+    for name, p in module._parameters.items():
+        values = torch.randn([sizes[size] for size in p.shape], dtype=torch.float64) / sizes[p.shape[-1]] ** 0.5
+        small.register_parameter(name, nn.Parameter(values, requires_grad=False))
+    return small
 
 
 def _compute_experts(form: FusedExperts, module: nn.Module, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
@@ -203,10 +202,7 @@ def choose_experts_reference(
 ) -> tuple[Tensor, Tensor]:
     """Return weights and ids, both [tokens, k], of the experts that each token is routed to by `logits` [tokens, experts].
 
-    Args:
-        softmax_first: take the softmax over all experts; else over the chosen ones.
-        normalized: with `softmax_first`, divide the weights by their sum.
-        in_float32: return weights in float32; else in the dtype of the logits.
+    The softmax is over all experts (`softmax_first`, then perhaps `normalized` to a sum of 1) or over the chosen ones.
     """
     scores = logits.float()
     if softmax_first:
@@ -223,12 +219,7 @@ LIBRARY.impl("choose_experts", choose_experts_reference, "CompositeExplicitAutog
 
 @dataclass(frozen=True)
 class RouterForm:
-    """Arguments with which `choose_experts` computes what a router does.
-
-    Attributes:
-        dtype: dtype of hidden states and the router's weight.
-        logits_dtype: dtype of the logits that the router returns.
-    """
+    """Arguments with which `choose_experts` computes what a router does; dtypes of its weight and of the logits that it returns."""
 
     k: int
     softmax_first: bool
@@ -238,7 +229,7 @@ class RouterForm:
     logits_dtype: torch.dtype
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the router's output for `logits` [tokens, experts]: logits, weights [tokens, k] and expert ids [tokens, k]."""
+        """Return a router's output for `logits` [tokens, experts]: logits, weights [tokens, k] and expert ids [tokens, k]."""
         choice = (self.k, self.softmax_first, self.normalized, self.in_float32)
         return logits.to(self.logits_dtype), *torch.ops.zero_inference.choose_experts(logits, *choice)
 
@@ -344,10 +335,7 @@ def _match_router(module: nn.Module, device: torch.device) -> RouterForm | None:
 
 
 def _rows_without_ties(logits: Tensor, k: int) -> Tensor:
-    """Return the indices of rows whose k + 1 largest logits all differ: equal ones may be chosen in any order.
-
-    Raises ValueError if fewer than 1 in 16 rows are so.
-    """
+    """Return the rows whose k + 1 largest logits all differ: equal ones may be chosen in any order. Raises ValueError if these are few."""
     rows = (logits.topk(k + 1, -1).values.diff(dim=-1) != 0).all(-1).nonzero().view(-1)
     if 16 * rows.numel() < logits.shape[0]:
         raise ValueError("too many equal logits")

@@ -31,9 +31,8 @@ class Snapshot:
 
     Attributes:
         asked: the value of --model.
-        name: the repository.
-        folder: in the cache, named after the commit; holds config.json and what was fetched since.
-        unreachable: set if the hub did not answer in time: the reason. Then only the cache is used, without further waiting.
+        folder: in the cache; holds config.json and what was fetched since.
+        unreachable: why the hub did not answer in time, if so. Then only the cache is used, without further waiting.
     """
 
     asked: str
@@ -42,7 +41,6 @@ class Snapshot:
     unreachable: str | None = None
 
     def fetch_code(self) -> None:
-        """Fetch the repository's Python files."""
         with self._hub_errors("its code"):
             self._fetch(["*.py"])
 
@@ -99,9 +97,7 @@ class Snapshot:
 
 
 def open_snapshot(asked: str, name: str) -> Snapshot:
-    """Fetch config.json of the newest commit of repository `name`; without a network use the newest commit in the cache.
-
-    A hub that does not answer in time counts as no network.
+    """Fetch config.json of the newest commit of repository `name`; if the hub does not answer, use the newest commit in the cache.
 
     Raises:
         UsageError: there is no such repository, no access to it, or no network and nothing in the cache.
@@ -179,33 +175,31 @@ def _explain(asked: str, name: str, what: str, error: Exception, unreachable: st
     from huggingface_hub import errors
 
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    preset = find_preset(asked)
-    similar = [] if preset else similar_presets(asked)
-    correct = "correct the name" + (f" (did you mean {', '.join(similar)}?)" if similar else "")
+    similar = [] if find_preset(asked) else similar_presets(asked)
+    did_you_mean = f" (did you mean {', '.join(similar)}?)" if similar else ""
+    local = f"correct the name{did_you_mean} or give a local folder; --dummy uses random weights"
     log_in = "log in with `hf auth login` or set HF_TOKEN"
-    instead = f"{correct} or give a local folder"
-    if preset or what == "its weights":
-        instead += ", or --dummy for random weights of its shape"
     causes: list[BaseException] = [error]
     while following := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(following)
-    answer = next((cause for cause in causes if isinstance(cause, errors.HfHubHTTPError)), None)
-    if isinstance(answer, errors.GatedRepoError):
+
+    def caused_by(kind: type[BaseException]) -> bool:
+        return any(isinstance(cause, kind) for cause in causes)
+
+    if caused_by(errors.GatedRepoError):
         return f"{name} is gated: for {what}, accept its terms on {endpoint}/{name}, then {log_in}."
-    if isinstance(answer, errors.RepositoryNotFoundError):
-        return f"the hub has no repository {name} that you may read; {correct}, or if it is private, {log_in}."
-    if answer is not None:
-        status = answer.response.status_code
-        remedy = f"{log_in} to a valid one" if status in (401, 403) else f"try again later, or {instead}"
-        return f"{what} could not be fetched, {endpoint} answered {status}; {remedy}."
-    if any(isinstance(cause, errors.HFValidationError) for cause in causes):
-        return f"not a folder, a preset or a valid name on the hub; {correct}."
-    if unreachable is None and any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
-        return f"{what} is not in the local cache, and HF_HUB_OFFLINE forbids fetching it; unset that, {instead}."
-    if unreachable or isinstance(error, errors.LocalEntryNotFoundError):
+    if caused_by(errors.RepositoryNotFoundError):
+        return f"the hub has no repository {name} that you may read; {local}, or if it is private, {log_in}."
+    if caused_by(errors.HFValidationError):
+        return f"not a folder, a preset or a valid name on the hub; {local}."
+    if unreachable is None and caused_by(errors.OfflineModeIsEnabled):
+        return f"{what} is not in the local cache, and HF_HUB_OFFLINE forbids fetching it; unset that, {local}."
+    answer = next((cause for cause in causes if isinstance(cause, errors.HfHubHTTPError)), None)
+    if answer is None and (unreachable or isinstance(error, errors.LocalEntryNotFoundError)):
         reason = unreachable or first_line(causes[-1])
         return (
-            f"{what} is not in the local cache, and {endpoint} cannot be reached ({reason}); "
-            f"connect this machine, set HF_ENDPOINT to a mirror, {instead}."
+            f"{what} is not in the local cache, and {endpoint} cannot be reached ({reason}); connect this machine, "
+            f"set HF_ENDPOINT to a mirror, {local}."
         )
-    return f"{what} could not be fetched from {endpoint} ({first_line(error)}); try again, or {instead}."
+    reason = first_line(answer or error)
+    return f"{what} could not be fetched from {endpoint} ({reason}); try again later, {log_in}, or {local}."

@@ -46,10 +46,7 @@ def cache_per_module(read: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name and the ModuleList of the decoder layers: the longest ModuleList that is not inside another one.
 
-    A vision tower, which may have more layers, is not searched.
-
-    Raises:
-        UsageError: the model has no ModuleList of layers.
+    A vision tower, which may have more layers, is not searched. Raises UsageError if there is none.
     """
     name, decoder = _language_model(model)
     others = _configs_of_towers(model)
@@ -69,7 +66,6 @@ def unused_tower_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _language_model(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the name and module of transformers' `get_decoder`; the model itself if it has none."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     return next(((name, module) for name, module in model.named_modules() if module is decoder), ("", model))
 
@@ -92,10 +88,7 @@ def _outer_lists(module: nn.Module, name: str, towers: set[type]) -> Iterator[tu
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """
-    Attributes:
-        positions: of the decoder layers in their list, by kind, in order. Empty if it is unknown which are identical.
-    """
+    """Positions of the decoder layers in their list, by kind, in order. Empty if it is unknown which are identical."""
 
     positions: tuple[tuple[int, ...], ...]
 
@@ -117,10 +110,7 @@ class LayerKinds:
 
 @cache_per_module
 def layer_kinds(model: nn.Module) -> LayerKinds:
-    """Group the decoder layers of a model as transformers builds it by kind.
-
-    No kinds if code is not that of transformers, or if layers share something with each other or with the rest of the model.
-    """
+    """Group the decoder layers by kind. No kinds if code is not that of transformers, or if layers share something."""
     try:
         _, layers = decoder_layers(model)
     except UsageError:
@@ -178,10 +168,7 @@ def _share_something(model: nn.Module, layers: nn.ModuleList) -> bool:
 
 
 def _config_entries(config: Any, count: int) -> list[tuple]:
-    """Return for each of `count` layers its entries in all lists of the config with one entry a layer, such as `layer_types`.
-
-    Lists of the layers' indices are left out, because these always differ.
-    """
+    """Return for each layer its entries in all lists of the config with one entry a layer, such as `layer_types`."""
     lists = [
         value
         for each in {id(part): part for part in (config, config.get_text_config())}.values()

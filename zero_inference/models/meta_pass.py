@@ -42,10 +42,9 @@ def run_on_meta(
 ) -> Result | None:
     """Return what `run` returns for a copy of `model` on the meta device, or None if the model cannot run there.
 
-    The copy has a few layers of each kind; it has all of them if those of a kind turn out to differ.
+    The copy has a few layers of each kind, or all of them if those of a kind turn out to differ.
 
     Args:
-        dtype: of parameters and buffers.
         run: gets the copy, its layers by position, and their kinds, for `repeat_layers`.
     """
     kinds = layer_kinds(model)

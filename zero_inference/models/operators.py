@@ -28,15 +28,8 @@ from zero_inference.utils.patching import Patches
 aten = torch.ops.aten
 # They move nothing, although PyTorch does not call them views.
 WITHOUT_WORK = {
-    aten.empty,
-    aten.empty_like,
-    aten.new_empty,
-    aten.new_empty_strided,
-    aten.empty_strided,
-    aten.detach,
-    aten.alias,
-    aten._unsafe_view,
-    aten.sym_size,
+    getattr(aten, name)
+    for name in "empty empty_like new_empty new_empty_strided empty_strided detach alias _unsafe_view sym_size".split()
 }
 # More than any model has that computes its positions in parallel; recurrent ones that loop over them are estimated.
 MAX_OPERATORS = 40_000
@@ -99,7 +92,6 @@ class Pass:
 
     @property
     def launches(self) -> int:
-        """Number of kernels."""
         return sum(self.operators.values())
 
     @property
@@ -115,10 +107,8 @@ class Pass:
 
 
 def trace_pass(model: Any, spec: ModelSpec | None, tokens: int, past: int) -> Pass | None:
-    """Trace the pass of `tokens` tokens of one sequence after `past` others.
-
-    PyTorch's attention counts as one operator that stores no scores, like its fast kernels. None if the model reads values, has operators
-    without meta functions, or loops over positions.
+    """Trace the pass of `tokens` tokens of one sequence after `past` others; None if the model reads values, loops over positions, or has
+    operators without meta functions. PyTorch's attention counts as one operator that stores no scores, like its fast kernels.
 
     Args:
         model: without weights, as `empty_model.build_on_meta` builds it; it is not changed.
@@ -204,10 +194,7 @@ def _record_pass(
 class PassRecorder(TorchDispatchMode):
     """Records the operators of a pass on the meta device, except in calls of layers that are repeated.
 
-    Raises TooManyOperators after `MAX_OPERATORS`, repeated ones included.
-
     Attributes:
-        operators: those that move or compute something.
         now, peak: bytes of tensors that operators made.
         inside, calls: as of `Reads`.
     """
@@ -263,9 +250,9 @@ class PassRecorder(TorchDispatchMode):
         for tensor in outputs:
             if storage_of(tensor) not in given:
                 self._add_storage(tensor.untyped_storage())
-        if not function.is_view and function._overloadpacket not in WITHOUT_WORK:
-            flops = _flops(function._overloadpacket, args, kwargs, out)
-            self._count_operator(function._overloadpacket, inputs, outputs, flops)
+        name = function._overloadpacket
+        if not function.is_view and name not in WITHOUT_WORK:
+            self._count_operator(_flops(name, args, kwargs, out), inputs, outputs, looks_up=name is aten.embedding)
         return out
 
     def _count_seen(self, operators: int) -> None:
@@ -286,14 +273,16 @@ class PassRecorder(TorchDispatchMode):
         del self._alive[key]
         self.now -= nbytes
 
-    def _count_operator(self, name: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], flops: int) -> None:
+    def _count_operator(
+        self, flops: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor], looks_up: bool
+    ) -> None:
         read: Counter[str] = Counter()  # bytes of weights
         computed = []  # activations
         for tensor in inputs:
             kind = self._weight_kinds.get(storage_of(tensor))
             if kind is None:
                 computed.append(tensor)
-            elif name is not aten.embedding:  # it reads one row a token
+            elif not looks_up:  # an embedding reads one row a token
                 read[kind] += tensor.nbytes
         same_input = False
         if flops and read and computed:
@@ -316,13 +305,12 @@ class PassRecorder(TorchDispatchMode):
         return out
 
     def begin_call(self) -> tuple:
-        """Return the state that `end_call` needs at the end of a decoder layer's call."""
         before = self.operators.copy(), self.module_calls, self.operators_seen, self.now, self.peak
         self.peak = self.now
         return before
 
     def end_call(self, start: tuple, new_outputs: list[torch.Tensor]) -> tuple:
-        """Return the counts of a call, equal for calls that did the same."""
+        """Return the counts of a decoder layer's call since `begin_call`, equal for calls that did the same."""
         operators, module_calls, operators_seen, now, peak = start
         outputs_bytes = sum(_allocated_bytes(each.untyped_storage()) for each in new_outputs)
         counts = (

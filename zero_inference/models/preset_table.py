@@ -22,7 +22,6 @@ class Preset:
     """A model of the hub.
 
     Attributes:
-        name, aliases: its hub name, and short names.
         source: where the numbers come from.
         config: the arguments of its transformers config.
         quantization: `quant_method` of the published weights; empty if they are not quantized.
@@ -35,7 +34,6 @@ class Preset:
     quantization: str = ""
 
     def to_config(self) -> Any:
-        """Return a new transformers config, of the class its `model_type` names."""
         from transformers import AutoConfig
 
         # Copied: transformers edits nested values such as the rope parameters in place.
@@ -53,14 +51,10 @@ def _preset_by_name() -> dict[str, Preset]:
     return table
 
 
-@functools.cache
-def _preset_by_lower_name() -> dict[str, Preset]:
-    return {name.lower(): preset for name, preset in _preset_by_name().items()}
-
-
 def find_preset(name: str) -> Preset | None:
     """Return the preset with this hub name or alias, in upper or lower case."""
-    return _preset_by_lower_name().get(name.strip().lower())
+    wanted = name.strip().lower()
+    return next((preset for known, preset in _preset_by_name().items() if known.lower() == wanted), None)
 
 
 def similar_presets(name: str, n: int = 3) -> list[str]:

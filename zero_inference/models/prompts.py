@@ -41,8 +41,7 @@ TEXT = (
 def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
     """Return `config` with the length in tokens of its longest --prompt, unless --prompt-len is set.
 
-    Raises:
-        UsageError: the model has no tokenizer for --prompt, or no chat template for --chat.
+    Raises UsageError if the model has no tokenizer for --prompt, or no chat template for --chat.
     """
     if not config.prompt and not config.chat:
         return config
@@ -61,11 +60,7 @@ def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
 
 
 def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, str | None]:
-    """Return the prompts of a run: ids int64 [batch, prompt_len], the tokenizer (None without one) and a note to print, if any.
-
-    Raises:
-        UsageError: the prompts or the tokenizer cannot be used.
-    """
+    """Return ids int64 [batch, prompt_len], the tokenizer (None without one) and a note to print, if any."""
     tokenizer, vocab_size = load_tokenizer(spec), spec.text_config.vocab_size
     if tokenizer is not None:
         with _tokenizer_errors(spec.name):
@@ -119,12 +114,8 @@ def random_ids(seed: int, batch_size: int, prompt_len: int, vocab_size: int) -> 
 def encode_prompts(tokenizer, prompts: list[str], prompt_len: int, chat: bool = False) -> torch.Tensor:
     """Tokenize each prompt to exactly `prompt_len` real tokens: int64 [len(prompts), prompt_len].
 
-    A long prompt is cut at its end. Before a short one goes the built-in text, after the ids that the tokenizer puts at the start of a
-    sequence, or with `chat` the chat template puts before the message.
-
-    Raises:
-        ValueError: it makes no tokens of the built-in text.
-        UsageError: a chat template leaves no room for the text.
+    A long prompt is cut at its end. Before a short one goes the built-in text, after the ids that the tokenizer or the chat template puts
+    at the start. Raises UsageError if a chat template leaves no room for the text.
     """
     filler = tokenizer(" ".join(TEXT), add_special_tokens=False)["input_ids"]
     if not filler:
@@ -172,7 +163,7 @@ def _no_tokenizer(config: RunConfig, spec: ModelSpec) -> UsageError:
 
 @contextlib.contextmanager
 def _tokenizer_errors(name: str) -> Iterator[None]:
-    """Raise UsageError instead of any exception of a tokenizer's code inside the `with` block, except out of memory."""
+    """Raise UsageError instead of any exception of a tokenizer's code, except out of memory."""
     try:
         yield
     except UsageError:
@@ -186,11 +177,7 @@ def _tokenizer_errors(name: str) -> Iterator[None]:
 
 
 def read_prompts(path: str | None, batch_size: int) -> list[str]:
-    """Return `batch_size` prompts from a file of one prompt a line, or from the built-in text (repeated as needed).
-
-    Raises:
-        UsageError: the file has fewer prompts than the batch needs.
-    """
+    """Return `batch_size` prompts from a file of one prompt a line, or from the built-in text (repeated as needed)."""
     if path is None:
         return [TEXT[-1 - i % len(TEXT)] for i in range(batch_size)]
     try:
@@ -206,10 +193,7 @@ def read_prompts(path: str | None, batch_size: int) -> list[str]:
 
 
 def greedy_config(new_tokens: int) -> GenerationConfig:
-    """Return settings of `generate` for exactly `new_tokens` tokens, each the likeliest, with a KV cache.
-
-    Rows have equal lengths, so the padding token is never used. Unset settings come from the model: see `reset_generation_config`.
-    """
+    """Return settings of `generate` for exactly `new_tokens` tokens, each the likeliest, with a KV cache. There is no padding."""
     from transformers import GenerationConfig
 
     return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, num_beams=1, use_cache=True, pad_token_id=0)
@@ -223,9 +207,5 @@ def reset_generation_config(model) -> None:
 
 
 def disable_cudnn_attention() -> None:
-    """Exclude cuDNN's attention from PyTorch's choice.
-
-    Its decode step is not repeatable on an H200: float16 logits differed from run to run, enough to change greedy tokens
-    (benchmarks/LOG.md).
-    """
+    """Exclude cuDNN's attention: its decode steps differ from run to run on an H200, enough to change greedy tokens (benchmarks/LOG.md)."""
     torch.backends.cuda.enable_cudnn_sdp(False)

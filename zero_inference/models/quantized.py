@@ -33,7 +33,6 @@ class BlockScales:
     columns: int
 
     def scale_shape(self, shape: list[int]) -> list[int]:
-        """Return the shape of the scales of a weight of `shape` [..., out, in]."""
         return [*shape[:-2], -(-shape[-2] // self.rows), -(-shape[-1] // self.columns)]
 
 
@@ -51,11 +50,7 @@ def pop_quantization_config(config: Any) -> dict[str, Any] | None:
 
 
 def read_block_scales(name: str, quantization: dict[str, Any]) -> BlockScales:
-    """Return the block size of checkpoint `name` by its quantization config.
-
-    Raises:
-        UsageError: the weights are stored in another format.
-    """
+    """Return the block size of checkpoint `name` by its quantization config. Raises UsageError for another format."""
 
     def refuse(found: str, readable: str) -> UsageError:
         return UsageError(
@@ -82,7 +77,7 @@ def dequantize_tensors(
     """Return `tensors` with float8 weights that become `dtype` when they are indexed, and without their scales.
 
     Args:
-        tensors: key -> torch tensor or safetensors slice, which is read when it is indexed. Scales come with their weights.
+        tensors: key -> torch tensor or safetensors slice. Scales come with their weights.
         blocks: of a checkpoint of float8 weights, None for any other.
 
     Raises:
@@ -127,7 +122,6 @@ def integer_keys(tensors: dict[str, Any]) -> list[str]:
 
 
 def _dtype_and_shape(tensor: Any) -> tuple[str, list[int]]:
-    """Return the name of the dtype and the shape of a tensor or safetensors slice, without reading a value."""
     if torch.is_tensor(tensor):
         return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
     return tensor.get_dtype(), list(tensor.get_shape())

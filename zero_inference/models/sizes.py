@@ -53,20 +53,21 @@ class ModelSizes:
 
 def count_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
     """Count a model without weights. To be called before an engine fills it: engines may take parameters apart."""
-    idle_experts = _idle_experts(model, spec)
-    towers = unused_tower_parameters(model)
-    idle = _idle_rows(model, {id(p) for p in towers}) + idle_experts + [(p.numel(), p.dtype) for p in towers]
+    number, chosen = spec.experts
+    # (elements, bytes of an element) that a token does not touch
+    idle_experts = [(p.numel() * (number - chosen) // number, p.itemsize) for p in expert_parameters(model, spec)]
+    idle = idle_experts + [(p.numel(), p.itemsize) for p in (*unused_tower_parameters(model), *_looked_up_rows(model))]
     refusals: list[str] = []
     cached = _trace_cache(model, spec.dtype, refusals)
-    text = spec.text_config
     if cached is None:
+        text = spec.text_config
         cached = _TracedCache((2 * kv_width(text),) * kv_layers(text), (0, 0), 0, False)
     return ModelSizes(
         parameters=sum(p.numel() for p in model.parameters()),
         parameter_bytes=parameter_bytes(model),
         idle_parameters=sum(numel for numel, _ in idle),
-        idle_bytes=sum(numel * dtype.itemsize for numel, dtype in idle),
-        idle_expert_bytes=sum(numel * dtype.itemsize for numel, dtype in idle_experts),
+        idle_bytes=sum(numel * itemsize for numel, itemsize in idle),
+        idle_expert_bytes=sum(numel * itemsize for numel, itemsize in idle_experts),
         chooses_experts=any(numel for numel, _ in idle_experts),
         **cached._asdict(),
         refuses_text=refusals[0] if refusals and is_wrapper(spec.config) else None,
@@ -191,35 +192,20 @@ def logits_bytes(spec: ModelSpec) -> int:
     return spec.text_config.vocab_size * (spec.dtype.itemsize + 2 * 4)
 
 
-def _idle_rows(model: Any, counted: set[int]) -> list[tuple[int, torch.dtype]]:
-    """Return elements and dtype of embeddings that are not tied to the head, except parameters with ids in `counted`."""
-    head = model.get_output_embeddings()
-    return [
-        (module.weight.numel(), module.weight.dtype)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding)
-        and id(module.weight) not in counted
-        and (head is None or module.weight is not head.weight)
-    ]
-
-
-def _idle_experts(model: Any, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:
-    """Return elements and dtype of the experts that a token does not choose."""
-    number, chosen = spec.experts
-    return [(p.numel() * (number - chosen) // number, p.dtype) for p in expert_parameters(model, spec)]
+def _looked_up_rows(model: Any) -> list[torch.nn.Parameter]:
+    """Return the embeddings of the language model that are not tied to the head: of these a token reads one row."""
+    head, towers = model.get_output_embeddings(), {id(p) for p in unused_tower_parameters(model)}
+    embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    return [weight for weight in embeddings if id(weight) not in towers and (head is None or weight is not head.weight)]
 
 
 def expert_parameters(model: Any, spec: ModelSpec) -> Iterator[torch.nn.Parameter]:
     """Yield the parameters of experts that a token may leave out."""
     number, _ = spec.experts
     for name, module in model.named_modules():
-        if number and ".experts." in f".{name}." and not _uses_all_experts(module):
-            for p in module.parameters(recurse=False):
-                if p.dim() == 3 and p.shape[0] == number or p.dim() == 2:
-                    yield p
-
-
-def _uses_all_experts(experts: torch.nn.Module) -> bool:
-    """Return whether a module of stacked experts gets only hidden states and no choice, as that of Llama 4."""
-    stacked = any(p.dim() == 3 for p in experts.parameters(recurse=False))
-    return stacked and len(inspect.signature(type(experts).forward).parameters) == 2  # self and the hidden states
+        if number and ".experts." in f".{name}.":
+            own = list(module.parameters(recurse=False))
+            # stacked experts that get only hidden states and no choice, as those of Llama 4, are all used
+            gets_choice = len(inspect.signature(type(module).forward).parameters) > 2  # with self
+            if gets_choice or not any(p.dim() == 3 for p in own):
+                yield from (p for p in own if p.dim() == 2 or (p.dim() == 3 and p.shape[0] == number))

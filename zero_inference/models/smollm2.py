@@ -84,11 +84,7 @@ def _find_gguf() -> tuple[Path, str]:
 
 
 def _convert_in_child(gguf_file: Path, folder: Path) -> None:
-    """Run `_convert` in a child process, which ends with this one, as the lock does.
-
-    Here its 0.5 GB of float32 weights would count as the run's peak host memory, and an active DeepSpeed ZeRO-3 config
-    would partition them.
-    """
+    """Run `_convert` in a child: here its weights would count as the run's peak host memory, and ZeRO-3 would partition them."""
     program = "from zero_inference.models.smollm2 import _convert; _convert(sys.argv[1], sys.argv[2])"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     with process_group(

@@ -51,8 +51,6 @@ class ModelSpec:
         config: the transformers config, without a quantization config.
         folder: the local checkpoint folder; None for dummy weights or a hub model.
         snapshot: the hub model in the cache; None for any other.
-        dtype: the dtype of computed weights.
-        fp8_blocks: block size of float8 weights; None for plain weights.
         dummy_routing: text or greedy, see `models.weights`; None for real weights or a model without experts.
     """
 
@@ -107,10 +105,7 @@ def max_positions(config: Any) -> int | None:
 
 
 def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
-    """Find the model that `config` names.
-
-    Args:
-        device_type: 'cuda' or 'cpu'; `--dtype auto` is bfloat16 on a CPU.
+    """Find the model that `config` names; on device_type 'cpu' `--dtype auto` is bfloat16.
 
     Raises:
         UsageError: no such model (with similar names), no usable config, or weights quantized in a format that is not read.
@@ -248,7 +243,6 @@ def _check_sizes(model: str, sizes: dict[str, Any], only_large: bool = False) ->
 
 
 def _resolve_dtype(config: RunConfig, model_config, device_type: str, half: torch.dtype) -> torch.dtype:
-    """Return the dtype of a run; `half` is used if the config names no 16-bit dtype."""
     if config.dtype != "auto":
         if config.dtype == "float16" and device_type == "cpu" and config.engine == "deepspeed":
             raise UsageError("--dtype float16: DeepSpeed does not run float16 on a CPU; use bfloat16, float32 or auto.")

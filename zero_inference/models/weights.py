@@ -50,8 +50,7 @@ def load_weights(
 ) -> None:
     """Give every parameter of an empty model its values in its dtype, and pass each to `adopt(name, parameter)` once.
 
-    Persistent buffers in the checkpoint are set in the model, in host memory. Others keep their initial values, as in transformers, with a
-    warning; dummy weights leave all buffers unchanged.
+    Buffers that the checkpoint lacks keep their initial values, with a warning; dummy weights leave all buffers unchanged.
 
     Args:
         device: where dummy weights are drawn; checkpoint weights come in host memory.
@@ -59,8 +58,7 @@ def load_weights(
         progress: called with the bytes of each parameter that was adopted.
 
     Raises:
-        RunError: a file is damaged, a parameter is missing, a tensor has another shape, has no place in its decoder layer, or is
-            quantized in a format that is not read.
+        RunError: a file is damaged, a parameter is missing, or a tensor has another shape, no place or an unknown format.
     """
     observers = tuple(_observers)
 
@@ -79,7 +77,7 @@ def load_weights(
 
 @contextmanager
 def observe_loading(observe: Adopt) -> Iterator[None]:
-    """Within it, call `observe` for each parameter that is loaded, before the engine adopts it."""
+    """Call `observe` for each parameter that is loaded within the block, before the engine adopts it."""
     _observers.append(observe)
     try:
         yield
@@ -117,7 +115,7 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
 
     shards = Shards(spec.checkpoint_folder(), spec.fp8_blocks, spec.dtype)
     mapping = get_model_conversion_mapping(model)
-    ties = _resolve_ties(model, shards, _keys_of_ties(model, mapping, shards.file_of))
+    ties = _resolve_ties(model, shards, mapping)
     adopted: set[int] = set()
     unset, unused = set(model.state_dict()), []
     for keys in shards.layers():
@@ -152,29 +150,23 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
         logger.warning("warning: %s: ignored, the model has no parameter for %s.", shards.folder, shorten_names(unused))
 
 
-def _layer_in(key: str, model) -> tuple[int, int] | None:
-    """Return the decoder layer that a checkpoint's key names, and the number of layers; None for another key."""
+def _is_in_layer(key: str, model) -> bool:
+    """Return whether a checkpoint's key names a tensor of one of the model's decoder layers."""
     try:
         prefix, layers = decoder_layers(model)
     except UsageError:
-        return None
+        return False
     prefixes = "|".join(re.escape(name) for name in (prefix, prefix.removeprefix(model.base_model_prefix + ".")))
     found = re.match(rf"(?:{prefixes})\.(\d+)\.", key)
-    return (int(found.group(1)), len(layers)) if found else None
+    return found is not None and int(found.group(1)) < len(layers)
 
 
-def _resolve_ties(model, shards: Shards, stored_as: dict[str, str]) -> list[list[str]]:
-    """Return the names of each parameter that stays tied.
-
-    If the checkpoint has several of them, only one of equal tensors is read, and different tensors are untied.
-
-    Args:
-        stored_as: a name in the model -> its key in the checkpoint.
-    """
+def _resolve_ties(model, shards: Shards, mapping: list) -> list[list[str]]:
+    """Return the names of each parameter that stays tied; those with different tensors in the checkpoint are untied."""
     ties = []
-    for names in parameter_names(model).values():
-        if len(names) < 2:
-            continue
+    tied = [names for names in parameter_names(model).values() if len(names) > 1]
+    stored_as = _checkpoint_keys(model, mapping, shards.file_of, {name for names in tied for name in names})
+    for names in tied:
         # in the model's order: the others are tied to its first name
         present = [stored_as[name] for name in names if name in stored_as]
         with shards.open([stored for key in present for stored in shards.with_scale(key)]) as tensors:
@@ -185,8 +177,7 @@ def _resolve_ties(model, shards: Shards, stored_as: dict[str, str]) -> list[list
                 for stored in shards.with_scale(key):
                     del shards.file_of[stored]
             continue
-        model.config.get_text_config(decoder=True).tie_word_embeddings = False
-        model.config.tie_word_embeddings = False
+        model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = False
         for name in names[1:]:
             module, _, leaf = name.rpartition(".")
             owner = model.get_submodule(module)
@@ -194,25 +185,22 @@ def _resolve_ties(model, shards: Shards, stored_as: dict[str, str]) -> list[list
     return ties
 
 
-def _keys_of_ties(model, mapping: list, keys: Iterable[str]) -> dict[str, str]:
-    """Return the checkpoint's key of each name of a tied parameter, by transformers' renaming."""
+def _checkpoint_keys(model, mapping: list, keys: Iterable[str], wanted: set[str]) -> dict[str, str]:
+    """Return the checkpoint's key of each of the `wanted` names in the model, by transformers' renaming."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    tied = {name for names in parameter_names(model).values() if len(names) > 1 for name in names}
-    if not tied:
-        return {}
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     state = model.state_dict()
-    numbered = any(re.search(r"\.\d+\.", name) for name in tied)
+    numbered = any(re.search(r"\.\d+\.", name) for name in wanted)
     found: dict[str, str] = {}
-    for key in keys:
+    for key in keys if wanted else ():
         if not numbered and re.search(r"\.\d+\.", key):
             continue  # tens of thousands of experts that no tie can name
         name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:  # as the loader does
             name, converted = key, None
-        if name in tied and converted is None:
+        if name in wanted and converted is None:
             found.setdefault(name, key)
     return found
 
@@ -233,8 +221,7 @@ def _convert_tensors(
     """Read a group of the checkpoint's tensors into the model.
 
     Returns:
-        names of the model's tensors that were not in it, except those that the family expects to be missing; and keys that the model does
-        not use, except those that the family expects.
+        names of the model's tensors that were not in it, and keys that the model does not use, both except those that the family expects.
     """
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -257,7 +244,7 @@ def _convert_tensors(
     unexpected = sorted(key for key in info.unexpected_keys if not OUTDATED_BUFFERS.search(key))
     for key in unexpected:
         # layers after the model's last one are ignored, as in transformers: DeepSeek-V3 stores its multi-token prediction there
-        if (layer := _layer_in(key, model)) and layer[0] < layer[1]:
+        if _is_in_layer(key, model):
             raise RunError(
                 f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
                 f"checkpoint is another model's, or quantized in an unsupported format; {INSTEAD}."
@@ -282,10 +269,9 @@ def return_free_memory() -> None:
 
 
 def fill_dummy(tensor: torch.Tensor, name: str, seed: int, std: float = WEIGHT_STD) -> torch.Tensor:
-    """Fill `tensor` in place and return it.
+    """Fill `tensor` in place and return it: matrices N(0, std^2), norm weights 1 + N(0, 0.02^2), biases N(0, 0.02^2).
 
-    Matrices are N(0, std^2), norm weights 1 + N(0, 0.02^2), biases N(0, 0.02^2). The values depend on `seed`, `name`,
-    shape, dtype, `std` and the kind of device alone.
+    The values depend on `seed`, `name`, shape, dtype, `std` and the kind of device alone.
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
