@@ -10,9 +10,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import comb
 from pathlib import Path
@@ -37,6 +36,7 @@ from zero_inference.quality.sandbox import (
 from zero_inference.records.schema import Quality, Tasks
 from zero_inference.records.write import RunLog
 from zero_inference.utils.files import write_atomically
+from zero_inference.utils.patching import Patches
 from zero_inference.utils.progress import Progress, Task, current_progress
 from zero_inference.utils.ranks import Ranks
 
@@ -77,50 +77,6 @@ class QualitySettings:
             pass_at_k(self.samples, 0, k)
 
 
-# Items are divided over ranks: each takes every n-th, so that neighbours, which often take equally long, are spread.
-
-
-def share_of(items: list, ranks: Ranks) -> list:
-    return items[ranks.rank :: ranks.world_size]
-
-
-def gather_items(mine: list, ranks: Ranks) -> list:
-    """Return the results of all ranks, one for each item, in the order of the items; on every rank."""
-    shares = ranks.gather_objects(mine)
-    results = [None] * sum(map(len, shares))
-    for rank, share in enumerate(shares):
-        results[rank :: ranks.world_size] = share
-    return results
-
-
-@contextmanager
-def ranks_in_step(model, device: torch.device, ranks: Ranks) -> Iterator[None]:
-    """Let ranks that share a model's layers call it a different number of times.
-
-    Each forward pass is announced; a rank that has finished takes part with one token until all have. Leaving by an exception does not
-    wait for the others.
-    """
-    if ranks.world_size == 1:
-        yield
-        return
-
-    def any_rank_works(here: bool) -> bool:
-        return ranks.maximum([float(here)])[0] > 0
-
-    def announce(module, args) -> None:
-        any_rank_works(True)
-
-    hook = model.register_forward_pre_hook(announce, prepend=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-    token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    while any_rank_works(False):
-        with torch.no_grad():
-            model(token, use_cache=False)
-
-
 def mean_and_stderr(values: list[float]) -> tuple[float, float | None]:
     """Return the mean and its standard error from the sample's spread (n - 1), as lm-eval's; None for a single value."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
@@ -138,17 +94,48 @@ class Scoring:
     progress: Progress
     task: Task
 
+    def over_ranks(self, items: list, score: Callable[[list], list], calls_model: bool = True) -> list:
+        """Return a result for each item, on every rank: each scores every n-th, as neighbours often take equally long.
+
+        Ranks that share a model's layers may call it a different number of times: each forward pass is announced, and a rank that has
+        finished takes part with one token until all have. Leaving by an exception does not wait for the others.
+        """
+        ranks, model = self.ranks, self.lm.model
+        if ranks.world_size == 1:
+            return score(items)
+
+        def any_rank_works(here: bool) -> bool:
+            return ranks.maximum([float(here)])[0] > 0
+
+        def announce(module, args) -> None:
+            any_rank_works(True)
+
+        with Patches() as patches:
+            if calls_model:
+                patches.add_hooks(model.register_forward_pre_hook(announce, prepend=True))
+            mine = score(items[ranks.rank :: ranks.world_size])
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        while calls_model and any_rank_works(False):
+            with torch.no_grad():
+                model(token, use_cache=False)
+        results: list = [None] * len(items)
+        for rank, share in enumerate(ranks.gather_objects(mine)):
+            results[rank :: ranks.world_size] = share
+        return results
+
 
 def evaluate_choices(task: str, items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
     """mmlu and hellaswag: the likeliest choice; acc_norm divides log-likelihoods by the choices' lengths in characters."""
     from zero_inference.quality.harness import build_choice_docs, choice_requests, score_requests
 
     docs = build_choice_docs(task, items)
-    with ranks_in_step(on.lm.model, on.device, on.ranks):
-        mine = score_requests(on.lm, task, choice_requests(on.lm, share_of(docs, on.ranks)), on.task)
     choices = len(docs[0]["choices"])
-    by_item = gather_items([mine[at : at + choices] for at in range(0, len(mine), choices)], on.ranks)
-    values = np.array(by_item)  # [items, choices, 2]: in float32, and in the dtype of the logits
+
+    def score(mine: list[dict]) -> list[np.ndarray]:
+        scored = score_requests(on.lm, task, choice_requests(on.lm, mine), on.task)
+        return list(np.array(scored).reshape(len(mine), choices, 2))
+
+    values = np.array(on.over_ranks(docs, score))  # [items, choices, 2]: in float32, and in the dtype of the logits
     lengths = np.array([[[len(choice)] for choice in doc["choices"]] for doc in docs])
     gold = np.array([[doc["gold"]] for doc in docs])
     right, right_norm = values.argmax(1) == gold, (values / lengths).argmax(1) == gold  # [items, 2]
@@ -183,9 +170,7 @@ def evaluate_perplexity(task: str, items: list[dict], on: Scoring) -> tuple[dict
     except UsageError as error:  # the model is loaded by now
         raise RunError(str(error)) from None
     windows = window_requests(on.lm, [item["text"] for item in items], window, stride)
-    with ranks_in_step(on.lm.model, on.device, on.ranks):
-        mine = score_requests(on.lm, task, share_of(windows, on.ranks), on.task)
-    values, in_dtype = np.array(gather_items(mine, on.ranks)).T
+    values, in_dtype = np.array(on.over_ranks(windows, lambda mine: score_requests(on.lm, task, mine, on.task))).T
     counts = np.array([len(one.scored) for one in windows])
     tokens, m = int(counts.sum()), len(windows)
     nll = -float(values.sum()) / tokens
@@ -223,37 +208,29 @@ def evaluate_humaneval(task: str, items: list[dict], on: Scoring) -> tuple[dict,
 
     settings, ranks, n = on.settings, on.ranks, on.settings.samples
     temperature = settings.temperature if n > 1 else None
-    samples = [item for item in share_of(items, ranks) for _ in range(n)]
-    prompts = [item["prompt"] for item in samples]
-    with ranks_in_step(on.lm.model, on.device, ranks):
-        completions = complete_programs(
-            on.lm, prompts, settings.new_tokens, temperature, settings.seed + ranks.rank, on.task
-        )
+
+    def complete(prompts: list[str]) -> list[str]:
+        seed = settings.seed + ranks.rank
+        return complete_programs(on.lm, prompts, settings.new_tokens, temperature, seed, on.task)
+
+    def run(programs: list[str]) -> list[Outcome]:
+        workers = max(1, (os.cpu_count() or 1) // ranks.local_world_size)
+        with on.progress.task("quality", len(programs)) as shown:
+            return run_programs(programs, settings.limits, workers, shown, settings.allow_unsafe_code)
+
+    samples = [item for item in items for _ in range(n)]
+    completions = on.over_ranks([item["prompt"] for item in samples], complete)
     if ranks.is_first and (problem := isolation_problem()):
         on.progress.say(f"warning: humaneval: programs run with resource limits alone ({problem})")
-    programs = [build_program(item, completion) for item, completion in zip(samples, completions)]
-    with on.progress.task("quality", len(programs)) as running:
-        outcomes = run_programs(
-            programs,
-            settings.limits,
-            workers=max(1, (os.cpu_count() or 1) // ranks.local_world_size),
-            progress=lambda done: running.at(f"humaneval {done} of {len(programs)} programs run", done),
-            allow_unsafe_code=settings.allow_unsafe_code,
-        )
-    mine = [list(zip(completions[at : at + n], outcomes[at : at + n])) for at in range(0, len(programs), n)]
-    by_item = gather_items(mine, ranks)
-    passed = [sum(outcome.passed for _, outcome in samples) for samples in by_item]
+    outcomes = on.over_ranks(list(map(build_program, samples, completions)), run, calls_model=False)
+    details: list[dict[str, Any]] = []
+    for at in range(0, len(samples), n):
+        verdicts = outcomes[at : at + n]
+        written = [{"completion": text, "verdict": outcome.reason} for text, outcome in zip(completions[at:], verdicts)]
+        details.append({"passed": sum(outcome.passed for outcome in verdicts), "samples": written})
+    passed = [detail["passed"] for detail in details]
     scores = pass_scores(passed, n, settings.resolved_ks())
-    scores |= {
-        "problems": len(items),
-        "temperature": temperature,
-        "new_tokens": settings.new_tokens,
-        "passed": passed,
-    }
-    details = [
-        {"passed": right, "samples": [{"completion": text, "verdict": outcome.reason} for text, outcome in samples]}
-        for right, samples in zip(passed, by_item)
-    ]
+    scores |= {"problems": len(items), "temperature": temperature, "new_tokens": settings.new_tokens, "passed": passed}
     return scores, details
 
 
@@ -262,16 +239,9 @@ def build_program(item: dict, completion: str) -> str:
 
 
 def run_programs(
-    programs: list[str],
-    limits: Limits,
-    workers: int,
-    progress: Callable[[int], None] = lambda done: None,
-    allow_unsafe_code: bool = False,
+    programs: list[str], limits: Limits, workers: int, shown: Task | None = None, allow_unsafe_code: bool = False
 ) -> list[Outcome]:
     """Return the outcome of each program, without its output: thousands of outputs would fill memory.
-
-    Args:
-        progress: called with the number of programs that have ended.
 
     Raises:
         RunError: a program could not be isolated.
@@ -285,7 +255,8 @@ def run_programs(
         try:
             for outcome in pool.map(run, programs):
                 outcomes.append(outcome)
-                progress(len(outcomes))
+                if shown:
+                    shown.at(f"humaneval {len(outcomes)} of {len(programs)} programs run", len(outcomes))
         except IsolationError as error:
             raise RunError(
                 f"humaneval: a program could not be isolated ({error}), so no more programs are run."
