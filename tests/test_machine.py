@@ -554,7 +554,7 @@ def test_more_ranks_than_the_machine_has_gpus(monkeypatch, capfd):
     monkeypatch.setattr("zero_inference.cli.FIRST_RANK_SPEAKS_S", 0)
     asked = ["run_model.py", "--model", "opt-125m", "--dummy", "--batch-size", "2", "--dry-run", "--assume"]
     assert main([*asked, "gpus=1x24GiB,host=8GiB"]) == 2
-    assert "2 ranks were started for a machine with 1 GPU; start one rank per GPU" in capfd.readouterr().err
+    assert "2 ranks were started for a machine with 1 GPUs; start one rank per GPU" in capfd.readouterr().err
     assert main([*asked, "gpus=2x24GiB,host=8GiB,link=25GB/s"]) == 0
 
 

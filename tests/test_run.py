@@ -17,7 +17,7 @@ from forks import PROGRAM
 from zero_inference import load, run
 from zero_inference.cli import main
 from zero_inference.models.prompts import random_ids
-from zero_inference.models.weights import draw_tokens, fill_dummy, load_weights
+from zero_inference.models.weights import draw_tokens, fill_dummy
 from zero_inference.records.read import parse_log, read_records
 from zero_inference.utils import environment
 from zero_inference.utils.format import three_digits
@@ -100,33 +100,6 @@ def test_torch_checkpoints_are_read_too(checkpoints, tmp_path):
         assert main(["run_model.py", "--model", str(folder), *OPTIONS, "--cpu-offload", "--log-file", log]) == 0
         hashes.append(read_records(tmp_path / f"{folder.name}.jsonl")[-1]["output_ids_sha256"])
     assert hashes[0] == hashes[1]
-
-
-def test_no_more_than_a_layer_waits_while_loading(checkpoints):
-    """Every parameter is adopted once, with its values, and layers come in order."""
-    from safetensors.torch import load_file
-
-    from zero_inference.config.run_config import RunConfig
-    from zero_inference.models.empty_model import build_on_meta
-    from zero_inference.models.spec import resolve_model
-
-    folder = checkpoints("llama")
-    expected = {key: value for shard in folder.glob("*.safetensors") for key, value in load_file(shard).items()}
-    spec = resolve_model(RunConfig(model=str(folder), dtype="float32"), "cpu")
-    model = build_on_meta(spec)
-    seen, waiting = [], []
-
-    def adopt(name, parameter):
-        assert torch.equal(parameter, expected[name])
-        seen.append(name)
-        waiting.append(sum(p.numel() for p in model.parameters() if p.device.type != "meta"))
-        parameter.data = torch.empty(0)
-
-    load_weights(model, spec, 0, torch.device("cpu"), adopt)
-    assert sorted(seen) == sorted(expected)
-    outside = sum(value.numel() for key, value in expected.items() if "layers" not in key)
-    layer = sum(value.numel() for key, value in expected.items() if ".layers.0." in key)
-    assert max(waiting) <= max(outside, layer)
 
 
 def test_dummy_weights_depend_on_seed_and_name_alone():

@@ -156,7 +156,7 @@ def test_the_table_is_for_people(plan_text, tmp_path):
             "--assume gpus=1x4GiB,host=8GiB,link=25GB/s,memory=900GB/s --plot front.svg",
             "the rate of the disk (disk=) is not",
         ),
-        ("--assume gpus=1x4GiB,hots=8GiB", "hots=8GiB (did you mean host=?)"),
+        ("--assume gpus=1x4GiB,hots=8GiB", "hots=8GiB: use gpus, host"),
         ("--max-gpu-memory=-1", "--max-gpu-memory -1: must be more than 0 GiB"),
         ("--max-gpu-memory 8 --assume gpus=0,host=64GiB", "has no GPU; use --max-host-memory"),
         ("--batch-size 0", "--batch-size 0: must be at least 1"),

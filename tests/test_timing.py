@@ -372,56 +372,6 @@ def test_the_cores_work_beside_the_link():
     assert 0.4 < layers < 0.8 and experts == 0.0
 
 
-def test_link_and_cores_end_a_step_together_where_they_may_exchange_blocks():
-    machine = FAST.model_copy(update={"cores": MACHINE.cores})
-    options = "--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0"
-    weights = times_of(options, machine)[0].weights
-    link, cores = weights.cpu.rates.link_gb_per_s, weights.cpu.rates.cores_gb_per_s
-    fetched, computed = (each / 1e9 for each in (weights.fetched_bytes, weights.placement.computed_bytes))
-    assert weights.rebalanced_s(0.0500, 0.0512) == (0.0500, 0.0512), "a run does not change that"
-    for link_s, others_s in ((0.05, 0.06), (0.06, 0.05)):
-        after = weights.rebalanced_s(link_s, others_s)
-        assert abs(after[0] - after[1]) < 0.25 * 0.01, "as far as whole blocks allow"
-        assert (after[0] - link_s) * link == pytest.approx((others_s - after[1]) * cores), (
-            "what one gives the other gets"
-        )
-    busy_s = computed / cores
-    assert weights.rebalanced_s(0.5 * busy_s, 2.0 * busy_s) == (0.5 * busy_s, 2.0 * busy_s), "something else is late"
-    less, more = weights.rebalanced_s(9.0, 1.0)
-    assert 9.0 - fetched / link <= less < 9.0 and more > 1.0, "no more than it has"
-    for fixed in ("--cpu-compute 0.5", "--cpu-compute off"):
-        assert times_of(f"{options} {fixed}", machine)[0].weights.rebalanced_s(0.05, 0.06) == (0.05, 0.06)
-    slow = machine.cores.model_copy(
-        update={"products": tuple(each.model_copy(update={"link_gb_per_s": 2.0}) for each in machine.cores.products)}
-    )
-    machine = machine.model_copy(update={"cores": slow, "link_gb_per_s": 3.0})
-    some = "--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 6.9"
-    weights = times_of(some, machine)[0].weights
-    assert not weights.placement.streamed and weights.placement.cpu_computed
-    assert weights.rebalanced_s(0.0, 0.06) == (0.0, 0.06), "the cores have it all, which is not undone"
-    attending = times_of(f"{options} --kv-offload --batch-size 64", machine)[0].weights
-    assert attending.cpu.attends and attending.rebalanced_s(0.05, 0.06) == (0.05, 0.06)
-
-
-def test_blocks_that_come_late_count():
-    """Of Mixtral the link has time for some layers' experts, 0.8 GB each; but each is sent for when a slot is free, eight blocks before."""
-    machine = FAST.model_copy(update={"cores": MACHINE.cores})
-    options = "--model mixtral-8x7b --engine stream --quant-bits 4 --gpu-memory 0"
-    some = times_of(f"{options} --cpu-compute 0.95", machine)[0].weights
-    experts = set(some.placement.expert_blocks)
-    assert 0 < len(experts - some.placement.cpu_computed) < 5 and some.placement.ring_depth == 8
-    link_s = some.fetched_bytes / (some.cpu.rates.link_gb_per_s * 1e9)
-    assert (
-        link_s
-        < some.cost_terms.step_cpu.wait_s
-        < some.overlapped_s(link_s, some.cost_terms.step_cpu.wait_s)
-        < link_s + some.cost_terms.step_cpu.wait_s
-    )
-    plan, times = times_of(options, machine)
-    assert experts <= plan.weights.placement.cpu_computed, "the cores read a fourth of that, and are not late"
-    assert times.step.seconds < times_of(f"{options} --cpu-compute 0.95", machine)[1].step.seconds
-
-
 def test_products_with_codes_are_taken_from_what_was_measured():
     rates = [DeviceProductRate(format="int4", rows=rows, gb_per_s=rate) for rows, rate in ((1, 1000.0), (32, 500.0))]
     machine = FAST.model_copy(update={"device_products": tuple(rates)})

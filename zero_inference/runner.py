@@ -8,7 +8,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from zero_inference.models.preset_table import find_preset
 from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
 from zero_inference.planning.changes import check_memory, faster_than
-from zero_inference.planning.choose import check_single_process, choose, hint
+from zero_inference.planning.choose import choose, hint
 from zero_inference.planning.output import print_plan
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan, plan_run
 from zero_inference.quality import evaluate as quality
@@ -53,20 +52,11 @@ SAMPLE_BYTES = 1 << 16
 Questions = dict[str, list[dict]]
 
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """
-    Attributes:
-        files: the log and the record.
-        output_ids: int64 [batch, gen_len], of the last loop.
-        tokenizer: None where the model has none.
-        ends: ids that end a text.
-    """
-
+class FinishedRun(NamedTuple):
     files: RunLog
-    output_ids: Any
-    tokenizer: Any
-    ends: frozenset[int]
+    output_ids: Any  # int64 [batch, gen_len], of the last loop
+    tokenizer: Any  # None where the model has none
+    ends: frozenset[int]  # ids that end a text
 
 
 class _Resolved(NamedTuple):
@@ -103,7 +93,6 @@ def _run(
     config: RunConfig, argv: list[str], ranks: Ranks, machine: Machine, progress: Progress, publish: Callable[..., None]
 ) -> FinishedRun | None:
     compiled_before_s = compile_s()  # by an earlier run in this process
-    check_single_process(config, ranks)
     check_launch(config, ranks, machine)
     resolved = _resolve(config, ranks, machine, progress)
     unresolved, config, spec = config, resolved.config, resolved.spec
@@ -155,9 +144,6 @@ def _resolve(config: RunConfig, ranks: Ranks, machine: Machine, progress: Progre
     config = with_prompt_length(config, spec)
     check_model(config, spec)
     found, chosen, empty_model = choose(config, spec, ranks, machine, progress.say)
-    if chosen is not None:
-        check_launch(found, ranks, machine)
-        check_model(found, spec)
     return _Resolved(found, spec, chosen, empty_model)
 
 
@@ -195,16 +181,18 @@ def _measure(
     refuse_other_inputs(spec, ranks, ids)
     plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
     check_memory(plan)
-    if (profile := plan.job.machine.profile()) is not None and (caveat := profile.caveat()):
-        progress.say(f"warning: this machine's {caveat}")
-    if line := hint(plan, files.request.chosen):
-        progress.say(line)
-    if note:
-        progress.say(note)
     garbage.resume_collections()
     files.result.machine = steadiness.machine_load()  # before this run adds to it
-    if warning := steadiness.load_warning(files.result.machine):
-        progress.say(warning)
+    profile = plan.job.machine.profile()
+    caveat = profile.caveat() if profile is not None else None
+    remarks = (
+        f"warning: this machine's {caveat}" if caveat else None,
+        hint(plan, files.request.chosen),
+        note,
+        steadiness.load_warning(files.result.machine),
+    )
+    for remark in filter(None, remarks):
+        progress.say(remark)
     with loaded_model(plan, progress) as (loaded, load_s, compare):
         session = measure_run(plan, loaded, ids, progress, compare)
         files.result.measured = summarize_measurement(session, load_s, compile_s() - compiled_before_s)

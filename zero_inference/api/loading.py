@@ -35,24 +35,19 @@ def load(
         print(model.tokenizer.decode(model.generate(**inputs, max_new_tokens=16)[0]))
         model.unload()
 
-    It is an instance of the model's own transformers class. `generate` has its usual arguments, a call returns logits
-    [batch, tokens, vocabulary], and tools that score a transformers model score this one, such as lm-eval's
-    `HFLM(pretrained=model, tokenizer=model.tokenizer)`. Inputs may be on any device. Weights cannot be moved,
-    trained, changed or saved; PEFT's LoRA adapters work.
+    It is an instance of the model's own transformers class, for `generate`, calls, and tools such as lm-eval's
+    `HFLM(pretrained=model, tokenizer=model.tokenizer)`. Inputs may be on any device. Weights cannot be moved, trained, changed or saved;
+    PEFT's LoRA adapters work. `with load(...) as model:` unloads it at the end.
 
     Memory is planned for `batch_size` sequences of `max_length` tokens. A call of more raises UsageError, which says what to load with;
-    more sequences are fine while they are shorter, so that there are no more tokens. (With `kv_offload` there may be no more sequences.)
-
-    `with load(...) as model:` unloads it at the end.
+    more sequences are fine while they are shorter, so that there are no more tokens (without `kv_offload`).
 
     Args:
         model: hub name, local folder, or a built-in preset or model.
         engine: "stream", "deepspeed" (one process), "accelerate" (with `cpu_offload` or `disk_offload`), "resident" (all on the device),
             or "auto" (what is predicted to be fastest here).
-        batch_size: sequences of `max_length` tokens at once.
-        max_length: tokens of a sequence, prompt and generated ones; 2048 where it is left out, or the model's context if that is shorter.
-        scoring: set device memory aside for the logits of all tokens, which scoring needs; False leaves it to weights, for a model that
-            only generates.
+        max_length: tokens of a sequence, prompt and generated ones; by default 2048, or the model's context if that is shorter.
+        scoring: set device memory aside for the logits of all tokens, which scoring needs; False leaves it to weights.
         **placement: options of run_model.py: `quant_bits`, `gpu_memory`, `kv_offload`, `cpu_offload`, `disk_offload`, `offload_dir`,
             `cpu_compute`, `dtype`, `dummy`, `verbose`, ...
 

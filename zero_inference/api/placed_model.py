@@ -223,8 +223,6 @@ def _plan(config: RunConfig, max_length: int | None, scoring: bool, progress: Pr
     config = replace(config, prompt_len=max_length - 1, gen_len=1).validate()
     check_model(config, spec)
     config, chosen, empty_model = choose(config, spec, ranks, machine, progress.say)
-    if chosen is not None:
-        check_launch(config, ranks, machine)
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
     job = build_job(config, spec, ranks, empty_model=empty_model)

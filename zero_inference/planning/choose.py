@@ -14,7 +14,7 @@ from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.spec import ModelSpec
 from zero_inference.planning.changes import BATCH_SIZES, faster_than
 from zero_inference.planning.explain import faster_in_words, times_in_words, why_none
-from zero_inference.planning.plan import Plan, build_job
+from zero_inference.planning.plan import Plan, build_job, check_launch, check_model
 from zero_inference.planning.search import SearchSpace, command_of, find_candidates, ranked
 from zero_inference.records.schema import AutoChoice
 from zero_inference.utils.ranks import Ranks
@@ -29,39 +29,46 @@ def choose(
     run to use; `config` alone where nothing is `auto`. Without a goal the most bits that fit come first.
 
     Raises:
-        UsageError: nothing fits.
+        UsageError: nothing fits, or there are several ranks, which would have to agree.
     """
-    if not config.auto:
+    auto = config.auto
+    if not auto:
         return config, None, None
+    options = ", ".join(f"--{name.replace('_', '-')} auto" for name in auto)
+    if ranks.world_size > 1:
+        raise UsageError(
+            f"{options}: this works in one process only, and {ranks.world_size} were started; name the values."
+        )
     if machine.is_here:
         measure_if_needed(say)
+    space = SearchSpace(
+        quant_bits=QUANT_BITS if "quant_bits" in auto else (config.quant_bits,),
+        batch_sizes=BATCH_SIZES if "batch_size" in auto else (config.batch_size,),
+        kv_offload=(False, True) if "engine" in auto and not config.kv_offload else (config.kv_offload,),
+    )
+    if "engine" not in auto:  # only the offload that was asked for
+        offload = {"cpu_offload": config.cpu_offload, "disk_offload": config.disk_offload}
+        space = replace(space, engines=(config.engine,), offloads={config.engine: (offload,)})
     job = build_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
-    found = find_candidates(job, _search_space(config))
+    found = find_candidates(job, space)
     if not found.candidates:
-        raise UsageError(f"{_auto_options(config)}: {why_none(found, config.model)}")
-    candidates = ranked(found.candidates, config.goal or "throughput")
+        raise UsageError(f"{options}: {why_none(found, config.model)}")
+    best, *others = ranked(found.candidates, config.goal or "throughput")
     if config.goal is None:
-        candidates.sort(key=lambda each: -each.config.quant_bits)
-    best, others = candidates[0], candidates[1:]
+        best, *others = sorted([best, *others], key=lambda each: -each.config.quant_bits)
     chosen = best.config
+    check_launch(chosen, ranks, machine)
+    check_model(chosen, spec)
     options = f"--engine {chosen.engine} --quant-bits {chosen.quant_bits} --batch-size {chosen.batch_size}"
     options += " --kv-offload" if chosen.kv_offload else ""
     say(f"chosen: {options}: predicted {times_in_words(best.times, chosen.batch_size)}")
     choice = AutoChoice(
-        options=list(config.auto),
+        options=list(auto),
         goal=config.goal,
         decode_throughput=best.tokens_per_s,
         over=[f"{command_of(each.config)}: {each.tokens_per_s:.4g} token/s" for each in others[:MOST_OTHERS]],
     )
     return chosen, choice, job.empty_model
-
-
-def check_single_process(config: RunConfig, ranks: Ranks) -> None:
-    """Raises UsageError for `auto` options with several ranks, which would have to agree."""
-    if config.auto and ranks.world_size > 1:
-        raise UsageError(
-            f"{_auto_options(config)}: this works in one process only, and {ranks.world_size} were started; name the values."
-        )
 
 
 def hint(plan: Plan, chosen: AutoChoice | None) -> str | None:
@@ -72,21 +79,3 @@ def hint(plan: Plan, chosen: AutoChoice | None) -> str | None:
         return None
     found = faster_than(plan, "latency" if chosen is None else chosen.goal)
     return f"hint: {faster_in_words(found)}; zero-inference plan compares them" if found else None
-
-
-def _auto_options(config: RunConfig) -> str:
-    return ", ".join(f"--{name.replace('_', '-')} auto" for name in config.auto)
-
-
-def _search_space(config: RunConfig) -> SearchSpace:
-    """Return the values to try: of an engine that was named, only the offload that was asked for."""
-    auto = config.auto
-    space = SearchSpace(
-        quant_bits=QUANT_BITS if "quant_bits" in auto else (config.quant_bits,),
-        batch_sizes=BATCH_SIZES if "batch_size" in auto else (config.batch_size,),
-        kv_offload=(config.kv_offload,),
-    )
-    if "engine" in auto:
-        return replace(space, kv_offload=(True,) if config.kv_offload else (False, True))
-    offload = {"cpu_offload": config.cpu_offload, "disk_offload": config.disk_offload}
-    return replace(space, engines=(config.engine,), offloads={config.engine: (offload,)})

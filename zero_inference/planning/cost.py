@@ -121,29 +121,33 @@ class Times:
         return None if step is None else Range(batch_size / step.high, batch_size / step.low)
 
 
-def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times | None:
-    """Return the times of prefill and decode step, or None where a rate is missing or the model cannot be traced without weights.
+class NotPredictable(Exception):
+    """Times cannot be predicted; the message says why."""
 
-    Call it before the weights are loaded: it traces the empty model.
+
+def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times:
+    """Return the times of prefill and decode step. Call it before the weights are loaded: it traces the empty model.
+
+    Raises:
+        NotPredictable: a rate is missing, or the model cannot be traced without weights.
     """
     job, config = plan.job, plan.job.config
-    if lacks_dequantization(plan, machine):  # it takes the most time there
-        return None
+    lacks_overhead = not plan.cost_terms.overhead_negligible and _overhead(plan, machine) is None
+    if lacks_overhead and config.quantized and not job.on_gpu:  # dequantizing takes the most time there
+        raise NotPredictable(f"how long {config.engine} takes to dequantize on a CPU was not measured")
     one_token = job.empty_model.traced_pass(job.spec, 1, config.prompt_len + config.gen_len // 2)
     prompt = job.empty_model.traced_pass(job.spec, config.prompt_len, 0)
     if one_token is None or prompt is None:
-        return None
+        raise NotPredictable("the model cannot be traced without its weights")
     prefill = pass_time(plan, machine, prompt, prefill=True)
     step = pass_time(plan, machine, one_token, prefill=False)
-    if prefill is None or step is None:
-        return None
     dtype = job.spec.dtype_name
     fetches_by_several = job.ranks.world_size > 1 and bool(plan.moved_per_step().host_to_device_bytes_per_step)
     lacks_peers = bool(plan.exchanged_bytes(plan.fetched_bytes)) and machine.peers_gb_per_s is None
     reasons = {
         "rates are from datasheets, which no run reaches": machine.source == "datasheet",
         f"the rate of {dtype} matrix products is not known": machine.matmul_tflops.get(dtype) is None,
-        f"the overhead of {config.engine} was not measured": _lacks_overhead(plan, machine),
+        f"the overhead of {config.engine} was not measured": lacks_overhead,
         "how fast the GPUs exchange weights is not known (--assume peers=)": lacks_peers,
         "the links of several GPUs may slow each other down": fetches_by_several,
     }
@@ -156,53 +160,29 @@ def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times | None:
         bounds_because,
         with_host=machine.launches is not None,
         without_cores=plan.cost_terms.cpu_rate_unknown,
-        without_own_work=_lacks_overhead(plan, machine),
+        without_own_work=lacks_overhead,
     )
-
-
-def unknown_rates(plan: EnginePlan, machine: HardwareProfile) -> list[str]:
-    """Return the rates that `predict_times` lacks, by their names in `--assume`."""
-    job, terms = plan.job, plan.cost_terms
-    pinned = []  # of each kind of bytes that cross the link, or are copied in host memory
-    if terms.prefill_fetched_bytes and (job.on_gpu or terms.copies_within_host):
-        pinned.append(plan.pinned or not job.on_gpu)
-    if job.on_gpu and job.config.kv_offload:
-        pinned.append(job.config.pin_kv_cache)
-    missing = {
-        f"{'device' if job.on_gpu else 'host'} memory (memory=)": machine.device_gb_per_s is None,
-        f"{'the link' if job.on_gpu else 'copies in host memory'} (link=)": any(pinned)
-        and machine.link_gb_per_s is None,
-        "pageable copies (pageable=)": not all(pinned) and machine.pageable_link_gb_per_s is None,
-        "the disk (disk=)": bool(plan.disk_bytes) and machine.disk_gb_per_s is None,
-    }
-    return [name for name, lacks in missing.items() if lacks]
-
-
-def lacks_dequantization(plan: EnginePlan, machine: HardwareProfile) -> bool:
-    """Return whether a CPU dequantizes with an operator of the engine that was not measured."""
-    return plan.job.config.quantized and not plan.job.on_gpu and _lacks_overhead(plan, machine)
-
-
-def _lacks_overhead(plan: EnginePlan, machine: HardwareProfile) -> bool:
-    return not plan.cost_terms.overhead_negligible and _overhead(plan, machine) is None
 
 
 def _overhead(plan: EnginePlan, machine: HardwareProfile) -> EngineOverhead | None:
     return find_engine_overhead(machine, plan.job.config.engine, plan.job.config.quant_bits)
 
 
-def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill: bool) -> PassTime | None:
-    """Return the time of a prefill, or of a decode step at the mean length; None where a rate is missing.
+def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill: bool) -> PassTime:
+    """Return the time of a prefill, or of a decode step at the mean length.
 
     Args:
         traced: the pass of one sequence: its prompt, or one token that follows as many others as a step has on average.
+
+    Raises:
+        NotPredictable: a rate is missing.
     """
     job, terms, launches = plan.job, plan.cost_terms, machine.launches
+    memory_name = "device_memory" if job.on_gpu else "host_memory"
     memory_gb_per_s, tflops = machine.device_gb_per_s, machine.matmul_tflops.get(job.spec.dtype_name)
-    copies = copy_times(plan, machine, prefill)
-    copy_s = {name: seconds for name, seconds in copies.items() if seconds is not None}
-    if memory_gb_per_s is None or len(copy_s) < len(copies):
-        return None
+    if memory_gb_per_s is None:
+        raise _without_rate(f"{memory_name.replace('_', ' ')} (memory=)")
+    copy_s = copy_times(plan, machine, prefill)
     cpu = terms.prefill_cpu if prefill else terms.step_cpu
     tokens = job.rank_batch * job.config.prompt_len if prefill else job.rank_batch
     weights = WeightCost(plan, machine, traced, tokens)
@@ -228,7 +208,6 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
     # before that, nothing but the ring's prefetch is copied
     start_s = overhead.start_s if overhead and prefill else 0.0
     late_s = max(0.0, host_s - device_s - cpu.wait_s) if job.on_gpu else host_s
-    memory_name = "device_memory" if job.on_gpu else "host_memory"
     compute_parts = {
         "matmul" if total_s(matmul_s) > device_s / 2 else memory_name: device_s,
         "launches": late_s + (launches.step_s if launches else 0.0) + start_s,
@@ -422,35 +401,39 @@ def mean_reads(tokens: int, share: float, together: int) -> float:
     )
 
 
-def copy_times(plan: EnginePlan, machine: HardwareProfile, prefill: bool) -> dict[str, float | None]:
-    """Return the seconds of a pass's copies by key of `RATE_WORDS`; None where a rate is missing.
+def copy_times(plan: EnginePlan, machine: HardwareProfile, prefill: bool) -> dict[str, float]:
+    """Return the seconds of a pass's copies by key of `RATE_WORDS`. Raises NotPredictable where a rate is missing.
 
     A decode step reads keys and values from host memory; a prefill writes them while weights arrive.
     """
     job, terms, ranks = plan.job, plan.cost_terms, plan.job.ranks.world_size
-    kv_bytes: float
-    if not job.on_gpu:
-        weights_gb_per_s = machine.link_gb_per_s if terms.copies_within_host else float("inf")
-    else:
-        weights_gb_per_s = machine.link_gb_per_s if plan.pinned else machine.pageable_link_gb_per_s
-    kv_gb_per_s = machine.link_gb_per_s if job.config.pin_kv_cache else machine.pageable_link_gb_per_s
+    fetched_bytes = terms.prefill_fetched_bytes if prefill else plan.fetched_bytes
+    kv_bytes: float = plan.copied_kv_bytes / ranks
     if prefill:
-        fetched_bytes = terms.prefill_fetched_bytes
         kv_bytes = job.kv_bytes(job.config.prompt_len) if job.on_gpu and job.config.kv_offload else 0
-        weights_gb_per_s = terms.prefill_link_gb_per_s or weights_gb_per_s
-    else:
-        fetched_bytes, kv_bytes = plan.fetched_bytes, plan.copied_kv_bytes / ranks
-        if terms.link_beside_cpu_gb_per_s is not None:  # the rate of all links
-            weights_gb_per_s = terms.link_beside_cpu_gb_per_s / ranks
-            kv_gb_per_s = weights_gb_per_s if job.config.pin_kv_cache else kv_gb_per_s
-    weights_s, kv_s = _seconds(fetched_bytes / ranks, weights_gb_per_s), _seconds(kv_bytes, kv_gb_per_s)
+    beside_cpu = terms.prefill_link_gb_per_s if prefill else terms.link_beside_cpu_gb_per_s
+    if beside_cpu is not None and not prefill:
+        beside_cpu /= ranks  # the rate of all links
+
+    def link_s(nbytes: float, pinned: bool, gb_per_s: float | None = None) -> float:
+        if not pinned:
+            return _seconds(nbytes, gb_per_s or machine.pageable_link_gb_per_s, "pageable copies (pageable=)")
+        name = "the link (link=)" if job.on_gpu else "copies in host memory (link=)"
+        return _seconds(nbytes, gb_per_s or machine.link_gb_per_s, name)
+
+    weights_s = 0.0
+    if job.on_gpu or terms.copies_within_host:
+        weights_s = link_s(fetched_bytes / ranks, plan.pinned or not job.on_gpu, beside_cpu)
+    pinned_kv = job.config.pin_kv_cache
+    kv_s = link_s(kv_bytes, pinned_kv, beside_cpu if pinned_kv and not prefill else None)
     peers_on_link_s, peers_s = exchange_s(plan, machine, fetched_bytes)
-    if weights_s is None or kv_s is None:
-        link_s = None
-    else:
-        link_s = max(weights_s + peers_on_link_s, kv_s) if prefill else weights_s + peers_on_link_s + kv_s
+    weights_s += peers_on_link_s
     disk_gb_per_s = machine.disk_gb_per_s and machine.disk_gb_per_s * job.ranks.num_nodes
-    return {"link": link_s, "peers": peers_s, "disk": _seconds(plan.disk_bytes, disk_gb_per_s)}
+    return {
+        "link": max(weights_s, kv_s) if prefill else weights_s + kv_s,
+        "peers": peers_s,
+        "disk": _seconds(plan.disk_bytes, disk_gb_per_s, "the disk (disk=)"),
+    }
 
 
 def exchange_s(plan: EnginePlan, machine: HardwareProfile, fetched_bytes: int) -> tuple[float, float]:
@@ -459,18 +442,22 @@ def exchange_s(plan: EnginePlan, machine: HardwareProfile, fetched_bytes: int) -
     Args:
         fetched_bytes: bytes that the pass fetches over all links.
     """
-    peers, exchanged_bytes = machine.peers_gb_per_s, plan.exchanged_bytes(fetched_bytes)
+    exchanged_bytes, peers = plan.exchanged_bytes(fetched_bytes), machine.peers_gb_per_s
     if not plan.job.on_gpu or peers is None:
         return 0.0, 0.0
     if peers == "link":
-        return _seconds(exchanged_bytes, machine.link_gb_per_s) or 0.0, 0.0
+        return (exchanged_bytes / (machine.link_gb_per_s * 1e9) if machine.link_gb_per_s else 0.0), 0.0
     return 0.0, exchanged_bytes / (peers * 1e9)
 
 
-def _seconds(nbytes: float, gb_per_s: float | None) -> float | None:
-    if not nbytes:
-        return 0.0
-    return nbytes / (gb_per_s * 1e9) if gb_per_s else None
+def _seconds(nbytes: float, gb_per_s: float | None, name: str) -> float:
+    if nbytes and not gb_per_s:
+        raise _without_rate(name)
+    return nbytes / (gb_per_s * 1e9) if nbytes and gb_per_s else 0.0
+
+
+def _without_rate(name: str) -> NotPredictable:
+    return NotPredictable(f"the rate of {name} is not known")
 
 
 def predict_load_s(plan: EnginePlan, machine: HardwareProfile) -> float | None:

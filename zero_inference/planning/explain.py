@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.engines.base import EnginePlan
 from zero_inference.planning.changes import Faster, changes_that_fit
-from zero_inference.planning.cost import Range, Times, lacks_dequantization, unknown_rates
+from zero_inference.planning.cost import Range, Times
 from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.search import Candidate, SearchResult, ranked
@@ -46,21 +46,7 @@ def left_out(times: Times) -> list[str]:
 
 def why_not_predicted(plans: Sequence[Plan]) -> str:
     """Return why no speed is predicted for any of `plans`, each reason once."""
-    reasons: dict[str, None] = {}
-    for plan in plans:
-        machine = plan.job.machine.profile()
-        if machine is None:
-            reasons["there are no current measurements of this machine (zero-inference link --save makes them)"] = None
-        elif names := unknown_rates(plan.weights, machine):
-            reasons |= dict.fromkeys(f"the rate of {name} is not known" for name in names)
-        elif lacks_dequantization(plan.weights, machine):
-            engine = plan.job.config.engine
-            reasons[f"how long {engine} takes to dequantize on a CPU was not measured (zero-inference link --save)"] = (
-                None
-            )
-        else:
-            reasons["the model cannot be traced without its weights"] = None
-    return "; ".join(reasons)
+    return "; ".join(dict.fromkeys(reason for plan in plans if (reason := plan.why_not_predicted)))
 
 
 def experts_in_words(plan: EnginePlan) -> str | None:

@@ -255,7 +255,7 @@ def print_plan(job: Job, plan: Plan | DoesNotFit, faster: Sequence[Faster] = ())
         if made.times is not None:
             verdict = f"{DoesNotFit.FITS} Predicted: {times_in_words(made.times, job.config.batch_size)}{loading}."
         else:
-            verdict = f"{DoesNotFit.FITS} No speed is predicted: {why_not_predicted([made])}{loading}."
+            verdict = f"{DoesNotFit.FITS} No speed is predicted: {made.why_not_predicted}{loading}."
     if job.config.json:
         print(json.dumps(_plan_in_json(job, plan, verdict, changes, faster), indent=1), flush=True)
     else:
@@ -349,7 +349,7 @@ def _plan_in_json(
             "load_range_s": made and made.load_range_s,
             "bounds_because": list(times.bounds_because) if times else [],
             "left_out": left_out(times) if times else [],
-            "unknown_because": why_not_predicted([made]) if made and fits and not times else None,
+            "unknown_because": made.why_not_predicted if made and fits else None,
         },
         "limit": made and _limit(made),
         "moved_per_step": weights and weights.moved_per_step().as_dict(),

@@ -22,7 +22,7 @@ from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.norms.choice import check_norm_kernels_option
-from zero_inference.planning.cost import RANGES, Range, Times, predict_load_s, predict_times
+from zero_inference.planning.cost import RANGES, NotPredictable, Range, Times, predict_load_s, predict_times
 from zero_inference.planning.memory import Need, memory_needs
 from zero_inference.records.schema import Predicted
 from zero_inference.utils.ranks import Ranks
@@ -84,11 +84,25 @@ class Plan:
     def fits(self) -> bool:
         return all(need.fits for need in self.needs)
 
-    @functools.cached_property
+    @property
     def times(self) -> Times | None:
         """Predicted times of prefill and decode step; None where rates of the machine or operators of the model are unknown."""
+        return self._prediction if isinstance(self._prediction, Times) else None
+
+    @property
+    def why_not_predicted(self) -> str | None:
+        """Why there are no `times`, in a few words; None if there are."""
+        return self._prediction if isinstance(self._prediction, str) else None
+
+    @functools.cached_property
+    def _prediction(self) -> Times | str:
         machine = self.job.machine.profile()
-        return None if machine is None else predict_times(self.weights, machine)
+        if machine is None:
+            return "there are no current measurements of this machine (zero-inference link --save makes them)"
+        try:
+            return predict_times(self.weights, machine)
+        except NotPredictable as error:
+            return str(error)
 
     @property
     def load_s(self) -> float | None:

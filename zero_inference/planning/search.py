@@ -221,15 +221,14 @@ def _plan_within_limit(job: Job, options: dict[str, Any]) -> Plan:
     """Return the plan with `options`. Where only a part of the device may be used, a plan of the stream engine names its bytes of weights
     and its ring slots as options, so that its command does the same on the whole device."""
     plan = plan_with(job, **options)
-    limited = job.machine.device_limit_bytes is not None
     nbytes = plan.weights.gpu_memory_bytes
-    if not limited or nbytes is None or job.config.gpu_memory is not None:
+    if job.machine.device_limit_bytes is None or nbytes is None or job.config.gpu_memory is not None:
         return plan
-    depth = job.config.ring_depth or plan.weights.ring_depth
+    options = options | {"ring_depth": job.config.ring_depth or plan.weights.ring_depth}
     try:
-        return plan_with(job, **options, gpu_memory=math.ceil(1e4 * nbytes / GB) / 1e4, ring_depth=depth)
+        return plan_with(job, **options, gpu_memory=math.ceil(1e4 * nbytes / GB) / 1e4)
     except DoesNotFit:  # single experts take all that is left
-        return plan_with(job, **options, gpu_memory=math.floor(1e4 * nbytes / GB) / 1e4, ring_depth=depth)
+        return plan_with(job, **options, gpu_memory=math.floor(1e4 * nbytes / GB) / 1e4)
 
 
 def _least_plan(job: Job, options: dict[str, Any]) -> tuple[Plan, bool]:
