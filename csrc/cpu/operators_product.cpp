@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <exception>
+#include <map>
 #include <memory>
 #include <new>
 #include <thread>
@@ -138,34 +139,50 @@ int32_t zero_inference_product(const Matrix* matrix, int64_t count, int32_t inst
   }
 }
 
-// Repeats `number` products of one format on pinned threads (where `cpus` are given). Returns seconds, and the weight bytes
-// read; -1 where the processor lacks the instructions, -2 without threads or memory.
+// Repeats products with `number` weights of one format on pinned threads (where `cpus` are given). x: as many columns as the
+// widest weight. Returns seconds, and the weight bytes read; -1 where the processor lacks the instructions, -2 without threads
+// or memory.
 double zero_inference_measure_products(const Matrix* matrices, int64_t number, int64_t count, int32_t instructions,
                                        const void* x, int32_t x_dtype, int32_t threads, const int32_t* cpus, double seconds,
                                        int64_t* bytes) {
   const Instructions set = static_cast<Instructions>(instructions);
   if (instructions < 0 || set > best_instructions()) return -1;
   try {
-    const Matrix& one = matrices[0];
-    const Buffer input = aligned_buffer(input_bytes(one, count, set));
-    prepare_input(one, count, set, x, static_cast<Dtype>(x_dtype), one.columns, 0, one.columns, input.get());
-    const int64_t rows = std::min(one.rows, kMeasuredRows);
-    const int64_t tasks = (one.rows + rows - 1) / rows;
+    struct Part {
+      const Matrix* matrix;
+      const char* input;
+      int64_t first, last;
+    };
+    std::vector<Part> parts;
+    std::map<int64_t, Buffer> inputs;  // by columns
+    int64_t columns = 0;
+    size_t scratch_size = 0;
+    for (const Matrix* matrix = matrices; matrix < matrices + number; ++matrix) columns = std::max(columns, matrix->columns);
+    for (const Matrix* matrix = matrices; matrix < matrices + number; ++matrix) {
+      Buffer& input = inputs[matrix->columns];
+      if (input == nullptr) {
+        input = aligned_buffer(input_bytes(*matrix, count, set));
+        prepare_input(*matrix, count, set, x, static_cast<Dtype>(x_dtype), columns, 0, matrix->columns, input.get());
+        scratch_size = std::max(scratch_size, scratch_bytes(*matrix, count, set));
+      }
+      for (int64_t row = 0; row < matrix->rows; row += kMeasuredRows) {
+        parts.push_back({matrix, input.get(), row, std::min(matrix->rows, row + kMeasuredRows)});
+      }
+    }
     std::vector<Buffer> scratch, out;
     for (int index = 0; index < threads; ++index) {
-      scratch.push_back(aligned_buffer(scratch_bytes(one, count, set)));
-      out.push_back(aligned_buffer(static_cast<size_t>(count * rows * 4)));
+      scratch.push_back(aligned_buffer(scratch_size));
+      out.push_back(aligned_buffer(static_cast<size_t>(count * kMeasuredRows * 4)));
     }
-    std::atomic<int64_t> rows_read{0};
-    const double taken = take_for(seconds, threads, cpus, number * tasks, [&](int index, int64_t task) {
-      const int64_t begin = task % tasks * rows;
-      const int64_t end = std::min(one.rows, begin + rows);
+    std::atomic<int64_t> bytes_read{0};
+    const double taken = take_for(seconds, threads, cpus, static_cast<int64_t>(parts.size()), [&](int index, int64_t task) {
+      const Part& part = parts[static_cast<size_t>(task)];
       const size_t thread = static_cast<size_t>(index);
-      product(matrices[task / tasks], count, set, input.get(), begin, end, reinterpret_cast<float*>(out[thread].get()), rows,
-              scratch[thread].get());
-      rows_read.fetch_add(end - begin, std::memory_order_relaxed);
+      product(*part.matrix, count, set, part.input, part.first, part.last, reinterpret_cast<float*>(out[thread].get()),
+              kMeasuredRows, scratch[thread].get());
+      bytes_read.fetch_add((part.last - part.first) * row_bytes(*part.matrix), std::memory_order_relaxed);
     });
-    *bytes = rows_read.load() * row_bytes(one);
+    *bytes = bytes_read.load();
     return taken;
   } catch (const std::bad_alloc&) {
     return kNotMeasured;

@@ -6,6 +6,16 @@
 
 namespace zero_inference::cpu {
 
+#if defined(ZERO_INFERENCE_MEASURE_FORMS)
+uint32_t left_out = 0, asked = 0;
+
+// Leaves out these parts from now on; returns those that mattered since the last call.
+extern "C" uint32_t zero_inference_leave_out(uint32_t parts) {
+  left_out = parts;
+  return __atomic_exchange_n(&asked, 0, __ATOMIC_RELAXED);
+}
+#endif
+
 namespace {
 
 // M from which tiles are faster than vectors, which multiply one row at a time; and from which vectors gain from dequantizing
@@ -59,22 +69,33 @@ bool fixed_in_vectors(const Matrix& matrix) {
 Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
   if (instructions == Instructions::portable || matrix.dtype == Dtype::float32) return Form::float32;
   if (instructions == Instructions::avx2) {
-    return count < kRowsForDequantizedFloats && fixed_in_vectors(matrix) ? Form::fixed : Form::float32;
+    return count < kRowsForDequantizedFloats && fixed_in_vectors(matrix) && !without(kNarrow) ? Form::fixed : Form::float32;
   }
   const bool bfloat16 = matrix.dtype == Dtype::bfloat16;
   const bool amx = instructions == Instructions::amx;
   const bool fixed = fixed_in_tiles(matrix);
-  if (amx && codes_in_strips(matrix) && count >= rows_for_strips(matrix)) return Form::dequantized_tiles;
-  if (amx && fixed && count >= ZERO_INFERENCE_ROWS_FOR_FIXED_TILES) return Form::fixed_tiles;
-  if (amx && count >= kRowsForTiles) return bfloat16 ? Form::tiles : Form::split_tiles;
-  if (count < kRowsForTiles && fixed_in_vectors(matrix)) return Form::fixed;
-  return bfloat16 ? Form::bfloat16 : Form::float32;
+  const bool strips = amx && codes_in_strips(matrix);
+  if (strips && count >= rows_for_strips(matrix) && !without(kDequantizedTiles)) return Form::dequantized_tiles;
+  if (amx && fixed && count >= ZERO_INFERENCE_ROWS_FOR_FIXED_TILES) {
+    if (!without(kFixedTiles)) return Form::fixed_tiles;
+    if (strips && count >= kRowsForTiles && !without(kDequantizedTiles)) return Form::dequantized_tiles;
+  }
+  if (count < kRowsForTiles && fixed_in_vectors(matrix)) {
+    if (!without(kFixedVectors)) return Form::fixed;
+    if (amx && !without(kFixedTiles)) return Form::fixed_tiles;
+    if (strips && !without(kDequantizedTiles)) return Form::dequantized_tiles;
+  }
+  if (amx && count >= kRowsForTiles && !without(bfloat16 ? kTiles : kSplitTiles)) {
+    return bfloat16 ? Form::tiles : Form::split_tiles;
+  }
+  return bfloat16 && !without(kBfloat16Pairs) ? Form::bfloat16 : Form::float32;
 }
 
 void share_columns(Layout& layout, int64_t count) {
   const int64_t room = kTileRows / 2 / layout.x_groups;  // rows of x whose terms and x groups are beside each other
-  layout.inputs = count <= room ? 1 : 2;
-  layout.pack = layout.inputs == 2 || 2 * count > room ? 1 : 4 * count > room ? 2 : 4;
+  layout.inputs = count <= room || without(kTwoInputs) ? 1 : 2;
+  layout.pack = 1;
+  if (2 * count <= room && !without(kPacks)) layout.pack = 4 * count <= room && !without(kPacksOf4) ? 4 : 2;
   layout.width = layout.inputs == 2 ? 2 * room : room / layout.pack;
 }
 
@@ -90,7 +111,7 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
   }
   if (layout.form == Form::dequantized_tiles) {
     const bool x_groups = matrix.group == 64 || matrix.group % kStep == 0;  // of 64 columns; else each 32 have their scale
-    layout.pairs = matrix.bits == 8 ? 0 : x_groups ? 64 : 32;
+    layout.pairs = matrix.bits == 8 ? 0 : x_groups && !without(kWideTables) ? 64 : 32;
     return layout;
   }
   if (matrix.bits == 0) {

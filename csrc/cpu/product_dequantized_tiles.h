@@ -231,8 +231,9 @@ void product_of_dequantized(const Matrix& matrix, const Layout& layout, int64_t 
   const int64_t rows_together = code_rows(matrix);
   for (int64_t row = first; row < last; row += rows_together) {
     const int64_t end = last - row < rows_together ? last : row + rows_together;
-    for (int64_t m = 0; m < count; m += kDequantizedTokens) {
-      const int64_t some = count - m < kDequantizedTokens ? count - m : kDequantizedTokens;
+    const int64_t most = count > 2 * kTileRows && without(kFourInputTiles) ? 2 * kTileRows : kDequantizedTokens;
+    for (int64_t m = 0; m < count; m += most) {
+      const int64_t some = count - m < most ? count - m : most;
       const auto multiply = some <= 16   ? multiply_dequantized<1>
                             : some <= 32 ? multiply_dequantized<2>
                             : some <= 48 ? multiply_dequantized<3>

@@ -177,7 +177,7 @@ void direct_of_dtype(const Matrix& matrix, const Layout& layout, int64_t count, 
 }
 
 inline bool is_direct(const Matrix& matrix, const Layout& layout, int64_t count) {
-  return count <= kDirectCount && (matrix.bits == 0 || layout.vectors);
+  return count <= kDirectCount && (matrix.bits == 0 || layout.vectors) && !without(kDirect);
 }
 
 void product_float32(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,

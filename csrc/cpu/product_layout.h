@@ -19,6 +19,38 @@ enum class Form : int32_t {
   dequantized_tiles  // tiles, and int4 in the order of nibbles; products with codes that are dequantized strip by strip
 };
 
+// Parts of the choice that benchmarks/cpu_product_forms.py leaves out in turn, so that the next best form takes over; the usual
+// build has them all.
+enum Optional : uint32_t {
+  kNarrow = 1 << 0,            // AVX2: fixed-point x (product_fixed_narrow.h)
+  kFixedVectors = 1 << 1,      // product_fixed_vectors.h
+  kFixedTiles = 1 << 2,        // product_fixed_tiles.h
+  kPacksOf4 = 1 << 3,          // of blocks of columns in one tile
+  kPacks = 1 << 4,             // of 2 and of 4
+  kTwoInputs = 1 << 5,         // a tile for each term
+  kDequantizedTiles = 1 << 6,  // product_dequantized_tiles.h
+  kWideTables = 1 << 7,        // one for 64 columns or more
+  kFourInputTiles = 1 << 8,    // 33 to 64 rows of x at once
+  kStripPrefetch = 1 << 9,     // Prefetcher (product_strips.h)
+  kTiles = 1 << 10,            // bfloat16 (product_amx.cpp)
+  kSplitTiles = 1 << 11,       // float16 in two terms (product_amx.cpp)
+  kBfloat16Pairs = 1 << 12,    // AVX-512 (product_avx512.cpp)
+  kDirect = 1 << 13,           // from registers (product_direct.h)
+  kInPlace = 1 << 14,          // more than 4 rows of x without a panel (product_panel.h)
+  kPrefetchInSteps = 1 << 15,  // product_panel.h
+};
+
+#if defined(ZERO_INFERENCE_MEASURE_FORMS)
+extern uint32_t left_out, asked;  // bits of Optional
+
+static inline bool without(Optional part) {
+  if ((__atomic_load_n(&asked, __ATOMIC_RELAXED) & part) == 0) __atomic_fetch_or(&asked, part, __ATOMIC_RELAXED);
+  return (left_out & part) != 0;
+}
+#else
+static constexpr bool without(Optional) { return false; }
+#endif
+
 struct Layout {
   Form form;
   bool vectors;  // groups are whole vectors of codes; else codes are dequantized one by one

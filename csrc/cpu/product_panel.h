@@ -174,7 +174,7 @@ inline void product_in_vectors(const Matrix& matrix, const Layout& layout, int64
   constexpr int64_t kPanelStride = kBlockBytes + kRowGap;
   float* const sums = reinterpret_cast<float*>(scratch + kRows * kPanelStride);
   const int64_t x_stride = input_stride(layout);
-  const bool as_it_lies = matrix.bits == 0 && matrix.dtype == Product::kDtype;
+  const bool as_it_lies = matrix.bits == 0 && matrix.dtype == Product::kDtype && !without(kInPlace);
   for (Part part = Part::of(matrix, first, last, 0, Product::kBlock); part.rows > 0;) {
     const Part next = part.next(matrix, last, Product::kBlock);
     const int64_t padded = round_up(part.columns, kStep), bytes = padded * Product::kBytes;
@@ -182,8 +182,13 @@ inline void product_in_vectors(const Matrix& matrix, const Layout& layout, int64
     const char* rows[kRows];
     if (as_it_lies && part.columns == padded) {
       for (int r = 0; r < kRows; ++r) rows[r] = values_at(matrix, part.row + (r < part.rows ? r : 0), part.k);
-      PrefetchInSteps prefetch(matrix, next, steps_of(count, bytes));
-      multiply_all<Product>(rows, x, x_stride, count, bytes, sums, part.k == 0, prefetch);
+      if (without(kPrefetchInSteps)) {
+        NoPrefetch prefetch;
+        multiply_all<Product>(rows, x, x_stride, count, bytes, sums, part.k == 0, prefetch);
+      } else {
+        PrefetchInSteps prefetch(matrix, next, steps_of(count, bytes));
+        multiply_all<Product>(rows, x, x_stride, count, bytes, sums, part.k == 0, prefetch);
+      }
     } else {
       for (int r = 0; r < kRows; ++r) {
         char* const panel = scratch + r * kPanelStride;

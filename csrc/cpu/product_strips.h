@@ -72,6 +72,7 @@ struct Prefetcher {
   void begin(const Piece& next) {
     piece = next;
     rows = end_row - piece.row < pieces.strip ? end_row - piece.row : pieces.strip;
+    if (without(kStripPrefetch)) rows = 0;
     bytes = (piece.end - piece.k) * kBits / 8;
     first = piece.k == 0;
     codes = values_at(matrix, piece.row, 0) + piece.k * kBits / 8;

@@ -1,0 +1,488 @@
+"""Measure what each product form of csrc/cpu gains over the form that takes over without it, and over torch's own products.
+
+    python benchmarks/cpu_product_forms.py [--out FILE.tsv] [--threads N] [--seconds 340] [--formats ...] [--rows ...] [--shapes ...]
+
+One build (-DZERO_INFERENCE_MEASURE_FORMS) can leave out each of `VARIANTS` at run time. A cell is a weight format and a number of
+rows of x; all instruction sets, all variants that change something there and torch take turns in it, for --rounds rounds. A figure
+is GB/s (1e9 bytes) of stored weight bytes, the median; torch's is of the same weights in our bytes. A gain is the median over rounds
+of the ratio with / without. Weights are one layer's shapes in rotation, copied until they exceed --set-mb. torch runs in a process
+for each instruction set, restricted by environment variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.common.host_cores import library_of, processor
+from benchmarks.common.shapes import shape_of
+from zero_inference.cpu.library import DTYPES, INSTRUCTIONS
+from zero_inference.cpu.products import Matrix
+
+DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# int4-g64-fp16: codes of 4 bits in groups of 64, float16 scales.
+FORMATS = ["bf16", "fp16", "fp32"]
+FORMATS += [
+    f"{codes}-{dtype}" for dtype in ("bf16", "fp16") for codes in ("int8-g64", "int4-g32", "int4-g64", "int4-g128")
+]
+FORMATS += ["int4-g64-fp32"]
+SHAPES = [(5120, 5120), (13824, 5120), (5120, 13824)]  # of a layer of Llama-2-13B
+
+# Bits of Optional in csrc/cpu/product_layout.h.
+OPTIONAL = (
+    "narrow fixed_vectors fixed_tiles packs_of_4 packs two_inputs dequantized_tiles wide_tables four_input_tiles strip_prefetch "
+    "tiles split_tiles bfloat16_pairs direct in_place prefetch_in_steps"
+).split()
+BIT = {name: 1 << index for index, name in enumerate(OPTIONAL)}
+TILE_FORMS = BIT["fixed_tiles"] | BIT["dequantized_tiles"] | BIT["tiles"] | BIT["split_tiles"]
+# Left out alone and together.
+VARIANTS: list[tuple[str, ...]] = [(name,) for name in OPTIONAL]
+VARIANTS += [
+    ("fixed_tiles", "dequantized_tiles"),
+    ("fixed_vectors", "fixed_tiles"),
+    ("fixed_vectors", "fixed_tiles", "dequantized_tiles"),
+    ("fixed_vectors", "bfloat16_pairs"),
+]
+WINS = 1.05
+MOST_ERROR = 0.02  # of the result's norm: bfloat16 values and x
+# Of torch's libraries, so that a process uses no better instructions.
+LIMITS = {
+    "avx2": dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2"),
+    "avx512": dict(
+        ATEN_CPU_CAPABILITY="avx512", ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16", MKL_ENABLE_INSTRUCTIONS="AVX512_E2"
+    ),
+    "amx": {},
+}
+
+
+def split_format(name: str) -> tuple[torch.dtype, int, int]:
+    """Return dtype, bits and group size; the latter are 0 for a plain weight."""
+    *codes, dtype = name.split("-")
+    return DTYPE_NAMES[dtype], *((int(codes[0][3:]), int(codes[1][1:])) if codes else (0, 0))
+
+
+def weight_bytes(name: str, height: int, width: int) -> int:
+    dtype, bits, group = split_format(name)
+    elements = height * width
+    return elements * bits // 8 + 2 * (elements // group) * dtype.itemsize if bits else elements * dtype.itemsize
+
+
+def copies_of(name: str, shapes: list[tuple[int, int]], set_mb: int) -> int:
+    return int(set_mb * 1e6 // sum(weight_bytes(name, *shape) for shape in shapes)) + 1
+
+
+class Weights:
+    """`copies` of each shape in memory, random, one set of shapes after the other."""
+
+    def __init__(self, name: str, shapes: list[tuple[int, int]], copies: int) -> None:
+        dtype, bits, group = split_format(name)
+        sizes = [-(-weight_bytes(name, *shape) // 4096) * 4096 for shape in shapes]
+        self.memory = torch.empty(copies, sum(sizes), dtype=torch.uint8)
+        generator = torch.Generator().manual_seed(0)
+        values = (torch.randn(1 << 20, generator=generator) * 0.02).to(dtype)
+        self.matrices = (Matrix * (copies * len(shapes)))()
+        for index, (height, width) in enumerate(shapes):
+            at, elements = sum(sizes[:index]), height * width
+            code_bytes = elements * bits // 8
+            groups = elements // group if bits else 0
+            row = self.memory[0, at : at + weight_bytes(name, height, width)]
+            if bits:
+                row[:code_bytes].random_(0, 256, generator=generator)
+                row[code_bytes:].view(dtype).copy_(values.abs().repeat((2 * groups >> 20) + 1)[: 2 * groups])
+            else:
+                row.view(dtype).copy_(values.repeat((elements >> 20) + 1)[:elements])
+            for copy in range(copies):
+                address = self.memory[copy].data_ptr() + at
+                scales = (
+                    (address + code_bytes, address + code_bytes + groups * dtype.itemsize) if bits else (None, None)
+                )
+                self.matrices[copy * len(shapes) + index] = Matrix(
+                    address, *scales, height, width, group, bits, DTYPES[dtype]
+                )
+        self.memory[1:] = self.memory[0]
+
+    def restored(self, name: str, height: int, width: int) -> torch.Tensor:
+        """Return the first weight in float64, of whole rows."""
+        dtype, bits, group = split_format(name)
+        row = self.memory[0, : weight_bytes(name, height, width)]
+        if not bits:
+            return row.view(dtype).view(height, width).double()
+        codes, scales = row[: height * width * bits // 8], row[height * width * bits // 8 :].view(dtype).double()
+        codes = torch.stack([codes & 15, codes >> 4], 1) if bits == 4 else codes
+        scale, minimum = scales.view(2, -1, 1)
+        return (codes.view(-1, group) * scale + minimum).view(height, width)
+
+
+@dataclass
+class Figure:
+    """A product of one cell by one instruction set: with all forms (`without` is empty), without some, or by torch."""
+
+    weight: str
+    rows: int
+    instructions: str
+    without: str
+    take: Callable[[float], float | None]  # GB/s, measured for so many seconds
+    rates: list[float] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        return self.weight, self.rows, self.instructions, self.without
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rates)
+
+
+class Forms:
+    """The library that can leave out forms."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.library = library_of(args.flags + " -DZERO_INFERENCE_MEASURE_FORMS")
+        self.library.zero_inference_leave_out.restype = ctypes.c_uint32
+        self.library.zero_inference_leave_out.argtypes = [ctypes.c_uint32]
+        best = self.library.zero_inference_best_instructions()
+        self.sets = [name for name in INSTRUCTIONS[1 : best + 1] if name in args.instructions]
+        cpus = sorted(os.sched_getaffinity(0))
+        self.cpus = [cpus[-1 - index % len(cpus)] for index in range(args.threads)]
+        self.weights: Weights | None = None
+
+    def paths(self, weight: str, rows: int, instructions: str) -> Iterator[tuple[str, int]]:
+        """Yield name and bits of the variants that change something, the empty one first; each is checked against float64."""
+        seen = set()
+        height, width = 48, 1280
+        probe = Weights(weight, [(height, width)], 1)
+        x = torch.randn(rows, width).to(split_format(weight)[0])
+        exact = x.double() @ probe.restored(weight, height, width).T
+        out = torch.empty(rows, height)
+        for names in [(), *VARIANTS]:
+            bits = sum(BIT[name] for name in names)
+            self.library.zero_inference_leave_out(bits)
+            failed = self.library.zero_inference_product(
+                ctypes.byref(probe.matrices[0]), rows, INSTRUCTIONS.index(instructions), x.data_ptr(), DTYPES[x.dtype], width,
+                0, height, out.data_ptr(), height, 1,
+            )  # fmt: skip
+            asked = self.library.zero_inference_leave_out(0)
+            error = float((out - exact).norm() / exact.norm())
+            if failed or not error <= MOST_ERROR:
+                raise SystemExit(
+                    f"{weight}, {rows} rows, {instructions}, without {names}: code {failed}, error {error:.1e}"
+                )
+            if bits & asked in seen or (instructions == "amx" and not asked & TILE_FORMS and "avx512" in self.sets):
+                continue  # the path of another variant, or of AVX-512
+            seen.add(bits & asked)
+            yield "+".join(name for name in names if BIT[name] & asked), bits
+
+    def rate(self, rows: int, instructions: str, bits: int, seconds: float) -> float:
+        """Return GB/s of the weights that are in memory now."""
+        weights = self.weights
+        assert weights is not None
+        width = max(matrix.columns for matrix in weights.matrices)
+        x = torch.randn(rows, width).to(next(t for t, value in DTYPES.items() if value == weights.matrices[0].dtype))
+        done = ctypes.c_int64()
+        self.library.zero_inference_leave_out(bits)
+        cpus = (ctypes.c_int32 * len(self.cpus))(*self.cpus)
+        taken = self.library.zero_inference_measure_products(
+            weights.matrices, len(weights.matrices), rows, INSTRUCTIONS.index(instructions), x.data_ptr(), DTYPES[x.dtype],
+            self.args.threads, cpus, seconds, ctypes.byref(done),
+        )  # fmt: skip
+        if taken <= 0:
+            raise SystemExit(f"{instructions}, {self.args.threads} threads: the library returned {taken}")
+        return done.value / taken / 1e9
+
+
+class TorchProcess:
+    """torch's products with one instruction set, in a process of its own."""
+
+    def __init__(self, args: argparse.Namespace, instructions: str, cpus: list[int]) -> None:
+        environment = os.environ | LIMITS[instructions]
+        # Threads spin for a millisecond (a pause is 140 cycles on Sapphire Rapids), not into the next figure.
+        environment |= dict(
+            GOMP_SPINCOUNT="20000", OMP_NUM_THREADS=str(len(cpus)), GOMP_CPU_AFFINITY=" ".join(map(str, cpus))
+        )
+        command = [sys.executable, __file__, "--torch-process", "--set-mb", str(args.set_mb)]
+        command += ["--threads", str(len(cpus)), "--shapes", *(f"{rows}x{columns}" for rows, columns in args.shapes)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def rate(self, weight: str, rows: int, seconds: float) -> float | None:
+        """Return GB/s; None where torch has no such product, or three take longer than half a second."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps([weight, rows, seconds]), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"torch's process ended with code {self.process.wait()}")
+        answer = json.loads(line)
+        time.sleep(0.003)  # until its threads sleep
+        return answer
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def serve_torch(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    loaded = ""
+    products: list[tuple[tuple[int, int], Callable]] = []
+    slow_from: dict[str, int] = {}  # rows, by weight
+    warm = set()
+    for line in sys.stdin:
+        weight, rows, seconds = json.loads(line)
+        answer = None
+        if rows < slow_from.get(weight, 1 << 30):
+            if loaded != weight:
+                loaded, products = weight, []  # frees the previous weights first
+                products = list(torch_products(weight, args.shapes, copies_of(weight, args.shapes, args.set_mb)))
+            dtype = split_format(weight)[0]
+            x = {shape[1]: torch.randn(rows, shape[1]).to(dtype) for shape in args.shapes}
+            try:
+                with torch.inference_mode():
+                    if (weight, rows) not in warm:
+                        warm.add((weight, rows))
+                        if torch_time(products[:3], x, 0)[1] > 0.5:
+                            slow_from[weight] = rows
+                    done, taken = torch_time(products, x, seconds)
+                answer = sum(weight_bytes(weight, *shape) for shape in done) / taken / 1e9
+            except (AttributeError, RuntimeError) as error:
+                print(f"torch, {weight}, {rows} rows: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+                slow_from[weight] = rows
+        print(json.dumps(answer), flush=True)
+
+
+def torch_time(products: list, x: dict[int, torch.Tensor], seconds: float) -> tuple[list[tuple[int, int]], float]:
+    """Return the shapes that were multiplied, each of `products` once if `seconds` is 0, and the seconds taken."""
+    done: list[tuple[int, int]] = []
+    begin = time.perf_counter()
+    while len(done) < len(products) if seconds == 0 else time.perf_counter() - begin < seconds:
+        shape, multiply = products[len(done) % len(products)]
+        multiply(x[shape[1]])
+        done.append(shape)
+    return done, time.perf_counter() - begin
+
+
+def torch_products(
+    weight: str, shapes: list[tuple[int, int]], copies: int
+) -> Iterator[tuple[tuple[int, int], Callable]]:
+    """Yield shape and product of each weight; nothing in it must be right but its type and size."""
+    dtype, bits, group = split_format(weight)
+    aten = torch.ops.aten
+    values = torch.randn(1 << 20).mul_(0.02).to(dtype)
+    codes = torch.randint(-127, 128, (1 << 20,), dtype=torch.int8)
+
+    def repeated(block: torch.Tensor, *shape: int) -> torch.Tensor:
+        elements = math.prod(shape)
+        return block.repeat(-(-elements // len(block)))[:elements].view(shape)
+
+    for _ in range(copies):
+        for height, width in shapes:
+            if bits == 0:
+                plain = repeated(values, height, width)
+                yield (height, width), lambda x, plain=plain: torch.nn.functional.linear(x, plain)
+            elif bits == 8:  # a scale for each row, where ours have one for each group
+                wide, scale = repeated(codes, height, width), values[:height].abs()
+                yield (height, width), lambda x, wide=wide, scale=scale: aten._weight_int8pack_mm(x, wide, scale)
+            else:
+                packed = repeated(codes.view(torch.uint8), height, width // 2)
+                scales = repeated(values, width // group, height, 2)
+                yield (
+                    (height, width),
+                    lambda x, packed=packed, scales=scales: aten._weight_int4pack_mm_for_cpu(x, packed, group, scales),
+                )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("cpu_product_forms.tsv"), metavar="FILE")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of x")
+    parser.add_argument("--instructions", nargs="+", default=list(LIMITS), choices=LIMITS)
+    parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS")
+    parser.add_argument("--set-mb", type=int, default=420, help="least bytes of a format's weights, in 1e6")
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    parser.add_argument("--seconds", type=float, default=340, help="of everything, compiling included; about")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--flags", default="", help="for the compiler, after the usual ones")
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--torch-process", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.torch_process:
+        serve_torch(args)
+        return 0
+    begin = time.monotonic()
+    torch.set_num_threads(args.threads)
+    forms = Forms(args)
+    print(f"{processor()}, {args.threads} threads, torch {torch.__version__}, {', '.join(forms.sets)}", flush=True)
+    with contextlib.ExitStack() as stack:
+        torches = {}
+        for instructions in [] if args.no_torch else forms.sets:
+            torches[instructions] = TorchProcess(args, instructions, forms.cpus)
+            stack.callback(torches[instructions].close)
+        cells = list(find_cells(args, forms, torches))
+        count = sum(map(len, cells))
+        spent = time.monotonic() - begin
+        print(f"{count} figures in {len(cells)} cells, found in {spent:.0f} s", flush=True)
+        figures = measure(args, forms, cells, begin)
+    show_rates(args, figures)
+    show_gains(find_gains(figures))
+    print(f"{time.monotonic() - begin:.0f} s; all figures are in {args.out}")
+    return 0
+
+
+def find_cells(args: argparse.Namespace, forms: Forms, torches: dict[str, TorchProcess]) -> Iterator[list[Figure]]:
+    for weight in args.formats:
+        for rows in args.rows:
+            cell = []
+            for instructions in forms.sets:
+                for name, bits in forms.paths(weight, rows, instructions):
+                    take = functools.partial(forms.rate, rows, instructions, bits)
+                    cell.append(Figure(weight, rows, instructions, name, take))
+            for instructions, process in torches.items():
+                if weight in DTYPE_NAMES or weight.endswith("bf16"):
+                    take_torch = functools.partial(process.rate, weight, rows)
+                    cell.append(Figure(weight, rows, instructions, "torch", take_torch))
+            yield cell
+
+
+def read_rate(args: argparse.Namespace, forms: Forms) -> float:
+    """Return GB/s that the threads can read."""
+    assert forms.weights is not None
+    memory, done = forms.weights.memory, ctypes.c_int64()
+    cpus = (ctypes.c_int32 * len(forms.cpus))(*forms.cpus)
+    taken = forms.library.zero_inference_measure_reads(
+        memory.data_ptr(),
+        memory.numel(),
+        INSTRUCTIONS.index(forms.sets[-1]),
+        args.threads,
+        cpus,
+        0.3,
+        ctypes.byref(done),
+    )
+    return done.value / taken / 1e9
+
+
+def measure(args: argparse.Namespace, forms: Forms, cells: list[list[Figure]], begin: float) -> list[Figure]:
+    figures: list[Figure] = []
+    left = sum(map(len, cells))
+    for cell in cells:
+        weight = cell[0].weight
+        if forms.weights is None or cell[0].rows == args.rows[0]:
+            forms.weights = None
+            forms.weights = Weights(weight, args.shapes, copies_of(weight, args.shapes, args.set_mb))
+            for figure in cell:
+                if figure.without == "torch":
+                    figure.take(0.001)  # makes its weights
+            print(f"{weight}: the threads read {read_rate(args, forms):.1f} GB/s", flush=True)
+        remaining = max(0.0, args.seconds - (time.monotonic() - begin))
+        seconds = min(0.2, max(0.01, remaining / left / args.rounds - 0.005))
+        for _ in range(args.rounds):
+            for figure in cell:
+                rate = figure.take(seconds)
+                if rate is not None:
+                    figure.rates.append(rate)
+        left -= len(cell)
+        figures += [figure for figure in cell if figure.rates]
+        if cell[0].rows == args.rows[-1]:
+            write(args, figures)  # what there is, should the time run out
+            print(f"{weight}: {seconds * 1e3:.0f} ms each, {time.monotonic() - begin:.0f} s", flush=True)
+    return figures
+
+
+def with_all(by_key: dict[tuple, Figure], weight: str, rows: int, instructions: str) -> Figure | None:
+    """Return the figure with all forms: of the next lower set where this one has no forms of its own."""
+    for name in INSTRUCTIONS[INSTRUCTIONS.index(instructions) :: -1]:
+        if (weight, rows, name, "") in by_key:
+            return by_key[weight, rows, name, ""]
+    return None
+
+
+def find_gains(figures: list[Figure]) -> dict[tuple[str, int, str, str], float]:
+    """Return with / without, by weight, rows, instructions and what is left out; a whole set: "all" of it, and torch."""
+    by_key = {figure.key: figure for figure in figures}
+    gains = {}
+    for figure in figures:
+        weight, rows, instructions, without = figure.key
+        whole = with_all(by_key, weight, rows, instructions)
+        if without == "":
+            lower = with_all(by_key, weight, rows, INSTRUCTIONS[INSTRUCTIONS.index(instructions) - 1])
+            if lower is not None:
+                gains[weight, rows, instructions, "all"] = ratio(figure, lower)
+        elif whole is not None:
+            gains[figure.key] = ratio(whole, figure)
+    return gains
+
+
+def ratio(one: Figure, other: Figure) -> float:
+    return statistics.median(a / b for a, b in zip(one.rates, other.rates, strict=False))
+
+
+def write(args: argparse.Namespace, figures: list[Figure]) -> None:
+    gains = find_gains(figures)
+    names = "weight rows instructions without gb_per_s least most with_over_without all_over_lower_set"
+    lines = [f"# {processor()}, {args.threads} threads, torch {torch.__version__}", "\t".join(names.split())]
+    for figure in figures:
+        values = [*figure.key, f"{figure.median:.2f}", f"{min(figure.rates):.2f}", f"{max(figure.rates):.2f}"]
+        weight, rows, instructions, without = figure.key
+        over_lower_set = gains.get((weight, rows, instructions, "all")) if without == "" else None
+        values += ["" if gain is None else f"{gain:.3f}" for gain in (gains.get(figure.key), over_lower_set)]
+        lines.append("\t".join(map(str, values)))
+    args.out.write_text("\n".join(lines) + "\n")
+
+
+def show_rates(args: argparse.Namespace, figures: list[Figure]) -> None:
+    """Print GB/s by instruction set and M, ours and torch's."""
+    print("\nGB/s, ours / torch (of the weights in our bytes)")
+    print(f"{'weight':<15}{'set':<8}" + "".join(f"{rows:>15}" for rows in args.rows))
+    by_key = {figure.key: figure for figure in figures}
+    for weight in args.formats:
+        for instructions in dict.fromkeys(figure.instructions for figure in figures):
+            texts = []
+            for rows in args.rows:
+                pair = with_all(by_key, weight, rows, instructions), by_key.get((weight, rows, instructions, "torch"))
+                texts.append(" / ".join("-" if figure is None else f"{figure.median:.1f}" for figure in pair))
+            print(f"{weight:<15}{instructions:<8}" + "".join(f"{text:>15}" for text in texts))
+
+
+def show_gains(gains: dict[tuple[str, int, str, str], float]) -> None:
+    """Print, for each variant and set, with / without in each cell; marks those that win by more than WINS anywhere."""
+    groups: dict[tuple[str, str], list] = defaultdict(list)
+    for (weight, rows, instructions, without), gain in gains.items():
+        if without != "torch":
+            groups[without, instructions].append((gain, weight, rows))
+    print(f"\nwith / without; * wins by more than {WINS - 1:.0%} somewhere; 'all' is a set against the next lower one")
+    order = {"+".join(names): index for index, names in enumerate(VARIANTS)}
+    for (without, instructions), found in sorted(
+        groups.items(), key=lambda item: (order.get(item[0][0], len(order)), *item[0])
+    ):
+        wins = sum(gain > WINS for gain, *_ in found)
+        loses = sum(gain < 1 / WINS for gain, *_ in found)
+        mark = "*" if wins else " "
+        print(f"{mark} {without}, {instructions}: {len(found)} cells, {wins} win, {loses} lose by as much")
+        by_weight = defaultdict(list)
+        for gain, weight, rows in found:
+            by_weight[weight].append(f"{rows}: {gain:.2f}{'*' if gain > WINS else '-' if gain < 1 / WINS else ' '}")
+        for weight, cells in by_weight.items():
+            print(f"    {weight:<15}" + "  ".join(cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
