@@ -47,8 +47,8 @@ SHAPES = [(5120, 5120), (13824, 5120), (5120, 13824)]  # of a layer of Llama-2-1
 
 # Bits of Optional in csrc/cpu/product_layout.h.
 OPTIONAL = (
-    "narrow fixed_vectors fixed_tiles packs_of_4 packs two_inputs dequantized_tiles wide_tables four_input_tiles strip_prefetch "
-    "tiles split_tiles bfloat16_pairs direct in_place prefetch_in_steps"
+    "narrow fixed_vectors fixed_tiles packs two_inputs dequantized_tiles wide_tables four_input_tiles strip_prefetch "
+    "tiles split_tiles direct in_place prefetch_in_steps"
 ).split()
 BIT = {name: 1 << index for index, name in enumerate(OPTIONAL)}
 TILE_FORMS = BIT["fixed_tiles"] | BIT["dequantized_tiles"] | BIT["tiles"] | BIT["split_tiles"]
@@ -56,9 +56,6 @@ TILE_FORMS = BIT["fixed_tiles"] | BIT["dequantized_tiles"] | BIT["tiles"] | BIT[
 VARIANTS: list[tuple[str, ...]] = [(name,) for name in OPTIONAL]
 VARIANTS += [
     ("fixed_tiles", "dequantized_tiles"),
-    ("fixed_vectors", "fixed_tiles"),
-    ("fixed_vectors", "fixed_tiles", "dequantized_tiles"),
-    ("fixed_vectors", "bfloat16_pairs"),
 ]
 WINS = 1.05
 MOST_ERROR = 0.02  # of the result's norm: bfloat16 values and x

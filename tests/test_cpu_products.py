@@ -71,17 +71,17 @@ def an_input(count: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) + 0.5).to(dtype)
 
 
-def restored_from(bits: int, group_size: int) -> int:
+def restored_from(bits: int) -> int:
     """Return from how many rows of x on codes with bfloat16 scales are restored in tiles (csrc/cpu/product.cpp)."""
-    return 9 if (bits, group_size) == (4, 32) else 17
+    return 9 if bits == 4 else 17
 
 
 def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instructions: str) -> bool:
     """Whether the kernels take codes as they are, not what they stand for (csrc/cpu/product.cpp)."""
     if dtype not in UNROUNDED or not matrix.bits or matrix.group > 256:
         return False
-    if instructions == "amx" and count >= 2 and matrix.group % 32 == 0:
-        return count < restored_from(matrix.bits, matrix.group) or dtype == torch.float16
+    if instructions == "amx" and count >= 3 and matrix.group % 32 == 0:
+        return count < restored_from(matrix.bits) or dtype == torch.float16
     in_vectors = count <= (8 if instructions == "avx2" else 4 if instructions in ("avx512", "amx") else 0)
     return in_vectors and matrix.group in (32, 64, 128, 256)
 
@@ -122,7 +122,7 @@ def test_products_agree_with_float64(instructions, dtype, use):
     for count in COUNTS:
         check(Matrix.plain(weight), weight, an_input(count, 331, dtype), name)
     for bits in (8, 4):
-        # 37 x 64: a block of columns and a part; 11 x 64: packs of sections that do not fill a turn; 9 x 32: half a step is left over
+        # 37 x 64: a block of columns and a part; 11 x 64: half a turn is left over; 9 x 32: half a step is
         for group_size, columns, counts in (
             (64, 2368, COUNTS),
             (64, 704, (2, 4, 8)),
@@ -276,7 +276,7 @@ def test_bfloat16_codes_count_as_the_values_that_a_device_restores(instructions,
 )
 @pytest.mark.parametrize("instructions", ["amx", EMULATED])
 def test_bfloat16_codes_in_strips_of_rows(instructions, group_size, columns, use):
-    """More rows of x than 8, which are taken as codes up to 16: one to four tiles of x and more; ranges with whole strips and parts."""
+    """More rows of x than 8, which int8 takes as codes up to 16: one to four tiles of x and more; ranges with whole strips and parts."""
     name = use(instructions)
     for bits in (8, 4):
         matrix, kept, restored = quantized(a_weight(163, columns, torch.bfloat16), bits, group_size)
@@ -291,7 +291,7 @@ def test_restored_codes_in_strips_are_exact(instructions, bits, group_size, use)
     name = use(instructions)
     columns = group_size * (11 if group_size < 256 else 3)
     matrix, kept, restored = quantized(a_weight(67, columns, torch.bfloat16), bits, group_size)
-    least = restored_from(bits, group_size)
+    least = restored_from(bits)
     for count in (least, 40):
         for rows in torch.eye(columns).split(count):
             if len(rows) >= least:

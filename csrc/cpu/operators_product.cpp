@@ -21,11 +21,7 @@ namespace {
 
 using namespace zero_inference::cpu;
 
-// Bytes of a weight per task: 13 us at 10 GB/s. Others: benchmarks/cores_products.py --flags.
-#if !defined(ZERO_INFERENCE_TASK_BYTES)
-#define ZERO_INFERENCE_TASK_BYTES 131072
-#endif
-constexpr int64_t kTaskBytes = ZERO_INFERENCE_TASK_BYTES;
+constexpr int64_t kTaskBytes = 131072;  // of a weight: 13 us at 10 GB/s
 constexpr int64_t kTaskRows = 32;       // whole multiples of this
 constexpr int64_t kMeasuredRows = 256;  // of a task where products are measured, as a thread's parts in csrc/cpu/block.cpp
 

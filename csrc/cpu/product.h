@@ -5,9 +5,9 @@
 //
 // W is plain (float32, float16, bfloat16) or codes in groups: W[r][k] = code * scale + minimum, as in
 // zero_inference/kernels/quantization.py; an int4 pair has the even element in its low nibble. Sums are float32. x is rounded
-// to bfloat16 for a bfloat16 weight where the processor multiplies bfloat16, and never below float16's precision for the
-// others. Dequantized values are rounded to the dtype of the scale, as on a device. These functions start no threads: the
-// caller gives each thread ranges of rows of W.
+// to bfloat16 for a bfloat16 weight in AMX tiles, and never below float16's precision for the others. Dequantized values are
+// rounded to the dtype of the scale, as on a device. These functions start no threads: the caller gives each thread ranges of
+// rows of W.
 
 #pragma once
 

@@ -10,11 +10,13 @@
 
 #include "simd_avx512.h"
 
-#include "product_bfloat16.h"
 #include "product_layout.h"
 
 namespace zero_inference::cpu {
 namespace {
+
+// 32 float32 rounded to bfloat16.
+inline __m512i to_bfloat16(Vector one, Vector two) { return (__m512i)_mm512_cvtne2ps_pbh(two, one); }
 
 constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                    // of the blocks of a panel
 constexpr int64_t kMinimaAt = kDequantizedStrips * kPanelRows * kLanes;  // after the scales
@@ -33,8 +35,8 @@ struct RowCodes {
   [[gnu::always_inline]] static inline Group group_at(const float* scale) {
     Group group;
     if constexpr (kBits == 4) {
-      const Vector values = value_of<1>(code_vector(), broadcast(scale[0]), broadcast(scale[kMinimaAt]));
-      to_bfloat16<1>(values, values, &group.table);
+      const Vector values = multiply_add(code_vector(), broadcast(scale[0]), broadcast(scale[kMinimaAt]));
+      group.table = to_bfloat16(values, values);
     } else {
       group.scale = broadcast(scale[0]);
       group.minimum = broadcast(scale[kMinimaAt]);
@@ -50,10 +52,9 @@ struct RowCodes {
   [[gnu::always_inline]] static inline void dequantize(const char* p, const Group& group, char* out) {
     if constexpr (kBits == 8) {
       const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);
-      __m512i values;
-      to_bfloat16<1>(value_of<1>(_mm512_cvtepi32_ps(bytes(codes)), group.scale, group.minimum),
-                     value_of<1>(_mm512_cvtepi32_ps(bytes(codes + 16)), group.scale, group.minimum), &values);
-      _mm512_store_si512(out, values);
+      const Vector one = multiply_add(_mm512_cvtepi32_ps(bytes(codes)), group.scale, group.minimum);
+      const Vector two = multiply_add(_mm512_cvtepi32_ps(bytes(codes + 16)), group.scale, group.minimum);
+      _mm512_store_si512(out, to_bfloat16(one, two));
     } else if constexpr (kUnit == 32) {
       const __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
       look_up_words(words, _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12), group.table, out);

@@ -1,22 +1,22 @@
 // Products of codes with fixed-point x (product_fixed_input.h), in AMX tiles of bytes.
 //
 // A tile of 16 rows and 64 columns of codes times a tile of x (4 columns a row, up to 16 rows and terms) is a tile of exact
-// integer sums, which are scaled in float32 and added to totals. A turn, 128 or 256 columns, has four stages: unpack to a
+// integer sums, which are scaled in float32 and added to totals. A turn, 128 columns, has four stages: unpack to a
 // panel, multiply, store sums, scale. A tile product takes 52 cycles and a load waits for the store before it, so stages of
 // different turns are interleaved. int8 codes are multiplied in place.
 //
-// Scaling takes the most. With up to 8 rows of x both terms share a tile, with up to 4 two blocks of 64 columns share it too,
-// and with up to 2 four: x of each block has columns of its own and zeros elsewhere, so all products add to one tile; the
-// shares of a total are added at the end. Likewise for two x groups of a block. With more rows each term has a tile, and
-// integers are joined before they are scaled.
+// Scaling takes the most. With up to 8 rows of x both terms share a tile, and with up to 4 two blocks of 64 columns do: x of
+// each block has columns of its own and zeros elsewhere, so all products add to one tile; the shares of a total are added at
+// the end. Likewise for two x groups of a block. With more rows each term has a tile, and integers are joined before they are
+// scaled.
 //
 // Totals of a strip of 16 rows stay in registers for one piece.
 //
-// Estimate, not measured: 1024 bytes of int4 in groups of 64, 16 rows of 128 columns, take with up to 2, 4, 8, 16 rows of x
-//   112, 160, 192, 256 vector operations, two a cycle: 64 to unpack, and 4 for each row of sums, or 6 of two terms or groups
-//   150, 190, 210, 260 loads, two a cycle
-//   40, 48, 64, 96 stores, one a cycle
-//   2, 2, 2, 4 tile products, each 16 cycles
+// Estimate, not measured: 1024 bytes of int4 in groups of 64, 16 rows of 128 columns, take with up to 4, 8, 16 rows of x
+//   160, 192, 256 vector operations, two a cycle: 64 to unpack, and 4 for each row of sums, or 6 of two terms or groups
+//   190, 210, 260 loads, two a cycle
+//   48, 64, 96 stores, one a cycle
+//   2, 2, 4 tile products, each 16 cycles
 
 #pragma once
 
@@ -33,7 +33,7 @@ namespace {
 
 // Scratch of a thread. Loads and stores that are close in time lie at different offsets in a page (4K aliasing).
 struct FixedScratch {
-  char panel[4 * kTileBytes];           // unpacked codes of 256 columns
+  char panel[4 * kTileBytes];           // unpacked codes of two turns
   char sums[4 * kTileBytes];            // of a turn
   char copies[4 * kTileBytes];          // of codes that do not fill a turn
   float factors[2][kTileRows][kLanes];  // scales and minima of a strip's rows in the groups of a piece
@@ -59,8 +59,11 @@ struct Codes {
   int64_t stride;
 };
 
-// Codes of the next turns (kTurn columns), piece by piece; prefetches the next piece.
-template <int kBits, int kTurn>
+constexpr int kBlocks = 2;  // of 64 columns, of a turn
+constexpr int kTurn = kBlocks * 64;
+
+// Codes of the next turns, piece by piece; prefetches the next piece.
+template <int kBits>
 struct Unpacker {
   static constexpr int64_t kTurnBytes = kTurn * kBits / 8;                       // of a row
   static constexpr int64_t kRowsToPrefetch = kTileRows * 64 / kMaxPieceColumns;  // for, with each 64 columns
@@ -139,15 +142,12 @@ struct Scaling {
 
 template <int kBits, int kXGroups, int kInputs, int kPack>
 struct FixedPass {
-  static constexpr int kBlocks = kPack == 4 ? 4 : 2;  // of 64 columns, of a turn
-  static constexpr int kTurn = kBlocks * 64;
-  static constexpr int kPacks = kBlocks / kPack;  // of a turn, of which each has kInputs tiles of sums
-  static constexpr int kPanels = kBits == 8 ? 0 : 256 / kTurn;
+  // A turn has kBlocks / kPack packs, each with kInputs tiles of sums.
+  static constexpr int kPanels = kBits == 8 ? 0 : 2;
   static constexpr bool kShared = kPack * kXGroups > 1;  // columns have scales of their own
-  static_assert(kPacks * kInputs <= 4, "tiles 0 to 3 are sums");
 
   using Totals = Vector[kTileRows];
-  using Unpacking = Unpacker<kBits, kTurn>;
+  using Unpacking = Unpacker<kBits>;
 
   const Matrix& matrix;
   FixedScratch& scratch;
@@ -266,7 +266,7 @@ struct FixedPass {
     const Turn turn = {unpacker.begin(), flight.panel, kPanels == 0 ? x : flight.x};
     advance<0>(turn, unpacker, scaling, totals);
     unpacker.end();
-    flight.x = kPanels == 1 ? x : flight.next_x;
+    flight.x = flight.next_x;
     flight.next_x = x;
     if (kPanels == 2) flight.panel = flight.panel == scratch.panel ? scratch.panel + kBlocks * kTileBytes : scratch.panel;
   }
@@ -285,7 +285,7 @@ struct FixedPass {
       }
       unpacker.end();
     }
-    return {scratch.panel, x[0], x[kPanels == 2 ? 1 : 0]};
+    return {scratch.panel, x[0], x[1]};
   }
 
   // In turn i: adds sums of turn i, stores those of i + 1, multiplies i + 2, unpacks 256 columns ahead. Prefetches up to row
@@ -340,8 +340,9 @@ template <int kBits, int kXGroups>
 void multiply_fixed(const Matrix& matrix, const Layout& layout, FixedScratch& scratch, int64_t first, int64_t last,
                     const char* input, int64_t end_row) {
   if (layout.inputs == 2) return FixedPass<kBits, kXGroups, 2, 1>(matrix, layout, scratch, first, last, input).run(end_row);
-  if (layout.pack == 4) return FixedPass<kBits, kXGroups, 1, 4>(matrix, layout, scratch, first, last, input).run(end_row);
-  if (layout.pack == 2) return FixedPass<kBits, kXGroups, 1, 2>(matrix, layout, scratch, first, last, input).run(end_row);
+  if constexpr (kXGroups == 1) {
+    if (layout.pack == 2) return FixedPass<kBits, 1, 1, 2>(matrix, layout, scratch, first, last, input).run(end_row);
+  }
   FixedPass<kBits, kXGroups, 1, 1>(matrix, layout, scratch, first, last, input).run(end_row);
 }
 

@@ -10,10 +10,9 @@
 namespace zero_inference::cpu {
 
 enum class Form : int32_t {
-  float32,   // [count][columns]; products in float32
-  fixed,     // [count], each row in fixed-point numbers, their steps, and sums over groups (product_fixed_vectors.h, _narrow.h)
-  bfloat16,  // [count][columns]; products of bfloat16 pairs, summed up in float32
-  tiles,     // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
+  float32,  // [count][columns]; products in float32
+  fixed,    // [count], each row in fixed-point numbers, their steps, and sums over groups (product_fixed_vectors.h, _narrow.h)
+  tiles,    // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
   split_tiles,       // likewise, and each value in two bfloat16 terms
   fixed_tiles,       // tiles of fixed-point numbers, their steps, and sums over x groups (product_fixed_tiles.h)
   dequantized_tiles  // tiles, and int4 in the order of nibbles; products with codes that are dequantized strip by strip
@@ -25,19 +24,17 @@ enum Optional : uint32_t {
   kNarrow = 1 << 0,            // AVX2: fixed-point x (product_fixed_narrow.h)
   kFixedVectors = 1 << 1,      // product_fixed_vectors.h
   kFixedTiles = 1 << 2,        // product_fixed_tiles.h
-  kPacksOf4 = 1 << 3,          // of blocks of columns in one tile
-  kPacks = 1 << 4,             // of 2 and of 4
-  kTwoInputs = 1 << 5,         // a tile for each term
-  kDequantizedTiles = 1 << 6,  // product_dequantized_tiles.h
-  kWideTables = 1 << 7,        // one for 64 columns or more
-  kFourInputTiles = 1 << 8,    // 33 to 64 rows of x at once
-  kStripPrefetch = 1 << 9,     // Prefetcher (product_strips.h)
-  kTiles = 1 << 10,            // bfloat16 (product_amx.cpp)
-  kSplitTiles = 1 << 11,       // float16 in two terms (product_amx.cpp)
-  kBfloat16Pairs = 1 << 12,    // AVX-512 (product_avx512.cpp)
-  kDirect = 1 << 13,           // from registers (product_direct.h)
-  kInPlace = 1 << 14,          // more than 4 rows of x without a panel (product_panel.h)
-  kPrefetchInSteps = 1 << 15,  // product_panel.h
+  kPacks = 1 << 3,             // of two blocks of columns in one tile
+  kTwoInputs = 1 << 4,         // a tile for each term
+  kDequantizedTiles = 1 << 5,  // product_dequantized_tiles.h
+  kWideTables = 1 << 6,        // one for 64 columns or more
+  kFourInputTiles = 1 << 7,    // 33 to 64 rows of x at once
+  kStripPrefetch = 1 << 8,     // Prefetcher (product_strips.h)
+  kTiles = 1 << 9,             // bfloat16 (product_amx.cpp)
+  kSplitTiles = 1 << 10,       // float16 in two terms (product_amx.cpp)
+  kDirect = 1 << 11,           // from registers (product_direct.h)
+  kInPlace = 1 << 12,          // more than 4 rows of x without a panel (product_panel.h)
+  kPrefetchInSteps = 1 << 13,  // product_panel.h
 };
 
 #if defined(ZERO_INFERENCE_MEASURE_FORMS)
@@ -53,7 +50,7 @@ static constexpr bool without(Optional) { return false; }
 
 struct Layout {
   Form form;
-  bool vectors;  // groups are whole vectors of codes; else codes are dequantized one by one
+  bool vectors;  // float32: groups are whole vectors of codes; else codes are dequantized one by one
   // Order of columns within blocks. int4 in whole vectors: in blocks of this size, low nibbles come before high ones. Two
   // terms: 32, column i is beside i + 16. dequantized_tiles with int4: 64 or 32, the order of product_dequantized_rows.h. Else
   // 0: unchanged.
@@ -76,22 +73,13 @@ constexpr int64_t kRowGap = 64;
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kPanelRows = 2 * kTileRows;  // rows of the weight that are dequantized and multiplied together in tiles
-// Two panels take two thirds of an L1 cache of 48 KiB. Other multiples of 256: benchmarks/cores_products.py --flags.
-#if !defined(ZERO_INFERENCE_PANEL_COLUMNS)
-#define ZERO_INFERENCE_PANEL_COLUMNS 256
-#endif
-constexpr int64_t kPanelColumns = ZERO_INFERENCE_PANEL_COLUMNS;
+constexpr int64_t kPanelColumns = 256;         // two panels take two thirds of an L1 cache of 48 KiB
 constexpr int64_t kPanelBytes = kPanelRows * kPanelColumns * 2;
 
 // Rows of the weight that are multiplied together in tiles of codes; x comes from L2 once for each 512 columns. With 128 rows x
 // is read less often, but memory in pieces of 256 bytes of more rows: 41 GB/s (13824 columns, int4, 32 tokens, 15 cores beside
-// a busy link), with 32 rows 58. int8 with half as many rows: 69 instead of 57. Other multiples of 32:
-// benchmarks/cores_blocks.py --flags.
-#if !defined(ZERO_INFERENCE_CODE_ROWS)
-#define ZERO_INFERENCE_CODE_ROWS 32
-#endif
-constexpr int64_t kCodeRows = ZERO_INFERENCE_CODE_ROWS;
-static_assert(kCodeRows > 0 && kCodeRows % (2 * kTileRows) == 0, "whole tiles of rows, and of half of them");
+// a busy link), with 32 rows 58. int8 with half as many rows: 69 instead of 57.
+constexpr int64_t kCodeRows = 32;
 
 static inline int64_t code_rows(const Matrix& matrix) { return matrix.bits == 8 ? kCodeRows / 2 : kCodeRows; }
 
@@ -99,13 +87,8 @@ static inline int64_t code_rows(const Matrix& matrix) { return matrix.bits == 8 
 constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kFixedScratchBytes = (4 + 4 + 4 + 2) * kTileBytes + kCodeRows / kTileRows * kTileBytes + 8 * 64;
 
-// Columns of x for which tiles of up to 32 rows take 32 KiB; half of it for up to 64 rows. 256 or 512:
-// benchmarks/cores_products.py --flags.
-#if !defined(ZERO_INFERENCE_RESTORED_COLUMNS)
-#define ZERO_INFERENCE_RESTORED_COLUMNS 512
-#endif
-constexpr int64_t kDequantizedColumns = ZERO_INFERENCE_RESTORED_COLUMNS;
-static_assert(kDequantizedColumns == 256 || kDequantizedColumns == 512, "scales are converted for 512 columns");
+// Columns of x for which tiles of up to 32 rows take 32 KiB; half of it for up to 64 rows. Scales are converted for as many.
+constexpr int64_t kDequantizedColumns = 512;
 
 // DequantizedScratch (product_dequantized_tiles.h).
 constexpr int64_t kDequantizedStrips = (kCodeRows + kPanelRows - 1) / kPanelRows;
@@ -198,13 +181,8 @@ static inline uint64_t words_sum(const char* p, int64_t bytes) {
   return total;
 }
 
-// Into L2: L1 holds the panel and x. benchmarks/cores_products.py --flags: 3 is L1, 0 non-temporal, -1 none.
-#if !defined(ZERO_INFERENCE_PREFETCH)
-#define ZERO_INFERENCE_PREFETCH 2
-#endif
-static inline void prefetch(const char* p) {
-  if (ZERO_INFERENCE_PREFETCH >= 0) __builtin_prefetch(p, 0, ZERO_INFERENCE_PREFETCH & 3);
-}
+// Into L2: L1 holds the panel and x.
+static inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 2); }
 
 static inline float bfloat16_value(uint16_t bits) {
   const uint32_t word = static_cast<uint32_t>(bits) << 16;

@@ -10,13 +10,8 @@
 namespace zero_inference::cpu {
 namespace {
 
-// Columns of a piece of fixed-point x, whose tiles are 8 or 16 KiB. 256 or 512: benchmarks/cores_products.py --flags.
-#if !defined(ZERO_INFERENCE_CODE_COLUMNS)
-#define ZERO_INFERENCE_CODE_COLUMNS 512
-#endif
-static_assert(ZERO_INFERENCE_CODE_COLUMNS == 256 || ZERO_INFERENCE_CODE_COLUMNS == 512,
-              "a vector holds the scales of 512 columns in groups of 32");
-constexpr int64_t kMaxPieceColumns = ZERO_INFERENCE_CODE_COLUMNS;
+// Columns of a piece of fixed-point x: its tiles are 8 or 16 KiB, and a vector holds their scales in groups of 32.
+constexpr int64_t kMaxPieceColumns = 512;
 
 struct Piece {
   int64_t row, k, end;

@@ -31,13 +31,13 @@ inline __m256i load_32_bytes(const void* p) { return _mm256_loadu_si256(static_c
 
 inline Vector from_float16(const char* p) { return _mm512_cvtph_ps(load_32_bytes(p)); }
 
-inline Vector from_bfloat16(const char* p) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_32_bytes(p)), 16));
-}
+inline Vector from_bfloat16(__m256i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16)); }
 
-// bfloat16 weights are not multiplied in float32 here: no case for them.
+inline Vector from_bfloat16(const char* p) { return from_bfloat16(load_32_bytes(p)); }
+
 template <Dtype kDtype>
 inline Vector rounded(Vector value) {
+  if constexpr (kDtype == Dtype::bfloat16) return from_bfloat16((__m256i)_mm512_cvtneps_pbh(value));
   if constexpr (kDtype == Dtype::float16) return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
   return value;
 }
@@ -80,7 +80,7 @@ inline Vector from_part(const char* p, int64_t count) {
   if constexpr (kDtype == Dtype::float32) return _mm512_maskz_loadu_ps(mask, p);
   const __m256i words = _mm256_maskz_loadu_epi16(mask, p);
   if constexpr (kDtype == Dtype::float16) return _mm512_cvtph_ps(words);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+  return from_bfloat16(words);
 }
 
 }  // namespace
