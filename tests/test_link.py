@@ -22,16 +22,16 @@ from forks import AS_USERS, PROGRAM, rank_variables
 
 from zero_inference.cli import console_main
 from zero_inference.errors import RunError
-from zero_inference.hardware import bench_copies, bench_device, command, measure_profile, rooflines, system
+from zero_inference.hardware import bench_copies, bench_device, command, measure_profile, rooflines
 from zero_inference.hardware.measure_profile import measure_engines
 from zero_inference.hardware.profile import read_profile
+from zero_inference.hardware.rooflines import GpuLink, link_warnings, memlock_warnings
 from zero_inference.hardware.spec import link_gb_per_s
-from zero_inference.hardware.system import GpuLink, Host, link_warnings, memlock_warnings
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.watch import store_key
 
 GIB = 2**30
-HOST = Host(numa_nodes=(0,), memlock_bytes=None, memory_bytes=64 * GIB, memory_available_bytes=60 * GIB)
+HOST = dict(numa_nodes=[0], memlock_bytes=None, memory_bytes=64 * GIB, memory_available_bytes=60 * GIB)
 GPU = GpuLink("NVIDIA H200", "0000:1b:00.0", 5, 5, 16, 16, numa_node=0, source="nvidia-smi")
 
 
@@ -45,7 +45,7 @@ def test_a_gpu_and_its_link():
     assert pageable < 1.2 * pinned and 0.8 * min(pinned, up_alone) < both < 1.2 * (pinned + up_alone)
     assert bench_device.device_copy_gb_per_s(device) > pinned
     assert bench_device.matmul_tflops(device, torch.float16) > 1
-    gpu = system.read_gpu_link(device)
+    gpu = rooflines.read_gpu_link(device)
     if gpu.limit_gb_per_s is not None:
         assert pinned < gpu.limit_gb_per_s
 
@@ -95,7 +95,7 @@ def test_a_link_is_read_from_nvidia_smi_and_sysfs(answer, sysfs, expected, monke
     folder.mkdir(parents=True)
     for name, text in sysfs.items():
         (folder / name).write_text(text + "\n")
-    assert system.read_gpu_link(torch.device("cuda", 0), str(tmp_path)) == expected
+    assert rooflines.read_gpu_link(torch.device("cuda", 0), str(tmp_path)) == expected
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_each_warning(gpu, pinned, words):
 
 
 def test_a_limit_of_locked_memory_is_warned_of():
-    assert memlock_warnings(HOST) == memlock_warnings(replace(HOST, memlock_bytes=HOST.memory_bytes)) == []
-    (line,) = memlock_warnings(replace(HOST, memlock_bytes=8 << 20))
+    assert memlock_warnings(HOST) == memlock_warnings(HOST | {"memlock_bytes": 64 * GIB}) == []
+    (line,) = memlock_warnings(HOST | {"memlock_bytes": 8 << 20})
     assert "8 MiB" in line and "60 GiB" in line and "ulimit -l" in line
 
 
@@ -137,8 +137,8 @@ def test_the_report_of_two_gpus(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(rooflines, "BusyLink", refused)
     monkeypatch.setattr(bench_device, "device_copy_gb_per_s", lambda device: 3900.0)
     monkeypatch.setattr(bench_device, "matmul_tflops", lambda device, dtype: 700.0)
-    monkeypatch.setattr(rooflines, "_add_cpu_rooflines", lambda add, ranks: None)
-    monkeypatch.setattr(system, "read_host", lambda: HOST)
+    monkeypatch.setattr(rooflines, "load_library", lambda: None)
+    monkeypatch.setattr(rooflines, "read_host", lambda: HOST)
     fake_gpus(monkeypatch, tmp_path, ["5, 5, 16, 16", "5, 5, 8, 16"])
     args = argparse.Namespace(verbose=1, disk=None, json=True, save=None, local_rank=None)
     assert command.main(args) == 0
@@ -149,7 +149,7 @@ def test_the_report_of_two_gpus(monkeypatch, tmp_path, capsys):
     assert [gpu["limit_gbps"] for gpu in report["gpus"]] == pytest.approx([63.0, 31.5], abs=0.1)
     assert {"rank", "node", "name", "pci_id", "numa_node", "source", "width_max"} < set(report["gpus"][0])
     *failed, slow, lanes = report["warnings"]
-    assert len(failed) == 2 and "page-locked" in failed[0]
+    assert len(failed) == 3 and "page-locked" in failed[0]
     assert "GPU 0000:1b:00.0" in slow and "63%" in slow and "GPU 0000:1c:00.0" in lanes
     args.json = False
     assert command.main(args) == 0
@@ -157,7 +157,7 @@ def test_the_report_of_two_gpus(monkeypatch, tmp_path, capsys):
     assert max(map(len, shown.out.splitlines())) <= 100
     assert "host to all 2 GPUs at once" in shown.out and "3900" in shown.out
     assert "PCI Express generation 5 of 5, 8 of 16 lanes, 31.5 GB/s" in shown.out
-    assert shown.err.count("warning: ") == 4
+    assert shown.err.count("warning: ") == 5
 
 
 def link(*options, launcher=(), **changes) -> subprocess.CompletedProcess:
@@ -280,7 +280,7 @@ def test_the_table_of_one_process(no_gpu, monkeypatch, capsys):
     monkeypatch.setattr(rooflines, "rooflines", lambda ranks, disk: measured)
     monkeypatch.setattr(rooflines, "load_library", lambda: None)
     monkeypatch.setattr(rooflines, "why_unavailable", lambda: "no C++ compiler")
-    monkeypatch.setattr(system, "read_host", lambda: HOST)
+    monkeypatch.setattr(rooflines, "read_host", lambda: HOST)
     assert command.main(argparse.Namespace(verbose=1, disk=None, json=False, save=None, local_rank=None)) == 0
     shown = capsys.readouterr()
     assert "12.5   GB/s" in shown.out and "60 GiB available" in shown.out

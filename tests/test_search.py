@@ -18,10 +18,9 @@ from zero_inference.cli import console_main, main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import parse_options
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware import cache
-from zero_inference.hardware.cache import cached_profile, why_outdated
+from zero_inference.hardware import measure_profile, profile
 from zero_inference.hardware.machine import ProfiledMachine, limit_memory
-from zero_inference.hardware.profile import write_profile
+from zero_inference.hardware.profile import cached_profile, why_outdated, write_profile
 from zero_inference.planning import search
 from zero_inference.planning.changes import faster_than
 from zero_inference.planning.choose import choose, hint
@@ -291,7 +290,7 @@ def test_more_gpus_bring_the_weights_sooner(plan_json):
 @pytest.fixture
 def kept_here(monkeypatch, tmp_path):
     """A file that describes this machine, without its GPUs."""
-    monkeypatch.setattr(cache, "describe_environment", lambda: describe_environment() | {"gpus": []})
+    monkeypatch.setattr(profile, "describe_environment", lambda: describe_environment() | {"gpus": []})
     path = tmp_path / "machine.json"
     versions = rate_versions(describe_environment())
     here = FAST.model_copy(update={"gpus": (), "versions": versions, "link_gb_per_s": 10.0, "device_gb_per_s": 20.0})
@@ -322,14 +321,14 @@ def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path)
         lambda ranks, disk, say: ({"warnings": ["no link"]}, MACHINE),
     )
     lines: list[str] = []
-    cache.measure_and_cache(lines.append)
+    measure_profile.measure_and_cache(lines.append)
     assert path.is_file() and lines[0].startswith("measuring this machine; the results are kept")
     assert lines[1] == "warning: no link"
-    cache.measure_and_cache(lines.append)
+    measure_profile.measure_and_cache(lines.append)
     assert "measuring this machine again (torch was 2.11 and is " in lines[2]
     path.write_text("a letter")
     with pytest.raises(UsageError, match="not one that this version reads; remove it"):
-        cache.measure_and_cache(lines.append)
+        measure_profile.measure_and_cache(lines.append)
     assert path.read_text() == "a letter"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import statistics
 import time
@@ -188,14 +189,14 @@ class CpuProducts:
 
     def calls(self, rows: int, short: bool = False) -> CpuCalls:
         """Return calls with `rows` rows of about `CPU_BLOCK_BYTES`, or of `SHORT_BYTES`."""
-        return CpuCalls(self.pool, self._short_tasks if short else self.tasks, self.memory, self.dtype, rows)
+        return product_calls(self.pool, self._short_tasks if short else self.tasks, self.memory, self.dtype, rows)
 
     def expert_calls(self, rows: int) -> CpuCalls:
         """Return calls in which each of `rows` rows is routed to the same `CHOSEN` experts."""
         expert_ids = torch.arange(0, EXPERTS, EXPERTS // CHOSEN).repeat(rows, 1)  # [rows, CHOSEN]
         routing = Routing(expert_ids, torch.full(expert_ids.shape, 1 / CHOSEN))
         nbytes = CHOSEN * 3 * EXPERT_WIDTH * self._row_bytes(EXPERT_COLUMNS)
-        return CpuCalls(self.pool, self._expert_tasks, self.memory, self.dtype, rows, routing, nbytes)
+        return product_calls(self.pool, self._expert_tasks, self.memory, self.dtype, rows, routing, nbytes)
 
     def _row_bytes(self, columns: int) -> int:
         return columns * self.dtype.itemsize if self.scheme is None else self.scheme.stored_bytes(columns, self.dtype)
@@ -260,34 +261,36 @@ def products_of_formats(
 
 
 class CpuCalls:
-    """The same rows multiplied with one task after the other.
+    """Calls of the pool one after the other, around and around; each reads `nbytes` of `memory`, which lives as long."""
+
+    def __init__(self, calls: Sequence[Callable[[], None]], nbytes: int, memory: object, out: torch.Tensor):
+        self.calls, self.nbytes, self.memory, self.out = calls, nbytes, memory, out
+        self._next = itertools.cycle(calls)
+
+    def one(self) -> int:
+        next(self._next)()
+        return self.nbytes
+
+
+def product_calls(
+    pool: CpuPool,
+    tasks: Sequence[Task],
+    memory: object,
+    dtype: torch.dtype,
+    rows: int,
+    routing: Routing | None = None,
+    nbytes: int | None = None,
+) -> CpuCalls:
+    """Return products of the same rows with one task after the other.
 
     Args:
-        memory: owner of the weights' memory, to be kept alive.
         routing: routing of the rows, for tasks with experts.
         nbytes: bytes that a call reads; None for all of a task.
     """
-
-    def __init__(
-        self,
-        pool: CpuPool,
-        tasks: list[Task],
-        memory: object,
-        dtype: torch.dtype,
-        rows: int,
-        routing: Routing | None = None,
-        nbytes: int | None = None,
-    ):
-        self.pool, self.tasks, self.memory, self.routing, self.next = pool, tasks, memory, routing, 0
-        self.nbytes = tasks[0].nbytes if nbytes is None else nbytes
-        self.x = torch.randn(rows, tasks[0].columns).to(dtype)
-        self.out = torch.empty(rows * tasks[0].widths[0], dtype=dtype)
-
-    def one(self) -> int:
-        task = self.tasks[self.next]
-        self.next = (self.next + 1) % len(self.tasks)
-        self.pool.run(task, self.x, self.out, self.routing)
-        return self.nbytes
+    x = torch.randn(rows, tasks[0].columns).to(dtype)
+    out = torch.empty(rows * tasks[0].widths[0], dtype=dtype)
+    calls = [functools.partial(pool.run, task, x, out, routing) for task in tasks]
+    return CpuCalls(calls, tasks[0].nbytes if nbytes is None else nbytes, memory, out)
 
 
 def narrow_feed_forward(pool: CpuPool, dtype: torch.dtype, columns: int) -> tuple[Task, tuple[torch.Tensor, ...]]:
@@ -297,38 +300,25 @@ def narrow_feed_forward(pool: CpuPool, dtype: torch.dtype, columns: int) -> tupl
     return pool.add_block([Stage([first], "activation", "relu"), Stage([last])], dtype), weights
 
 
-class CpuAttention:
-    """Decode attention of `SEQUENCES` sequences, over one layer after the other.
+def attention_calls(pool: CpuPool, dtype: torch.dtype, heads: int, memory: torch.Tensor) -> CpuCalls:
+    """Return decode attention of `SEQUENCES` sequences, over one layer after the other.
 
     Args:
         heads: query heads per key head.
-        memory: for the keys and values, of `key_value_memory`.
+        memory: for the keys and values, uint8.
     """
-
-    def __init__(self, pool: CpuPool, dtype: torch.dtype, heads: int, memory: torch.Tensor):
-        self.pool, self.next = pool, 0
-        elements = 2 * torch.Size(LAYER_SHAPE).numel()
-        self.nbytes = elements * dtype.itemsize
-        _fill_normal(memory.view(dtype))
-        pairs = (layer.view(2, *LAYER_SHAPE) for layer in memory.view(dtype).split(elements))
-        scale = ATTENTION_HEAD_DIM**-0.5
-        self.numbers = [add_attention(pool, keys, values, heads * KEY_HEADS, scale) for keys, values in pairs]
-        queries = SEQUENCES * heads * KEY_HEADS * ATTENTION_HEAD_DIM
-        new_keys_and_values = 2 * SEQUENCES * KEY_HEADS * ATTENTION_HEAD_DIM
-        self.packed = torch.randn(queries + new_keys_and_values).to(dtype)
-        self.out = torch.empty(queries, dtype=dtype)
-
-    def one(self) -> int:
-        number = self.numbers[self.next]
-        self.next = (self.next + 1) % len(self.numbers)
-        run_attention(self.pool, number, self.packed, self.out, 1, BLOCKS * BLOCK_POSITIONS, 0)
-        return self.nbytes
-
-
-def key_value_memory() -> torch.Tensor:
-    """Return uint8 memory for as many layers, in any dtype, as the caches do not hold."""
-    layer_bytes = 2 * torch.Size(LAYER_SHAPE).numel() * torch.float32.itemsize
-    return random_bytes(max(2, -(-2 * uncached_block_bytes() // layer_bytes)) * layer_bytes)
+    _fill_normal(memory.view(dtype))
+    elements = 2 * torch.Size(LAYER_SHAPE).numel()
+    pairs = (layer.view(2, *LAYER_SHAPE) for layer in memory.view(dtype).split(elements))
+    scale = ATTENTION_HEAD_DIM**-0.5
+    numbers = [add_attention(pool, keys, values, heads * KEY_HEADS, scale) for keys, values in pairs]
+    queries = SEQUENCES * heads * KEY_HEADS * ATTENTION_HEAD_DIM
+    new_keys_and_values = 2 * SEQUENCES * KEY_HEADS * ATTENTION_HEAD_DIM
+    packed = torch.randn(queries + new_keys_and_values).to(dtype)
+    out = torch.empty(queries, dtype=dtype)
+    positions = BLOCKS * BLOCK_POSITIONS
+    calls = [functools.partial(run_attention, pool, number, packed, out, 1, positions, 0) for number in numbers]
+    return CpuCalls(calls, elements * dtype.itemsize, memory, out)
 
 
 def _fill_normal(memory: torch.Tensor) -> None:
@@ -369,8 +359,7 @@ class CpuBench:
     def hand_off_s(self, dtype: torch.dtype, rows: int) -> float:
         """Return the time of a hand-off with `rows` rows while the link is busy.
 
-        Hand-offs begin after half of the copies, when Python has enqueued all of them, so that its time does not count. A kernel that
-        waits for a number of cycles instead can outlast the copies if the device's clock is low.
+        Hand-offs begin after half of the copies, when Python has enqueued all of them, so that its time does not count.
         """
         task, weights = narrow_feed_forward(self.pool, dtype, self.columns)
         self.pool.reserve(task, rows)
@@ -407,7 +396,7 @@ class CpuBench:
             cores_gb_per_s: of calls of `CPU_BLOCK_BYTES` while the link is busy.
         """
         task, weights = narrow_feed_forward(self.pool, products.dtype, self.columns)
-        narrow = CpuCalls(self.pool, [task], weights, products.dtype, rows)
+        narrow = product_calls(self.pool, [task], weights, products.dtype, rows)
         short, long, experts = products.calls(rows, short=True), products.calls(rows), products.expert_calls(rows)
         narrow_s, short_s, experts_s = map(self._call_s, (narrow, short, experts))
         long_s = long.nbytes / (cores_gb_per_s * 1e9)
@@ -429,11 +418,13 @@ class CpuBench:
 
     @functools.cached_property
     def key_values(self) -> torch.Tensor:
-        return key_value_memory()
+        """Memory for the keys and values of as many layers, in any dtype, as the caches do not hold. uint8."""
+        layer_bytes = 2 * torch.Size(LAYER_SHAPE).numel() * torch.float32.itemsize
+        return random_bytes(max(2, -(-2 * uncached_block_bytes() // layer_bytes)) * layer_bytes)
 
     def attention(self, dtype: torch.dtype, heads: int) -> AttentionRates:
         """Measure CPU attention with `heads` query heads per key head, in a third of a second."""
-        attention = CpuAttention(self.pool, dtype, heads, self.key_values)
+        attention = attention_calls(self.pool, dtype, heads, self.key_values)
         alone = rate_alone(attention, ATTENTION_ALONE_S)
         beside = statistics.median(rates_together(attention, self.link)[1] for _ in range(ATTENTION_ROUNDS))
         return AttentionRates(min(alone, beside), alone)  # faster than alone: other programs used the host meanwhile

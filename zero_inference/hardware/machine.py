@@ -13,8 +13,7 @@ from zero_inference.config.options import GROUP_SIZES
 from zero_inference.cpu.library import best_instructions, load_library, why_unavailable
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.bench_cpu import CpuWorkload, cpus_of_host, measure_concurrent_rates
-from zero_inference.hardware.cache import cached_profile
-from zero_inference.hardware.profile import HardwareProfile
+from zero_inference.hardware.profile import HardwareProfile, cached_profile
 from zero_inference.hardware.rates import ConcurrentRates, attended_gb_per_s, concurrent_rates, format_of
 from zero_inference.hardware.spec import resolve_profile
 from zero_inference.kernels import extension

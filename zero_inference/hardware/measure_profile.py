@@ -17,7 +17,7 @@ import torch
 
 from zero_inference.config.options import ENGINES
 from zero_inference.cpu.library import load_library
-from zero_inference.errors import RunError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.bench_copies import uncached_block_bytes
 from zero_inference.hardware.bench_cpu import FORMATS, ROWS, cpus_of_host, measure_cpu_profile
 from zero_inference.hardware.bench_device import measure_loading, product_times
@@ -30,6 +30,9 @@ from zero_inference.hardware.profile import (
     Gpu,
     HardwareProfile,
     LoadingRates,
+    read_profile,
+    why_outdated,
+    write_profile,
 )
 from zero_inference.hardware.rooflines import make_report
 from zero_inference.kernels import extension
@@ -41,10 +44,11 @@ from zero_inference.utils.environment import (
     rate_versions,
     resident_host_bytes,
 )
+from zero_inference.utils.files import machine_path, make_folder
 from zero_inference.utils.format import first_line
 from zero_inference.utils.processes import isolated_module, process_group
 from zero_inference.utils.progress import current_progress
-from zero_inference.utils.ranks import Ranks
+from zero_inference.utils.ranks import Ranks, detect_ranks
 
 CPU_ROWS = (*ROWS, 128)
 # From FUSED_ROWS + 1 tokens on, codes are dequantized before they are multiplied; from some hundred on operations bind.
@@ -53,6 +57,30 @@ GPU_ROWS = (*ROWS, FUSED_ROWS + 1, 128, 512, 2048, 8192)
 ENGINES_TIMEOUT_S = 600  # of what takes 30 s unless kernels are compiled
 
 Say = Callable[[str], None]  # takes warnings
+
+
+def measure_and_cache(say: Say) -> None:
+    """Measure this machine and write the cache file.
+
+    Raises:
+        UsageError: the file is there and no hardware profile.
+    """
+    path = machine_path()
+    again = ""
+    if path.exists():
+        try:
+            again = f" again ({why_outdated(read_profile(path))})"
+        except UsageError as error:
+            raise UsageError(
+                f"{path}: the hardware profile of this machine is cached here, but the file is not one that this version reads; remove it, "
+                "or set ZERO_INFERENCE_MACHINE to another file."
+            ) from error
+    make_folder(path.parent)
+    say(f"measuring this machine{again}; the results are kept until a version, the CPU or a GPU changes ...")
+    report, profile = measure_this_machine(detect_ranks(), None, say)
+    for line in report["warnings"]:
+        say(f"warning: {line}")
+    write_profile(profile, path)
 
 
 def measure_this_machine(ranks: Ranks, disk: Path | None, say: Say) -> tuple[dict[str, Any], HardwareProfile]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from zero_inference.errors import UsageError
-from zero_inference.utils.files import write_atomically
+from zero_inference.utils.environment import describe_environment, rate_versions
+from zero_inference.utils.files import machine_path, write_atomically
 from zero_inference.utils.format import format_bytes, one_line
 
 MOST = 1e18  # upper limit of any number in a profile; more is a mistake
@@ -51,23 +53,16 @@ class Gpu(_ProfilePart):
 
 
 class CpuProductRate(_ProfilePart):
-    """CPU and link while both are busy, for weights in one format and `rows` tokens. GB/s of CPU products count stored bytes.
-
-    Attributes:
-        link_gb_per_s, cores_gb_per_s: copies to the device and CPU products at the same time.
-        cores_alone_gb_per_s: CPU products while the link is idle.
-        hand_off_s: from the device to the CPU and back while the link is busy.
-        call_s, expert_s: of a CPU call beyond its bytes and the hand-off, and for each expert that it reads.
-    """
+    """CPU and link while both are busy, for weights in one format and `rows` tokens. GB/s of CPU products count stored bytes."""
 
     format: WeightFormat
     rows: Count
     link_gb_per_s: Rate
     cores_gb_per_s: Rate
-    cores_alone_gb_per_s: Rate
-    hand_off_s: Seconds
-    call_s: Seconds = 0.0
-    expert_s: Seconds = 0.0
+    cores_alone_gb_per_s: Rate  # CPU products while the link is idle
+    hand_off_s: Seconds  # from the device to the CPU and back
+    call_s: Seconds = 0.0  # of a CPU call beyond its bytes and the hand-off
+    expert_s: Seconds = 0.0  # beyond that, for each expert that a call reads
 
 
 class CpuAttentionRate(_ProfilePart):
@@ -113,22 +108,16 @@ class DeviceAttentionTime(_ProfilePart):
 
 
 class LaunchOverhead(_ProfilePart):
-    """Overhead of running any model, measured with small models.
+    """Overhead of running any model, measured with small models."""
 
-    Attributes:
-        operator_s, module_s: host time of a PyTorch operator and of a module call; older files have all of it in `operator_s`.
-        step_s: host time of a decode step besides the model: sampling and preparing the next step.
-        graph_operator_s: device time of a small operator of a decoder layer in a CUDA graph; None without a GPU.
-        attention: of a decode step in device memory; none without a GPU and in older files.
-        attention_gb_per_s: what older files have instead: 16 sequences of 160 positions, besides an operator's time.
-    """
-
-    operator_s: Seconds
-    module_s: Seconds = 0.0
-    step_s: Seconds
-    graph_operator_s: Seconds | None = None
+    operator_s: Seconds  # host time of a PyTorch operator
+    module_s: Seconds = 0.0  # host time of a module call; in `operator_s` in older files
+    step_s: Seconds  # host time of a decode step besides the model: sampling and preparing the next step
+    graph_operator_s: Seconds | None = None  # device time of a small operator of a decoder layer in a CUDA graph
     attention: tuple[DeviceAttentionTime, ...] = Field(default=(), strict=False)
-    attention_gb_per_s: Rate | None = None
+    attention_gb_per_s: Rate | None = (
+        None  # instead, in older files: 16 sequences of 160 positions, beyond an operator's time
+    )
 
 
 class LoadingRates(_ProfilePart):
@@ -144,80 +133,60 @@ class LoadingRates(_ProfilePart):
 class EngineOverhead(_ProfilePart):
     """Time of an engine besides the model's work, measured with a model so thin that nothing else counts.
 
-    Attributes:
-        engine, quant_bits, kv_offload: how it was run. With `kv_offload` the weights stay on the device; the stream engine computes CPU
-            attention, the resident engine copies keys and values to the device.
-        resident: quantized weights stay on the device; a piece is a block then.
-        load_s, load_layer_s: of loading besides the weights themselves, once and for each decoder layer.
-        start_s: from the call of generate to the first token, beyond a decode step.
-        step_piece_s, prefill_piece_s: host time in a pass for each piece of weights that the engine fetches: a block, a parameter or a
-            module's weights; with `kv_offload` for each layer.
-        restored_gb_per_s: bytes of the computed dtype (on a GPU bfloat16) that the engine's own operator dequantizes on the device and
-            multiplies with one token; None without such an operator.
-        restored_float16_gb_per_s: the same for float16 on a GPU; None in older files and where it could not be measured.
+    A piece is what the engine fetches as a whole: a block, a parameter or a module's weights; with `kv_offload` a layer's keys and values.
+    With `kv_offload` the weights stay on the device; the stream engine computes CPU attention, the resident engine copies keys and values.
+    With `resident` quantized weights stay on the device, and a piece is a block.
     """
 
     engine: str
     quant_bits: Count
     kv_offload: bool = False
     resident: bool = False
-    load_s: Seconds = 0.0
-    load_layer_s: Seconds = 0.0
-    start_s: Seconds
-    step_piece_s: Seconds
+    load_s: Seconds = 0.0  # of loading besides the weights themselves
+    load_layer_s: Seconds = 0.0  # the same for each decoder layer
+    start_s: Seconds  # from the call of generate to the first token, beyond a decode step
+    step_piece_s: Seconds  # host time in a decode step for each piece
     prefill_piece_s: Seconds
+    # Bytes of the computed dtype (on a GPU bfloat16) that the engine's own operator dequantizes and multiplies with one token.
     restored_gb_per_s: Rate | None = None
     restored_float16_gb_per_s: Rate | None = None
 
 
 class HardwareProfile(_ProfilePart):
-    """One machine. None is unknown.
-
-    Attributes:
-        measured_with: `MEASURED_WITH` of the version that measured it.
-        measured_at: ISO 8601.
-        others_cpu_share: share of the CPU (0 to 1) that other programs used during the measurement.
-        versions: of the packages and drivers that rates depend on.
-        gpus: of one node.
-        host_memory_bytes: available to a run.
-        disk_free_bytes: of the folder of `--disk`.
-        link_gb_per_s: page-locked copies to one GPU while the CPU is idle; without a GPU copies inside host memory.
-        pageable_link_gb_per_s: the same from pageable memory.
-        peers_gb_per_s: what a GPU gets from the other GPUs of its node beside its link; `link` if that crosses the link, too.
-        device_gb_per_s: copies inside device memory, read plus written bytes.
-        device_products: of few tokens and, on a GPU, of many.
-        matmul_tflops: of large matrices on the device, TFLOP/s (1e12) by dtype.
-        disk_gb_per_s: direct reads.
-        process_bytes: host memory of a process that has loaded the libraries of a run and no model; with a GPU after it has generated
-            with a thin model.
-        measuring_bytes: the part of `process_bytes` that is only there while a run measures the machine; 0 in older files.
-        library_bytes: what an engine's own library adds, by engine.
-    """
+    """One machine, of one node."""
 
     schema_version: Literal[1] = 1
     source: Source
-    measured_with: Count = 1
+    measured_with: Count = 1  # `MEASURED_WITH` of the version that measured it
     name: str
-    measured_at: str | None = None
-    others_cpu_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    versions: dict[str, str | None] = {}
+    measured_at: str | None = None  # ISO 8601
+    others_cpu_share: Annotated[float, Field(ge=0, le=1)] | None = (
+        None  # CPU use of other programs during the measurement
+    )
+    versions: dict[str, str | None] = {}  # of the packages and drivers that rates depend on
     gpus: tuple[Gpu, ...] = Field(strict=False, max_length=1024)
-    host_memory_bytes: Bytes
-    disk_free_bytes: Bytes | None = None
-    link_gb_per_s: Rate | None = None
+    host_memory_bytes: Bytes  # available to a run
+    disk_free_bytes: Bytes | None = None  # of the folder of `--disk`
+    link_gb_per_s: Rate | None = (
+        None  # page-locked copies to one GPU, CPU idle; without a GPU copies inside host memory
+    )
     pageable_link_gb_per_s: Rate | None = None
-    peers_gb_per_s: Rate | Literal["link"] | None = None
-    device_gb_per_s: Rate | None = None
+    peers_gb_per_s: Rate | Literal["link"] | None = (
+        None  # from a node's other GPUs beside the link; "link" if over the link
+    )
+    device_gb_per_s: Rate | None = None  # copies inside device memory, read plus written bytes
     device_products: tuple[DeviceProductRate, ...] = Field(default=(), strict=False)
-    matmul_tflops: dict[str, Rate] = {}
-    disk_gb_per_s: Rate | None = None
+    matmul_tflops: dict[str, Rate] = {}  # of large matrices on the device, TFLOP/s (1e12) by dtype
+    disk_gb_per_s: Rate | None = None  # direct reads
     cores: CpuProfile | None = None
     launches: LaunchOverhead | None = None
     engine_overheads: tuple[EngineOverhead, ...] = Field(default=(), strict=False)
     loading: LoadingRates | None = None
-    process_bytes: Bytes | None = None
-    measuring_bytes: Bytes = 0
-    library_bytes: dict[str, Bytes] = {}
+    process_bytes: Bytes | None = (
+        None  # of a process with the libraries of a run and no model; with a GPU after generating
+    )
+    measuring_bytes: Bytes = 0  # the part of `process_bytes` that is only there while a run measures the machine
+    library_bytes: dict[str, Bytes] = {}  # what an engine's own library adds, by engine
 
     def in_words(self) -> str:
         """Return name, source, GPUs and host memory on one line."""
@@ -275,3 +244,34 @@ def describe_first(error: ValidationError) -> str:
     message = found["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(found["input"], (dict, list)) else f" {str(found['input'])[:60]}"
     return f"{place}{shown}: {message[:1].lower()}{message[1:]}"
+
+
+def cached_profile() -> HardwareProfile | None:
+    """Return the profile of this machine that `measure_and_cache` wrote; None without one, or if it is unreadable or outdated."""
+    path = machine_path()
+    try:
+        return _read_current(path, path.stat().st_mtime_ns)
+    except OSError:
+        return None
+
+
+@functools.lru_cache(maxsize=1)  # plans ask for every candidate
+def _read_current(path: Path, modified_ns: int) -> HardwareProfile | None:
+    try:
+        found = read_profile(path)
+    except UsageError:
+        return None
+    return None if why_outdated(found) else found
+
+
+def why_outdated(profile: HardwareProfile) -> str | None:
+    """Return what has changed since the profile was measured; None if it is current."""
+    if profile.measured_with < MEASURED_WITH:
+        return "the profile is from an older version"
+    now = describe_environment()
+    for name, version in rate_versions(now).items():
+        if profile.versions.get(name) != version:
+            return f"{name.replace('_', ' ')} was {profile.versions.get(name)} and is {version}"
+    if [gpu.name for gpu in profile.gpus] != [gpu["name"] for gpu in now["gpus"]]:
+        return "its GPUs have changed"
+    return None

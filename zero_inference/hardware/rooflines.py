@@ -8,7 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import platform
+import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,17 +21,135 @@ from typing import Any
 import torch
 
 from zero_inference.cpu.library import load_library, why_unavailable
+from zero_inference.cpu.pool import numa_node_of_gpu
 from zero_inference.errors import RunError
-from zero_inference.hardware import bench_copies, bench_cpu, bench_device, system
-from zero_inference.hardware.bench_copies import BusyLink, copy_gb_per_s, lane_from, lane_to
+from zero_inference.hardware import bench_copies, bench_cpu, bench_device
+from zero_inference.hardware.bench_copies import BusyLink, Lane, copy_gb_per_s, lane_from, lane_to
 from zero_inference.hardware.profile import WeightFormat
-from zero_inference.hardware.system import GpuLink
+from zero_inference.hardware.spec import LANE_RATES, link_gb_per_s
 from zero_inference.kernels.extension import load_extension
-from zero_inference.utils.format import first_line, format_bytes, significant
+from zero_inference.utils.environment import available_host_bytes
+from zero_inference.utils.format import first_line, format_bytes, significant, three_digits
 from zero_inference.utils.progress import current_progress
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows
 
+EXPECTED_SHARE = 0.8  # of a link's rate; packet headers take the rest (an H200 has 55.5 of 63.0 GB/s)
+SMI_FIELDS = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
+
+
+@dataclass(frozen=True)
+class GpuLink:
+    """One GPU's PCI Express link, now and at most; None is unknown.
+
+    Attributes:
+        source: "nvidia-smi", or None.
+    """
+
+    name: str
+    pci_id: str
+    generation: int | None = None
+    generation_max: int | None = None
+    width: int | None = None
+    width_max: int | None = None
+    numa_node: int | None = None
+    source: str | None = None
+
+    @property
+    def limit_gb_per_s(self) -> float | None:
+        """GB/s (1e9) of the current generation and width, one direction before packet headers."""
+        return link_gb_per_s(self.generation, self.width)
+
+
+def read_gpu_link(device: torch.device, root: str = "/") -> GpuLink:
+    """Return the link of a CUDA device, from nvidia-smi; tests replace `root`.
+
+    Its maximum is that of GPU and slot together. The GPU's own maximum, from sysfs, counts if it is higher: so an x16 GPU in an x8 slot
+    shows.
+    """
+    gpu = torch.cuda.get_device_properties(device)
+    place = gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id
+    pci_id = "{:04x}:{:02x}:{:02x}.0".format(*place)
+    folder = Path(root) / "sys/bus/pci/devices" / pci_id
+    command = ["nvidia-smi", "-i", pci_id, f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        answer = ""
+    numbers = [int(word) if word.strip().isdigit() else None for word in answer.split(",")]
+    source = "nvidia-smi" if len(numbers) == 4 else None
+    generation, generation_max, width, width_max = numbers if source else [None] * 4
+    generations = {f"{rate:.1f} GT/s PCIe": number for number, (rate, _) in LANE_RATES.items()}
+    own_width = _read(folder / "max_link_width")
+    own = generations.get(_read(folder / "max_link_speed")), int(own_width) if own_width in ("4", "8", "16") else None
+    generation_max, width_max = (
+        max(filter(None, pair), default=None) for pair in zip((generation_max, width_max), own)
+    )
+    node = numa_node_of_gpu(*place, root)
+    return GpuLink(gpu.name, pci_id, generation, generation_max, width, width_max, node, source)
+
+
+def read_host() -> dict[str, Any]:
+    """Return the host as this process sees it; `memlock_bytes` None is no limit."""
+    import psutil
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    cpus = (Path(f"/sys/devices/system/cpu/cpu{cpu}") for cpu in os.sched_getaffinity(0))
+    return {
+        "numa_nodes": sorted({int(node.name.removeprefix("node")) for cpu in cpus for node in cpu.glob("node[0-9]*")}),
+        "memlock_bytes": None if soft == resource.RLIM_INFINITY else soft,
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_available_bytes": available_host_bytes(),
+    }
+
+
+def link_warnings(gpu: GpuLink, host: dict[str, Any], pinned_gb_per_s: float | None = None) -> list[str]:
+    """Return a sentence for each thing that slows copies; `pinned_gb_per_s` is the measured rate of page-locked copies to this GPU."""
+    name = f"GPU {gpu.pci_id} ({gpu.name})"
+    found = []
+    if gpu.width and gpu.width_max and gpu.width < gpu.width_max:
+        found.append(
+            f"{name} has {gpu.width} of {gpu.width_max} PCI Express lanes: copies take {gpu.width_max / gpu.width:g} "
+            "times as long; look at the slot, the riser and how the mainboard shares lanes."
+        )
+    if gpu.generation and gpu.generation_max and gpu.generation < gpu.generation_max:
+        found.append(
+            f"{name} has a link of PCI Express generation {gpu.generation} of {gpu.generation_max}: the slot, a switch or a BIOS setting "
+            "holds it back (or it was idle: GPUs lower it then)."
+        )
+    if gpu.numa_node is not None and host["numa_nodes"] and gpu.numa_node not in host["numa_nodes"]:
+        found.append(
+            f"{name} is at NUMA node {gpu.numa_node}, this process is not: its memory is remote to the GPU; "
+            f"start it under `numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node}`."
+        )
+    limit = gpu.limit_gb_per_s
+    if pinned_gb_per_s is not None and limit is not None and pinned_gb_per_s < EXPECTED_SHARE * limit:
+        found.append(
+            f"{name}: page-locked copies reach {three_digits(pinned_gb_per_s)} GB/s, {pinned_gb_per_s / limit:.0%} of the "
+            f"{three_digits(limit)} GB/s of generation {gpu.generation} x{gpu.width} (at least {EXPECTED_SHARE:.0%} is "
+            "usual); other GPUs on the same switch, remote or busy host memory, or a virtual machine may be why."
+        )
+    return found
+
+
+def memlock_warnings(host: dict[str, Any]) -> list[str]:
+    limit, available = host["memlock_bytes"], host["memory_available_bytes"]
+    if limit is None or limit >= available:
+        return []
+    return [
+        f"the limit of locked memory is {format_bytes(limit)}, with {format_bytes(available)} available: page-locked weights above it "
+        "may be refused; `ulimit -l unlimited` lifts it."
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+OF_HOST_WEIGHTS = "decode with weights in host memory"
 CPU_PRODUCTS: tuple[tuple[WeightFormat, int], ...] = tuple(
     (name, rows) for name in ("bfloat16", "int4") for rows in (1, 8, 32)
 )
@@ -62,105 +183,50 @@ def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
     def add(name: str, what: str, bounds: str, measure: Callable[[], float]) -> None:
         found.append(Roofline(name, what, bounds, measure))
 
-    decode = "decode with weights in host memory"
+    def copies(*lanes: Callable[[torch.device], Lane]) -> Callable[[], float]:
+        return lambda: copy_gb_per_s(*(lane(device) for lane in lanes))
+
     if on_gpu:
-        add("host_to_device_pinned_gbps", "host to GPU, page-locked", decode, lambda: copy_gb_per_s(lane_to(device)))
-        add(
-            "host_to_device_pageable_gbps",
-            "host to GPU, pageable",
-            "the same with --pin-memory 0",
-            lambda: copy_gb_per_s(lane_to(device, pinned=False)),
-        )
-        add(
-            "device_to_host_pinned_gbps",
-            "GPU to host, page-locked",
-            "writing the KV cache with --kv-offload",
-            lambda: copy_gb_per_s(lane_from(device)),
-        )
-        add(
-            "both_directions_gbps",
-            "both ways at once, summed",
-            "the KV cache leaves while weights arrive",
-            lambda: copy_gb_per_s(lane_to(device), lane_from(device)),
-        )
+        pageable = copies(functools.partial(lane_to, pinned=False))
+        add("host_to_device_pinned_gbps", "host to GPU, page-locked", OF_HOST_WEIGHTS, copies(lane_to))
+        add("host_to_device_pageable_gbps", "host to GPU, pageable", "the same with --pin-memory 0", pageable)
+        add("device_to_host_pinned_gbps", "GPU to host, page-locked", "KV cache with --kv-offload", copies(lane_from))
+        add("both_directions_gbps", "both ways at once, summed", "weights and KV cache", copies(lane_to, lane_from))
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         if ranks.world_size == 1 and len(devices) > 1:
-            add(
-                "all_devices_gbps",
-                f"host to all {len(devices)} GPUs at once, summed",
-                f"decode of {len(devices)} ranks",
-                lambda: copy_gb_per_s(*map(lane_to, devices)),
-            )
+            what = f"host to all {len(devices)} GPUs at once, summed"
+            add("all_devices_gbps", what, "decode of several ranks", lambda: copy_gb_per_s(*map(lane_to, devices)))
     else:
-        add("host_memory_copy_gbps", "host memory copy", decode, lambda: copy_gb_per_s(lane_to(device)))
-        add(
-            "host_memory_two_copies_gbps",
-            "two such copies at once, summed",
-            "the KV cache is written meanwhile",
-            lambda: copy_gb_per_s(lane_to(device), lane_from(device)),
-        )
+        add("host_memory_copy_gbps", "host memory copy", OF_HOST_WEIGHTS, copies(lane_to))
+        add("host_memory_two_copies_gbps", "two copies at once, summed", "KV cache", copies(lane_to, lane_from))
     if load_library() is not None:
-        _add_cpu_rooflines(add, ranks)
-    where = "GPU" if on_gpu else "host"
-    add(
-        "device_copy_gbps",
-        f"copy in {where} memory, read + write",
-        "decode with weights on the device",
-        lambda: bench_device.device_copy_gb_per_s(device),
-    )
+        cpus = bench_cpu.cpus_of_rank(ranks)
+        cores = f"{len(cpus)} cores"
+        read = functools.partial(bench_cpu.measure_read_gb_per_s, cpus)
+        add("cores_read_gbps", f"host memory read by {cores}", "what the cores can multiply", read)
+        products = functools.cache(lambda: bench_cpu.measure_products_gb_per_s(cpus, CPU_PRODUCTS))
+        for name, rows in CPU_PRODUCTS:
+            what = f"{name} x {rows} tokens, {cores}"
+            measure = lambda key=(name, rows): products()[key]  # noqa: E731
+            add(f"cores_{name}_{rows}_rows_gbps", what, f"decode of batch {rows} on the cores", measure)
+        if on_gpu and load_extension():  # it has the kernels of the hand-off
+            work = bench_cpu.CpuWorkload(torch.bfloat16, None, rows=1, columns=bench_cpu.COLUMNS)
+            beside = functools.partial(bench_cpu.measure_concurrent_rates, device, cpus, work)
+            what = f"bfloat16 x 1 tokens, {cores}, link busy"
+            add("cores_beside_link_gbps", what, OF_HOST_WEIGHTS, lambda: beside().cores_gb_per_s)
+            what = "host to GPU, while the cores multiply"
+            add("link_beside_cores_gbps", what, OF_HOST_WEIGHTS, lambda: beside().link_gb_per_s)
+    copy = functools.partial(bench_device.device_copy_gb_per_s, device)
+    what = f"copy in {'GPU' if on_gpu else 'host'} memory, read + write"
+    add("device_copy_gbps", what, "decode with weights on the device", copy)
     for dtype in (torch.bfloat16, torch.float16 if on_gpu else torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        add(
-            f"matmul_{name}_tflops",
-            f"matrix product in {name}",
-            "prefill, and large batches",
-            functools.partial(bench_device.matmul_tflops, device, dtype),
-        )
+        kind = str(dtype).removeprefix("torch.")
+        product = functools.partial(bench_device.matmul_tflops, device, dtype)
+        add(f"matmul_{kind}_tflops", f"matrix product in {kind}", "prefill, and large batches", product)
     if disk is not None:
-        add(
-            "disk_read_gbps",
-            f"read from {disk}, bypassing the page cache",
-            "decode with --disk-offload",
-            lambda: bench_copies.disk_read_gb_per_s(disk),
-        )
+        read_disk = functools.partial(bench_copies.disk_read_gb_per_s, disk)
+        add("disk_read_gbps", f"direct reads from {disk}", "decode with --disk-offload", read_disk)
     return found
-
-
-def _add_cpu_rooflines(add: Callable[..., None], ranks: Ranks) -> None:
-    """Add CPU reads and products and, with a GPU, products and copies while both are busy."""
-    cpus = bench_cpu.cpus_of_rank(ranks)
-    add(
-        "cores_read_gbps",
-        f"host memory read by {len(cpus)} cores",
-        "what the cores can multiply",
-        lambda: bench_cpu.measure_read_gb_per_s(cpus),
-    )
-
-    @functools.cache
-    def products() -> dict[tuple[WeightFormat, int], float]:
-        return bench_cpu.measure_products_gb_per_s(cpus, CPU_PRODUCTS)
-
-    for name, rows in CPU_PRODUCTS:
-        add(
-            f"cores_{name}_{rows}_rows_gbps",
-            f"{name} x {rows} tokens, {len(cpus)} cores",
-            f"decode of batch {rows} on the cores",
-            lambda key=(name, rows): products()[key],
-        )
-    if ranks.device.type == "cuda" and load_extension():  # it has the kernels of the hand-off
-        work = bench_cpu.CpuWorkload(torch.bfloat16, None, rows=1, columns=bench_cpu.COLUMNS)
-        add(
-            "cores_beside_link_gbps",
-            f"bfloat16 x 1 token, {len(cpus)} cores, link busy",
-            "with the next line: decode with weights in host memory",
-            lambda: bench_cpu.measure_concurrent_rates(ranks.device, cpus, work).cores_gb_per_s,
-        )
-        add(
-            "link_beside_cores_gbps",
-            "host to GPU, while the cores multiply",
-            "cores and link read the same memory",
-            lambda: bench_cpu.measure_concurrent_rates(ranks.device, cpus, work).link_gb_per_s,
-        )
 
 
 def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -197,13 +263,13 @@ def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[dict[str, dict[s
 def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
     """Measure the rooflines, and return the JSON object. Each rank gets the facts and warnings of all."""
     results, warnings = measure_rooflines(ranks, disk)
-    host, gpus = system.read_host(), _gpu_links(ranks)
+    host, gpus = read_host(), _gpu_links(ranks)
     pinned = results.get("host_to_device_pinned_gbps", {}).get("value")
     for index, gpu in enumerate(gpus):  # the first is the one that was measured
-        warnings += system.link_warnings(gpu, host, pinned if index == 0 else None)
-    warnings += system.memlock_warnings(host)
+        warnings += link_warnings(gpu, host, pinned if index == 0 else None)
+    warnings += memlock_warnings(host)
     rows = ranks.gather_objects(
-        {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host.numa_nodes}
+        {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host["numa_nodes"]}
     )
     return {
         "device": ranks.device.type,
@@ -214,7 +280,7 @@ def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
             for rank, row in enumerate(rows)
             for gpu in row["gpus"]
         ],
-        "host": dataclasses.asdict(host),
+        "host": host,
         "numa_nodes_of_ranks": [row["numa_nodes"] for row in rows],
         "warnings": list(
             dict.fromkeys(
@@ -238,7 +304,7 @@ def _gpu_links(ranks: Ranks) -> list[GpuLink]:
             busy = BusyLink(device)
             # an idle GPU slows its link; 10.7 GB take 0.2 s at generation 5 x16, 0.9 s at 3 x16, and the link stays up for some seconds
             busy.begin(40)
-        links.append(system.read_gpu_link(device))
+        links.append(read_gpu_link(device))
         torch.cuda.synchronize(device)
         del busy
     return links

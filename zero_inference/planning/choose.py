@@ -8,7 +8,6 @@ from dataclasses import replace
 from zero_inference.config.options import QUANT_BITS
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
-from zero_inference.hardware.cache import measure_if_needed
 from zero_inference.hardware.machine import Machine
 from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.spec import ModelSpec
@@ -39,8 +38,10 @@ def choose(
         raise UsageError(
             f"{options}: this works in one process only, and {ranks.world_size} were started; name the values."
         )
-    if machine.is_here:
-        measure_if_needed(say)
+    if machine.is_here and machine.profile() is None:
+        from zero_inference.hardware.measure_profile import measure_and_cache
+
+        measure_and_cache(say)
     space = SearchSpace(
         quant_bits=QUANT_BITS if "quant_bits" in auto else (config.quant_bits,),
         batch_sizes=BATCH_SIZES if "batch_size" in auto else (config.batch_size,),

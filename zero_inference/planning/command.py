@@ -178,7 +178,6 @@ def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
     of_run = ("model", "dummy", "dtype", "trust_remote_code", "prompt_len", "gen_len", "machine", "assume")
     config = RunConfig(**{name: getattr(args, name) for name in of_run}, engine="stream", dry_run=True).validate()
     _check(args)
-    from zero_inference.hardware.cache import measure_if_needed
     from zero_inference.hardware.machine import resolve_machine
     from zero_inference.models.spec import resolve_for_plan
     from zero_inference.planning.plan import build_job, check_model
@@ -191,8 +190,10 @@ def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
     ranks = machine.ranks_there(ranks)
     spec = resolve_for_plan(config, ranks.device.type)  # before this machine is measured, which takes a minute
     check_model(config, spec)
-    if machine.is_here:
-        measure_if_needed(current_progress().say)
+    if machine.is_here and machine.profile() is None:
+        from zero_inference.hardware.measure_profile import measure_and_cache
+
+        measure_and_cache(current_progress().say)
     every = SearchSpace()
     space = replace(
         every,
