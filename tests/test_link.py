@@ -198,32 +198,24 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert report["host"]["memory_available_bytes"] <= report["host"]["memory_bytes"]
     assert list(tmp_path.iterdir()) == []
     saved = read_profile(path)
-    assert (
-        f"machine: {path}\n" in done.stderr and saved.source == "measured" and saved.gpus == () and saved.cores is None
-    )
-    assert 0 <= saved.others_cpu_share <= 1
+    assert f"machine: {path}\n" in done.stderr and saved.source == "measured"
+    assert (saved.gpus, saved.cores, saved.launches.graph_operator_s) == ((), None, None)
     assert saved.link_gb_per_s == ceilings["host_memory_copy_gbps"]["value"]
     assert saved.device_gb_per_s == ceilings["device_copy_gbps"]["value"]
     assert saved.disk_gb_per_s == ceilings["disk_read_gbps"]["value"] and saved.disk_free_bytes > 0
     assert saved.matmul_tflops["bfloat16"] == ceilings["matmul_bfloat16_tflops"]["value"]
     formats = {(each.format, each.rows) for each in saved.device_products}
     assert formats == {(name, rows) for name in ("bfloat16", "float32", "int8", "int4") for rows in (1, 8, 32, 128)}
-    launches = saved.launches  # noise may give all of the time to one of the two
-    assert min(launches.operator_s, launches.module_s) >= 0 and launches.operator_s + launches.module_s > 0
-    assert launches.graph_operator_s is None
+    assert saved.launches.operator_s + saved.launches.module_s > 0, "noise may give all of the time to one of the two"
     assert 1e8 < saved.process_bytes < 4e9 and 1e8 < saved.measuring_bytes < saved.process_bytes
-    assert saved.library_bytes["deepspeed"] > 1e6
-    work = {(each.engine, each.quant_bits, each.kv_offload, each.resident): each for each in saved.engine_overheads}
-    quantized = [("stream", 4, False, False), *(("deepspeed", bits, False, False) for bits in (8, 4))]
-    plain = [(engine, 16, False, False) for engine in ("resident", "stream", "accelerate", "deepspeed")]
-    assert set(work) == {*plain, *quantized, ("stream", 16, True, False)}, "without a GPU none are restored on it"
-    assert {each.engine for each in saved.engine_overheads if each.load_layer_s == 0} == {"resident"}, "whose is load_s"
-    resident, attending = work["resident", 16, False, False], work["stream", 16, True, False]
-    assert resident.step_piece_s == 0.0 < resident.start_s < 1.0 and attending.prefill_piece_s < 0.1
+    assert saved.library_bytes["deepspeed"] > 1e6 and 0 <= saved.others_cpu_share <= 1
+    work = {(each.engine, each.quant_bits, each.kv_offload): each for each in saved.engine_overheads}
+    quantized = [("stream", 4, False), *(("deepspeed", bits, False) for bits in (8, 4))]
+    plain = [(engine, 16, False) for engine in ("resident", "stream", "accelerate", "deepspeed")]
+    assert set(work) == {*plain, *quantized, ("stream", 16, True)}
+    assert work["resident", 16, False].step_piece_s == 0.0 < work["resident", 16, False].start_s < 1.0
     assert all(0 < each.step_piece_s < 0.1 for each in saved.engine_overheads if each.engine == "deepspeed")
-    restoring = {
-        (each.engine, each.quant_bits) for each in saved.engine_overheads if each.restored_gb_per_s is not None
-    }
+    restoring = {(each.engine, each.quant_bits) for each in work.values() if each.restored_gb_per_s is not None}
     assert restoring == {("deepspeed", 8), ("deepspeed", 4)}
     assert saved.versions["torch"] == importlib.metadata.version("torch")
     assert 0 < saved.host_memory_bytes <= report["host"]["memory_bytes"]

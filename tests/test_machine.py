@@ -1,7 +1,6 @@
 """Plans for another machine: its description in a file or a line, and what the plan says of runs that an H200 has done."""
 
 import json
-import re
 import shlex
 from dataclasses import replace
 
@@ -194,23 +193,18 @@ def test_a_measured_machine_with_other_numbers():
     assert [each.cores_gb_per_s for each in found.cores.products] == [100.0, 80.0, 50.0]
 
 
-def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
-    options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0"
+def test_the_bound_of_what_the_cores_do_alone_and_of_what_is_not_known():
     line = "gpus=1x24GiB,host=128GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s"
-    all_of_it = planned(f"{options} --cpu-compute 1", resolve_machine(None, line)).weights
+    options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0 --cpu-compute 1"
+    all_of_it = planned(options, resolve_machine(None, line)).weights
     assert all_of_it.fetched_bytes == 5120 * 2, "a row of the embedding"
     assert planned_step_bound(all_of_it, parse_assumed(line)) == ("cores", pytest.approx(all_of_it.cpu_bytes / 60e9))
     by_deepspeed = "--model llama-2-13b --dummy --cpu-offload"
     no_link = planned(by_deepspeed, resolve_machine(None, "gpus=1x24GiB,host=128GiB,memory=1000GB/s")).weights
     assert planned_step_bound(no_link, no_link.job.machine.profile()) is None, "the link binds it, at an unknown rate"
-    assert no_link.in_words() == [f"each decode step copies {no_link.fetched_bytes / 2**30:.3g} GiB over the link"]
-    assert no_link.describe_location() == "in host memory"
-    mixture = planned(
-        "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4", resolve_machine(None, line)
-    ).weights
-    assert 300 < 1 / planned_step_bound(mixture, parse_assumed(line))[1] < 1000, (
-        "3.3 billion active weights in half a byte"
-    )
+    mixture = "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4"
+    step_s = planned_step_bound(planned(mixture, resolve_machine(None, line)).weights, parse_assumed(line))[1]
+    assert 300 < 1 / step_s < 1000, "3.3 billion active weights in half a byte"
 
 
 @pytest.mark.parametrize(
@@ -331,21 +325,6 @@ def test_experts_are_fetched_for_a_given_share_only_where_they_stay():
         assert min(placement.expert_slots.values(), default=0) >= max(placement.quota, default=0)
 
 
-def test_a_device_fetches_no_more_experts_than_it_misses():
-    """Where it fetches all of a whole number of them, which the expected number is rounded to."""
-    rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=3GB/s,memory=1000GB/s,matmul=100TFLOP/s"
-    said = []
-    for gib in (6.3, 7):
-        plan = planned(
-            "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4",
-            resolve_machine(None, f"gpus=1x{gib}GiB,{rates}"),
-        )
-        line = plan.weights.in_words()[1]
-        assert plan.weights.cpu_bytes >= 0 and "the CPU multiplies " in line
-        said.append("CPU multiplies 0 bytes (the chosen experts of 16.9 GiB)" in line)
-    assert said == [False, True]
-
-
 def test_a_plan_fits_only_where_the_reserve_of_device_memory_stays_free():
     """The device is as large as the plan asks for, and a byte smaller."""
     machine = resolve_machine(None, "gpus=1x80GiB,host=256GiB")
@@ -370,30 +349,17 @@ def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):
     )
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     write_profile(MACHINE, tmp_path / "machine.json")
+    asked = f"run_model.py --model llama-2-13b --dummy --dry-run --machine {tmp_path / 'machine.json'}"
     for options in (
         "--engine stream --quant-bits 4 --gpu-memory 0",
         "--cpu-offload",
         "--engine resident",
         "--engine accelerate --cpu-offload",
     ):
-        asked = [
-            *"run_model.py --model llama-2-13b --dummy --dry-run --machine".split(),
-            str(tmp_path / "machine.json"),
-        ]
-        assert main([*asked, *options.split()]) == 0, options
+        assert main([*asked.split(), *options.split()]) == 0, options
         printed = capfd.readouterr().out
-        verdict, machine, *rows = printed.splitlines()
-        assert verdict.startswith("It fits. Predicted: ") or "No speed is predicted: the rate of " in verdict
-        assert machine.split(maxsplit=1) == [
-            "machine",
-            "test (measured, 2026-11-23): 1 x NVIDIA H200, 120 GiB of host memory",
-        ]
+        assert "test (measured, 2026-11-23): 1 x NVIDIA H200, 120 GiB of host memory" in printed
         assert " of 139 GiB free" in printed and " of 120 GiB free" in printed
-        limits = [row for row in rows if row.startswith("  limit ")]
-        step_s = re.search(r"decode step (?:at least )?(\S+) s", verdict)
-        assert "at most " in limits[0] and " alone" in limits[0] if limits else step_s, options
-        if limits and step_s:
-            assert f"({step_s[1]} s a step)" not in limits[0], "it says what the verdict does not"
 
 
 def test_typical_machines_are_what_datasheets_say():
@@ -452,35 +418,8 @@ def test_a_plan_from_a_datasheet_says_that_it_is_one(capfd):
     asked = "run_model.py --model llama-2-13b --dummy --engine stream --gpu-memory 0 --dry-run --machine rtx3090"
     assert main(asked.split()) == 0
     out = capfd.readouterr().out
-    lines = out.splitlines()
-    number = "[0-9.]+"
-    said = rf"Predicted: at most {number} token/s \(decode step at least {number} s, bound by the link\), first token at least {number} s"
-    assert re.fullmatch(rf"It fits\. {said}\.", lines[0])
-    rows = {line[2:17].strip(): line[17:] for line in lines[1:]}
-    assert rows["machine"] == "rtx3090 (datasheet): 1 x RTX 3090, 64 GiB of host memory (assumed)"
-    assert rows["bounds"] == "rates are from datasheets, which no run reaches"
-    assert "the host's cores" in rows["not counted"] and "kernel launches" in rows["not counted"]
-    assert main([*asked.split(), "--cpu-compute", "off"]) == 0
-    out = capfd.readouterr().out
-    assert "(their rate is not known" not in out, "no run uses them either"
-
-
-def test_times_of_several_gpus_leave_out_what_these_send_each_other():
-    """Of a measured machine with two: at least what the links take; of weights that every GPU has, all of it is known."""
-    two = MACHINE.model_copy(update={"gpus": (H200, H200)})
-    ranks = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2, device=torch.device("cuda", 0))
-    config = parse_options(
-        shlex.split("--model opt-13b --dummy --engine stream --gpu-memory 0 --batch-size 2 --dry-run")
-    )
-    spec = resolve_model(config, "cuda")
-    job = Job(config, spec, ranks, build_empty_model(spec), H200.free_bytes, None, ProfiledMachine(two))
-    spec_dtype = {"matmul_tflops": {"float16": 700.0, "bfloat16": 700.0}}
-    job = replace(job, machine=ProfiledMachine(two.model_copy(update=spec_dtype)))
-    streamed = make_plan(job)
-    assert streamed.times.step.seconds == pytest.approx(streamed.weights.fetched_bytes / (2 * 55e9))
-    assert streamed.times.at_least and streamed.times.without_cores
-    whole = make_plan(replace(job, config=replace(config, engine="resident", cpu_offload=False, gpu_memory=None)))
-    assert not whole.times.at_least and not whole.times.without_cores
+    assert "at most" in out.splitlines()[0] and "at least" in out.splitlines()[0]
+    assert "rtx3090 (datasheet): 1 x RTX 3090, 64 GiB of host memory (assumed)" in out and "from datasheets" in out
 
 
 @pytest.mark.parametrize(
@@ -519,7 +458,7 @@ def test_cores_take_their_part_as_the_file_says():
     plan = planned(options, machine).weights
     moved = plan.moved_per_step()
     assert len(plan.cpu.cpus) == 15 and plan.cpu.instructions == "amx"
-    # 100 GB/s and 50 GB/s, less the meetings and what the device reads
+    # 100 GB/s and 50 GB/s, less the hand-offs and what the device reads
     assert 1.5 < moved.cores_bytes_per_step / moved.host_to_device_bytes_per_step < 2.0
     bound_by, step_s = planned_step_bound(plan, MACHINE)
     both = (moved.host_to_device_bytes_per_step + moved.cores_bytes_per_step) / 150e9
@@ -537,13 +476,11 @@ def test_several_gpus_have_the_cpu_only_where_a_share_is_given():
     one = job_of(options, ProfiledMachine(MACHINE))
     two = replace(one, ranks=replace(one.ranks, world_size=2, local_world_size=2))
     assert why_no_cpu_compute(one) is None and why_no_cpu_compute(two) == SEVERAL_GPUS
+    assert not make_plan(two).weights.placement.cpu_computed
     on_cpus = replace(two, ranks=replace(two.ranks, device=torch.device("cpu")))
     assert why_no_cpu_compute(on_cpus) == NO_LINK, "several ranks without a GPU"
-    plan = make_plan(two).weights
-    assert not plan.placement.cpu_computed and any(SEVERAL_GPUS in line for line in plan.in_words())
-    assert (
-        why_no_cpu_compute(replace(two, config=parse_options([*shlex.split(options), "--cpu-compute", "0.3"]))) is None
-    )
+    given = replace(two, config=parse_options([*shlex.split(options), "--cpu-compute", "0.3"]))
+    assert why_no_cpu_compute(given) is None and make_plan(given).weights.placement.cpu_computed
 
 
 def test_more_ranks_than_the_machine_has_gpus(monkeypatch, capfd):

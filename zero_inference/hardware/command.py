@@ -1,7 +1,6 @@
 """`zero-inference link`: measure the rooflines of this machine, and save its hardware profile.
 
-Under a launcher every rank measures its own GPU at the same time, and the first one prints the sum. Imports no torch before the arguments
-are checked.
+Under a launcher every rank measures its own GPU at the same time. Imports no torch before the arguments are checked.
 """
 
 from __future__ import annotations

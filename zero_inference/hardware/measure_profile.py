@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import platform
 import shutil
@@ -11,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,7 +30,6 @@ from zero_inference.hardware.profile import (
     EngineOverhead,
     Gpu,
     HardwareProfile,
-    LoadingRates,
     read_profile,
     why_outdated,
     write_profile,
@@ -56,6 +56,7 @@ GPU_ROWS = (*ROWS, FUSED_ROWS + 1, 128, 512, 2048, 8192)
 
 ENGINES_TIMEOUT_S = 600  # of what takes 30 s unless kernels are compiled
 
+T = TypeVar("T")
 Say = Callable[[str], None]  # takes warnings
 
 
@@ -105,7 +106,7 @@ def measure_this_machine(ranks: Ranks, disk: Path | None, say: Say) -> tuple[dic
         task.at("step 4 of 5, products on the device", 3)
         device_products = _device_products(ranks.device, say)
         task.at("step 5 of 5, loading of weights", 4)
-        loading = _loading(ranks.device, say)
+        loading = _or_warn(say, lambda: measure_loading(ranks.device))
         found = {name: each["value"] for name, each in report["ceilings"].items() if each["value"] is not None}
         environment = describe_environment()
         dtypes = {name: found.get(f"matmul_{name}_tflops") for name in ("bfloat16", "float16", "float32")}
@@ -182,8 +183,12 @@ def measure_cores(ranks: Ranks, say: Say) -> CpuProfile | None:
     if not extension.load_extension():  # it has the kernels of the hand-off
         say(f"warning: the cores were not measured while the link is busy: {extension.why_unavailable()}")
         return None
+    return _or_warn(say, lambda: measure_cpu_profile(ranks.device, cpus_of_host(ranks), say))
+
+
+def _or_warn(say: Say, measure: Callable[[], T]) -> T | None:
     try:
-        return measure_cpu_profile(ranks.device, cpus_of_host(ranks), say)
+        return measure()
     except (RunError, torch.OutOfMemoryError) as error:
         say(f"warning: not measured: {first_line(error)}")
         return None
@@ -205,11 +210,7 @@ def _device_products(device: torch.device, say: Say) -> tuple[DeviceProductRate,
     for name, (dtype, scheme) in FORMATS.items():
         if name == unusual:
             continue
-        try:
-            found = product_times(device, dtype, scheme, tokens)
-        except torch.OutOfMemoryError as error:
-            say(f"warning: not measured: {first_line(error)}")
-            continue
+        found = _or_warn(say, functools.partial(product_times, device, dtype, scheme, tokens)) or {}
         if lost := [count for count in tokens if count not in found]:
             say(f"warning: {name} products of {lost} tokens were not measured: not enough device memory")
         rates += [
@@ -217,11 +218,3 @@ def _device_products(device: torch.device, say: Say) -> tuple[DeviceProductRate,
             for rows, each in found.items()
         ]
     return tuple(rates)
-
-
-def _loading(device: torch.device, say: Say) -> LoadingRates | None:
-    try:
-        return measure_loading(device)
-    except (RunError, torch.OutOfMemoryError) as error:
-        say(f"warning: not measured: {first_line(error)}")
-        return None

@@ -29,32 +29,19 @@ class AttentionRates(NamedTuple):
 
 @dataclass(frozen=True)
 class ConcurrentRates:
-    """Rates of CPU and link while both are busy; medians.
-
-    Attributes:
-        rows: tokens of the products.
-        link_alone_gb_per_s: page-locked copies to the device while the CPU is idle.
-        link_gb_per_s, cores_gb_per_s: copies, and stored bytes multiplied in calls of `CPU_BLOCK_BYTES`, at the same time.
-        cores_alone_gb_per_s: products while the link is idle.
-        read_gb_per_s: host memory read by the CPU while the link is busy.
-        hand_off_s: from the device's input to the CPU's output while the link is busy, for a feed-forward of hardly any width.
-        device_gb_per_s: copies inside device memory, read plus written bytes.
-        attended: CPU attention; None if not measured.
-        call_s: of a CPU call beyond its bytes and a call of hardly any width, while the link is busy.
-        expert_s: of a CPU call beyond that, for each expert that it reads.
-    """
+    """Rates of CPU and link while both are busy, for products of `rows` tokens; medians."""
 
     rows: int
-    link_alone_gb_per_s: float
+    link_alone_gb_per_s: float  # page-locked copies to the device while the CPU is idle
     link_gb_per_s: float
-    cores_gb_per_s: float
-    cores_alone_gb_per_s: float
-    read_gb_per_s: float
-    hand_off_s: float
-    device_gb_per_s: float
-    attended: AttentionRates | None = None
-    call_s: float = 0.0
-    expert_s: float = 0.0
+    cores_gb_per_s: float  # stored bytes multiplied in calls of `CPU_BLOCK_BYTES`
+    cores_alone_gb_per_s: float  # the same while the link is idle
+    read_gb_per_s: float  # host memory read by the CPU
+    hand_off_s: float  # from the device's input to the CPU's output, for a feed-forward of hardly any width
+    device_gb_per_s: float  # copies inside device memory, read plus written bytes; nothing else is busy
+    attended: AttentionRates | None = None  # CPU attention; None if not measured
+    call_s: float = 0.0  # of a CPU call beyond its bytes and a call of hardly any width
+    expert_s: float = 0.0  # of a CPU call beyond that, for each expert that it reads
 
     def attention_gb_per_s(self, link_rests: bool) -> float:
         """Return the rate of CPU attention; if not measured, that of reads, which is higher."""
