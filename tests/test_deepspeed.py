@@ -226,7 +226,9 @@ def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch,
     monkeypatch.setattr(engine, "build_modules", build)
     monkeypatch.setattr(engine, "measure_dequantized_gb_per_s", lambda settings, dtype, device: rates[dtype])
     monkeypatch.setattr(_ThinModel, "fastest_s", lambda self, warmup: (0.2, 0.1))
-    plan = test_machine.planned("--model opt-125m --dummy --cpu-offload --quant-bits 4", ProfiledMachine(MACHINE))
+    plan = test_machine.planned(
+        "--model opt-125m --dummy --dtype bfloat16 --cpu-offload --quant-bits 4", ProfiledMachine(MACHINE)
+    )
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     thin = _ThinModel(plan, on_gpu, 0.0, units=1, resident=False, launches=1, dequantized_weights=0)
     found = thin.overhead_over(thin)
