@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
+import importlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ def test_the_last_change_is_undone_first():
     assert len(order) == 2
 
 
-def test_an_attribute_that_was_set_before_is_set_again():
+def test_an_error_undoes_all_changes():
     module = SimpleNamespace(value=1)
     with pytest.raises(ZeroDivisionError), Patches() as patches:
         patches.set_attr(module, "value", 2)
@@ -80,7 +80,7 @@ def table_of(kind: str) -> Any:
 
 @pytest.mark.parametrize("key", ["key", "missing"])
 @pytest.mark.parametrize("kind", ["dict", "local", "global"])
-@pytest.mark.parametrize("order", [*itertools.permutations(range(4))], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2), (2, 0, 3, 1)], ids=str)
 def test_a_shared_entry_ends_with_its_last_user(order, kind, key):
     table = table_of(kind)
     before, local = table.get(key), dict(getattr(table, "_local_mapping", table))
@@ -94,11 +94,14 @@ def test_a_shared_entry_ends_with_its_last_user(order, kind, key):
     assert table.get(key) == before and dict(getattr(table, "_local_mapping", table)) == local
 
 
+LIBRARIES = ("transformers.", "torch.nn.", "accelerate.", "deepspeed.runtime.zero.partitioned_param_coordinator")
+
+
 def library_state() -> dict[tuple, Any]:
     """Functions, classes and methods of imported modules that a model computes with, and transformers' tables."""
     found: dict[tuple, Any] = {}
     for name, module in list(sys.modules.items()):
-        if not name.startswith(("transformers.", "torch.nn.", "accelerate.")):
+        if not name.startswith(LIBRARIES):
             continue
         for key, value in list(vars(module).items()):
             if callable(value):
@@ -179,6 +182,8 @@ def test_unloading_undoes_all_changes(engine, family, checkpoints, models, monke
     monkeypatch.setattr(session, "prepare_norm_kernels", lambda *_: None)
     monkeypatch.setattr(session, "has_kernels", lambda *_: True)
     generate(AutoModelForCausalLM.from_pretrained(checkpoints(family)))  # imports its modules
+    if "deepspeed" in engine:
+        importlib.import_module(LIBRARIES[-1])
     before = library_state()
     with load(checkpoints(family), **ENGINES[engine] | CPU) as model:
         generate(model)
