@@ -216,15 +216,20 @@ class EnginePlan:
         job, weights = self.job, self.footprint
         on_device = 0 if job.on_gpu else weights.device - weights.gathered
         generating = weights.host + job.kv_host_bytes + (0 if job.on_gpu else self.device_peak_bytes)
-        measuring = 0
         if measuring_bytes:
             model = job.empty_model
             compared = model.cached("compared", lambda: sum(first_layer_bytes(model.model).values()))
-            measuring = measuring_bytes + min(compared, COMPARED_BYTES)
-        return max(weights.loading, weights.host + on_device + measuring, generating)
+            measuring_bytes += min(compared, COMPARED_BYTES)
+        return max(weights.loading, weights.host + on_device + measuring_bytes, generating)
+
+    # What engines may override
+
+    @property
+    def min_free_device_bytes(self) -> int:
+        return self.device_peak_bytes
 
     def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return parameter `name` after quantizing and dequantizing `values`; unchanged if this engine does not quantize it."""
+        """Return the `values` of parameter `name` after quantizing and dequantizing, if this engine quantizes it."""
         return values
 
     def prepare(self) -> None:
@@ -243,10 +248,6 @@ class EnginePlan:
         ranks = self.job.ranks.world_size
         return (fetched_bytes + self.sharded_bytes) * (ranks - 1) / ranks
 
-    @property
-    def min_free_device_bytes(self) -> int:
-        return self.device_peak_bytes
-
     @functools.cached_property
     def cost_terms(self) -> CostTerms:
         return CostTerms(
@@ -263,13 +264,12 @@ class EnginePlan:
         return max(link_s, others_s)
 
     def measure_dequantized_gb_per_s(self, dtype: torch.dtype) -> float | None:
-        """Return the GB/s (of `dtype`) that the loaded engine dequantizes and multiplies with one token; None for an engine without its
-        own operator."""
+        """Return the GB/s (of `dtype`) that the loaded engine dequantizes and multiplies with one token, by an operator of its own."""
         return None
 
     @property
     def gpu_memory_bytes(self) -> int | None:
-        """`--gpu-memory` in bytes that gives this plan; None for an engine without that option."""
+        """`--gpu-memory` in bytes that gives this plan."""
         return None
 
     @property
@@ -330,7 +330,7 @@ class EnginePlan:
 
     @property
     def why_whole_layers(self) -> str:
-        """Reason why a step of an MoE model copies experts that no token chose, in a few words."""
+        """Reason why a step of an MoE model copies experts that no token chose."""
         return "it fetches whole layers"
 
 
@@ -360,10 +360,8 @@ class LoadedModel:
         cpu_backend: how the CPU backend takes part; None without one.
         cpu_attention: computes attention over a KV cache in host memory, if the CPU does.
         pinned_memory: uint8 [bytes] each, pinned host memory that this rank's device copies weights from.
-        steps_to_settle: returns the consecutive decode steps until the engine next changes how it runs them; 0 when settled. Equal on all
-            ranks.
-        modules_changed: gets modules whose children were replaced or that have foreign hooks. From then on the engine calls each module
-            inside them in every pass and computes none of their blocks as a whole.
+        steps_to_settle: returns the decode steps until the engine next changes how it runs them, equal on all ranks; 0 when settled.
+        modules_changed: gets modules whose children were replaced or that have foreign hooks: the engine then calls each module inside.
         writable: parameters that stay in place, so that a model may write them, as RWKV does.
     """
 

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_map_only
 
 from zero_inference.engines.base import EnginePlan, LoadedModel
 from zero_inference.errors import RunError, UsageError
+from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.layers import COMPARED_BYTES, MAX_DIFFERENCE, decoder_layers, first_layer_bytes
 from zero_inference.models.prompts import random_ids
-from zero_inference.models.weights import observe_loading
+from zero_inference.models.weights import observe_loading, return_free_memory
 from zero_inference.utils.format import first_line
 from zero_inference.utils.host_memory import host_copy
 from zero_inference.utils.patching import Patches
@@ -31,6 +32,9 @@ class ReferenceLayers:
     """The first decoder layer of each kind as transformers runs it on a CPU, with the weights that the engine loads; on the first rank.
     Created before the engine loads.
 
+    Args:
+        enabled: False for no layers.
+
     Attributes:
         positions: of these layers, on all ranks.
         references: the layers, by position in the model.
@@ -38,13 +42,13 @@ class ReferenceLayers:
         holders: a parameter's name in the model -> modules of `references`, and their names for it.
     """
 
-    def __init__(self, plan: EnginePlan):
+    def __init__(self, plan: EnginePlan, enabled: bool):
         job, weights = plan.job, plan.footprint
-        self.quantize_dequantize = plan.quantize_dequantize
+        self.job, self.quantize_dequantize = job, plan.quantize_dequantize
         self.references: dict[int, torch.nn.Module] = {}
         self.skipped: dict[int, str] = {}
         self.holders: dict[str, list[tuple[torch.nn.Module, str]]] = {}
-        self.positions = first_layer_bytes(job.empty_model.model)
+        self.positions = first_layer_bytes(job.empty_model.model) if enabled else {}
         if not self.positions or not job.ranks.is_first:
             return
         layers = decoder_layers(job.empty_model.model)[1]
@@ -78,15 +82,16 @@ class ReferenceLayers:
                 module._parameters[leaf] = values
 
     @torch.no_grad()
-    def compare(self, loaded: LoadedModel, engine: str, vocabulary: int, ranks: Ranks) -> None:
-        """Run a few tokens through the loaded model, and compare its layers with the references on equal inputs. All ranks call it, once.
+    def compare(self, loaded: LoadedModel, say: Callable[[str], None]) -> None:
+        """Run a few tokens through the loaded model, and compare its layers with the references on equal inputs. All ranks call it, once;
+        `say` gets a line about layers that cannot be compared.
 
         Raises:
             RunError: a layer's output differs; on all ranks.
         """
         if not self.positions:
             return
-        tokens = COMPARED_TOKENS
+        tokens, vocabulary, ranks = COMPARED_TOKENS, self.job.spec.text_config.vocab_size, self.job.ranks
         if loaded.cpu_backend is not None:  # the CPU computes blocks after a first pass, in passes of few tokens
             self._run(loaded, random_ids(0, 1, tokens, vocabulary))
             tokens = min(tokens, loaded.cpu_backend.rows)
@@ -100,9 +105,13 @@ class ReferenceLayers:
         self.references, self.holders = {}, {}
         if wrong < len(layers):
             raise RunError(
-                f"under --engine {engine}, {prefix}.{wrong} computes something else than transformers' own layer with the same weights: "
-                f"{loaded.model.config.model_type} does not work with this engine and these options; use another engine."
+                f"under --engine {self.job.config.engine}, {prefix}.{wrong} computes something else than transformers' own layer with the "
+                f"same weights: {loaded.model.config.model_type} does not work with this engine and these options; use another engine."
             )
+        for reason in dict.fromkeys(self.skipped.values()):
+            which = shorten_names([f"layer {position}" for position, why in self.skipped.items() if why == reason])
+            say(f"not compared with transformers' own code: decoder {which}: {reason}")
+        return_free_memory()
 
     def _run(self, loaded: LoadedModel, ids: torch.Tensor) -> dict[int, list]:
         """Run `ids` [1, T] through the loaded model; return position -> [args, kwargs, output [1, T, H]] of each compared layer's first

@@ -88,7 +88,7 @@ class LoopMonitor:
 
     @property
     def reached_gb_per_s(self) -> float:
-        """GB/s (1e9 bytes) of this rank's copies: the median over loops with a link busy for `MIN_BUSY_SHARE`, 0 without any.
+        """GB/s of this rank's copies, the median over loops with a link busy for `MIN_BUSY_SHARE`; 0 without any.
 
         Ranks add up these rates: links that are idle part of the time do not run at once, and would add up to too much.
         """
@@ -96,12 +96,12 @@ class LoopMonitor:
 
     @property
     def while_busy_gb_per_s(self) -> float:
-        """GB/s of the copies in all loops, while they ran: a lower bound of a step's time is its bytes at this rate."""
+        """GB/s of the copies in all loops, while they ran."""
         return _median([use.gb_per_s_while_busy or 0.0 for use in self.uses])
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes of a loop's decode steps that this rank had copied before the first of them, the median of the loops."""
+        """Bytes of a loop's decode steps that this rank had copied before the first of them."""
         return int(_median([use.ahead_bytes for use in self.uses]))
 
     @property

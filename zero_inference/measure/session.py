@@ -73,8 +73,8 @@ def loaded_model(
     job.ranks.barrier()  # time in which another rank compiles or tries kernels is not loading
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
-        reference = ReferenceLayers(plan.weights) if compared else None
-        with contextlib.nullcontext() if reference is None else reference.capture_weights():
+        reference = ReferenceLayers(plan.weights, compared)
+        with reference.capture_weights():
             loaded = plan.load(progress.loading(job.sizes.parameter_bytes))
     with contextlib.ExitStack() as closing:
         closing.callback(loaded.close)
@@ -98,21 +98,12 @@ def loaded_model(
         closing.enter_context(install_routing_kernel(loaded.model, routers))
         if fuses:
             closing.enter_context(rotary_kernel(loaded.model, job.ranks.device, job.spec.dtype))
-        yield loaded, load_s, lambda: None if reference is None else _compare(reference, plan, loaded, progress)
+        yield loaded, load_s, lambda: reference.compare(loaded, progress.say)
 
 
 def has_kernels(job: Job, progress: Progress) -> bool:
     """Return whether our CUDA kernels are available for the job's device."""
     return job.on_gpu and load_extension(progress.say)
-
-
-def _compare(reference: ReferenceLayers, plan: Plan, loaded: LoadedModel, progress: Progress) -> None:
-    job = plan.job
-    reference.compare(loaded, job.config.engine, job.spec.text_config.vocab_size, job.ranks)
-    for reason in dict.fromkeys(reference.skipped.values()):
-        which = shorten_names([f"layer {position}" for position, why in reference.skipped.items() if why == reason])
-        progress.say(f"not compared with transformers' own code: decoder {which}: {reason}")
-    return_free_memory()
 
 
 @dataclass

@@ -149,7 +149,7 @@ def plan(job: Job) -> DeepSpeedPlan:
         ds_config,
         quantization,
         memory,
-        weight_bytes=sum(memory.stored_bytes.values()),
+        weight_bytes=memory.stored_bytes,
         fetched_bytes=memory.fetched_bytes["host"] + memory.fetched_bytes["disk"],
         disk_bytes=memory.fetched_bytes["disk"],
         sharded_bytes=memory.fetched_bytes["device"] if config.offload == "gpu" else 0,

@@ -90,14 +90,9 @@ class StoredWeight(NamedTuple):
 
 
 class ModulePeak(NamedTuple):
-    """Device memory while one module of a pass computes.
+    """Device memory while one module of a pass computes: gathered and prefetched weights, and one that is dequantized."""
 
-    Attributes:
-        layers: decoder layers that have begun, including this one.
-        nbytes: gathered weights, prefetched ones included, and one weight of the module that is dequantized.
-    """
-
-    layers: int
+    layers: int  # decoder layers that have begun
     nbytes: int
 
 
@@ -105,14 +100,14 @@ class ModulePeak(NamedTuple):
 class WeightMemory:
     """
     Attributes:
-        stored_bytes: all ranks' weights by location.
-        fetched_bytes: the same, counted once for each module that uses a weight.
+        stored_bytes: all ranks' weights.
+        fetched_bytes: by location, counted once for each module that uses a weight.
         fetched_parameters: parameters that a step gathers, counted once for each use: offloaded ones, or without offload those that are
             sharded.
         peaks: for each module of a pass, in order.
     """
 
-    stored_bytes: dict[str, int]
+    stored_bytes: int
     fetched_bytes: dict[str, int]
     fetched_parameters: int
     peaks: tuple[ModulePeak, ...]
@@ -149,7 +144,7 @@ def measure_weights(
         disk=share["disk"],
         loading=0 if job.on_gpu else _loading_bytes(job, weights, buffers),
     )
-    return WeightMemory(stored, fetched, fetched_parameters, peaks, footprint)
+    return WeightMemory(sum(stored.values()), fetched, fetched_parameters, peaks, footprint)
 
 
 def stored_weights(job: Job, quantization: QuantizationPlan | None, rules: PartitionRules) -> list[StoredWeight]:
