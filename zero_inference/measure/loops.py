@@ -6,7 +6,6 @@ that timing adds no synchronization to the step.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,9 +42,6 @@ class Measurement:
     warmed_up: bool | None = None
     settling_s: list[float] = field(default_factory=list)
     output_ids: torch.Tensor | None = None
-
-    def median(self, name: str) -> float:
-        return statistics.median(getattr(loop, name) for loop in self.loops)
 
 
 @freeze_existing_objects()

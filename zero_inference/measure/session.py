@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.kernels.extension import load_extension
@@ -19,11 +23,11 @@ from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.kv_cache.choose import cache_factory
 from zero_inference.measure import steadiness
 from zero_inference.measure.correctness import ReferenceLayers
-from zero_inference.measure.loops import Measurement, measure_loops
+from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
 from zero_inference.measure.rates import LinkRate, LoopMonitor, measure_rates, update_cpu_rate, update_link_rate
-from zero_inference.measure.trace import trace_generation
 from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.experts import detect_routers, install_routing_kernel
+from zero_inference.models.layers import decoder_layers
 from zero_inference.models.weights import draw_tokens, return_free_memory
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.norms.patch import unpatch_norms
@@ -37,7 +41,10 @@ from zero_inference.records.schema import Measured, Result
 from zero_inference.utils.environment import peak_host_bytes
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import format_bytes, three_digits
+from zero_inference.utils.patching import Patches
 from zero_inference.utils.progress import Progress
+
+TRACED_TOKENS = 4
 
 
 @contextlib.contextmanager
@@ -171,20 +178,78 @@ def measure_run(
 
 
 def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
-    """Write a Chrome trace: of the last loop if the engine has a timeline, else of a further short generation under a profiler.
+    """Write a Chrome trace to `path`, on the first rank. All ranks call it.
 
-    All ranks call it. Returns the link's use in that further generation. Raises OSError if the first rank cannot write `path`.
+    An engine with a timeline writes that of the last loop. For others up to `TRACED_TOKENS` tokens are generated under PyTorch's profiler,
+    which slows the host down: Kineto records the copies of any engine, and spans around the decoder layers show which layer they belong to.
+
+    Returns:
+        `link_use_in` of that generation; None with a timeline.
+
+    Raises:
+        OSError: it cannot be written.
     """
     job, loaded = session.plan.job, session.loaded
-    written = path if job.ranks.is_first else None
-    if loaded.timeline is None:
-        return trace_generation(
-            loaded, session.ids, job.config.gen_len, session.make_cache, session.forced_tokens, written
-        )
-    if written is not None:
-        with write_atomically(written) as part:
-            loaded.timeline.write_chrome_trace(part)
-    return None
+    if loaded.timeline is not None:
+        if job.ranks.is_first:
+            with write_atomically(path) as part:
+                loaded.timeline.write_chrome_trace(part)
+        return None
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if job.on_gpu else [])
+    with Patches() as hooks, profile(activities=activities) as profiler:
+        spans: list[record_function] = []
+
+        def begin(name: str) -> None:
+            spans.append(record_function(name))
+            spans[-1].__enter__()
+
+        for index, layer in enumerate(decoder_layers(loaded.model)[1]):
+            hooks.add_hooks(
+                layer.register_forward_pre_hook(lambda *_, name=f"layer {index}": begin(name)),
+                layer.register_forward_hook(lambda *_: spans.pop().__exit__(None, None, None)),
+            )
+        tokens = min(job.config.gen_len, TRACED_TOKENS)
+        generate_ids(loaded, session.ids, tokens, session.make_cache, session.forced_tokens)
+        if job.on_gpu:
+            torch.cuda.synchronize(loaded.device)
+    if not job.ranks.is_first:
+        return None
+    with write_atomically(path) as part:
+        profiler.export_chrome_trace(str(part))
+        try:
+            return link_use_in(json.loads(part.read_text())["traceEvents"])
+        except ValueError as error:  # Kineto does not report a full disk
+            raise OSError(errno.EIO, "it is not whole; is the disk full?", str(path)) from error
+
+
+def link_use_in(events: list[dict]) -> TracedLinkUse | None:
+    """Return how long copies to the device ran and how long none did, over the decode steps of a Kineto trace; None without any.
+
+    The decode steps are the time from the second pass through the first decoder layer on the host to the last copy. Overlapping
+    copies count once.
+    """
+    begins = sorted(
+        event["ts"] for event in events if event.get("name") == "layer 0" and event.get("cat") == "user_annotation"
+    )
+    copies = sorted(
+        (event["ts"], event["ts"] + event["dur"], event.get("args", {}).get("bytes", 0))
+        for event in events
+        if event.get("cat") == "gpu_memcpy" and event.get("name", "").startswith("Memcpy HtoD")
+    )
+    copies = [copy for copy in copies if len(begins) > 1 and copy[0] >= begins[1]]
+    if not copies:
+        return None
+    busy, reached = 0.0, copies[0][0]
+    for start, end, _ in copies:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    copied = sum(nbytes for _, _, nbytes in copies)
+    return TracedLinkUse(
+        busy_s=busy / 1e6,
+        idle_s=(reached - copies[0][0] - busy) / 1e6,
+        copied_bytes=copied,
+        gb_per_s_while_busy=copied / (busy / 1e6) / 1e9 if busy else None,
+    )
 
 
 def summarize_measurement(session: Session, load_s: float, compile_s: float) -> Measured:
@@ -192,7 +257,10 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
     job, loaded, measurement, monitor = session.plan.job, session.loaded, session.measurement, session.monitor
     config, ranks = job.config, job.ranks
     batch, steps = config.batch_size, config.gen_len - 1
-    prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
+    prefill_s, decode_s, total_s = (
+        statistics.median(getattr(loop, name) for loop in measurement.loops)
+        for name in ("prefill_s", "decode_s", "total_s")
+    )
     mine = measurement.loops[-1].moved
     moved = mine.model_copy(
         update={
