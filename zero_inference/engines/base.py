@@ -48,7 +48,6 @@ class Job:
 
     Attributes:
         free_device_bytes: of the rank with the least where ranks are connected; None for a CPU, where the device is host memory.
-        group: result of the engine's `connect`; None where this rank plans alone.
     """
 
     config: RunConfig
@@ -56,7 +55,7 @@ class Job:
     ranks: Ranks
     empty_model: EmptyModel
     free_device_bytes: int | None
-    group: Any = None
+    group: Any = None  # result of the engine's `connect`; None where this rank plans alone
     machine: Machine = Machine()
 
     @property
@@ -150,14 +149,13 @@ class Footprint:
 
     Attributes:
         gathered: part of `device` that is an upper bound, mostly weights that are there for a moment; the rest is exact.
-        pinned: part of `host`.
         loading: peak host memory while weights are loaded, if known to exceed what stays; includes `device` without a GPU.
     """
 
     device: int = 0
     gathered: int = 0
     host: int = 0
-    pinned: int = 0
+    pinned: int = 0  # part of `host`
     disk: int = 0
     loading: int = 0
 
@@ -167,8 +165,6 @@ class EnginePlan:
     """Where an engine will store the weights and what it will move. Engines add fields that `load` needs.
 
     Attributes:
-        pinned: weights in host memory are pinned.
-        weight_bytes: all weights, over all ranks, as the engine stores them.
         fetched_bytes, disk_bytes: weights that a decode step copies to the devices and reads from disk, over all ranks. A weight that two
             modules share counts each time that it is copied.
         sharded_bytes: weights on the devices that are sharded over the ranks and gathered in each pass.
@@ -179,8 +175,8 @@ class EnginePlan:
 
     job: Job
     footprint: Footprint
-    pinned: bool
-    weight_bytes: int = field(kw_only=True)
+    pinned: bool  # weights in host memory are pinned
+    weight_bytes: int = field(kw_only=True)  # all weights, over all ranks, as the engine stores them
     fetched_bytes: int = field(default=0, kw_only=True)
     disk_bytes: int = field(default=0, kw_only=True)
     sharded_bytes: int = field(default=0, kw_only=True)
@@ -350,33 +346,25 @@ class LoadedModel:
     """A model ready for `generate`, with the facts for its record.
 
     Attributes:
-        model: the transformers model; inputs go to `device`.
-        weight_bytes: all weights as stored, over all ranks.
-        transfers: byte counters, updated in each pass.
         facts: values of fields of `records.schema.EngineFacts`; other keys are errors.
-        close: releases files and patches; safe to call twice.
-        timeline: times of copies and layers, if the engine records them.
-        preallocated_cache: the engine needs a KV cache that allocates nothing while the model runs.
-        cpu_backend: how the CPU backend takes part; None without one.
-        cpu_attention: computes attention over a KV cache in host memory, if the CPU does.
         pinned_memory: uint8 [bytes] each, pinned host memory that this rank's device copies weights from.
         steps_to_settle: returns the decode steps until the engine next changes how it runs them, equal on all ranks; 0 when settled.
         modules_changed: gets modules whose children were replaced or that have foreign hooks: the engine then calls each module inside.
         writable: parameters that stay in place, so that a model may write them, as RWKV does.
     """
 
-    model: Any
+    model: Any  # the transformers model; inputs go to `device`
     device: torch.device
     dtype: torch.dtype
-    weight_bytes: int
-    transfers: Transfers = field(default_factory=Transfers)
+    weight_bytes: int  # all weights as stored, over all ranks
+    transfers: Transfers = field(default_factory=Transfers)  # byte counters, updated in each pass
     facts: dict[str, Any] = field(default_factory=dict)
-    close: Callable[[], None] = lambda: None
-    timeline: Timeline | None = None
-    preallocated_cache: bool = False
+    close: Callable[[], None] = lambda: None  # releases files and patches; safe to call twice
+    timeline: Timeline | None = None  # times of copies and layers, if the engine records them
+    preallocated_cache: bool = False  # the engine needs a KV cache that allocates nothing while the model runs
     pinned_memory: Sequence[torch.Tensor] = ()
-    cpu_backend: CpuBackendUse | None = None
-    cpu_attention: CpuAttention | None = None
+    cpu_backend: CpuBackendUse | None = None  # how the CPU backend takes part; None without one
+    cpu_attention: CpuAttention | None = None  # computes attention over a KV cache in host memory, if the CPU does
     steps_to_settle: Callable[[], int] = lambda: 0
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
     writable: Sequence[torch.nn.Parameter] = ()

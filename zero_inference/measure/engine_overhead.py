@@ -106,22 +106,15 @@ def print_engine_overheads() -> None:
 
 @dataclass(frozen=True)
 class _ThinModel:
-    """The thin model, loaded by an engine.
-
-    Attributes:
-        units: what the overhead of a step is divided by: layers if the KV cache is in host memory, else blocks.
-        resident: quantized weights stay on the device.
-        launches: kernels of a step; a prefill has about as many.
-        dequantized_weights: weights that a prefill dequantizes, with a kernel each.
-    """
+    """The thin model, loaded by an engine."""
 
     plan: Plan
     loaded: LoadedModel
     load_s: float
-    units: int
-    resident: bool
-    launches: int
-    dequantized_weights: int
+    units: int  # what the overhead of a step is divided by: layers if the KV cache is in host memory, else blocks
+    resident: bool  # quantized weights stay on the device
+    launches: int  # kernels of a step; a prefill has about as many
+    dequantized_weights: int  # weights that a prefill dequantizes, with a kernel each
 
     def overhead_over(self, baseline: _ThinModel) -> EngineOverhead:
         """Return the seconds that this takes longer than `baseline`, which fetches nothing and was loaded first. The two alternate, and

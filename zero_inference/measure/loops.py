@@ -31,17 +31,15 @@ class Measurement:
     """The loops of a run.
 
     Attributes:
-        output_ids: generated ids int64 [global batch, gen_len] of the last loop, on the host.
-        warmup_s: total time of each warm-up loop.
         warmed_up: whether the warm-up ended because its loops took equal times; None without `warmup_spread`.
         settling_s: total time of each generation after the warm-up until the engine had settled.
     """
 
     loops: list[Loop] = field(default_factory=list)
-    warmup_s: list[float] = field(default_factory=list)
+    warmup_s: list[float] = field(default_factory=list)  # total time of each warm-up loop
     warmed_up: bool | None = None
     settling_s: list[float] = field(default_factory=list)
-    output_ids: torch.Tensor | None = None
+    output_ids: torch.Tensor | None = None  # generated ids int64 [global batch, gen_len] of the last loop, on the host
 
 
 @freeze_existing_objects()

@@ -115,19 +115,13 @@ def has_kernels(job: Job, progress: Progress) -> bool:
 
 @dataclass
 class Session:
-    """A measured model.
-
-    Attributes:
-        ids: this rank's prompts, int64 [batch / ranks, prompt_len].
-        make_cache: returns the KV cache of a loop; None leaves it to transformers.
-        forced_tokens: see `measure_loops`.
-    """
+    """A measured model."""
 
     plan: Plan
     loaded: LoadedModel
-    ids: torch.Tensor
-    make_cache: Callable[[], Any] | None
-    forced_tokens: torch.Tensor | None
+    ids: torch.Tensor  # this rank's prompts, int64 [batch / ranks, prompt_len]
+    make_cache: Callable[[], Any] | None  # returns the KV cache of a loop; None leaves it to transformers
+    forced_tokens: torch.Tensor | None  # see `measure_loops`
     measurement: Measurement
     rates: Rates
     monitor: LoopMonitor

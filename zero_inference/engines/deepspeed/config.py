@@ -30,18 +30,14 @@ class LayerSizes:
 
     Attributes:
         layer, layer_bytes: of the largest decoder layer.
-        largest_in_layer: of the largest parameter of a layer that can be swapped (see `swappable`).
-        parameters_per_layer: number of a layer's matrices that can be swapped.
-        largest_outside: of the largest parameter outside layers (embedding, head).
-        largest_vector: of the largest 1-D parameter (biases, norms); these stay on the device.
     """
 
     layer: int
     layer_bytes: int
-    largest_in_layer: int
-    parameters_per_layer: int
-    largest_outside: int
-    largest_vector: int
+    largest_in_layer: int  # of the largest parameter of a layer that can be swapped (see `swappable`)
+    parameters_per_layer: int  # number of a layer's matrices that can be swapped
+    largest_outside: int  # of the largest parameter outside layers (embedding, head)
+    largest_vector: int  # of the largest 1-D parameter (biases, norms); these stay on the device
 
 
 def swappable(parameter: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -56,11 +56,10 @@ class DeepSpeedPlan(EnginePlan):
     """
     Attributes:
         ds_config: the resolved configuration; its `nvme_path` is the offload folder, not yet this process' subfolder.
-        quantization: None for 16 bits.
     """
 
     ds_config: dict[str, Any]
-    quantization: QuantizationPlan | None
+    quantization: QuantizationPlan | None  # None for 16 bits
     memory: WeightMemory
 
     @property

@@ -24,16 +24,13 @@ class PartitionRules:
     """Where ZeRO-3 stores the partition of a parameter between uses.
 
     Attributes:
-        offload: device that the resolved configuration offloads parameters to: "none", "cpu" or "nvme".
         persistent_numel: parameters of up to so many elements stay on the device, unless their partitions are written to NVMe.
-        min_disk_bytes: smaller partitions are never written to NVMe.
-        dtype: the model's.
     """
 
-    offload: str
+    offload: str  # device that the resolved configuration offloads parameters to: "none", "cpu" or "nvme"
     persistent_numel: int
-    min_disk_bytes: int
-    dtype: torch.dtype
+    min_disk_bytes: int  # smaller partitions are never written to NVMe
+    dtype: torch.dtype  # the model's
     world_size: int
 
     @classmethod
@@ -68,21 +65,14 @@ class PartitionRules:
 
 
 class StoredWeight(NamedTuple):
-    """A parameter as ZeRO-3 stores it.
-
-    Attributes:
-        numel: elements as stored, over all ranks.
-        location: of its partitions, from `PartitionRules.location`.
-        layer: index of its decoder layer, or None.
-        uses: modules that share it, such as embedding and head.
-    """
+    """A parameter as ZeRO-3 stores it."""
 
     parameter: nn.Parameter
-    numel: int
+    numel: int  # elements as stored, over all ranks
     quantized: bool
-    location: str
-    layer: int | None
-    uses: int
+    location: str  # of its partitions, from `PartitionRules.location`
+    layer: int | None  # index of its decoder layer, or None
+    uses: int  # modules that share it, such as embedding and head
 
     @property
     def nbytes(self) -> int:
@@ -100,17 +90,14 @@ class ModulePeak(NamedTuple):
 class WeightMemory:
     """
     Attributes:
-        stored_bytes: all ranks' weights.
-        fetched_bytes: by location, counted once for each module that uses a weight.
         fetched_parameters: parameters that a step gathers, counted once for each use: offloaded ones, or without offload those that are
             sharded.
-        peaks: for each module of a pass, in order.
     """
 
-    stored_bytes: int
-    fetched_bytes: dict[str, int]
+    stored_bytes: int  # all ranks' weights
+    fetched_bytes: dict[str, int]  # by location, counted once for each module that uses a weight
     fetched_parameters: int
-    peaks: tuple[ModulePeak, ...]
+    peaks: tuple[ModulePeak, ...]  # for each module of a pass, in order
     footprint: Footprint
 
 

@@ -35,17 +35,14 @@ class QuantizationPlan:
     """Weights to quantize.
 
     Attributes:
-        settings: DeepSpeed's quantized_initialization block.
-        names: parameters to quantize.
         skipped: other parameters of two or more dimensions: not in nn.Linear or nn.Embedding, kept in float32 by their family, or too
             narrow for groups.
-        fraction: quantized share of all elements.
     """
 
-    settings: dict
-    names: set[str] = field(default_factory=set)
+    settings: dict  # DeepSpeed's quantized_initialization block
+    names: set[str] = field(default_factory=set)  # parameters to quantize
     skipped: list[str] = field(default_factory=list)
-    fraction: float = 0.0
+    fraction: float = 0.0  # quantized share of all elements
 
 
 def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> QuantizationPlan:
