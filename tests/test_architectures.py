@@ -35,7 +35,6 @@ from zero_inference.cli import console_main, run_parser
 from zero_inference.config.parser import option_rows
 from zero_inference.config.run_options import parse_options
 from zero_inference.errors import UsageError
-from zero_inference.measure import loops
 from zero_inference.utils import GB
 from zero_inference.utils.processes import ChildRun
 from zero_inference.utils.tables import render, shown_columns
@@ -229,11 +228,6 @@ def test_architectures_in_one_process():
     for wrong in ({"passes": 0}, {"generation": [], "batch": []}):
         with pytest.raises(ValueError):
             BenchmarkConfig(**wrong)
-
-
-def test_warm_up_ends_when_loops_are_alike():
-    assert loops.is_steady([9.0, 1.0, 1.04, 1.02], 0.05) and not loops.is_steady([1.0, 1.0], 0.05)
-    assert not loops.is_steady([1.0, 1.06, 1.0], 0.05)
 
 
 @pytest.mark.parametrize(

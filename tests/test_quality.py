@@ -287,7 +287,7 @@ def test_log_probabilities_are_float32_and_lm_evals_default_stands_beside_them(s
     text = benchmark.evaluate_task("perplexity", [{"text": TEXT}])
     for key, name in (("perplexity", "float32"), ("perplexity_in_dtype", "own")):
         assert math.log(text[key]) * text["tokens"] == pytest.approx(found[name][2], rel=1e-6)
-    assert f"; lm-eval's default {text['perplexity_in_dtype']:.3f})" in format_scores("perplexity", text)
+    assert f" (lm-eval's default {text['perplexity_in_dtype']:.3f}) a token" in format_scores("perplexity", text)
 
 
 def test_quality_benchmark_refuses_what_it_cannot_do(plain):

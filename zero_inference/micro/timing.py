@@ -112,18 +112,15 @@ class MachineRates:
     def best_tflops(self, kind: str, seen: float = 0.0) -> float:
         """Return `best` of the kind, `seen` and a few products of PROBE_SIZES included. So no share of it exceeds 1."""
         if kind not in self.best:
-            self.best[kind] = self._probe(kind)
+            best = 0.0
+            with precision(kind):
+                for size in PROBE_SIZES[self.device.type]:
+                    if best and 2 * size**3 / best / 1e12 > PROBE_CALL_S:
+                        break
+                    best = max(best, bench_device.matmul_tflops(self.device, DTYPES[kind], size))
+            self.best[kind] = best
         self.best[kind] = max(self.best[kind], seen)
         return self.best[kind]
-
-    def _probe(self, kind: str) -> float:
-        best = 0.0
-        with precision(kind):
-            for size in PROBE_SIZES[self.device.type]:
-                if best and 2 * size**3 / best / 1e12 > PROBE_CALL_S:
-                    break
-                best = max(best, bench_device.matmul_tflops(self.device, DTYPES[kind], size))
-        return best
 
     @functools.cached_property
     def copy_gb_per_s(self) -> float:

@@ -401,29 +401,23 @@ def evaluate(
 
 def format_scores(task: str, scores: dict) -> str:
     """Return one line, such as `mmlu: accuracy 25.0% +- 4.4% (25 of 100)`."""
+
+    def figure(name: str, format: str, error: str = "stderr") -> str:
+        text, own = f"{scores[name]:{format}}{_plus_minus(scores[error], format)}", scores[f"{name}_in_dtype"]
+        return text if own is None else f"{text} (lm-eval's default {own:{format}})"
+
     if task == "perplexity":
-        return (
-            f"perplexity: {scores['perplexity']:.3f}{_plus_minus(scores['stderr'], '.3f')} a token "
-            f"({scores['tokens']} tokens, windows of {scores['window']}, stride {scores['stride']}"
-            f"{_in_dtype(scores['perplexity_in_dtype'], '.3f')})"
-        )
+        how = f"{scores['tokens']} tokens, windows of {scores['window']}, stride {scores['stride']}"
+        return f"perplexity: {figure('perplexity', '.3f')} a token ({how})"
     if task == "humaneval":
         parts = [
             f"pass@{k} {value:.1%}{_plus_minus(scores['stderr'][k], '.1%')}" for k, value in scores["pass_at_k"].items()
         ]
         how = "greedy" if scores["n"] == 1 else f"{scores['n']} samples each at temperature {scores['temperature']:g}"
         return f"humaneval: {', '.join(parts)} ({scores['problems']} problems, {how})"
-    line = f"{task}: accuracy {scores['accuracy']:.1%}{_plus_minus(scores['stderr'], '.1%')}"
-    line += f" ({scores['correct']} of {scores['total']}{_in_dtype(scores['accuracy_in_dtype'], '.1%')})"
-    if "acc_norm" in scores:
-        line += f", acc_norm {scores['acc_norm']:.1%}{_plus_minus(scores['acc_norm_stderr'], '.1%')}"
-        line += _in_dtype(scores["acc_norm_in_dtype"], ".1%")
-    return line
+    line = f"{task}: accuracy {figure('accuracy', '.1%')} ({scores['correct']} of {scores['total']})"
+    return line + (f", acc_norm {figure('acc_norm', '.1%', 'acc_norm_stderr')}" if "acc_norm" in scores else "")
 
 
-def _in_dtype(value: float | None, format: str) -> str:
-    return "" if value is None else f"; lm-eval's default {value:{format}}"
-
-
-def _plus_minus(value: float | None, format: str) -> str:
-    return "" if value is None else f" +- {value:{format}}"
+def _plus_minus(error: float | None, format: str) -> str:
+    return "" if error is None else f" +- {error:{format}}"
