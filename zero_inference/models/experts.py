@@ -240,11 +240,9 @@ def detect_routers(model: nn.Module, device: torch.device) -> dict[str, RouterFo
     routers = {}
     for name, module in model.named_modules():
         if _may_route(module):
-            settings = tuple(
-                sorted((key, value) for key, value in vars(module).items() if type(value) in (int, float, bool))
-            )
-            shapes = tuple((key, tuple(p.shape), p.dtype) for key, p in module.named_parameters())
-            key = type(module), settings, shapes
+            plain = {name: value for name, value in vars(module).items() if type(value) in (int, float, bool)}
+            tensors = [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
+            key = type(module), repr(plain), repr(tensors)
             if key not in matched:
                 matched[key] = _match_router(module, device)
             if (form := matched[key]) is not None:

@@ -56,8 +56,11 @@ def run_on_meta(
                 return run(copied, layers, each)
         except TooManyOperators:
             return None
-        except Exception:  # LayersDiffer, or anything that the model's own code raises
+        except LayersDiffer:
             continue
+        except Exception:  # the model's own code may raise anything, and because of repeated layers
+            if not any(getattr(layer.forward, "repeats", 0) for layer in layers.values()):
+                return None
     return None
 
 
@@ -85,6 +88,7 @@ def _run_once(forward: Callable, recorded: dict[Any, Any], recorder: Any) -> Cal
         if has_run:
             if key not in recorded:
                 raise LayersDiffer
+            call.repeats += 1  # type: ignore[attr-defined]
             outputs, out_structure, counts = recorded[key]
             if recorder is not None:
                 recorder.repeat_call(counts)
@@ -101,6 +105,7 @@ def _run_once(forward: Callable, recorded: dict[Any, Any], recorder: Any) -> Cal
             raise LayersDiffer
         return out
 
+    call.repeats = 0  # type: ignore[attr-defined]
     return call
 
 
