@@ -82,12 +82,6 @@ def format_number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def format_short_time(value: float) -> str:
-    """Return a time in s, ms or µs with its unit."""
-    scale, unit = (1, "s") if value >= 1 else (1e-3, "ms") if value >= 1e-3 else (1e-6, "µs")
-    return f"{three_digits(value / scale)} {unit}"
-
-
 GIB = 1 << 30
 # An amount is given in the largest of these units of which it has at least `LEAST_OF_UNIT`, so 1000 MiB never appear.
 BINARY_UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10))
