@@ -295,7 +295,7 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
             ]
         if plan.fits and plan.times:
             rows += [("bounds", "; ".join(plan.times.bounds_because)), ("not counted", "; ".join(left_out(plan.times)))]
-    return [*rows, ("options", " ".join(shell_words(non_default_options(config))))]
+    return [*rows, ("options", shlex.join(shell_words(non_default_options(config))))]
 
 
 def _limit(plan: Plan) -> dict[str, Any] | None:
