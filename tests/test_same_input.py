@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_stream import BATCH, generate, load
+from test_stream import BATCH, ids_of
 
 from zero_inference.engines.stream import products as stream_products
 from zero_inference.engines.stream.products import SharedInput, _join_adjacent
@@ -35,17 +35,13 @@ def products(monkeypatch):
 def test_ids_are_those_of_products_one_by_one(family, of_layer, gpu_memory, checkpoints, products, monkeypatch):
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     placed = {"quant_bits": 4, "quant_group_size": 32, "gpu_memory": gpu_memory, "dtype": dtype, "cpu_compute": "off"}
-    loaded, spec, ranks = load(checkpoints(family), **placed)
-    found = generate(loaded, spec, ranks, loops=1).output_ids
-    loaded.close()
+    found = ids_of(checkpoints(family), **placed)
     assert set(products) == of_layer
     monkeypatch.setattr(
         SharedInput, "observe", lambda self, name, x, alike: None
     )  # then nothing is known to go together
     products.clear()
-    loaded, spec, ranks = load(checkpoints(family), **placed)
-    one_by_one = generate(loaded, spec, ranks, loops=1).output_ids
-    loaded.close()
+    one_by_one = ids_of(checkpoints(family), **placed)
     assert set(products) == {1}
     if torch.cuda.is_available():  # its sums have an order that depends on the rows
         assert (found == one_by_one).float().mean() > 0.5

@@ -66,7 +66,7 @@ def steps(monkeypatch):
         return record
 
     for name in ("capture_cuda_graphs", "capture_calls"):
-        monkeypatch.setattr(engine, name, counting(getattr(cuda_graph, name)))
+        monkeypatch.setattr(cuda_graph, name, counting(getattr(cuda_graph, name)))
     return counted
 
 
@@ -316,8 +316,8 @@ def test_a_step_that_cannot_be_recorded(checkpoints, monkeypatch):
     def refuses(step, prefetcher):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(engine, "capture_calls", refuses)
-    monkeypatch.setattr(engine, "capture_cuda_graphs", refuses)
+    monkeypatch.setattr(cuda_graph, "capture_calls", refuses)
+    monkeypatch.setattr(cuda_graph, "capture_cuda_graphs", refuses)
     used = used_with_right_ids(checkpoints("llama"))
     assert used.unused_because == "the capture failed (operation not permitted when stream is capturing)"
 

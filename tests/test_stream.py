@@ -90,6 +90,14 @@ def generate(loaded, spec, ranks, gen_len=GEN, loops=2, warmup=0, **others):
     return measure_loops(loaded, random_ids(0, BATCH, PROMPT, VOCAB), gen_len, loops, warmup, ranks, make, **others)
 
 
+def ids_of(folder, **options) -> torch.Tensor:
+    """Return the ids that an engine generates, which is closed."""
+    loaded, spec, ranks = load(folder, **options)
+    found = generate(loaded, spec, ranks).output_ids
+    loaded.close()
+    return found
+
+
 @pytest.mark.parametrize("name", LONGER)
 @pytest.mark.parametrize("depth", [2, 3, 4, 5, 9])
 def test_any_ring_depth(name, depth, longer):

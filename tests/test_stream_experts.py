@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import FAMILIES, VOCAB, build_model, plain_ids
 from test_families import with_stream_weights
-from test_stream import BATCH, GEN, PROMPT, generate, load
+from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load
 from test_stream_cpu import prefetcher_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -70,10 +70,7 @@ def mixtures(tmp_path_factory):
 def test_any_share_gives_the_ids_of_transformers(family, mixtures):
     folder, expected = mixtures(family)
     for share in SHARES:
-        loaded, spec, ranks = load(folder, cpu_compute=share)
-        found = generate(loaded, spec, ranks).output_ids
-        loaded.close()
-        assert torch.equal(found, expected), share
+        assert torch.equal(ids_of(folder, cpu_compute=share), expected), share
 
 
 def by_dequantizing(folder, **options):
@@ -121,9 +118,7 @@ def test_experts_on_the_device_are_not_dequantized_in_short_passes(family, bits,
     options = {"quant_bits": bits, "quant_group_size": 32, "gpu_memory": gpu_memory}
     expected = by_dequantizing(folder, **options)
     restored.clear()
-    loaded, spec, ranks = load(folder, cpu_compute="off", **options)
-    assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
-    loaded.close()
+    assert torch.equal(ids_of(folder, cpu_compute="off", **options), expected)
     mixed = len(modules_of_experts(AutoModelForCausalLM.from_pretrained(folder)))
     of_experts = [shape for shape in restored if len(shape) == 3]
     assert len(of_experts) == 2 * 2 * mixed  # in the prefill of each of two generations, both weights of each layer
@@ -136,9 +131,7 @@ def test_codes_give_the_ids_of_the_dequantized_weights(family, mixtures):
     options = {"quant_bits": 4, "quant_group_size": 32}
     by_device = by_dequantizing(folder, **options)
     for share in SHARES:
-        loaded, spec, ranks = load(folder, cpu_compute=share, **options)
-        assert torch.equal(generate(loaded, spec, ranks).output_ids, by_device), share
-        loaded.close()
+        assert torch.equal(ids_of(folder, cpu_compute=share, **options), by_device), share
 
 
 @pytest.mark.parametrize("experts_at_once", [1, 3])

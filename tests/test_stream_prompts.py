@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, VOCAB, plain_ids
 from test_expert_cache import FORMS, cache_of, fetching, kept  # noqa: F401  (fixtures)
 from test_machine import planned
-from test_stream import BATCH, GEN, PROMPT, generate, load
+from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load
 from test_stream_cpu import prefetcher_of
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 from transformers import AutoModelForCausalLM
@@ -56,9 +56,7 @@ def kinds_of(loaded) -> list[PassKind]:
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen3", "bloom"])
 def test_any_share_of_a_prompt_gives_the_ids_of_transformers(family, bits, checkpoints, short):
-    loaded, spec, ranks = load(checkpoints(family), cpu_compute="off", **FORMS[bits])
-    expected = generate(loaded, spec, ranks).output_ids
-    loaded.close()
+    expected = ids_of(checkpoints(family), cpu_compute="off", **FORMS[bits])
     if bits == 16:
         assert torch.equal(expected, plain_ids(checkpoints(family), random_ids(0, BATCH, PROMPT, VOCAB), GEN))
     for of_prompt, rows, of_steps in ((0.4, TOKENS, "0.3"), (1.0, TOKENS + 5, "1"), (1.0, TOKENS - 1, "0.5")):
@@ -80,9 +78,7 @@ def test_any_share_of_a_prompt_gives_the_ids_of_transformers(family, bits, check
 def test_experts_of_a_prompt_give_the_ids_of_transformers(family, bits, mixtures, short):  # noqa: F811
     folder, expected = mixtures(family)
     if bits == 4:
-        loaded, spec, ranks = load(folder, cpu_compute="off", **FORMS[bits])
-        expected = generate(loaded, spec, ranks).output_ids
-        loaded.close()
+        expected = ids_of(folder, cpu_compute="off", **FORMS[bits])
     for share, of_steps in ((0.4, "1"), (1.0, "0.5")):
         short(share, TOKENS)
         loaded, spec, ranks = load(folder, cpu_compute=of_steps, **FORMS[bits])
@@ -97,9 +93,7 @@ def test_experts_of_a_prompt_give_the_ids_of_transformers(family, bits, mixtures
 @pytest.mark.parametrize("many", [True, False])
 def test_a_prompt_divides_kept_experts_and_counts_each_choice(bits, many, mixtures, kept, fetching, short, monkeypatch):  # noqa: F811
     monkeypatch.setattr("zero_inference.engines.stream.cpu.multiplies_many", lambda scheme: many)
-    loaded, spec, ranks = load(mixtures("qwen3_moe")[0], cpu_compute="off", **FORMS[bits])
-    expected = generate(loaded, spec, ranks).output_ids
-    loaded.close()
+    expected = ids_of(mixtures("qwen3_moe")[0], cpu_compute="off", **FORMS[bits])
     fetching(0.5, 2)
     short(1.0, TOKENS)
     loaded, spec, ranks = kept("qwen3_moe", 3, bits)

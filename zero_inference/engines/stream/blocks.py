@@ -151,17 +151,6 @@ def _experts_in(layer: nn.Module, config: object, detected: dict) -> Iterator[tu
                 yield name, replace(experts, top_k=experts_per_token(mixture, config, experts.num_experts))
 
 
-def _transposed_in(layer: nn.Module, experts: dict[str, FusedExperts]) -> set[str]:
-    linears = [f"{name}.weight" for name, module in layer.named_modules() if name and weight_layout(module) == COLUMNS]
-    found = [f"{name}.{own}" for name, each in experts.items() if each.transposed for own in (each.gate_up, each.down)]
-    return {*linears, *found}
-
-
-def _biases_of(experts: dict[str, FusedExperts]) -> set[str]:
-    """Return names of the biases of experts: matrices [number, rows] that take no part in a product."""
-    return {f"{name}.{own}" for name, each in experts.items() for own in each.biases}
-
-
 def _nbytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.nbytes for p in parameters)
 
@@ -189,12 +178,22 @@ class _LayerDivider:
         traced: str,
     ):
         self.index, self.layer, self.outside_layers, self.experts = index, layer, outside_layers, experts
-        self.transposed, self.biases = _transposed_in(layer, experts), _biases_of(experts)
         self.reads, self.traced = reads, traced
+        modules = layer.named_modules()
+        self.transposed = {f"{name}.weight" for name, module in modules if name and weight_layout(module) == COLUMNS}
+        self.exact: set[str] = set()  # routers and biases of experts
+        for name, each in experts.items():
+            if each.transposed:
+                self.transposed |= {f"{name}.{each.gate_up}", f"{name}.{each.down}"}
+            self.exact |= {f"{name}.{own}" for own in each.biases}
+            mixture = name.rpartition(".")[0]
+            for router, child in self._children(mixture):
+                if self._is_router(mixture, child):
+                    self.exact |= {f"{router}.{own}" for own, _ in child.named_parameters()}
 
     def whole(self) -> Block:
         owned = tuple(name for name, p in self.layer.named_parameters() if id(p) not in self.outside_layers)
-        return self._make("", owned, exact=self._exact(owned))
+        return self._make("", owned)
 
     def divided(self, prefix: str = "") -> list[Block]:
         """Return a block for each child of the module `prefix` that holds matrices; nothing if a matrix belongs to no child that is called.
@@ -208,7 +207,7 @@ class _LayerDivider:
         for name, child in self._children(prefix):
             if not self._matrices(child) or self._is_router(prefix, child):
                 continue
-            parts = self.divided(name) if self._holds_experts(name) else []
+            parts = self.divided(name) if any(each.startswith(f"{name}.") for each in self.experts) else []
             called_once = self.reads.once_a_call(f"{self.traced}.{name}", self.traced)
             if parts:
                 found += parts
@@ -223,8 +222,7 @@ class _LayerDivider:
         names = tuple(own_name for own_name, _ in owned)
         whole = len(owned) == len(list(module.named_parameters()))
         if name in self.experts:
-            experts = self.experts[name] if whole else None
-            return self._make(name, names, experts=experts, exact=self._among(self.biases, names, name))
+            return self._make(name, names, experts=self.experts[name] if whole else None)
         linears = {
             part: child
             for part, child in module.named_modules()
@@ -233,22 +231,21 @@ class _LayerDivider:
         in_linears = {id(p) for child in linears.values() for p in child.parameters()}
         others = [p for _, p in owned if _is_wide(p) and id(p) not in in_linears]
         if not whole or not linears or _nbytes(others) > SMALL_SHARE * _nbytes(module.parameters()):
-            return self._make(name, names, exact=self._exact(names, name) if self._holds_experts(name) else ())
+            return self._make(name, names)
         names = tuple(own_name for own_name, p in owned if id(p) in in_linears)
         return self._make(name, names, linears=tuple(linears), feed_forward=detect_mlp(module))
 
     def _make(self, name: str, names: tuple[str, ...], **others: Any) -> Block:
         start = f"{name}." if name else ""
-        mixtures = tuple(
-            (full[len(start) :], experts) for full, experts in self.experts.items() if f"{full}.".startswith(start)
-        )
+        inside = (item for item in self.experts.items() if f"{item[0]}.".startswith(start))
         return Block(
             self.index,
             name,
             names,
-            transposed=self._among(self.transposed, names, name),
+            exact=tuple(each for each in names if f"{start}{each}" in self.exact),
+            transposed=tuple(each for each in names if f"{start}{each}" in self.transposed),
             module_only=tuple(each for each in names if self._is_module_only(f"{start}{each}", name)),
-            mixtures=mixtures,
+            mixtures=tuple((full[len(start) :], experts) for full, experts in inside),
             **others,
         )
 
@@ -262,25 +259,6 @@ class _LayerDivider:
     def _children(self, prefix: str) -> list[tuple[str, nn.Module]]:
         module = self.layer.get_submodule(prefix)
         return [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
-
-    def _holds_experts(self, name: str) -> bool:
-        return any(each.startswith(f"{name}.") for each in self.experts)
-
-    def _exact(self, names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
-        """Return those of `names`, relative to the module `prefix`, that are parameters of routers or biases of experts."""
-        routers = [
-            f"{name}."[len(prefix) + 1 if prefix else 0 :]
-            for mixture in dict.fromkeys(name.rpartition(".")[0] for name in self.experts)
-            for name, child in self._children(mixture)
-            if self._is_router(mixture, child)
-        ]
-        biases = self._among(self.biases, names, prefix)
-        return tuple(name for name in names if name in biases or any(name.startswith(router) for router in routers))
-
-    @staticmethod
-    def _among(in_layer: set[str], names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
-        """Return those of `names`, relative to the module `prefix`, that are in `in_layer`, relative to the layer."""
-        return tuple(name for name in names if (f"{prefix}.{name}" if prefix else name) in in_layer)
 
     def _is_router(self, prefix: str, child: nn.Module) -> bool:
         """Return whether `child` of `prefix` routes to sibling experts: it is no feed-forward, and has at most a row for each expert."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from zero_inference.cpu.hand_off import CapturedCalls, DirectCalls, HandOff
+from zero_inference.cpu.hand_off import CapturedCalls
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.prefetch import BetweenGraphs, Prefetcher
 from zero_inference.engines.stream.streams import DeviceStreams
@@ -84,26 +84,15 @@ class StepGraph:
     """Replaces `model.forward`: captures a decode step, verifies it, and replays it for calls like the captured one.
 
     In a generation with one cache: `EAGER_STEPS` eager steps, a capture before the next one, one step both ways (`_verify`), then replays.
-    After rebalancing all of that happens again.
-
-    Args:
-        capture: `capture_cuda_graphs` or `capture_calls`.
-        always: use the graph even if it is slower.
-        report: gets the outcome once it is known.
+    After rebalancing all of that happens again. `report` gets the outcome once it is known.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        dtype: torch.dtype,
-        capture: Capture,
-        prefetcher: Prefetcher,
-        calls: DirectCalls | HandOff | None,
-        always: bool,
-        report: Callable[[DecodeGraph], None],
-    ):
-        self.dtype, self.capture = dtype, capture
-        self.prefetcher, self.calls, self.always, self.report = prefetcher, calls, always, report
+    def __init__(self, job: Job, prefetcher: Prefetcher, report: Callable[[DecodeGraph], None]):
+        self.dtype, self.always = job.spec.dtype, job.config.decode_graph == "on"  # even if it is slower
+        self.capture = capture_cuda_graphs if job.on_gpu else capture_calls
+        self.prefetcher, self.report = prefetcher, report
+        self.calls = None if prefetcher.cpu is None else prefetcher.cpu.calls
+        model = job.empty_model.model
         self.own = model.forward
         self.cache: DeviceKVCache | None = None  # of the captured step
         self.eager_steps = 0
@@ -249,9 +238,6 @@ class CapturedStep:
     output: torch.Tensor  # of the step; each replay overwrites it
     replay: Callable[[], None]
     graphs: int  # of a step
-
-
-Capture = Callable[[Step, Prefetcher], CapturedStep]
 
 
 def capture_cuda_graphs(step: Step, prefetcher: Prefetcher) -> CapturedStep:

@@ -24,7 +24,7 @@ from torch import nn
 
 from zero_inference.engines.base import LoadedModel, Progress
 from zero_inference.engines.stream.cpu import CpuBackend
-from zero_inference.engines.stream.cuda_graph import StepGraph, capture_calls, capture_cuda_graphs
+from zero_inference.engines.stream.cuda_graph import StepGraph
 from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.plan import StreamPlan, plan
@@ -84,15 +84,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     prefetcher.on_placement_changed = lambda placement: facts["stream"].update(_bytes_per_step(placement))
     graph: StepGraph | None = None
     if plan.no_graph is None:
-        graph = StepGraph(
-            model,
-            job.spec.dtype,
-            capture_cuda_graphs if job.on_gpu else capture_calls,
-            prefetcher,
-            None if cpu is None else cpu.calls,
-            job.config.decode_graph == "on",
-            lambda outcome: facts["stream"].update(decode_graph=outcome),
-        )
+        graph = StepGraph(job, prefetcher, lambda outcome: facts["stream"].update(decode_graph=outcome))
         closing.callback(graph.close)
     cpu_attention = None
     if cpu is not None and cpu.plan.attends:

@@ -43,21 +43,14 @@ class _ExpertWeights:
 
     Attributes:
         slots: [slots, elements] on the device, a tensor each for the plain weight, or codes, scales and minima; and for the bias.
-        host: likewise [experts, elements] in host memory.
+        host: likewise [experts, elements] in host memory, in the block's `buffer`.
 
     Args:
-        memory: uint8 on the device for the slots, see `expert_memory`; None makes one allocation, since PyTorch rounds each up to 2 MiB.
+        memory: uint8 on the device for the slots, of `expert_memory`.
     """
 
     def __init__(
-        self,
-        layout: BlockLayout,
-        name: str,
-        bias: str,
-        slots: int,
-        buffer: torch.Tensor,
-        device: torch.device,
-        memory: torch.Tensor | None = None,
+        self, layout: BlockLayout, name: str, bias: str, slots: int, buffer: torch.Tensor, memory: torch.Tensor
     ):
         stored = layout[name]
         self.pieces, self.quantized, self.biased = stored.pieces, stored.packed is not None, bool(bias)
@@ -65,13 +58,11 @@ class _ExpertWeights:
             self.pieces += layout[bias].pieces
         self.dtype, (self.num_experts, self.rows, self.columns) = stored.plain.dtype, stored.plain.shape
         self.host = [self._by_expert(piece, buffer) for piece in self.pieces]
-        spans, end = [], 0
+        self.slots, offset = [], 0
         for tensor in self.host:
-            spans.append(TensorSpan(end, (slots, tensor.shape[1]), tensor.dtype))
-            end += aligned(spans[-1].nbytes)
-        if memory is None:
-            memory = torch.zeros(end, dtype=torch.uint8, device=device)
-        self.slots = [span.of(memory) for span in spans]
+            span = TensorSpan(offset, (slots, tensor.shape[1]), tensor.dtype)
+            self.slots.append(span.of(memory))
+            offset += aligned(span.nbytes)
 
     def _by_expert(self, piece: TensorSpan, buffer: torch.Tensor) -> torch.Tensor:
         """Return the view [experts, elements] of a tensor in a block's buffer."""
@@ -247,12 +238,11 @@ class ExpertCache:
         self.experts, self.scheme, self.epilogue = experts, scheme, epilogue_of(experts)
         self.table, self.uses, self.counters, self.owns_slots = table, uses, counters, shared is None
         self.fetching, self.max_fetches = fetching, min(fetching.max_fetches, experts.num_experts)
-        gate_up_bytes, _ = expert_memory(layout, experts, count)
-        memory = (None, None) if shared is None else (shared[:gate_up_bytes], shared[gate_up_bytes:])
-        names = (experts.gate_up, experts.gate_up_bias), (experts.down, experts.down_bias)
-        self.gate_up, self.down = self.weights = [
-            _ExpertWeights(layout, *each, count, buffer, table.device, own) for each, own in zip(names, memory)
-        ]
+        first, second = expert_memory(layout, experts, count)
+        memory = torch.zeros(first + second, dtype=torch.uint8, device=table.device) if shared is None else shared
+        self.gate_up = _ExpertWeights(layout, experts.gate_up, experts.gate_up_bias, count, buffer, memory[:first])
+        self.down = _ExpertWeights(layout, experts.down, experts.down_bias, count, buffer, memory[first:])
+        self.weights = self.gate_up, self.down
         self.slot_ids = torch.arange(count, device=table.device)
         self.copy_tables = [each.copy_table() for each in self.weights]
         self.block_copy_table = torch.cat(self.copy_tables)
