@@ -15,9 +15,9 @@ from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 from zero_inference.engines.stream import cpu_plan, expert_cache
 from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.blocks import Block
+from zero_inference.engines.stream.cpu_plan import best_split, fetch_quota
 from zero_inference.engines.stream.expert_cache import USE_DECAY, dispatch
 from zero_inference.engines.stream.layout import BlockLayout, StoredParameter, TensorSpan
-from zero_inference.engines.stream.overlap import best_split, fetch_quota
 from zero_inference.engines.stream.placement import ROUTING_SKEW, Placement, plan_placement
 from zero_inference.engines.stream.prefetch import PassKind
 from zero_inference.engines.stream.streams import DeviceStreams
@@ -59,11 +59,11 @@ def kept(mixtures, monkeypatch):  # noqa: F811
 @pytest.fixture
 def fetching(monkeypatch):
     """fetching(share, most): the stream engine's plans fetch this share of missed experts, as a machine with a GPU may."""
-    with_cores = stream_plan._plan_with_cpu
+    with_cpu = stream_plan._plan_with_cpu
 
     def set_share(share: float, most: int) -> None:
         def placed(job, *arguments):
-            placement, *others = with_cores(job, *arguments)
+            placement, *others = with_cpu(job, *arguments)
             if placement is not None and placement.expert_blocks:
                 form = placement.blocks[placement.expert_blocks[0]].experts
                 quota = tuple(min(int(share * missed), most) for missed in range(form.num_experts + 1))
@@ -297,8 +297,8 @@ def test_a_decode_step_that_is_repeated_as_a_graph_finds_what_has_changed(family
     assert found.loops[-1].experts.fetched_bytes_per_step > 0 and 0 < found.loops[-1].experts.hit_rate < 1
 
 
-def test_with_all_experts_kept_the_cores_read_none(mixtures, kept):  # noqa: F811
-    """Of three layers' experts one's are the cores', with room for all of these; then another's stay on the device as a whole."""
+def test_with_all_experts_kept_the_cpu_reads_none(mixtures, kept):  # noqa: F811
+    """Of three layers' experts one's are the CPU's, with room for all of these; then another's stay on the device as a whole."""
     loaded, spec, ranks = kept("qwen3_moe", 7, share="0.3")
     placement = prefetcher_of(loaded).placement
     assert list(placement.expert_slots.values()) == [8] and len(placement.streamed) == 1
@@ -325,7 +325,7 @@ def test_what_is_counted_is_what_tokens_chose(family, bits, kept, fetching):
     assert found.experts.saved_bytes_per_step == watched.hit_bytes / (GEN - 1)
     read = round(found.moved.cores_bytes_per_step * (GEN - 1))
     assert counts.fetched_bytes + read == watched.missed_bytes, "all other blocks stay on the device"
-    # and on a GPU the cores' results cross the link, in the dtype of the model
+    # and on a GPU the CPU's results cross the link, in the dtype of the model
     results = layers * BATCH * loaded.model.config.hidden_size * 4 if loaded.device.type == "cuda" else 0
     results += BATCH * prefetcher_of(loaded).placement.row_bytes
     assert found.experts.fetched_bytes_per_step == counts.fetched_bytes / (GEN - 1) > 0
@@ -443,7 +443,7 @@ def test_each_block_keeps_as_many_experts_as_it_may_fetch_or_none():
 
 
 def test_experts_are_fetched_only_where_that_promises_enough():
-    """A token reads 869 of 6400 bytes of experts; cores four times as fast as the link gain 4% by leaving some."""
+    """A token reads 869 of 6400 bytes of experts; a CPU four times as fast as the link gains 4% by leaving some."""
     blocks, layouts = a_mixture()
     plan = plan_placement(blocks, layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2)
     for cores, share in ((100.0, 128 / (128 + 8.69)), (200.0, 1.0)):

@@ -19,7 +19,6 @@ from zero_inference.errors import RunError
 from zero_inference.measure.correctness import LogitsCheck, ReferenceLayers
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import read_records
-from zero_inference.utils.host_memory import host_copy
 from zero_inference.utils.ranks import Ranks
 
 PROMPT = 8
@@ -188,21 +187,3 @@ def test_a_layer_without_room_is_not_compared_and_a_line_says_so(made, tmp_path,
     assert main([str(word) for word in command]) == 0
     said = [line for line in capfd.readouterr().err.splitlines() if "not compared" in line]
     assert len(said) == 1 and "decoder layer 1: host memory has no room for it" in said[0]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.randn(3 << 19, dtype=torch.float64).to(torch.bfloat16).reshape(2, 768, 1024),
-        torch.arange(12.0).reshape(3, 4).mT,
-        torch.arange(24.0).reshape(4, 6)[:, ::2],
-        torch.tensor(7.0),
-        torch.empty(0, 4),
-    ],
-    ids=["pages", "transposed", "gaps", "scalar", "empty"],
-)
-def test_a_layer_that_is_compared_is_copied_to_new_host_memory(values):
-    copied = host_copy(values)
-    assert torch.equal(copied, values) and copied.dtype == values.dtype
-    assert copied.stride() == values.clone().stride()
-    assert not values.numel() or copied.data_ptr() != values.data_ptr()

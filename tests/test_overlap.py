@@ -6,8 +6,8 @@ import pytest
 
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.overlap import BlockTimes, overlapped_step_s, simulate_passes, slots_in_steps
 from zero_inference.engines.stream.placement import Placement
+from zero_inference.engines.stream.ring import BlockTimes, overlapped_step_s, simulate_passes, slots_in_steps
 
 MS = 1e-3
 
@@ -52,10 +52,10 @@ def placed(sizes: list[int], computed: set[int], depth: int) -> Placement:
 
 def test_the_blocks_of_a_plan_take_their_parts_of_the_time():
     found = placed([100, 300] * 4, {1, 3, 5}, depth=8)
-    of_cores = {1: 6 * MS, 3: 6 * MS, 5: 6 * MS}
-    assert overlapped_step_s(found, of_cores, 10 * MS, 26 * MS, False) == pytest.approx(26 * MS)
+    cpu_s = {1: 6 * MS, 3: 6 * MS, 5: 6 * MS}
+    assert overlapped_step_s(found, cpu_s, 10 * MS, 26 * MS, False) == pytest.approx(26 * MS)
     tight = placed([100, 300] * 4, {1, 3, 5}, depth=2)
-    late = overlapped_step_s(tight, of_cores, 20 * MS, 26 * MS, False)
+    late = overlapped_step_s(tight, cpu_s, 20 * MS, 26 * MS, False)
     assert 26 * MS < late < 46 * MS, "7 of 8 parts wait for what takes the link 8.6 ms"
     assert overlapped_step_s(found, {}, 0.0, 5.0, False) == 5.0 and overlapped_step_s(found, {}, 5.0, 0.0, True) == 5.0
     nothing = placed([100] * 4, {0, 1, 2, 3}, depth=4)

@@ -1,4 +1,4 @@
-"""What goes over the link and what the cores do, from rates."""
+"""What goes over the link and what the CPU does, from rates."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 
 from zero_inference.engines.stream import prefetch
 from zero_inference.engines.stream.blocks import Block
-from zero_inference.engines.stream.cpu_plan import CpuPlan
+from zero_inference.engines.stream.cpu_plan import CpuPlan, best_split
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.overlap import best_split
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.prefetch import LAST_PASS, MAX_MEASUREMENTS, MeasuredStep, Rebalancer, bytes_to_move
 from zero_inference.hardware.rates import AttentionRates, ConcurrentRates
@@ -36,7 +35,7 @@ def rates(link=50.0, cores=100.0, read=110.0, alone=55.0, hand_off_s=0.0, device
     return ConcurrentRates(1, alone, link, cores, cores, read, hand_off_s, device)
 
 
-def test_link_and_cores_end_together():
+def test_link_and_cpu_end_together():
     split = best_split(placement(), rates(), 0, False)
     assert split.of_others == pytest.approx(100 / 150) and not split.attends
     assert split.step_s == pytest.approx(30 / 150)
@@ -44,15 +43,15 @@ def test_link_and_cores_end_together():
     assert placed.nbytes_of(placed.cpu_computed) == pytest.approx(20 * GB, abs=GB)
 
 
-def test_what_the_device_needs_for_itself_is_time_that_the_cores_lose():
-    """C = (U - h B_link) B_cores / (B_cores + B_link), as docs/design.md says."""
+def test_what_the_device_needs_for_itself_is_time_that_the_cpu_loses():
+    """C = (U - h B_link) B_cpu / (B_cpu + B_link), as docs/design.md says."""
     split = best_split(placement(), rates(hand_off_s=1e-3), 0, False)
     assert split.of_others * 30 == pytest.approx((30 - 10e-3 * 50) * 100 / 150), "ten feed-forwards, a meeting for each"
     more = best_split(placement(mlp=GB // 2), rates(hand_off_s=1e-3), 0, False)
     assert more.of_others * 15 == pytest.approx((15 - 20e-3 * 50) * 100 / 150, rel=0.01), "and two for each attention"
 
 
-def test_what_the_device_reads_itself_is_time_that_the_cores_lose():
+def test_what_the_device_reads_itself_is_time_that_the_cpu_loses():
     half = replace(placement(), resident=list(range(10)), in_host_memory=list(range(10, 20)))
     split = best_split(half, rates(device=1000.0), 0, False)
     assert split.of_others * 15 == pytest.approx((15 - 15 / 1000 * 50) * 100 / 150), "15 GB take the device 15 ms"
@@ -85,8 +84,8 @@ def test_feed_forwards_come_first(share, attention, forward):
 @pytest.mark.parametrize(
     "slow", [rates(cores=2.0), rates(link=20.0, cores=36.0), rates(hand_off_s=0.1)], ids=["few", "shared", "crossings"]
 )
-def test_cores_that_hardly_help_stay_out(slow):
-    """Few of them, memory that link and cores take from each other, or meetings that cost more than they bring."""
+def test_a_cpu_that_hardly_helps_stay_out(slow):
+    """Few of them, memory that link and CPU take from each other, or meetings that cost more than they bring."""
     split = best_split(placement(), slow, 0, False)
     assert split.of_others == split.of_experts == 0 and not split.attends
     assert split.step_s == pytest.approx(30 / 55)
@@ -94,7 +93,7 @@ def test_cores_that_hardly_help_stay_out(slow):
 
 def test_keys_and_values_are_attended_where_that_is_faster():
     split = best_split(placement(), rates(), 30 * GB, True)
-    assert split.attends  # 30 GB of each: the link has one of them to carry, and the cores the other
+    assert split.attends  # 30 GB of each: the link has one of them to carry, and the CPU the other
     assert split.step_s == pytest.approx(max(30 / 50 * (1 - split.of_others), 30 / 110 + 30 * split.of_others / 100))
     carried = best_split(placement(), rates(), 30 * GB, False)
     assert not carried.attends and carried.step_s > split.step_s
@@ -103,7 +102,7 @@ def test_keys_and_values_are_attended_where_that_is_faster():
 
 
 def test_keys_and_values_alone():
-    """All weights on the device: the cores attend, or the link carries."""
+    """All weights on the device: the CPU attends, or the link carries."""
     nothing = Placement([Block(0, "", ())], [BlockLayout([], GB, GB)], [0], [], 0, 0)
     assert best_split(nothing, rates(), 10 * GB, True).attends
     assert not best_split(nothing, rates(read=20.0), 10 * GB, True).attends
@@ -135,7 +134,7 @@ def test_who_is_done_first_gets_more_of_the_work(step, moved):
     assert nbytes == pytest.approx(moved, abs=GB // 10)
 
 
-def test_where_the_cores_attend_they_get_no_more_work():
+def test_a_cpu_that_attends_gets_no_more_work():
     """Their keys and values are fewer in the first steps than later."""
     placed = fine(16 / 30)
     plan = CpuPlan((-1,), 16 / 30, 1, rates(), attends=True, kv_bytes=GB, automatic=True)
@@ -154,7 +153,7 @@ def test_rates_of_attention():
 
 
 def watched(monkeypatch, plan: CpuPlan, uses, waited_s: float = 0.0, step_s=(0.2,)) -> Rebalancer:
-    """Of passes that take `step_s` of one look after the other, and the last one of all further ones, in which the cores always work;
+    """Of passes that take `step_s` of one look after the other, and the last one of all further ones, in which the CPU always works;
     `uses` are what is known of the link, time after time."""
     said, looks = iter(uses), {"made": 0, "now": 0.0}
 
@@ -217,7 +216,7 @@ def test_the_division_is_looked_at_again(monkeypatch):
     assert computed == sorted(computed, reverse=True)
 
 
-def test_work_goes_to_the_cores_where_the_device_waits_for_the_link(monkeypatch):
+def test_work_goes_to_the_cpu_where_the_device_waits_for_the_link(monkeypatch):
     placed = fine(0.66)
     found = corrected(watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, waited_s=0.05, step_s=(0.21, 0.2, 0.195)), placed)
     assert found[0].cpu_computed < found[1].cpu_computed
@@ -240,7 +239,7 @@ def test_a_division_that_is_right_stays(monkeypatch):
 
 @pytest.mark.parametrize("attends, ranks, moves", [(False, 1, False), (True, 1, True), (False, 2, True)])
 def test_what_else_the_link_carries_is_no_time_to_spare(monkeypatch, attends, ranks, moves):
-    """Keys and values of 5 GB, unless the cores attend; and the links of two ranks carry twice as much as one."""
+    """Keys and values of 5 GB, unless the CPU attends; and the links of two ranks carry twice as much as one."""
     alone = rates(alone=55.0 * ranks)
     plan = CpuPlan((-1,), 0.8, 1, alone, attends, 5 * GB, automatic=True, ranks=ranks)
     found = corrected(watched(monkeypatch, plan, [FIFTY] * 9), fine(0.8))

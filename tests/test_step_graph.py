@@ -175,7 +175,7 @@ def test_with_what_is_streamed_and_what_the_cpu_computes(family, placed, checkpo
 
 
 def test_a_step_behind_a_prefill_is_not_recorded(checkpoints, steps):
-    """It would be recorded with blocks used as in the prefill: fetched, and not the cores'."""
+    """It would be recorded with blocks used as in the prefill: fetched, and not the CPU's."""
     folder, gen_len = checkpoints("llama"), cuda_graph.EAGER_STEPS + 1
     loaded, spec, ranks = load(folder, gpu_memory=0, cpu_compute="1", decode_graph="on", gen_len=gen_len)
     found = generate(loaded, spec, ranks, gen_len, loops=3)
@@ -205,7 +205,7 @@ def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkey
     folder = checkpoints("llama")
     placed = {"gpu_memory": 0, "cpu_compute": "0.4", "decode_graph": "on", "gen_len": gen_len}
     loaded, spec, ranks = load(folder, **placed)
-    found_ahead = iter([-(10**9), 10**9])  # bytes: all for the cores, and then all for the link
+    found_ahead = iter([-(10**9), 10**9])  # bytes: all for the CPU, and then all for the link
     prefetcher, timed, tried = prefetcher_of(loaded), [], []
     monkeypatch.setattr(type(prefetcher.rebalancer), "_bytes_to_move", lambda *_: next(found_ahead))
     own = cuda_graph.StepGraph._verify
@@ -226,7 +226,7 @@ def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkey
         assert tried == [0] and len(found.settling_s) == (gen_len == 4) and left == LAST_PASS and timed[0] is timed[-1]
 
 
-def test_more_sequences_than_the_cores_expect(checkpoints, steps):
+def test_more_sequences_than_the_cpu_expects(checkpoints, steps):
     """Such steps fetch all that is in host memory, and their graphs have to."""
     folder, ids = checkpoints("llama"), random_ids(0, BATCH + 1, PROMPT, VOCAB)
     placed = {"gpu_memory": 0, "cpu_compute": "0.5", "ring_depth": 3, "decode_graph": "on"}

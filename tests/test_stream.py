@@ -8,6 +8,7 @@ import gc
 import json
 import random
 import re
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -153,42 +154,27 @@ def test_any_number_of_resident_layers(bits, longer):
 
 
 class _NamedStreams(DeviceStreams):
-    """Streams with a name each, of which one is current, as on a GPU."""
+    """Streams with a name each, of which one is current, as on a GPU; `order` is what was asked of them."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
         self.at, self.order = "caller's", []
 
-    def stream(self):
-        return _NamedStream("own", self.order)
+    def stream(self, name="own"):
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.order.append(f"{name} waits for {other.name}"))
 
     def current(self):
-        return _NamedStream(self.at, self.order)
+        return self.stream(self.at)
 
     def blocking_event(self):
-        return _OrderedEvent(self.order)
+        after: list[str] = []
+        return SimpleNamespace(
+            record=lambda stream: after.append(stream.name),
+            synchronize=lambda: self.order.append(f"the host waits for {after[-1]}"),
+        )
 
     def make_current(self, stream):
         self.at = stream.name
-
-
-class _NamedStream:
-    def __init__(self, name, order):
-        self.name, self.order = name, order
-
-    def wait_stream(self, stream):
-        self.order.append(f"{self.name} waits for {stream.name}")
-
-
-class _OrderedEvent:
-    def __init__(self, order):
-        self.order = order
-
-    def record(self, stream):
-        self.behind = stream.name
-
-    def synchronize(self):
-        self.order.append(f"the host waits for {self.behind}")
 
 
 @pytest.mark.parametrize("host_waits", [False, True])
@@ -507,7 +493,7 @@ def test_idle_time_goes_to_who_caused_it():
     copy(60, 70, free=60, begun=55, pass_start=55)
     copy(90, 95, free=60, begun=60, pass_start=55)  # free since long: the host did not ask
     assert use() == pytest.approx([0.020, 0.010, 0.035, 0.020, 30])
-    # the cores multiply the first blocks of a step, from 105 to 125, then the device one that freed a slot
+    # the CPU multiplies the first blocks of a step, from 105 to 125, then the device one that freed a slot
     copy(130, 140, free=130, begun=125, pass_start=105)
     assert use() == pytest.approx([0.030, 0.015, 0.045, 0.040, 40])
     timeline.pass_index = 2  # and from there on alone

@@ -43,7 +43,7 @@ def test_any_share_gives_the_ids_of_transformers(family, checkpoints, expected):
 @pytest.mark.parametrize(("dtype", "apart"), [("bfloat16", 3e-2), ("float16", 1e-2)])
 @pytest.mark.parametrize("family", ["opt", "llama", "mixtral"])
 def test_logits_are_as_near_to_the_exact_ones_as_the_resident_engines(family, dtype, apart, checkpoints, tmp_path):
-    """Of decode steps, in which the cores multiply everything: sums have another order, and a feed-forward is not rounded in between."""
+    """Of decode steps, in which the CPU multiplies everything: sums have another order, and a feed-forward is not rounded in between."""
     ids = random_ids(3, BATCH, PROMPT + 3, VOCAB)
     rounded = AutoModelForCausalLM.from_pretrained(checkpoints(family), dtype=getattr(torch, dtype))
     rounded.save_pretrained(tmp_path)
@@ -109,7 +109,7 @@ def test_blocks_that_change_hands_while_tokens_are_generated(family, bits, graph
         assert torch.equal(ids[:, :GEN], expected(family))
     loaded, spec, ranks = load(checkpoints(family), cpu_compute="0.4", **options)
     prefetcher, placed = prefetcher_of(loaded), []
-    ahead = iter([0] * 12 + [-(10**9)] + [0] * 12 + [10**9] + [0] * 10**6)  # all to the cores, and then all to the link
+    ahead = iter([0] * 12 + [-(10**9)] + [0] * 12 + [10**9] + [0] * 10**6)  # all to the CPU, and then all to the link
 
     def moved(placement, few, candidates):
         after = placement.rebalanced(next(ahead), candidates) if few else placement
@@ -123,7 +123,7 @@ def test_blocks_that_change_hands_while_tokens_are_generated(family, bits, graph
     assert len(set(placed)) == 3 and max(placed) == len(prefetcher.placement.computable) and placed[-1] == 0
 
 
-def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cores(checkpoints, monkeypatch):
+def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cpu(checkpoints, monkeypatch):
     class Skipped(torch.nn.Module):
         def forward(self, hidden_states, **others):
             return torch.zeros_like(hidden_states), None
@@ -213,7 +213,7 @@ def test_blocks_are_found_and_what_belongs_to_none_stays_on_the_device(checkpoin
 
 
 @pytest.mark.parametrize("kv", [[], ["--kv-offload"]])
-def test_record_and_output_say_what_the_cores_did(kv, checkpoints, run_model):
+def test_record_and_output_say_what_the_cpu_did(kv, checkpoints, run_model):
     options = ["--engine", "stream", "--cpu-compute", "0.5", "--cpu-threads", "2", "--gpu-memory", "0", *kv]
     lengths = ["--batch-size", "2", "--prompt-len", "9", "--gen-len", "4", "--loops", "1", "--dtype", "float32"]
     done = run_model("--model", checkpoints("llama"), *options, *lengths)
@@ -231,8 +231,8 @@ def test_record_and_output_say_what_the_cores_did(kv, checkpoints, run_model):
     assert done.record["output_ids_sha256"] == plain.record["output_ids_sha256"]
     limits = [run.record["limit"] for run in (done, plain)]
     operations, of_all = (each["floor_step_s"]["matmul"] * each["matmul_tflops"] * 1e12 for each in limits)
-    of_cores = 2 * 2 * moved["cores_bytes_per_step"] // 4  # sequences; a product and a sum for each float32
-    assert operations == pytest.approx(max(0, of_all - of_cores))
+    of_cpu = 2 * 2 * moved["cores_bytes_per_step"] // 4  # sequences; a product and a sum for each float32
+    assert operations == pytest.approx(max(0, of_all - of_cpu))
 
 
 @pytest.mark.parametrize(

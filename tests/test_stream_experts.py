@@ -1,4 +1,4 @@
-"""The stream engine with mixtures: the ids of plain transformers, whatever the cores multiply, and only the chosen experts read."""
+"""The stream engine with mixtures: the ids of plain transformers, whatever the CPU multiplies, and only the chosen experts read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zero_inference.engines.stream import layout, prefetch, products
 from zero_inference.engines.stream.blocks import find_blocks
+from zero_inference.engines.stream.cpu_plan import best_split
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.overlap import best_split
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import experts_in_groups
 from zero_inference.hardware.rates import ConcurrentRates
@@ -197,7 +197,7 @@ def test_groups_have_the_bits_of_the_module_itself(family, dtype, mixtures):
                 assert torch.equal(experts_in_groups(module, experts, group, *parts)(x, numbers, of_dtype), expected)
 
 
-def test_products_of_all_positions_are_not_left_to_the_cores(mixtures):
+def test_products_of_all_positions_are_not_left_to_the_cpu(mixtures):
     """Where keys and values are cached compressed, a weight restores those of all positions in each step: no work for few rows."""
     folder, expected = mixtures("deepseek_v3")
     loaded, spec, ranks = load(folder, cpu_compute="1")
@@ -243,7 +243,7 @@ def test_a_pass_reads_the_chosen_experts_and_nothing_of_the_others(family, bits,
     hidden, blocks = model.config.hidden_size, model.config.num_hidden_layers
     results += blocks * BATCH * hidden * 4  # of experts
     to_device = found.loops[0].moved.host_to_device_bytes_per_step
-    assert to_device <= rows + (results if loaded.device.type == "cuda" else 0), "no weights, only the cores' results"
+    assert to_device <= rows + (results if loaded.device.type == "cuda" else 0), "no weights, only the CPU's results"
 
 
 def row_bytes(columns: int, bits: int) -> int:
@@ -321,7 +321,7 @@ def test_a_bound_far_from_usual_values_and_the_order_of_gate_and_up_are_found():
     assert detect_experts(Clamped(None, True)).gate_is_second is True
 
 
-def test_experts_are_the_cores_first_and_then_what_the_link_would_be_late_with():
+def test_the_cpu_gets_experts_first_and_then_what_the_link_would_be_late_with():
     """Of a model with 2 GB of experts, of which a pass of one token reads an eighth, and other blocks."""
     rates = ConcurrentRates(1, 50.0, 50.0, 100.0, 120.0, 100.0, 0.0, 4000.0)
     experts = replace(detect_experts(Clamped(None, False)), num_experts=8, top_k=1)
@@ -334,7 +334,7 @@ def test_experts_are_the_cores_first_and_then_what_the_link_would_be_late_with()
         return Placement(blocks, layouts, [], [0, 1], 2, 0)
 
     assert placement(10**9).read_bytes(1) == pytest.approx(2 * 10**9 / 8)
-    # the cores read 0.25 GB of experts in 2.5 ms, the link the 1 GB of the others in 20: of those the cores take so much that both end
+    # the CPU reads 0.25 GB of experts in 2.5 ms, the link the 1 GB of the others in 20: of those the CPU takes so much that both end
     split = best_split(placement(10**9), rates, 0, False)
     assert split.of_experts == 1 and split.of_others == pytest.approx((20 - 2.5) / (20 + 10))
     # 0.05 GB take the link 1 ms: it also sends some of the experts, all of which it would send in 40

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.cpu.products import quantize
+from zero_inference.engines.stream import vocabulary
 from zero_inference.engines.stream.vocabulary import HeadWeight, QuantizedHead, find_head
 from zero_inference.hardware.machine import ProfiledMachine
 from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference
@@ -34,8 +35,10 @@ def restored(weight: torch.Tensor, scheme: GroupQuantization) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_few_and_many_rows_equal_a_product_with_the_whole_head(bias, dtype):
-    """33 rows and more take parts of 256 rows of the head, the last one smaller; or of 3, where there is less memory."""
+def test_few_and_many_rows_equal_a_product_with_the_whole_head(bias, dtype, monkeypatch):
+    """33 rows and more take parts of 256 rows of the head, the last one smaller; or of 3, where there is less memory. It is quantized in
+    parts of 64 rows."""
+    monkeypatch.setattr(vocabulary, "HEAD_CHUNK_BYTES", 64 * 128 * dtype.itemsize)
     device, rows, columns = detect_ranks().device, 700, 128
     torch.manual_seed(1)
     head = nn.Linear(columns, rows, bias, device=device, dtype=dtype).requires_grad_(False)
@@ -54,15 +57,6 @@ def test_few_and_many_rows_equal_a_product_with_the_whole_head(bias, dtype):
             assert (found.double() - exact).norm() / exact.norm() < BOUNDS[dtype], (held, shape)
         quantized.close()
     assert head.forward.__func__ is nn.Linear.forward
-
-
-def test_the_rows_are_quantized_as_all_at_once(monkeypatch):
-    monkeypatch.setattr("zero_inference.engines.stream.vocabulary.HEAD_CHUNK_BYTES", 7 * 64 * 4)
-    values, scheme = torch.randn(100, 64), GroupQuantization(8, 32, torch.float32)
-    parts = HeadWeight("lm_head.weight", (100, 64), scheme).packed(values, torch.device("cpu"))
-    out = torch.empty_like(values)
-    dequantize_reference(*parts, 8, 32, out)
-    assert torch.equal(out, restored(values, scheme))
 
 
 class Doubling(nn.Linear):

@@ -1,4 +1,4 @@
-"""Short prompts in the stream engine, of which the cores multiply a share: the ids of plain transformers, and what the plan chooses."""
+"""Short prompts in the stream engine, of which the CPU multiplies a share: the ids of plain transformers, and what the plan chooses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKENS = BATCH * PROMPT
 
 @pytest.fixture
 def short(monkeypatch):
-    """short(share, rows): plans have the cores multiply this share in prompts of up to `rows` tokens, as a machine with a GPU may."""
+    """short(share, rows): plans have the CPU multiply this share in prompts of up to `rows` tokens, as a machine with a GPU may."""
 
     def set_share(share: float, rows: int) -> None:
         def placed(job, placement, plan, scheme, graphs):
@@ -216,7 +216,7 @@ def machine_at(name: str) -> ProfiledMachine:
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_link_and_cores_end_a_prompt_of_a_mixture_together(name):
+def test_link_and_cpu_end_a_prompt_of_a_mixture_together(name):
     shares = {}
     for tokens in (16, 128, 512):
         plan = planned(f"{QWEN} --prompt-len {tokens}", machine_at(name))

@@ -1,4 +1,4 @@
-"""The stream engine with the host's cores and two real ranks: the ids of plain transformers, one copy of the weights, one count."""
+"""The stream engine with the CPU and two real ranks: the ids of plain transformers, one copy of the weights, one count."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_any_share_gives_the_ids_of_transformers(family, checkpoints, two_ranks)
         assert one["cpu_bytes"] > 0 and other["cpu_bytes"] == 0, "counted once"
         if family != "mixtral":  # of experts it is an expectation
             assert one["cpu_bytes"] == one["stream"]["computed_bytes"]
-        assert one["to_device"] >= one["stream"]["fetched_bytes"] / 2, "each brings a half, and what the cores gave"
+        assert one["to_device"] >= one["stream"]["fetched_bytes"] / 2, "each brings a half, and what the CPU gave"
         assert (share == "1") == (not one["stream"]["fetched_bytes"])
 
 
@@ -175,7 +175,7 @@ def test_codes_give_the_ids_of_the_dequantized_weights(bits, checkpoints, two_ra
 
 
 def ids_of_one_rank(folder: Path, **options) -> torch.Tensor:
-    """Of the same engine without the cores."""
+    """Of the same engine without the CPU."""
     from zero_inference.kv_cache.device import DeviceKVCache
     from zero_inference.measure.loops import measure_loops
 
@@ -186,7 +186,7 @@ def ids_of_one_rank(folder: Path, **options) -> torch.Tensor:
     return found.output_ids
 
 
-def test_what_the_cores_multiply_is_in_memory_once_and_nothing_of_it_is_left(checkpoints, two_ranks):
+def test_what_the_cpu_multiplies_is_in_memory_once_and_nothing_of_it_is_left(checkpoints, two_ranks):
     cases = [{"folder": checkpoints("llama"), "cpu_compute": share} for share in ("0.5", "1", "off")]
     before = sorted(path.name for path in Path("/dev/shm").iterdir())
     for rank_results in zip(*two_ranks(GENERATE, cases), strict=True):
@@ -195,7 +195,7 @@ def test_what_the_cores_multiply_is_in_memory_once_and_nothing_of_it_is_left(che
         if not shared:
             assert rank_results[0]["mapped"] == []
             continue
-        blocks = [max(result["mapped"]) for result in rank_results]  # the other mapping is where they meet the cores
+        blocks = [max(result["mapped"]) for result in rank_results]  # the other mapping is where they meet the CPU
         assert all(size >= shared for size, _ in blocks)
         there = sum(part for _, part in blocks)
         assert 0.9 * shared < there < shared + (1 << 16), "each rank has a half of it to its name"
@@ -204,7 +204,7 @@ def test_what_the_cores_multiply_is_in_memory_once_and_nothing_of_it_is_left(che
 
 
 def test_passes_that_differ_between_ranks_are_fetched(checkpoints, two_ranks):
-    """As when ranks score texts of different lengths: the cores multiply in the passes that are as short on both."""
+    """As when ranks score texts of different lengths: the CPU multiplies in the passes that are as short on both."""
     lengths = [[3, 5], [2, 2], [2, 1], [1, 12], [1, 1], [12, 1], [2, 2]]
     folder = checkpoints("llama")
     found = two_ranks(PASSES, [{"folder": folder, "cpu_compute": "0.7", "lengths": lengths}])

@@ -8,7 +8,7 @@ from conftest import ROOT
 from test_machine import MACHINE, planned
 
 from benchmarks.predictions import machine_of, plan_of, without_short_prompts
-from zero_inference.engines.stream.overlap import MIN_GAIN
+from zero_inference.engines.stream.cpu_plan import MIN_GAIN
 from zero_inference.hardware.machine import ProfiledMachine
 from zero_inference.hardware.profile import (
     DeviceAttentionTime,

@@ -14,7 +14,7 @@ from zero_inference.config.options import DEFAULTS
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
-from zero_inference.engines.stream.overlap import MIN_GAIN
+from zero_inference.engines.stream.cpu_plan import MIN_GAIN
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.bench_copies import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.hardware.machine import Machine

@@ -21,6 +21,7 @@ from zero_inference.engines.base import EnginePlan, Footprint, Job
 from zero_inference.engines.cost_terms import CostTerms, CpuWork
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.engines.stream.cpu_plan import (
+    FETCH_RATE,
     CpuPlan,
     MeasuredStep,
     bytes_to_move,
@@ -35,8 +36,8 @@ from zero_inference.engines.stream.cpu_plan import (
 from zero_inference.engines.stream.cuda_graph import why_no_graph
 from zero_inference.engines.stream.expert_cache import multiplies_many
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.overlap import FETCH_RATE, overlapped_step_s, prefill_bytes
 from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, plan_placement
+from zero_inference.engines.stream.ring import overlapped_step_s, prefill_bytes
 from zero_inference.engines.stream.vocabulary import (
     HEAD_BITS,
     EmbeddingTable,

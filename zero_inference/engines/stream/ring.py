@@ -2,6 +2,9 @@
 
 The order is circular: the first blocks of the next pass follow the last ones of this pass, so the link does not wait for a token to end.
 The host never waits here: a copy into a slot is queued after the event of the slot's last use, the computation after that of the copy.
+
+`simulate_passes` predicts the time of this schedule: a large block can only be prefetched when a slot is free, which is as many blocks
+earlier as there are slots, so link and device may both have time for all that they do and still wait for each other.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ import torch
 import torch.distributed as dist
 
 from zero_inference.engines.stream.layout import BlockStore
+from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.streams import DeviceStreams, Timeline
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
+SIMULATED_PASSES = 4  # in a row, of which the last counts: the first ones begin with an empty ring
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
@@ -241,3 +246,72 @@ def slots_in_use(blocks: int, slots: int) -> int:
     """
     fewest = max(2, slots // 2)
     return max(range(min(fewest, slots), slots + 1), key=lambda count: (blocks % count or count, count))
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    copy_s: float | None  # seconds of the link; None for a block that is not streamed
+    work_s: float  # seconds of device and CPU
+
+
+def overlapped_step_s(
+    found: Placement, cpu_s: Mapping[int, float], link_s: float, others_s: float, fixed_slots: bool
+) -> float:
+    """Return the seconds of a decode step, given those of the link and those of device and CPU.
+
+    Args:
+        cpu_s: CPU seconds by block; the rest of `others_s` is spread evenly over all blocks.
+        fixed_slots: each block is in the same slot in every pass.
+    """
+    fetched = set(found.streamed)
+    if not fetched or not link_s or not others_s:
+        return max(link_s, others_s)
+    number, of_byte = len(found.layouts), link_s / found.nbytes_of(fetched)
+    of_device = max(0.0, others_s - sum(cpu_s.values())) / number
+    work_s = [of_device + cpu_s.get(block, 0.0) for block in range(number)]
+    scale = others_s / sum(work_s)  # after rebalancing, `cpu_s` may exceed `others_s`
+    blocks = [
+        BlockTimes(of_byte * found.layouts[block].nbytes if block in fetched else None, scale * seconds)
+        for block, seconds in enumerate(work_s)
+    ]
+    return simulate_passes(blocks, slots_in_steps(found, fixed_slots), fixed_slots)
+
+
+def slots_in_steps(found: Placement, fixed_slots: bool) -> int:
+    """Return the slots of the ring buffer that decode steps use."""
+    return slots_in_use(len(found.streamed), found.ring_depth) if fixed_slots and found.streamed else found.ring_depth
+
+
+def prefill_bytes(found: Placement, fixed_slots: bool) -> int:
+    """Return the bytes of blocks that cross the link in a prefill.
+
+    The ring buffer still holds the first blocks of a decode step, from the previous generation; those that the prefill does not need soon
+    are dropped. Cached experts do not cross again.
+    """
+    order = [block for block in found.in_host_memory if block not in found.prompt_cpu_computed]
+    prefetched = set(found.streamed[: slots_in_steps(found, fixed_slots)]).intersection(order[: found.ring_depth])
+    return found.nbytes_of(order) - found.gathered_bytes - found.nbytes_of(prefetched)
+
+
+def simulate_passes(blocks: list[BlockTimes], slots: int, fixed_slots: bool) -> float:
+    """Return the seconds of one of many passes through `blocks`, in order.
+
+    A copy begins when the previous one has ended and its slot is free, the work on a streamed block when its copy has ended. After the last
+    block of a pass come the first ones of the next.
+    """
+    free_s = [0.0] * max(1, slots)
+    copied_s = now_s = began_s = 0.0
+    count = 0
+    for _ in range(SIMULATED_PASSES):
+        began_s = now_s
+        count = 0 if fixed_slots else count
+        for block in blocks:
+            slot = count % len(free_s)
+            if block.copy_s is not None:
+                copied_s = max(copied_s, free_s[slot]) + block.copy_s
+                now_s = max(now_s, copied_s)
+            now_s += block.work_s
+            if block.copy_s is not None:
+                free_s[slot] = now_s
+                count += 1
+    return now_s - began_s
