@@ -349,11 +349,11 @@ def test_a_pass_may_break_off_between_the_table_and_the_copy(mixtures, kept, fet
     generate(loaded, spec, ranks, loops=1)
     slots, products = list(cache_of(loaded).by_block.values())[1], expert_cache.ExpertCache.products
 
-    behind, recorded = [], DeviceStreams.record_event
+    awaited, recorded = [], DeviceStreams.record_event
 
     def broken(self, x, division, weights):
         if self is slots and (division.fetched >= 0).any():
-            monkeypatch.setattr(DeviceStreams, "record_event", lambda *of: behind.append(of[1]) or recorded(*of))
+            monkeypatch.setattr(DeviceStreams, "record_event", lambda *of: awaited.append(of[1]) or recorded(*of))
             raise KeyboardInterrupt
         return products(self, x, division, weights)
 
@@ -361,7 +361,7 @@ def test_a_pass_may_break_off_between_the_table_and_the_copy(mixtures, kept, fet
     with pytest.raises(KeyboardInterrupt):
         generate(loaded, spec, ranks)
     assert (slots.table == -1).all(), "it would name an expert that is not there"
-    assert slots.fetching.stream in behind, "the memory of what it reads is not free before"
+    assert slots.fetching.stream in awaited, "the memory of what it reads is not free before"
     monkeypatch.undo()
     assert torch.equal(generate(loaded, spec, ranks).output_ids, mixtures("mixtral")[1])
 

@@ -22,7 +22,7 @@ FORWARD = Mlp(("up_proj",), "down_proj", "relu", False)
 
 
 def placement(attention: int = GB, mlp: int = 2 * GB, layers: int = 10, computable: bool = True) -> Placement:
-    """`layers` layers of two blocks, a feed-forward behind attention, all in host memory."""
+    """`layers` layers of two blocks, a feed-forward after attention, all in host memory."""
     linears = ("q_proj", "o_proj") if computable else ()
     attn = [Block(layer, "self_attn", (), linears) for layer in range(layers)]
     mlps = [Block(layer, "mlp", (), linears, FORWARD if computable else None) for layer in range(layers)]
@@ -169,8 +169,8 @@ def watched(monkeypatch, plan: CpuPlan, uses, waited_s: float = 0.0, step_s=(0.2
     timeline = SimpleNamespace(
         link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - prefetch.FIRST_PASS), pass_index=7
     )
-    team = SimpleNamespace(plan=plan, pool=SimpleNamespace(busy_s=lambda: looks["now"]))
-    return Rebalancer(team, timeline)
+    backend = SimpleNamespace(plan=plan, pool=SimpleNamespace(busy_s=lambda: looks["now"]))
+    return Rebalancer(backend, timeline)
 
 
 FIFTY = LinkUse(
@@ -189,7 +189,7 @@ def test_the_division_is_corrected_by_passes_that_follow_each_other(monkeypatch)
     placed = fine(0.8)
     looks = watched(monkeypatch, AUTOMATIC, [None, FIFTY, FIFTY])
     assert looks.steps_to_settle() == 0, "no pass of few tokens yet"
-    passes = [True] * (LAST_PASS - 1) + [False]  # of many tokens between them; and behind one window nothing is known
+    passes = [True] * (LAST_PASS - 1) + [False]  # of many tokens between them; and after one window nothing is known
     for few in passes + passes + [True] * LAST_PASS + [False] + [True] * (LAST_PASS - 1):
         assert looks.next_placement(placed, few, ALL) is placed
     assert looks.steps_to_settle() == LAST_PASS

@@ -224,7 +224,7 @@ def test_on_a_gpu_no_layer_computes_on_the_default_stream(checkpoints):
     hook.remove()
     generate(loaded, spec, ranks)
     assert loaded.facts["stream"]["decode_graph"].unused_because is None
-    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "behind steps that were repeated as graphs"
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "after steps that were repeated as graphs"
     loaded.close()
 
 

@@ -187,7 +187,7 @@ def test_groups_have_the_bits_of_the_module_itself(family, dtype, mixtures):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(21, last.shape[1], generator=draw).to(dtype)
     scores = torch.rand(21, experts.num_experts, generator=draw)
-    scores[:, 1] = 0  # nobody chooses it
+    scores[:, 1] = 0  # no token chooses it
     weights, numbers = scores.topk(3)
     with torch.no_grad():
         for of_dtype in (weights, weights.to(dtype)):
@@ -238,7 +238,7 @@ def test_a_pass_reads_the_chosen_experts_and_nothing_of_the_others(family, bits,
             others += p.numel() * 4
     first, last = next(m for m in model.modules() if detect_experts(m) is not None).parameters()
     one = sum(p.shape[1] * row_bytes(p.shape[2], bits) for p in (first, last))
-    distinct = sum(map(len, chosen[len(chosen) // GEN :]))  # behind the prefill's
+    distinct = sum(map(len, chosen[len(chosen) // GEN :]))  # after the prefill's
     assert found.loops[0].moved.cores_bytes_per_step == pytest.approx(others + one * distinct / (GEN - 1), abs=0.01)
     hidden, blocks = model.config.hidden_size, model.config.num_hidden_layers
     results += blocks * BATCH * hidden * 4  # of experts

@@ -159,13 +159,13 @@ def test_passes_of_all_kinds_in_any_order_fetch_what_they_need_and_no_more(depth
                 assert prefetcher.kind is {"f": PassKind.DECODE, "p": PassKind.SHORT_PROMPT, "m": PassKind.LONG}[kind]
                 moved.append(loaded.transfers.host_to_device_bytes - before - ids.numel() * placement.row_bytes)
                 torch.testing.assert_close(found, plain(ids.cpu()).logits, atol=1e-4, rtol=1e-4)
-            if len(set(order)) == 1 and ranks.device.type == "cpu":  # behind two of a kind the third is known
+            if len(set(order)) == 1 and ranks.device.type == "cpu":  # after two of a kind the third is known
                 assert set(moved[3:]) == {needed[order[0]]}
     loaded.close()
 
 
 def test_the_ring_follows_a_prompt_with_what_came_behind_the_last_one(checkpoints, short):
-    """Generations of one kind fetch no block that is not used: behind a prompt come those of a step."""
+    """Generations of one kind fetch no block that is not used: after a prompt come those of a step."""
     short(0.4, TOKENS)
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.7", ring_depth=2)
     prefetcher, called = prefetcher_of(loaded), []
