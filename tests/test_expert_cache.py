@@ -500,6 +500,6 @@ def test_record_and_output_say_what_was_kept(mixtures, run_model):  # noqa: F811
     assert said in dry.stdout and said in done.stderr and 0 < total < 24
     names = ("hit_rate", "saved_bytes_per_step", "fetched_bytes_per_step")
     assert set(experts) == set(names) and 0 < experts["hit_rate"] < 1
-    assert f"experts: {experts['hit_rate']:.1%} of those chosen were on the device" in done.stdout
+    assert f"expert cache: {experts['hit_rate']:.1%} hits" in done.stdout
     plain = run_model("--model", folder, "--engine", "resident", *lengths)
     assert done.record["output_ids_sha256"] == plain.record["output_ids_sha256"]
