@@ -7,6 +7,7 @@ Without a GPU the device is host memory, too, and every rate is that of memory c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -57,12 +58,8 @@ def block_bytes(device: torch.device) -> int:
 
 
 def lane_to(device: torch.device, pinned: bool = True, sources: Iterator[torch.Tensor] | None = None) -> Lane:
-    """Return copies from host memory to `device`.
-
-    Args:
-        pinned: page-lock the host memory.
-        sources: blocks of host memory from `blocks_of` instead of new memory: the rate depends on where the source is, which a process
-            cannot always see or choose.
+    """Return copies to `device` from new host memory, page-locked if `pinned`, or from `sources` (`blocks_of`): the rate depends on where
+    the source is, which a process cannot always see or choose.
 
     Raises:
         RunError: there is too little host memory, or it may not be page-locked.
@@ -107,21 +104,17 @@ def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator
 
 def _rounds(lanes: Sequence[Lane], seconds: float) -> list[float]:
     """Return GB/s of three rounds or more in at least `seconds`, after one that warms up."""
-    rounds = _cuda_rounds(lanes) if lanes[0].device.type == "cuda" else _host_rounds(lanes)
     rates: list[float] = []
-    try:
+    with contextlib.closing((_cuda_rounds if lanes[0].device.type == "cuda" else _host_rounds)(lanes)) as rounds:
         next(rounds)
         stop = time.perf_counter() + seconds
         while len(rates) < 3 or time.perf_counter() < stop:
             copied, spent_s = next(rounds)
             rates.append(copied / spent_s / 1e9)
-    finally:
-        rounds.close()
     return rates
 
 
 def _copy_next(lane: Lane) -> int:
-    """Copy the lane's next source and return its bytes."""
     source = next(lane.sources)
     lane.target[: source.numel()].copy_(source, non_blocking=True)
     return source.numel()

@@ -111,11 +111,8 @@ def cpus_of_rank(ranks: Ranks) -> tuple[int, ...]:
 def cpus_of_host(ranks: Ranks, threads: int | None = None) -> tuple[int, ...]:
     """Return a CPU for each thread of the pool that all ranks of this host share; -1 (unbound) without a GPU.
 
-    Args:
-        threads: --cpu-threads; None chooses.
-
     Raises:
-        UsageError: `threads` is more than the usable CPUs.
+        UsageError: `threads` (--cpu-threads; None chooses) is more than the usable CPUs.
     """
     if ranks.device.type != "cuda":
         usable = len(os.sched_getaffinity(0))
@@ -132,10 +129,7 @@ def _numa_node_of(device: torch.device) -> int | None:
 
 
 def measure_read_gb_per_s(cpus: tuple[int, ...], seconds: float = 0.3, memory: torch.Tensor | None = None) -> float:
-    """Return GB/s at which the CPU reads host memory and adds it up.
-
-    Args:
-        memory: uint8; None allocates more than the caches hold.
+    """Return GB/s at which the CPU reads `memory` (uint8; None allocates more than the caches hold) and adds it up.
 
     Raises:
         RunError: the system allows fewer threads.
@@ -162,11 +156,9 @@ def measure_products_gb_per_s(
 
 
 class CpuProducts:
-    """Gated feed-forwards of random weights in one format.
+    """Gated feed-forwards of random weights in one format, `columns` wide outside.
 
-    Args:
-        columns: hidden size.
-        memory: uint8, of products in another format: codes may be any bytes, and scales are set. None allocates it.
+    `memory` (uint8) may be that of another format: codes may be any bytes, and scales are set. None allocates it.
     """
 
     def __init__(
@@ -202,11 +194,9 @@ class CpuProducts:
         return columns * self.dtype.itemsize if self.scheme is None else self.scheme.stored_bytes(columns, self.dtype)
 
     def _width(self, nbytes: int) -> int:
-        """Return the intermediate size of a feed-forward of about `nbytes`."""
         return max(WIDTH_STEP, nbytes // (3 * self._row_bytes(self.columns)) // WIDTH_STEP * WIDTH_STEP)
 
     def _feed_forward_tasks(self, nbytes: int) -> list[Task]:
-        """Return a task for each feed-forward, if `memory` is divided into feed-forwards of about `nbytes`."""
         return [
             self.pool.add_block([Stage([gate, up], "gated", "silu"), Stage([down])], self.dtype)
             for gate, up, down in self._feed_forwards(self._width(nbytes), self.columns)
@@ -226,7 +216,6 @@ class CpuProducts:
         ]
 
     def _feed_forwards(self, width: int, columns: int) -> Iterator[tuple[Weight, Weight, Weight]]:
-        """Yield (gate, up, down) of consecutive feed-forwards in `memory`, as many as fit."""
         matrix_bytes = width * self._row_bytes(columns)
         for first in range(0, self.memory.numel() - 3 * matrix_bytes + 1, 3 * matrix_bytes):
             gate, up, down = self.memory[first : first + 3 * matrix_bytes].split(matrix_bytes)
@@ -281,12 +270,7 @@ def product_calls(
     routing: Routing | None = None,
     nbytes: int | None = None,
 ) -> CpuCalls:
-    """Return products of the same rows with one task after the other.
-
-    Args:
-        routing: routing of the rows, for tasks with experts.
-        nbytes: bytes that a call reads; None for all of a task.
-    """
+    """Return products of the same rows with one task after the other; `nbytes` of each are read, None for all."""
     x = torch.randn(rows, tasks[0].columns).to(dtype)
     out = torch.empty(rows * tasks[0].widths[0], dtype=dtype)
     calls = [functools.partial(pool.run, task, x, out, routing) for task in tasks]
@@ -301,12 +285,7 @@ def narrow_feed_forward(pool: CpuPool, dtype: torch.dtype, columns: int) -> tupl
 
 
 def attention_calls(pool: CpuPool, dtype: torch.dtype, heads: int, memory: torch.Tensor) -> CpuCalls:
-    """Return decode attention of `SEQUENCES` sequences, over one layer after the other.
-
-    Args:
-        heads: query heads per key head.
-        memory: for the keys and values, uint8.
-    """
+    """Return decode attention of `SEQUENCES` sequences with `heads` query heads per key head, over one layer after the other."""
     _fill_normal(memory.view(dtype))
     elements = 2 * torch.Size(LAYER_SHAPE).numel()
     pairs = (layer.view(2, *LAYER_SHAPE) for layer in memory.view(dtype).split(elements))
@@ -328,14 +307,7 @@ def _fill_normal(memory: torch.Tensor) -> None:
 
 
 class CpuBench:
-    """A thread pool and a busy link.
-
-    Args:
-        rows, columns: upper limits of an input.
-
-    Raises:
-        RunError: no host memory.
-    """
+    """A thread pool and a busy link, for inputs of up to [rows, columns]. Raises RunError without host memory."""
 
     def __init__(self, device: torch.device, cpus: tuple[int, ...], rows: int, columns: int):
         self.device, self.cpus, self.columns = device, cpus, columns
@@ -350,7 +322,6 @@ class CpuBench:
             raise
 
     def read_gb_per_s(self, memory: torch.Tensor) -> float:
-        """Return GB/s of CPU reads while the link is busy."""
         rounds = [self.link.begin() for _ in range(READ_ROUNDS)]
         rate = measure_read_gb_per_s(self.cpus, READ_S, memory)
         rounds[-1][1].synchronize()
@@ -407,7 +378,6 @@ class CpuBench:
         return call_s, (experts_s - short_s - (experts.nbytes - short.nbytes) * byte_s) / CHOSEN
 
     def _call_s(self, calls: CpuCalls) -> float:
-        """Return the time of a call while the link is busy."""
         calls.one()
         count, (_, end) = 0, self.link.begin(OVERHEAD_COPIES)
         start = time.perf_counter()

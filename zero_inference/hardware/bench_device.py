@@ -74,12 +74,7 @@ def matmul_tflops(
 
 
 class DeviceWeights:
-    """Random matrices on `device`, so many that caches hold few of them.
-
-    Args:
-        scheme: how they are quantized; None for weights of `dtype`.
-        shape: rows and columns.
-    """
+    """Random matrices of `shape` (rows, columns) on `device`, so many that caches hold few of them; `scheme` None for plain weights."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None, shape: tuple[int, int]
@@ -194,14 +189,11 @@ def attention_s(
     layers: int | None = None,
     seconds: float = ATTENTION_S,
 ) -> float:
-    """Return the median time of a layer's decode attention.
+    """Return the median time of a layer's decode attention with `heads` query heads per key head and `key_heads` of all sequences.
 
     Args:
-        heads: query heads per key head.
-        key_heads: of all sequences.
         positions: of each sequence.
         layers: of a graph; None for as many as caches do not hold.
-        seconds: to measure.
     """
     disable_cudnn_attention()
     shape = key_heads // key_heads_per_sequence, key_heads_per_sequence, positions, ATTENTION_HEAD_DIM

@@ -74,9 +74,7 @@ class LaunchBench:
 class _SmallModel:
     """A small model whose decode steps are timed, with our norm and rotary kernels as in a run on a GPU.
 
-    Attributes:
-        operators, module_calls: counts of a step with transformers' own code, as a plan counts them.
-        rounds_s: seconds of a step in each round: the difference of a long and a short generation, divided by `TOKENS`.
+    `operators` and `module_calls` of a step are counted with transformers' own code, as by a plan; `rounds_s` has the seconds of a step.
     """
 
     def __init__(self, model: Any, device: torch.device):

@@ -45,11 +45,7 @@ class Machine:
         return torch.cuda.device_count()
 
     def free_device_bytes(self, ranks: Ranks, agreed: bool) -> int | None:
-        """Return the free memory of a rank's device; None without a limit (a CPU).
-
-        Args:
-            agreed: return the least of all ranks, a collective.
-        """
+        """Return the free memory of a rank's device, `agreed` the least of all ranks (a collective); None without a limit (a CPU)."""
         free = self._free_device_bytes(ranks, agreed)
         return free if free is None or self.device_limit_bytes is None else min(free, self.device_limit_bytes)
 
@@ -81,14 +77,7 @@ class Machine:
         return best_instructions()
 
     def cpus(self, ranks: Ranks, threads: int | None) -> tuple[int, ...]:
-        """Return a CPU for each worker thread, -1 for an unbound one.
-
-        Args:
-            threads: --cpu-threads; None chooses.
-
-        Raises:
-            UsageError: this machine cannot have `threads`.
-        """
+        """Return a CPU for each worker thread, -1 for an unbound one. Raises UsageError if `threads` (--cpu-threads) are too many."""
         return cpus_of_host(ranks, threads)
 
     def concurrent_rates(self, ranks: Ranks, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates | str:

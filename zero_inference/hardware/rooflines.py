@@ -40,11 +40,7 @@ SMI_FIELDS = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pc
 
 @dataclass(frozen=True)
 class GpuLink:
-    """One GPU's PCI Express link, now and at most; None is unknown.
-
-    Attributes:
-        source: "nvidia-smi", or None.
-    """
+    """One GPU's PCI Express link, now and at most; None is unknown."""
 
     name: str
     pci_id: str
@@ -53,7 +49,7 @@ class GpuLink:
     width: int | None = None
     width_max: int | None = None
     numa_node: int | None = None
-    source: str | None = None
+    source: str | None = None  # "nvidia-smi"
 
     @property
     def limit_gb_per_s(self) -> float | None:
@@ -157,22 +153,12 @@ CPU_PRODUCTS: tuple[tuple[WeightFormat, int], ...] = tuple(
 
 @dataclass(frozen=True)
 class Roofline:
-    """A rate that bounds speed, in GB/s or TFLOP/s (decimal) by the end of its name.
-
-    Attributes:
-        what: its description in the table.
-        bounds: what it means for a run.
-        measure: returns it or raises RunError.
-    """
+    """A rate that bounds speed, in GB/s or TFLOP/s (decimal) by the end of its name."""
 
     name: str
     what: str
-    bounds: str
-    measure: Callable[[], float]
-
-    @property
-    def unit(self) -> str:
-        return "TFLOP/s" if self.name.endswith("tflops") else "GB/s"
+    bounds: str  # what it means for a run
+    measure: Callable[[], float]  # returns it or raises RunError
 
 
 def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
@@ -251,7 +237,7 @@ def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[dict[str, dict[s
             results[roofline.name] = {
                 "value": value,
                 "all_ranks": summed if ranks.total(int(value is not None)) == count else None,
-                "unit": roofline.unit,
+                "unit": "TFLOP/s" if roofline.name.endswith("tflops") else "GB/s",
                 "what": roofline.what,
                 "bounds": roofline.bounds,
             }

@@ -63,22 +63,14 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """One form of a card.
-
-    Attributes:
-        matches: words that are all in the name that CUDA gives the device.
-        tflops: dense rates (no sparsity) by type; fp32 of CUDA cores, the others of tensor cores that accumulate in float32.
-        memory: bandwidth of the device memory.
-        nvlink: to other cards, both directions summed; None if that takes a bridge or the card has none.
-        memory_bytes: without what error correction takes; None if a card is sold with several sizes.
-    """
+    """One form of a card."""
 
     name: str
-    matches: tuple[str, ...]
-    tflops: dict[str, Rate]
-    memory: Rate
-    nvlink: Rate | None
-    memory_bytes: int | None
+    matches: tuple[str, ...]  # words that are all in the name that CUDA gives the device
+    tflops: dict[str, Rate]  # dense, by type; fp32 of CUDA cores, the others of tensor cores that accumulate in float32
+    memory: Rate  # bandwidth of the device memory
+    nvlink: Rate | None  # to other cards, both directions summed; None if that takes a bridge or the card has none
+    memory_bytes: int | None  # without what error correction takes; None if a card is sold with several sizes
 
 
 @functools.cache
@@ -89,9 +81,9 @@ def cards() -> tuple[Card, ...]:
         return Rate(value, table["sources"][source])
 
     def memory_bytes(row: dict) -> int | None:
-        """Makers' GB of memory are GiB. GDDR6 has no bits of its own for error correction, which takes a sixteenth."""
         if "memory_gb" not in row:
             return None
+        # makers' GB are GiB; GDDR6 has no bits of its own for error correction, which takes a sixteenth
         nbytes = int(row["memory_gb"][0] * (1 << 30))
         return nbytes - nbytes // 16 if row.get("ecc_in_memory") else nbytes
 
@@ -124,18 +116,12 @@ def find_card(device_name: str) -> Card | None:
 
 @dataclass(frozen=True)
 class TypicalMachine:
-    """A machine that many people have or rent.
-
-    Attributes:
-        card: its name in cards.json.
-        generation: of PCI Express with 16 lanes, by the card's datasheet.
-        host_gib: host memory for each GPU. No datasheet has that: it is what PCs and rented machines with this card often have.
-    """
+    """A machine that many people have or rent."""
 
     name: str
-    card: str
-    generation: int
-    host_gib: int
+    card: str  # its name in cards.json
+    generation: int  # of PCI Express with 16 lanes, by the card's datasheet
+    host_gib: int  # for each GPU; no datasheet has that: it is what PCs and rented machines with this card often have
 
     def profile(self, gpus: int = 1) -> HardwareProfile:
         """Return the profile of a machine with this many of its GPUs, each with a link of its own, which GPUs without NVLink also use for
@@ -196,10 +182,6 @@ def print_typical_machines(format: str = "table") -> None:
 
 def resolve_profile(name: str | None, assume: str | None) -> HardwareProfile | None:
     """Return the profile that `--machine` and `--assume` give; None for this machine.
-
-    Args:
-        name: a file, or a typical machine.
-        assume: a line for `parse_assumed`.
 
     Raises:
         UsageError: there is no such machine, or file or line have an invalid value.
