@@ -12,11 +12,9 @@ from conftest import ROOT
 from test_records import REQUIRED
 
 from zero_inference.cli import console_main, main
-from zero_inference.config.options import QUALITY_TASKS
-from zero_inference.quality.evaluate import pass_scores
 from zero_inference.records.field import list_keys
 from zero_inference.records.read import read_records
-from zero_inference.records.schema import Record, Request, Result, StreamPlacement, Tasks
+from zero_inference.records.schema import Record, Request, Result, StreamPlacement
 from zero_inference.report.prediction import prediction_rows
 from zero_inference.report.run import Run
 
@@ -117,18 +115,6 @@ def test_a_fact_that_nobody_declares_is_refused():
     stream = {name: 3 for name, field in StreamPlacement.model_fields.items() if field.is_required()}
     result.add_facts({"stream": stream, "norm_modules_patched": 5})
     assert result.engine.stream.slot_bytes == 3 and result.norm_modules_patched == 5
-
-
-def test_scores_are_declared_key_by_key():
-    assert tuple(Tasks.model_fields) == QUALITY_TASKS
-    given = pass_scores([1, 0], 1, (1,)) | dict.fromkeys(
-        ("problems", "temperature", "new_tokens", "batch_size", "truncated", "seconds"), 1
-    )
-    given["passed"] = [1, 0]
-    assert Tasks(humaneval=given).humaneval.pass_at_k == {1: 0.5}
-    for odd in (given | {"speed": 1}, {name: value for name, value in given.items() if name != "seconds"}):
-        with pytest.raises(ValueError, match=r"humaneval.(speed|seconds)\n"):
-            Tasks(humaneval=odd)
 
 
 @pytest.mark.parametrize("format", ["table", "md", "csv", "json"])

@@ -156,12 +156,6 @@ def test_tables_of_committed_folders_fit(report, folder):
         assert max(map(len, lines)) <= 100 and any("decode" in line for line in lines[:5])
 
 
-def test_markdown_is_a_table_with_escaped_bars(report):
-    header, rule, row = report(make_record(model="a|b"), words=["--format", "md"]).splitlines()
-    assert header.count("|") == rule.count("|") == row.count("|") - 1
-    assert r"a\|b" in row and "9.12" in row and "link" in row and "2 x H" not in row
-
-
 def test_throughput_sorts_best_first_and_latency_ascending(report, capsys):
     records = [
         make_record(total_throughput=2.0, prefill_latency_s=2.0, batch_size=1),
