@@ -51,17 +51,8 @@ class Run:
     started: list[psutil.Process] = field(default_factory=list)
     port: str = field(default_factory=free_port)
 
-    @property
-    def log(self) -> Path:
-        return self.folder / "run.log"
-
-    @property
-    def record(self) -> Path:
-        return self.folder / "run.jsonl"
-
-    @property
-    def offload(self) -> Path:
-        return self.folder / "offload"
+    def __post_init__(self) -> None:
+        self.log, self.record, self.offload = (self.folder / name for name in ("run.log", "run.jsonl", "offload"))
 
     def text(self, name: str) -> str:
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob(f"*.{name}")))
@@ -69,9 +60,8 @@ class Run:
     def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 600  # DeepSpeed's modules may have to be compiled first
         while not condition():
-            assert any(process.poll() is None for process in self.processes) and time.monotonic() < deadline, self.text(
-                "err"
-            )
+            runs = any(process.poll() is None for process in self.processes)
+            assert runs and time.monotonic() < deadline, self.text("err")
             time.sleep(0.05)
 
     def remains(self) -> list[Path]:

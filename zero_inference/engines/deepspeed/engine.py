@@ -28,7 +28,6 @@ from zero_inference.engines.deepspeed.modules import (
     check_aio,
     check_compilers,
     init_distributed,
-    real_stderr,
     set_build_folder,
 )
 from zero_inference.engines.deepspeed.quantization import (
@@ -101,16 +100,12 @@ class DeepSpeedPlan(EnginePlan):
     def modules(self) -> tuple[bool, bool, bool]:
         """Arguments of `build_modules` for this run."""
         config = self.job.config
-        return (
-            config.disk_offload,
-            config.use_gds,
-            config.quantized and _has_dequantize_kernel(self.job, self.job.spec.dtype),
-        )
+        dequantizes = config.quantized and _has_dequantize_kernel(self.job, self.job.spec.dtype)
+        return config.disk_offload, config.use_gds, dequantizes
 
     def prepare(self) -> None:
         _prepare_environment(self.job.config.verbose, self.job.ranks)
-        with real_stderr():
-            build_modules(*self.modules, say=current_progress().say)
+        build_modules(*self.modules, say=current_progress().say)
 
     def measure_dequantized_gb_per_s(self, dtype: torch.dtype) -> float | None:
         if self.quantization is None:
@@ -175,7 +170,7 @@ def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedM
     _prepare_environment(config.verbose, ranks)
     init_distributed(ranks)
     ds_config, shown_config = copy.deepcopy(plan.ds_config), copy.deepcopy(plan.ds_config)
-    with ExitStack() as stack, real_stderr():  # until an error
+    with ExitStack() as stack:  # until an error
         patches = stack.enter_context(Patches())
         if config.disk_offload:
             workspace = OffloadWorkspace(config.offload_path)

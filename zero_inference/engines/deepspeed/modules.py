@@ -10,8 +10,8 @@ import hashlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,9 +62,7 @@ def check_aio(use_gds: bool) -> None:
     """Raise UsageError if libaio, or GPUDirect Storage with `use_gds`, is missing."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
-    with real_stderr():
-        found = AsyncIOBuilder().is_compatible(verbose=False)
-    if not found:
+    if not AsyncIOBuilder().is_compatible(verbose=False):
         try:
             find_compiler()  # DeepSpeed needs it to find libaio
         except RuntimeError as error:
@@ -74,18 +72,6 @@ def check_aio(use_gds: bool) -> None:
         )
     if use_gds and not GDSBuilder().is_compatible(verbose=False):
         raise UsageError("--use-gds: this machine has no GPUDirect Storage (libcufile); drop --use-gds.")
-
-
-@contextmanager
-def real_stderr() -> Iterator[None]:
-    """Use the process's stderr where sys.stderr has no file descriptor, as in some notebooks: DeepSpeed's probe for libaio needs one."""
-    try:
-        sys.stderr.fileno()
-    except (AttributeError, OSError):
-        with redirect_stderr(sys.__stderr__):
-            yield
-    else:
-        yield
 
 
 def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Callable[[str], None] | None) -> None:
