@@ -11,11 +11,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import datasets
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks.hellaswag.utils import process_docs as hellaswag_docs
+from lm_eval.tasks.hellaswag.utils import preprocess
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero_inference.errors import RunError
@@ -102,10 +101,12 @@ def build_choice_docs(task: str, items: list[dict]) -> list[dict]:
     """Return lm-eval's documents: `query`, `choices`, and `gold`, the index of the right choice."""
     if task == "mmlu":
         return [{"query": item["prompt"], "choices": item["choices"], "gold": item["answer"]} for item in items]
-    if all({"activity_label", "ctx_a", "ctx_b"} <= item.keys() for item in items):
-        docs = hellaswag_docs(datasets.Dataset.from_list(items))
-        return [{name: doc[name] for name in ("query", "choices", "gold")} for doc in docs]
-    return [{"query": item["ctx"], "choices": item["endings"], "gold": item["label"]} for item in items]
+    docs = [{"query": item["ctx"], "choices": item["endings"], "gold": item["label"]} for item in items]
+    if all({"activity_label", "ctx_a", "ctx_b"} <= item.keys() for item in items):  # as lm-eval's task
+        for doc, item in zip(docs, items):
+            doc["query"] = preprocess(f"{item['activity_label']}: {item['ctx_a']} {item['ctx_b'].capitalize()}")
+            doc["choices"] = [preprocess(ending) for ending in item["endings"]]
+    return docs
 
 
 def choice_requests(lm: EngineLM, docs: list[dict]) -> list[Request]:
