@@ -311,7 +311,7 @@ def test_a_preset_that_cannot_be_fetched_is_planned_and_a_run_of_it_refused(no_g
     printed = capfd.readouterr()
     assert printed.out.startswith("It fits. Predicted: at most ")
     said = next(line for line in printed.err.splitlines() if line.startswith(ONLY_PLANNED))
-    assert said.endswith("or give a local folder, or --dummy for random weights of its shape.")
+    assert "--dummy" in said
     assert main([*asked[:2], "--dry-run"]) in (0, 2) and main(asked[:2]) == 2
     assert "error: --model llama-3.1-70b: its config.json is not in the local cache" in capfd.readouterr().err
     assert main([*asked, "--prompt", "text"]) == 2, "how long it is, only the tokenizer knows"

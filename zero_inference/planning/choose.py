@@ -28,16 +28,12 @@ def choose(
     run to use; `config` alone where nothing is `auto`. Without a goal the most bits that fit come first.
 
     Raises:
-        UsageError: nothing fits, or there are several ranks, which would have to agree.
+        UsageError: nothing fits.
     """
     auto = config.auto
     if not auto:
         return config, None, None
     options = ", ".join(f"--{name.replace('_', '-')} auto" for name in auto)
-    if ranks.world_size > 1:
-        raise UsageError(
-            f"{options}: this works in one process only, and {ranks.world_size} were started; name the values."
-        )
     if machine.is_here and machine.profile() is None:
         from zero_inference.hardware.measure_profile import measure_and_cache
 

@@ -29,7 +29,12 @@ from zero_inference.utils.ranks import Ranks
 
 
 def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
-    """Raises UsageError: the batch does not divide over the ranks, or an option needs a GPU that is not there."""
+    """Raises UsageError: several ranks with `auto` options or a batch that they do not divide, or an option that needs a GPU."""
+    if config.auto and ranks.world_size > 1:  # they would have to agree
+        options = ", ".join(f"--{name.replace('_', '-')} auto" for name in config.auto)
+        raise UsageError(
+            f"{options}: this works in one process only, and {ranks.world_size} were started; name the values."
+        )
     if config.batch_size % ranks.world_size:
         advice = batch_advice(config.batch_size, ranks.world_size, f"{ranks.world_size} ranks")
         raise UsageError(f"{advice} (deepspeed --num_gpus N, torchrun --nproc-per-node N).")
