@@ -59,7 +59,7 @@ def run_on_meta(
         except LayersDiffer:
             continue
         except Exception:  # the model's own code may raise anything, and because of repeated layers
-            if not any(getattr(layer.forward, "repeats", 0) for layer in layers.values()):
+            if not any(getattr(layer.forward, "count", 0) > 1 for layer in layers.values()):
                 return None
     return None
 
@@ -79,21 +79,18 @@ def repeat_layers(layers: dict[int, nn.Module], kinds: LayerKinds, recorder: Any
 def _run_once(forward: Callable, recorded: dict[Any, Any], recorder: Any) -> Callable:
     """Return a forward that runs and records its first call. It raises LayersDiffer if a later call has no record."""
     objects: list[Any] = []  # arguments other than tensors stay alive, because calls are distinguished by their ids
-    has_run = False
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_run
+        call.count += 1  # type: ignore[attr-defined]
         arguments, structure = tree_flatten((args, kwargs))
         key = str(structure), _describe_arguments(arguments)
-        if has_run:
+        if call.count > 1:  # type: ignore[attr-defined]
             if key not in recorded:
                 raise LayersDiffer
-            call.repeats += 1  # type: ignore[attr-defined]
             outputs, out_structure, counts = recorded[key]
             if recorder is not None:
                 recorder.repeat_call(counts)
             return tree_unflatten([_repeat_output(each, arguments) for each in outputs], out_structure)
-        has_run = True
         objects.extend(each for each in arguments if not isinstance(each, torch.Tensor))
         start = recorder and recorder.begin_call()
         out = forward(*args, **kwargs)
@@ -105,7 +102,7 @@ def _run_once(forward: Callable, recorded: dict[Any, Any], recorder: Any) -> Cal
             raise LayersDiffer
         return out
 
-    call.repeats = 0  # type: ignore[attr-defined]
+    call.count = 0  # type: ignore[attr-defined]
     return call
 
 
