@@ -20,25 +20,18 @@ from zero_inference.utils.format import first_line
 
 SMOLLM2 = "smollm2-135m"
 # Bounds of sizes in a config.json: far beyond any model, and small enough to be counted and laid out within seconds.
-LAYERS, WIDTH, INNER, HEADS, EXPERTS = (1, 4096), (1, 1 << 20), (1, 1 << 24), (1, 1 << 16), (0, 1 << 16)
+LAYERS = (1, 4096)
 SIZES = {
     "num_hidden_layers": LAYERS,
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
-    "ffn_dim": INNER,
-    "word_embed_proj_dim": WIDTH,
     "vocab_size": (1, 1 << 28),
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "head_dim": HEADS,
     "max_position_embeddings": (-1, 1 << 31),  # -1 in XLNet's config: its positions are relative
-    "num_local_experts": EXPERTS,
-    "num_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "num_experts_per_tok": EXPERTS,
+    **dict.fromkeys(("hidden_size", "word_embed_proj_dim"), (1, 1 << 20)),
+    **dict.fromkeys(("intermediate_size", "ffn_dim"), (1, 1 << 24)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"), (0, 1 << 16)),
 }
 # Other names of sizes, of which transformers makes lists and tables while it reads the file.
-BUILT_FIRST = {"n_layer": LAYERS, "n_layers": LAYERS, "num_layers": LAYERS, "num_labels": (0, 1 << 16)}
+BUILT_FIRST = {**dict.fromkeys(("n_layer", "n_layers", "num_layers"), LAYERS), "num_labels": (0, 1 << 16)}
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
