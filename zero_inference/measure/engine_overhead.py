@@ -92,9 +92,8 @@ def print_engine_overheads() -> None:
                     if thin := _load_or_print(engine, bits, options, folder, ranks, engine_stack):
                         overheads.append(thin.overhead_over(baseline))
     stop_process_group()
-    shortest_s: dict[
-        str, float
-    ] = {}  # DeepSpeed's first loading in a process took 2.4 s on an H200's host, the second 0.2 s, as in runs
+    # DeepSpeed's first loading in a process took 2.4 s on an H200's host, the second 0.2 s, as in runs
+    shortest_s: dict[str, float] = {}
     for each in overheads:
         shortest_s[each.engine] = min(each.load_layer_s, shortest_s.get(each.engine, each.load_layer_s))
     result["engine_overheads"] = [
