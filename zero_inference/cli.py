@@ -50,7 +50,6 @@ def run_command(args: argparse.Namespace, argv: list[str]) -> int:
 def run_parser() -> Parser:
     parser = Parser(
         prog="run_model.py",
-        allow_abbrev=False,
         description=f"{DESCRIPTION} Start it with python, deepspeed or torchrun.",
     )
     parser.add_argument("--version", action=Version)
@@ -84,10 +83,8 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
     parser.add_argument("--version", action=Version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
 
-    def add(name: str, purpose: str, add_arguments: Callable, action: Callable, allow_abbrev: bool = True) -> None:
-        command = commands.add_parser(
-            name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.", allow_abbrev=allow_abbrev
-        )
+    def add(name: str, purpose: str, add_arguments: Callable, action: Callable) -> None:
+        command = commands.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
         add_arguments(command)
         command.set_defaults(action=action)
 
@@ -109,7 +106,7 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
     run_purpose = "generate with a model and measure it, the same as run_model.py"
     plan_purpose = "show which configurations of a model this machine, or another one, can run, and how fast"
     compare_purpose = "compare models or configurations in alternating runs"
-    add("run", run_purpose, add_run, lambda args: run_command(args, list(argv)), allow_abbrev=False)
+    add("run", run_purpose, add_run, lambda args: run_command(args, list(argv)))
     add("plan", plan_purpose, plan.add_arguments, plan.main)
     add("report", "show all runs in a log folder in one table", report.add_arguments, report.main)
     add("link", "measure the link, the disk and the device of this machine", link.add_arguments, measure_link)
@@ -119,7 +116,6 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
         compare_purpose,
         compare.add_arguments,
         lambda args: compare.main(args, list(after), parse_options),
-        allow_abbrev=False,
     )
     return parser
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from zero_inference.config import values
 from zero_inference.config.option import Option, option
+from zero_inference.config.parser import examples
 from zero_inference.config.values import AUTO, DTYPES, QUANT_BITS, SIZE_HELP
 
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
@@ -27,42 +28,34 @@ LONGEST_PROMPT = 0  # as prompt_len: the tokens of the longest --prompt
 MIN_RING_DEPTH = 2  # a layer computes while the next one is copied
 MAX_GIB = 2**30
 
-# Groups of --help in their order: text and examples.
-GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "most used": (
-        "",
-        (
-            "python run_model.py smollm2-135m --prompt 'The capital of France is'",
-            "python run_model.py facebook/opt-66b --engine stream --quant-bits 4",
-            "python run_model.py facebook/opt-66b --engine auto --quant-bits auto --dry-run",
-        ),
+# Groups of --help in their order, and their descriptions.
+GROUPS = {
+    "most used": examples(
+        "python run_model.py smollm2-135m --prompt 'The capital of France is'",
+        "python run_model.py facebook/opt-66b --engine stream --quant-bits 4",
+        "python run_model.py facebook/opt-66b --engine auto --quant-bits auto --dry-run",
     ),
-    "model": ("", ("python run_model.py facebook/opt-13b --dummy --dtype bf16",)),
-    "work": ("", ("python run_model.py facebook/opt-13b --batch-size 8 --prompt-len 128 --gen-len 64",)),
-    "engine and offload": ("", ("deepspeed --num_gpus 1 run_model.py facebook/opt-66b --cpu-offload",)),
-    "stream engine": (
-        "Options of --engine stream, which finds good values for all of them.",
-        ("python run_model.py facebook/opt-66b --engine stream --gpu-memory 10GB",),
-    ),
-    "quality": (
-        "Scores of the same loaded model, after the timed loops. Needs lm-eval (pip install lm-eval).",
-        ("python run_model.py facebook/opt-13b --quality perplexity --quality-data text.txt",),
-    ),
-    "output": ("", ("python run_model.py facebook/opt-13b --cpu-offload --log-file opt-13b.log",)),
-    "plan and options in a file": (
-        "",
-        (
-            "python run_model.py facebook/opt-66b --engine stream --dry-run --save-config run.yaml",
-            "python run_model.py --config run.yaml --batch-size 8",
-            "python run_model.py facebook/opt-66b --engine stream --dry-run --machine rtx4090",
-        ),
+    "model": examples("python run_model.py facebook/opt-13b --dummy --dtype bf16"),
+    "work": examples("python run_model.py facebook/opt-13b --batch-size 8 --prompt-len 128 --gen-len 64"),
+    "engine and offload": examples("deepspeed --num_gpus 1 run_model.py facebook/opt-66b --cpu-offload"),
+    "stream engine": "Options of --engine stream, which finds good values for all of them.\n\n"
+    + examples("python run_model.py facebook/opt-66b --engine stream --gpu-memory 10GB"),
+    "quality": "Scores of the same loaded model, after the timed loops. Needs lm-eval (pip install lm-eval).\n\n"
+    + examples("python run_model.py facebook/opt-13b --quality perplexity --quality-data text.txt"),
+    "output": examples("python run_model.py facebook/opt-13b --cpu-offload --log-file opt-13b.log"),
+    "plan and options in a file": examples(
+        "python run_model.py facebook/opt-66b --engine stream --dry-run --save-config run.yaml",
+        "python run_model.py --config run.yaml --batch-size 8",
+        "python run_model.py facebook/opt-66b --engine stream --dry-run --machine rtx4090",
     ),
 }
 _main, _model, _work, _engine, _stream, _quality, _output, _plan = (partial(option, group=title) for title in GROUPS)
+_model = partial(_model, of_load=True)
+_engine = partial(_engine, of_load=True)
 _stream = partial(_stream, engines=("stream",), of_load=True)
 _quality_companion = partial(_quality, needs=("quality",))
 _humaneval = partial(_quality, needs=("quality=humaneval",))
-_perplexity = partial(_quality, needs=("quality=perplexity",), reader=values.whole_number, least=1, metavar="TOKENS")
+_perplexity = partial(_quality, needs=("quality=perplexity",), least=1, metavar="TOKENS")
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,6 @@ class Options:
         False,
         "random weights and token ids from --seed; needs no network, no tokenizer and no checkpoint on disk",
         recorded=True,
-        of_load=True,
     )
     dummy_routing: str = _model(
         "text",
@@ -114,16 +106,14 @@ class Options:
         "greedy: the model's own tokens, which with random weights choose the same experts again and again",
         choices=("text", "greedy"),
         needs=("dummy",),
-        of_load=True,
     )
     dtype: str = _model(
         AUTO,
         "type to compute in; fp16, half, bf16, fp32 and torch.float16 work too. auto: that of the checkpoint, and bfloat16 on a CPU",
         reader=values.dtype,
         choices=DTYPES,
-        of_load=True,
     )
-    trust_remote_code: bool = _model(False, "run Python code that the checkpoint brings", of_load=True)
+    trust_remote_code: bool = _model(False, "run Python code that the checkpoint brings")
 
     batch_size: int = _work(
         1,
@@ -147,13 +137,12 @@ class Options:
     prompts: str | None = _work(
         None,
         "generate from a text file with one prompt a line, each cut or filled up to --prompt-len",
-        metavar="FILE",
         default_help="built-in text",
         path="path",
     )
     chat: bool = _work(False, "put --prompt or --prompts into the chat template of the model's tokenizer")
-    loops: int = _work(3, "measured generations", metavar="N", least=1)
-    warmup: int = _work(1, "generations before the measured ones", metavar="N", least=0)
+    loops: int = _work(3, "measured generations", least=1)
+    warmup: int = _work(1, "generations before the measured ones", least=0)
     warmup_spread: float | None = _work(
         None,
         "end the warm-up as soon as its last three generations differ by less than this share, such as 0.05; --warmup is then the most",
@@ -162,13 +151,7 @@ class Options:
         default_help="not used",
     )
     seed: int = _work(
-        0,
-        "seed of random weights, token ids and samples",
-        metavar="N",
-        least=0,
-        most=2**63 - 1,
-        recorded=True,
-        of_load=True,
+        0, "seed of random weights, token ids and samples", least=0, most=2**63 - 1, recorded=True, of_load=True
     )
 
     goal: str | None = _engine(
@@ -176,49 +159,31 @@ class Options:
         "what auto looks for in --engine, --batch-size and --quant-bits",
         choices=GOALS,
         default_help="as many bits as fit, then token/s",
-        of_load=True,
     )
-    cpu_offload: bool = _engine(False, "keep the weights in host memory", recorded=True, of_load=True)
-    disk_offload: bool = _engine(False, "keep the weights on NVMe, in --offload-dir", recorded=True, of_load=True)
-    offload_dir: str = _engine(
-        "~/offload_dir", "folder for the weights of --disk-offload", metavar="DIR", path="home", of_load=True
-    )
+    cpu_offload: bool = _engine(False, "keep the weights in host memory", recorded=True)
+    disk_offload: bool = _engine(False, "keep the weights on NVMe, in --offload-dir", recorded=True)
+    offload_dir: str = _engine("~/offload_dir", "folder for the weights of --disk-offload", metavar="DIR", path="home")
     use_gds: bool = _engine(
-        False,
-        "read NVMe through GPUDirect Storage",
-        engines=("deepspeed",),
-        needs=("disk_offload",),
-        of_load=True,
+        False, "read NVMe through GPUDirect Storage", engines=("deepspeed",), needs=("disk_offload",)
     )
     pin_memory: bool | None = _engine(
         None,
         "page-lock the weights in host memory, for faster copies to the GPU",
-        reader=values.zero_or_one,
         metavar="{0,1}",
         default_help="1 with a GPU",
         engines=PAGE_LOCKING_ENGINES,
         recorded=True,
-        of_load=True,
     )
-    kv_offload: bool = _engine(False, "keep the KV cache in host memory", recorded=True, of_load=True)
-    pin_kv_cache: bool = _engine(
-        False, "page-lock the KV cache in host memory", needs=("kv_offload",), recorded=True, of_load=True
-    )
+    kv_offload: bool = _engine(False, "keep the KV cache in host memory", recorded=True)
+    pin_kv_cache: bool = _engine(False, "page-lock the KV cache in host memory", needs=("kv_offload",), recorded=True)
     async_kv_offload: bool = _engine(
         False,
         "write new keys and values to it while the layers compute",
         needs=("kv_offload", "pin_kv_cache"),
         recorded=True,
-        of_load=True,
     )
     quant_group_size: int | None = _engine(
-        None,
-        "quantized weights that share a scale",
-        reader=values.whole_number,
-        metavar="N",
-        default_help="64 with 8 bits, 32 with 4",
-        least=2,
-        of_load=True,
+        None, "quantized weights that share a scale", default_help="64 with 8 bits, 32 with 4", least=2
     )
     norm_kernels: str = _engine(
         AUTO,
@@ -226,15 +191,9 @@ class Options:
         reader=values.on_off,
         choices=NORM_KERNELS,
         recorded=True,
-        of_load=True,
     )
     ds_config: str | None = _engine(
-        None,
-        "JSON merged over the generated DeepSpeed config",
-        metavar="FILE",
-        path="path",
-        engines=("deepspeed",),
-        of_load=True,
+        None, "JSON merged over the generated DeepSpeed config", path="path", engines=("deepspeed",)
     )
 
     gpu_memory: float | None = _stream(
@@ -249,8 +208,6 @@ class Options:
     ring_depth: int | None = _stream(
         None,
         "slots of the ring buffer: layers copied to the device at once, or blocks of layers where the CPU computes some",
-        reader=values.whole_number,
-        metavar="N",
         default_help="as many as keep the link busy; fewer where the CPU computes most and GPU memory is short",
         least=MIN_RING_DEPTH,
     )
@@ -265,8 +222,6 @@ class Options:
     cpu_threads: int | None = _stream(
         None,
         "CPU threads that compute, for all ranks of the host together",
-        reader=values.whole_number,
-        metavar="N",
         default_help="the physical cores near the GPUs, less one a rank; without a GPU as many as PyTorch uses",
         least=1,
         recorded=True,
@@ -279,11 +234,7 @@ class Options:
     )
 
     quality: tuple[str, ...] = _quality(
-        (),
-        f"one or several of {','.join(QUALITY_TASKS)}",
-        reader=values.names,
-        metavar="TASKS",
-        choices=QUALITY_TASKS,
+        (), f"one or several of {','.join(QUALITY_TASKS)}", metavar="TASKS", choices=QUALITY_TASKS
     )
     quality_data: str | None = _quality_companion(
         None,
@@ -293,39 +244,25 @@ class Options:
         path="path",
     )
     quality_limit: int | None = _quality_companion(
-        None,
-        "use only the first N items of each task",
-        reader=values.whole_number,
-        metavar="N",
-        default_help="all",
-        least=1,
+        None, "use only the first N items of each task", default_help="all", least=1
     )
     quality_batch_size: int | None = _quality_companion(
-        None,
-        "sequences that a GPU scores at once",
-        reader=values.whole_number,
-        metavar="N",
-        default_help="its share of --batch-size",
-        least=1,
+        None, "sequences that a GPU scores at once", default_help="its share of --batch-size", least=1
     )
     quality_items: str | None = _quality_companion(
-        None, "write the score of each item, one JSON object a line", metavar="FILE", path="path"
+        None, "write the score of each item, one JSON object a line", path="path"
     )
     allow_code_execution: bool = _humaneval(False, "humaneval: run the model's programs, in a sandbox")
     allow_unsafe_code: bool = _humaneval(
         False, "humaneval: run them with resource limits alone where bubblewrap cannot isolate them"
     )
-    humaneval_samples: int = _humaneval(1, "programs for each problem; a single one is greedy", metavar="N", least=1)
+    humaneval_samples: int = _humaneval(1, "programs for each problem; a single one is greedy", least=1)
     humaneval_temperature: float = _humaneval(
         0.8, "temperature of several samples", reader=values.positive, metavar="T"
     )
-    humaneval_tokens: int = _humaneval(512, "most tokens of a program", metavar="N", least=1)
+    humaneval_tokens: int = _humaneval(512, "most tokens of a program", least=1)
     pass_at_k: tuple[int, ...] = _humaneval(
-        (),
-        "the k of humaneval's pass@k",
-        reader=values.whole_numbers,
-        metavar="K,...",
-        default_help="those of 1, 10 and 100 that the samples allow",
+        (), "the k of humaneval's pass@k", metavar="K,...", default_help="those of 1, 10 and 100 that the samples allow"
     )
     perplexity_window: int | None = _perplexity(
         None, "tokens in a window", default_help="the model's context length, at most 1024"
@@ -335,12 +272,11 @@ class Options:
     log_file: str | None = _output(
         None,
         "append the log to this file, and the record to the .jsonl beside it",
-        metavar="FILE",
         default_help="a name made of the options, in --log-dir",
         path="path",
     )
     log_dir: str = _output("logs", "folder of logs and records", metavar="DIR", path="path")
-    trace: str | None = _output(None, "write a Chrome trace of copies and decoder layers", metavar="FILE", path="path")
+    trace: str | None = _output(None, "write a Chrome trace of copies and decoder layers", path="path")
     verbose: int = _output(1, "0: quiet, 2: with tracebacks", choices=(0, 1, 2), of_load=True)
 
     json: bool = _plan(False, "print the dry run as one JSON object, with every option as resolved", needs=("dry_run",))
@@ -364,7 +300,6 @@ class Options:
     save_config: str | None = _plan(
         None,
         "with --dry-run: write the options that differ from the defaults to a YAML file",
-        metavar="FILE",
         path="path",
         needs=("dry_run",),
     )
@@ -404,7 +339,9 @@ class Options:
 
 
 OPTIONS = {
-    each.name: Option(name=each.name, **each.metadata["option"])
+    each.name: Option(
+        **{"name": each.name, "reader": values.READERS.get(str(each.type), values.number)} | each.metadata["option"]
+    )
     for each in fields(Options)
     if "option" in each.metadata
 }

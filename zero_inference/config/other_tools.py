@@ -4,97 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Their option without the dashes -> what to type here; of several the first that the command has. `option=value` where the value decides.
-OTHER_OPTIONS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            "n",
-            "n-predict",
-            "predict",
-            "n-gen",
-            "max-new-tokens",
-            "max-tokens",
-            "max-gen-len",
-            "new-tokens",
-            "output-len",
-        ),
-        ("--gen-len G",),
-    ),
-    **dict.fromkeys(("input-len", "n-prompt", "prompt-length", "prompt-tokens"), ("--prompt-len P",)),
-    **dict.fromkeys(
-        ("c", "ctx-size", "context-length", "max-length", "max-model-len", "max-seq-len", "seq-len"),
-        ("--prompt-len P and --gen-len G, whose sum is the context",),
-    ),
-    **dict.fromkeys(("m", "hf", "hf-repo", "model-name-or-path", "model-name", "model-path"), ("--model NAME",)),
-    **dict.fromkeys(
-        ("ngl", "n-gpu-layers", "gpu-layers", "num-gpu-layers", "gpu-memory-utilization", "max-memory"),
-        ("--gpu-memory GIB with --engine stream", "--max-gpu-memory GIB"),
-    ),
-    **dict.fromkeys(
-        ("cmoe", "cpu-moe", "ncmoe", "n-cpu-moe"),
-        ("--engine stream, whose experts in host memory are multiplied by the CPU",),
-    ),
-    **dict.fromkeys(("t", "threads", "num-threads", "n-threads"), ("--cpu-threads N",)),
-    **dict.fromkeys(("b", "bs", "batch", "max-num-seqs", "num-prompts", "parallel", "np"), ("--batch-size B",)),
-    "p": ("--prompt TEXT, or --prompt-len P",),
-    **dict.fromkeys(("f", "file", "prompt-file", "dataset"), ("--prompts FILE",)),
-    **dict.fromkeys(
-        ("tp", "tensor-parallel-size", "pp", "pipeline-parallel-size", "gpus", "n-gpus", "num-devices"),
-        ("--num-gpus N",),
-    ),
-    **dict.fromkeys(
-        ("offload=cpu", "offload=host", "offload-device=cpu", "cpu-offload-gb", "swap-space"), ("--cpu-offload",)
-    ),
-    **dict.fromkeys(("offload=disk", "offload=nvme", "nvme-offload", "nvme"), ("--disk-offload",)),
-    **dict.fromkeys(("offload", "offload-device"), ("--cpu-offload or --disk-offload",)),
-    **dict.fromkeys(("nvme-path", "offload-folder", "disk-offload-dir", "swap-dir"), ("--offload-dir DIR",)),
-    **dict.fromkeys(("nkvo", "kv-cache-offload", "offload-kv"), ("--kv-offload",)),
-    **dict.fromkeys(
-        ("ctk", "ctv", "cache-type-k", "cache-type-v", "kv-cache-dtype"),
-        ("--kv-offload, which keeps keys and values in host memory; they have the dtype of --dtype",),
-    ),
-    **dict.fromkeys(
-        ("q", "quantization", "quantize", "quant", "bits", "wbits", "w-bits", "awq", "gptq"), ("--quant-bits 8 or 4",)
-    ),
-    **dict.fromkeys(("load-in-4bit", "load-in-4-bit", "int4"), ("--quant-bits 4",)),
-    **dict.fromkeys(("load-in-8bit", "load-in-8-bit", "int8"), ("--quant-bits 8",)),
-    **dict.fromkeys(("fp16", "half", "float16"), ("--dtype float16",)),
-    **dict.fromkeys(("bf16", "bfloat16"), ("--dtype bfloat16",)),
-    **dict.fromkeys(("random-weights", "load-format"), ("--dummy",)),
-    "enforce-eager": ("--decode-graph off",),
-    "device-map": ("--engine accelerate", "--engine"),
-    **dict.fromkeys(("deepspeed", "zero-stage", "zero"), ("--engine deepspeed, which is ZeRO-3",)),
-    **dict.fromkeys(("mlock", "no-mmap"), ("--pin-memory 1, which page-locks weights in host memory",)),
-    **dict.fromkeys(
-        ("r", "iterations", "repetitions", "repeat", "num-iters", "iters", "num-runs"), ("--loops N", "--rounds N")
-    ),
-    **dict.fromkeys(("o", "output", "output-file", "output-json", "save-result"), ("--log-file FILE", "--plot FILE")),
-    **dict.fromkeys(("v", "debug"), ("--verbose 2",)),
-    **dict.fromkeys(("quiet", "silent"), ("--verbose 0",)),
-    **dict.fromkeys(("tasks", "task", "eval"), ("--quality TASKS",)),
-    "limit": ("--quality-limit N",),
-    **dict.fromkeys(("gpu", "hardware"), ("--machine NAME",)),
-    **dict.fromkeys(("d", "max-gpu-mem", "gpu-mem", "vram"), ("--gpu-memory GIB", "--max-gpu-memory GIB")),
+# What to type here -> their options without dashes; `option=value` where the value decides.
+_THEIRS = {
+    "--gen-len G": "n n-predict predict n-gen max-new-tokens max-tokens output-len",
+    "--prompt-len P": "input-len n-prompt prompt-length",
+    "--prompt-len P and --gen-len G, whose sum is the context": "c ctx-size max-length max-model-len max-seq-len seq-len",
+    "--prompt TEXT": "p",
+    "--prompts FILE": "f file prompt-file dataset",
+    "--model NAME": "m hf hf-repo model-name-or-path model-name model-path",
+    "--gpu-memory GIB with --engine stream": "ngl n-gpu-layers gpu-layers gpu-memory-utilization max-memory vram",
+    "--max-gpu-memory GIB": "ngl n-gpu-layers gpu-layers gpu-memory-utilization max-memory vram",
+    "--engine stream, whose experts in host memory are multiplied by the CPU": "cmoe cpu-moe ncmoe n-cpu-moe",
+    "--cpu-threads N": "t threads num-threads n-threads",
+    "--batch-size B": "b bs batch max-num-seqs num-prompts parallel np",
+    "--num-gpus N": "tp tensor-parallel-size pp pipeline-parallel-size gpus n-gpus num-devices",
+    "--cpu-offload": "offload=cpu offload=host offload-device=cpu cpu-offload-gb swap-space",
+    "--disk-offload": "offload=disk offload=nvme offload-device=nvme nvme-offload nvme",
+    "--cpu-offload or --disk-offload": "offload offload-device",
+    "--offload-dir DIR": "nvme-path offload-folder disk-offload-dir swap-dir",
+    "--kv-offload": "nkvo kv-cache-offload offload-kv",
+    "--quant-bits 8 or 4": "q quantization quantize quant bits wbits awq gptq",
+    "--quant-bits 4": "load-in-4bit int4",
+    "--quant-bits 8": "load-in-8bit int8",
+    "--dtype float16": "fp16 half float16",
+    "--dtype bfloat16": "bf16 bfloat16",
+    "--dummy": "random-weights load-format",
+    "--decode-graph off": "enforce-eager",
+    "--engine accelerate": "device-map",
+    "--engine deepspeed, which is ZeRO-3": "deepspeed zero-stage zero",
+    "--pin-memory 1": "mlock no-mmap",
+    "--loops N": "r iterations repetitions repeat num-iters iters num-runs",
+    "--rounds N": "r iterations repetitions repeat num-iters iters num-runs",
+    "--log-file FILE": "o output output-file output-json save-result",
+    "--plot FILE": "o output output-file",
+    "--verbose 2": "v debug",
+    "--verbose 0": "quiet silent",
+    "--quality TASKS": "tasks task eval",
+    "--quality-limit N": "limit",
+    "--machine NAME": "gpu hardware",
 }
-# Options that no command has: the answer, instead of an option with a similar name.
-NOT_DONE: dict[str, str] = {
-    **dict.fromkeys(
-        ("num-beams", "do-sample", "temp", "temperature", "top-k", "top-p", "min-p", "repetition-penalty"),
-        "runs decode greedily; from Python `load` gives a model whose `generate` samples",
-    ),
-    **dict.fromkeys(("device", "dev", "main-gpu", "mg"), "CUDA_VISIBLE_DEVICES says which GPUs are used"),
-    **dict.fromkeys(("hf-token", "token"), "HF_TOKEN in the environment has it"),
-    **dict.fromkeys(
-        ("tp", "tensor-parallel-size", "gpus", "n-gpus", "num-gpus"),
-        "a launcher gives it GPUs: deepspeed --num_gpus N run_model.py ...",
-    ),
-    **dict.fromkeys(("pp", "pipeline-parallel-size"), "each GPU has a part of every layer"),
-    **dict.fromkeys(("draft-model", "model-draft", "md"), "there is no speculative decoding"),
-    **dict.fromkeys(("host-memory", "max-cpu-memory", "cpu-memory"), "weights may take all host memory that is free"),
-    **dict.fromkeys(("ub", "ubatch-size", "chunked-prefill"), "a prompt is computed in one pass"),
-    **dict.fromkeys(("fa", "flash-attn", "attn-implementation"), "attention is PyTorch's scaled_dot_product_attention"),
-    "revision": "the newest commit is fetched; for another one give a local folder",
+# Their option without dashes -> what to type here; of several the first that the command has.
+OTHER_OPTIONS: dict[str, tuple[str, ...]] = {}
+for _advice, _names in _THEIRS.items():
+    for _name in _names.split():
+        OTHER_OPTIONS[_name] = (*OTHER_OPTIONS.get(_name, ()), _advice)
+
+_NOT_DONE = {  # the answer -> options that no command has
+    "runs decode greedily; from Python `load` gives a model whose `generate` samples": "num-beams do-sample temp "
+    "temperature top-k top-p min-p repetition-penalty",
+    "CUDA_VISIBLE_DEVICES says which GPUs are used": "device dev main-gpu mg",
+    "HF_TOKEN in the environment has it": "hf-token token",
+    "a launcher gives it GPUs: deepspeed --num_gpus N run_model.py ...": "tp tensor-parallel-size gpus n-gpus num-gpus",
+    "there is no speculative decoding": "draft-model model-draft md",
+    "a prompt is computed in one pass": "ub ubatch-size chunked-prefill",
+    "attention is PyTorch's scaled_dot_product_attention": "fa flash-attn attn-implementation",
+    "the newest commit is fetched; for another one give a local folder": "revision",
 }
+NOT_DONE = {name: answer for answer, names in _NOT_DONE.items() for name in names.split()}
 OTHER_COMMANDS = dict.fromkeys(("generate", "infer", "bench", "benchmark", "chat", "eval", "measure"), "run") | {
     "search": "plan",
     "estimate": "plan",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -77,23 +77,18 @@ def non_default_options(config: RunConfig) -> dict[str, Any]:
 
 def shell_words(options: Mapping[str, Any]) -> list[str]:
     """Return the words to type for options by name (hyphens or underscores) and value."""
-    return [word for name, value in options.items() for word in _words(f"--{hyphens(name)}", value)]
-
-
-def _words(flag: str, value: Any) -> Iterator[str]:
-    if isinstance(value, bool):
-        yield flag if value else f"--no-{flag[2:]}"
-    elif flag == "--prompt":
-        for text in (value,) if isinstance(value, str) else value:
-            yield from _pair(flag, text)
-    elif isinstance(value, Mapping):
-        yield from _pair(flag, ",".join(f"{name}={part}" for name, part in value.items()))
-    elif isinstance(value, (list, tuple)):
-        yield from _pair(flag, ",".join(map(str, value)))
-    else:
-        yield from _pair(flag, repr(value).removesuffix(".0") if isinstance(value, float) else str(value))
-
-
-def _pair(flag: str, value: str) -> tuple[str, ...]:
-    """In one word where the value would be taken for an option."""
-    return (f"{flag}={value}",) if value.startswith("-") else (flag, value)
+    words: list[str] = []
+    for name, value in options.items():
+        flag = f"--{hyphens(name)}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+            continue
+        if isinstance(value, Mapping):
+            value = [f"{key}={part}" for key, part in value.items()]
+        if isinstance(value, (list, tuple)):
+            texts = value if flag == "--prompt" else [",".join(map(str, value))]
+        else:
+            texts = [repr(value).removesuffix(".0") if isinstance(value, float) else str(value)]
+        for text in texts:  # in one word where the value would be taken for an option
+            words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+    return words

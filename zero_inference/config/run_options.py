@@ -10,22 +10,18 @@ from typing import Any, NoReturn
 from zero_inference.config.option import Option, hyphens
 from zero_inference.config.options import GROUPS, OPTIONS
 from zero_inference.config.other_tools import other_option
-from zero_inference.config.parser import MODEL_GIVEN, Parser, examples, plain
+from zero_inference.config.parser import MODEL_GIVEN, Parser, plain
 from zero_inference.config.run_config import RunConfig, make_config, shell_words
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import first_line
 from zero_inference.utils.suggestions import did_you_mean
 
-MAX_FILE_BYTES = 1 << 20
-
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a run. What is not typed is not in the namespace: a YAML file may have it."""
     parser.usage = "%(prog)s [MODEL] [options]"  # which are too many for a line of usage
-    groups = {}
-    for title, (text, lines) in GROUPS.items():
-        groups[title] = parser.add_argument_group(title, "\n\n".join(filter(None, (text, examples(*lines)))))
+    groups = {title: parser.add_argument_group(title, text) for title, text in GROUPS.items()}
     add_model(groups["most used"])
     for option in OPTIONS.values():
         if option.name != "model":
@@ -66,14 +62,26 @@ def config_from_args(args: argparse.Namespace) -> RunConfig:
     return make_config(_given(args))
 
 
+class _OptionParser(Parser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(plain(message))
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the namespace for options that are a part of another command's. Raises UsageError."""
+    parser = _OptionParser(prog="run_model.py", add_help=False)
+    add_run_arguments(parser)
+    return parser.parse_args(list(words))
+
+
 def parse_options(words: Sequence[str]) -> RunConfig:
     """Return the validated configuration for options of run_model.py. Raises UsageError."""
-    return config_from_args(_inner_parser().parse_args(list(words)))
+    return config_from_args(_parse(words))
 
 
 def expand_config_files(words: Sequence[str]) -> list[str]:
     """Return `words` with the options of --config files in place of these. Raises UsageError."""
-    args = _inner_parser().parse_args(list(words))
+    args = _parse(words)
     return shell_words(_given(args)) if args.config else list(words)
 
 
@@ -86,19 +94,6 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     if (model := model_argument(args)) is not None:
         found["model"] = model
     return found
-
-
-class _InnerParser(Parser):
-    """Raises UsageError for words that are part of another command's."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(plain(message))
-
-
-def _inner_parser() -> _InnerParser:
-    parser = _InnerParser(prog="run_model.py", allow_abbrev=False, add_help=False)
-    add_run_arguments(parser)
-    return parser
 
 
 def read_options(path: str) -> dict[str, Any]:
@@ -126,22 +121,17 @@ def _read_mapping(path: str) -> dict[Any, Any]:
     import yaml
 
     expanded = os.path.expanduser(path)
-    if not path or not os.path.isfile(expanded):
+    if not os.path.isfile(expanded):
         raise UsageError(f"--config {path or repr('')}: no such file; --dry-run --save-config FILE writes one.")
     try:
         with open(expanded, encoding="utf-8-sig") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            raise UsageError(f"--config {path}: more than {MAX_FILE_BYTES >> 20} MiB; this is no file of options.")
-        found = yaml.safe_load(text)
+            found = yaml.safe_load(file)
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"--config {path}: cannot be read ({first_line(error)}).") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
-        where = getattr(error, "problem_mark", None)
-        line = f"line {where.line + 1}: " if where else ""
-        problem = getattr(error, "problem", None) or first_line(error)
-        raise UsageError(f"--config {path}: not YAML ({line}{problem}); write lines such as batch-size: 8.") from error
-    if found is not None and not isinstance(found, dict):
+        problem = " ".join(str(error).split())
+        raise UsageError(f"--config {path}: not YAML ({problem}); write lines such as batch-size: 8.") from error
+    if not isinstance(found or {}, dict):
         raise UsageError(f"--config {path}: not a mapping of options to values; write lines such as batch-size: 8.")
     return found or {}
 

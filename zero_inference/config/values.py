@@ -6,7 +6,7 @@ A reader raises ValueError with the reason alone; `Option.read` adds the option'
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero_inference.utils.format import parse_gib
@@ -16,22 +16,13 @@ AUTO = "auto"
 DTYPES = (AUTO, "float16", "bfloat16", "float32")
 QUANT_BITS = (16, 8, 4)
 SIZE_HELP = "a plain number is in GiB; 10GiB and 10G are 10 x 2^30 bytes, 10GB is 10 x 10^9"
-MAX_LISTED = 12  # choices named in a message that also has a near one
 
-_DTYPES = {
-    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
-    "bf16": "bfloat16",
-    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
-}
-_BITS = {
-    **{form.format(bits): bits for bits in QUANT_BITS for form in ("{}", "{}bit", "{}-bit", "{}bits", "{}-bits")},
-    **{form.format(bits): bits for bits in (8, 4) for form in ("int{}", "uint{}", "q{}")},
-    **dict.fromkeys(("fp16", "bf16", "float16", "bfloat16", "half", "none"), 16),
-}
-_QUANTIZED_TYPES = {
-    **dict.fromkeys(("int8", "uint8", "8bit", "8-bit"), 8),
-    **dict.fromkeys(("int4", "uint4", "nf4", "fp4", "4bit", "4-bit"), 4),
-}
+_DTYPES = {"fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16"}
+_DTYPES |= dict.fromkeys(("fp32", "f32", "float", "single"), "float32")
+_BITS = {form.format(bits): bits for bits in QUANT_BITS for form in ("{}", "{}bit", "{}-bit", "int{}", "uint{}", "q{}")}
+_BITS |= dict.fromkeys(("fp16", "bf16", "float16", "bfloat16", "half", "none"), 16)
+_QUANTIZED_TYPES = dict.fromkeys(("int8", "uint8", "8bit", "8-bit", "fp8", "float8"), 8)
+_QUANTIZED_TYPES |= dict.fromkeys(("int4", "uint4", "nf4", "fp4", "4bit", "4-bit"), 4)
 
 
 def flag(value: Any) -> bool:
@@ -77,13 +68,14 @@ def share(value: Any) -> float:
 def cpu_share(value: Any) -> str:
     """`auto`, `off`, or the text of a share from 0 to 1."""
     found = on_off(value)
-    if found not in (AUTO, "off"):
-        try:
-            valid = 0 <= float(found) <= 1
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError("choose auto, off, or a share of the weights between 0 and 1, such as 0.5")
+    if found in (AUTO, "off"):
+        return found
+    try:
+        valid = 0 <= float(found) <= 1
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError("choose auto, off, or a share of the weights between 0 and 1, such as 0.5")
     return found
 
 
@@ -120,10 +112,7 @@ def names(value: Any) -> tuple[str, ...]:
 
 
 def whole_numbers(value: Any) -> tuple[int, ...]:
-    try:
-        return tuple(int(name) for name in names(value))
-    except ValueError:
-        raise ValueError("not a list of whole numbers with commas between them") from None
+    return tuple(whole_number(name) for name in names(value))
 
 
 def assignments(value: Any) -> str:
@@ -140,14 +129,7 @@ def dtype(value: Any) -> str:
     """The name in DTYPES of a spelling such as fp16, half or torch.float16 (text or type); an unknown one as it is."""
     name = str(value).strip().lower().removeprefix("torch.")
     if bits := _QUANTIZED_TYPES.get(name):
-        raise ValueError(
-            f"this is the type that products are computed in. To store weights in {bits} bits, use --quant-bits {bits}"
-        )
-    if name.startswith(("fp8", "float8", "e4m3", "e5m2")):
-        raise ValueError(
-            "products are computed in float16, bfloat16 or float32. A checkpoint in fp8 is read as it is; to store weights in 8 bits, "
-            "use --quant-bits 8"
-        )
+        raise ValueError(f"products are computed in 16 or 32 bits. To store weights in {bits}, use --quant-bits {bits}")
     return _DTYPES.get(name, name)
 
 
@@ -157,10 +139,21 @@ def bits(value: Any) -> Any:
     return _BITS.get(name, name)
 
 
+# By the type of a field; other readers are named where the option is declared.
+READERS: dict[str, Callable[[Any], Any]] = {
+    "bool": flag,
+    "bool | None": zero_or_one,
+    "int": whole_number,
+    "int | None": whole_number,
+    "str": text,
+    "str | None": text,
+    "tuple[str, ...]": names,
+    "tuple[int, ...]": whole_numbers,
+}
+
+
 def not_among(option: str, value: Any, allowed: tuple[Any, ...]) -> str:
     """Return the message for a value that is not allowed."""
     known = [str(each) for each in allowed if each is not None]
     near = did_you_mean(str(value), known)
-    if near and len(known) > MAX_LISTED:
-        return f"{option} {value}: {near}"
     return f"{option} {value}: choose one of {', '.join(known)}" + (f"; {near}" if near else ".")
