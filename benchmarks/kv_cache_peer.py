@@ -8,6 +8,7 @@ generated ids agree.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -19,13 +20,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def main() -> int:
     from transformers.cache_utils import DynamicCache
 
-    from benchmarks.common.engine_run import loaded_by_options
+    from zero_inference.cli import add_run_arguments
+    from zero_inference.config.options import FIELD_NAMES
+    from zero_inference.config.run_config import RunConfig
     from zero_inference.kv_cache.host import HostKVCache
     from zero_inference.measure.loops import measure_loops
     from zero_inference.models.prompts import random_ids
-    from zero_inference.utils.ranks import stop_process_group
+    from zero_inference.models.spec import resolve_model
+    from zero_inference.planning.plan import plan_run
+    from zero_inference.utils.ranks import detect_ranks, start_process_group, stop_process_group
 
-    config, spec, ranks, loaded = loaded_by_options(__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    add_run_arguments(parser)
+    args = parser.parse_args()
+    config = RunConfig(**{name: getattr(args, name) for name in FIELD_NAMES}).validate()
+    ranks = detect_ranks(args.local_rank)
+    spec = resolve_model(config, ranks.device.type)
+    start_process_group(ranks)
+    loaded = plan_run(config, spec, ranks).load()
     on_cuda = ranks.device.type == "cuda"
     ours = HostKVCache(spec.config, config.prompt_len + config.gen_len, on_cuda, on_cuda, loaded.transfers)
 

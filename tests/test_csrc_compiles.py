@@ -1,4 +1,4 @@
-"""Every CUDA source compiles without a warning for the oldest and the newest devices; the build of the library fails softly."""
+"""CUDA sources compile without a warning for the oldest and the newest devices; the build of the library fails softly."""
 
 from __future__ import annotations
 
@@ -29,54 +29,7 @@ CPU_FOLDER = extension.source_folder() / extension.CPU_SOURCES
 CUDA_FILES = [path for path in extension.sources() if path.suffix == ".cu"]
 OLDEST_STANDARD = "c++17"  # what torch 2.11, the oldest that pyproject.toml allows, compiles extensions with
 OLDEST, NEWEST = "80", "100"  # A100 and B200
-# These are compiled as far as machine code, which takes longest, and for the oldest device, which knows the fewest instructions.
-# Together they include every line of assembly. The others are compiled as far as the device's own compiler reads them.
-ASSEMBLED = ("rms_norm.cu", "product.cu", "decode_attention.cu", "hand_off.cu")
-# Compiled for the newest device, too: a front end that is not asked for the generation says the same of all.
-ASKING = ("product.cu", "decode_attention.cu")
-
 UNOPTIMIZED = ["-O0", "-Xcicc", "-O0", "-Xptxas", "-O0"]  # warnings come from the front end; code is thrown away
-
-
-def find_nvcc() -> str | None:
-    installed = Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
-    return str(installed) if installed.exists() else shutil.which("nvcc")
-
-
-@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
-@pytest.mark.parametrize("source", CUDA_FILES, ids=lambda path: path.name)
-def test_compiles_without_a_warning(source, tmp_path):
-    known = subprocess.run([find_nvcc(), "--list-gpu-code"], capture_output=True, text=True).stdout.split()
-    numbers = [OLDEST, NEWEST] if source.name in ASKING else [OLDEST]
-    numbers = [number for number in numbers if f"sm_{number}" in known]
-    codes = ["sm" if source.name in ASSEMBLED and number == OLDEST else "compute" for number in numbers]
-    targets = [f"-gencode=arch=compute_{number},code={code}_{number}" for number, code in zip(numbers, codes)]
-    assert targets
-    headers = [argument for folder in cpp_extension.include_paths() for argument in ("-isystem", folder)]
-    done = subprocess.run(
-        [
-            find_nvcc(),
-            "-c",
-            f"-std={OLDEST_STANDARD}",
-            *UNOPTIMIZED,
-            *cpp_extension.COMMON_NVCC_FLAGS,
-            "--threads",
-            "2",
-            *extension.DEFINES,
-            *headers,
-            *targets,
-            "-Werror",
-            "all-warnings",
-            "-Xcompiler",
-            "-Wall,-Wextra,-Werror,-fPIC",
-            str(source),
-            "-o",
-            str(tmp_path / "object.o"),
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def included(source: Path) -> set[Path]:
@@ -90,56 +43,44 @@ def included(source: Path) -> set[Path]:
     return found
 
 
-@pytest.mark.parametrize("header", sorted(CPU_FOLDER.glob("*.h")), ids=lambda path: path.name)
-def test_a_header_for_the_cpu_compiles_alone(header, tmp_path):
-    if platform.machine() != "x86_64" and any("immintrin.h" in path.read_text() for path in included(header)):
-        pytest.skip("instructions of x86-64")
-    source = tmp_path / "alone.cpp"
-    source.write_text(f'#include "{header}"\n')
-    command = [*library.find_compiler(), *library.FLAGS, "-fsyntax-only", str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def find_nvcc() -> str | None:
+    installed = Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
+    return str(installed) if installed.exists() else shutil.which("nvcc")
+
+
+BY_HEADERS = sorted(CUDA_FILES, key=lambda source: -len(included(source)))
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+@pytest.mark.parametrize(
+    "source",
+    [*BY_HEADERS[:2], *(pytest.param(source, marks=pytest.mark.slow) for source in BY_HEADERS[2:])],
+    ids=lambda path: path.name,
+)
+def test_compiles_without_a_warning(source, tmp_path):
+    """As far as machine code where there is assembly, and for the newest device where the source asks for the generation."""
+    text = "".join(path.read_text() for path in included(source))
+    code = "sm" if re.search(r"\basm\b", text) else "compute"
+    targets = [f"-gencode=arch=compute_{OLDEST},code={code}_{OLDEST}"]
+    if "__CUDA_ARCH__" in text:
+        targets.append(f"-gencode=arch=compute_{NEWEST},code=compute_{NEWEST}")
+    headers = [argument for folder in cpp_extension.include_paths() for argument in ("-isystem", folder)]
+    flags = [*cpp_extension.COMMON_NVCC_FLAGS, *extension.DEFINES, "-Werror", "all-warnings"]
+    flags += ["-Xcompiler", "-Wall,-Wextra,-Werror,-fPIC"]
+    command = [find_nvcc(), "-c", f"-std={OLDEST_STANDARD}", *UNOPTIMIZED, *flags, *headers, *targets]
+    done = subprocess.run([*command, str(source), "-o", str(tmp_path / "object.o")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_sources_for_the_cpu_include_before_they_open_a_namespace():
-    for path in CPU_FOLDER.iterdir():
-        before, _, code = path.read_text().partition("\nnamespace ")
-        assert "#include" not in code, path.name
-
-
-def test_sources_that_ask_for_the_generation_are_compiled_for_each_and_those_with_assembly_as_far_as_machine_code():
-    every = {path.resolve() for path in extension.source_folder().rglob("*.cu*")}
-    asking = {path.name for path in every if "__CUDA_ARCH__" in path.read_text()}
-    assert asking <= set(ASKING)
-    assembly = {path for path in every if re.search(r"\basm\b", path.read_text())}
-    assembled = {path for source in CUDA_FILES if source.name in ASSEMBLED for path in included(source)}
-    assert assembly and assembly <= assembled
-
-
-def test_launch_sizes_stand_in_one_table():
-    folder = extension.source_folder()
-    numbers = (
-        r"constexpr int k\w*(Threads|Blocks?|Waves|Lanes|Unroll|Parts?|Stages|Budget)\w* = [\d(]",
-        r"(Row|Ring)Shape<T, \d",
-        r"__launch_bounds__\([^)]*\b\d+\b",
-        r"<<<[^>]*\b[1-9]\d+\b",
-        r"processors\(\)\}? \* \d",
-    )
-    found = [
-        f"{path.name}: {line.strip()}"
-        for path in sorted(folder.rglob("*.cu*"))
-        if path.name != "launch_sizes.cuh"
-        for line in path.read_text().splitlines()
-        if any(re.search(number, line) for number in numbers)
-    ]
-    assert not found, found
-    table = (folder / "launch_sizes.cuh").read_text()
-    assert all(re.search(number, table) for number in numbers[:2])
-
-
-def test_sources_have_names_of_their_own():
-    names = [path.stem for path in extension.sources()]
-    assert names and len(names) == len(set(names)), names
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+def test_headers_for_the_cpu_compile_alone(tmp_path):
+    sources = []
+    for header in sorted(CPU_FOLDER.glob("*.h")):
+        sources.append(tmp_path / f"{header.stem}.cpp")
+        sources[-1].write_text(f'#include "{header}"\n')
+    command = [*library.find_compiler(), *library.FLAGS, "-fsyntax-only", *map(str, sources)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert sources and done.returncode == 0, done.stdout + done.stderr
 
 
 # A process on a machine with one device of capability 9.0 and the CUDA toolkit in argv[1]: loads the library as often as argv[2]
@@ -220,11 +161,9 @@ def load(fork_server, tmp_path):
     return start
 
 
-def test_without_a_device_or_switched_off_nothing_is_said(load):
+def test_switched_off_nothing_is_said(load):
     off = load(times=2, **{extension.SWITCH: "0"})
     assert (off.answers, off.reason, off.said) == ([False, False], f"{extension.SWITCH}=0", [])
-    alone = load("torch.cuda.is_available = lambda: False")
-    assert (alone.answers, alone.reason, alone.said) == ([False], "no CUDA device", [])
 
 
 def test_without_nvcc_one_warning_says_why(load):
@@ -232,18 +171,13 @@ def test_without_nvcc_one_warning_says_why(load):
     assert done.answers == [False] * 3 and len(done.said) == 1 and done.said[0].startswith("warning")
     assert "slower PyTorch code" in done.said[0] and "nvcc" in done.said[0] and "nvcc" in done.reason
     assert "warning" not in done.error
-    unheard = load(
-        "sys.argv[2] = 0; from zero_inference.kernels.extension import load_extension; load_extension()", False
-    )
-    assert done.said[0] in unheard.error.splitlines(), "whoever does not ask for the line has it on stderr"
 
 
 def test_a_failed_build_is_told_in_one_line_and_tried_again_by_the_next_process(load, tmp_path):
-    for _ in range(2):
-        done = load(times=2, NVCC_ERROR="no such thing")
-        assert done.answers == [False, False] and len(done.said) == 2, "begun, and failed"
-        assert done.said[1].endswith("dequantize.cu(7): error: no such thing") and "\n" not in done.said[1]
-        assert done.reason == "dequantize.cu(7): error: no such thing"
+    done = load(times=2, NVCC_ERROR="no such thing")
+    assert done.answers == [False, False] and len(done.said) == 2, "begun, and failed"
+    assert done.said[1].endswith("dequantize.cu(7): error: no such thing") and "\n" not in done.said[1]
+    assert done.reason == "dequantize.cu(7): error: no such thing"
     assert not list(tmp_path.rglob("complete"))
     assert load().answers == [True]
 
@@ -265,8 +199,7 @@ def test_a_finished_build_is_loaded_and_made_again_only_where_it_is_damaged(load
     assert third.answers == [True] and len(third.said) == 1 and library.stat().st_size == len(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_what_torch_has_started_to_compile_ends_with_the_process(number, load, tmp_path):
+def test_what_torch_has_started_to_compile_ends_with_the_process(load, tmp_path):
     pids = tmp_path / "pids"
 
     def stop(process) -> None:
@@ -275,7 +208,7 @@ def test_what_torch_has_started_to_compile_ends_with_the_process(number, load, t
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.05)
         compilers = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
-        os.kill(process.pid, number)
+        os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
         alive = psutil.wait_procs(compilers, timeout=20)[1]
         # one that has ended stays as a zombie until the first process of this machine reaps it
@@ -296,11 +229,8 @@ def a_device_of_capability_9(monkeypatch) -> None:
     [
         ("", "9.0"),
         ("9.0a", "9.0a"),
-        ("8.0 9.0", "8.0;9.0"),
         ("7.5;8.0+PTX", "7.5;8.0+PTX"),
-        ("8.0;8.6", "9.0"),
         ("10.0a", "9.0"),
-        ("Hopper", "9.0"),
         ("native", "9.0"),
     ],
 )

@@ -7,7 +7,6 @@ import ctypes
 import platform
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import torch
@@ -72,7 +71,6 @@ class Link:
 
     def __init__(self) -> None:
         self.stop = False
-        self.copied = 0
         self.source = torch.empty(2, LINK_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
         self.target = torch.empty(2, LINK_BLOCK_BYTES, dtype=torch.uint8, device="cuda")
 
@@ -83,26 +81,19 @@ class Link:
                 return torch.cuda.synchronize()
             if turn >= 2:
                 done[turn % 2].synchronize()
-                self.copied += LINK_BLOCK_BYTES
             self.target[turn % 2].copy_(self.source[turn % 2], non_blocking=True)
             done[turn % 2].record()
 
-    def now(self) -> tuple[int, float]:
-        return self.copied, time.perf_counter()
-
-    def rate_since(self, copied: int, at: float) -> float:
-        return (self.copied - copied) / (time.perf_counter() - at) / 1e9
-
 
 @contextlib.contextmanager
-def busy_link() -> Iterator[Link]:
+def busy_link() -> Iterator[None]:
     if not torch.cuda.is_available():
         raise SystemExit("--busy-link needs a CUDA device, and there is none")
     link = Link()
     thread = threading.Thread(target=link.run)
     thread.start()
     try:
-        yield link
+        yield
     finally:
         link.stop = True
         thread.join()

@@ -1,34 +1,74 @@
-#include "attention_task.h"
+// Attention of a decoder layer as a task: stores the new keys and values, then attends. C interface for
+// zero_inference/cpu/attention.py.
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+
+#include "attention.h"
+#include "cpu_pool.h"
+#include "threads.h"
 
 namespace zero_inference::cpu {
 
 namespace {
 
-constexpr int64_t kAlignment = 64;
 // Each thread takes a contiguous run of items, then small parts of the rest; shares as for products (block.cpp).
 constexpr double kOwnShare = 0.75;
 constexpr int64_t kPartsOfThread = 32;  // the size of those parts: a core that is slower delays the others by 1/32 at most
 
-size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-size_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
-
 // New rows [(sequence, head), tokens, dim] to the cache, for groups [first, last).
 void store_rows(const Attention& a, const CachedRows& rows, const char* from, int64_t dim, int64_t first, int64_t last) {
-  const size_t bytes = dim * size_of(a.dtype);
+  const size_t bytes = dim * bytes_of(a.dtype);
   char* const data = static_cast<char*>(const_cast<void*>(rows.data));
   for (int64_t group = first; group < last; ++group) {
     const int64_t start = rows.batch * (group / a.kv_heads) + rows.head * (group % a.kv_heads);
     for (int64_t token = 0; token < a.tokens; ++token) {
       const int64_t position = a.positions - a.tokens + token;
       const int64_t at = start + rows.block * (position / a.block_positions) + rows.position * (position % a.block_positions);
-      std::memcpy(data + at * size_of(a.dtype), from + (group * a.tokens + token) * bytes, bytes);
+      std::memcpy(data + at * bytes_of(a.dtype), from + (group * a.tokens + token) * bytes, bytes);
     }
   }
 }
+
+void attend_all(const Attention& attention, Instructions instructions, int64_t threads) {
+  const int64_t splits = attention_splits(attention, threads), items = attention_items(attention, splits);
+  const int64_t step = std::max<int64_t>(1, items / (threads * kPartsOfThread)), parts = (items + step - 1) / step;
+  const size_t scratch_bytes = aligned(attention_scratch_bytes(attention));
+  const Buffer partials(attention_partial_bytes(attention, splits)), scratch(scratch_bytes * threads);
+  std::atomic<int64_t> next{0};
+  on_threads(std::min(threads, parts), [&](int64_t thread) {
+    for (int64_t part; (part = next.fetch_add(1)) < parts;) {
+      const int64_t first = part * step, last = std::min(first + step, items);
+      attend(attention, instructions, splits, first, last, static_cast<char*>(scratch.get()) + thread * scratch_bytes,
+             partials.get());
+    }
+  });
+  merge(attention, instructions, splits, 0, attention.batch * attention.kv_heads, partials.get());
+}
+
+// Input of a call: queries [batch, heads, tokens, key_dim], then new keys [batch, kv_heads, tokens, key_dim], then new values
+// [batch, kv_heads, tokens, value_dim]. Output: [batch, tokens, heads, value_dim]. `extra`: tokens, positions with them,
+// window. No mask.
+class AttentionTask : public Task {
+ public:
+  // queries, out, tokens, positions and window of `layer` are ignored: they come with a call.
+  AttentionTask(const Attention& layer, Instructions instructions) : attention_(layer), instructions_(instructions) {}
+
+  void prepare(const Call& call, ThreadPool& pool, Workspace& workspace) override;
+  void run(const Call& call, ThreadPool& pool, int thread) override;
+
+ private:
+  void store_new_rows(const Call& call, int64_t first, int64_t last) const;
+
+  Attention attention_;
+  const Instructions instructions_;
+  // of the running call
+  int64_t splits_ = 1;
+  size_t scratch_bytes_ = 0;
+  char* scratch_ = nullptr;
+  void* partials_ = nullptr;
+};
 
 }  // namespace
 
@@ -41,7 +81,7 @@ void AttentionTask::prepare(const Call& call, ThreadPool& pool, Workspace& works
   splits_ = attention_splits(a, pool.threads());
   scratch_bytes_ = aligned(attention_scratch_bytes(a));
   scratch_ = static_cast<char*>(workspace.threads.reserve(scratch_bytes_ * pool.threads()));
-  partials_ = workspace.hidden.reserve(std::max<size_t>(kAlignment, attention_partial_bytes(a, splits_)));
+  partials_ = workspace.hidden.reserve(attention_partial_bytes(a, splits_));
 }
 
 // With one split a thread stores the new rows of its own items. With more there is a barrier, because another thread may attend
@@ -71,10 +111,30 @@ void AttentionTask::run(const Call& call, ThreadPool& pool, int thread) {
 
 void AttentionTask::store_new_rows(const Call& call, int64_t first, int64_t last) const {
   const Attention& a = attention_;
-  const int64_t size = size_of(a.dtype), rows = a.batch * a.tokens;
+  const int64_t size = bytes_of(a.dtype), rows = a.batch * a.tokens;
   const char* const keys = static_cast<const char*>(call.input) + rows * a.heads * a.key_dim * size;
   store_rows(a, a.keys, keys, a.key_dim, first, last);
   store_rows(a, a.values, keys + rows * a.kv_heads * a.key_dim * size, a.value_dim, first, last);
 }
 
 }  // namespace zero_inference::cpu
+
+using namespace zero_inference::cpu;
+
+extern "C" {
+
+// Runs now on `threads` threads; `instructions` -1: the best. Returns -1 without memory.
+int zero_inference_attention(const Attention* attention, int32_t instructions, int64_t threads) {
+  try {
+    attend_all(*attention, instructions < 0 ? best_instructions() : static_cast<Instructions>(instructions), threads);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+
+int64_t zero_inference_cpu_pool_add_attention(void* pool, const Attention* layer, int32_t instructions) {
+  return static_cast<CpuPool*>(pool)->add(std::make_unique<AttentionTask>(*layer, static_cast<Instructions>(instructions)));
+}
+
+}  // extern "C"

@@ -1,8 +1,8 @@
 #include "block.h"
 
+#include <unistd.h>
+
 #include <algorithm>
-#include <cstdlib>
-#include <new>
 
 #include "elementwise.h"
 
@@ -10,19 +10,21 @@ namespace zero_inference::cpu {
 
 namespace {
 
-constexpr int64_t kAlignment = 64;
-// Rows of the smallest part, whole strips. Others: CXX="g++ -DZERO_INFERENCE_LEAST_ROWS=32".
-#if !defined(ZERO_INFERENCE_LEAST_ROWS)
-#define ZERO_INFERENCE_LEAST_ROWS 16
-#endif
-constexpr int64_t kMinRows = ZERO_INFERENCE_LEAST_ROWS;
+constexpr int64_t kMinRows = 16;   // of a part, whole strips
 constexpr int64_t kMaxRows = 256;  // of a part, for which there is memory
-// Share of the rows that threads take in contiguous runs, which read faster; small parts of the rest balance the load. Others:
-// benchmarks/cores_blocks.py --flags.
-#if !defined(ZERO_INFERENCE_OWN_SHARE)
-#define ZERO_INFERENCE_OWN_SHARE 0.75
+// Share of the rows that threads take in contiguous runs, which read faster; small parts of the rest balance the load.
+constexpr double kOwnShare = 0.75;
+constexpr uintptr_t kLineBytes = 64;
+constexpr int kLinesAtOnce = 32;  // half a microsecond between two polls for input
+
+// Three quarters of L2: x and intermediate results need the rest. 0 where its size is unknown.
+int64_t bytes_to_read_ahead() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  return std::max(0L, sysconf(_SC_LEVEL2_CACHE_SIZE)) / 4 * 3;
+#else
+  return 0;
 #endif
-constexpr double kOwnShare = ZERO_INFERENCE_OWN_SHARE;
+}
 
 // Calls work(first, last) for the thread's contiguous run; returns its length.
 template <typename Function>
@@ -36,18 +38,10 @@ int64_t for_own_rows(int64_t rows, int threads, int thread, const Function& work
 
 // Calls work(first, last) so that all threads together cover `rows` once.
 template <typename Function>
-void share_out(int64_t rows, ThreadPool& pool, int thread, StageWatch& watch, const Function& work) {
+void share_out(int64_t rows, ThreadPool& pool, int thread, const Function& work) {
   const int64_t shared = for_own_rows(rows, pool.threads(), thread, work) * pool.threads();
-  watch.ends(Timed::own_rows);
   for (int64_t first; (first = shared + pool.next_part() * kMinRows) < rows;) work(first, std::min(first + kMinRows, rows));
-  watch.ends(Timed::shared_rows);
 }
-
-size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-int64_t parts_of(int64_t rows, int64_t rows_of_part) { return (rows + rows_of_part - 1) / rows_of_part; }
-
-size_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
 // Rows that are shared out: of all products, or of one where they are combined.
 int64_t rows_of(const Stage& stage) {
@@ -71,19 +65,42 @@ void for_products(const Stage& stage, int64_t begin, int64_t end, const Function
 
 }  // namespace
 
-Buffer::~Buffer() { std::free(data_); }
-
-void* Buffer::reserve(size_t bytes) {
-  if (bytes > bytes_) {
-    std::free(data_);
-    bytes_ = aligned(bytes);
-    data_ = std::aligned_alloc(kAlignment, bytes_);
-    if (data_ == nullptr) {
-      bytes_ = 0;
-      throw std::bad_alloc();
-    }
+void ReadAhead::add(const Matrix& matrix, int64_t first, int64_t last) {
+  const int64_t size = bytes_of(matrix.dtype);
+  const int64_t before = first * matrix.columns, elements = (last - first) * matrix.columns;
+  if (matrix.bits == 0) {
+    add(matrix.values, before * size, elements * size);
+  } else {
+    add(matrix.scales, before / matrix.group * size, elements / matrix.group * size);
+    add(matrix.minima, before / matrix.group * size, elements / matrix.group * size);
+    add(matrix.values, before * matrix.bits / 8, elements * matrix.bits / 8);
   }
-  return data_;
+  restart();
+}
+
+void ReadAhead::add(const void* data, int64_t first, int64_t bytes) {
+  const int64_t some = std::min(bytes, bytes_to_read_ahead() - bytes_);
+  if (some <= 0) return;
+  const char* const at = static_cast<const char*>(data) + first;
+  runs_.push_back({at - reinterpret_cast<uintptr_t>(at) % kLineBytes, at + some});
+  bytes_ += some;
+}
+
+void ReadAhead::restart() {
+  run_ = 0;
+  at_ = runs_.empty() ? nullptr : runs_[0].at;
+}
+
+bool ReadAhead::prefetch() {
+  for (int lines = 0; lines < kLinesAtOnce; ++lines) {
+    if (run_ == runs_.size()) return false;
+    __builtin_prefetch(at_, 0, 2);
+    at_ += kLineBytes;
+    if (at_ < runs_[run_].end) continue;
+    ++run_;
+    if (run_ < runs_.size()) at_ = runs_[run_].at;
+  }
+  return true;
 }
 
 Block::Block(std::vector<Stage> stages, Dtype dtype, Instructions instructions)
@@ -135,17 +152,13 @@ void Block::reserve(const Call& call, ThreadPool& pool, Workspace& workspace) {
 void Block::run(const Call& call, ThreadPool& pool, int thread) {
   ahead_[static_cast<size_t>(thread)].restart();
   for (const Stage& stage : stages_) {
-    StageWatch watch(thread, static_cast<int>(&stage - &stages_.front()));
     prepare_stage(stage, call, pool, thread);
-    watch.ends(Timed::input);
     pool.barrier();
-    watch.ends(Timed::wait_for_input);
     if (stage.combine == Combine::none) {
-      multiply_outputs(stage, call, pool, thread, watch);
+      multiply_outputs(stage, call, pool, thread);
     } else {
-      multiply_combined(stage, call, pool, thread, watch);
+      multiply_combined(stage, call, pool, thread);
       pool.barrier();
-      watch.ends(Timed::wait_for_rows);
       if (thread == 0) pool.restart_parts();  // the barrier after the next preparation lies between this and the next use
     }
   }
@@ -165,13 +178,13 @@ void Block::prepare_stage(const Stage& stage, const Call& call, ThreadPool& pool
 }
 
 // A part is the same rows of all products: columns of the next input.
-void Block::multiply_combined(const Stage& stage, const Call& call, ThreadPool& pool, int thread, StageWatch& watch) {
+void Block::multiply_combined(const Stage& stage, const Call& call, ThreadPool& pool, int thread) {
   const int64_t rows = rows_of(stage);
   char* scratch = thread_memory_ + thread * thread_bytes_;
   float* results[2];
   results[0] = reinterpret_cast<float*>(scratch + scratch_bytes_);
   results[1] = results[0] + call.count * kMaxRows;
-  share_out(rows, pool, thread, watch, [&](int64_t first, int64_t last) {
+  share_out(rows, pool, thread, [&](int64_t first, int64_t last) {
     const int64_t width = last - first;
     for (int i = 0; i < stage.products; ++i) {
       multiply_part(stage, i, call, first, last, results[i], scratch);
@@ -185,16 +198,16 @@ void Block::multiply_combined(const Stage& stage, const Call& call, ThreadPool& 
 }
 
 // Rows of all products are shared out as one range.
-void Block::multiply_outputs(const Stage& stage, const Call& call, ThreadPool& pool, int thread, StageWatch& watch) {
+void Block::multiply_outputs(const Stage& stage, const Call& call, ThreadPool& pool, int thread) {
   char* scratch = thread_memory_ + thread * thread_bytes_;
   float* results = reinterpret_cast<float*>(scratch + scratch_bytes_);
-  share_out(rows_of(stage), pool, thread, watch, [&](int64_t begin, int64_t end) {
+  share_out(rows_of(stage), pool, thread, [&](int64_t begin, int64_t end) {
     for_products(stage, begin, end, [&](int i, int64_t first, int64_t last, int64_t before) {
       const int64_t rows = stage.matrices[i].rows;
-      char* const output = static_cast<char*>(call.output) + call.count * before * size_of(dtype_);
+      char* const output = static_cast<char*>(call.output) + call.count * before * bytes_of(dtype_);
       multiply_part(stage, i, call, first, last, results, scratch);
       for (int64_t m = 0; m < call.count; ++m) {
-        store(results + m * (last - first), output + (m * rows + first) * size_of(dtype_), dtype_, last - first);
+        store(results + m * (last - first), output + (m * rows + first) * bytes_of(dtype_), dtype_, last - first);
       }
     });
   });
@@ -206,7 +219,7 @@ void Block::multiply_part(const Stage& stage, int index, const Call& call, int64
   const int64_t width = last - first;
   product(stage.matrices[index], call.count, instructions_, input_, first, last, results, width, scratch);
   if (stage.biases[index] == nullptr) return;
-  const char* bias = static_cast<const char*>(stage.biases[index]) + first * size_of(stage.bias_dtype);
+  const char* bias = static_cast<const char*>(stage.biases[index]) + first * bytes_of(stage.bias_dtype);
   for (int64_t m = 0; m < call.count; ++m) add_bias(results + m * width, bias, stage.bias_dtype, width);
 }
 

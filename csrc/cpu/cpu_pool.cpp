@@ -14,52 +14,6 @@ int64_t now_ns() {
 
 }  // namespace
 
-class CpuPool::OnPool : public ThreadPool::Work {
- public:
-  OnPool(Task& task, const Call& call) : task_(task), call_(call) {}
-  void run(ThreadPool& pool, int thread) override { task_.run(call_, pool, thread); }
-
- private:
-  Task& task_;
-  const Call& call_;
-};
-
-// Reads weights of a call ahead until its input arrives or the cache is full.
-class CpuPool::ReadingAhead : public ThreadPool::Work {
- public:
-  ReadingAhead(CpuPool& owner, uint32_t number, Task& task)
-      : owner_(owner), number_(number), task_(task), others_(owner.pool_.threads() - 1) {}
-
-  // 0: not yet.
-  int64_t arrived_ns() const { return arrived_ns_; }
-
-  void run(ThreadPool&, int thread) override {
-    if (thread > 0) {
-      while (!over_.load(std::memory_order_acquire) && task_.read_ahead(thread)) {
-      }
-      others_.fetch_sub(1);
-      return;
-    }
-    for (bool more = true; (more || others_.load() > 0) && !owner_.ends_.load(std::memory_order_relaxed);) {
-      if (owner_.all_arrived(number_)) {
-        arrived_ns_ = now_ns();
-        break;
-      }
-      more = more && task_.read_ahead(0);
-      pause_core();
-    }
-    over_.store(true, std::memory_order_release);
-  }
-
- private:
-  CpuPool& owner_;
-  const uint32_t number_;
-  Task& task_;
-  int64_t arrived_ns_ = 0;
-  std::atomic<bool> over_{false};
-  std::atomic<int> others_;  // that still prefetch
-};
-
 CpuPool::CpuPool(const std::vector<int>& cpus, int64_t spin_us, Flag* flags, int64_t ranks)
     : pool_(cpus, spin_us), spin_us_(spin_us), flags_(flags), ranks_(ranks) {
   if (flags_ == nullptr) return;
@@ -153,14 +107,38 @@ bool CpuPool::all_arrived(uint32_t number) const {
   return true;
 }
 
+// Reads weights of a call ahead until its input arrives or the cache is full. Returns the time of arrival; 0: not yet.
+int64_t CpuPool::read_ahead(uint32_t number, Task& task) {
+  int64_t arrived_ns = 0;
+  std::atomic<bool> over{false};
+  std::atomic<int> others{pool_.threads() - 1};  // that still prefetch
+  pool_.run([&](int thread) {
+    if (thread > 0) {
+      while (!over.load(std::memory_order_acquire) && task.read_ahead(thread)) {
+      }
+      others.fetch_sub(1);
+      return;
+    }
+    for (bool more = true; (more || others.load() > 0) && !ends_.load(std::memory_order_relaxed);) {
+      if (all_arrived(number)) {
+        arrived_ns = now_ns();
+        break;
+      }
+      more = more && task.read_ahead(0);
+      pause_core();
+    }
+    over.store(true, std::memory_order_release);
+  });
+  return arrived_ns;
+}
+
 // Returns the time of arrival; 0 at the end. A pool that does not spin does not read ahead.
 int64_t CpuPool::wait_for_input(uint32_t number, Task& task) {
   if (all_arrived(number)) return now_ns();
   const int64_t until = now_ns() + spin_us_ * 1000;
   if (spin_us_ > 0 && task.read_ahead(0)) {
-    ReadingAhead work(*this, number, task);
-    pool_.run(work);
-    if (work.arrived_ns() != 0) return work.arrived_ns();
+    const int64_t arrived_ns = read_ahead(number, task);
+    if (arrived_ns != 0) return arrived_ns;
   }
   for (int spins = 1; !all_arrived(number); ++spins) {
     if (ends_.load(std::memory_order_relaxed)) return 0;
@@ -172,8 +150,7 @@ int64_t CpuPool::wait_for_input(uint32_t number, Task& task) {
 
 void CpuPool::execute(const Call& call, Task& task, int64_t since_ns) {
   task.prepare(call, pool_, workspace_);
-  OnPool work(task, call);
-  pool_.run(work);
+  pool_.run([&](int thread) { task.run(call, pool_, thread); });
   busy_ns_.fetch_add(now_ns() - since_ns);
   chosen_bytes_.fetch_add(task.chosen_bytes());
   calls_.fetch_add(1);

@@ -49,13 +49,12 @@ class CpuPool {
     Call call;
     uint32_t number;
   };
-  class OnPool;
-  class ReadingAhead;
 
   void lead();
   bool next(Submitted& submitted);
   Task& task_of(const Call& call);
   bool all_arrived(uint32_t number) const;
+  int64_t read_ahead(uint32_t number, Task& task);
   int64_t wait_for_input(uint32_t number, Task& task);
   void execute(const Call& call, Task& task, int64_t since_ns);
 

@@ -10,7 +10,6 @@ namespace zero_inference::cpu {
 
 namespace {
 
-constexpr int64_t kAlignment = 64;
 constexpr int64_t kMinRows = 16;  // rows of a tile
 constexpr int64_t kMaxRows = 256;
 // Starting a part waits for memory: one Zen 5 core reached 5.5 GB/s in parts of 64 rows of 384 bytes, 9.5 in 256. So parts
@@ -20,16 +19,10 @@ constexpr int64_t kMinBytes = 32 << 10;
 constexpr int64_t kBytesAhead = 4096;
 constexpr float kNoLimit = std::numeric_limits<float>::infinity();
 
-size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-int64_t parts_of(int64_t rows, int64_t rows_of_part) { return (rows + rows_of_part - 1) / rows_of_part; }
-
-int64_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
-
 int64_t bytes_of(const Matrix& matrix) {
   const int64_t elements = matrix.values == nullptr ? 0 : matrix.rows * matrix.columns;
-  if (matrix.bits == 0) return elements * size_of(matrix.dtype);
-  return elements * matrix.bits / 8 + 2 * (elements / matrix.group) * size_of(matrix.dtype);
+  if (matrix.bits == 0) return elements * bytes_of(matrix.dtype);
+  return elements * matrix.bits / 8 + 2 * (elements / matrix.group) * bytes_of(matrix.dtype);
 }
 
 void prefetch(const Matrix& matrix, int64_t row) {
@@ -38,9 +31,9 @@ void prefetch(const Matrix& matrix, int64_t row) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
   };
   const int64_t elements = row * matrix.columns;
-  prefetch_lines(matrix.values, matrix.bits == 0 ? elements * size_of(matrix.dtype) : elements * matrix.bits / 8, kBytesAhead);
+  prefetch_lines(matrix.values, matrix.bits == 0 ? elements * bytes_of(matrix.dtype) : elements * matrix.bits / 8, kBytesAhead);
   if (matrix.bits == 0) return;
-  const int64_t of_groups = elements / matrix.group * size_of(matrix.dtype);
+  const int64_t of_groups = elements / matrix.group * bytes_of(matrix.dtype);
   prefetch_lines(matrix.scales, of_groups, kBytesAhead / 8);
   prefetch_lines(matrix.minima, of_groups, kBytesAhead / 8);
 }
@@ -122,7 +115,7 @@ void Experts::take(size_t input, int64_t pairs, int64_t most_rows, int64_t count
   const size_t factors = aligned(rows * kMaxRows * (expert_activation_.interleaved ? 2 : 1) * sizeof(float)),
                sums = aligned(count * columns_to_add(pool) * sizeof(float));
   thread_bytes_ = std::max(scratch_bytes_ + factors, sums);
-  prepared_ = static_cast<char*>(workspace.input.reserve(input + aligned(pairs * one.gate.columns * size_of(dtype_))));
+  prepared_ = static_cast<char*>(workspace.input.reserve(input + aligned(pairs * one.gate.columns * bytes_of(dtype_))));
   gathered_ = prepared_ + input;
   const int64_t floats = std::max<int64_t>(1, pairs * (inner_ + one.down.rows));
   hidden_ = static_cast<float*>(workspace.hidden.reserve(floats * sizeof(float)));
@@ -153,7 +146,7 @@ void Experts::group(const Call& call) {
     if (!is_expert(numbers[pair])) continue;
     const int64_t place = places_[numbers[pair]]++;
     rows_[place] = pair / k;
-    weights_[place] = load(weights + pair * size_of(weights_dtype), weights_dtype);
+    weights_[place] = load(weights + pair * bytes_of(weights_dtype), weights_dtype);
   }
   single_.assign(call.count, -1);
   for (Chosen& chosen : chosen_) {
@@ -231,7 +224,7 @@ void Experts::run(const Call& call, ThreadPool& pool, int thread) {
 
 void Experts::prepare_inputs(const Call& call, ThreadPool& pool, int thread) {
   const Matrix& matrix = experts_[0].gate;
-  const int64_t columns = matrix.columns, row_bytes = columns * size_of(dtype_);
+  const int64_t columns = matrix.columns, row_bytes = columns * bytes_of(dtype_);
   const auto prepare = [&](int64_t item, int64_t first, int64_t last) {
     const Input& input = inputs_[item];
     const char* x = static_cast<const char*>(call.input) + rows_[input.first] * row_bytes;
@@ -246,7 +239,7 @@ void Experts::prepare_inputs(const Call& call, ThreadPool& pool, int thread) {
 }
 
 void Experts::gather(const Call& call, const Input& input, int64_t first, int64_t last) {
-  const int64_t size = size_of(dtype_), row_bytes = experts_[0].gate.columns * size;
+  const int64_t size = bytes_of(dtype_), row_bytes = experts_[0].gate.columns * size;
   for (int64_t i = input.first; i < input.first + input.count; ++i) {
     std::memcpy(gathered_ + i * row_bytes + first * size,
                 static_cast<const char*>(call.input) + rows_[i] * row_bytes + first * size, (last - first) * size);
@@ -295,7 +288,7 @@ void Experts::multiply_first(ThreadPool& pool, int thread) {
 void Experts::add_bias_to_rows(const void* bias, int64_t first, float* rows, int64_t count, int64_t width,
                                int64_t stride) const {
   if (bias == nullptr) return;
-  const char* const own = static_cast<const char*>(bias) + first * size_of(expert_activation_.bias_dtype);
+  const char* const own = static_cast<const char*>(bias) + first * bytes_of(expert_activation_.bias_dtype);
   for (int64_t m = 0; m < count; ++m) add_bias(rows + m * stride, own, expert_activation_.bias_dtype, width);
 }
 
@@ -334,7 +327,7 @@ void Experts::add_up(const Call& call, ThreadPool& pool, int thread) {
     add_scaled(sums + rows_[pair] * width, results_ + static_cast<int64_t>(pair) * rows + first, weights_[pair], width);
   }
   for (int64_t m = 0; m < call.count; ++m) {
-    store(sums + m * width, static_cast<char*>(call.output) + (m * rows + first) * size_of(dtype_), dtype_, width);
+    store(sums + m * width, static_cast<char*>(call.output) + (m * rows + first) * bytes_of(dtype_), dtype_, width);
   }
 }
 

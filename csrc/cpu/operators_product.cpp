@@ -6,15 +6,14 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <exception>
 #include <map>
-#include <memory>
 #include <new>
 #include <thread>
 #include <vector>
 
 #include "product.h"
+#include "task.h"
 #include "threads.h"
 
 namespace {
@@ -25,21 +24,10 @@ constexpr int64_t kTaskBytes = 131072;  // of a weight: 13 us at 10 GB/s
 constexpr int64_t kTaskRows = 32;       // whole multiples of this
 constexpr int64_t kMeasuredRows = 256;  // of a task where products are measured, as a thread's parts in csrc/cpu/block.cpp
 
-struct Free {
-  void operator()(char* p) const { std::free(p); }
-};
-using Buffer = std::unique_ptr<char, Free>;
-
 constexpr double kNotMeasured = -2;  // threads or memory are missing
 
-Buffer aligned_buffer(size_t bytes) {
-  Buffer buffer(static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64)));
-  if (buffer == nullptr) throw std::bad_alloc();
-  return buffer;
-}
-
 int64_t row_bytes(const Matrix& matrix) {
-  const int64_t size = matrix.dtype == Dtype::float32 ? 4 : 2;
+  const int64_t size = bytes_of(matrix.dtype);
   return matrix.bits == 0 ? matrix.columns * size
                           : matrix.columns * matrix.bits / 8 + 2 * (matrix.columns / matrix.group) * size;
 }
@@ -105,14 +93,14 @@ int32_t zero_inference_product(const Matrix* matrix, int64_t count, int32_t inst
   if (instructions < 0 || set > best_instructions()) return 1;
   if (count < 1 || first >= last) return 0;
   try {
-    const Buffer input = aligned_buffer(input_bytes(*matrix, count, set));
+    const Buffer input(input_bytes(*matrix, count, set));
     const int64_t step = input_step(*matrix, set);
     const int64_t steps = (matrix->columns + step - 1) / step;
     const int64_t rows = task_rows(*matrix);
     const int64_t tasks = (last - first + rows - 1) / rows;
     const int64_t wanted = std::max<int64_t>(1, std::min<int64_t>(threads, tasks));
     std::vector<Buffer> scratch;
-    for (int64_t thread = 0; thread < wanted; ++thread) scratch.push_back(aligned_buffer(scratch_bytes(*matrix, count, set)));
+    for (int64_t thread = 0; thread < wanted; ++thread) scratch.emplace_back(scratch_bytes(*matrix, count, set));
     std::atomic<int64_t> parts{0}, prepared{0}, next{0};
     on_threads(wanted, [&](int64_t thread) {
       for (int64_t part; (part = parts.fetch_add(1)) < wanted; prepared.fetch_add(1, std::memory_order_acq_rel)) {
@@ -146,7 +134,7 @@ double zero_inference_measure_products(const Matrix* matrices, int64_t number, i
   try {
     struct Part {
       const Matrix* matrix;
-      const char* input;
+      const void* input;
       int64_t first, last;
     };
     std::vector<Part> parts;
@@ -156,8 +144,8 @@ double zero_inference_measure_products(const Matrix* matrices, int64_t number, i
     for (const Matrix* matrix = matrices; matrix < matrices + number; ++matrix) columns = std::max(columns, matrix->columns);
     for (const Matrix* matrix = matrices; matrix < matrices + number; ++matrix) {
       Buffer& input = inputs[matrix->columns];
-      if (input == nullptr) {
-        input = aligned_buffer(input_bytes(*matrix, count, set));
+      if (input.get() == nullptr) {
+        input.reserve(input_bytes(*matrix, count, set));
         prepare_input(*matrix, count, set, x, static_cast<Dtype>(x_dtype), columns, 0, matrix->columns, input.get());
         scratch_size = std::max(scratch_size, scratch_bytes(*matrix, count, set));
       }
@@ -167,14 +155,14 @@ double zero_inference_measure_products(const Matrix* matrices, int64_t number, i
     }
     std::vector<Buffer> scratch, out;
     for (int index = 0; index < threads; ++index) {
-      scratch.push_back(aligned_buffer(scratch_size));
-      out.push_back(aligned_buffer(static_cast<size_t>(count * kMeasuredRows * 4)));
+      scratch.emplace_back(scratch_size);
+      out.emplace_back(static_cast<size_t>(count * kMeasuredRows * 4));
     }
     std::atomic<int64_t> bytes_read{0};
     const double taken = take_for(seconds, threads, cpus, static_cast<int64_t>(parts.size()), [&](int index, int64_t task) {
       const Part& part = parts[static_cast<size_t>(task)];
       const size_t thread = static_cast<size_t>(index);
-      product(*part.matrix, count, set, part.input, part.first, part.last, reinterpret_cast<float*>(out[thread].get()),
+      product(*part.matrix, count, set, part.input, part.first, part.last, static_cast<float*>(out[thread].get()),
               kMeasuredRows, scratch[thread].get());
       bytes_read.fetch_add((part.last - part.first) * row_bytes(*part.matrix), std::memory_order_relaxed);
     });

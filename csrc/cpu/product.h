@@ -18,6 +18,8 @@ namespace zero_inference::cpu {
 
 enum class Dtype : int32_t { float32 = 0, float16 = 1, bfloat16 = 2 };
 
+static inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
 // Ascending: each includes those before it. avx512 is F, BW, DQ, VL, VNNI and BF16 (Cooper Lake, Sapphire Rapids, Zen 4 and
 // later), amx adds tiles of bfloat16 and int8.
 enum class Instructions : int32_t { portable = 0, avx2 = 1, avx512 = 2, amx = 3 };

@@ -211,7 +211,7 @@ inline Vector round_to_bfloat16(Vector value) {
 }
 
 // Two blocks of 32 elements of x from column k, in order or, for int4 (`pairs`), in the nibble order of
-// product_dequantized_rows.h.
+// product_dequantized_tiles.h.
 inline void bfloat16_input(const char* x, Dtype dtype, int64_t k, int64_t columns, int64_t pairs, __m512i (*blocks)[1]) {
   Vector one, two, even[2], odd[2];
   for (int block = 0; block < 2; ++block) {

@@ -52,7 +52,7 @@ struct Layout {
   Form form;
   bool vectors;  // float32: groups are whole vectors of codes; else codes are dequantized one by one
   // Order of columns within blocks. int4 in whole vectors: in blocks of this size, low nibbles come before high ones. Two
-  // terms: 32, column i is beside i + 16. dequantized_tiles with int4: 64 or 32, the order of product_dequantized_rows.h. Else
+  // terms: 32, column i is beside i + 16. dequantized_tiles with int4: 64 or 32, the order of product_dequantized_tiles.h. Else
   // 0: unchanged.
   int64_t pairs;
   int64_t columns;  // with padding of zeros, a multiple of kStep
@@ -105,8 +105,6 @@ static inline int64_t groups_in(const Matrix& matrix, int64_t columns) {
 static inline int64_t left_in_group(const Matrix& matrix, int64_t column) {
   return matrix.group - (column - groups_in(matrix, column) * matrix.group);
 }
-
-static inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
 // Bytes of a row of the prepared input; not for tiles.
 static inline int64_t input_stride(const Layout& layout) {

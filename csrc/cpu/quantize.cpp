@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 
 #include "elementwise.h"
 #include "product.h"
 #include "quantize.h"
+#include "task.h"
 #include "threads.h"
 
 namespace zero_inference::cpu {
@@ -17,10 +16,6 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr int64_t kTaskElements = 1 << 16;  // that a thread takes at a time
-
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
 
 constexpr int kMaxLanes = 16;
 
@@ -57,7 +52,6 @@ void pack(const uint8_t* codes, int64_t size, int bits, uint8_t* out, int stride
 }
 
 }  // namespace
-
 }  // namespace zero_inference::cpu
 
 extern "C" {
@@ -72,20 +66,22 @@ int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_
   const Instructions best = best_instructions();
   if (instructions > static_cast<int32_t>(best)) return -2;
   const GroupQuantizer& quantizer = quantizer_for(instructions < 0 ? best : static_cast<Instructions>(instructions));
-  const int64_t element = dtype == Dtype::float32 ? 4 : 2;
+  const int64_t element = bytes_of(dtype);
   const int64_t task = std::max<int64_t>(1, kTaskElements / (size * quantizer.lanes)) * quantizer.lanes;  // groups
   const int64_t tasks = (groups + task - 1) / task;
   std::atomic<int64_t> next{0};
   std::atomic<int32_t> result{0};
-  const auto work = [&](int64_t) {
-    const size_t floats = static_cast<size_t>(size) * quantizer.lanes * sizeof(float);
-    const std::unique_ptr<void, Free> memory(
-        std::aligned_alloc(64, 2 * floats + static_cast<size_t>(size + 63) / 64 * 64 * quantizer.lanes));
-    if (memory == nullptr) {
-      result = -1;
-      return;
-    }
-    float* const values = static_cast<float*>(memory.get());
+  const int64_t used = std::max<int64_t>(1, std::min<int64_t>(threads, tasks));
+  const size_t floats = static_cast<size_t>(size) * quantizer.lanes * sizeof(float);
+  const size_t thread_bytes = aligned(2 * floats + static_cast<size_t>(size) * quantizer.lanes);
+  Buffer memory;
+  try {
+    memory.reserve(thread_bytes * used);
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+  const auto work = [&](int64_t thread) {
+    float* const values = reinterpret_cast<float*>(static_cast<char*>(memory.get()) + thread * thread_bytes);
     float* const centered = values + size * quantizer.lanes;
     uint8_t* const lane_codes = reinterpret_cast<uint8_t*>(centered + size * quantizer.lanes);
     float scales[kMaxLanes], minima[kMaxLanes];
@@ -107,7 +103,7 @@ int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_
       }
     }
   };
-  on_threads(std::min<int64_t>(threads, tasks), work);
+  on_threads(used, work);
   return result;
 }
 

@@ -4,6 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
 
 #include "product.h"
 #include "thread_pool.h"
@@ -19,14 +22,33 @@ struct Call {
   int64_t extra[4];  // of the kind of task
 };
 
+inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+inline int64_t parts_of(int64_t rows, int64_t rows_of_part) { return (rows + rows_of_part - 1) / rows_of_part; }
+
 // 64-byte aligned memory that only grows.
 class Buffer {
  public:
-  ~Buffer();
-  void* reserve(size_t bytes);
+  explicit Buffer(size_t bytes = 0) { reserve(bytes); }
+
+  // Throws std::bad_alloc.
+  void* reserve(size_t bytes) {
+    if (bytes > bytes_) {
+      data_.reset();
+      bytes_ = 0;
+      data_.reset(std::aligned_alloc(64, aligned(bytes)));
+      if (data_ == nullptr) throw std::bad_alloc();
+      bytes_ = aligned(bytes);
+    }
+    return data_.get();
+  }
+  void* get() const { return data_.get(); }
 
  private:
-  void* data_ = nullptr;
+  struct Free {
+    void operator()(void* data) const { std::free(data); }
+  };
+  std::unique_ptr<void, Free> data_;
   size_t bytes_ = 0;
 };
 

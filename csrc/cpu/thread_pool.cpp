@@ -52,11 +52,10 @@ void ThreadPool::pin(int thread) const {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(cpus_[thread], &set);
-  pthread_setaffinity_np(pthread_self(), sizeof(set),
-                         &set);  // a core that was taken away in the meantime: the thread runs elsewhere
+  pthread_setaffinity_np(pthread_self(), sizeof(set), &set);  // runs elsewhere if the core was taken away in the meantime
 }
 
-void ThreadPool::run(Work& work) {
+void ThreadPool::run(const std::function<void(int)>& work) {
   work_ = &work;
   parts_.store(0, std::memory_order_relaxed);
   call_.fetch_add(1);  // in order with `sleepers_`: either this sees a sleeper, or the sleeper sees this
@@ -66,7 +65,7 @@ void ThreadPool::run(Work& work) {
     }
     woken_.notify_all();
   }
-  work.run(*this, 0);
+  work(0);
   barrier();
 }
 
@@ -99,7 +98,7 @@ void ThreadPool::follow(int thread) {
     }
     ++seen;  // a call ends only when all threads have passed its barrier, so none is missed
     if (ends_) return;
-    work_->run(*this, thread);
+    (*work_)(thread);
     barrier();
   }
 }

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -16,12 +17,6 @@ void pause_core();
 
 class ThreadPool {
  public:
-  class Work {
-   public:
-    virtual ~Work() = default;
-    virtual void run(ThreadPool& pool, int thread) = 0;
-  };
-
   // Starts one thread fewer than `cpus`: the caller of `run` is thread 0 and calls `pin`. A negative cpu is not pinned. Threads
   // spin for `spin_us` after a call. Throws std::system_error.
   ThreadPool(const std::vector<int>& cpus, int64_t spin_us);
@@ -31,9 +26,9 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(cpus_.size()); }
   void pin(int thread) const;
-  // Returns when all threads are done. One caller at a time.
-  void run(Work& work);
-  // Within a `Work`, by all threads.
+  // Calls work(thread) on each; returns when all are done. One caller at a time.
+  void run(const std::function<void(int)>& work);
+  // Within `run`, by all threads.
   void barrier();
   // Shared counter from 0 on, for parts of unequal length.
   int64_t next_part() { return parts_.fetch_add(1, std::memory_order_relaxed); }
@@ -55,7 +50,7 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> phase_{0};
   alignas(64) std::atomic<int64_t> parts_{0};
   alignas(64) std::atomic<int> sleepers_{0};
-  Work* work_ = nullptr;
+  const std::function<void(int)>* work_ = nullptr;
   bool ends_ = false;
 };
 

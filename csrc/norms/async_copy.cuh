@@ -18,7 +18,7 @@ __device__ __forceinline__ void copy_async(uint4* to_shared, const void* from_gl
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from_global) : "memory");
 }
 
-// The same with a policy of the L2 cache (access.cuh).
+// The same with a policy of the L2 cache (device.cuh).
 __device__ __forceinline__ void copy_async(uint4* to_shared, const void* from_global, uint64_t policy) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from_global), "l"(policy)

@@ -1,41 +1,16 @@
 // zero_inference::layer_norm, add_layer_norm and layer_norm_backward on CUDA; their schemas are in
 // zero_inference/norms/ops.py.
 
-#include "norm_backward.cuh"
-#include "norm_forward.cuh"
-#include "tensors.cuh"
+#include "norm_call.cuh"
 
 namespace {
 
 using namespace zero_inference::norms;
 
-void forward(Call& call, const Tensor& x, const Tensor* residual, const Tensor& weight, const Tensor& bias, double eps,
-             Tensor& out, Tensor* sum) {
-  const int64_t numel = call.rows * call.columns;
-  const void* values = call.input("x", x, numel);
-  const void* added = residual == nullptr ? nullptr : call.input("residual", *residual, numel);
-  const void* weights = call.input("weight", weight, call.columns);
-  const void* biases = call.input("bias", bias, call.columns);
-  call.with_type([&](auto zero) {
-    using T = decltype(zero);
-    NormForward<T> a = {};
-    a.x = static_cast<const T*>(values);
-    a.residual = static_cast<const T*>(added);
-    a.weight = static_cast<const T*>(weights);
-    a.bias = static_cast<const T*>(biases);
-    a.out = static_cast<T*>(out.mutable_data_ptr());
-    a.sum = sum == nullptr ? nullptr : static_cast<T*>(sum->mutable_data_ptr());
-    a.rows = call.rows;
-    a.columns = static_cast<int>(call.columns);
-    a.eps = static_cast<float>(eps);
-    norm_forward<T, true>(a, call.device());
-  });
-}
-
 Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
   Call call("layer_norm", x);
   Tensor out = call.output_like(x);
-  forward(call, x, nullptr, weight, bias, eps, out, nullptr);
+  call_forward<true>(call, x, nullptr, weight, &bias, eps, 0, false, out, nullptr);
   return out;
 }
 
@@ -44,36 +19,17 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residua
   Call call("add_layer_norm", x);
   Tensor out = call.output_like(x);
   Tensor sum = call.output_like(x);
-  forward(call, x, &residual, weight, bias, eps, out, &sum);
+  call_forward<true>(call, x, &residual, weight, &bias, eps, 0, false, out, &sum);
   return {out, sum};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const std::optional<Tensor>& grad_sum,
                                                        const Tensor& x, const Tensor& weight, double eps) {
   Call call("layer_norm_backward", x);
-  const int64_t numel = call.rows * call.columns;
-  const void* grads = call.input("grad", grad, numel);
-  const void* grad_sums = call.optional_input("grad_sum", grad_sum, numel);
-  const void* values = call.input("x", x, numel);
-  const void* weights = call.input("weight", weight, call.columns);
   Tensor grad_x = call.output_like(x);
   Tensor grad_weight = call.output_like(weight);
   Tensor grad_bias = call.output_like(weight);
-  call.with_type([&](auto zero) {
-    using T = decltype(zero);
-    NormBackward<T> a = {};
-    a.grad = static_cast<const T*>(grads);
-    a.grad_sum = static_cast<const T*>(grad_sums);
-    a.x = static_cast<const T*>(values);
-    a.weight = static_cast<const T*>(weights);
-    a.grad_x = static_cast<T*>(grad_x.mutable_data_ptr());
-    a.grad_weight = static_cast<T*>(grad_weight.mutable_data_ptr());
-    a.grad_bias = static_cast<T*>(grad_bias.mutable_data_ptr());
-    a.rows = call.rows;
-    a.columns = static_cast<int>(call.columns);
-    a.eps = static_cast<float>(eps);
-    norm_backward<T, true>(a, call.device(), [&](int64_t count) { return call.scratch(count); });
-  });
+  call_backward<true>(call, grad, grad_sum, x, weight, eps, 0, grad_x, grad_weight, &grad_bias);
   return {grad_x, grad_weight, grad_bias};
 }
 

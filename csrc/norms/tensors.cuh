@@ -13,6 +13,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include "../current_stream.cuh"
 #include "device.cuh"
 
 namespace zero_inference::norms {
@@ -30,11 +31,7 @@ class Call {
     STD_TORCH_CHECK(columns < (int64_t{1} << 30), name, ": rows of ", columns, " elements are too long");
   }
 
-  Device device() const {
-    void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like_.get_device_index(), &stream));
-    return {like_.get_device_index(), static_cast<cudaStream_t>(stream)};
-  }
+  Device device() const { return {like_.get_device_index(), current_stream(like_.get_device_index())}; }
 
   // A contiguous tensor of `numel` elements, kept until the call ends.
   const void* input(const char* what, const Tensor& tensor, int64_t numel) {

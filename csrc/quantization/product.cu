@@ -31,6 +31,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "../alignment.cuh"
+#include "../current_stream.cuh"
 #include "../launch_sizes.cuh"
 #include "../norms/async_copy.cuh"
 #include "product.cuh"
@@ -714,9 +715,7 @@ bool power_of_two_up_to(int64_t value, int64_t most) { return value > 0 && value
 
 void launch_on(const Tensor& x, const Task& task, int64_t bits) {
   const Device device = device_of(x);
-  void* current = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &current));
-  const cudaStream_t stream = static_cast<cudaStream_t>(current);
+  const cudaStream_t stream = current_stream(device.index);
   if (x.scalar_type() == ScalarType::Half) {
     launch_bits<__half>(task, bits, device, stream);
   } else {
@@ -724,37 +723,46 @@ void launch_on(const Tensor& x, const Task& task, int64_t bits) {
   }
 }
 
-// column_warps, splits, chunk_steps: 0 for the table of launch sizes.
-Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
-                     int64_t group_size, int64_t rows, const Tensor& bias, int64_t column_warps, int64_t splits,
-                     int64_t chunk_steps) {
+// A task of `weights` weights of `rows` rows, checked.
+Task task_of(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits, int64_t group_size,
+             int64_t rows, int64_t weights) {
   const ScalarType dtype = x.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
                   "linear_groups: x must be Half or BFloat16, found ", torch::headeronly::toString(dtype));
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2, "linear_groups: x must be [tokens, columns] on a CUDA device");
-  const int64_t tokens = x.size(0);
   const int64_t columns = x.size(1);
   const int group_shift = group_shift_of(group_size);
-  STD_TORCH_CHECK(tokens <= kProductTokens, "linear_groups: ", kProductTokens, " tokens at most, found ", tokens);
   STD_TORCH_CHECK(bits == 8 || bits == 4, "linear_groups: bits must be 8 or 4, found ", bits);
   STD_TORCH_CHECK(group_shift > 0, "linear_groups: group_size must be 16, 32, 64 or 128, found ", group_size);
   STD_TORCH_CHECK(rows >= 0 && columns < (int64_t{1} << 30) && columns % group_size == 0 && columns * bits % 128 == 0,
                   "linear_groups: columns must be whole groups and whole vectors of 16 bytes, found ", columns);
+  const int64_t groups = weights * rows * (columns / group_size);
+  Task task = {};
+  task.x = checked("x", x, dtype, x.size(0) * columns, x);
+  task.codes = static_cast<const uint8_t*>(checked("codes", codes, ScalarType::Byte, weights * rows * columns * bits / 8, x));
+  task.scale = checked("scale", scale, dtype, groups, x);
+  task.minimum = checked("minimum", minimum, dtype, groups, x);
+  task.rows = rows;
+  task.columns = static_cast<int>(columns);
+  task.group_shift = group_shift;
+  return task;
+}
+
+// column_warps, splits, chunk_steps: 0 for the table of launch sizes.
+Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
+                     int64_t group_size, int64_t rows, const Tensor& bias, int64_t column_warps, int64_t splits,
+                     int64_t chunk_steps) {
+  Task task = task_of(x, codes, scale, minimum, bits, group_size, rows, 1);
+  const int64_t tokens = x.size(0);
+  STD_TORCH_CHECK(tokens <= kProductTokens, "linear_groups: ", kProductTokens, " tokens at most, found ", tokens);
   STD_TORCH_CHECK((column_warps == 0 || power_of_two_up_to(column_warps, kWarps)) &&
                       (splits == 0 || power_of_two_up_to(splits, kProductSplits)) &&
                       (chunk_steps == 0 || (chunk_steps >= kProductLeastChunk && power_of_two_up_to(chunk_steps, 64))),
                   "linear_groups: no such launch: column_warps ", column_warps, ", splits ", splits, ", chunk_steps ",
                   chunk_steps);
-  Task task = {};
-  task.x = checked("x", x, dtype, tokens * columns, x);
-  task.codes = static_cast<const uint8_t*>(checked("codes", codes, ScalarType::Byte, rows * columns * bits / 8, x));
-  task.scale = checked("scale", scale, dtype, rows * (columns / group_size), x);
-  task.minimum = checked("minimum", minimum, dtype, rows * (columns / group_size), x);
-  task.bias = bias.numel() > 0 || rows == 0 ? checked("bias", bias, dtype, rows, x) : nullptr;  // empty: there is none
-  task.rows = rows;
-  task.columns = static_cast<int>(columns);
+  task.bias =
+      bias.numel() > 0 || rows == 0 ? checked("bias", bias, x.scalar_type(), rows, x) : nullptr;  // empty: there is none
   task.tokens = static_cast<int>(tokens);
-  task.group_shift = group_shift;
   task.column_warps = static_cast<int>(column_warps);
   task.splits = static_cast<int>(splits);
   task.chunk_steps = static_cast<int>(chunk_steps);
@@ -775,40 +783,23 @@ Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, 
 Tensor linear_groups_indexed(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
                              int64_t group_size, int64_t rows, const Tensor& slot, const std::optional<Tensor>& bias,
                              int64_t form, int64_t activation, double limit, double up_offset, int64_t of_tokens) {
-  const ScalarType dtype = x.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
-                  "linear_groups_indexed: x must be Half or BFloat16, found ", torch::headeronly::toString(dtype));
-  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2, "linear_groups_indexed: x must be [tokens, columns] on a CUDA device");
+  STD_TORCH_CHECK(rows > 0 && x.dim() == 2 && x.size(1) * bits >= 8,
+                  "linear_groups_indexed: x and the weights must not be empty");
+  const int64_t weights = codes.numel() / (rows * x.size(1) * bits / 8);
+  Task task = task_of(x, codes, scale, minimum, bits, group_size, rows, weights);
   const int64_t tokens = x.size(0);
-  const int64_t columns = x.size(1);
   const int64_t pairs = slot.numel();
-  const int group_shift = group_shift_of(group_size);
   STD_TORCH_CHECK(pairs < kMostPairs, "linear_groups_indexed: ", kMostPairs - 1, " pairs at most, found ", pairs);
   STD_TORCH_CHECK(tokens > 0 ? pairs % tokens == 0 : pairs == 0, "linear_groups_indexed: ", pairs, " pairs for ", tokens,
                   " rows of x");
-  STD_TORCH_CHECK(bits == 8 || bits == 4, "linear_groups_indexed: bits must be 8 or 4, found ", bits);
-  STD_TORCH_CHECK(group_shift > 0, "linear_groups_indexed: group_size must be 16, 32, 64 or 128, found ", group_size);
-  STD_TORCH_CHECK(
-      rows > 0 && columns > 0 && columns < (int64_t{1} << 30) && columns % group_size == 0 && columns * bits % 128 == 0,
-      "linear_groups_indexed: columns must be whole groups and whole vectors of 16 bytes, found ", columns);
   STD_TORCH_CHECK(form >= 0 && form < kForms && activation >= 0 && activation < kActivations && limit >= 0,
                   "linear_groups_indexed: no such form: ", form, ", activation ", activation, ", limit ", limit);
   const bool halved = form >= kGateFirst;
   STD_TORCH_CHECK(!halved || rows % 2 == 0, "linear_groups_indexed: gate and up must have as many rows, found ", rows);
-  const int64_t weights = codes.numel() / (rows * columns * bits / 8);
-  const int64_t groups = rows * (columns / group_size);
-  Task task = {};
-  task.x = checked("x", x, dtype, tokens * columns, x);
-  task.codes = static_cast<const uint8_t*>(checked("codes", codes, ScalarType::Byte, weights * rows * columns * bits / 8, x));
-  task.scale = checked("scale", scale, dtype, weights * groups, x);
-  task.minimum = checked("minimum", minimum, dtype, weights * groups, x);
   task.slot = static_cast<const int64_t*>(checked("slot", slot, ScalarType::Long, pairs, x));
-  task.bias = bias.has_value() ? checked("bias", *bias, dtype, weights * rows, x) : nullptr;
-  task.rows = rows;
-  task.columns = static_cast<int>(columns);
+  task.bias = bias.has_value() ? checked("bias", *bias, x.scalar_type(), weights * rows, x) : nullptr;
   const int64_t most = of_tokens > 0 ? of_tokens : std::max<int64_t>(1, tokens);  // pairs of one weight
   task.tokens = static_cast<int>(std::min<int64_t>(product_pairs(pairs, weights), most));
-  task.group_shift = group_shift;
   task.pairs = static_cast<int>(pairs);
   task.pairs_of_row = static_cast<int>(pairs / std::max<int64_t>(1, tokens));
   task.weights = weights;

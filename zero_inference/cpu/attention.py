@@ -230,7 +230,7 @@ def attention_reference(
     ) @ all_values  # a mask may hide all positions of a token
 
 
-# A decoder layer's attention as a task of the pool (csrc/cpu/attention_task.h), which also stores the new keys and values; without masks.
+# A decoder layer's attention as a task of the pool (csrc/cpu/attention_task.cpp), which also stores the new keys and values; without masks.
 
 
 def add_attention(

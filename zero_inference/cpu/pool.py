@@ -210,7 +210,6 @@ class CpuPool:
         flags: uint8 [`flag_bytes(ranks)`], page-locked, for calls in the order of a CUDA stream; None for synchronous calls.
         instructions: one of `INSTRUCTIONS`, or "auto" for the best supported.
         ranks: ranks whose rows one stream-ordered call multiplies, stored one rank after the other.
-        library: another build of the kernels, to compare them.
 
     Raises:
         RuntimeError: the library is not available.
@@ -224,9 +223,8 @@ class CpuPool:
         flags: torch.Tensor | None = None,
         instructions: str = "auto",
         ranks: int = 1,
-        library: ctypes.CDLL | None = None,
     ):
-        self.library = library or require_library()
+        self.library = require_library()
         self.threads = len(cpus)
         self.instructions = best_instructions() if instructions == "auto" else instructions
         self.flags, self.ranks = flags, ranks

@@ -1,7 +1,8 @@
 """Measure copies between host and device and reads from disk, and keep a link busy while the CPU is measured.
 
 Rates are GB/s (1e9) of bytes copied, counted once; medians of rounds. On CUDA a round copies 2 GiB in blocks of up to 256 MiB, and each
-copy is enqueued before the previous one ends, as by a prefetcher; rounds that begin on an idle link give less (benchmarks/link_rounds.py).
+copy is enqueued before the previous one ends, as by a prefetcher; rounds that begin on an idle link give less
+(benchmarks/results/h200-x2/link_rounds.txt).
 Without a GPU the device is host memory, too, and every rate is that of memory copies.
 """
 

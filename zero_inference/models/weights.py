@@ -287,7 +287,7 @@ def embedding_std(text_config: Any) -> float:
     Attention averages over tokens, which keeps the component that all of them share. With weights of `WEIGHT_STD` a layer amplifies it
     by g = WEIGHT_STD^2 sqrt(hidden x heads x head_dim) and adds it to a residual stream of deviation s, so its square grows by
     g^2 / s^2 a layer; s^2 = L g^2 bounds the growth over L layers by a factor of e. The result is 8 for Qwen3-30B-A3B, where an LRU
-    cache of a quarter of the experts then hits 60 to 64% in all 48 layers (benchmarks/expert_reuse.py).
+    cache of a quarter of the experts then hits 60 to 64% in all 48 layers (results/cpu/expert_reuse.txt).
     """
     heads = text_config.num_attention_heads
     widths = (getattr(text_config, name, None) for name in ("v_head_dim", "head_dim"))

@@ -28,7 +28,7 @@ from zero_inference.models.experts import FusedExperts
 from zero_inference.utils.transfers import ExpertCounts, Transfers
 
 # Decode passes in which the use count of an expert halves: between LRU, which hits more where recent tokens repeat, and LFU, which hits
-# more where they do not (benchmarks/expert_reuse.py).
+# more where they do not (benchmarks/results/cpu/expert_reuse.txt).
 HALF_LIFE_PASSES = 32
 USE_DECAY = 0.5 ** (1 / HALF_LIFE_PASSES)  # factor of the use counts per pass
 
