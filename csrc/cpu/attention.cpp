@@ -1,4 +1,4 @@
-// Splits attention into items and chooses the kernels.
+// Splits attention into items, chooses the kernels, and has those in plain C++.
 
 #include "attention.h"
 
@@ -6,6 +6,8 @@
 
 namespace zero_inference::cpu {
 namespace {
+
+const AttentionKernels kPortableAttention = {attend_with, merge_group};
 
 // Balances the load.
 constexpr int64_t kItemsPerThread = 8;

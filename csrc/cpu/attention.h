@@ -21,6 +21,13 @@
 
 namespace zero_inference::cpu {
 
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
 enum class Mask : int32_t { none = 0, boolean = 1, float32 = 2, float16 = 3, bfloat16 = 4 };
 
 // Keys or values; position p of a sequence and a head is at block * (p / block_positions) + position * (p % block_positions).
@@ -76,6 +83,6 @@ struct AttentionKernels {
   void (*attend)(const Attention& attention, int64_t splits, int64_t first, int64_t last, float* scratch, float* partials);
   void (*merge)(const Attention& attention, int64_t splits, int64_t group, float* partials);
 };
-extern const AttentionKernels kPortableAttention, kAvx2Attention, kAvx512Attention;
+extern const AttentionKernels kAvx2Attention, kAvx512Attention;
 
 }  // namespace zero_inference::cpu

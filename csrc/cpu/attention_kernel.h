@@ -1,25 +1,39 @@
-// Attention of one item, a template on the vectors V of an instruction set, whose static functions are
-//
-//   kLanes, kTile; Register
-//   zero(), all(float), load(const T*), load(const T*, count) (then zeros), store(T*, Register), store(T*, Register, count)
-//   add, sub, mul, fma(a, b, c) = a * b + c, max, div, below(x, limit, then, otherwise), times_two_to(x, whole), round
-//   sum(x), largest(x), sums(const Register[kTile], float*)
-//
-// for T of float, Float16 and BFloat16. All has internal linkage: sources of different instruction sets must not share it.
+// Attention of one item, with the vectors of one instruction set (simd.h). All has internal linkage: sources of different
+// instruction sets must not share it.
 
 #pragma once
 
 #include "attention.h"
+#include "simd.h"
 
 namespace zero_inference::cpu {
 namespace {
 
-struct Float16 {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
+inline Vector load(const Float16* p) { return from_float16(reinterpret_cast<const char*>(p)); }
+inline Vector load(const BFloat16* p) { return from_bfloat16(reinterpret_cast<const char*>(p)); }
+
+inline void store(Float16* p, Vector x) { store_float16(reinterpret_cast<char*>(p), x); }
+inline void store(BFloat16* p, Vector x) { store_bfloat16(reinterpret_cast<char*>(p), x); }
+
+template <typename T>
+constexpr Dtype kDtypeOf = Dtype::float32;
+template <>
+constexpr Dtype kDtypeOf<Float16> = Dtype::float16;
+template <>
+constexpr Dtype kDtypeOf<BFloat16> = Dtype::bfloat16;
+
+// The first `count` elements, then zeros.
+template <typename T>
+inline Vector load(const T* p, int64_t count) {
+  return from_part<kDtypeOf<T>>(reinterpret_cast<const char*>(p), count);
+}
+
+template <typename T>
+inline void store(T* to, Vector x, int64_t count) {
+  T lanes[kLanes];
+  store(lanes, x);
+  for (int64_t i = 0; i < count; ++i) to[i] = lanes[i];
+}
 
 // Positions per step of the online softmax: 32 KB of keys and values at 128 float16 stay in L1.
 constexpr int64_t kPiece = 64;
@@ -59,10 +73,8 @@ inline const T* row_at(const Attention& a, const CachedRows& rows, int64_t seque
          rows.block * (position / a.block_positions) + rows.position * (position % a.block_positions);
 }
 
-template <class V, typename T>
+template <typename T>
 struct Kernel {
-  using Register = typename V::Register;
-
   const Attention& a;
   const int64_t sequence, kv_head, group, rows, query_stride, sum_stride;
   float* const queries;
@@ -88,34 +100,35 @@ struct Kernel {
   int64_t own_position(int64_t row) const { return a.positions - a.tokens + token_of(row); }
 
   // exp(x), 0 below -86: Taylor polynomial of degree 6 on |r| <= ln(2) / 2, relative error 1.2e-7.
-  static inline Register exp(Register x) {
-    const Register whole = V::round(V::mul(x, V::all(1.44269504f)));
-    Register r = V::fma(whole, V::all(-0.693359375f), x);  // ln(2) in two parts, the first exact in any product with `whole`
-    r = V::fma(whole, V::all(2.12194440e-4f), r);
-    Register y = V::all(1.0f / 720);
-    y = V::fma(y, r, V::all(1.0f / 120));
-    y = V::fma(y, r, V::all(1.0f / 24));
-    y = V::fma(y, r, V::all(1.0f / 6));
-    y = V::fma(y, r, V::all(0.5f));
-    y = V::fma(y, r, V::all(1.0f));
-    y = V::fma(y, r, V::all(1.0f));
-    return V::below(x, -86.0f, V::zero(), V::times_two_to(y, whole));
+  static inline Vector exp(Vector x) {
+    const Vector whole = round(x * broadcast(1.44269504f));
+    Vector r =
+        multiply_add(whole, broadcast(-0.693359375f), x);  // ln(2) in two parts, the first exact in any product with `whole`
+    r = multiply_add(whole, broadcast(2.12194440e-4f), r);
+    Vector y = broadcast(1.0f / 720);
+    y = multiply_add(y, r, broadcast(1.0f / 120));
+    y = multiply_add(y, r, broadcast(1.0f / 24));
+    y = multiply_add(y, r, broadcast(1.0f / 6));
+    y = multiply_add(y, r, broadcast(0.5f));
+    y = multiply_add(y, r, broadcast(1.0f));
+    y = multiply_add(y, r, broadcast(1.0f));
+    return below(x, -86.0f, zero(), times_two_to(y, whole));
   }
 
   static float exp(float x) {
-    float lanes[V::kLanes];
-    V::store(lanes, exp(V::all(x)));
+    float lanes[kLanes];
+    store(lanes, exp(broadcast(x)));
     return lanes[0];
   }
 
   // cap * tanh(x / cap) = cap * (1 - 2 / (exp(2 x / cap) + 1))
-  static inline Register capped(Register x, float cap) {
-    Register y = V::mul(x, V::all(2 / cap));
-    y = V::below(y, -80.0f, V::all(-80.0f), y);  // not by max, which drops a NaN
-    y = V::sub(V::zero(), y);
-    y = V::below(y, -80.0f, V::all(-80.0f), y);
-    y = V::sub(V::zero(), y);
-    return V::add(V::div(V::all(-2 * cap), V::add(exp(y), V::all(1.0f))), V::all(cap));
+  static inline Vector capped(Vector x, float cap) {
+    Vector y = x * broadcast(2 / cap);
+    y = below(y, -80.0f, broadcast(-80.0f), y);  // not by max, which drops a NaN
+    y = zero() - y;
+    y = below(y, -80.0f, broadcast(-80.0f), y);
+    y = zero() - y;
+    return (broadcast(-2 * cap) / (exp(y) + broadcast(1.0f))) + broadcast(cap);
   }
 
   void take_queries() {
@@ -124,9 +137,9 @@ struct Kernel {
                       a.query_strides.head * head_of(row) + a.query_strides.token * token_of(row);
       float* to = queries + row * query_stride;
       int64_t i = 0;
-      for (; i + V::kLanes <= a.key_dim; i += V::kLanes) V::store(to + i, V::mul(V::load(from + i), V::all(a.scale)));
-      if (i < a.key_dim) V::store(to + i, V::mul(V::load(from + i, a.key_dim - i), V::all(a.scale)));
-      for (int64_t j = 0; j < sum_stride; j += V::kLanes) V::store(sums + row * sum_stride + j, V::zero());
+      for (; i + kLanes <= a.key_dim; i += kLanes) store(to + i, load(from + i) * broadcast(a.scale));
+      if (i < a.key_dim) store(to + i, load(from + i, a.key_dim - i) * broadcast(a.scale));
+      for (int64_t j = 0; j < sum_stride; j += kLanes) store(sums + row * sum_stride + j, zero());
       largest[row] = kNothing, weights[row] = 0.0f;
     }
   }
@@ -141,7 +154,7 @@ struct Kernel {
   template <int kRows>
   inline void multiply_keys(const float* query, const T* keys, int64_t count, float (*logits)[kPiece], const T* next,
                             int64_t next_count) const {
-    constexpr int kKeys = V::kTile / kRows;
+    constexpr int kKeys = kLanes / kRows;
     const int64_t stride = a.keys.position;
     for (int64_t p = 0; p < count; p += kKeys) {
       const T* key[kKeys];
@@ -149,27 +162,27 @@ struct Kernel {
         key[j] = keys + stride * (p + j < count ? p + j : count - 1);
         if (p + j < next_count) prefetch(next + a.values.position * (p + j), a.value_dim);
       }
-      Register products[V::kTile];
-      for (int i = 0; i < V::kTile; ++i) products[i] = V::zero();
+      Vector products[kLanes];
+      for (int i = 0; i < kLanes; ++i) products[i] = zero();
       int64_t i = 0;
-      for (; i + V::kLanes <= a.key_dim; i += V::kLanes) {
-        Register q[kRows];
-        for (int r = 0; r < kRows; ++r) q[r] = V::load(query + r * query_stride + i);
+      for (; i + kLanes <= a.key_dim; i += kLanes) {
+        Vector q[kRows];
+        for (int r = 0; r < kRows; ++r) q[r] = load(query + r * query_stride + i);
         for (int j = 0; j < kKeys; ++j) {
-          const Register k = V::load(key[j] + i);
-          for (int r = 0; r < kRows; ++r) products[r * kKeys + j] = V::fma(q[r], k, products[r * kKeys + j]);
+          const Vector k = load(key[j] + i);
+          for (int r = 0; r < kRows; ++r) products[r * kKeys + j] = multiply_add(q[r], k, products[r * kKeys + j]);
         }
       }
       if (i < a.key_dim) {
         for (int j = 0; j < kKeys; ++j) {
-          const Register k = V::load(key[j] + i, a.key_dim - i);
+          const Vector k = load(key[j] + i, a.key_dim - i);
           for (int r = 0; r < kRows; ++r) {
-            products[r * kKeys + j] = V::fma(V::load(query + r * query_stride + i), k, products[r * kKeys + j]);
+            products[r * kKeys + j] = multiply_add(load(query + r * query_stride + i), k, products[r * kKeys + j]);
           }
         }
       }
-      float found[V::kTile];
-      V::sums(products, found);
+      float found[kLanes];
+      sum_each(products, found);
       for (int r = 0; r < kRows; ++r) {
         for (int j = 0; j < kKeys; ++j) logits[r][p + j] = found[r * kKeys + j];
       }
@@ -177,27 +190,27 @@ struct Kernel {
   }
 
   // Mask values of a row from `position` on.
-  inline Register mask_at(int64_t row, int64_t position, int64_t count) const {
+  inline Vector mask_at(int64_t row, int64_t position, int64_t count) const {
     const int64_t at =
         a.mask_strides.batch * sequence + a.mask_strides.head * head_of(row) + a.mask_strides.token * token_of(row) + position;
     switch (a.mask_kind) {
       case Mask::none:
-        return V::zero();
+        return zero();
       case Mask::boolean: {
-        float lanes[V::kLanes];
-        for (int i = 0; i < V::kLanes; ++i) {
+        float lanes[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
           lanes[i] = i < count && static_cast<const uint8_t*>(a.mask)[at + i] == 0 ? kNothing : 0.0f;
         }
-        return V::load(lanes);
+        return load(lanes);
       }
       case Mask::float32:
-        return V::load(static_cast<const float*>(a.mask) + at, count);
+        return load(static_cast<const float*>(a.mask) + at, count);
       case Mask::float16:
-        return V::load(static_cast<const Float16*>(a.mask) + at, count);
+        return load(static_cast<const Float16*>(a.mask) + at, count);
       case Mask::bfloat16:
-        return V::load(static_cast<const BFloat16*>(a.mask) + at, count);
+        return load(static_cast<const BFloat16*>(a.mask) + at, count);
     }
-    return V::zero();
+    return zero();
   }
 
   // Applies cap, bias, mask and causality to logits; returns the largest.
@@ -206,26 +219,26 @@ struct Kernel {
     const int64_t last = own + 1 - position < count ? own + 1 - position : count;
     const int64_t first = a.window > 0 ? own + 1 - a.window - position : 0;
     const float slope = a.slopes ? a.slopes[head_of(row)] : 0.0f;
-    Register most = V::all(kNothing);
-    for (int64_t i = 0; i < kPiece; i += V::kLanes) {
-      Register x = V::load(logits + i);
+    Vector most = broadcast(kNothing);
+    for (int64_t i = 0; i < kPiece; i += kLanes) {
+      Vector x = load(logits + i);
       if (a.softcap > 0) x = capped(x, a.softcap);
       if (a.slopes || a.mask_kind != Mask::none) {
-        float distance[V::kLanes];
-        for (int j = 0; j < V::kLanes; ++j) distance[j] = static_cast<float>(position + i + j - own);
-        x = V::fma(V::load(distance), V::all(slope), x);
-        if (i < count) x = V::add(x, mask_at(row, position + i, count - i < V::kLanes ? count - i : V::kLanes));
+        float distance[kLanes];
+        for (int j = 0; j < kLanes; ++j) distance[j] = static_cast<float>(position + i + j - own);
+        x = multiply_add(load(distance), broadcast(slope), x);
+        if (i < count) x = x + mask_at(row, position + i, count - i < kLanes ? count - i : kLanes);
       }
-      V::store(logits + i, x);
-      if (i < first || i + V::kLanes > last) {
-        for (int64_t j = i; j < i + V::kLanes; ++j) {
+      store(logits + i, x);
+      if (i < first || i + kLanes > last) {
+        for (int64_t j = i; j < i + kLanes; ++j) {
           if (j < first || j >= last) logits[j] = kNothing;
         }
-        x = V::load(logits + i);
+        x = load(logits + i);
       }
-      most = V::max(most, x);
+      most = max(most, x);
     }
-    return V::largest(most);
+    return max_lane(most);
   }
 
   // Turns logits into weights relative to the largest so far, and rescales earlier sums. False: all are 0.
@@ -237,21 +250,21 @@ struct Kernel {
     const float before = largest[row];
     if (!(most <= before)) {
       const float shrink = before == kNothing ? 0.0f : exp(before - most);
-      for (int64_t i = 0; i < sum_stride; i += V::kLanes) {
+      for (int64_t i = 0; i < sum_stride; i += kLanes) {
         float* sum = sums + row * sum_stride + i;
-        V::store(sum, V::mul(V::load(sum), V::all(shrink)));
+        store(sum, load(sum) * broadcast(shrink));
       }
       weights[row] *= shrink;
       largest[row] = most;
     }
-    const Register shift = V::all(largest[row]);
-    Register total = V::zero();
-    for (int64_t i = 0; i < kPiece; i += V::kLanes) {
-      const Register weight = exp(V::sub(V::load(logits + i), shift));
-      V::store(logits + i, weight);
-      total = V::add(total, weight);
+    const Vector shift = broadcast(largest[row]);
+    Vector total = zero();
+    for (int64_t i = 0; i < kPiece; i += kLanes) {
+      const Vector weight = exp(load(logits + i) - shift);
+      store(logits + i, weight);
+      total = total + weight;
     }
-    weights[row] += V::sum(total);
+    weights[row] += sum(total);
     return true;
   }
 
@@ -260,40 +273,40 @@ struct Kernel {
   inline void add_values(float* sum, int64_t at, const T* values, int64_t count, const float (*weight)[kPiece], const T* next,
                          int64_t next_count) const {
     const int64_t left = a.value_dim - at;
-    const bool whole = left >= kVectors * V::kLanes;  // else kVectors is 1
-    Register total[kRows][kVectors];
+    const bool whole = left >= kVectors * kLanes;  // else kVectors is 1
+    Vector total[kRows][kVectors];
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectors; ++v) total[r][v] = V::load(sum + r * sum_stride + at + v * V::kLanes);
+      for (int v = 0; v < kVectors; ++v) total[r][v] = load(sum + r * sum_stride + at + v * kLanes);
     }
     for (int64_t p = 0; p < count; ++p) {
       const T* value = values + a.values.position * p + at;
       if (p < next_count) prefetch(next + a.keys.position * p, a.key_dim);
-      Register w[kRows];
-      for (int r = 0; r < kRows; ++r) w[r] = V::all(weight[r][p]);
+      Vector w[kRows];
+      for (int r = 0; r < kRows; ++r) w[r] = broadcast(weight[r][p]);
       for (int v = 0; v < kVectors; ++v) {
-        const Register x = whole ? V::load(value + v * V::kLanes) : V::load(value + v * V::kLanes, left);
-        for (int r = 0; r < kRows; ++r) total[r][v] = V::fma(w[r], x, total[r][v]);
+        const Vector x = whole ? load(value + v * kLanes) : load(value + v * kLanes, left);
+        for (int r = 0; r < kRows; ++r) total[r][v] = multiply_add(w[r], x, total[r][v]);
       }
     }
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectors; ++v) V::store(sum + r * sum_stride + at + v * V::kLanes, total[r][v]);
+      for (int v = 0; v < kVectors; ++v) store(sum + r * sum_stride + at + v * kLanes, total[r][v]);
     }
   }
 
   template <int kRows>
   inline void multiply_values(float* sum, const T* values, int64_t count, const float (*weight)[kPiece], const T* next,
                               int64_t next_count) const {
-    constexpr int kMax = V::kTile / kRows < 8 ? V::kTile / kRows : 8;
+    constexpr int kMax = kLanes / kRows < 8 ? kLanes / kRows : 8;
     int64_t at = 0;
-    for (; at + kMax * V::kLanes <= a.value_dim; at += kMax * V::kLanes, next_count = 0) {
+    for (; at + kMax * kLanes <= a.value_dim; at += kMax * kLanes, next_count = 0) {
       add_values<kRows, kMax>(sum, at, values, count, weight, next, next_count);
     }
     if constexpr (kMax > 2) {
-      for (; at + 2 * V::kLanes <= a.value_dim; at += 2 * V::kLanes, next_count = 0) {
+      for (; at + 2 * kLanes <= a.value_dim; at += 2 * kLanes, next_count = 0) {
         add_values<kRows, 2>(sum, at, values, count, weight, next, next_count);
       }
     }
-    for (; at < a.value_dim; at += V::kLanes, next_count = 0) {
+    for (; at < a.value_dim; at += kLanes, next_count = 0) {
       add_values<kRows, 1>(sum, at, values, count, weight, next, next_count);
     }
   }
@@ -363,12 +376,12 @@ struct Kernel {
       shrink = most == kNothing ? 0.0f : exp(most - joint);
       total = total * shrink + exp(sink - joint);
     }
-    const Register factor = V::all(total == 0.0f ? 0.0f : shrink / total);
+    const Vector factor = broadcast(total == 0.0f ? 0.0f : shrink / total);
     T* to = static_cast<T*>(a.out) + a.out_strides.batch * sequence + a.out_strides.head * head_of(row) +
             a.out_strides.token * token_of(row);
     int64_t i = 0;
-    for (; i + V::kLanes <= a.value_dim; i += V::kLanes) V::store(to + i, V::mul(V::load(sum + i), factor));
-    if (i < a.value_dim) V::store(to + i, V::mul(V::load(sum + i), factor), a.value_dim - i);
+    for (; i + kLanes <= a.value_dim; i += kLanes) store(to + i, load(sum + i) * factor);
+    if (i < a.value_dim) store(to + i, load(sum + i) * factor, a.value_dim - i);
   }
 
   // First position of `part`; of `splits`: the end.
@@ -393,7 +406,7 @@ struct Kernel {
       for (int64_t row = 0; row < rows; ++row) write(row, sums + row * sum_stride, largest[row], weights[row]);
       return;
     }
-    for (int64_t i = 0; i < partial_floats(a); i += V::kLanes) V::store(partial + i, V::load(sums + i));
+    for (int64_t i = 0; i < partial_floats(a); i += kLanes) store(partial + i, load(sums + i));
   }
 
   // Merges consecutive `partials` into the first.
@@ -410,9 +423,9 @@ struct Kernel {
         const float* from = sum + part * stride;
         const float share = state[part * stride] == kNothing ? 0.0f : exp(state[part * stride] - most);
         total += share * state[part * stride + rows];
-        for (int64_t i = 0; i < a.value_dim; i += V::kLanes) {
-          const Register before = part == 0 ? V::zero() : V::load(sum + i);
-          V::store(sum + i, V::fma(V::all(share), V::load(from + i), before));
+        for (int64_t i = 0; i < a.value_dim; i += kLanes) {
+          const Vector before = part == 0 ? zero() : load(sum + i);
+          store(sum + i, multiply_add(broadcast(share), load(from + i), before));
         }
       }
       write(row, sum, most, total);
@@ -420,37 +433,35 @@ struct Kernel {
   }
 };
 
-template <class V, typename T>
+template <typename T>
 void attend_items(const Attention& a, int64_t splits, int64_t first, int64_t last, float* scratch, float* partials) {
   for (int64_t item = first; item < last; ++item) {
-    Kernel<V, T> kernel(a, item / splits, scratch);
+    Kernel<T> kernel(a, item / splits, scratch);
     if (item + 1 < last) kernel.expect(item + 1, splits);
     kernel.attend(item % splits, splits, partials + (splits == 1 ? 0 : item * partial_floats(a)));
   }
 }
 
-template <class V>
-void attend_with(const Attention& a, int64_t splits, int64_t first, int64_t last, float* scratch, float* partials) {
+inline void attend_with(const Attention& a, int64_t splits, int64_t first, int64_t last, float* scratch, float* partials) {
   switch (a.dtype) {
     case Dtype::float32:
-      return attend_items<V, float>(a, splits, first, last, scratch, partials);
+      return attend_items<float>(a, splits, first, last, scratch, partials);
     case Dtype::float16:
-      return attend_items<V, Float16>(a, splits, first, last, scratch, partials);
+      return attend_items<Float16>(a, splits, first, last, scratch, partials);
     case Dtype::bfloat16:
-      return attend_items<V, BFloat16>(a, splits, first, last, scratch, partials);
+      return attend_items<BFloat16>(a, splits, first, last, scratch, partials);
   }
 }
 
-template <class V>
-void merge_group(const Attention& a, int64_t splits, int64_t group, float* partials) {
+inline void merge_group(const Attention& a, int64_t splits, int64_t group, float* partials) {
   float* const first = partials + group * splits * partial_floats(a);
   switch (a.dtype) {
     case Dtype::float32:
-      return Kernel<V, float>(a, group, nullptr).merge(splits, first);
+      return Kernel<float>(a, group, nullptr).merge(splits, first);
     case Dtype::float16:
-      return Kernel<V, Float16>(a, group, nullptr).merge(splits, first);
+      return Kernel<Float16>(a, group, nullptr).merge(splits, first);
     case Dtype::bfloat16:
-      return Kernel<V, BFloat16>(a, group, nullptr).merge(splits, first);
+      return Kernel<BFloat16>(a, group, nullptr).merge(splits, first);
   }
 }
 

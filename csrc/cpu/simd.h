@@ -7,6 +7,9 @@
 //   Group, group_of<dtype>(scale, minimum)
 //   dequantize_int8<dtype>, dequantize_int4<dtype>   kLanes bytes of codes to float32
 //   split_pairs(one, two, even, odd)         elements of even and odd index
+//
+// and for attention: store_float16, store_bfloat16, max, below(x, limit, then, otherwise), round, times_two_to(x, whole),
+// max_lane(x), sum_each(const Vector[kLanes], float*)
 
 #pragma once
 

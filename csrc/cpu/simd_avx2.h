@@ -86,5 +86,37 @@ inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {
   odd = _mm256_castpd_ps(_mm256_permute4x64_pd(high, 0xd8));
 }
 
+inline void store_float16(char* to, Vector x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void store_bfloat16(char* to, Vector x) {
+  const Vector value = _mm256_blendv_ps(rounded<Dtype::bfloat16>(x), x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(value), 16);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
+}
+
+inline Vector max(Vector x, Vector y) { return _mm256_max_ps(x, y); }
+inline Vector below(Vector x, float limit, Vector then, Vector otherwise) {
+  return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(x, broadcast(limit), _CMP_LT_OQ));
+}
+inline Vector round(Vector x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// `whole` within [-125, 127]; others are right only where the result is not used.
+inline Vector times_two_to(Vector x, Vector whole) {
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+
+inline float max_lane(Vector x) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+inline void sum_each(const Vector* x, float* to) {
+  const Vector low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  const Vector high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+  store(to, _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)));
+}
+
 }  // namespace
 }  // namespace zero_inference::cpu

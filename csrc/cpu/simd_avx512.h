@@ -83,5 +83,34 @@ inline Vector from_part(const char* p, int64_t count) {
   return from_bfloat16(words);
 }
 
+inline void store_float16(char* to, Vector x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void store_bfloat16(char* to, Vector x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+inline Vector max(Vector x, Vector y) { return _mm512_max_ps(x, y); }
+inline Vector below(Vector x, float limit, Vector then, Vector otherwise) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, broadcast(limit), _CMP_LT_OQ), otherwise, then);
+}
+inline Vector round(Vector x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vector times_two_to(Vector x, Vector whole) { return _mm512_scalef_ps(x, whole); }
+
+inline float max_lane(Vector x) { return _mm512_reduce_max_ps(x); }
+
+// Four sums in each 128-bit lane, of that lane's part of four registers.
+inline Vector lane_sums(const Vector* x) {
+  const Vector low = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const Vector high = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+}
+inline Vector add_lanes(Vector x, Vector y) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+}
+inline void sum_each(const Vector* x, float* to) {
+  store(to, add_lanes(add_lanes(lane_sums(x), lane_sums(x + 4)), add_lanes(lane_sums(x + 8), lane_sums(x + 12))));
+}
+
 }  // namespace
 }  // namespace zero_inference::cpu

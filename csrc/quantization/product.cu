@@ -715,7 +715,7 @@ bool power_of_two_up_to(int64_t value, int64_t most) { return value > 0 && value
 
 void launch_on(const Tensor& x, const Task& task, int64_t bits) {
   const Device device = device_of(x);
-  const cudaStream_t stream = current_stream(device.index);
+  const cudaStream_t stream = zero_inference::current_stream(device.index);
   if (x.scalar_type() == ScalarType::Half) {
     launch_bits<__half>(task, bits, device, stream);
   } else {
