@@ -7,7 +7,6 @@ import importlib.util
 import json
 import random
 import sys
-import time
 from pathlib import Path
 
 import pytest

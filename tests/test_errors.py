@@ -17,6 +17,7 @@ from conftest import ROOT, free_port, too_few_gpus, without_gpus
 from zero_inference.cli import main
 from zero_inference.engines import accelerate
 from zero_inference.errors import RunError
+from zero_inference.utils.patching import Patches
 
 SHORT = ["--prompt-len", "8", "--gen-len", "4", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 
@@ -425,7 +426,7 @@ def test_a_weight_that_accelerate_has_not_brought_is_told_from_other_errors(read
             return read(torch.empty(4, device="meta"), torch.zeros(2, 4))
 
     model = Model()
-    accelerate._explain_missing_weights(model)
+    accelerate._explain_missing_weights(model, Patches())
     with pytest.raises(RunError, match="odd reads a weight without calling its module"):
         model()
     for text in ("metadata of the file is damaged", "no kernel for meta-llama/x", "out of memory"):
