@@ -186,38 +186,6 @@ def test_what_does_not_fit_is_a_value_error():
         expert_linear(case.x, case.plain.float(), case.slot)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
-@pytest.mark.parametrize("bits, group_size", [(4, 64), (4, 16), (8, 32), (8, 128)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_kernel_that_is_wrong_is_found_out(dtype, bits, group_size, device, monkeypatch):
-    right = torch.ops.zero_inference.linear_groups_indexed
-    tried = experts.kernel_agrees.__wrapped__
-    assert tried(torch.device(device), dtype, bits, group_size)
-    for wrong in (
-        lambda x, *others: right(x, *others[:-1], others[-1].clamp(min=0)),  # a weight where there is none
-        lambda x, *others: right(x, *others[:-1], others[-1].clamp(max=0)),  # the first weight for all
-        lambda x, codes, *others: right(x, codes ^ 0x88, *others),
-        lambda *arguments: torch.full_like(right(*arguments), float("nan")),
-    ):
-        monkeypatch.setattr(torch.ops.zero_inference, "linear_groups_indexed", wrong)
-        with pytest.warns(UserWarning, match="differs from PyTorch"):
-            assert not tried(torch.device(device), dtype, bits, group_size)
-
-
-def test_shapes_can_be_traced():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        x, codes, groups = torch.empty(3, 64), torch.empty(2, 5 * 32, dtype=torch.uint8), torch.empty(2, 10)
-        slot = torch.empty(3, dtype=torch.int64)
-        found = torch.ops.zero_inference.linear_groups_indexed(x, codes, groups, groups, 4, 32, 5, slot)
-        assert found.shape == (3, 5)
-        found = torch.ops.zero_inference.linear_groups_indexed(
-            x[:1], codes[:, :128], groups[:, :8], groups[:, :8], 4, 32, 4, slot, None, experts.UP_FIRST, 1, 0.0, 0.0, 1
-        )
-        assert found.shape == (3, 2)
-
-
 # --- The kernel ---
 
 

@@ -1,10 +1,9 @@
-"""Products with codes: the map from lanes to elements on a CPU, what is taken when, and the kernel against float64 on a GPU."""
+"""Products with codes: what is taken when, and the kernel against float64 on a GPU."""
 
 from __future__ import annotations
 
 import re
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -14,7 +13,7 @@ from zero_inference.kernels import products
 from zero_inference.kernels.experts import pairs_together
 from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.products import FUSED_ROWS, quantized_linear, quantized_linear_reference
-from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
+from zero_inference.kernels.quantization import dequantize_reference
 
 BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 4e-3, torch.float32: 1e-5}  # relative, of norms
 GROUPS = products.FUSED_GROUP_SIZES
@@ -76,13 +75,6 @@ def test_on_a_cpu_it_is_the_product_with_the_plain_weight(bits, group_size, dtyp
     assert shaped.shape == (1, 3, 1, 37) and torch.equal(shaped.view(3, 37), out)
 
 
-def test_a_weight_that_was_quantized_is_met_again():
-    weight = torch.randn(33, 128, generator=torch.Generator().manual_seed(2))
-    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(3))
-    out = quantized_linear(x, *quantize(weight, GroupQuantization(8, 32)), 8, 32, 33)
-    assert float((out - x @ weight.t()).norm() / (x @ weight.t()).norm()) < 0.01
-
-
 def test_gradients_go_through_the_plain_weight():
     case = Case(2, 5, 64, 4, 32, torch.float32)
     case.x.requires_grad_()
@@ -110,34 +102,6 @@ def test_up_to_so_many_tokens_the_operator_is_asked(monkeypatch):
     assert [pairs_together(pairs, 8) for pairs in (2, 3, 32, 33)] == [1, 8, 8, 16]
 
 
-# Of a block, bytes: RTX 3090 to 5090 and L4 (99 KB), A100 (163 KB), H100 (227 KB), less what product.cu keeps for indexed weights.
-SHARED_BYTES = (99 << 10, 163 << 10, 227 << 10)
-
-
-@pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
-@pytest.mark.parametrize("tokens", [1, 8, 13, 14, 16, 17, FUSED_ROWS])
-@pytest.mark.parametrize("bits, group_size", [(bits, size) for bits in (4, 8) for size in (16, 32, 64, 128)])
-def test_every_device_has_the_shared_memory_of_a_launch(bits, group_size, tokens, shared_bytes):
-    """The arithmetic of `Task::shared_bytes` and `choose` in product.cu, of a matrix with many columns."""
-    table = (ROOT / "csrc" / "launch_sizes.cuh").read_text()
-    product = (ROOT / "csrc" / "quantization" / "product.cu").read_text()
-    threads, tiles, stages = (
-        int(re.search(rf"kProduct{name} = (\d+)", table)[1]) for name in ("Threads", "Tiles", "Stages")
-    )
-    warps, step, vector, least_chunk = threads // 32, 64 * 8 // bits, 16, stages - 1
-
-    def taken(column_warps: int) -> int:
-        columns, rows = column_warps * least_chunk * step, warps // column_warps * tiles * 16
-        stride = (columns // group_size * 2 + vector - 1) // vector * vector | vector
-        return warps * stages * tiles * 2 * 32 * vector + 2 * (tokens * columns * 2 + 2 * rows * stride)
-
-    usual = 2 if tokens <= 16 else 1
-    assert "return tokens <= 16 ? 2 : 1;" in table and "if (least.shared_bytes(step) > device.shared_bytes)" in product
-    room = shared_bytes - int(re.search(r"kFoundBytes = (\d+)", product)[1])
-    refused = group_size == 16 and shared_bytes < products.GROUP_16_SHARED_BYTES
-    assert refused or taken(usual if taken(usual) <= room else 1) <= room
-
-
 def test_what_does_not_fit_is_a_value_error_either_way(monkeypatch):
     case = Case(2, 6, 64, 8, 32, torch.float16)
     for fused in (False, True):
@@ -151,125 +115,6 @@ def test_what_does_not_fit_is_a_value_error_either_way(monkeypatch):
             names = ("x", "codes", "scale", "minimum", "bits", "group_size", "rows", "bias")
             with pytest.raises(ValueError, match=message):
                 quantized_linear(**(dict(zip(names, case.arguments)) | change))
-
-
-def test_shapes_can_be_traced():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        x, codes, groups = torch.empty(3, 64), torch.empty(5 * 32, dtype=torch.uint8), torch.empty(10)
-        assert torch.ops.zero_inference.linear_groups(x, codes, groups, groups, 4, 32, 5, groups[:0]).shape == (3, 5)
-
-
-# --- The map of product.cuh, lane by lane, with numbers small enough to be exact ---
-
-ROW_LANES, STEP_BYTES = 4, 64
-
-
-def numbers_of(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """uint16 bit patterns as numbers."""
-    if dtype == torch.float16:
-        return values.astype(np.uint16).view(np.float16).astype(np.float64)
-    return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def halves(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """uint32 [...] as the numbers of its two halves [..., 2]."""
-    return numbers_of(np.stack([words & 0xFFFF, words >> 16], -1), dtype)
-
-
-def pairs_of_codes(word: np.ndarray, bits: int, dtype: torch.dtype) -> list[np.ndarray]:
-    """A word of codes as pairs of numbers, by the instructions of Codes<T, bits>."""
-    word = word.astype(np.uint32)
-    if bits == 4 and dtype == torch.float16:
-        found = []
-        for shifted in (word, word >> 8):
-            found.append(halves((shifted & 0x000F000F) | 0x64006400, dtype) - 1024)
-            found.append(halves((shifted & 0x00F000F0) | 0x64006400, dtype) / 16 - 64)
-        return found
-    if bits == 4:
-        return [halves(((word >> 4 * i) & 0x000F000F) | 0x43004300, dtype) - 128 for i in range(4)]
-    spread = [(word & 0xFF) | (word & 0xFF00) << 8, (word >> 16 & 0xFF) | (word >> 8 & 0xFF0000)]
-    if dtype == torch.float16:
-        return [halves(pair | 0x64006400, dtype) - 1024 for pair in spread]
-    return [
-        halves((pair & 0x007F007F) | 0x43004300, dtype) + halves((~pair & 0x00800080) * 0x186, dtype) for pair in spread
-    ]
-
-
-def pairs_of_input(x: np.ndarray, bits: int) -> list[np.ndarray]:
-    """Eight neighbouring elements of x [..., 8] as the pairs that meet those of the codes."""
-    order = ((0, 4), (1, 5), (2, 6), (3, 7)) if bits == 4 else ((0, 1), (2, 3), (4, 5), (6, 7))
-    return [x[..., list(pair)] for pair in order]
-
-
-def tensor_core(weight: list[np.ndarray], x: list[np.ndarray]) -> np.ndarray:
-    """m16n8k16 from what 32 lanes hold ([32, 2] a register) to what they get [32, 4], as PTX defines it."""
-    left, right = np.zeros((16, 16)), np.zeros((16, 8))
-    for lane in range(32):
-        row, column = lane // 4, lane % 4 * 2
-        for register, (more_rows, more_columns) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
-            left[row + more_rows, column + more_columns : column + more_columns + 2] = weight[register][lane]
-        for register, more in enumerate((0, 8)):
-            right[column + more : column + more + 2, row] = x[register][lane]
-    result = left @ right
-    lanes = np.arange(32)
-    corners = [(lanes // 4 + 8 * (i // 2), lanes % 4 * 2 + i % 2) for i in range(4)]
-    return np.stack([result[corner] for corner in corners], 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_lanes_hold_the_elements_that_the_tensor_cores_multiply(bits, dtype):
-    draw = np.random.default_rng(4)
-    elements = STEP_BYTES * 8 // bits
-    of_lane = elements // ROW_LANES
-    codes = draw.integers(0, 1 << bits, (16, elements))
-    x = draw.integers(-8, 9, (8, elements)).astype(np.float64)
-    packed = (codes if bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
-    words = packed.view("<u4").reshape(16, ROW_LANES, 4)
-    lanes = np.arange(32)
-    rows, columns = lanes // ROW_LANES, lanes % ROW_LANES
-    sums = np.zeros((32, 4))
-    inputs = of_lane // 8
-    for part in range(inputs):
-        vector = x.reshape(8, ROW_LANES, inputs, 8)[rows, columns, part]
-        tokens = pairs_of_input(vector, bits)
-        held = []
-        for half in (0, 8):
-            in_part = range(part * 4 // inputs, (part + 1) * 4 // inputs)
-            held.append([p for word in in_part for p in pairs_of_codes(words[rows + half, columns, word], bits, dtype)])
-        upper, lower = held
-        assert len(upper) == len(tokens) == 4
-        for first in (0, 2):
-            weight = [upper[first], lower[first], upper[first + 1], lower[first + 1]]
-            sums += tensor_core(weight, tokens[first : first + 2])
-    exact = codes @ x.T
-    for i in range(4):
-        assert np.array_equal(sums[:, i], exact[rows + 8 * (i // 2), columns * 2 + i % 2])
-    for code in range(1 << bits):
-        word = np.array([code * (0x11111111 if bits == 4 else 0x01010101)], np.uint32)
-        assert all((pair == code).all() for pair in pairs_of_codes(word, bits, dtype))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("tokens", [1, 3, 8, 19])
-def test_staged_tokens_lie_where_lanes_look_for_them(bits, tokens):
-    elements, steps = STEP_BYTES * 8 // bits, 3
-    of_lane, inputs, step_vectors = elements // ROW_LANES, elements // ROW_LANES // 8, elements // 8
-    staged = {}
-    for token in range(tokens):
-        for vector in range(steps * step_vectors):
-            of_step = vector % step_vectors
-            part = vector // step_vectors * inputs + of_step % inputs
-            staged[(part * tokens + token) * ROW_LANES + of_step // inputs] = token, vector * 8
-    assert sorted(staged) == list(range(tokens * steps * step_vectors))
-    for step in range(steps):
-        for part in range(inputs):
-            for token in range(tokens):
-                for lane in range(ROW_LANES):
-                    at = step * inputs * tokens * ROW_LANES + lane + (part * tokens + token) * ROW_LANES
-                    assert staged[at] == (token, step * elements + lane * of_lane + part * 8)
 
 
 # --- The kernel ---

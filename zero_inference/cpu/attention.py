@@ -12,6 +12,7 @@ import math
 import os
 
 import torch
+from torch import Tensor
 
 from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, require_library
 from zero_inference.cpu.pool import Call, CpuPool
@@ -43,14 +44,14 @@ class AttentionArguments(ctypes.Structure):
 
 
 def _layer_arguments(
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     heads: int,
     scale: float,
     window: int,
-    slopes: torch.Tensor | None,
+    slopes: Tensor | None,
     softcap: float,
-    sinks: torch.Tensor | None,
+    sinks: Tensor | None,
 ) -> AttentionArguments:
     """Return the arguments that all calls of a layer share, without queries, output, mask and the number of positions.
 
@@ -77,20 +78,20 @@ def _layer_arguments(
 
 @torch.no_grad()
 def attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
     *,
     positions: int | None = None,
     scale: float | None = None,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     window: int = 0,
-    slopes: torch.Tensor | None = None,
+    slopes: Tensor | None = None,
     softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     threads: int | None = None,
     instructions: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return softmax(cap(scale * query keys^T) + slopes * distance + mask) values, accumulated in float32.
 
     New token t is at position `positions - new + t` and sees positions up to its own.
@@ -142,13 +143,13 @@ def attention(
 
 
 def _check(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
     positions: int,
-    mask: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    mask: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> None:
     shapes = f"query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
     if query.dim() != 4 or keys.dim() != 5 or values.dim() != 5 or keys.shape[:4] != values.shape[:4]:
@@ -179,24 +180,24 @@ def _check(
             )
 
 
-def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
+def _with_contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def attention_reference(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
     *,
     positions: int | None = None,
     scale: float | None = None,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     window: int = 0,
-    slopes: torch.Tensor | None = None,
+    slopes: Tensor | None = None,
     softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the result of `attention`, [batch, heads, new, value_dim] in `dtype`, by plain PyTorch: the reference of tests.
 
     Args:
@@ -235,13 +236,13 @@ def attention_reference(
 
 def add_attention(
     pool: CpuPool,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     heads: int,
     scale: float,
     softcap: float = 0.0,
-    slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> int:
     """Add a layer's attention to the pool, which keeps the tensors alive; return the number of its task. Arguments as of `attention`.
 
@@ -264,9 +265,7 @@ def _reserve_attention(pool: CpuPool, task: int, new: int, positions: int) -> No
         raise _no_memory()
 
 
-def run_attention(
-    pool: CpuPool, task: int, packed: torch.Tensor, out: torch.Tensor, new: int, positions: int, window: int
-) -> None:
+def run_attention(pool: CpuPool, task: int, packed: Tensor, out: Tensor, new: int, positions: int, window: int) -> None:
     """Store the new keys and values and write attention to `out`, synchronously.
 
     Args:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from zero_inference.cpu.library import DTYPES, INSTRUCTIONS
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS, CpuPool, Task
@@ -26,12 +27,12 @@ class Expert:
     gate: Matrix
     up: Matrix | None
     down: Matrix
-    gate_bias: torch.Tensor | None = None
-    up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     @property
-    def biases(self) -> tuple[torch.Tensor | None, ...]:
+    def biases(self) -> tuple[Tensor | None, ...]:
         return self.gate_bias, self.up_bias, self.down_bias
 
 
@@ -78,7 +79,7 @@ def add_experts(
     experts: Sequence[Expert],
     activation: ExpertActivation,
     dtype: torch.dtype,
-    counters: torch.Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> Task:
     """Add a task of csrc/cpu/experts.h, to be called with a `Routing`.
 
@@ -143,24 +144,24 @@ class WeightedRows(NamedTuple):
         more: outputs of other experts, same shape; or None.
     """
 
-    weights: torch.Tensor
-    rows: torch.Tensor
-    more: torch.Tensor | None = None
+    weights: Tensor
+    rows: Tensor
+    more: Tensor | None = None
 
     @property
     def has_kernel(self) -> bool:
         """Return whether the kernel of csrc/hand_off computes the sum."""
         return self.rows.is_cuda and {self.rows.dtype, self.weights.dtype} <= DTYPES.keys() and load_extension()
 
-    def total(self) -> torch.Tensor:
+    def total(self) -> Tensor:
         """Return the weighted sum of each token [tokens, width], accumulated in float32 in the order of routing."""
         return torch.ops.zero_inference.weighted_rows(*self) if self.has_kernel else self._by_pytorch()
 
-    def added_to(self, out: torch.Tensor) -> torch.Tensor:
+    def added_to(self, out: Tensor) -> Tensor:
         """Return `out` [tokens, width] plus the weighted sum of each token, rounded once to out's dtype; without a kernel."""
         return self._by_pytorch().add_(out).to(out.dtype)
 
-    def _by_pytorch(self) -> torch.Tensor:
+    def _by_pytorch(self) -> Tensor:
         tokens, k = self.weights.shape
         weights = self.weights.float().unsqueeze(-1)  # [tokens, k, 1]
         sums = [(rows.view(tokens, k, -1) * weights).sum(1) for rows in (self.rows, self.more) if rows is not None]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from zero_inference.cpu.experts import WeightedRows
 from zero_inference.cpu.library import require_library
@@ -43,10 +44,10 @@ class HandOffBuffers:
         input, output: uint8, inputs and outputs of a call, of all ranks together.
     """
 
-    flags: torch.Tensor
-    words: torch.Tensor
-    input: torch.Tensor
-    output: torch.Tensor
+    flags: Tensor
+    words: Tensor
+    input: Tensor
+    output: Tensor
 
 
 def allocate_buffers(ranks: Ranks, input_bytes: int, output_bytes: int, pinned: bool) -> HandOffBuffers:
@@ -140,8 +141,8 @@ class DirectCalls:
         transfers.cores_counts, transfers.cores_busy_s = pool.chosen_bytes, pool.busy_s
 
     def __call__(
-        self, task: Task, x: torch.Tensor, routing: Routing | None = None, device_work: DeviceWork = lambda: None
-    ) -> list[torch.Tensor]:
+        self, task: Task, x: Tensor, routing: Routing | None = None, device_work: DeviceWork = lambda: None
+    ) -> list[Tensor]:
         """Return the task's outputs [rows, width] for `x` [rows, columns], plus the sum that `device_work` returns (with one output)."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0] * sum(task.widths))
@@ -167,10 +168,10 @@ class DirectCalls:
 class DeviceSide(Protocol):
     """The device's operations in a hand-off, in queue order. It counts the calls. Addresses are of host memory."""
 
-    def push(self, tensors: Sequence[torch.Tensor], targets: Sequence[int], flag: int) -> None:
+    def push(self, tensors: Sequence[Tensor], targets: Sequence[int], flag: int) -> None:
         """Write up to four contiguous `tensors` to `targets`, start the next call and raise `flag` to its number."""
 
-    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
+    def pull(self, out: Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
         """Wait until `flag` reaches the call's number or `stop` is raised, copy `source` to the contiguous `out`, and add the weighted
         sum `of_device`."""
 
@@ -187,10 +188,10 @@ class StreamSide:
     def __init__(self, device: torch.device):
         self.scratch = torch.zeros(3, dtype=torch.int32, device=device)
 
-    def push(self, tensors: Sequence[torch.Tensor], targets: Sequence[int], flag: int) -> None:
+    def push(self, tensors: Sequence[Tensor], targets: Sequence[int], flag: int) -> None:
         torch.ops.zero_inference.hand_off_push(tensors, targets, flag, self.scratch)
 
-    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
+    def pull(self, out: Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
         rows = () if of_device is None else of_device
         torch.ops.zero_inference.hand_off_pull(out, source, flag, stop, self.scratch, *rows)
 
@@ -207,13 +208,13 @@ class HostSide:
     def __init__(self) -> None:
         self.number = 0  # of the current call
 
-    def push(self, tensors: Sequence[torch.Tensor], targets: Sequence[int], flag: int) -> None:
+    def push(self, tensors: Sequence[Tensor], targets: Sequence[int], flag: int) -> None:
         for tensor, target in zip(tensors, targets):
             ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
         self.number = (self.number + 1) & 0xFFFFFFFF
         require_library().zero_inference_raise_flag(flag, self.number)
 
-    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
+    def pull(self, out: Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
         await_flag(flag, self.number, stop)
         ctypes.memmove(out.data_ptr(), source, out.nbytes)
         if of_device is not None:
@@ -255,8 +256,8 @@ class HandOff:
         self.arrived, self.done, self.stop = (flags + flag * FLAG_BYTES for flag in (ARRIVED + rank, DONE, STOP))
 
     def __call__(
-        self, task: Task, x: torch.Tensor, routing: Routing | None = None, device_work: DeviceWork = lambda: None
-    ) -> list[torch.Tensor]:
+        self, task: Task, x: Tensor, routing: Routing | None = None, device_work: DeviceWork = lambda: None
+    ) -> list[Tensor]:
         """Queue a call and return the task's outputs [rows, width] for `x` [rows, columns], valid in stream order.
 
         Args:
@@ -288,8 +289,8 @@ class HandOff:
 
     def run(
         self,
-        inputs: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor],
+        inputs: Sequence[Tensor],
+        outs: Sequence[Tensor],
         submit: Callable[[list[int], int], None],
         device_work: DeviceWork = lambda: None,
     ) -> None:
@@ -342,7 +343,7 @@ class HandOff:
         of_output = self.output.numel() // (max(1, sum(task.widths)) * element_bytes * self.pool.ranks)
         return max(1, min(of_input, of_output))
 
-    def _push(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def _push(self, tensors: Sequence[Tensor]) -> list[int]:
         """Queue writing them to host memory and raising the flag; return the addresses of the first rank's."""
         addresses, end = [], self.input.data_ptr()
         limit = end + self.input.numel()
@@ -375,6 +376,6 @@ class HandOff:
         self.pool.close()
 
 
-def _split_outputs(out: torch.Tensor, rows: int, widths: Sequence[int]) -> list[torch.Tensor]:
+def _split_outputs(out: Tensor, rows: int, widths: Sequence[int]) -> list[Tensor]:
     sizes = [rows * width for width in widths]
     return [part.view(rows, width) for part, width in zip(out.split(sizes), widths)]

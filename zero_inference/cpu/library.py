@@ -17,13 +17,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.kernels.build import (
-    cached_library,
-    compiler_error_line,
-    find_compiler,
-    hashed_name,
-    print_stderr,
-)
+from zero_inference.kernels.build import cached_library, compiler_error_line, find_compiler, hashed_name, print_stderr
 from zero_inference.kernels.extension import CPU_SOURCES, source_folder
 from zero_inference.utils.processes import process_group
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, best_instructions, require_library
 from zero_inference.cpu.products import Matrix
@@ -50,11 +51,7 @@ def choose_cpus(
 
 
 def choose_rank_cpus(
-    numa_node: int | None,
-    local_rank: int,
-    local_world_size: int,
-    root: str = "/",
-    allowed: set[int] | None = None,
+    numa_node: int | None, local_rank: int, local_world_size: int, root: str = "/", allowed: set[int] | None = None
 ) -> list[int]:
     """Return the CPUs of one rank where the ranks of a host divide its cores equally; one core is left for Python."""
     cores = _physical_cores({numa_node}, root, allowed)
@@ -153,8 +150,8 @@ class Routing(NamedTuple):
         weights: [tokens, k] in float32, float16 or bfloat16.
     """
 
-    experts: torch.Tensor
-    weights: torch.Tensor
+    experts: Tensor
+    weights: Tensor
 
     def extra(self, experts: int, weights: int) -> tuple[int, ...]:
         """Return `Call.extra` for both at these addresses."""
@@ -172,7 +169,7 @@ class Weight:
     """
 
     matrix: Matrix
-    bias: torch.Tensor | None
+    bias: Tensor | None
     nbytes: int
 
 
@@ -220,7 +217,7 @@ class CpuPool:
         self,
         cpus: Sequence[int],
         spin_us: int,
-        flags: torch.Tensor | None = None,
+        flags: Tensor | None = None,
         instructions: str = "auto",
         ranks: int = 1,
     ):
@@ -233,7 +230,7 @@ class CpuPool:
         )
         if not self.handle:
             raise RunError(TOO_MANY_THREADS.format(self.threads))
-        self.references: list[torch.Tensor] = []  # memory that tasks point to
+        self.references: list[Tensor] = []  # memory that tasks point to
 
     def add_block(self, stages: Sequence[Stage], dtype: torch.dtype) -> Task:
         """Add a block of products whose last stage gives the outputs; `dtype` is that of input and outputs."""
@@ -264,7 +261,7 @@ class CpuPool:
         if self.library.zero_inference_cpu_pool_reserve(self.handle, ctypes.byref(call)):
             raise _no_memory(rows)
 
-    def run(self, task: Task, x: torch.Tensor, out: torch.Tensor, routing: Routing | None = None) -> None:
+    def run(self, task: Task, x: Tensor, out: Tensor, routing: Routing | None = None) -> None:
         """Compute `out` from `x` [rows, columns] synchronously; all contiguous on the CPU. Raises RunError without memory."""
         extra = () if routing is None else routing.extra(*(tensor.data_ptr() for tensor in routing))
         call = Call(task.number, x.shape[0], x.data_ptr(), out.data_ptr(), extra)

@@ -8,8 +8,6 @@ The fused operator (csrc/quantization/product.cu) reads no weight for negative s
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,12 +18,7 @@ from zero_inference.kernels.products import ALIGNMENT, LIBRARY, can_fuse
 from zero_inference.kernels.quantization import check_packed, dequantize_reference
 
 MAX_PAIRS = 65535  # in a call of the fused operator: the second dimension of a grid
-GATHERED_BYTES = (
-    128 << 20
-)  # weights gathered at once: enough to fill a device, little beside the memory that a run keeps free
-
-TRIAL_ROWS, TRIAL_COLUMNS = 200, 1024
-TRIAL_TOLERANCE = 1e-2  # relative; bfloat16 rounds by up to 0.4%
+GATHERED_BYTES = 128 << 20  # at once: enough to fill a device, little beside the memory that a run keeps free
 
 # from `bias` on: see `quantized_expert_linear` and `Epilogue`
 SCHEMA = (
@@ -100,22 +93,19 @@ def quantized_expert_linear(
     rounds the product and the sum with the bias.
 
     Args:
-        x: float16, bfloat16 or float32 [tokens, columns]; columns is a multiple of the group size.
-        codes: uint8 [slots, rows * columns * bits / 8], each slot as `zero_inference.kernels.quantization` packs a weight.
+        x: float16, bfloat16 or float32 [tokens, columns].
+        codes: uint8 [slots, rows * columns * bits / 8], each slot as `kernels.quantization.quantize` packs a weight.
         scale, minimum: [slots, rows * columns / group_size], in x's dtype.
-        bits: 8 or 4.
-        slot, bias, epilogue: as in `expert_linear`.
         tokens: upper bound of the pairs with the same weight: a token has none twice; 0 for the rows of x.
-
-    Returns:
-        As `expert_linear`.
+        others: as in `expert_linear`.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not match.
     """
-    _check_groups(x, codes, scale, minimum, bits, group_size, rows, slot)
+    _check(x, slot, codes.shape[0], x.shape[-1])
+    check_packed(codes, scale, minimum, bits, group_size, rows, x.shape[-1], x.dtype, x.device, codes.shape[0])
     fits = 0 < slot.numel() <= MAX_PAIRS and can_fuse(x, codes, scale, minimum, bits, group_size, bias)
-    if fits and (bias is None or bias.dtype == x.dtype) and kernel_agrees(x.device, x.dtype, bits, group_size):
+    if fits and (bias is None or bias.dtype == x.dtype):
         x, slot = x.contiguous(), slot.contiguous()
         if x.data_ptr() % ALIGNMENT == 0 and slot.data_ptr() % ALIGNMENT == 0:
             numbers = (PLAIN, 0, 0.0, 0.0) if epilogue is None else epilogue[:4]
@@ -131,39 +121,12 @@ def pairs_together(pairs: int, weights: int) -> int:
     return 1 if 4 * pairs <= weights else 8 if pairs <= 4 * weights else 16
 
 
-@functools.cache
-@torch.no_grad()
-def kernel_agrees(device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> bool:
-    """Return whether the fused operator agrees with PyTorch on this device, in a trial on small weights that the host waits for once."""
-    rows, columns, draw = TRIAL_ROWS, TRIAL_COLUMNS, torch.Generator(device).manual_seed(0)
-    codes = torch.randint(0, 256, (2, rows * columns * bits // 8), dtype=torch.uint8, device=device, generator=draw)
-    scale, minimum = (
-        torch.rand(2, rows * columns // group_size, device=device, generator=draw).sub_(0.5).to(dtype) for _ in range(2)
-    )
-    x = torch.randn(5, columns, device=device, generator=draw).to(dtype)
-    slot = torch.tensor([1, -1, 0, 1, 1], device=device)  # three share a weight
-    found, expected = (
-        product(x, codes, scale, minimum, bits, group_size, rows, slot).float()
-        for product in (torch.ops.zero_inference.linear_groups_indexed, quantized_expert_linear_reference)
-    )
-    difference = (found - expected).norm(dim=1)
-    agrees = bool((difference <= TRIAL_TOLERANCE * expected.norm(dim=1)).all())
-    if not agrees:
-        warnings.warn(
-            f"the fused kernel for experts differs from PyTorch on {device} ({bits} bits, groups of {group_size}, {dtype}): it is "
-            "not used, and experts are slower",
-            stacklevel=2,
-        )
-    return agrees
-
-
 @torch.no_grad()
 def quantized_expert_linear_reference(
     x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, slot: Tensor
 ) -> Tensor:
     """Return `quantized_expert_linear` without bias and epilogue, with PyTorch on any device: the weights of a few rows are gathered and
     dequantized at a time."""
-    _check_groups(x, codes, scale, minimum, bits, group_size, rows, slot)
     columns = x.shape[1]
 
     def weights(some: Tensor) -> Tensor:
@@ -175,7 +138,9 @@ def quantized_expert_linear_reference(
     return _gathered_products(x, slot, rows * columns * x.element_size(), rows, weights)
 
 
-def _gathered_products(x: Tensor, slot: Tensor, weight_bytes: int, rows: int, weights) -> Tensor:
+def _gathered_products(
+    x: Tensor, slot: Tensor, weight_bytes: int, rows: int, weights: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return [pairs, rows], a few pairs at a time; the host reads no value of `slot`, which it would have to wait for."""
     x = x.repeat_interleave(slot.numel() // max(1, x.shape[0]), 0)  # [pairs, columns]
     out = x.new_empty(x.shape[0], rows)
@@ -207,39 +172,10 @@ def _check(x: Tensor, slot: Tensor, slots: int, columns: int) -> None:
         raise ValueError("at least one weight is needed")
 
 
-def _check_groups(
-    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, slot: Tensor
-) -> None:
-    _check(x, slot, codes.shape[0], x.shape[-1])
-    check_packed(codes, scale, minimum, bits, group_size, rows, x.shape[-1], x.dtype, x.device, codes.shape[0])
+def _without_kernel(x: Tensor, *weight_and_slot: Any) -> Tensor:
+    """Compute the plain operator with PyTorch; only the CUDA kernel adds a bias and computes an epilogue."""
+    return quantized_expert_linear_reference(x, *weight_and_slot)
 
 
-def _without_kernel(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    slot: Tensor,
-    bias: Tensor | None = None,
-    form: int = PLAIN,
-    *_: float,
-) -> Tensor:
-    """Compute the operator with PyTorch, where no kernel is registered."""
-    if form != PLAIN:
-        raise NotImplementedError("only the CUDA kernel computes an epilogue: use linear_groups_indexed")
-    product = quantized_expert_linear_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
-    return _finish(product, slot, bias, None)
-
-
-def _fake(x: Tensor, *others: Any) -> Tensor:
-    rows, slot = others[5:7]
-    form = others[8] if len(others) > 8 else PLAIN  # the dispatcher leaves out trailing defaults
-    return x.new_empty(slot.shape[0], rows // 2 if form >= GATE_FIRST else rows)
-
-
-LIBRARY.define("linear_groups_indexed" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define("linear_groups_indexed" + SCHEMA)
 LIBRARY.impl("linear_groups_indexed", _without_kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("zero_inference::linear_groups_indexed", _fake, lib=LIBRARY)

@@ -26,7 +26,6 @@ from zero_inference.kernels.build import (
     print_stderr,
     torch_build_environment,
 )
-from zero_inference.utils.files import extensions_folder
 
 SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
 PREBUILT = "prebuilt"  # folder of an installed package
@@ -209,16 +208,7 @@ def _serves(entry: str, device: tuple[int, int]) -> bool:
 
 
 def library_name(architectures: str, folder: Path | None = None) -> str:
-    """Return a name with a hash of all that the library depends on.
-
-    Args:
-        folder: of the sources; default `source_folder()`.
-    """
+    """Return a name with a hash of all that the library depends on; `folder` has the sources."""
     folder = folder or source_folder()
     parts = (torch.__version__, torch.version.cuda, architectures, sys.prefix, *DEFINES)
     return hashed_name("zero_inference", folder, _files(folder), parts)
-
-
-def trial_mark(*parts: str) -> Path:
-    """Return the file that records that this library's kernels passed a trial under the conditions `parts`."""
-    return extensions_folder() / "trials" / re.sub(r"[^\w.-]+", "_", "-".join((library_name("trial"), *parts)))

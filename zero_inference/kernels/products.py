@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,11 +54,9 @@ def quantized_linear(
     otherwise the weight is dequantized into temporary memory.
 
     Args:
-        x: float16, bfloat16 or float32 [..., columns]; columns is a multiple of the group size.
-        codes: uint8 [rows * columns * bits / 8], row by row; 4 bits: the even element in the low nibble.
-        scale, minimum: [rows * columns / group_size], in x's dtype.
-        bits: 8 or 4.
-        bias: [rows] in x's dtype, or None.
+        x: float16, bfloat16 or float32 [..., columns].
+        codes, scale, minimum, bits, group_size: of the weight, as `kernels.quantization.quantize` packs it, in x's dtype.
+        bias: [rows] in x's dtype.
 
     Returns:
         [..., rows] in x's dtype, contiguous.
@@ -127,34 +126,14 @@ def no_bias(device: torch.device, dtype: torch.dtype) -> Tensor:
 @functools.cache
 def _device_can_fuse(index: int, group_size: int) -> bool:
     properties = torch.cuda.get_device_properties(index)
-    return properties.major >= 8 and (
-        group_size > 16 or properties.shared_memory_per_block_optin >= GROUP_16_SHARED_BYTES
-    )
+    enough = group_size > 16 or properties.shared_memory_per_block_optin >= GROUP_16_SHARED_BYTES
+    return properties.major >= 8 and enough
 
 
-def _without_kernel(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    bias: Tensor,
-    column_warps: int = 0,
-    splits: int = 0,
-    chunk_steps: int = 0,
-) -> Tensor:
-    """Compute the operator with PyTorch, where no kernel is registered; launch sizes are ignored."""
-    return quantized_linear_reference(x, codes, scale, minimum, bits, group_size, rows, bias if bias.numel() else None)
+def _without_kernel(x: Tensor, *others: Any) -> Tensor:
+    *weight, bias = others[:7]  # without launch sizes
+    return quantized_linear_reference(x, *weight, bias if bias.numel() else None)
 
 
-def _fake(
-    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, *_
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], rows)
-
-
-LIBRARY.define("linear_groups" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define("linear_groups" + SCHEMA)
 LIBRARY.impl("linear_groups", _without_kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("zero_inference::linear_groups", _fake, lib=LIBRARY)

@@ -89,24 +89,22 @@ class _Rotary(SharedPatch):
 
     def _form(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Form | None:
         """Return the form of this call, or None if the kernel does not support it."""
+        tensors = q, k, cos, sin
         forms = self.forms.get((q.device, q.dtype))
         if forms is None or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
             return None
         batch, _, tokens, head_dim = q.shape
         width = cos.shape[2]
         fits = (
-            k.shape[0] == batch
-            and k.shape[2:] == q.shape[2:]
+            (k.shape[0], *k.shape[2:]) == (batch, tokens, head_dim)
             and cos.shape[0] in (1, batch)
             and cos.shape[1] == tokens
             and 0 < batch * tokens <= MAX_TOKENS
             and 0 < width <= head_dim
+            and all(x.dtype == q.dtype and x.device == q.device and x.stride(-1) == 1 for x in tensors)
+            and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         )
-        same_type = all(x.dtype == q.dtype and x.device == q.device and x.stride(-1) == 1 for x in (q, k, cos, sin))
-        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, cos, sin))
-        if not fits or not same_type or needs_gradient:
-            return None
-        form = forms[0 if width == head_dim else 1 if 2 * width == head_dim else 2]
+        form = forms[0 if width == head_dim else 1 if 2 * width == head_dim else 2] if fits else None
         return form if form is not None and form.times * width <= head_dim and form.times * width % 2 == 0 else None
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
@@ -102,7 +103,7 @@ def window_only_in_cache(model: PreTrainedModel) -> bool:
     return not _same_steps(*results)
 
 
-def _same_steps(own: Iterable[torch.Tensor], ours: Iterable[torch.Tensor]) -> bool:
+def _same_steps(own: Iterable[Tensor], ours: Iterable[Tensor]) -> bool:
     own, ours = list(own), list(ours)
     finite = all(tensor.isfinite().all() for tensor in own)
     return (
@@ -112,7 +113,7 @@ def _same_steps(own: Iterable[torch.Tensor], ours: Iterable[torch.Tensor]) -> bo
 
 def _trial_steps(
     copied: PreTrainedModel, begin_pass: Callable[[], None], cpu_attention: bool, preallocated: bool = False
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """Yield results of decode steps: the inputs of products with large weights, and the logits.
 
     Args:
@@ -183,7 +184,7 @@ class _RandomProducts(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inputs: list[torch.Tensor] = []
+        self.inputs: list[Tensor] = []
         self.generator = torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -197,17 +198,15 @@ class _RandomProducts(TorchDispatchMode):
         self.inputs += [tensor.clone() for tensor in numbers]
         grouped = "grouped_mm" in str(function)  # supports only this dtype on the meta device
 
-        def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+        def shape_of(tensor: Tensor) -> Tensor:
             return tensor.to("meta", torch.bfloat16 if grouped and tensor.is_floating_point() else tensor.dtype)
 
-        out = function(
-            *tree_map_only(torch.Tensor, shape_of, args), **tree_map_only(torch.Tensor, shape_of, kwargs or {})
-        )
+        out = function(*tree_map_only(Tensor, shape_of, args), **tree_map_only(Tensor, shape_of, kwargs or {}))
         if function._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_select) and not numbers:
             return out  # gathered weights, such as those of an expert
-        return tree_map_only(torch.Tensor, self._random, out)
+        return tree_map_only(Tensor, self._random, out)
 
-    def _random(self, shape: torch.Tensor) -> torch.Tensor:
+    def _random(self, shape: Tensor) -> Tensor:
         if not shape.is_floating_point():
             return torch.zeros(shape.shape, dtype=shape.dtype)
         return torch.randn(shape.shape, generator=self.generator)
@@ -216,9 +215,7 @@ class _RandomProducts(TorchDispatchMode):
 class _ReferenceAttention:
     """`CpuAttention` in plain PyTorch."""
 
-    def attend(
-        self, layer: CpuAttentionLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int = 0, mask: Tensor | None = None) -> Tensor:
         layer.store(*layer.new_states)
         options = vars(layer.logits) | dict(positions=layer.length, window=window, mask=mask)
         return attention_reference(query, *layer.stored, **options).to(query.dtype).transpose(1, 2)
@@ -245,15 +242,7 @@ class _PatchedFunction(SharedPatch):
         before: the function; None: the `eager_attention_forward` of each model's own file.
     """
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **options: Any,
-    ):
+    def __call__(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any):
         layer = CpuAttentionLayer.of(key)
         if layer is None:
             before = self.before or sys.modules[type(module).__module__].eager_attention_forward
@@ -276,11 +265,11 @@ class _PatchedFunction(SharedPatch):
 def _attend_own(
     module: torch.nn.Module,
     cache: CpuAttentionCache,
-    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    states: tuple[Tensor, Tensor, Tensor],
     scale: float,
-    slopes: Callable[[], torch.Tensor],
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
+    slopes: Callable[[], Tensor],
+    mask: Tensor | None,
+) -> Tensor:
     """Return attention [batch, new, heads x head_dim] for a family that adds ALiBi itself.
 
     Args:
@@ -302,10 +291,10 @@ def _is_decode(cache: Any, module: torch.nn.Module) -> bool:
 def _bloom_forward(
     module: torch.nn.Module,
     before: Callable,
-    hidden_states: torch.Tensor,
-    residual: torch.Tensor,
-    alibi: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: Tensor,
+    attention_mask: Tensor | None,
     layer_past: Any = None,
     **options: Any,
 ):
@@ -313,7 +302,7 @@ def _bloom_forward(
         return before(hidden_states, residual, alibi, attention_mask, layer_past=layer_past, **options)
     states = module._reshape(module.query_key_value(hidden_states))
 
-    def slopes() -> torch.Tensor:  # from the bias of two positions; `alibi` is rounded to the model's dtype
+    def slopes() -> Tensor:  # from the bias of two positions; `alibi` is rounded to the model's dtype
         rule = sys.modules[type(module).__module__].build_alibi_tensor
         return rule(torch.ones((1, 2), dtype=torch.int64), module.num_heads, torch.float32)[:, 0, 1]
 
@@ -324,10 +313,10 @@ def _bloom_forward(
 def _mpt_forward(
     module: torch.nn.Module,
     before: Callable,
-    hidden_states: torch.Tensor,
-    position_bias: torch.Tensor,
+    hidden_states: Tensor,
+    position_bias: Tensor,
     past_key_values: Any = None,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     **options: Any,
 ):
     if not _is_decode(past_key_values, module):
@@ -338,7 +327,7 @@ def _mpt_forward(
     states = (part.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2) for part in packed.chunk(3, dim=2))
     mask = None if attention_mask is None else ~attention_mask  # MPT's True is hidden
 
-    def slopes() -> torch.Tensor:
+    def slopes() -> Tensor:
         return position_bias[:, 0, -1] - position_bias[:, 0, -2]
 
     out = _attend_own(module, past_key_values, tuple(states), module.softmax_scale, slopes, mask)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from zero_inference.cpu.attention import add_attention, attention, run_attention, submit_attention
@@ -33,16 +34,16 @@ from zero_inference.utils.transfers import Transfers
 CACHED_MASKS = 4  # a model has one or two kinds of masks in a pass
 MAX_BLOCK_POSITIONS = 64  # also the tile of the online softmax (csrc/cpu/attention_kernel.h)
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
+Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 class HostMasks:
     """Copies of a model's attention masks on the host, one copy per mask and pass."""
 
     def __init__(self) -> None:
-        self.cached: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []  # (mask, *result of `on_host`)
+        self.cached: list[tuple[Tensor, int, Tensor | None]] = []  # (mask, *result of `on_host`)
 
-    def on_host(self, mask: torch.Tensor | None, positions: int) -> tuple[int, torch.Tensor | None]:
+    def on_host(self, mask: Tensor | None, positions: int) -> tuple[int, Tensor | None]:
         """Return (window, None) if a window expresses `mask`, else (0, the mask on the host [batch or 1, heads or 1, new, positions]).
 
         Args:
@@ -60,7 +61,7 @@ class HostMasks:
         return window, host_mask
 
 
-def window_of(mask: torch.Tensor) -> int:
+def window_of(mask: Tensor) -> int:
     """Return how many of the last positions the new token sees, if `mask` [batch, heads, new, positions] is such a window of one token;
     else 0."""
     if mask.shape[2] != 1:
@@ -87,16 +88,14 @@ class LogitOptions:
 
     scale: float
     softcap: float = 0.0
-    sinks: torch.Tensor | None = None
-    slopes: torch.Tensor | None = None
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
 
 
 class CpuAttention(Protocol):
     """Computes attention on the CPU for a model on any device."""
 
-    def attend(
-        self, layer: CpuAttentionLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int = 0, mask: Tensor | None = None) -> Tensor:
         """Store the layer's `new_states` as the last of its `length` positions, and attend.
 
         Args:
@@ -167,14 +166,14 @@ class CpuAttentionLayer(PreallocatedLayer):
         self.logits: LogitOptions | None = None
         self.new_states: Pair | None = None
 
-    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         blocks, positions = blocks_for(self.max_length)
         self.stored = tuple(
             host_empty((blocks, *states.shape[:2], positions, states.shape[3]), states.dtype, self.cache.pinned)
             for states in (key_states, value_states)
         )
 
-    def append(self, states: Pair, start: int, end: int) -> tuple[torch.Tensor, ...]:
+    def append(self, states: Pair, start: int, end: int) -> tuple[Tensor, ...]:
         if self.cache.pending is not None:
             raise UnsupportedAttention(
                 "a layer did not attend through transformers' attention functions, or changed its keys"
@@ -189,14 +188,14 @@ class CpuAttentionLayer(PreallocatedLayer):
         return placeholders
 
     @staticmethod
-    def of(key: torch.Tensor) -> CpuAttentionLayer | None:
+    def of(key: Tensor) -> CpuAttentionLayer | None:
         """Return the layer that marked `key`, which is pending no more; None for other keys."""
         layer: CpuAttentionLayer | None = getattr(key, "cpu_attention_layer", None)
         if layer is not None:
             layer.cache.pending = None
         return layer
 
-    def attend(self, query: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
         """Return attention [batch, new, heads, value_dim] of `query` [batch, heads, new, key_dim]; `mask` as of `HostMasks.on_host`."""
         if self.new_states is None:
             raise UnsupportedAttention("a layer attends more than once to its keys")
@@ -205,7 +204,7 @@ class CpuAttentionLayer(PreallocatedLayer):
         self.new_states = None
         return out
 
-    def store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def store(self, keys: Tensor, values: Tensor) -> None:
         """Store copies of `new_states` on the CPU."""
         for stored, new in zip(self.stored, (keys, values)):
             first = self.length - new.shape[2]
@@ -222,7 +221,7 @@ class PromptWriter:
         self.stream: torch.cuda.Stream | None = None
         self.in_flight = False
 
-    def write(self, stored: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...], device: torch.device) -> None:
+    def write(self, stored: tuple[Tensor, ...], states: tuple[Tensor, ...], device: torch.device) -> None:
         """Store `states` [batch, kv_heads, positions, dim] in the first blocks of `stored`."""
         for host, new in zip(stored, states):
             whole, rest = divmod(new.shape[2], host.shape[3])
@@ -235,7 +234,7 @@ class PromptWriter:
             if new.is_cuda:
                 self._copy(host[: len(blocks)], blocks, device)
 
-    def _copy(self, host: torch.Tensor, blocks: torch.Tensor, device: torch.device) -> None:
+    def _copy(self, host: Tensor, blocks: Tensor, device: torch.device) -> None:
         if self.stream is None:
             self.stream = torch.cuda.Stream(device)
         self.stream.wait_stream(torch.cuda.current_stream(device))
@@ -290,9 +289,7 @@ class BlockingCpuAttention:
         self.transfers, self.threads = transfers, threads
         self.staging = torch.empty(0, dtype=torch.uint8)
 
-    def attend(
-        self, layer: CpuAttentionLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int = 0, mask: Tensor | None = None) -> Tensor:
         """See `CpuAttention`: query [batch, heads, new, key_dim] -> [batch, new, heads, value_dim]."""
         device = query.device
         states = query, *layer.new_states
@@ -315,7 +312,7 @@ class BlockingCpuAttention:
             self.transfers.host_to_device_bytes += out.nbytes
         return out.to(device)
 
-    def _to_host(self, layer: CpuAttentionLayer, states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _to_host(self, layer: CpuAttentionLayer, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return copies of `states` in page-locked memory, once they and the prompt's keys and values are there."""
         packed = torch.cat([part.flatten() for part in states])
         count = packed.nbytes
@@ -348,9 +345,7 @@ class PooledCpuAttention:
         self.tasks: dict[CpuAttentionLayer, int] = {}  # numbers of `add_attention`
         self.fallback = BlockingCpuAttention(calls.transfers, calls.pool.threads)
 
-    def attend(
-        self, layer: CpuAttentionLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int = 0, mask: Tensor | None = None) -> Tensor:
         """See `CpuAttention`: query [batch, heads, new, key_dim] -> [batch, new, heads, value_dim]."""
         batch, heads, new, _ = query.shape
         keys, values = layer.stored
@@ -379,7 +374,7 @@ class PooledCpuAttention:
             run_attention(self.pool, task, packed, out, new, length, window)
         return out
 
-    def _fits(self, states: tuple[torch.Tensor, ...], out: torch.Tensor) -> bool:
+    def _fits(self, states: tuple[Tensor, ...], out: Tensor) -> bool:
         """Return whether the hand-off's buffers hold input and output."""
         if not isinstance(self.calls, HandOff):
             return True
@@ -399,7 +394,7 @@ def _running_on(cpus: set[int] | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _bytes_read(layer: CpuAttentionLayer, query: torch.Tensor, window: int) -> int:
+def _bytes_read(layer: CpuAttentionLayer, query: Tensor, window: int) -> int:
     """Return the bytes of keys and values that attention reads, once for all new tokens."""
     positions = min(layer.length, window + query.shape[2] - 1) if window else layer.length
     return positions * sum(stored[0, :, :, 0].nbytes for stored in layer.stored)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from zero_inference.errors import RunError, UsageError
@@ -137,19 +138,19 @@ class PreallocatedLayer(CacheLayerMixin):
     def __init__(self, max_length: int):
         super().__init__()
         self.max_length, self.length = max_length, 0
-        self.stored: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.stored: tuple[Tensor, Tensor] | None = None
         self.dtype: Any = None
         self.device: Any = None
 
     @abstractmethod
-    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         """Set `stored` for states [batch, heads, new, head_dim] like these."""
 
     @abstractmethod
-    def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
+    def append(self, states: tuple[Tensor, Tensor], start: int, end: int) -> tuple[Tensor, ...]:
         """Store `states` [batch, heads, end - start, head_dim]; return all positions, [batch, heads, end, head_dim]."""
 
-    def lazy_initialization(self, *states: torch.Tensor, **others: Any) -> None:
+    def lazy_initialization(self, *states: Tensor, **others: Any) -> None:
         """Allocate memory for keys and values like `states`, or for `others`, states of a recurrence."""
         if others:
             super().lazy_initialization(**others)
@@ -158,7 +159,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.allocate(*states)
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Append key and value states [batch, heads, new, head_dim]; return all positions, [batch, heads, length, head_dim].
 
         Raises:
@@ -268,7 +269,7 @@ class DeviceKVCache(PreallocatedCache):
         return _DeviceLayer(self.max_length)
 
     @contextlib.contextmanager
-    def writing_at(self, position: torch.Tensor) -> Iterator[None]:
+    def writing_at(self, position: Tensor) -> Iterator[None]:
         """Within it `update` writes the next token to `position`, int64 [1] on the device and read in stream order, and returns all
         positions, so that attention needs a mask. `advance` counts the token."""
         for layer in self.layers:
@@ -284,7 +285,7 @@ class DeviceKVCache(PreallocatedCache):
         for layer in self.layers:
             layer.length += tokens
 
-    def at(self, position: int) -> list[torch.Tensor]:
+    def at(self, position: int) -> list[Tensor]:
         """Return copies of the keys and values at one position, [batch, heads, head_dim] each."""
         return [stored[:, :, position].clone() for layer in self.layers for stored in layer.stored or ()]
 
@@ -315,15 +316,15 @@ class ReusableKVCache(DeviceKVCache):
 class _DeviceLayer(PreallocatedLayer):
     """Keys and values of one layer on the device, `stored` [batch, heads, max_length, head_dim]."""
 
-    write_position: torch.Tensor | None = None  # of the next token while a graph is captured
+    write_position: Tensor | None = None  # of the next token while a graph is captured
 
-    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         self.stored = tuple(  # zeros: a mask hides unfilled positions, but a NaN there would spread
             torch.zeros((*states.shape[:2], self.max_length, states.shape[3]), dtype=states.dtype, device=states.device)
             for states in (key_states, value_states)
         )
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Store the new keys and values, and return all; all allocated positions within `DeviceKVCache.writing_at`."""
         if self.write_position is None:
             return super().update(key_states, value_states, *args, **kwargs)
@@ -331,7 +332,7 @@ class _DeviceLayer(PreallocatedLayer):
             stored.index_copy_(2, self.write_position, new)
         return self.stored
 
-    def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
+    def append(self, states: tuple[Tensor, Tensor], start: int, end: int) -> tuple[Tensor, ...]:
         for stored, new in zip(self.stored, states):
             stored[:, :, start:end].copy_(new)
         return tuple(stored[:, :, :end] for stored in self.stored)
@@ -347,12 +348,12 @@ class _ReusableLayer(_DeviceLayer):
     def __init__(self, rows: int, max_length: int):
         super().__init__(max_length)
         self.positions = rows * max_length
-        self.memory: list[torch.Tensor] = []
+        self.memory: list[Tensor] = []
 
     def begin(self, max_length: int) -> None:
         self.max_length, self.length, self.is_initialized = max_length, 0, False
 
-    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.memory:  # zeros: see `_DeviceLayer`
             self.memory = [
                 torch.zeros(self.positions * each.shape[1] * each.shape[3], dtype=each.dtype, device=each.device)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer
@@ -23,7 +24,7 @@ from zero_inference.utils.transfers import Transfers
 # One is read while two are filled: with two, the link would idle until attention releases a slot.
 SLOTS = 3
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
+Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 class HostKVCache(PreallocatedCache):
@@ -78,7 +79,7 @@ class _HostLayer(PreallocatedLayer):
         super().__init__(max_length)
         self.pool, self.index = pool, -1
 
-    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         self.sizes = tuple((one.shape[0], one.shape[1], one.shape[3]) for one in (key_states, value_states))
         elements = sum(math.prod(size) for size in self.sizes)
         self.rows = host_empty((self.max_length, elements), key_states.dtype, self.pool.pinned)
@@ -87,7 +88,7 @@ class _HostLayer(PreallocatedLayer):
             self.index = self.pool.add(self)
         self.pool.prepare(self.rows, self.device)
 
-    def views(self, rows: torch.Tensor) -> Pair:
+    def views(self, rows: Tensor) -> Pair:
         """Return keys and values [batch, heads, positions, head_dim] as views of `rows` [positions, elements], here or in a slot."""
         parts = rows.split([math.prod(size) for size in self.sizes], 1)
         keys, values = (part.unflatten(1, size).permute(1, 2, 0, 3) for part, size in zip(parts, self.sizes))
@@ -108,9 +109,9 @@ class _Slot:
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device):
         self.memory = torch.empty(elements, dtype=dtype, device=device)
         self.filled, self.written = torch.cuda.Event(), torch.cuda.Event()
-        self.views: dict[tuple, tuple[torch.Tensor, Pair]] = {}  # by the sizes of layers
+        self.views: dict[tuple, tuple[Tensor, Pair]] = {}  # by the sizes of layers
 
-    def views_for(self, layer: _HostLayer) -> tuple[torch.Tensor, Pair]:
+    def views_for(self, layer: _HostLayer) -> tuple[Tensor, Pair]:
         """Return the rows of `layer` in this memory, and its keys and values there."""
         if layer.sizes not in self.views:
             rows = self.memory[: layer.rows.numel()].view(layer.rows.shape)
@@ -143,7 +144,7 @@ class _DeviceSlots:
         self.layers.append(layer)
         return len(self.layers) - 1
 
-    def prepare(self, rows: torch.Tensor, device: torch.device) -> None:
+    def prepare(self, rows: Tensor, device: torch.device) -> None:
         """Allocate slots that hold such rows; called with the first tokens, when slots hold nothing that is needed."""
         if device.type != "cuda":
             return
@@ -208,7 +209,7 @@ class _DeviceSlots:
         self.transfers.host_to_device_bytes += rows.nbytes
         self.filled[layer.index] = slot
 
-    def _write(self, host: torch.Tensor, rows: torch.Tensor, compute: torch.cuda.Stream) -> None:
+    def _write(self, host: Tensor, rows: Tensor, compute: torch.cuda.Stream) -> None:
         """Copy rows of new positions to the host, after the kernels that compute them."""
         self.appended.record(compute)
         self.write_stream.wait_event(self.appended)

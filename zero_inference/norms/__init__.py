@@ -8,32 +8,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_WHERE = {
-    "ops": (
-        "rms_norm",
-        "fused_add_rms_norm",
-        "layer_norm",
-        "fused_add_layer_norm",
-        "poly_norm",
-        "fused_mul_poly_norm",
-        "fused_mul_grouped_poly_norm",
-    ),
-    "reference": (
-        "rms_norm_ref",
-        "fused_add_rms_norm_ref",
-        "layer_norm_ref",
-        "fused_add_layer_norm_ref",
-        "poly_norm_ref",
-        "fused_mul_poly_norm_ref",
-        "fused_mul_grouped_poly_norm_ref",
-    ),
-    "patch": ("patch_norms", "unpatch_norms"),
-}
-__all__ = [name for names in _WHERE.values() for name in names]
+_NORMS = (
+    "rms_norm",
+    "fused_add_rms_norm",
+    "layer_norm",
+    "fused_add_layer_norm",
+    "poly_norm",
+    "fused_mul_poly_norm",
+    "fused_mul_grouped_poly_norm",
+)
+_WHERE = dict.fromkeys(_NORMS, "ops") | {f"{name}_ref": "reference" for name in _NORMS}
+_WHERE |= {"patch_norms": "patch", "unpatch_norms": "patch"}
+__all__ = list(_WHERE)
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _WHERE.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)

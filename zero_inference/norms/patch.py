@@ -1,6 +1,6 @@
 """Replace the norms of a loaded transformers model by our kernels, by a table of families.
 
-Modules, parameters and hooks stay: only `forward` and `extra_repr` of the instances are replaced. So ZeRO-3 still gathers partitioned
+Modules, parameters and hooks stay: only `forward` of the instances is replaced. So ZeRO-3 still gathers partitioned
 parameters, the stream engine still moves whole layers, and `unpatch_norms` restores everything. If a decoder layer adds the residual right
 before a norm, its forward is rewritten to pass both to the norm, which does both in one kernel.
 
@@ -36,19 +36,14 @@ class Norm:
     weight_offset: float = 0.0
     round_first: bool = False
 
-    @property
-    def operator(self) -> str:
-        """Name in PyTorch and its profiler."""
-        return f"zero_inference::{'layer_norm' if self.layer else 'rms_norm'}"
-
 
 @dataclass(frozen=True)
 class Family:
     """Norm classes by name, and the norm of a decoder layer that follows the addition of the residual, if any."""
 
     norms: dict[str, Norm]
-    layer_class: str | None = None
-    after_add: str | None = None
+    layer_class: str = ""
+    after_add: str = ""
 
 
 LAYER = Norm(layer=True)
@@ -99,7 +94,6 @@ def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
         name = type(module).__name__
         if name in family.norms:
             _set_forward(module, _norm_forward(family.norms[name]), patches)
-            patches.set_attr(module, "extra_repr", MethodType(_norm_repr(family.norms[name]), module))
             count += 1
         elif name == family.layer_class:
             forward = _fused_forward(type(module), family.after_add)  # type: ignore[arg-type]  # a class can be hashed
@@ -119,8 +113,7 @@ def unpatch_norms(model: nn.Module) -> None:
 def patch_refusal(model: nn.Module, model_type: str | None = None) -> str | None:
     """Return why `patch_norms` does not patch this model; None if it does. Arguments as there."""
     model_type = model_type or getattr(getattr(model, "config", None), "model_type", None)
-    reason = family_refusal(model_type)
-    if reason is not None:
+    if reason := family_refusal(model_type):
         return reason
     norms = FAMILIES[model_type].norms
     found = [module for module in model.modules() if _is_norm(module)]
@@ -135,11 +128,9 @@ def patch_refusal(model: nn.Module, model_type: str | None = None) -> str | None
 
 def family_refusal(model_type: str | None) -> str | None:
     """Return why no model of this family is patched; None if they are."""
-    return (
-        None
-        if model_type in FAMILIES
-        else f"the family {model_type} is not in the table of norms ({', '.join(FAMILIES)})"
-    )
+    if model_type in FAMILIES:
+        return None
+    return f"the family {model_type} is not in the table of norms ({', '.join(FAMILIES)})"
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -150,16 +141,6 @@ def _set_forward(module: nn.Module, forward, patches: Patches) -> None:
     # accelerate's hook is the instance's `forward`, which calls the previous one as `_old_forward`
     attribute = "_old_forward" if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward") else "forward"
     patches.set_attr(module, attribute, MethodType(forward, module))
-
-
-@functools.cache
-def _norm_repr(kind: Norm):
-    """Return extra_repr(self): that of the class, and the operator."""
-
-    def extra_repr(self) -> str:
-        return ", ".join(filter(None, (type(self).extra_repr(self), f"kernel={kind.operator}")))
-
-    return extra_repr
 
 
 @functools.cache
@@ -176,12 +157,10 @@ def _norm_forward(kind: Norm):
             if residual is None:
                 return ops.layer_norm(hidden_states, self.weight, self.bias, eps)
             return ops.fused_add_layer_norm(hidden_states, residual, self.weight, self.bias, eps)
-        offset, round_first = kind.weight_offset, kind.round_first
+        options = dict(weight_offset=kind.weight_offset, round_first=kind.round_first)
         if residual is None:
-            return ops.rms_norm(hidden_states, self.weight, eps, weight_offset=offset, round_first=round_first)
-        return ops.fused_add_rms_norm(
-            hidden_states, residual, self.weight, eps, weight_offset=offset, round_first=round_first
-        )
+            return ops.rms_norm(hidden_states, self.weight, eps, **options)
+        return ops.fused_add_rms_norm(hidden_states, residual, self.weight, eps, **options)
 
     return forward
 
@@ -230,30 +209,15 @@ def _fuse_block(block: list[ast.stmt], norm: str) -> bool:
                 targets=[ast.Name(id=total)],
                 value=ast.BinOp(left=ast.Name(id=left), op=ast.Add(), right=ast.Name(id=right)),
             ):
-                use = index + 1
-                while use < len(block) and _is_alias(block[use], total):
-                    use += 1
-                calls = (
-                    [node for node in ast.walk(block[use]) if _is_call(node, norm, total)] if use < len(block) else []
-                )
-                if len(calls) == 1 and isinstance(block[use], ast.Assign):
+                for use, following in enumerate(block[index + 1 :], index + 1):
+                    if not isinstance(following, ast.Assign):
+                        break
+                    if isinstance(following.value, ast.Name) and following.value.id == total:
+                        continue  # an alias
+                    source = ast.unparse(following)
+                    if source.count(call := f"self.{norm}({total})") != 1:
+                        break
                     block[index] = ast.parse(f"_normed, {total} = self.{norm}({left}, {right})").body[0]
-                    block[use] = _Replace(calls[0]).visit(block[use])
+                    block[use] = ast.parse(source.replace(call, "_normed")).body[0]
                     return True
     return False
-
-
-def _is_alias(statement: ast.stmt, name: str) -> bool:
-    return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name) and statement.value.id == name
-
-
-def _is_call(node: ast.AST, norm: str, argument: str) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node) == f"self.{norm}({argument})"
-
-
-class _Replace(ast.NodeTransformer):
-    def __init__(self, call: ast.AST):
-        self.call = call
-
-    def visit_Call(self, node: ast.Call):
-        return ast.Name(id="_normed", ctx=ast.Load()) if node is self.call else self.generic_visit(node)

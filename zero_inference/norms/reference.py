@@ -54,14 +54,12 @@ def fused_add_layer_norm_ref(
 
 def poly_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
     """Return `w0 N(x^3) + w1 N(x^2) + w2 N(x) + b` with `N(z) = z * rsqrt(mean(z^2) + eps)`; weight [3], bias [1]."""
-    wide = _wide(x)
-    return _poly(x.to(wide), weight.to(wide), bias.to(wide), eps).to(x.dtype)
+    return any_poly_norm_ref(x, None, weight, bias, None, eps)
 
 
 def fused_mul_poly_norm_ref(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
     """Return `poly_norm(x) * mul`, multiplied before the downcast; mul has the shape of x."""
-    wide = _wide(x)
-    return (_poly(x.to(wide), weight.to(wide), bias.to(wide), eps) * mul.to(wide)).to(x.dtype)
+    return any_poly_norm_ref(x, mul, weight, bias, None, eps)
 
 
 def fused_mul_grouped_poly_norm_ref(
@@ -71,12 +69,14 @@ def fused_mul_grouped_poly_norm_ref(
 
     Row r (of x flattened to [rows, D]) uses the first expert with `r < offsets[e]`; rows past the last give zero.
     """
-    wide = _wide(x)
-    rows = x.reshape(-1, x.shape[-1])
-    row_weight, row_bias, inside = _row_weights(weight.to(wide), bias.to(wide), offsets, len(rows))
-    # padding rows are replaced, not only masked: their gradient must be zero even for NaN or inf
-    values = torch.where(inside, rows.to(wide), 1.0)
-    factors = torch.where(inside, mul.reshape(rows.shape).to(wide), 0.0)
+    return any_poly_norm_ref(x, mul, weight, bias, offsets, eps)
+
+
+def any_poly_norm_ref(
+    x: Tensor, mul: Tensor | None, weight: Tensor, bias: Tensor, offsets: Tensor | None, eps: float
+) -> Tensor:
+    """Return `poly_norm`, or a fused form with `mul` and `offsets`."""
+    values, factors, row_weight, row_bias = _poly_rows(x, mul, weight, bias, offsets)
     return (_poly(values, row_weight, row_bias, eps) * factors).to(x.dtype).reshape(x.shape)
 
 
@@ -125,13 +125,11 @@ def poly_norm_backward_ref(
     With c_p the weight of power p, r_p = rsqrt(mean(x^2p) + eps), h = grad mul, S_p = sum_i h_i x_i^p of a row:
     dx = sum_p c_p r_p p x^(p-1) (h - x^p r_p^2 S_p / D), dmul = grad poly, dc_p = sum over rows of r_p S_p, db = sum of h.
     """
-    wide = _wide(x)
     columns = x.shape[-1]
-    values, grads = x.reshape(-1, columns).to(wide), grad.reshape(-1, columns).to(wide)
-    row_weight, row_bias, inside = _row_weights(weight.to(wide), bias.to(wide), offsets, len(values))
+    values, factors, row_weight, row_bias = _poly_rows(x, mul, weight, bias, offsets)
+    grads = grad.reshape(values.shape).to(values.dtype)
     if offsets is not None:
-        values, grads = torch.where(inside, values, 1.0), torch.where(inside, grads, 0.0)
-    factors = 1.0 if mul is None else torch.where(inside, mul.reshape(values.shape).to(wide), 0.0)
+        grads = torch.where(_expert_of_row(offsets, len(values))[:, None] < len(offsets), grads, 0.0)
     h = grads * factors
     grad_x, sums = torch.zeros_like(values), []
     for place, power in enumerate((3, 2, 1)):
@@ -165,14 +163,21 @@ def _poly(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return cube * normalized(x**3) + square * normalized(x**2) + line * normalized(x) + bias
 
 
-def _row_weights(weight: Tensor, bias: Tensor, offsets: Tensor | None, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weight [rows, 3], bias [rows, 1] and whether the row has an expert [rows, 1]; for all rows at once without offsets."""
+def _poly_rows(
+    x: Tensor, mul: Tensor | None, weight: Tensor, bias: Tensor, offsets: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x [rows, D], factors [rows, D] or [1, 1], and weight [rows or 1, 3] and bias [rows or 1, 1] of each row."""
+    wide = _wide(x)
+    values = x.reshape(-1, x.shape[-1]).to(wide)
+    factors = values.new_ones(1, 1) if mul is None else mul.reshape(values.shape).to(wide)
     if offsets is None:
-        return weight.reshape(1, 3), bias.reshape(1, 1), torch.ones((1, 1), dtype=torch.bool, device=weight.device)
-    expert = _expert_of_row(offsets, rows)
+        return values, factors, weight.to(wide).reshape(1, 3), bias.to(wide).reshape(1, 1)
+    expert = _expert_of_row(offsets, len(values))
     inside = (expert < len(offsets))[:, None]
+    # padding rows are replaced, not only masked: their gradient must be zero even for NaN or inf
+    values, factors = torch.where(inside, values, 1.0), torch.where(inside, factors, 0.0)
     expert = expert.clamp(max=len(offsets) - 1)
-    return weight[expert], bias.reshape(-1, 1)[expert], inside
+    return values, factors, weight.to(wide)[expert], bias.to(wide).reshape(-1, 1)[expert]
 
 
 def _expert_of_row(offsets: Tensor, rows: int) -> Tensor:
