@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -157,7 +158,7 @@ def _norm_forward(kind: Norm):
             if residual is None:
                 return ops.layer_norm(hidden_states, self.weight, self.bias, eps)
             return ops.fused_add_layer_norm(hidden_states, residual, self.weight, self.bias, eps)
-        options = dict(weight_offset=kind.weight_offset, round_first=kind.round_first)
+        options: dict[str, Any] = dict(weight_offset=kind.weight_offset, round_first=kind.round_first)
         if residual is None:
             return ops.rms_norm(hidden_states, self.weight, eps, **options)
         return ops.fused_add_rms_norm(hidden_states, residual, self.weight, eps, **options)
