@@ -58,7 +58,7 @@ VARIANTS += [
     ("fixed_tiles", "dequantized_tiles"),
 ]
 WINS = 1.05
-MOST_ERROR = 0.02  # of the result's norm: bfloat16 values and x
+MAX_ERROR = 0.02  # of the result's norm: bfloat16 values and x
 # Of torch's libraries, so that a process uses no better instructions.
 LIMITS = {
     "avx2": dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2"),
@@ -178,7 +178,7 @@ class Forms:
             )  # fmt: skip
             asked = self.library.zero_inference_leave_out(0)
             error = float((out - exact).norm() / exact.norm())
-            if failed or not error <= MOST_ERROR:
+            if failed or not error <= MAX_ERROR:
                 raise SystemExit(
                     f"{weight}, {rows} rows, {instructions}, without {names}: code {failed}, error {error:.1e}"
                 )

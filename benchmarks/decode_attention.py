@@ -31,7 +31,7 @@ CASES = (
     ("Llama-3.1-405B", 1, 128, 8, 128, 576, 576),
     ("gemma-2-9b's width", 1, 16, 8, 256, 576, 576),
 )
-CACHES_BYTES, MOST_LAYERS, SECONDS = 256 << 20, 64, 0.2
+CACHES_BYTES, MAX_LAYERS, SECONDS = 256 << 20, 64, 0.2
 
 
 def main() -> int:
@@ -55,7 +55,7 @@ def main() -> int:
     print(f"{'':18} {'batch':>5} {'heads':>6} {'positions':>11}" + "".join(f" {name:>25}" for name in names))
     for model, batch, heads, key_heads, width, seen, positions in CASES:
         layer_bytes = 2 * batch * key_heads * positions * width * dtype.itemsize
-        layers = min(MOST_LAYERS, 1 + CACHES_BYTES // layer_bytes)
+        layers = min(MAX_LAYERS, 1 + CACHES_BYTES // layer_bytes)
         kept = [torch.randn(2, batch, key_heads, positions, width, device=device, dtype=dtype) for _ in range(layers)]
         query = torch.randn(batch, heads, 1, width, device=device, dtype=dtype)
         mask = torch.zeros(batch, 1, 1, positions, device=device, dtype=dtype)

@@ -74,7 +74,7 @@ SMALL_BLOCK = 16 << 20
 QUICK = {
     **{
         f"zero_inference.hardware.bench_copies.{name}": SMALL_BLOCK
-        for name in ("LEAST_UNCACHED_BYTES", "MOST_UNCACHED_BYTES", "DEFAULT_UNCACHED_BYTES")
+        for name in ("MIN_UNCACHED_BYTES", "MAX_UNCACHED_BYTES", "DEFAULT_UNCACHED_BYTES")
     },
     "zero_inference.cli.FIRST_RANK_SPEAKS_S": 1.0,
     "zero_inference.utils.timing.LINK_S": {"cpu": 0.01},

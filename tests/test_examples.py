@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, need_lm_eval
 
 EXAMPLES = ROOT / "examples"
-MOST_LINES = 50
+MAX_LINES = 50
 
 
 @pytest.fixture
@@ -84,4 +84,4 @@ def test_the_table_names_all_and_they_are_short():
         == [file.name for file in scripts].sort()
     )
     for file in scripts:
-        assert len(file.read_text().splitlines()) <= MOST_LINES, file.name
+        assert len(file.read_text().splitlines()) <= MAX_LINES, file.name

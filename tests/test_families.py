@@ -32,7 +32,7 @@ from zero_inference.models.layers import decoder_layers
 ROWS, PROMPT, NEW = 2, 9, 6
 GROUP = 32
 SETTINGS = {"num_bits": 4, "group_size": GROUP, "group_dim": 1, "symmetric": False}
-LEAST_LEAD = 0.01  # of the best token's logit, in standard deviations of the logits
+MIN_LEAD = 0.01  # of the best token's logit, in standard deviations of the logits
 SIZES = dict(  # a family takes those that its config has
     vocab_size=128,
     hidden_size=64,
@@ -243,7 +243,7 @@ def references(family: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         before = copy.deepcopy(plain)  # a pass may change weights
         made = {"16": plain, "stream": with_stream_weights(plain), "deepspeed": with_deepspeed_weights(plain)}
         found = {name: leads(model) for name, model in made.items() if model is not None}
-        if all(lead > LEAST_LEAD and len(ids.unique()) > 4 for ids, lead in found.values()):
+        if all(lead > MIN_LEAD and len(ids.unique()) > 4 for ids, lead in found.values()):
             return before, {name: ids for name, (ids, _) in found.items()}
     raise AssertionError(f"{family}: no seed with clear and varied tokens")
 

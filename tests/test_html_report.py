@@ -347,7 +347,7 @@ def test_scores_are_drawn_with_their_standard_errors():
 
 def test_a_figure_has_the_first_runs_and_a_title_that_says_so():
     plot, _ = drawn(figures.predictions, *many_records(40))
-    assert plot.title.endswith(f"(first {figures.MOST_ROWS} of 40)") and len(widths(plot)) == figures.MOST_ROWS
+    assert plot.title.endswith(f"(first {figures.MAX_ROWS} of 40)") and len(widths(plot)) == figures.MAX_ROWS
 
 
 def shown_by_chromium(file, script="", width=1280):

@@ -65,7 +65,7 @@ def test_a_round_copies_the_bytes_that_it_counts(monkeypatch):
 
 def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch, tick_s):
     monkeypatch.setattr(bench_copies, "uncached_block_bytes", lambda: 1000)
-    monkeypatch.setattr(bench_copies, "LEAST_BYTES", 300)
+    monkeypatch.setattr(bench_copies, "MIN_BYTES", 300)
     layers = [
         torch.full((size,), value, dtype=torch.uint8) for value, size in ((1, 1000), (2, 2400), (3, 299), (4, 1200))
     ]

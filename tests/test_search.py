@@ -522,7 +522,7 @@ def test_keys_and_values_are_moved_where_that_promises_something(monkeypatch, pl
         rows = plan_json(options, *more)["configurations"]
         return [(row["keys_and_values"], row["tokens_per_s"]) for row in rows]
 
-    monkeypatch.setattr(search, "LEAST_GAIN", 0.0)
+    monkeypatch.setattr(search, "MIN_GAIN", 0.0)
     both = dict(places(8))
     assert set(both) == {"host", "device"} and both["host"] < 1.05 * both["device"]
     monkeypatch.undo()

@@ -113,7 +113,7 @@ def test_any_ring_depth(name, depth, longer):
 
 
 def test_the_link_is_measured_from_the_page_locked_layers_and_leaves_them_as_they_are(longer, monkeypatch):
-    monkeypatch.setattr(bench_copies, "LEAST_BYTES", 1)
+    monkeypatch.setattr(bench_copies, "MIN_BYTES", 1)
     folder, expected = longer("llama-7-layers")
     loaded, spec, ranks = load(folder)
     pinned = loaded.facts["stream"]["streamed_layers"] if ranks.device.type == "cuda" else 0

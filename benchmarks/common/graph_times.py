@@ -21,7 +21,7 @@ from .worker import Worker, WorkerFailed, serve
 
 GRAPH_BELOW_US = 100.0  # below it the host's share of a launch counts
 REPLAYS = 20
-REPLAY_MS, MOST_CALLS = 4.0, 100  # of a replay
+REPLAY_MS, MAX_CALLS = 4.0, 100  # of a replay
 ANSWER_S = 180.0  # includes the start of a process and a compilation
 
 
@@ -125,7 +125,7 @@ def answer(asked: dict[str, Any]) -> float | None:
 
 
 def time_by_graph(call: Callable[[], Any]) -> float:
-    """Median microseconds of a call over REPLAYS replays of a graph of up to MOST_CALLS calls, on the current stream.
+    """Median microseconds of a call over REPLAYS replays of a graph of up to MAX_CALLS calls, on the current stream.
 
     The L2 cache stays warm. `call` and all that it reaches must have run on this stream only.
     """
@@ -140,7 +140,7 @@ def time_by_graph(call: Callable[[], Any]) -> float:
         call()
     end.record()
     end.synchronize()
-    calls = min(MOST_CALLS, max(1, int(REPLAY_MS * 5 / start.elapsed_time(end))))
+    calls = min(MAX_CALLS, max(1, int(REPLAY_MS * 5 / start.elapsed_time(end))))
     graph = torch.cuda.CUDAGraph()
     # thread_local: what other threads ask of CUDA meanwhile, such as a compiler's, is not an error of this capture
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

@@ -17,7 +17,7 @@ import torch
 from .diff_engine import DiffCase, Inputs, _as_tuple, dtype_name
 
 WARMUP_MS, REP_MS = 5.0, 25.0  # of a cell: 384 cells a case and dtype would take a minute at do_bench's own 25 and 100
-LEAST_LAUNCHES = 10  # whatever REP_MS allows, behind each median
+MIN_LAUNCHES = 10  # whatever REP_MS allows, behind each median
 Config = tuple[int, int, int]  # dim, batch size, sequence length
 Timer = Callable[[Callable[[], Any], float, float], list[float]]
 
@@ -29,12 +29,12 @@ def problem_of(config: Config) -> tuple[int, int]:
 
 
 def launches_us(call: Callable[[], Any], warmup_ms: float, rep_ms: float) -> list[float]:
-    """Microseconds of each launch of `call` by do_bench, LEAST_LAUNCHES or more."""
+    """Microseconds of each launch of `call` by do_bench, MIN_LAUNCHES or more."""
     from triton.testing import do_bench
 
     times = list(do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="all"))
-    if len(times) < LEAST_LAUNCHES:  # do_bench fits launches and clearing into rep, by an estimate
-        more_ms = 2 * (LEAST_LAUNCHES - len(times)) * max(times)
+    if len(times) < MIN_LAUNCHES:  # do_bench fits launches and clearing into rep, by an estimate
+        more_ms = 2 * (MIN_LAUNCHES - len(times)) * max(times)
         times += do_bench(call, warmup=1, rep=more_ms, return_mode="all")
     return [float(time) * 1e3 for time in times]
 

@@ -93,7 +93,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-MOST_PRODUCTS = 8  # of a stage: kMaxProducts in csrc/cpu/block.h
+MAX_PRODUCTS = 8  # of a stage: kMaxProducts in csrc/cpu/block.h
 # The numbers of csrc/cpu/block.h for the names of zero_inference.models.mlp.
 ACTIVATION_NUMBERS = {
     "relu": 0,
@@ -118,8 +118,8 @@ TOO_MANY_THREADS = (
 
 class _Stage(ctypes.Structure):
     _fields_ = [
-        ("matrices", Matrix * MOST_PRODUCTS),
-        ("biases", ctypes.c_void_p * MOST_PRODUCTS),
+        ("matrices", Matrix * MAX_PRODUCTS),
+        ("biases", ctypes.c_void_p * MAX_PRODUCTS),
         ("products", ctypes.c_int32),
         ("combine", ctypes.c_int32),
         ("activation", ctypes.c_int32),

@@ -29,7 +29,7 @@ from zero_inference.utils.host_memory import host_empty
 
 BLOCK_BYTES = 256 << 20
 BLOCKS = 8  # of a round and lane: 39 ms at 55 GB/s
-LEAST_BYTES = 16 << 20  # of a given source block: 0.3 ms at 55 GB/s, a hundred times what it takes to start a copy
+MIN_BYTES = 16 << 20  # of a given source block: 0.3 ms at 55 GB/s, a hundred times what it takes to start a copy
 
 
 class Rate(NamedTuple):
@@ -97,9 +97,7 @@ def host_to_device_rounds(
 def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor] | None:
     """Yield the bytes of `tensors` (uint8, one dimension) in blocks for a round, endlessly; None if they are so small that the start of
     copies would dominate."""
-    blocks = [
-        block for tensor in tensors for block in tensor.split(block_bytes(device)) if block.numel() >= LEAST_BYTES
-    ]
+    blocks = [block for tensor in tensors for block in tensor.split(block_bytes(device)) if block.numel() >= MIN_BYTES]
     return itertools.cycle(blocks) if blocks else None
 
 
@@ -234,7 +232,7 @@ def random_bytes(count: int) -> torch.Tensor:
     return memory
 
 
-LEAST_UNCACHED_BYTES, MOST_UNCACHED_BYTES = 64 << 20, 512 << 20
+MIN_UNCACHED_BYTES, MAX_UNCACHED_BYTES = 64 << 20, 512 << 20
 DEFAULT_UNCACHED_BYTES = 256 << 20  # if sysfs has no sizes of caches
 CPUS = Path("/sys/devices/system/cpu")
 
@@ -254,25 +252,25 @@ def uncached_block_bytes() -> int:
     cache_bytes = sum(sorted(caches.values(), reverse=True)[: torch.get_num_threads()])
     if not cache_bytes:
         return DEFAULT_UNCACHED_BYTES
-    return max(LEAST_UNCACHED_BYTES, min(MOST_UNCACHED_BYTES, 2 * cache_bytes))
+    return max(MIN_UNCACHED_BYTES, min(MAX_UNCACHED_BYTES, 2 * cache_bytes))
 
 
 CHUNK_BYTES, THREADS = 8 << 20, 16
-MOST_FILE_BYTES = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 PASSES = 2  # the faster one counts: a run must not exceed its limit
 
 
-def disk_read_gb_per_s(folder: Path, file_bytes: int = MOST_FILE_BYTES) -> float:
+def disk_read_gb_per_s(folder: Path, file_bytes: int = MAX_FILE_BYTES) -> float:
     """Return GB/s (1e9) of O_DIRECT reads by 16 threads of a new file in `folder`, which is unlinked at once.
 
     Args:
-        file_bytes: rounded up to a whole number of chunks for each thread, at most MOST_FILE_BYTES.
+        file_bytes: rounded up to a whole number of chunks for each thread, at most MAX_FILE_BYTES.
 
     Raises:
         RunError: the file cannot be created, does not fit, or the file system refuses O_DIRECT.
     """
     round_bytes = THREADS * CHUNK_BYTES
-    file_bytes = min(MOST_FILE_BYTES, max(1, -(-file_bytes // round_bytes)) * round_bytes)
+    file_bytes = min(MAX_FILE_BYTES, max(1, -(-file_bytes // round_bytes)) * round_bytes)
     try:
         created, name = tempfile.mkstemp(prefix="read-test-", dir=folder)
         os.close(created)

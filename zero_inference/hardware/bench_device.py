@@ -163,7 +163,7 @@ def measure_loading(device: torch.device) -> LoadingRates:
 # Query heads per key head; key heads of all sequences; positions of each. Others are interpolated: few heads keep little of a GPU busy,
 # and few positions take less than the launch of a kernel. Kernels are those of runs, so not cuDNN's, which are not repeatable.
 ATTENTION_HEADS, ATTENTION_KEY_HEADS, ATTENTION_POSITIONS = (1, 8), (32, 512), (160, 2048)
-CACHES_BYTES, MOST_LAYERS = 256 << 20, 64  # layers have this many bytes in all, unless that takes more layers
+CACHES_BYTES, MAX_LAYERS = 256 << 20, 64  # layers have this many bytes in all, unless that takes more layers
 ATTENTION_S = 0.05
 
 
@@ -198,7 +198,7 @@ def attention_s(
     disable_cudnn_attention()
     shape = key_heads // key_heads_per_sequence, key_heads_per_sequence, positions, ATTENTION_HEAD_DIM
     layer_bytes = 2 * torch.Size(shape).numel() * ATTENTION_DTYPE.itemsize
-    count = layers or min(MOST_LAYERS, 1 + CACHES_BYTES // layer_bytes)
+    count = layers or min(MAX_LAYERS, 1 + CACHES_BYTES // layer_bytes)
     kept = [torch.randn(2, *shape, device=device, dtype=ATTENTION_DTYPE) for _ in range(count)]
     query = torch.randn(
         shape[0], heads * key_heads_per_sequence, 1, ATTENTION_HEAD_DIM, device=device, dtype=ATTENTION_DTYPE

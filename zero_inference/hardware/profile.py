@@ -15,13 +15,13 @@ from zero_inference.utils.files import machine_path, write_atomically
 from zero_inference.utils.format import format_bytes, one_line
 
 MOST = 1e18  # upper limit of any number in a profile; more is a mistake
-LEAST_RATE = 1e-9  # a byte a second: with less a step would take inf seconds
+MIN_RATE = 1e-9  # a byte a second: with less a step would take inf seconds
 # Raised when `link --save` measures more or measures differently, so that machines are measured again.
 MEASURED_WITH = 7
 BUSY_SHARE = 0.25  # of the CPU in other programs, above which rates are considered too low
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
-Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=MIN_RATE, le=MOST, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 Source = Literal["measured", "datasheet", "assumed"]

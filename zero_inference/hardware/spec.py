@@ -33,7 +33,7 @@ from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows
 TABLE = Path(__file__).resolve().parent / "cards.json"
 MAKER = {"nvidia", "tesla", "quadro", "geforce"}
 CONTEXT_BYTES = 512 << 20  # estimated device memory of CUDA itself; a measured machine has what was found
-MOST_GPUS = 1024
+MAX_GPUS = 1024
 # PCI Express generation -> (GT/s of a lane, share of the transferred bits that are data), Base Specification, revisions 1.0 to 6.0:
 # 8b/10b, then 128b/130b; from 6.0 flits of 256 bytes with 236 of packets.
 LANE_RATES = {
@@ -196,7 +196,7 @@ def _load_profile(name: str) -> HardwareProfile:
     plain = re.sub("[_ ]", "-", name.strip().lower())
     several = re.fullmatch(r"([1-9][0-9]{0,3})x-?(.+)", plain)
     gpus, one = (int(several[1]), several[2]) if several else (1, plain)
-    if not os.path.lexists(path) and one in typical_machines() and gpus <= MOST_GPUS:
+    if not os.path.lexists(path) and one in typical_machines() and gpus <= MAX_GPUS:
         return typical_machines()[one].profile(gpus)
     if os.path.lexists(path) or os.sep in name or path.suffix:
         return read_profile(path)
@@ -292,7 +292,7 @@ def _parse_part(part: str) -> tuple[str, Any]:
     if name == "gpus":
         several = re.fullmatch(r"([1-9][0-9]{0,3})\s*[xX](.+)", text, re.ASCII)
         count, found = (int(several[1]), parse_number_and_unit(several[2])) if several else (0, None)
-    if found is None or found[1] not in units or count > MOST_GPUS:
+    if found is None or found[1] not in units or count > MAX_GPUS:
         raise UsageError(f"--assume {part.strip()}: give it as in {name}={example}.")
     value = found[0] * units[found[1]]
     if name == "gpus":

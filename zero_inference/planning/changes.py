@@ -25,7 +25,7 @@ from zero_inference.planning.plan import Plan, plan_with
 
 Fields = dict[str, Any]  # of a RunConfig, to be changed
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-MOST_PAIRS = 3
+MAX_PAIRS = 3
 MIN_SPEEDUP = 1.5  # of options that `faster_than` names
 
 
@@ -43,7 +43,7 @@ def changes_that_fit(job: Job) -> list[str]:
 
     Only the mildest change of each kind (8 or 4 bits, smaller and smaller batches) is named.
     """
-    return list(_fitting(_changes(job.config, job), job)) or list(islice(_fitting(_pairs(job), job), MOST_PAIRS))
+    return list(_fitting(_changes(job.config, job), job)) or list(islice(_fitting(_pairs(job), job), MAX_PAIRS))
 
 
 def advice_to_fit(job: Job, changes: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from zero_inference.planning.search import SearchSpace, command_of, find_candida
 from zero_inference.records.schema import AutoChoice
 from zero_inference.utils.ranks import Ranks
 
-MOST_OTHERS = 5  # in the record
+MAX_OTHERS = 5  # in the record
 
 
 def choose(
@@ -63,7 +63,7 @@ def choose(
         options=list(auto),
         goal=config.goal,
         decode_throughput=best.tokens_per_s,
-        over=[f"{command_of(each.config)}: {each.tokens_per_s:.4g} token/s" for each in others[:MOST_OTHERS]],
+        over=[f"{command_of(each.config)}: {each.tokens_per_s:.4g} token/s" for each in others[:MAX_OTHERS]],
     )
     return chosen, choice, job.empty_model
 

@@ -32,9 +32,9 @@ OFFLOADS: dict[str, tuple[dict[str, Any], ...]] = {
     "deepspeed": ({"cpu_offload": True}, {}, {"disk_offload": True}),
     "accelerate": ({"cpu_offload": True}, {"disk_offload": True}),
 }
-LEAST_GAIN = 1.05  # in token/s, for which the KV cache is moved to host memory
-LEAST_KV_SHARE = 0.05  # of device memory, which the KV cache takes, for host memory to be tried
-LEAST_ON_DEVICE = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH}  # stream engine
+MIN_GAIN = 1.05  # in token/s, for which the KV cache is moved to host memory
+MIN_KV_SHARE = 0.05  # of device memory, which the KV cache takes, for host memory to be tried
+ALL_IN_HOST_MEMORY = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH}  # stream engine
 TRIAL_TOKENS = 17  # of a run of `verify`: 16 steps
 
 
@@ -182,7 +182,7 @@ def _weight_options(job: Job, space: SearchSpace, on_disk: bool) -> Iterator[dic
 def _plan_batches(job: Job, space: SearchSpace, fields: dict[str, Any]) -> SearchResult:
     """Plan the batches that divide over the ranks, from the smallest up, until one does not fit.
 
-    A KV cache in host memory is a candidate where its batch fits only so, or decodes faster by `LEAST_GAIN`: predictions are not more
+    A KV cache in host memory is a candidate where its batch fits only so, or decodes faster by `MIN_GAIN`: predictions are not more
     precise, and what crosses the link or waits for the CPU may be late.
     """
     found = SearchResult()
@@ -212,7 +212,7 @@ def _plan_batches(job: Job, space: SearchSpace, fields: dict[str, Any]) -> Searc
             candidate = Candidate(plan, plan.times)
             if not kv_offload:
                 tokens_per_s_on_device[batch_size] = candidate.tokens_per_s
-            if not kv_offload or candidate.tokens_per_s >= LEAST_GAIN * tokens_per_s_on_device.get(batch_size, 0.0):
+            if not kv_offload or candidate.tokens_per_s >= MIN_GAIN * tokens_per_s_on_device.get(batch_size, 0.0):
                 found.candidates.append(candidate)
     return found
 
@@ -236,9 +236,9 @@ def _least_plan(job: Job, options: dict[str, Any]) -> tuple[Plan, bool]:
     refuses it too. A refused plan is that of a larger device and of whole layers, with the free bytes of the real one."""
     chosen = job.config.ring_depth or job.config.gpu_memory is not None
     try:
-        return plan_with(job, **options, **({} if chosen else LEAST_ON_DEVICE)), False
+        return plan_with(job, **options, **({} if chosen else ALL_IN_HOST_MEMORY)), False
     except DoesNotFit:
-        whole_layers = LEAST_ON_DEVICE | {"cpu_compute": "off", "cpu_threads": None}
+        whole_layers = ALL_IN_HOST_MEMORY | {"cpu_compute": "off", "cpu_threads": None}
         found = plan_with(replace(job, free_device_bytes=1 << 60), **options, **whole_layers)
         return Plan(found.job, replace(found.weights, job=replace(job, config=found.job.config))), True
 
@@ -248,7 +248,7 @@ def _kv_cache_is_large(job: Job, batch_size: int) -> bool:
     if why_not_offloaded(job.empty_model.model) or job.free_device_bytes is None:
         return False
     rank_bytes = replace(job, config=replace(job.config, batch_size=batch_size)).kv_bytes()
-    return rank_bytes >= LEAST_KV_SHARE * job.free_device_bytes
+    return rank_bytes >= MIN_KV_SHARE * job.free_device_bytes
 
 
 # Sort keys by goal. Bounds without the engine's overhead say little about its speed, so they rank last.

@@ -32,7 +32,7 @@ def first_line(error: BaseException) -> str:
 
 
 LONGEST_TEXT = 2000  # characters of a cell
-MOST_DECIMALS = 6  # of `three_digits`
+MAX_DECIMALS = 6  # of `three_digits`
 
 
 def one_line(value: Any) -> str:
@@ -57,7 +57,7 @@ def three_digits(value: float) -> str:
     digits = 1 + math.floor(math.log10(abs(value)))
     if digits < 3 and round(abs(value), 3 - digits) >= 10**digits:  # 9.996 is 10.0
         digits += 1
-    return f"{value:.{min(max(0, 3 - digits), MOST_DECIMALS)}f}"
+    return f"{value:.{min(max(0, 3 - digits), MAX_DECIMALS)}f}"
 
 
 def format_gib_exact(nbytes: float) -> str:
@@ -83,15 +83,15 @@ def format_number(value: float) -> str:
 
 
 GIB = 1 << 30
-# An amount is given in the largest of these units of which it has at least `LEAST_OF_UNIT`, so 1000 MiB never appear.
+# An amount is given in the largest of these units of which it has at least `MIN_OF_UNIT`, so 1000 MiB never appear.
 BINARY_UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10))
-LEAST_OF_UNIT = 0.1
+MIN_OF_UNIT = 0.1
 
 
 def format_bytes(nbytes: float) -> str:
     """Return such as "20.4 GiB", "131 GiB", "353 KiB" or "7 bytes"."""
     for unit, size in BINARY_UNITS:
-        if abs(nbytes) >= LEAST_OF_UNIT * size:
+        if abs(nbytes) >= MIN_OF_UNIT * size:
             return f"{significant(nbytes / size)} {unit}"
     return f"{nbytes:.0f} bytes"
 
@@ -104,7 +104,7 @@ def format_gib(nbytes: float) -> str:
 def format_bytes_pair(part: float, whole: float) -> tuple[str, str, str]:
     """Return two amounts in the unit of the larger one, and that unit; with two decimals where three digits would hide their difference."""
     unit, size = next(
-        ((unit, size) for unit, size in BINARY_UNITS if max(part, whole) >= LEAST_OF_UNIT * size), ("bytes", 1)
+        ((unit, size) for unit, size in BINARY_UNITS if max(part, whole) >= MIN_OF_UNIT * size), ("bytes", 1)
     )
     texts = significant(part / size), significant(whole / size)
     if part != whole and texts[0] == texts[1]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zero_inference.errors import UsageError
 
-MOST_RANKS = 1 << 20
+MAX_RANKS = 1 << 20
 HOW_TO_LAUNCH = "start with deepspeed or torchrun, or unset it to run one process"
 # Timeout of a collective: a prefill can take long, and utils.watch detects dead ranks.
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -103,7 +103,7 @@ def detect_ranks(local_rank: int | None = None) -> Ranks:
     Raises:
         UsageError: the values contradict each other.
     """
-    world = _launched("WORLD_SIZE", 1, least=1, most=MOST_RANKS)
+    world = _launched("WORLD_SIZE", 1, least=1, most=MAX_RANKS)
     # torchrun's name, then the deepspeed launcher's
     node = next(
         (_launched(name, world, 1, world) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in os.environ), world

@@ -29,8 +29,8 @@ from zero_inference.utils.tables import shorten_middle
 WIDTH = 330  # points; on a phone of 390 pixels a point is a little more than a pixel
 LINE, BAR = 13, 20  # points: a line of text, the bar below it
 LETTERS = 52  # of `WIDTH`
-MOST_ROWS = 24  # of a figure, so that a page of paper holds it; the table has all runs
-MOST_FIGURES, MOST_LINES = 6, 12  # of a kind; of a figure
+MAX_ROWS = 24  # of a figure, so that a page of paper holds it; the table has all runs
+MAX_FIGURES, MAX_LINES = 6, 12  # of a kind; of a figure
 # Figures are drawn in these colours, which become the variables of page.css: a light and a dark value each.
 INK, MUTED, GRID = "#000101", "#000102", "#000103"
 SERIES = ("#000201", "#000202", "#000203", "#000204", "#000205", "#000206")
@@ -88,10 +88,10 @@ def all_figures(runs: Sequence[Run]) -> list[tuple[Plot, str]]:
 
 
 def bars(title: str, caption: str, x_label: str, rows: Sequence[Row]) -> Iterator[Plot]:
-    """Draw horizontal bars, the first `MOST_ROWS`; no figure without rows."""
+    """Draw horizontal bars, the first `MAX_ROWS`; no figure without rows."""
     if not rows:
         return
-    shown = rows[:MOST_ROWS]
+    shown = rows[:MAX_ROWS]
     letters = LETTERS - 2 - max(len(row.text) for row in shown)
     labels = [textwrap.wrap(one_line(row.label), max(20, letters), max_lines=2, placeholder="…") for row in shown]
     height = LINE * max(map(len, labels)) + BAR  # points of a row, which is 1 on the axis
@@ -141,11 +141,11 @@ def throughput(runs: Sequence[Run]) -> Iterator[Plot]:
     caption = "Decode token/s of all sequences together, the median of a setting's runs."
     limit = f"{caption} The upright line is the limit that the rates measured in the run allow."
     x_label = "decode throughput (token/s)"
-    for name, group in [each for each in groups if len(each[1]) > 1][:MOST_FIGURES]:
+    for name, group in [each for each in groups if len(each[1]) > 1][:MAX_FIGURES]:
         settings = grouped(group, lambda run: run.setting)
         if len({run.request.batch_size for run in group}) > 1:
             most_runs_first = sorted(settings.items(), key=lambda each: -len(each[1]))
-            yield lines(f"Throughput against batch size: {name}", caption, dict(most_runs_first[:MOST_LINES]))
+            yield lines(f"Throughput against batch size: {name}", caption, dict(most_runs_first[:MAX_LINES]))
         else:
             title = f"Throughput at batch {group[0].request.batch_size}: {name}"
             yield from bars(title, limit, x_label, _speed_rows(settings))
@@ -166,7 +166,7 @@ def rooflines(runs: Sequence[Run]) -> Iterator[Plot]:
     """Draw a roofline for each machine: token/s against the bytes that a token needs."""
     known = [run for run in runs if run.decode_throughput and run.share_of_limit and positive(run.request.batch_size)]
     machines = grouped((run for run in known if _bytes_per_step(run) > 0), _machine)
-    for machine, of_machine in sorted(machines.items(), key=lambda each: -len(each[1]))[:MOST_FIGURES]:
+    for machine, of_machine in sorted(machines.items(), key=lambda each: -len(each[1]))[:MAX_FIGURES]:
         yield _roofline(machine, of_machine)
 
 
