@@ -30,10 +30,10 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "../alignment.cuh"
-#include "../current_stream.cuh"
 #include "../elements.cuh"
 #include "../launch_sizes.cuh"
 #include "../norms/async_copy.cuh"
+#include "../operators.cuh"
 #include "../quantization/product.cuh"
 
 namespace {
@@ -577,8 +577,6 @@ Strides checked_mask(const Tensor& mask, const Tensor& query, int64_t positions)
 
 Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, double scale) {
   const ScalarType dtype = query.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float,
-                  "decode_attention: query must be Half, BFloat16 or Float, found ", torch::headeronly::toString(dtype));
   STD_TORCH_CHECK(query.is_cuda() && query.dim() == 4 && key.dim() == 4,
                   "decode_attention: query and key must be [sequences, heads, positions, width] on a CUDA device");
   const int64_t sequences = query.size(0), heads = query.size(1), queries = query.size(2);
@@ -615,16 +613,11 @@ Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& va
   Device device = {query.get_device_index(), 0, 0};
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, device.index));
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index));
-  if (dtype == ScalarType::Float) {
-    task.hidden = -FLT_MAX;
-    launch_width<float>(task, sequences, key_heads, device);
-  } else if (dtype == ScalarType::Half) {
-    task.hidden = -65504.0f;
-    launch_width<__half>(task, sequences, key_heads, device);
-  } else {
-    task.hidden = -3.3895313892515355e38f;
-    launch_width<__nv_bfloat16>(task, sequences, key_heads, device);
-  }
+  zero_inference::with_element("decode_attention", "query", dtype, [&](auto zero) {
+    using T = decltype(zero);
+    task.hidden = std::is_same_v<T, float> ? -FLT_MAX : std::is_same_v<T, __half> ? -65504.0f : -3.3895313892515355e38f;
+    launch_width<T>(task, sequences, key_heads, device);
+  });
   return out;
 }
 

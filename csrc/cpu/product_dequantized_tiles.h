@@ -7,14 +7,6 @@
 // fourth of the products of 32 columns, then two rows, so that neither waits. Four tiles hold the sums of a piece; with more
 // than 32 rows of x they are loaded and stored for each step.
 //
-// Estimate, not measured: 512 bytes of int4, 64 columns of 16 rows in groups of 64, times up to 32 rows of x, take
-//   32 look-ups of two operations, 32 operations of tables and 4 of scales that only one port does         100 cycles
-//   32 rotations, 32 other operations of tables and 4 of scales for the other port                         68 cycles
-//   132 loads, two a cycle: 16 codes, 32 scales and minima, 64 for four tiles, 16 prefetches, 4 to convert  66 cycles
-//   36 stores, one a cycle                                                                                  36 cycles
-//   4 tile products                                                                                         64 cycles
-// and a fourth of a tile of sums is loaded and stored, 4 tiles in a piece of 8192 bytes.
-//
 // int4: the 16 values of a group, twice, are a look-up table of 32 words. Index bit 4 is irrelevant then, so a rotation by 0,
 // 4, 8 or 12 bits brings each of a word's four nibbles to the index of one of four copies of the word. Of 64 nibbles the first
 // vector has the first and then the second nibbles of 16 words, the second vector the third and fourth; of 32 (groups not

@@ -11,12 +11,6 @@
 // scaled.
 //
 // Totals of a strip of 16 rows stay in registers for one piece.
-//
-// Estimate, not measured: 1024 bytes of int4 in groups of 64, 16 rows of 128 columns, take with up to 4, 8, 16 rows of x
-//   160, 192, 256 vector operations, two a cycle: 64 to unpack, and 4 for each row of sums, or 6 of two terms or groups
-//   190, 210, 260 loads, two a cycle
-//   48, 64, 96 stores, one a cycle
-//   2, 2, 4 tile products, each 16 cycles
 
 #pragma once
 

@@ -18,13 +18,12 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include "../current_stream.cuh"
 #include "../elements.cuh"
 #include "../launch_sizes.cuh"
+#include "../operators.cuh"
 
 namespace {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using zero_inference::current_stream;
 using zero_inference::Element;
@@ -164,16 +163,8 @@ void rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& cos, const
                        static_cast<unsigned int>(width == rotated ? half : 0)};
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   const cudaStream_t stream = current_stream(q.get_device_index());
-  const ScalarType dtype = q.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float,
-                  "rotary_embedding: q must be Half, BFloat16 or Float, found ", torch::headeronly::toString(dtype));
-  if (dtype == ScalarType::BFloat16) {
-    launch<__nv_bfloat16>(q, k, cos, sin, q_out, k_out, sizes, stream);
-  } else if (dtype == ScalarType::Half) {
-    launch<__half>(q, k, cos, sin, q_out, k_out, sizes, stream);
-  } else {
-    launch<float>(q, k, cos, sin, q_out, k_out, sizes, stream);
-  }
+  zero_inference::with_element("rotary_embedding", "q", q.scalar_type(),
+                               [&](auto zero) { launch<decltype(zero)>(q, k, cos, sin, q_out, k_out, sizes, stream); });
 }
 
 }  // namespace

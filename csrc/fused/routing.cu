@@ -17,9 +17,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include "../current_stream.cuh"
 #include "../elements.cuh"
 #include "../launch_sizes.cuh"
+#include "../operators.cuh"
 
 namespace {
 
@@ -169,8 +169,6 @@ void launch(const Tensor& logits, const Task& task, const Tensor& weights, const
 std::tuple<Tensor, Tensor> choose_experts(const Tensor& logits, int64_t k, bool softmax_first, bool normalized,
                                           bool in_float32) {
   const ScalarType dtype = logits.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float,
-                  "choose_experts: logits must be Half, BFloat16 or Float, found ", torch::headeronly::toString(dtype));
   STD_TORCH_CHECK(logits.is_cuda() && logits.dim() == 2 && logits.is_contiguous(),
                   "choose_experts: logits must be [tokens, experts], contiguous, on a CUDA device");
   const int64_t tokens = logits.size(0), experts = logits.size(1);
@@ -184,13 +182,8 @@ std::tuple<Tensor, Tensor> choose_experts(const Tensor& logits, int64_t k, bool 
   if (tokens == 0) return {weights, numbers};
   const Task task = {tokens, static_cast<int>(experts), static_cast<int>(k), softmax_first, normalized, in_float32};
   const cudaStream_t stream = current_stream(logits.get_device_index());
-  if (dtype == ScalarType::BFloat16) {
-    launch<__nv_bfloat16>(logits, task, weights, numbers, stream);
-  } else if (dtype == ScalarType::Half) {
-    launch<__half>(logits, task, weights, numbers, stream);
-  } else {
-    launch<float>(logits, task, weights, numbers, stream);
-  }
+  zero_inference::with_element("choose_experts", "logits", dtype,
+                               [&](auto zero) { launch<decltype(zero)>(logits, task, weights, numbers, stream); });
   return {weights, numbers};
 }
 

@@ -13,8 +13,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/macros/Macros.h>
 
-#include "../current_stream.cuh"
 #include "../launch_sizes.cuh"
+#include "../operators.cuh"
 
 namespace {
 

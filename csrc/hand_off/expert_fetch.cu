@@ -18,8 +18,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include "../current_stream.cuh"
 #include "../launch_sizes.cuh"
+#include "../operators.cuh"
 
 namespace {
 

@@ -25,9 +25,9 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "../alignment.cuh"
-#include "../current_stream.cuh"
 #include "../elements.cuh"
 #include "../launch_sizes.cuh"
+#include "../operators.cuh"
 
 namespace {
 
@@ -331,23 +331,14 @@ WeightedRows weighted(const char* name, const Tensor& out, int64_t width, const 
 // Calls launch(T, std::bool_constant<rows are whole vectors>).
 template <typename Launch>
 void with_access(const char* name, const Tensor& out, const WeightedRows& of, const void* source, const Launch& launch) {
-  const auto of_type = [&](auto zero) {
+  zero_inference::with_element(name, "the result", out.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     if (zero_inference::in_vectors<T>(of.width, out.const_data_ptr(), of.rows, of.more, source)) {
       launch(zero, std::true_type{});
     } else {
       launch(zero, std::false_type{});
     }
-  };
-  if (out.scalar_type() == ScalarType::Float) {
-    of_type(0.0f);
-  } else if (out.scalar_type() == ScalarType::Half) {
-    of_type(__half{});
-  } else {
-    STD_TORCH_CHECK(out.scalar_type() == ScalarType::BFloat16, name, ": the result must be Float, Half or BFloat16, found ",
-                    torch::headeronly::toString(out.scalar_type()));
-    of_type(__nv_bfloat16{});
-  }
+  });
 }
 
 void hand_off_pull(const Tensor& out, int64_t source, int64_t flag, int64_t stop, const Tensor& scratch,

@@ -13,7 +13,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include "../current_stream.cuh"
+#include "../operators.cuh"
 #include "device.cuh"
 
 namespace zero_inference::norms {
@@ -69,12 +69,7 @@ class Call {
   // Calls `run` with a zero of the element type.
   template <typename Run>
   void with_type(Run run) const {
-    const ScalarType dtype = like_.scalar_type();
-    if (dtype == ScalarType::Half) return run(__half{});
-    if (dtype == ScalarType::BFloat16) return run(__nv_bfloat16{});
-    STD_TORCH_CHECK(dtype == ScalarType::Float, name_, ": x must be Half, BFloat16 or Float, found ",
-                    torch::headeronly::toString(dtype));
-    run(float{});
+    with_element(name_, "x", like_.scalar_type(), run);
   }
 
   int64_t rows;

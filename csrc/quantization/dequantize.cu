@@ -22,6 +22,7 @@
 #include "../alignment.cuh"
 #include "../elements.cuh"
 #include "../launch_sizes.cuh"
+#include "../operators.cuh"
 
 namespace {
 
@@ -130,9 +131,7 @@ void launch(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int
   constexpr int kVector = kInStore<T>;
   const int32_t device = out.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  void* current = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
-  const cudaStream_t stream = static_cast<cudaStream_t>(current);
+  const cudaStream_t stream = zero_inference::current_stream(device);
   int processors = 0;
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   const auto blocks = [processors](int64_t work, int64_t work_of_block) {
@@ -159,17 +158,6 @@ void launch(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void check_tensor(const char* name, const Tensor& tensor, ScalarType dtype, int64_t numel, const Tensor& out) {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == out.get_device_index(), "dequantize_groups: ", name,
-                  " must be on CUDA device ", out.get_device_index(), " like out, found ",
-                  tensor.is_cuda() ? "CUDA device " : "a device that is not CUDA, index ", tensor.get_device_index());
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype, "dequantize_groups: ", name, " must be ", torch::headeronly::toString(dtype),
-                  ", found ", torch::headeronly::toString(tensor.scalar_type()));
-  STD_TORCH_CHECK(tensor.numel() == numel, "dequantize_groups: ", name, " must have ", numel, " elements, found ",
-                  tensor.numel());
-  STD_TORCH_CHECK(tensor.is_contiguous(), "dequantize_groups: ", name, " must be contiguous, found strides that are not");
-}
-
 void dequantize_groups(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits, int64_t group_size,
                        const Tensor& out) {
   const ScalarType dtype = out.scalar_type();
@@ -178,27 +166,21 @@ void dequantize_groups(const Tensor& codes, const Tensor& scale, const Tensor& m
   STD_TORCH_CHECK(group_size > 0 && (bits == 8 || group_size % 2 == 0),
                   "dequantize_groups: group_size must be positive, and even ", "for 4 bits, found ", group_size, " for ", bits,
                   " bits");
-  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float,
-                  "dequantize_groups: out must be Half, BFloat16 or Float, found ", torch::headeronly::toString(dtype));
   STD_TORCH_CHECK(numel % group_size == 0, "dequantize_groups: out must hold whole groups of ", group_size, ", found ", numel,
                   " elements");
-  check_tensor("out", out, dtype, numel, out);
-  check_tensor("codes", codes, ScalarType::Byte, numel * bits / 8, out);
-  check_tensor("scale", scale, dtype, numel / group_size, out);
-  check_tensor("minimum", minimum, dtype, numel / group_size, out);
+  const auto check = [&](const char* name, const Tensor& tensor, ScalarType type, int64_t elements) {
+    zero_inference::check_tensor("dequantize_groups", name, tensor, type, elements, out);
+  };
+  check("out", out, dtype, numel);
+  check("codes", codes, ScalarType::Byte, numel * bits / 8);
+  check("scale", scale, dtype, numel / group_size);
+  check("minimum", minimum, dtype, numel / group_size);
   if (numel == 0) return;
 
-  const auto by_bits = [&](auto zero) {
+  zero_inference::with_element("dequantize_groups", "out", dtype, [&](auto zero) {
     using T = decltype(zero);
     bits == 8 ? launch<T, 8>(codes, scale, minimum, group_size, out) : launch<T, 4>(codes, scale, minimum, group_size, out);
-  };
-  if (dtype == ScalarType::Half) {
-    by_bits(__half{});
-  } else if (dtype == ScalarType::BFloat16) {
-    by_bits(__nv_bfloat16{});
-  } else {
-    by_bits(float{});
-  }
+  });
 }
 
 }  // namespace

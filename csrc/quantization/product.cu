@@ -31,9 +31,9 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "../alignment.cuh"
-#include "../current_stream.cuh"
 #include "../launch_sizes.cuh"
 #include "../norms/async_copy.cuh"
+#include "../operators.cuh"
 #include "product.cuh"
 
 namespace {
@@ -686,11 +686,7 @@ void launch_bits(const Task& task, int64_t bits, const Device& device, cudaStrea
 }
 
 const void* checked(const char* name, const Tensor& tensor, ScalarType dtype, int64_t numel, const Tensor& x) {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), "linear_groups: ", name,
-                  " must be on CUDA device ", x.get_device_index(), " like x");
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == numel && tensor.is_contiguous(), "linear_groups: ", name,
-                  " must be ", torch::headeronly::toString(dtype), ", contiguous, of ", numel, " elements, found ",
-                  torch::headeronly::toString(tensor.scalar_type()), " of ", tensor.numel());
+  zero_inference::check_tensor("linear_groups", name, tensor, dtype, numel, x);
   STD_TORCH_CHECK(aligned(tensor.const_data_ptr(), kVectorBytes), "linear_groups: ", name, " must begin on ", kVectorBytes,
                   " bytes");
   return tensor.const_data_ptr();

@@ -19,6 +19,7 @@
 
 #include "../elements.cuh"
 #include "../launch_sizes.cuh"
+#include "../operators.cuh"
 
 namespace {
 
@@ -252,26 +253,16 @@ void launch(const Tensor& weight, int64_t group_size, const Tensor& codes, const
             const Tensor& refused, bool divides) {
   const int32_t device = weight.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  void* current = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
   int processors = 0;
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   const int64_t groups = weight.numel() / group_size;
   const int64_t wanted = (groups + kThreads / kLanes - 1) / (kThreads / kLanes);
   const auto grid = static_cast<unsigned int>(std::min<int64_t>(wanted, int64_t{processors} * kBlocksOfProcessor));
-  quantize_teams<T, kBits, kLanes><<<grid, kThreads, 0, static_cast<cudaStream_t>(current)>>>(
+  quantize_teams<T, kBits, kLanes><<<grid, kThreads, 0, zero_inference::current_stream(device)>>>(
       static_cast<const T*>(weight.const_data_ptr()), static_cast<uint8_t*>(codes.mutable_data_ptr()),
       static_cast<T*>(scale.mutable_data_ptr()), static_cast<T*>(minimum.mutable_data_ptr()),
       static_cast<int*>(refused.mutable_data_ptr()), groups, group_size, divides);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-void check_tensor(const char* name, const Tensor& tensor, ScalarType dtype, int64_t numel, const Tensor& weight) {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == weight.get_device_index(), "quantize_groups: ", name,
-                  " must be on CUDA device ", weight.get_device_index(), " like weight");
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == numel && tensor.is_contiguous(), "quantize_groups: ", name,
-                  " must be ", torch::headeronly::toString(dtype), ", contiguous, of ", numel, " elements, found ",
-                  torch::headeronly::toString(tensor.scalar_type()), " of ", tensor.numel());
 }
 
 // `refused`, one int, becomes 1 where a group holds NaN, an infinity or too large a range; results of that group are
@@ -284,18 +275,19 @@ void quantize_groups(const Tensor& weight, int64_t bits, int64_t group_size, boo
   STD_TORCH_CHECK(group_size > 0 && (bits == 8 || group_size % 2 == 0),
                   "quantize_groups: group_size must be positive, and even ", "for 4 bits, found ", group_size, " for ", bits,
                   " bits");
-  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float,
-                  "quantize_groups: weight must be Half, BFloat16 or Float, found ", torch::headeronly::toString(dtype));
   STD_TORCH_CHECK(numel % group_size == 0, "quantize_groups: weight must hold whole groups of ", group_size, ", found ", numel,
                   " elements");
-  check_tensor("weight", weight, dtype, numel, weight);
-  check_tensor("codes", codes, ScalarType::Byte, numel * bits / 8, weight);
-  check_tensor("scale", scale, dtype, numel / group_size, weight);
-  check_tensor("minimum", minimum, dtype, numel / group_size, weight);
-  check_tensor("refused", refused, ScalarType::Int, 1, weight);
+  const auto check = [&](const char* name, const Tensor& tensor, ScalarType type, int64_t elements) {
+    zero_inference::check_tensor("quantize_groups", name, tensor, type, elements, weight);
+  };
+  check("weight", weight, dtype, numel);
+  check("codes", codes, ScalarType::Byte, numel * bits / 8);
+  check("scale", scale, dtype, numel / group_size);
+  check("minimum", minimum, dtype, numel / group_size);
+  check("refused", refused, ScalarType::Int, 1);
   if (numel == 0) return;
 
-  const auto by_bits = [&](auto zero) {
+  zero_inference::with_element("quantize_groups", "weight", dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto by_lanes = [&](auto lanes) {
       constexpr int kLanes = decltype(lanes)::value;
@@ -309,14 +301,7 @@ void quantize_groups(const Tensor& weight, int64_t bits, int64_t group_size, boo
     } else {
       by_lanes(std::integral_constant<int, 32>{});
     }
-  };
-  if (dtype == ScalarType::Half) {
-    by_bits(__half{});
-  } else if (dtype == ScalarType::BFloat16) {
-    by_bits(__nv_bfloat16{});
-  } else {
-    by_bits(float{});
-  }
+  });
 }
 
 }  // namespace
