@@ -112,7 +112,7 @@ def test_why_there_is_no_library_is_said(no_cache, monkeypatch):
     assert library.why_unavailable().startswith(words)
     with pytest.raises(RuntimeError, match="not found on PATH"):
         library.require_library()
-    for path, why in ((no_cache, "apt install g++"), (no_cache / "file", "file is a file; remove it")):
+    for path, why in ((no_cache, "apt install g++"), (no_cache / "file", "remove what is in its way")):
         monkeypatch.setattr(library, "_tried", False)
         (no_cache / "file").touch()
         with monkeypatch.context() as changed:

@@ -267,7 +267,7 @@ def test_tables_of_the_command(words, tmp_path, capsys):
         ("matmul --plot no/such/folder/figure.png", "name another file, in a folder that can be written"),
         ("matmul --sizes 0", "0 is less than 1"),
         ("elementwise --min-run-time -1", "not a time above 0"),
-        ("sort", "there is no command sort; choose one of matmul, elementwise, layer"),
+        ("sort", "command sort: choose one of matmul, elementwise, layer"),
     ],
 )
 def test_bad_usage(words, error, capsys):

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from zero_inference.config.options import DEFAULTS, GROUP_SIZES, OPTIONS, Options
 from zero_inference.errors import UsageError
 from zero_inference.utils.files import check_output_file
-from zero_inference.utils.suggestions import nearest_multiples
 
 MAX_WINDOW = 1024  # tokens; perplexity without --perplexity-window
 
@@ -158,6 +157,6 @@ def perplexity_window(window: int | None, stride: int | None, positions: int | N
 
 def batch_advice(batch: int, parts: int, over: str) -> str:
     """Return why a batch cannot be split over ranks or GPUs, and what to use instead."""
-    multiples = " or ".join(map(str, nearest_multiples(batch, parts)))
+    multiples = " or ".join(str(each) for each in (batch // parts * parts, -(-batch // parts) * parts) if each)
     fewer = max(count for count in range(1, parts) if batch % count == 0)
     return f"--batch-size {batch} does not divide over {over}; use {multiples}, or {fewer} of the GPUs"

@@ -17,7 +17,7 @@ from zero_inference.config.options import NORM_KERNELS
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.files import check_output_file, write_atomically
-from zero_inference.utils.format import decimals, format_percent, four_digits
+from zero_inference.utils.format import decimals, format_percent, three_digits
 from zero_inference.utils.progress import Progress, importing, use_progress
 from zero_inference.utils.tables import FORMATS, PIPED_WIDTH, Column, print_rows, shown_columns
 
@@ -51,23 +51,23 @@ MAX_COUNT = 1 << 40  # elements; a row reports if memory is not sufficient
 OF_RATES = (
     Column("of_datasheet", "of datasheet", format_percent),
     Column("of_measured", "of measured", format_percent),
-    Column("best_tflops", "best TFLOP/s measured", four_digits),
+    Column("best_tflops", "best TFLOP/s measured", three_digits),
 )
 COLUMNS = {
     "matmul": (
         Column("dtype", "type", dtype="string"),
         Column("n", "n", dtype="Int64"),
-        Column("time_s", "time (us)", lambda seconds: four_digits(1e6 * seconds)),
-        Column("tflops", "TFLOP/s", four_digits),
+        Column("time_s", "time (us)", lambda seconds: three_digits(1e6 * seconds)),
+        Column("tflops", "TFLOP/s", three_digits),
         *OF_RATES,
         Column("skipped", "skipped", dtype="string"),
         Column("error", "error", dtype="string"),
     ),
     "elementwise": (
         Column("n", "n", dtype="Int64"),
-        Column("time_s", "time (us)", lambda seconds: four_digits(1e6 * seconds)),
-        Column("gflops", "GFLOP/s", four_digits),
-        Column("gbps", "GB/s", four_digits),
+        Column("time_s", "time (us)", lambda seconds: three_digits(1e6 * seconds)),
+        Column("gflops", "GFLOP/s", three_digits),
+        Column("gbps", "GB/s", three_digits),
         *OF_RATES[:2],
         Column("error", "error", dtype="string"),
     ),
@@ -77,14 +77,14 @@ COLUMNS = {
         Column("norms", "norms", dtype="string"),
         Column("seq", "seq", dtype="Int64"),
         Column("batch", "batch", dtype="Int64"),
-        Column("forward_s", "fwd (ms)", lambda seconds: four_digits(1e3 * seconds)),
-        Column("forward_tflops", "fwd TFLOP/s", four_digits),
+        Column("forward_s", "fwd (ms)", lambda seconds: three_digits(1e3 * seconds)),
+        Column("forward_tflops", "fwd TFLOP/s", three_digits),
         *OF_RATES,
-        Column("forward_backward_tflops", "fwd+bwd TFLOP/s", four_digits),
-        Column("dense_tflops", "dense", four_digits),
-        Column("dense_activation_tflops", "dense + act", four_digits),
-        Column("feed_forward_tflops", "feed- forward", four_digits),
-        Column("attention_tflops", "attn", four_digits),
+        Column("forward_backward_tflops", "fwd+bwd TFLOP/s", three_digits),
+        Column("dense_tflops", "dense", three_digits),
+        Column("dense_activation_tflops", "dense + act", three_digits),
+        Column("feed_forward_tflops", "feed- forward", three_digits),
+        Column("attention_tflops", "attn", three_digits),
         Column("attention_of_feed_forward", "attn / ffn", decimals(2)),
         Column("norm_modules_patched", "norms patched", dtype="Int64"),
         Column("norm_speedup", "norm gain", lambda ratio: f"{ratio:.3f}x"),

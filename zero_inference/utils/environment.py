@@ -7,7 +7,6 @@ import functools
 import os
 import platform
 import resource
-import shutil
 import subprocess
 import sys
 import time
@@ -15,11 +14,6 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "numpy", "safetensors")
-# Files of a cgroup, by version: limit, usage, and the key in memory.stat of the page cache that the kernel gives up on demand.
-CGROUP_MEMORY_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
-}
 
 
 def describe_environment() -> dict:
@@ -30,8 +24,9 @@ def describe_environment() -> dict:
     import psutil
 
     memlock_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    names = [line.partition(":")[2] for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
     return {
-        "cpu_model": _cpu_model(),
+        "cpu_model": names[0].strip() if names else platform.processor() or platform.machine(),
         "cpu_cores": psutil.cpu_count(logical=False),
         "cpu_threads_usable": len(os.sched_getaffinity(0)),
         "host_memory_bytes": psutil.virtual_memory().total,
@@ -86,11 +81,8 @@ def peak_host_bytes() -> int:
 
     From the kernel: psutil has no peak, and that of `getrusage` starts with the memory of the parent process.
     """
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peaks = [line.split()[1] for line in _read("/proc/self/status").splitlines() if line.startswith("VmHWM:")]
+    return 1024 * (int(peaks[0]) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def usable_cores() -> float:
@@ -116,20 +108,13 @@ def _others_cpu_s() -> float:
     """Return the seconds that the CPUs of this process were busy since boot, without what it and its children used."""
     import psutil
 
-    cpus = os.sched_getaffinity(0)
-    times = [each for number, each in enumerate(psutil.cpu_times(percpu=True)) if number in cpus]
-    return sum(sum(each) - each.idle - each.iowait - each.guest - each.guest_nice for each in times) - own_cpu_s()
-
-
-def own_cpu_s() -> float:
-    """Return the CPU seconds of this process and its children, those that have ended included."""
-    import psutil
-
-    used_s = sum(os.times()[:4])
+    own_s = sum(os.times()[:4])  # children that have ended included
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended
-            used_s += sum(child.cpu_times()[:4])
-    return used_s
+            own_s += sum(child.cpu_times()[:4])
+    cpus = os.sched_getaffinity(0)
+    times = [each for number, each in enumerate(psutil.cpu_times(percpu=True)) if number in cpus]
+    return sum(sum(each) - each.idle - each.iowait - each.guest - each.guest_nice for each in times) - own_s
 
 
 # cgroups v1 and v2, which psutil does not read. A parent's limit holds for its children, so each level is looked at.
@@ -138,65 +123,51 @@ def own_cpu_s() -> float:
 def cgroup_memory(root: str = "/") -> tuple[int | None, int | None]:
     """Return (limit, bytes left under it) of the tightest cgroups from ours up to the top; None without a limit."""
     limits, lefts = [], []
-    for folder, version in _cgroup_levels(Path(root), "memory"):
-        limit_file, usage_file, cache_key = CGROUP_MEMORY_FILES[version]
-        limit = _read_int(folder / limit_file)
-        if limit is None or limit >= 1 << 60:  # v1 writes "no limit" as the largest page-aligned int64
+    for folder in _cgroup_levels(root, "memory"):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        if not limit.isdigit() or int(limit) >= 1 << 60:  # v1 writes "no limit" as the largest page-aligned int64
             continue
         stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
-        used = (_read_int(folder / usage_file) or 0) - int(stat.get(cache_key, 0))
-        limits.append(limit)
-        lefts.append(max(0, limit - max(0, used)))
+        cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))  # given up on demand
+        used = int(_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes") or 0) - int(cache)
+        limits.append(int(limit))
+        lefts.append(max(0, int(limit) - max(0, used)))
     return min(limits, default=None), min(lefts, default=None)
 
 
 def cgroup_cores(root: str = "/") -> float | None:
     """Return the CPU quota, in cores, of the tightest cgroup from ours up to the top; None without a limit."""
     quotas = []
-    for folder, version in _cgroup_levels(Path(root), "cpu"):
-        if version == 2:
-            words = _read(folder / "cpu.max").split()
-        else:
-            words = [_read(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
-        if len(words) == 2 and all(word.isdigit() for word in words):  # "max" and -1 mean no limit
-            quotas.append(int(words[0]) / int(words[1]))
+    for folder in _cgroup_levels(root, "cpu"):
+        words = _read(folder / "cpu.max") or " ".join(
+            _read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")
+        )
+        quota, _, period = words.partition(" ")
+        if quota.isdigit() and period.isdigit():  # "max" and -1 mean no limit
+            quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
-def _cgroup_levels(root: Path, controller: str) -> list[tuple[Path, int]]:
-    """Return (folder, version 1 or 2) of each level of our cgroups that may limit `controller`."""
-    levels: list[tuple[Path, int]] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        hierarchy, controllers, group = line.split(":", 2)
-        if hierarchy == "0" and not controllers:
-            tops, version = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"], 2
-        elif controller in controllers.split(","):
-            tops, version = [root / "sys/fs/cgroup" / controller], 1
+def _cgroup_levels(root: str, controller: str) -> list[Path]:
+    """Return the folder of each level of our cgroups that may limit `controller`."""
+    levels: list[Path] = []
+    mounts = Path(root, "sys/fs/cgroup")
+    for line in _read(Path(root, "proc/self/cgroup")).splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controller in controllers.split(","):  # v1
+            tops = [mounts / controller]
         else:
-            continue
+            tops = [] if controllers else [mounts, mounts / "unified"]
         relative = Path(group.lstrip("/"))  # in a container it may be the host's, of which only the levels above exist
-        levels += [(top / level, version) for top in tops for level in (relative, *relative.parents)]
-    return list(dict.fromkeys(levels))
+        levels += [top / level for top in tops for level in (relative, *relative.parents)]
+    return levels
 
 
-def _read(path: Path) -> str:
+def _read(path: Path | str) -> str:
     try:
-        return path.read_text()
+        return Path(path).read_text().strip()
     except OSError:
         return ""
-
-
-def _read_int(path: Path) -> int | None:
-    text = _read(path).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _cpu_model() -> str:
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _os_name() -> str:
@@ -215,43 +186,35 @@ def _gpus() -> dict:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        seen = [{"name": each.name, "memory_bytes": each.total_memory} for each in properties]
-    else:
-        seen = [{"name": gpu["name"], "memory_bytes": gpu["memory_bytes"]} for gpu in _visible(listed)]
-    return {"gpus": seen, "gpu_driver": driver}
+        return {
+            "gpus": [{"name": each.name, "memory_bytes": each.total_memory} for each in properties],
+            "gpu_driver": driver,
+        }
+    seen, visible = listed, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:  # indices or beginnings of UUIDs; like CUDA, up to the first unknown one
+        seen = []
+        for entry in map(str.strip, visible.split(",")):
+            named = [
+                gpu for index, gpu in enumerate(listed) if entry == str(index) or gpu["uuid"].startswith(entry or "-")
+            ]
+            if len(named) != 1:
+                break
+            seen += named
+    return {"gpus": [{key: gpu[key] for key in ("name", "memory_bytes")} for gpu in seen], "gpu_driver": driver}
 
 
 @functools.cache
 def _nvidia_smi() -> tuple[str | None, list[dict]]:
     """Return the driver version and the host's GPUs by index; (None, []) without nvidia-smi."""
-    program = shutil.which("nvidia-smi")
     query = "--query-gpu=driver_version,uuid,memory.total,name"
-    output = _output([program, query, "--format=csv,noheader,nounits"]) if program else None
     driver, gpus = None, []
-    for line in (output or "").splitlines():
+    for line in (_output(["nvidia-smi", query, "--format=csv,noheader,nounits"]) or "").splitlines():
         fields = [field.strip() for field in line.split(",", 3)]
-        if len(fields) < 4:
-            continue
-        driver, uuid, mebibytes, name = fields
-        memory = int(mebibytes) << 20 if mebibytes.isdigit() else None
-        gpus.append({"uuid": uuid, "name": name, "memory_bytes": memory})
+        if len(fields) == 4:
+            driver, uuid, mebibytes, name = fields
+            memory = int(mebibytes) << 20 if mebibytes.isdigit() else None
+            gpus.append({"uuid": uuid, "name": name, "memory_bytes": memory})
     return driver, gpus
-
-
-def _visible(gpus: list[dict]) -> list[dict]:
-    """Return those of `gpus` that CUDA_VISIBLE_DEVICES leaves, in its order; like CUDA, up to the first unknown entry."""
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return gpus
-    chosen = []
-    for entry in map(str.strip, wanted.split(",")):
-        named = [gpu for gpu in gpus if entry and gpu["uuid"].startswith(entry)]
-        if entry.isdigit() and int(entry) < len(gpus):
-            named = [gpus[int(entry)]]
-        if len(named) != 1:
-            break
-        chosen += named
-    return chosen
 
 
 def _git_state(folder: Path) -> dict:
@@ -259,19 +222,14 @@ def _git_state(folder: Path) -> dict:
 
     A package installed inside another checkout (in a virtual environment) is not tracked by it.
     """
-    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return {"git_commit": None, "git_dirty": None}
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {
-        "git_commit": _git(folder, "rev-parse", "HEAD") or None,
-        "git_dirty": None if changes is None else bool(changes),
-    }
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
     # Git hooks export GIT_DIR of whatever repository they run in; optional locks would let ranks collide.
-    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    return _output(["git", "-C", str(folder), *arguments], {**env, "GIT_OPTIONAL_LOCKS": "0"})
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {"GIT_OPTIONAL_LOCKS": "0"}
+    git = ["git", "-C", str(folder)]
+    if _output([*git, "ls-files", "--error-unmatch", "__init__.py"], env) is None:
+        return {"git_commit": None, "git_dirty": None}
+    changes = _output([*git, "status", "--porcelain", "--untracked-files=no"], env)
+    commit = _output([*git, "rev-parse", "HEAD"], env) or None
+    return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}
 
 
 def _output(command: list[str], env: dict | None = None) -> str | None:

@@ -55,20 +55,13 @@ def machine_path() -> Path:
 
 
 def make_folder(folder: Path) -> Path:
-    """Make the cache folder `folder` if need be, and return it.
-
-    Raises:
-        UsageError: it cannot be made, for instance because a file is in its way.
-    """
+    """Make the cache folder `folder` if need be, and return it. Raises UsageError if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        file = next((path for path in (folder, *folder.parents) if os.path.lexists(path) and not path.is_dir()), None)
-        given = ((name, os.environ.get(name, "")) for name in ("ZERO_INFERENCE_CACHE", "TORCH_EXTENSIONS_DIR"))
-        used = (name for name, value in given if value and EXTENSIONS not in value and str(folder).startswith(value))
         raise UsageError(
-            f"the cache folder {folder} cannot be made: {error.strerror if file is None else f'{file} is a file; remove it'}, "
-            f"or name another folder with {next(used, 'XDG_CACHE_HOME')}."
+            f"the cache folder {folder} cannot be made ({error.strerror}: {error.filename}); remove what is in its way, or name another "
+            "folder with XDG_CACHE_HOME, ZERO_INFERENCE_CACHE or TORCH_EXTENSIONS_DIR."
         ) from error
     return folder
 
@@ -110,66 +103,53 @@ def append_bytes(path: str | os.PathLike, data: bytes, *, sync: bool = False, on
         OSError: it cannot be written.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with _open_to_append(path) as opened:
-        size = os.fstat(opened.fd).st_size
-        if on_new_line and size and os.pread(opened.fd, 1, size - 1) != b"\n":
+    with _open_to_append(path) as fd:
+        regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        size = os.fstat(fd).st_size if regular else 0
+        if on_new_line and size and os.pread(fd, 1, size - 1) != b"\n":
             data = b"\n" + data
         try:
-            written = os.write(opened.fd, data)
+            written = os.write(fd, data)
             if written != len(data):
                 raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes fitted", str(path))
         except OSError:  # a full disk writes a part, or has room for a name alone
-            if opened.regular:
-                os.ftruncate(opened.fd, size)
-                if opened.created and opened.locked and not size:
-                    os.unlink(opened.path)
+            if regular:
+                os.ftruncate(fd, size)
             raise
-        if sync and opened.regular:
-            os.fsync(opened.fd)
+        if sync and regular:
+            os.fsync(fd)
 
 
 def check_appendable(path: str | os.PathLike) -> None:
     """Raise OSError if nothing can be appended to `path` now. Makes missing folders, but leaves no empty file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with _open_to_append(path) as opened:
-        # A writer that has opened the file meanwhile notices that it is gone once it has the lock.
-        if opened.created and opened.locked and os.fstat(opened.fd).st_size == 0:
-            os.unlink(opened.path)
+    with _open_to_append(path):
+        pass
 
 
-class _Opened:
-    """A file opened for appending. Locked by hand and not by filelock: the lock is on the log itself, and no file appears beside it."""
+@contextlib.contextmanager
+def _open_to_append(path: str | os.PathLike) -> Iterator[int]:
+    """Yield a descriptor of `path`, locked for appending; a file that was made here and is still empty at the end is removed.
 
-    def __init__(self, path: str | os.PathLike):
-        self.path, self.locked = os.path.realpath(path), False
-        self.fd, self.created = _open_or_create(self.path)
-        kind = os.fstat(self.fd).st_mode
-        self.regular = stat.S_ISREG(kind)
-        if not self.regular and not stat.S_ISCHR(kind):
-            os.close(self.fd)
-            raise OSError(errno.EINVAL, "neither a file nor a device", str(path))
-
-    def lock(self, deadline: float) -> None:
-        """Take an flock, where the file system has it; without it O_APPEND alone separates writes. Raises OSError after `deadline`."""
-        while not self.locked:
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.locked = True
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise _lock_timeout(self.path, APPEND_LOCK_S) from None
-                time.sleep(POLL_S)
-            except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                    raise
-                return
-
-    def is_at_path(self) -> bool:
-        """Return whether `path` still leads to this file: another process's `check_appendable` may have removed the empty file."""
+    The lock is on the log itself and not filelock's, so no file appears beside it. A process that waited for the lock of a file that
+    was removed meanwhile opens it again.
+    """
+    target, deadline = os.path.realpath(path), time.monotonic() + APPEND_LOCK_S
+    while True:
+        fd, created = _open_or_create(target)
         try:
-            return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
-        except FileNotFoundError:
-            return False
+            if not stat.S_ISREG(os.fstat(fd).st_mode) and not stat.S_ISCHR(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "neither a file nor a device", str(path))
+            locked = _lock(fd, target, deadline)
+            if os.path.exists(target) and os.path.samestat(os.fstat(fd), os.stat(target)):
+                try:
+                    yield fd
+                finally:
+                    if created and locked and os.fstat(fd).st_size == 0:
+                        os.unlink(target)
+                return
+        finally:
+            os.close(fd)
 
 
 def _open_or_create(path: str) -> tuple[int, bool]:
@@ -182,19 +162,20 @@ def _open_or_create(path: str) -> tuple[int, bool]:
             return os.open(path, flags), False
 
 
-@contextlib.contextmanager
-def _open_to_append(path: str | os.PathLike) -> Iterator[_Opened]:
-    """Yield `path` opened and locked for appending; opened again if another process removed the file before the lock was held."""
-    started = time.monotonic()
+def _lock(fd: int, path: str, deadline: float) -> bool:
+    """Take an flock; False where the file system has none: O_APPEND alone separates writes there. Raises TimeoutError."""
     while True:
-        opened = _Opened(path)
         try:
-            opened.lock(started + APPEND_LOCK_S)
-            if opened.is_at_path():
-                yield opened
-                return
-        finally:
-            os.close(opened.fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise _lock_timeout(path, APPEND_LOCK_S) from None
+            time.sleep(POLL_S)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+            return False
 
 
 @contextlib.contextmanager

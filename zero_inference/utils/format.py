@@ -5,6 +5,7 @@ Amounts of memory are in GiB (2^30 bytes), rates in GB/s (10^9 bytes) as in data
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -32,7 +33,6 @@ def first_line(error: BaseException) -> str:
 
 
 LONGEST_TEXT = 2000  # characters of a cell
-MAX_DECIMALS = 6  # of `three_digits`
 
 
 def one_line(value: Any) -> str:
@@ -54,46 +54,32 @@ def three_digits(value: float) -> str:
     """Return three significant digits with trailing zeros and without an exponent; whole numbers from 1000 on."""
     if not value:
         return "0"
-    digits = 1 + math.floor(math.log10(abs(value)))
-    if digits < 3 and round(abs(value), 3 - digits) >= 10**digits:  # 9.996 is 10.0
-        digits += 1
-    return f"{value:.{min(max(0, 3 - digits), MAX_DECIMALS)}f}"
+    exponent = int(f"{value:.2e}".partition("e")[2])  # after rounding: 9.996 is 10.0
+    return f"{value:.{min(max(0, 2 - exponent), 6)}f}"
 
 
 def format_gib_exact(nbytes: float) -> str:
     """Return the number of GiB with three decimals."""
-    return f"{nbytes / 2**30:.3f}"
+    return f"{nbytes / GIB:.3f}"
 
 
 def format_percent(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
-def four_digits(value: float) -> str:
-    """Return four significant digits without an exponent, three below 1."""
-    exponent = math.floor(math.log10(abs(value))) if value else -1
-    return f"{value:.{max(0, (3 if exponent >= 0 else 2) - exponent)}f}"
-
-
-def format_number(value: float) -> str:
-    """Return three significant digits or all before the point, with a narrow space between thousands."""
-    if value >= 100:
-        return f"{value:,.0f}".replace(",", "\u202f")
-    return f"{value:.3g}"
-
-
 GIB = 1 << 30
-# An amount is given in the largest of these units of which it has at least `MIN_OF_UNIT`, so 1000 MiB never appear.
-BINARY_UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10))
-MIN_OF_UNIT = 0.1
+# An amount is given in the largest of these units of which it has at least 0.1, so 1000 MiB never appear.
+BINARY_UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
+
+
+def _unit_of(nbytes: float) -> tuple[str, int]:
+    return next((each for each in BINARY_UNITS if abs(nbytes) >= 0.1 * each[1]), BINARY_UNITS[-1])
 
 
 def format_bytes(nbytes: float) -> str:
     """Return such as "20.4 GiB", "131 GiB", "353 KiB" or "7 bytes"."""
-    for unit, size in BINARY_UNITS:
-        if abs(nbytes) >= MIN_OF_UNIT * size:
-            return f"{significant(nbytes / size)} {unit}"
-    return f"{nbytes:.0f} bytes"
+    unit, size = _unit_of(nbytes)
+    return f"{significant(nbytes / size)} {unit}"
 
 
 def format_gib(nbytes: float) -> str:
@@ -103,9 +89,7 @@ def format_gib(nbytes: float) -> str:
 
 def format_bytes_pair(part: float, whole: float) -> tuple[str, str, str]:
     """Return two amounts in the unit of the larger one, and that unit; with two decimals where three digits would hide their difference."""
-    unit, size = next(
-        ((unit, size) for unit, size in BINARY_UNITS if max(part, whole) >= MIN_OF_UNIT * size), ("bytes", 1)
-    )
+    unit, size = _unit_of(max(part, whole))
     texts = significant(part / size), significant(whole / size)
     if part != whole and texts[0] == texts[1]:
         texts = f"{part / size:.2f}", f"{whole / size:.2f}"
@@ -117,41 +101,31 @@ def format_gib_rounded_up(nbytes: float) -> str:
     return f"{math.ceil(10 * nbytes / GIB) / 10:g} GiB"
 
 
-LONG_S = 600  # from here on times are in minutes and hours
-
-
 def format_duration(seconds: float) -> str:
     """Return such as "45 s", "2 min 10 s" or "1 h 5 min"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    large, small = ((60, "min"), (1, "s")) if whole < 3600 else ((3600, "h"), (60, "min"))
-    rest = whole % large[0] // small[0]
-    return f"{whole // large[0]} {large[1]}" + (f" {rest} {small[1]}" if rest else "")
+    minutes, s = divmod(round(seconds), 60)
+    h, minutes = divmod(minutes, 60)
+    parts = [f"{count} {unit}" for count, unit in ((h, "h"), (minutes, "min"), (s, "s")) if count]
+    return " ".join(parts[: 1 if h and not minutes else 2]) or "0 s"
 
 
 def format_seconds(value: float) -> str:
     """Return such as "0.295 s" or "45.2 s", and from ten minutes on as `format_duration` has it: "46 h"."""
-    return f"{significant(value)} s" if value < LONG_S else format_duration(value)
+    return f"{significant(value)} s" if value < 600 else format_duration(value)
 
 
 def format_time_left(seconds: float | None) -> str:
     """Return such as ", about 4 min to go", as exact as an estimate is; "" without one, or with less than a second."""
     if seconds is None or seconds < 1:
         return ""
-    if seconds < 10:
-        return f", about {round(seconds)} s to go"
-    if seconds < 95:
-        return f", about {5 * round(seconds / 5)} s to go"
-    if seconds < 95 * 60:
-        return f", about {round(seconds / 60)} min to go"
-    return f", about {seconds / 3600:.1f} h to go"
+    size, unit = next((each for each in ((3600, "h"), (60, "min")) if seconds >= 1.5 * each[0]), (1, "s"))
+    return f", about {seconds / size:.0f} {unit} to go"
 
 
 # GB is 10^9 bytes, GiB 2^30. A bare G means 2^30, as in vLLM and most tools that take an amount of memory.
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-SHORT_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-UNIT_BYTES = {unit.lower(): nbytes for unit, nbytes in (UNITS | SHORT_UNITS).items()}
+UNIT_BYTES: dict[str, float] = {}
+for _power, _letter in enumerate("kmgt", 1):
+    UNIT_BYTES |= {f"{_letter}ib": 2 ** (10 * _power), _letter: 2 ** (10 * _power), f"{_letter}b": 10 ** (3 * _power)}
 _NUMBER = re.compile(r"([+-]?(?:[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18}))\s*([A-Za-z/]*)")
 
 
@@ -162,17 +136,10 @@ def parse_number_and_unit(text: str) -> tuple[float, str] | None:
 
 
 def parse_gib(text: str) -> float:
-    """Return a size in GiB; a plain number is in GiB. The result may be negative, infinite or nan.
-
-    Raises:
-        ValueError: `text` is no size; the message shows what one looks like.
-    """
-    try:
+    """Return a size in GiB; a plain number is in GiB. The result may be negative, infinite or nan. Raises ValueError."""
+    with contextlib.suppress(ValueError):
         return float(text)
-    except ValueError:
-        pass
     found = parse_number_and_unit(text)
     if found is None or found[1] not in UNIT_BYTES:
         raise ValueError("not a size of memory; write 10 (GiB), 10GiB, 10GB or 512MiB")
-    number, unit = found
-    return number * UNIT_BYTES[unit] / 2**30
+    return found[0] * UNIT_BYTES[found[1]] / GIB

@@ -21,14 +21,12 @@ from typing import Any, NoReturn
 import psutil
 
 from zero_inference.utils.format import printable
-from zero_inference.utils.progress import current_progress
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 15  # between SIGTERM and SIGKILL
 POLL_S = 0.1
 LAUNCHER_POLL_S = 1.0
 SCRIPT = "run_model.py"
-LOCAL_RANK = "--local-rank"
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 _PRELUDE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1))\n"
 _LEAD = "from zero_inference.utils.processes import lead; lead(sys.argv[1:])"
@@ -146,13 +144,10 @@ def _signal_session(process: subprocess.Popen, number: int) -> bool:
 # Runs of run_model.py as children, for `zero-inference compare` and scripts/sweep.py.
 
 Record = dict[str, Any]
-PROGRESS_TAIL_BYTES = 4096  # more than the last line of an output
-PROGRESS = re.compile(r" so far| to go|\.\.\.\s*$")  # as utils.progress writes it
 RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s*")  # written by launchers
 OWN_ERROR = re.compile("error: ")  # how run_model.py begins its error message
-ANY_ERROR = re.compile(
-    r"(?i:([\w.]+: )?error: )|[\w.]*(Error|Exception): *\S"
-)  # argparse's, and the end of a traceback
+# argparse's, and the end of a traceback
+ANY_ERROR = re.compile(r"(?i:([\w.]+: )?error: )|[\w.]*(Error|Exception): *\S")
 
 
 @dataclass(frozen=True)
@@ -194,30 +189,16 @@ def run_child(
         OSError: `output` cannot be written; nothing was run.
     """
     before = records()
-    detail = current_progress().with_detail(lambda: last_progress(output))
-    with output.open("w") as out, detail:
-        try:
-            with process_group(command, stdout=out, stderr=subprocess.STDOUT, env=env) as leader:
-                code = leader.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
+    code = None
+    with output.open("w") as out, contextlib.suppress(subprocess.TimeoutExpired):
+        with process_group(command, stdout=out, stderr=subprocess.STDOUT, env=env) as leader:
+            code = leader.wait(timeout_s)
     new = records()
     for record in before:
         if record in new:
             new.remove(record)
     last = new[-1] if new else None
     return ChildRun(code, output, last if last is not None and (code == 0 or not is_good(last)) else None)
-
-
-def last_progress(output: Path) -> str | None:
-    """Return the last progress line in `output`, such as "generating: loop 2 of 3, ..."; None without one."""
-    try:
-        with output.open("rb") as file:
-            file.seek(max(0, output.stat().st_size - PROGRESS_TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return None
-    return next((RANK_PREFIX.sub("", line.strip()) for line in reversed(lines) if PROGRESS.search(line)), None)
 
 
 def last_error_line(output: str, error: re.Pattern[str] = OWN_ERROR) -> str | None:
@@ -255,19 +236,19 @@ class LauncherWatch:
 
     def __init__(self) -> None:
         self.end: Callable[[str], None] = end_now
-        self._thread: threading.Thread | None = None
+        self._started = False
 
     def start(self) -> None:
         """Call it early: a launcher that has ended before is not found. Later calls do nothing."""
-        if self._thread is None:
-            launchers = launchers_above()
-            self._thread = threading.Thread(target=self._poll, args=(launchers,), name="launcher watch", daemon=True)
-            if launchers:
-                self._thread.start()
+        launchers = [] if self._started else launchers_above()
+        self._started = True
+        if launchers:
+            threading.Thread(target=self._poll, args=(launchers,), name="launcher watch", daemon=True).start()
 
     def _poll(self, launchers: list[psutil.Process]) -> None:
-        while all(map(_is_alive, launchers)):
-            time.sleep(LAUNCHER_POLL_S)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while all(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in launchers):
+                time.sleep(LAUNCHER_POLL_S)
         self.end("the launcher has ended")
 
 
@@ -296,25 +277,18 @@ def _is_launcher(words: Sequence[str]) -> bool:
     return False
 
 
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+# Signals that ask a process to end. They become exceptions, so that what it holds is released and a record is written. Only the main
+# thread runs signal handlers, and can set them: in another thread nothing changes.
 
 
-# Signals that ask a process to end. They become exceptions, so that what it holds is released and a record is written.
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def exit_on_stop() -> None:
-    """Make SIGTERM and SIGHUP raise SystemExit(128 + number), as SIGINT raises KeyboardInterrupt; ignored ones (nohup) stay ignored.
-
-    Only the main thread can set handlers; in another one nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
+    """Make SIGTERM and SIGHUP raise SystemExit(128 + number), as SIGINT raises KeyboardInterrupt; ignored ones (nohup) stay ignored."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
+        if _in_main_thread() and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda received, frame: sys.exit(128 + received))
 
 
@@ -327,10 +301,7 @@ def ignore_stop() -> None:
 @contextlib.contextmanager
 def restore_signals() -> Iterator[None]:
     """Restore the signal handlers at the end of the block."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in STOPPING}
+    before = {number: signal.getsignal(number) for number in STOPPING if _in_main_thread()}
     try:
         yield
     finally:
@@ -342,18 +313,14 @@ def restore_signals() -> Iterator[None]:
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
     """Let stop signals take effect at the end of the block. A launcher sends a second one right after the first."""
-    if threading.current_thread() is not threading.main_thread():  # which alone runs signal handlers
-        yield
-        return
     arrived: dict[int, None] = {}  # each once, in order
-    before = {
-        number: signal.signal(number, lambda received, frame: arrived.setdefault(received)) for number in STOPPING
-    }
     try:
-        yield
+        with restore_signals():
+            for number in STOPPING:
+                if _in_main_thread() and signal.getsignal(number) is not None:
+                    signal.signal(number, lambda received, frame: arrived.setdefault(received))
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         for received in arrived:
             signal.raise_signal(received)
 
@@ -383,6 +350,6 @@ def as_installed_command(text: str) -> str:
 
 def move_rank_option(argv: list[str]) -> list[str]:
     """Return `argv` with --local-rank after the command's name: the deepspeed launcher (`--module`) writes it before."""
-    if len(argv) > 2 and argv[1].replace("_", "-").startswith(f"{LOCAL_RANK}="):
+    if len(argv) > 2 and argv[1].replace("_", "-").startswith("--local-rank="):
         return [argv[0], argv[2], argv[1], *argv[3:]]
     return argv

@@ -14,17 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from zero_inference.utils.format import BINARY_UNITS, format_duration, format_time_left, printable
+from zero_inference.utils.format import GIB, format_duration, format_time_left, printable
 
 if TYPE_CHECKING:  # rich is imported only for a terminal: it takes 50 ms
-    from rich.console import Console
-    from rich.progress import Progress as Live
+    from rich.live import Live
 
 QUIET_S = 10.0  # between two plain lines, and before the first one
 TICK_S = 1.0
-REFRESH_S = 0.1  # of a live line: a token may take less
 SLOW_IMPORT_S = 2.0
-MIN_RATE_SHARE = 0.01  # of the bytes, before a rate is shown: the first ones may wait for a compiler
 
 
 class Progress:
@@ -36,26 +33,17 @@ class Progress:
 
     def __init__(self, enabled: bool, clock: Callable[[], float] = time.monotonic):
         self.enabled, self.clock = enabled, clock
-        self._console: Console | None = None
+        self.live_terminal = enabled and sys.stderr.isatty()
         self._live: Live | None = None
         self._tasks: list[Task] = []
         self._lock = threading.RLock()  # a task may show itself from its thread
-        if enabled and sys.stderr.isatty():
-            from rich.console import Console
-
-            self._console = Console(stderr=True)
-        # Before the first line of a task, and between lines.
-        self.first_after_s, self.every_s = (0.0, REFRESH_S) if self._console else (QUIET_S, QUIET_S)
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
-        line = printable(line)
-        with self._lock:
-            if self._console is not None:
-                self._console.print(line, markup=False, highlight=False)
-            elif self.enabled:
-                with contextlib.suppress(OSError):  # the reader of stderr is gone: the run goes on
-                    print(line, file=sys.stderr, flush=True)
+        with self._lock, contextlib.suppress(OSError):  # the reader of stderr is gone: the run goes on
+            self.clear()
+            if self.enabled:
+                print(printable(line), file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def task(
@@ -68,12 +56,18 @@ class Progress:
             after_s: show nothing before. None shows it at once on a terminal, and after `QUIET_S` elsewhere.
             ticking: refresh it every second, for work that does not call `Task.at`.
         """
-        task = Task(self, name, total, after_s)
+        task, ended = Task(self, name, total, after_s), threading.Event()
+
+        def tick() -> None:
+            while not ended.wait(TICK_S):
+                with self._lock:
+                    if not ended.is_set():  # or it would show a line that was just taken away
+                        task.refresh()
+
         with self._lock:
             self._tasks.append(task)
-        ended = threading.Event()
         if ticking and self.enabled:
-            threading.Thread(target=_tick, args=(task, ended), daemon=True).start()
+            threading.Thread(target=tick, daemon=True).start()
         try:
             yield task
         finally:
@@ -88,18 +82,13 @@ class Progress:
 
     def loading(self, total_bytes: int) -> Callable[[int], None]:
         """Return a callback that takes the bytes of each loaded parameter."""
-        loading = ByteProgress(self, "loading weights", total_bytes)
-        return lambda nbytes: loading.at(int(loading.done) + nbytes)
+        task = Task(self, "loading weights", total_bytes, None)
 
-    @contextlib.contextmanager
-    def with_detail(self, detail: Callable[[], str | None]) -> Iterator[None]:
-        """Append `detail` to the line of the innermost task within the block."""
-        task = self._tasks[-1] if self._tasks else Task(self, "", None, None)
-        task.detail = detail
-        try:
-            yield
-        finally:
-            task.detail = lambda: None
+        def add(nbytes: int) -> None:
+            done = task.done + nbytes
+            task.at(f"{done / GIB:.1f} of {max(total_bytes, done) / GIB:.1f} GiB", done)
+
+        return add
 
     def clear(self) -> None:
         """Remove the live line from the terminal; the next update shows it again."""
@@ -110,39 +99,24 @@ class Progress:
 
     close = clear  # for contextlib.closing
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Show nothing within the block, for results that are printed to a stdout that may be the same terminal."""
-        with self._lock:
-            self.clear()
-            yield
+    def show(self, task: Task) -> None:
+        """Show the line of `task`: in place of the live line on a terminal, printed elsewhere."""
+        if not self.live_terminal:
+            return self.say(task.line())
+        from rich.console import Console
+        from rich.live import Live
+        from rich.spinner import Spinner
+        from rich.text import Text
 
-    def show(self, task: Task, line: str) -> None:
-        """Show `line` of `task`: in place of the live line on a terminal, printed elsewhere."""
-        if self._console is None:
-            return self.say(line)
         with self._lock:
             if task in self._tasks and task is not self._tasks[-1]:
                 return
-            with_bar = isinstance(task, ByteProgress)
-            if self._live is None or len(self._live.columns) != 2 + with_bar:
-                self.clear()
-                self._live = self._start_live(with_bar)
-            total, done = (task.total, task.done) if with_bar else (None, 0)
-            self._live.update(self._live.task_ids[0], description=printable(line), total=total, completed=done)
-
-    def _start_live(self, with_bar: bool) -> Live:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-        from rich.table import Column
-
-        one_line = Column(no_wrap=True, overflow="ellipsis")
-        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False, table_column=one_line)]
-        bar = [BarColumn()] if with_bar else []
-        # stdout is for results, which may go elsewhere: rich would redirect it to the terminal too
-        live = Progress(*columns, *bar, console=self._console, transient=True, redirect_stdout=False)
-        live.add_task("", total=None)
-        live.start()
-        return live
+            spinner = Spinner("dots", Text(printable(task.line()), no_wrap=True, overflow="ellipsis"))
+            if self._live is None:
+                # stdout is for results, which may go elsewhere: rich would redirect it to the terminal too
+                self._live = Live(spinner, console=Console(stderr=True), transient=True, redirect_stdout=False)
+                self._live.start()
+            self._live.update(spinner)
 
 
 class Task:
@@ -150,16 +124,16 @@ class Task:
 
     Attributes:
         done: units that are finished.
-        detail: returns what to append to the line, such as the stage of a child process; None for nothing.
     """
 
     def __init__(self, progress: Progress, name: str, total: float | None, after_s: float | None):
         self.progress, self.name, self.total, self.done = progress, name, total, 0.0
         self._start = self._since = progress.clock()
         self._words: str | None = None
-        self.detail: Callable[[], str | None] = lambda: None
         self._left_s: float | None = None
-        self._next_shown = self._start + (progress.first_after_s if after_s is None else after_s)
+        self._every_s = TICK_S / 10 if progress.live_terminal else QUIET_S
+        first_s = 0.0 if progress.live_terminal else QUIET_S
+        self._next_shown = self._start + (first_s if after_s is None else after_s)
 
     def at(self, words: str, done: float | None = None, left_s: float | None = None) -> None:
         """Report what is under way.
@@ -188,47 +162,18 @@ class Task:
 
     def line(self) -> str:
         """Return a line like "compare: run 3 of 8 (int4), 2 min 10 s so far, about 4 min to go"."""
-        elapsed, left = self.progress.clock() - self._start, self.left_s()
+        elapsed_s = self.progress.clock() - self._start
+        so_far = f", {format_duration(elapsed_s)} so far" if elapsed_s >= 1 else ""
         if self._words is None:
-            return f"{self.name} ..." + (f" ({format_duration(elapsed)} so far)" if elapsed >= QUIET_S else "")
-        so_far = f", {format_duration(elapsed)} so far" if elapsed >= 1 else ""
-        detail = self.detail()
-        return f"{self.name}: {self._words}{so_far}{format_time_left(left)}" + (f" [{detail}]" if detail else "")
+            return f"{self.name} ..." + (so_far if elapsed_s >= QUIET_S else "")
+        return f"{self.name}: {self._words}{so_far}{format_time_left(self.left_s())}"
 
     def refresh(self) -> None:
         """Show the line, if it is time to."""
         now = self.progress.clock()
         if self.progress.enabled and now >= self._next_shown:
-            self._next_shown = now + self.progress.every_s
-            self.progress.show(self, self.line())
-
-
-class ByteProgress(Task):
-    """Bytes that are loaded or fetched, with a bar on a terminal.
-
-    Args:
-        already: bytes that were there before and took no time.
-    """
-
-    def __init__(self, progress: Progress, name: str, total: int, already: int = 0):
-        super().__init__(progress, name, total, None)
-        self._already = already
-
-    def at(self, done: int) -> None:  # type: ignore[override]
-        """Report that `done` bytes are there."""
-        self.done, self.total = done, max(self.total or 0, done)
-        self.refresh()
-
-    def line(self) -> str:
-        total = self.total or 0
-        unit, size = next((found for found in BINARY_UNITS if total >= found[1]), BINARY_UNITS[-1])
-        digits = 1 if total >= 10 * size else 2
-        line = f"{self.name}: {self.done / size:.{digits}f} of {total / size:.{digits}f} {unit}"
-        moved = self.done - self._already
-        if moved < max(MIN_RATE_SHARE * total, 1):
-            return line
-        rate = moved / max(self.progress.clock() - self._start, 1e-9)
-        return f"{line} ({rate / 1e9:.2g} GB/s){format_time_left((total - self.done) / rate)}"
+            self._next_shown = now + self._every_s
+            self.progress.show(self)
 
 
 _SILENT = Progress(enabled=False)
@@ -264,10 +209,3 @@ def importing(what: str, enabled: bool = True) -> contextlib.AbstractContextMana
 def first_rank() -> bool:
     """Return whether this is rank 0 by the launcher's environment, before anything else is known about ranks."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def _tick(task: Task, ended: threading.Event) -> None:
-    while not ended.wait(TICK_S):
-        with task.progress._lock:
-            if not ended.is_set():  # or it would show a line that was just taken away
-                task.refresh()

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 
 def closest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     """Return up to `most` of `known` that resemble `name`, ignoring case, the closest first."""
-    spellings: dict[str, str] = {}
-    for each in known:
-        spellings.setdefault(each.lower(), each)
+    spellings = {each.lower(): each for each in known}
     return [spellings[each] for each in difflib.get_close_matches(name.strip().lower(), spellings, max(1, most))]
 
 
@@ -18,12 +16,6 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
     """Return `did you mean X?`, or nothing if no known name is close."""
     near = closest(name, known, most)
     return f"did you mean {', '.join(near)}?" if near else ""
-
-
-def nearest_multiples(asked: int, parts: int) -> list[int]:
-    """Return the positive multiples of `parts` on either side of `asked`, or `asked` itself if it is one."""
-    below = asked // parts * parts
-    return [value for value in dict.fromkeys((below, -(-asked // parts) * parts)) if value > 0]
 
 
 def nearest_divisor(asked: int, whole: int, among: Iterable[int], packs: int = 1) -> int | None:

@@ -23,7 +23,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from zero_inference.records.hardware import HOST_COPY, RATE_WORDS
 from zero_inference.report.columns import SCORES
 from zero_inference.report.run import Run, find, grouped, positive
-from zero_inference.utils.format import GIB, format_number, one_line
+from zero_inference.utils.format import GIB, one_line, significant
 from zero_inference.utils.tables import shorten_middle
 
 WIDTH = 330  # points; on a phone of 390 pixels a point is a little more than a pixel
@@ -111,7 +111,7 @@ def bars(title: str, caption: str, x_label: str, rows: Sequence[Row]) -> Iterato
     axes.set(xlabel=x_label, xlim=(0, 1.02 * right or 1), ylim=(len(shown), 0), yticks=[])
     axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_formatter(lambda value, position: format_number(value))
+    axes.xaxis.set_major_formatter(lambda value, position: significant(value))
     if len(rows) > len(shown):
         title += f" (first {len(shown)} of {len(rows)})"
     yield Plot(title, caption, figure)
@@ -158,7 +158,7 @@ def _speed_rows(groups: dict[str, list[Run]]) -> list[Row]:
     for label, alike in groups.items():
         speed = statistics.median(run.decode_throughput for run in alike)
         limits = [run.decode_throughput / run.share_of_limit for run in alike if run.share_of_limit]
-        rows.append(Row(label, format_number(speed), speed, statistics.median(limits) if limits else math.nan))
+        rows.append(Row(label, significant(speed), speed, statistics.median(limits) if limits else math.nan))
     return sorted(rows, key=lambda row: -row.value)
 
 
@@ -182,7 +182,7 @@ def _roofline(machine: str, runs: list[Run]) -> Plot:
         colour, marker = SERIES[index % 6], MARKERS[index % 6]
         label, at = RATE_WORDS.get(bound, shorten_middle(bound, 20)), np.array([run.bound_by == bound for run in runs])
         if rates := [rate for run in runs if (rate := _rates(run).get(bound))]:
-            label += f", at most {format_number(max(rates))} GB/s"
+            label += f", at most {significant(max(rates))} GB/s"
             axes.plot(ends, max(rates) * 1e9 / GIB / ends, color=colour, gid=f"line-{bound}")
         axes.vlines(gib[at], speeds[at], limits[at], color=colour, linewidth=1)
         axes.plot(gib[at], speeds[at], marker, color=colour, label=label, gid=f"runs-{bound}")
@@ -279,7 +279,7 @@ def _set_log_axis(axis: Any, values: Iterable[float]) -> None:
     low, high = min(values) / 1.5, max(values) * 1.5
     axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,), numticks=6))
-    axis.set_major_formatter(lambda value, position: format_number(value) if 1e-3 < value < 1e5 else f"{value:.0e}")
+    axis.set_major_formatter(lambda value, position: significant(value) if 1e-3 < value < 1e5 else f"{value:.0e}")
     axis.set_minor_locator(NullLocator())
 
 
