@@ -317,4 +317,4 @@ def test_a_preset_that_cannot_be_fetched_is_planned_and_a_run_of_it_refused(no_g
     assert main([*asked, "--prompt", "text"]) == 2, "how long it is, only the tokenizer knows"
     arm = Arm("70b", ("--model", "llama-3.1-70b"), RunConfig(model="llama-3.1-70b").validate())
     with pytest.raises(UsageError, match="^arm 70b: --model llama-3.1-70b: its config.json is not in"):
-        check_arm(arm, "--machine rtx4090 --assume host=256GiB --cpu-offload --quant-bits 4".split(), tmp_path)
+        check_arm(arm, ["--machine", "rtx4090", "--cpu-offload"], tmp_path)  # where it does not fit either

@@ -134,13 +134,12 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
     ended = run_child(command, folder / f"{arm.file_stem}-check.out")
     text = ended.read_output()
     verdict = json.loads(found[1]) if (found := VERDICT.search(text)) else ""
-    if verdict.startswith(DoesNotFit.VERDICT):  # which ends the --dry-run with an error too
-        return verdict
-    if ended.code != 0:
+    doubt = verdict if verdict.startswith(DoesNotFit.VERDICT) else None
+    if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
         raise UsageError(f"arm {arm.name}: {failure_reason(ended)}")
     if fails := next((line for line in text.splitlines() if line.startswith(ONLY_PLANNED)), None):
         raise UsageError(f"arm {arm.name}: {fails.removeprefix(ONLY_PLANNED).strip()}")
-    return None
+    return doubt
 
 
 def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: int = 1) -> dict[str, Any]:
