@@ -8,15 +8,7 @@
 // schema is in zero_inference/kernels/rotary.py. PyTorch takes ten kernels for it: 22 us of a layer's decode step, all of it
 // launches that wait for each other.
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
-
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include "../elements.cuh"
 #include "../launch_sizes.cuh"

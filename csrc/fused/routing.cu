@@ -4,18 +4,11 @@
 // A warp has a token, lane l experts l, l + 32, ...; sums have PyTorch's order. Experts are sorted by value, ties by id; NaN is
 // the largest, as in torch.topk.
 
-#include <cuda_runtime.h>
-
 #include <cmath>
 #include <cstdint>
 #include <tuple>
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include "../elements.cuh"
 #include "../launch_sizes.cuh"

@@ -1,16 +1,9 @@
 // Reads rows of an embedding table in page-locked host memory over PCIe, in a kernel that a CUDA graph can capture: neither a
 // copy engine nor a host thread needs the ids.
 
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cstdint>
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/macros/Macros.h>
 
 #include "../launch_sizes.cuh"

@@ -8,15 +8,7 @@
 // A kernel reads host memory at 46 GB/s with one expert of 2.65 MB, at 50 with more, a copy engine at 55 (H100, PCIe 5); the
 // kernel needs no host thread that knows the routing.
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
-
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include "../launch_sizes.cuh"
 #include "../operators.cuh"

@@ -9,20 +9,13 @@
 // The device counts the calls, so that a CUDA graph of these kernels can be replayed. No copy engine is used: it would first
 // finish queued copies of weights.
 
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <type_traits>
 #include <vector>
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include "../alignment.cuh"
 #include "../elements.cuh"

@@ -12,9 +12,6 @@
 // the blocks of a cluster, which split the columns, are added in order.
 
 #include <cooperative_groups.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
 
 #include <algorithm>
 #include <atomic>
@@ -23,12 +20,7 @@
 #include <optional>
 #include <type_traits>
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include "../alignment.cuh"
 #include "../launch_sizes.cuh"

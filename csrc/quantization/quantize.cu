@@ -3,19 +3,9 @@
 // Same algorithm as `_quantize_in_chunks` in zero_inference/kernels/quantization.py. Sums have another order than PyTorch's, so
 // of equally good candidates another may be chosen.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
-
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include "../elements.cuh"
 #include "../launch_sizes.cuh"
