@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from zero_inference.cpu.attention import add_attention, run_attention
+from zero_inference.cpu.attention import LogitOptions, add_attention, run_attention
 from zero_inference.cpu.pool import CpuPool, choose_cpus
 from zero_inference.kv_cache.cpu_attention import blocks_for
 from zero_inference.utils.host_memory import host_empty
@@ -75,7 +75,9 @@ def gb_per_s(flat: torch.Tensor, asked: argparse.Namespace, batch: int, threads:
     try:
         dtype = DTYPES[asked.dtype]
         scale = asked.head_dim**-0.5
-        numbers = [add_attention(cores, *pair, asked.heads, scale) for pair in layers(flat, asked, batch, major)]
+        numbers = [
+            add_attention(cores, *pair, asked.heads, LogitOptions(scale)) for pair in layers(flat, asked, batch, major)
+        ]
         packed = torch.randn(batch * (asked.heads + 2 * asked.kv_heads) * asked.head_dim).to(dtype)
         out = torch.empty((batch, 1, asked.heads, asked.head_dim), dtype=dtype)
         calls, start = -WARM_UP_CALLS, time.perf_counter()

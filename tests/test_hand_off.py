@@ -28,7 +28,7 @@ from zero_inference.cpu.pool import FLAG_BYTES, STOP, CpuPool, CpuPoolProxy, Rou
 from zero_inference.errors import RunError
 from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kv_cache.attention_patch import patch_attention
-from zero_inference.kv_cache.cpu_attention import CpuAttentionCache, PooledCpuAttention
+from zero_inference.kv_cache.cpu_attention import CpuAttention, CpuAttentionCache
 from zero_inference.utils.transfers import Transfers
 
 COLUMNS, ROWS = 64, 48
@@ -210,7 +210,7 @@ def test_attention_and_products_share_one_meeting(meet):
     calls, transfers = meet(1 << 16, 1 << 16)
     weight, x = random(ROWS, COLUMNS), torch.randn(2, COLUMNS)
     task = calls.pool.add_block([Stage([plain(weight)])], torch.float32)
-    cache = CpuAttentionCache(model.config, 40, False, False, transfers, PooledCpuAttention(calls))
+    cache = CpuAttentionCache(model.config, 40, False, False, transfers, CpuAttention(calls))
     theirs = DynamicCache(config=model.config)
     with torch.no_grad():
         for start, end in ((0, 30), *((i, i + 1) for i in range(30, 36)), (36, 39)):

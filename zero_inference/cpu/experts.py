@@ -31,10 +31,6 @@ class Expert:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
-    @property
-    def biases(self) -> tuple[Tensor | None, ...]:
-        return self.gate_bias, self.up_bias, self.down_bias
-
 
 @dataclass(frozen=True)
 class ExpertActivation:
@@ -66,11 +62,8 @@ class _Expert(ctypes.Structure):
 
 class _Activation(ctypes.Structure):
     _fields_ = [
-        ("activation", ctypes.c_int32),
-        ("bias_dtype", ctypes.c_int32),
-        ("interleaved", ctypes.c_int32),
-        ("limit", ctypes.c_float),
-        ("up_offset", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("activation", "bias_dtype", "interleaved")),
+        *((name, ctypes.c_float) for name in ("limit", "up_offset")),
     ]
 
 
@@ -100,18 +93,16 @@ def add_experts(
             f"experts must be of one form, and down's columns as many as gate's rows; found (rows, columns, group, bits, dtype) "
             f"{sorted(gates)} for gate and up and {sorted(downs)} for down"
         )
-    biases = [bias for expert in experts for bias in expert.biases if bias is not None]
-    pool.references += biases
-    if counters is not None:
-        pool.references.append(counters)
-    filled = (_Expert * len(experts))()
+    biases, filled = [], (_Expert * len(experts))()
     for to, expert in zip(filled, experts):
         to.gate, to.down = expert.gate, expert.down
         if expert.up is not None:
             to.up = expert.up
-        for name, bias in zip(("gate_bias", "up_bias", "down_bias"), expert.biases):
-            if bias is not None:
+        for name in ("gate_bias", "up_bias", "down_bias"):
+            if (bias := getattr(expert, name)) is not None:
                 setattr(to, name, bias.data_ptr())
+                biases.append(bias)
+    pool.references += biases if counters is None else [*biases, counters]
     described = _Activation(
         ACTIVATION_NUMBERS[activation.activation],
         DTYPES[biases[0].dtype if biases else dtype],

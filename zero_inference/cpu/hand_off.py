@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,9 +28,7 @@ from zero_inference.utils.transfers import Transfers
 
 SIGNAL_CHECK_US = 100_000  # while a rank waits, Python handles signals this often
 
-DeviceWork = Callable[
-    [], WeightedRows | None
-]  # queues work on the device, and returns what is added to the CPU's output
+DeviceWork = Callable[[], WeightedRows | None]  # queues work on the device; returns what is added to the CPU's output
 
 
 @dataclass(frozen=True)
@@ -51,14 +48,7 @@ class HandOffBuffers:
 
 
 def allocate_buffers(ranks: Ranks, input_bytes: int, output_bytes: int, pinned: bool) -> HandOffBuffers:
-    """Allocate buffers that all ranks share, for calls of up to so many bytes per rank; all ranks call it together.
-
-    Args:
-        pinned: page-lock them.
-
-    Raises:
-        RunError: not enough memory, or it may not be page-locked.
-    """
+    """Allocate buffers that all ranks share, for calls of up to so many bytes per rank; all ranks call it together. Raises RunError."""
     if ranks.world_size == 1:
         return allocate_local_buffers(input_bytes, output_bytes, pinned)
     sizes = _buffer_sizes(ranks.world_size, input_bytes, output_bytes)
@@ -95,18 +85,15 @@ class RankExchange:
         """Return the `value` (64 bits) of each rank. Raises RunError where a rank has ended."""
         self.round += 1
         number = self.round & 0xFFFFFFFF
-        mine = self._line(self.rank)
-        ctypes.c_int64.from_address(mine + 8).value = value
-        require_library().zero_inference_raise_flag(mine, number)
+        first = self.words.data_ptr() + self.round % 2 * FLAG_BYTES
+        lines = [first + 2 * rank * FLAG_BYTES for rank in range(self.ranks)]
+        ctypes.c_int64.from_address(lines[self.rank] + 8).value = value
+        require_library().zero_inference_raise_flag(lines[self.rank], number)
         values = []
-        for rank in range(self.ranks):
-            line = self._line(rank)
+        for line in lines:
             await_flag(line, number, self.stop)
             values.append(ctypes.c_int64.from_address(line + 8).value)
         return values
-
-    def _line(self, rank: int) -> int:
-        return self.words.data_ptr() + (2 * rank + self.round % 2) * FLAG_BYTES
 
 
 def await_flag(flag: int, number: int, stop: int) -> None:
@@ -124,13 +111,11 @@ class CapturedCalls:
 
     Attributes:
         submits: functions that submit each call to the pool, given its number.
-        host_to_device_bytes, device_to_host_bytes, cpu_bytes: of all calls.
+        counted: bytes of all calls.
     """
 
     submits: list[Callable[[int], None]] = field(default_factory=list)
-    host_to_device_bytes: int = 0
-    device_to_host_bytes: int = 0
-    cpu_bytes: int = 0
+    counted: Transfers = field(default_factory=Transfers)
 
 
 class DirectCalls:
@@ -165,45 +150,33 @@ class DirectCalls:
         self.pool.close()
 
 
-class DeviceSide(Protocol):
-    """The device's operations in a hand-off, in queue order. It counts the calls. Addresses are of host memory."""
-
-    def push(self, tensors: Sequence[Tensor], targets: Sequence[int], flag: int) -> None:
-        """Write up to four contiguous `tensors` to `targets`, start the next call and raise `flag` to its number."""
-
-    def pull(self, out: Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
-        """Wait until `flag` reaches the call's number or `stop` is raised, copy `source` to the contiguous `out`, and add the weighted
-        sum `of_device`."""
-
-    def wait(self) -> None:
-        """Wait until all queued operations are done."""
-
-    def end(self) -> None:
-        """Wait until the device is idle."""
-
-
 class StreamSide:
-    """The current stream of a CUDA device (csrc/hand_off)."""
+    """The device's operations in a hand-off, on its current stream (csrc/hand_off). It counts the calls. Addresses are of host memory."""
 
     def __init__(self, device: torch.device):
         self.scratch = torch.zeros(3, dtype=torch.int32, device=device)
 
     def push(self, tensors: Sequence[Tensor], targets: Sequence[int], flag: int) -> None:
+        """Write up to four contiguous `tensors` to `targets`, start the next call and raise `flag` to its number."""
         torch.ops.zero_inference.hand_off_push(tensors, targets, flag, self.scratch)
 
     def pull(self, out: Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
+        """Wait until `flag` reaches the call's number or `stop` is raised, copy `source` to the contiguous `out`, and add the weighted
+        sum `of_device`."""
         rows = () if of_device is None else of_device
         torch.ops.zero_inference.hand_off_pull(out, source, flag, stop, self.scratch, *rows)
 
     def wait(self) -> None:
+        """Wait for the queued operations."""
         torch.cuda.current_stream(self.scratch.device).synchronize()
 
     def end(self) -> None:
+        """Wait until the device is idle."""
         torch.cuda.synchronize(self.scratch.device)
 
 
 class HostSide:
-    """A CPU as the device: operations are done when they return."""
+    """`StreamSide` with a CPU as the device: operations are done when they return."""
 
     def __init__(self) -> None:
         self.number = 0  # of the current call
@@ -235,14 +208,13 @@ class HandOff:
     writes an input only after it has read the previous output, and that was complete only when the pool had read its input.
 
     Args:
-        buffers: unused so far, because its flags count the calls.
+        buffers: unused so far, because its flags count the calls; else ValueError.
         rank: of this process among the `pool.ranks` of the host; the first one has the threads, and counts the bytes that they read.
-
-    Raises:
-        ValueError: the buffers have been used.
     """
 
-    def __init__(self, pool: CpuPool, side: DeviceSide, buffers: HandOffBuffers, transfers: Transfers, rank: int = 0):
+    def __init__(
+        self, pool: CpuPool, side: StreamSide | HostSide, buffers: HandOffBuffers, transfers: Transfers, rank: int = 0
+    ):
         self.pool, self.side, self.transfers, self.rank = pool, side, transfers, rank
         if buffers.flags[FLAG_BYTES * (ARRIVED + rank) :][:FLAG_BYTES].any():
             raise ValueError("these hand-off buffers have been used: their flags would not match")
@@ -266,9 +238,15 @@ class HandOff:
         Raises:
             ValueError: a routing for more rows than the buffers hold.
         """
-        most = self._most_rows(task, x.element_size())
-        if x.shape[0] > most and routing is None:  # more than planned: in parts, each of which reads the weights again
-            parts = [self(task, part) for part in x.split(most)]
+        row_bytes = x.element_size() * self.pool.ranks
+        most = min(
+            self.input.numel() // (task.columns * row_bytes),
+            self.output.numel() // (max(1, sum(task.widths)) * row_bytes),
+        )
+        if (
+            x.shape[0] > max(1, most) and routing is None
+        ):  # more than planned: in parts, each of which reads the weights again
+            parts = [self(task, part) for part in x.split(max(1, most))]
             return [torch.cat(outputs) for outputs in zip(*parts)]
         out = x.new_empty(x.shape[0] * sum(task.widths))
         if self.pool.ranks * out.nbytes > self.output.nbytes:
@@ -297,8 +275,8 @@ class HandOff:
         """Queue a call that takes `inputs` to host memory and its outputs to `outs`.
 
         Args:
-            submit: submits the call to the pool, given the addresses of the inputs in host memory and the call's number; it writes its
-                outputs to `output`, one after the other, each of all ranks.
+            submit: submits the call to the pool, given the addresses of the inputs in host memory and the call's number; its outputs go
+                to `output`, one after the other, each of all ranks.
             device_work: queues work between input and output, and returns what is added to an output.
         """
         addresses = self._push(inputs)
@@ -326,22 +304,16 @@ class HandOff:
         """Submit the calls of a graph that is launched next."""
         for submit in calls.submits:
             self._submit(submit)
-        self.transfers.host_to_device_bytes += calls.host_to_device_bytes
-        self.transfers.device_to_host_bytes += calls.device_to_host_bytes
-        self.transfers.cpu_bytes += calls.cpu_bytes
+        self.transfers.host_to_device_bytes += calls.counted.host_to_device_bytes
+        self.transfers.device_to_host_bytes += calls.counted.device_to_host_bytes
+        self.transfers.cpu_bytes += calls.counted.cpu_bytes
 
     def _submit(self, submit: Callable[[int], None]) -> None:
         self.number += 1
         submit(self.number & 0xFFFFFFFF)
 
-    def _counters(self) -> Transfers | CapturedCalls:
-        return self.transfers if self.captured is None else self.captured
-
-    def _most_rows(self, task: Task, element_bytes: int) -> int:
-        """Return how many rows of a call the buffers hold, at least 1."""
-        of_input = self.input.numel() // (task.columns * element_bytes * self.pool.ranks)
-        of_output = self.output.numel() // (max(1, sum(task.widths)) * element_bytes * self.pool.ranks)
-        return max(1, min(of_input, of_output))
+    def _counters(self) -> Transfers:
+        return self.transfers if self.captured is None else self.captured.counted
 
     def _push(self, tensors: Sequence[Tensor]) -> list[int]:
         """Queue writing them to host memory and raising the flag; return the addresses of the first rank's."""

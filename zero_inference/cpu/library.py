@@ -33,8 +33,7 @@ _tried = False
 def load_library(progress_message: Callable[[str], None] | None = None) -> ctypes.CDLL | None:
     """Return the library, compiled if needed; None where that fails. Later calls return the first result.
 
-    Args:
-        progress_message: gets the line that announces the compilation; stderr if None.
+    `progress_message` gets the line that announces the compilation; None prints to stderr.
     """
     global _tried, _reason, _library
     if not _tried:
@@ -53,10 +52,7 @@ def why_unavailable() -> str | None:
 
 
 def best_instructions() -> str:
-    """Return the best of INSTRUCTIONS that this processor and its system support.
-
-    Raises RuntimeError without the library.
-    """
+    """Return the best of INSTRUCTIONS that this processor and its system support. Raises RuntimeError without the library."""
     return INSTRUCTIONS[require_library().zero_inference_best_instructions()]
 
 
@@ -69,11 +65,7 @@ def require_library() -> ctypes.CDLL:
 
 
 def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -> Path:
-    """Return the path of the library, compiled now if it is not in the cache folder.
-
-    Args:
-        say: gets the line that announces the compilation.
-        extra_flags: compiler flags after FLAGS.
+    """Return the path of the library, compiled now if it is not in the cache folder; `say` gets a line before.
 
     Raises RuntimeError if there is no compiler or it fails, and OSError for files.
     """
@@ -99,10 +91,7 @@ def library_name(*parts: str) -> str:
 
 
 def build(compiler: Sequence[str], folder: Path, library: Path, extra_flags: Sequence[str] = ()) -> None:
-    """Compile all sources in parallel to objects in `folder`, and link them to `library`.
-
-    Raises RuntimeError with the compiler's output.
-    """
+    """Compile all sources in parallel to objects in `folder`, and link them to `library`. Raises RuntimeError with the output."""
     if not sources():
         raise RuntimeError(f"no sources in {source_folder() / CPU_SOURCES}")
     flags = [*FLAGS, *extra_flags]
@@ -125,10 +114,7 @@ def _run_all(commands: list[list[str]]) -> None:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Load the library at `path` and declare the types of its functions (csrc/cpu/operators_*.cpp).
-
-    Raises OSError where it cannot be loaded.
-    """
+    """Load the library at `path` and declare the types of its functions (csrc/cpu/operators_*.cpp). Raises OSError."""
     library = ctypes.CDLL(str(path))
     pointer, double, int32, int64 = ctypes.c_void_p, ctypes.c_double, ctypes.c_int32, ctypes.c_int64
     count = ctypes.POINTER(int64)

@@ -95,15 +95,8 @@ def _text(path: Path) -> str:
 
 MAX_PRODUCTS = 8  # of a stage: kMaxProducts in csrc/cpu/block.h
 # The numbers of csrc/cpu/block.h for the names of zero_inference.models.mlp.
-ACTIVATION_NUMBERS = {
-    "relu": 0,
-    "silu": 1,
-    "gelu": 2,
-    "gelu_tanh": 3,
-    "relu_squared": 4,
-    "gelu_sigmoid": 5,
-    "identity": 6,
-}
+_ACTIVATIONS = "relu", "silu", "gelu", "gelu_tanh", "relu_squared", "gelu_sigmoid", "identity"
+ACTIVATION_NUMBERS = {name: number for number, name in enumerate(_ACTIVATIONS)}
 COMBINATIONS = {"none": 0, "activation": 1, "gated": 2}
 FLAG_BYTES = 64  # one cache line each
 DONE, STOP, ARRIVED = 0, 1, 2  # indices of the flags with one rank; rank r has its ARRIVED at ARRIVED + r
@@ -120,10 +113,7 @@ class _Stage(ctypes.Structure):
     _fields_ = [
         ("matrices", Matrix * MAX_PRODUCTS),
         ("biases", ctypes.c_void_p * MAX_PRODUCTS),
-        ("products", ctypes.c_int32),
-        ("combine", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
-        ("bias_dtype", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("products", "combine", "activation", "bias_dtype")),
     ]
 
 
@@ -279,7 +269,6 @@ class CpuPool:
         self.library.zero_inference_cpu_pool_submit(self.handle, ctypes.byref(call), number)
 
     def busy_s(self) -> float:
-        """Return the seconds that the threads have worked so far."""
         return self._statistics().busy_ns / 1e9
 
     def chosen_bytes(self) -> int:

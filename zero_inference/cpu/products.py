@@ -25,22 +25,16 @@ class Matrix(ctypes.Structure):
     Attributes:
         values: address of rows x columns elements or codes, row-major.
         scales, minima: addresses of rows x columns / group elements; None for a plain weight.
-        rows, columns: outputs and inputs of the weight.
         group: columns that share a scale and a minimum; 0 for a plain weight.
         bits: of a code, 8 or 4; 0 for a plain weight.
         dtype: a value of `DTYPES`: of the plain weight, or of scales and minima.
     """
 
-    _fields_ = [
-        ("values", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("minima", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("bits", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-    ]
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("values", "scales", "minima")]
+        + [(name, ctypes.c_int64) for name in ("rows", "columns", "group")]
+        + [(name, ctypes.c_int32) for name in ("bits", "dtype")]
+    )
 
     def rows_view(self, first: int, rows: int) -> Matrix:
         """Return `rows` rows from row `first` on, in the same memory."""
@@ -54,10 +48,7 @@ class Matrix(ctypes.Structure):
 
     @classmethod
     def plain(cls, weight: Tensor) -> Matrix:
-        """Return the matrix of a weight [rows, columns]: float32, float16 or bfloat16, contiguous, on the CPU.
-
-        Raises ValueError for any other.
-        """
+        """Return the matrix of a weight [rows, columns] in float32, float16 or bfloat16, contiguous, on the CPU; else ValueError."""
         if weight.dim() != 2 or weight.dtype not in DTYPES or weight.is_cuda or not weight.is_contiguous():
             raise ValueError(
                 f"a weight must be float32, float16 or bfloat16 [rows, columns], contiguous, on the CPU; found {describe(weight)}"
@@ -66,15 +57,9 @@ class Matrix(ctypes.Structure):
 
     @classmethod
     def groups(cls, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int) -> Matrix:
-        """Return the matrix of codes, scales and minima on the CPU, as zero_inference/kernels/quantization.py packs them.
+        """Return the matrix of codes, scales and minima on the CPU, as `kernels.quantization.quantize` packs a weight of `rows` rows.
 
-        Args:
-            codes: uint8 [rows * columns * bits / 8].
-            scale, minimum: float32, float16 or bfloat16 [rows * columns / group_size].
-            rows: of the weight; its columns follow from the number of scales.
-
-        Raises:
-            ValueError: sizes or dtypes do not match.
+        Raises ValueError if sizes or dtypes do not match.
         """
         if rows < 1 or scale.numel() % rows or scale.dtype not in DTYPES:
             raise ValueError(
@@ -97,10 +82,6 @@ def linear_groups(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return x [..., columns] times a quantized weight [rows, columns] transposed, plus bias [rows]: [..., rows] in x's dtype.
-
-    Args:
-        x: float32, float16 or bfloat16 on the CPU.
-        codes, scale, minimum, bits, group_size, rows: as of `Matrix.groups`.
 
     Raises:
         ValueError: sizes or dtypes do not match.
@@ -128,8 +109,7 @@ def multiply_rows(
 
     Raises:
         ValueError: the processor lacks `instructions`.
-        RuntimeError: the library is not available.
-        MemoryError: not enough memory.
+        others: as of `linear_groups`.
     """
     name = best_instructions() if instructions == "auto" else instructions
     failed = require_library().zero_inference_product(
@@ -157,12 +137,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales and minima as `kernels.quantization.quantize` does, on a CPU with csrc/cpu/quantize.cpp where that is available.
 
-    Args:
-        instructions: one of `INSTRUCTIONS`; None: the best supported.
-
-    Raises:
-        ValueError: as `kernels.quantization.quantize`.
-        MemoryError: not enough memory.
+    `instructions`: None is the best supported. Raises MemoryError, and ValueError as there.
     """
     library = load_library() if weight.device.type == "cpu" else None
     if library is None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zero_inference.config.options import GROUP_SIZES
-from zero_inference.cpu.attention import add_attention, run_attention
+from zero_inference.cpu.attention import LogitOptions, add_attention, run_attention
 from zero_inference.cpu.experts import Expert, ExpertActivation, add_experts
 from zero_inference.cpu.hand_off import HandOff, StreamSide, allocate_local_buffers
 from zero_inference.cpu.library import INSTRUCTIONS, best_instructions, require_library
@@ -289,8 +289,7 @@ def attention_calls(pool: CpuPool, dtype: torch.dtype, heads: int, memory: torch
     _fill_normal(memory.view(dtype))
     elements = 2 * torch.Size(LAYER_SHAPE).numel()
     pairs = (layer.view(2, *LAYER_SHAPE) for layer in memory.view(dtype).split(elements))
-    scale = ATTENTION_HEAD_DIM**-0.5
-    numbers = [add_attention(pool, keys, values, heads * KEY_HEADS, scale) for keys, values in pairs]
+    numbers = [add_attention(pool, keys, values, heads * KEY_HEADS, LogitOptions()) for keys, values in pairs]
     queries = SEQUENCES * heads * KEY_HEADS * ATTENTION_HEAD_DIM
     new_keys_and_values = 2 * SEQUENCES * KEY_HEADS * ATTENTION_HEAD_DIM
     packed = torch.randn(queries + new_keys_and_values).to(dtype)

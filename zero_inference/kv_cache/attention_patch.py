@@ -1,8 +1,8 @@
 """Patch a transformers model so that the CPU attends wherever its keys are in a `CpuAttentionCache`.
 
-Most families call one of transformers' attention functions, which `patch_attention` wraps. BLOOM and MPT compute attention with ALiBi in
-their own code: their modules get a `forward` that differs in passes where the CPU attends. All other calls, of other models too, are
-unchanged. A trial on random numbers (`why_cpu_cannot_attend`) decides whether the patched model computes the same.
+Most families call one of transformers' attention functions, which `patch_attention` wraps. BLOOM computes attention with ALiBi in its own
+code: its modules get a `forward` that differs in passes where the CPU attends. All other calls, of other models too, are unchanged. A trial
+on random numbers (`why_cpu_cannot_attend`) decides whether the patched model computes the same.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_inference.cpu.attention import attention_reference
+from zero_inference.cpu.attention import LogitOptions, attention_reference
 from zero_inference.kv_cache.cpu_attention import (
+    CpuAttention,
     CpuAttentionCache,
     CpuAttentionLayer,
-    LogitOptions,
     UnsupportedAttention,
 )
 from zero_inference.kv_cache.device import DeviceKVCache, supports_preallocated
@@ -46,15 +46,15 @@ SMALL_ELEMENTS = 1 << 16  # parameters up to this size get random numbers in a t
 def why_cpu_cannot_attend(model: PreTrainedModel) -> str | None:
     """Return why the CPU cannot attend for `model`, which has no weights yet, in words that follow its name; None where it can.
 
-    A trial decides: decode steps with our attention must compute what the model's own does. They do not if it has another softmax,
-    computes with the keys and values of all positions itself (a mask, an expansion), or adds to the logits.
+    A trial decides: decode steps of two sequences, one padded on the left, must compute what the model's own attention does. They do not
+    if it has another softmax, computes with the keys and values of all positions itself, or adds to the logits.
     """
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "num_kv_shared_layers", None):
         return "has layers that share keys and values"
     if getattr(text, "kv_lora_rank", None):
         return "keeps keys and values in a compressed form"
-    if not _own_forwards(model):
+    if not _bloom_attention(model):
         if not all(
             part._can_set_attn_implementation() for part in model.modules() if isinstance(part, PreTrainedModel)
         ):
@@ -62,7 +62,7 @@ def why_cpu_cannot_attend(model: PreTrainedModel) -> str | None:
         if text._attn_implementation not in FUNCTIONS:
             return f"attends by {text._attn_implementation}, not by {' or '.join(FUNCTIONS)}"
     try:
-        same = _attends_alike(model)
+        same = _same_steps(*(_trial_steps(*_small_copy(model), cpu_attention) for cpu_attention in (False, True)))
     except UnsupportedAttention as error:
         return f"has an attention of its own ({error.why})"
     except Exception as error:  # whatever the model's own code raises
@@ -70,14 +70,8 @@ def why_cpu_cannot_attend(model: PreTrainedModel) -> str | None:
     return None if same else "has an attention that computes something else than CPU attention"
 
 
-def _own_forwards(model: PreTrainedModel) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ in OWN_FORWARDS]
-
-
-def _attends_alike(model: PreTrainedModel) -> bool:
-    """Return whether decode steps with CPU attention equal those with the model's own: with random weights, one layer of each kind, and
-    two sequences, one of them padded on the left."""
-    return _same_steps(*(_trial_steps(*_small_copy(model), cpu_attention) for cpu_attention in (False, True)))
+def _bloom_attention(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ == "BloomAttention"]
 
 
 def window_only_in_cache(model: PreTrainedModel) -> bool:
@@ -212,13 +206,16 @@ class _RandomProducts(TorchDispatchMode):
         return torch.randn(shape.shape, generator=self.generator)
 
 
-class _ReferenceAttention:
-    """`CpuAttention` in plain PyTorch."""
+class _ReferenceAttention(CpuAttention):
+    """The same in plain PyTorch, without a pool."""
 
-    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int = 0, mask: Tensor | None = None) -> Tensor:
+    def __init__(self) -> None:
+        pass
+
+    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int, mask: Tensor | None) -> Tensor:
         layer.store(*layer.new_states)
-        options = vars(layer.logits) | dict(positions=layer.length, window=window, mask=mask)
-        return attention_reference(query, *layer.stored, **options).to(query.dtype).transpose(1, 2)
+        options: dict[str, Any] = dict(positions=layer.length, window=window, mask=mask)
+        return attention_reference(query, *layer.stored, layer.logits, **options).to(query.dtype).transpose(1, 2)
 
 
 def patch_attention(model: PreTrainedModel) -> Patches:
@@ -226,10 +223,10 @@ def patch_attention(model: PreTrainedModel) -> Patches:
 
     `why_cpu_cannot_attend` must have returned None before the weights were loaded.
     """
-    patches, own = Patches(), _own_forwards(model)
-    for module in own:
-        patches.set_attr(module, "forward", partial(OWN_FORWARDS[type(module).__name__], module, module.forward))
-    if not own:
+    patches, bloom = Patches(), _bloom_attention(model)
+    for module in bloom:
+        patches.set_attr(module, "forward", partial(_bloom_forward, module, module.forward))
+    if not bloom:
         name = model.config.get_text_config(decoder=True)._attn_implementation
         patches.share_item(ALL_ATTENTION_FUNCTIONS, name, _PatchedFunction)
     return patches
@@ -262,32 +259,6 @@ class _PatchedFunction(SharedPatch):
         return layer.attend(query, mask), None
 
 
-def _attend_own(
-    module: torch.nn.Module,
-    cache: CpuAttentionCache,
-    states: tuple[Tensor, Tensor, Tensor],
-    scale: float,
-    slopes: Callable[[], Tensor],
-    mask: Tensor | None,
-) -> Tensor:
-    """Return attention [batch, new, heads x head_dim] for a family that adds ALiBi itself.
-
-    Args:
-        states: query, key and value of the new tokens, [batch, heads, new, head_dim].
-        slopes: returns ALiBi's [heads], called once a layer.
-        mask: as of `HostMasks.on_host`.
-    """
-    query, key, value = states
-    layer = CpuAttentionLayer.of(cache.update(key, value, module.layer_idx)[0])
-    if layer.logits is None:
-        layer.logits = LogitOptions(scale=scale, slopes=slopes().float().cpu().contiguous())
-    return layer.attend(query, mask).flatten(2)
-
-
-def _is_decode(cache: Any, module: torch.nn.Module) -> bool:
-    return isinstance(cache, CpuAttentionCache) and cache.get_seq_length(module.layer_idx) > 0
-
-
 def _bloom_forward(
     module: torch.nn.Module,
     before: Callable,
@@ -298,40 +269,13 @@ def _bloom_forward(
     layer_past: Any = None,
     **options: Any,
 ):
-    if not _is_decode(layer_past, module):
-        return before(hidden_states, residual, alibi, attention_mask, layer_past=layer_past, **options)
-    states = module._reshape(module.query_key_value(hidden_states))
-
-    def slopes() -> Tensor:  # from the bias of two positions; `alibi` is rounded to the model's dtype
+    cache = layer_past
+    if not isinstance(cache, CpuAttentionCache) or cache.get_seq_length(module.layer_idx) == 0:
+        return before(hidden_states, residual, alibi, attention_mask, layer_past=cache, **options)
+    query, key, value = module._reshape(module.query_key_value(hidden_states))  # [batch, heads, new, head_dim]
+    layer = CpuAttentionLayer.of(cache.update(key, value, module.layer_idx)[0])
+    if layer.logits is None:  # slopes from the bias of two positions; `alibi` is rounded to the model's dtype
         rule = sys.modules[type(module).__module__].build_alibi_tensor
-        return rule(torch.ones((1, 2), dtype=torch.int64), module.num_heads, torch.float32)[:, 0, 1]
-
-    out = _attend_own(module, layer_past, states, module.inv_norm_factor, slopes, attention_mask)
-    return module.dense(out) + residual, None
-
-
-def _mpt_forward(
-    module: torch.nn.Module,
-    before: Callable,
-    hidden_states: Tensor,
-    position_bias: Tensor,
-    past_key_values: Any = None,
-    attention_mask: Tensor | None = None,
-    **options: Any,
-):
-    if not _is_decode(past_key_values, module):
-        return before(hidden_states, position_bias, past_key_values, attention_mask, **options)
-    packed = module.Wqkv(hidden_states)
-    if module.clip_qkv:
-        packed = packed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
-    states = (part.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2) for part in packed.chunk(3, dim=2))
-    mask = None if attention_mask is None else ~attention_mask  # MPT's True is hidden
-
-    def slopes() -> Tensor:
-        return position_bias[:, 0, -1] - position_bias[:, 0, -2]
-
-    out = _attend_own(module, past_key_values, tuple(states), module.softmax_scale, slopes, mask)
-    return module.out_proj(out), None
-
-
-OWN_FORWARDS: dict[str, Callable] = {"BloomAttention": _bloom_forward, "MptAttention": _mpt_forward}
+        slopes = rule(torch.ones((1, 2), dtype=torch.int64), module.num_heads, torch.float32)[:, 0, 1]
+        layer.logits = LogitOptions(scale=module.inv_norm_factor, slopes=slopes.cpu().contiguous())
+    return module.dense(layer.attend(query, attention_mask).flatten(2)) + residual, None

@@ -12,18 +12,15 @@ contiguous for all sequences and heads, so the prefill writes them with one copy
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from zero_inference.cpu.attention import add_attention, attention, run_attention, submit_attention
+from zero_inference.cpu.attention import LogitOptions, add_attention, attention, run_attention, submit_attention
 from zero_inference.cpu.hand_off import DirectCalls, HandOff
 from zero_inference.errors import RunError
 from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer
@@ -35,30 +32,6 @@ CACHED_MASKS = 4  # a model has one or two kinds of masks in a pass
 MAX_BLOCK_POSITIONS = 64  # also the tile of the online softmax (csrc/cpu/attention_kernel.h)
 
 Pair = tuple[Tensor, Tensor]  # keys and values
-
-
-class HostMasks:
-    """Copies of a model's attention masks on the host, one copy per mask and pass."""
-
-    def __init__(self) -> None:
-        self.cached: list[tuple[Tensor, int, Tensor | None]] = []  # (mask, *result of `on_host`)
-
-    def on_host(self, mask: Tensor | None, positions: int) -> tuple[int, Tensor | None]:
-        """Return (window, None) if a window expresses `mask`, else (0, the mask on the host [batch or 1, heads or 1, new, positions]).
-
-        Args:
-            mask: bool (True is visible) or float (added to logits); None: everything is visible.
-        """
-        if mask is None:
-            return 0, None
-        for cached, window, host_mask in self.cached:
-            if cached is mask:
-                return window, host_mask
-        on_host = mask[..., :positions].cpu()
-        window = window_of(on_host)
-        host_mask = None if window else on_host
-        self.cached = [*self.cached[1 - CACHED_MASKS :], (mask, window, host_mask)]
-        return window, host_mask
 
 
 def window_of(mask: Tensor) -> int:
@@ -82,54 +55,23 @@ def blocks_for(max_length: int) -> tuple[int, int]:
     return count, math.ceil(max_length / count)
 
 
-@dataclass(frozen=True)
-class LogitOptions:
-    """A layer's treatment of logits, as arguments of `zero_inference.cpu.attention.attention`; tensors on the CPU."""
-
-    scale: float
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-    slopes: Tensor | None = None
-
-
-class CpuAttention(Protocol):
-    """Computes attention on the CPU for a model on any device."""
-
-    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int = 0, mask: Tensor | None = None) -> Tensor:
-        """Store the layer's `new_states` as the last of its `length` positions, and attend.
-
-        Args:
-            query: [batch, heads, new, key_dim], where the model computes.
-            window: how many of the last positions a token sees, its own included; 0: all.
-            mask: on the CPU, for `attention`; None: a token sees the window up to its own position.
-
-        Returns:
-            [batch, new, heads, value_dim], on the device of the queries.
-        """
-
-
 class CpuAttentionCache(PreallocatedCache):
     """Preallocated KV cache in host memory, with attention on the CPU from the second pass on.
 
     Args:
-        config: the transformers config.
         max_length: positions to allocate: prompt plus generated tokens.
         pinned: page-lock the host memory (needs CUDA).
         asynchronous: write the prompt's keys and values without waiting for them (needs `pinned`).
-        transfers: counters to increment.
-        attention: computes it.
-        kind: `cache_class` of the model.
+        config, kind, raises: as of `PreallocatedCache`.
 
     Attributes:
         pending: the layer whose new keys and values are on their way from `update` to the attention function.
-
-    Raises:
-        UsageError: the model's cache does not hold plain keys and values.
+        masks: the latest masks of the model, each with the result of `mask_on_host`.
     """
 
     def __init__(
         self,
-        config,
+        config: Any,
         max_length: int,
         pinned: bool,
         asynchronous: bool,
@@ -138,7 +80,8 @@ class CpuAttentionCache(PreallocatedCache):
         kind: type[DynamicCache] = DynamicCache,
     ):
         self.writer = PromptWriter(asynchronous, transfers)
-        self.max_length, self.attention, self.pinned, self.masks = max_length, attention, pinned, HostMasks()
+        self.max_length, self.attention, self.pinned = max_length, attention, pinned
+        self.masks: list[tuple[Tensor, int, Tensor | None]] = []
         self.pending: CpuAttentionLayer | None = None
         super().__init__(config, kind)
 
@@ -146,9 +89,26 @@ class CpuAttentionCache(PreallocatedCache):
         return CpuAttentionLayer(self, self.max_length)
 
     def reset(self) -> None:
-        self.pending, self.masks = None, HostMasks()
+        self.pending, self.masks = None, []
         self.writer.wait()
         super().reset()
+
+    def mask_on_host(self, mask: Tensor | None, positions: int) -> tuple[int, Tensor | None]:
+        """Return (window, None) if a window expresses `mask`, else (0, the mask on the host [batch or 1, heads or 1, new, positions]).
+
+        Args:
+            mask: bool (True is visible) or float (added to logits); None: everything is visible.
+        """
+        if mask is None:
+            return 0, None
+        for cached, window, host_mask in self.masks:
+            if cached is mask:
+                return window, host_mask
+        on_host = mask[..., :positions].cpu()
+        window = window_of(on_host)
+        host_mask = None if window else on_host
+        self.masks = [*self.masks[1 - CACHED_MASKS :], (mask, window, host_mask)]
+        return window, host_mask
 
 
 class CpuAttentionLayer(PreallocatedLayer):
@@ -196,11 +156,10 @@ class CpuAttentionLayer(PreallocatedLayer):
         return layer
 
     def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
-        """Return attention [batch, new, heads, value_dim] of `query` [batch, heads, new, key_dim]; `mask` as of `HostMasks.on_host`."""
+        """Return attention [batch, new, heads, value_dim] of `query` [batch, heads, new, key_dim]; `mask` as of `mask_on_host`."""
         if self.new_states is None:
             raise UnsupportedAttention("a layer attends more than once to its keys")
-        window, rest = self.cache.masks.on_host(mask, self.length)
-        out = self.cache.attention.attend(self, query, window, rest)
+        out = self.cache.attention.attend(self, query, *self.cache.mask_on_host(mask, self.length))
         self.new_states = None
         return out
 
@@ -211,6 +170,11 @@ class CpuAttentionLayer(PreallocatedLayer):
             for index in range(new.shape[2]):
                 block, position = divmod(first + index, stored.shape[3])
                 stored[block, :, :, position].copy_(new[:, :, index])
+
+    def read_bytes(self, new: int, window: int) -> int:
+        """Return the bytes of keys and values that attention of `new` tokens reads, once for all of them."""
+        positions = min(self.length, window + new - 1) if window else self.length
+        return positions * sum(stored[0, :, :, 0].nbytes for stored in self.stored)
 
 
 class PromptWriter:
@@ -277,95 +241,49 @@ def attention_hand_off_bytes(config: Any, batch: int, element_bytes: int) -> tup
     return batch * (query_width + 2 * kv_width(text)) * element_bytes, batch * query_width * element_bytes
 
 
-class BlockingCpuAttention:
-    """Copies queries and new keys and values to page-locked memory and outputs back, while the host waits; on a CPU nothing is copied.
-
-    Args:
-        transfers: counters to increment.
-        threads: CPU threads; None: as many as CPUs that the process may use.
-    """
-
-    def __init__(self, transfers: Transfers, threads: int | None = None):
-        self.transfers, self.threads = transfers, threads
-        self.staging = torch.empty(0, dtype=torch.uint8)
-
-    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int = 0, mask: Tensor | None = None) -> Tensor:
-        """See `CpuAttention`: query [batch, heads, new, key_dim] -> [batch, new, heads, value_dim]."""
-        device = query.device
-        states = query, *layer.new_states
-        query, key, value = self._to_host(layer, states) if device.type == "cuda" else states
-        layer.store(key, value)
-        out = attention(
-            query,
-            *layer.stored,
-            positions=layer.length,
-            scale=layer.logits.scale,
-            softcap=layer.logits.softcap,
-            sinks=layer.logits.sinks,
-            slopes=layer.logits.slopes,
-            window=window,
-            mask=mask,
-            threads=self.threads,
-        ).transpose(1, 2)
-        self.transfers.cpu_bytes += _bytes_read(layer, query, window)
-        if device.type == "cuda":
-            self.transfers.host_to_device_bytes += out.nbytes
-        return out.to(device)
-
-    def _to_host(self, layer: CpuAttentionLayer, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return copies of `states` in page-locked memory, once they and the prompt's keys and values are there."""
-        packed = torch.cat([part.flatten() for part in states])
-        count = packed.nbytes
-        if self.staging.numel() < count:
-            self.staging = torch.empty(count, dtype=torch.uint8, pin_memory=True)
-        host = self.staging[:count].view(packed.dtype)
-        layer.cache.writer.await_prompt(packed.device)
-        host.copy_(packed, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        copied.synchronize()
-        self.transfers.device_to_host_bytes += count
-        parts = host.split([part.numel() for part in states])
-        return tuple(part.view(like.shape) for part, like in zip(parts, states))
-
-
-class PooledCpuAttention:
+class CpuAttention:
     """Attention by the CPU pool: synchronous for a model on the CPU, through a hand-off for one on a GPU.
 
     In a hand-off the host does not wait and no copy engine is used, so queries do not queue after weights on the link.
-    `BlockingCpuAttention` computes with masks that no window expresses, and passes of more tokens than the hand-off's buffers hold.
 
     Args:
         calls: `DirectCalls` for a model on the CPU, `HandOff` for one on a GPU.
-        cpus: CPUs for the threads of `BlockingCpuAttention`; None: those of this thread.
+        cpus: CPUs for threads beside the pool's; None: those of this thread.
     """
 
     def __init__(self, calls: DirectCalls | HandOff, cpus: set[int] | None = None):
         self.calls, self.pool, self.transfers, self.cpus = calls, calls.pool, calls.transfers, cpus
         self.tasks: dict[CpuAttentionLayer, int] = {}  # numbers of `add_attention`
-        self.fallback = BlockingCpuAttention(calls.transfers, calls.pool.threads)
 
-    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int = 0, mask: Tensor | None = None) -> Tensor:
-        """See `CpuAttention`: query [batch, heads, new, key_dim] -> [batch, new, heads, value_dim]."""
+    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int, mask: Tensor | None) -> Tensor:
+        """Store the layer's `new_states` as the last of its `length` positions, and attend.
+
+        Args:
+            query: [batch, heads, new, key_dim], where the model computes.
+            window: how many of the last positions a token sees, its own included; 0: all.
+            mask: on the CPU, for `attention`; None: a token sees the window up to its own position.
+
+        Returns:
+            [batch, new, heads, value_dim], on the device of the queries.
+        """
         batch, heads, new, _ = query.shape
         keys, values = layer.stored
-        states = query, *layer.new_states  # [batch, heads or kv_heads, new, dim]
+        self.transfers.cpu_bytes += layer.read_bytes(new, window)
+        packed = torch.cat([part.flatten() for part in (query, *layer.new_states)])  # one buffer, one hand-off
         out = query.new_empty((batch, new, heads, values.shape[4]))
-        if mask is not None or not self._fits(states, out):
-            with _running_on(self.cpus):
-                return self.fallback.attend(layer, query, window, mask)
+        calls = self.calls
+        fits = not isinstance(calls, HandOff) or (
+            packed.nbytes <= calls.input.nbytes and out.nbytes <= calls.output.nbytes
+        )
+        if mask is not None or not fits:
+            return self._attend_blocking(layer, query, packed, window, mask)
         if layer not in self.tasks:
-            logits = layer.logits
-            self.tasks[layer] = add_attention(
-                self.pool, keys, values, heads, logits.scale, logits.softcap, logits.slopes, logits.sinks
-            )
-        self.transfers.cpu_bytes += _bytes_read(layer, query, window)
-        packed = torch.cat([part.flatten() for part in states])  # one buffer, one hand-off
+            self.tasks[layer] = add_attention(self.pool, keys, values, heads, layer.logits)
         task, length = self.tasks[layer], layer.length
-        if isinstance(self.calls, HandOff):
+        if isinstance(calls, HandOff):
             layer.cache.writer.await_prompt(out.device)
-            target = self.calls.output.data_ptr()
-            self.calls.run(
+            target = calls.output.data_ptr()
+            calls.run(
                 [packed],
                 [out],
                 lambda sources, call: submit_attention(self.pool, task, sources[0], target, new, length, window, call),
@@ -374,27 +292,31 @@ class PooledCpuAttention:
             run_attention(self.pool, task, packed, out, new, length, window)
         return out
 
-    def _fits(self, states: tuple[Tensor, ...], out: Tensor) -> bool:
-        """Return whether the hand-off's buffers hold input and output."""
-        if not isinstance(self.calls, HandOff):
-            return True
-        needed = sum(part.nbytes for part in states)
-        return needed <= self.calls.input.nbytes and out.nbytes <= self.calls.output.nbytes
-
-
-@contextlib.contextmanager
-def _running_on(cpus: set[int] | None) -> Iterator[None]:
-    """Set this thread's affinity to `cpus` inside the `with` block: threads that are started there inherit it."""
-    before = os.sched_getaffinity(0)
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def _bytes_read(layer: CpuAttentionLayer, query: Tensor, window: int) -> int:
-    """Return the bytes of keys and values that attention reads, once for all new tokens."""
-    positions = min(layer.length, window + query.shape[2] - 1) if window else layer.length
-    return positions * sum(stored[0, :, :, 0].nbytes for stored in layer.stored)
+    def _attend_blocking(
+        self, layer: CpuAttentionLayer, query: Tensor, packed: Tensor, window: int, mask: Tensor | None
+    ) -> Tensor:
+        """Attend with masks that no window expresses and with more tokens than the hand-off's buffers hold, while the host waits."""
+        states = (query, *layer.new_states)
+        if packed.is_cuda:
+            layer.cache.writer.await_prompt(packed.device)
+            self.transfers.device_to_host_bytes += packed.nbytes
+        parts = packed.cpu().split([part.numel() for part in states])
+        on_host, key, value = (part.view(like.shape) for part, like in zip(parts, states))
+        layer.store(key, value)
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.cpus or before)  # threads that are started here inherit it
+        try:
+            out = attention(
+                on_host,
+                *layer.stored,
+                layer.logits,
+                positions=layer.length,
+                window=window,
+                mask=mask,
+                threads=self.pool.threads,
+            ).transpose(1, 2)
+        finally:
+            os.sched_setaffinity(0, before)
+        if packed.is_cuda:
+            self.transfers.host_to_device_bytes += out.nbytes
+        return out.to(query.device)

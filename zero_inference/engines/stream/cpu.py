@@ -21,7 +21,7 @@ from zero_inference.engines.stream.layout import BlockLayout, BlockStore, Stored
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import SharedInput
 from zero_inference.kernels.quantization import GroupQuantization
-from zero_inference.kv_cache.cpu_attention import PooledCpuAttention, attention_hand_off_bytes
+from zero_inference.kv_cache.cpu_attention import CpuAttention, attention_hand_off_bytes
 from zero_inference.models.experts import FusedExperts
 from zero_inference.utils.transfers import Transfers
 
@@ -255,8 +255,8 @@ class CpuBackend:
         cache = None if self.experts is None else self.experts.by_block.get(index)
         return CpuExpertBlock(block.experts, layout, buffer, self, cache)
 
-    def attention(self) -> PooledCpuAttention:
-        return PooledCpuAttention(self.calls, self.python_cpus)
+    def attention(self) -> CpuAttention:
+        return CpuAttention(self.calls, self.python_cpus)
 
     def may_compute(self, tokens: int) -> bool:
         """Return whether the CPU may compute in the next pass, of `tokens` tokens in this rank: all ranks have equally many, and few.
