@@ -58,6 +58,7 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
       form_of(matrix, count, instructions), false, 0, round_up(matrix.columns, kStep), matrix.bits, matrix.group, 1, 1, 1, 1};
   if (layout.form == Form::fixed || layout.form == Form::fixed_tiles) {
     layout.x_groups = matrix.group % 64 == 0 ? 1 : 2;
+    if (layout.form == Form::fixed) return layout;
     const int64_t room = kTileRows / 2 / layout.x_groups;  // rows of x whose terms and x groups are beside each other
     layout.inputs = count <= room || without(kTwoInputs) ? 1 : 2;
     layout.pack = layout.x_groups == 1 && 2 * count <= room && !without(kPacks) ? 2 : 1;
