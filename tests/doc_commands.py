@@ -1,4 +1,15 @@
-"""What tests do with the commands of README and docs: check them by the parsers that they would meet, and run them."""
+"""Commands and Python of README and docs: read from the pages, checked by the parsers that they would meet, and run.
+
+A block of `sh` holds commands, one a line, continued after a backslash. A comment in the line above the block says what tests do:
+
+    (none)                       each command is run on the CPU, in a folder of its page
+    <!-- gpu: FOLDER -->         needs a GPU; benchmarks/results/FOLDER is where it was run
+    <!-- hub: WHY -->            needs the model hub or a checkpoint
+    <!-- tested: FILE, WHAT -->  takes long, and the like is run by this file of tests
+    <!-- setup: WHY -->          installs something or changes the machine
+
+All but the first are checked and not run. `python` blocks take the same comments.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +23,19 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
+import tomllib
 from conftest import ROOT, without_gpus
-from doc_blocks import Block, Command
 
-from zero_inference.errors import UsageError
-
-RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(
+    r"(?:^ *<!-- (?P<kind>gpu|hub|tested|setup): (?P<detail>.*?) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>sh|python)\n(?P<text>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
 LINKED = (
     "run_model.py",
     "examples",
@@ -29,79 +43,115 @@ LINKED = (
     "benchmarks",
     "docs",
 )  # what commands name as if they stood in a checkout
-# Programs that change the machine, or fetch: allowed in blocks of setup, and there alone.
-SETUP = (
-    "apt",
-    "apt-get",
-    "cd",
-    "docker",
-    "export",
-    "git",
-    "hf",
-    "make",
-    "pip",
-    "pip3",
-    "source",
-    "sudo",
-    "ulimit",
-    "wsl",
-)
-SETUP_MODULES = ("build", "http.server", "mkdocs", "pip", "pytest", "venv")
-INPUTS = ("--prompts", "--ds-config", "--config", "--quality-data")
-LAUNCHERS = ("deepspeed", "torchrun")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+INPUTS = "--prompts", "--ds-config", "--config", "--quality-data"  # files that a reader has
 
 
-def check(command: Command) -> None:
-    """Raises WrongDocs for a program, an option, a value or a file that is not there; starts and loads nothing."""
-    kind, detail = command.block.kind, command.block.detail
-    if kind == "gpu" and not (RESULTS / detail.split()[0].rstrip(",;:")).is_dir():
-        raise command.wrong(f"benchmarks/results/{detail.split()[0]} is not there")
-    if kind == "tested" and not (ROOT / detail.split()[0].rstrip(",;:")).is_file():
-        raise command.wrong(f"{detail.split()[0]} is not there")
-    if kind == "exits" and not detail.split()[0].isdigit():
-        raise command.wrong(f"{detail}: which exit code?")
-    _make_inputs(command.words)
-    with _usage_errors(command):
-        if kind == "setup":
-            _check_setup(command)
-        else:
-            _check_program(command, list(command.words))
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A command of an `sh` block, or a `python` block, whose `words` are empty."""
+
+    page: str
+    line: int  # of the block
+    kind: str  # "" is run
+    detail: str
+    text: str
+    words: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text.splitlines()[0]}"
 
 
-@contextlib.contextmanager
-def _usage_errors(command: Command) -> Iterator[None]:
-    """Of a parser that would end the process, and of the configuration."""
+def read_pages() -> dict[str, str]:
+    """Return README.md and docs/*.md by their names."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+
+
+def steps_of(page: str, text: str) -> list[Step]:
+    found = []
+    for block in BLOCK.finditer(text):
+        place = page, text.count("\n", 0, block.start()) + 1, block["kind"] or "", block["detail"] or ""
+        inside = re.sub(rf"^{block['indent']}", "", block["text"], flags=re.MULTILINE)
+        if block["language"] == "python":
+            found.append(Step(*place, inside))
+            continue
+        for line in inside.replace("\\\n", " ").splitlines():
+            if words := shlex.split(line, comments=True):
+                found.append(Step(*place, " ".join(line.split()), tuple(words)))
+    return found
+
+
+def what_is_wrong(step: Step) -> str | None:
+    """Return why a program, an option, a value, a file or a name does not exist; starts and loads nothing."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            yield
-    except UsageError as error:
-        raise command.wrong(str(error)) from None
-    except SystemExit as end:
-        if end.code:
-            raise command.wrong((said.getvalue().strip().splitlines() or [str(end)])[-1]) from None
+            _check(step)
+    except SystemExit as end:  # of a parser
+        return said.getvalue().strip() if end.code else None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
-def _check_program(command: Command, words: list[str]) -> None:
-    program, rest = words[0], words[1:]
-    if program in ("python", "python3"):
-        if rest[:2] == ["-m", "zero_inference"]:
-            return _check_console(rest[2:])
-        if not rest or rest[0].startswith("-"):
-            raise command.wrong(
-                f"{program} is given a file, or -m zero_inference; other modules belong to <!-- setup: ... -->"
-            )
-        return _check_file(command, rest[0], rest[1:])
-    if program in LAUNCHERS:
-        script, options = _launched(command, program, rest)
-        return _check_file(command, script, options)
-    if program == "zero-inference":
-        return _check_console(rest)
-    if "/" in program:
-        return _check_file(command, program, rest)
-    raise command.wrong(
-        f"{program} is no program that is known here; what installs or fetches belongs to <!-- setup: ... -->"
-    )
+def _check(step: Step) -> None:
+    named = re.split(r"[ ,;:]", step.detail)[0]
+    if step.kind == "gpu":
+        _need_file(f"benchmarks/results/{named}")
+    elif step.kind == "tested":
+        _need_file(named)
+    if not step.words:
+        _check_python(step)
+    elif step.kind == "setup":
+        _check_setup(step)
+    else:
+        _check_command(list(step.words))
+
+
+def _need_file(name: str) -> Path:
+    if not (ROOT / name).exists():
+        raise FileNotFoundError(name)
+    return ROOT / name
+
+
+def _check_python(step: Step) -> None:
+    for node in ast.walk(ast.parse(step.text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zero_inference"):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                getattr(module, alias.name)
+
+
+def _check_setup(step: Step) -> None:
+    if step.words[0] == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        missing = [each for each in step.words[1:] if "=" not in each and f"\n{each}:" not in makefile]
+        assert not missing, f"the Makefile has no target {missing}"
+    for names in re.findall(r"(?:zero-inference|\.)\[([\w,-]+)\]", step.text):
+        assert set(names.split(",")) <= set(EXTRAS), f"an extra of {names} does not exist"
+    for word in step.words:
+        if word.startswith(("scripts/", "docker/")):
+            _need_file(word)
+
+
+def _check_command(words: list[str]) -> None:
+    _make_inputs(words)
+    if words[0] in ("deepspeed", "torchrun"):
+        words = _launched(words)
+    elif words[0] in ("python", "python3"):
+        words = words[1:]
+    if words[0] == "zero-inference":
+        _check_console(words[1:])
+    elif words[0] == "run_model.py":
+        from zero_inference.cli import run_parser
+        from zero_inference.config.run_options import config_from_args
+
+        config_from_args(run_parser().parse_args(words[1:]))
+    else:
+        known = _options_of_script(_need_file(words[0]))
+        for name in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
+            assert name in known, f"{words[0]} has no option {name}"
 
 
 def _check_console(options: list[str]) -> None:
@@ -118,239 +168,71 @@ def _check_console(options: list[str]) -> None:
         read_arms(args.model, args.arm, after, parse_options)
 
 
-def _make_inputs(words: Sequence[str]) -> None:
-    """Files that the reader has: what is wrong with the options is looked for, and not whether these are there."""
-    words = [
-        part for word in words for part in (shlex.split(word) if " --" in word else [word])
-    ]  # an arm of compare is one word
+def _make_inputs(words: list[str]) -> None:
+    """Make the files that options read, in the current folder: only the options themselves are checked."""
+    words = [part for word in words for part in (shlex.split(word) if " --" in word else [word])]  # arms of compare
     for option, value in zip(words, words[1:]):
         file = Path(value)
-        if option not in INPUTS or file.is_absolute() or file.exists():
-            continue
-        if file.suffix:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("{}\n")
-        else:
-            file.mkdir(parents=True)
+        if option in INPUTS and not file.exists():
+            (file.parent if file.suffix else file).mkdir(parents=True, exist_ok=True)
+            if file.suffix:
+                file.write_text("{}\n")
 
 
-def _check_file(command: Command, name: str, options: list[str]) -> None:
-    from zero_inference.cli import run_parser
-    from zero_inference.config.run_options import config_from_args
+def _launched(words: list[str]) -> list[str]:
+    """Return the script that a launcher starts, and the script's options, by the launcher's own parser."""
+    if words[0] == "deepspeed":
+        from deepspeed.launcher.runner import parse_args
 
-    file = ROOT / command.folder / name
-    if not file.is_file():
-        raise command.wrong(f"there is no file {name}")
-    if file == ROOT / "run_model.py":
-        config_from_args(run_parser().parse_args(options))
-        return
-    if file.suffix == ".sh" and not os.access(file, os.X_OK) and command.words[0] == name:
-        raise command.wrong(f"{name} is not executable")
-    if _is_sweep(file):
-        own, end = (
-            (options[: options.index("--")], options[options.index("--") :]) if "--" in options else (options, [])
-        )
-        started = [sys.executable, str(file)] if file.suffix == ".py" else [str(file)]
-        done = subprocess.run(
-            [*started, *own, "--list", *end],
-            cwd=ROOT,
-            env=os.environ | {"PYTHON": sys.executable},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise command.wrong(done.stderr.strip().splitlines()[-1])
-        return
-    for name in (option.partition("=")[0] for option in options):
-        if not name.startswith("--") or name == "--":
-            continue
-        known = _help_of(file)
-        if not re.search(rf"{name}(?![\w-])", known):
-            raise command.wrong(f"{file.relative_to(ROOT)} has no option {name}")
+        args = parse_args(words[1:])
+        return [args.user_script, *args.user_args]
+    from torch.distributed.run import get_args_parser
 
-
-def _is_sweep(file: Path) -> bool:
-    return file.name == "sweep.py" or (file.suffix == ".sh" and "sweep.py" in file.read_text(encoding="utf-8"))
+    args = get_args_parser().parse_args(words[1:])
+    return [args.training_script, *args.training_script_args]
 
 
 @cache
-def _help_of(file: Path) -> str:
-    """What says which options a script has: its --help, or its text if it is one of the shell."""
-    if file.suffix != ".py":
-        return file.read_text(encoding="utf-8")
+def _options_of_script(file: Path) -> str:
+    """Return a text that names the options of a script: its --help, or its source if it is one of the shell."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".sh" and "sweep.py" in text:
+        file = ROOT / "scripts" / "sweep.py"
+    elif file.suffix == ".sh":
+        return text
     return subprocess.run([sys.executable, str(file), "--help"], cwd=ROOT, capture_output=True, text=True).stdout
 
 
-def _launched(command: Command, program: str, words: Sequence[str]) -> tuple[str, list[str]]:
-    """The script that a launcher starts and the script's options, by the launcher's own parser."""
-    if program == "deepspeed":
-        from deepspeed.launcher.runner import parse_args
-
-        args = parse_args(list(words))
-        return args.user_script, list(args.user_args)
-    from torch.distributed.run import get_args_parser
-
-    args = get_args_parser().parse_args(list(words))
-    return args.training_script, list(args.training_script_args)
-
-
-def _check_setup(command: Command) -> None:
-    words = list(command.words)
-    if words[0] in ("python", "python3") and words[1:2] == ["-m"] and words[2] in SETUP_MODULES:
-        words = words[2:]
-    elif words[0] not in SETUP:
-        return _check_program(command, words)  # such as a script of the checkout, between two of the others
-    if words[0] == "make":
-        for target in (word for word in words[1:] if "=" not in word):
-            if not re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE):
-                raise command.wrong(f"the Makefile has no target {target}")
-    for extra in re.findall(r"(?:zero-inference|\.|whl)\[([\w,-]+)\]", command.text):
-        for name in extra.split(","):
-            if name not in extras():
-                raise command.wrong(f"there is no extra {name}; there are {', '.join(extras())}")
-    if words[:2] == ["docker", "build"] and "--target" in words:
-        target = words[words.index("--target") + 1]
-        if not re.search(rf"^FROM .* AS {re.escape(target)}$", (ROOT / "Dockerfile").read_text(), re.MULTILINE):
-            raise command.wrong(f"the Dockerfile has no target {target}")
-    for script in words[1:]:
-        if script.startswith(("scripts/", "docker/")) and not (ROOT / script).is_file():
-            raise command.wrong(f"there is no file {script}")
-
-
-@cache
-def extras() -> dict[str, list[str]]:
-    """Extras of the package with what they ask for, read from its pyproject.toml; Python 3.10 has no parser for that."""
-    text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    return {
-        name: ast.literal_eval(f"[{items}]") for name, items in re.findall(r"^(\w+) = \[(.*?)\]$", text, re.MULTILINE)
-    }
-
-
-def check_python(block: Block) -> None:
-    """Raises WrongDocs for a syntax error, and for a name that the package does not have."""
-    try:
-        tree = ast.parse(block.text)
-    except SyntaxError as error:
-        raise block.wrong(f"{error.msg}: {(error.text or '').strip()}", block.line + (error.lineno or 1) - 1) from None
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("zero_inference"):
-            continue
-        line = block.line + node.lineno - 1
-        try:
-            module = importlib.import_module(node.module)
-        except ImportError as error:
-            raise block.wrong(str(error), line) from None
-        for alias in node.names:
-            if alias.name != "*" and not hasattr(module, alias.name):
-                raise block.wrong(f"{node.module} has no {alias.name}", line)
-
-
-class PageFolder:
-    """The folder in which the commands of one page are run, in their order, as if it were a checkout.
-
-    `launch` is how many commands of a launcher are started as processes of their own; others run in this process, as one rank.
-    """
-
-    def __init__(self, folder: Path, launch: int) -> None:
-        self.folder, self.launch = folder, launch
-        self.done: dict[int, int] = {}  # line of a command -> its exit code
-        self.names: dict[str, object] = {"__name__": "__main__"}  # what the page's Python has defined
-        for name in LINKED:
-            if (ROOT / name).exists():
-                (folder / name).symlink_to(ROOT / name)
-
-    def run_until(self, steps: Sequence[Command | Block], last: Command | Block) -> int:
-        """Runs what stands before `last` on the page and was not run yet, and `last`; its exit code."""
+def run_steps(steps: list[Step], folder: Path) -> None:
+    """Run the steps of one page in their order, in `folder`, as if it were a checkout; launchers' commands in this process, as one rank."""
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+    names: dict[str, object] = {"__name__": "__main__"}  # what the page's Python has defined
+    with contextlib.chdir(folder):
         for step in steps:
-            if step.line not in self.done:
-                self.done[step.line] = self._run(step)
-            if step is last:
-                break
-        return self.done[last.line]
-
-    def _run(self, step: Command | Block) -> int:
-        if isinstance(step, Block) and step.kind == "file":
-            file = self.folder / step.detail
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(step.text)
-            return 0
-        variables = step.variables if isinstance(step, Command) else {}
-        where = self.folder / (step.folder if isinstance(step, Command) else ".")
-        with in_folder(where), _variables(variables):
-            if isinstance(step, Block):
-                exec(compile(step.text, f"{step.page}:{step.line}", "exec"), self.names)
-                return 0
-            return self._start(step, list(step.words))
-
-    def _start(self, command: Command, words: list[str]) -> int:
-        from zero_inference.cli import console_main, main
-
-        if words[0] in LAUNCHERS:
-            if self.launch:
-                self.launch -= 1
-                path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-                return subprocess.run(words, env=without_gpus() | {"PATH": path}).returncode
-            script, options = _launched(command, words[0], words[1:])
-            words = ["python", script, *options]
-        if words[0] in ("python", "python3"):
-            words = words[1:]
-            if words[:2] == ["-m", "zero_inference"]:
-                words = ["zero-inference", *words[2:]]
-        with _ended() as end:
-            if words[0] == "zero-inference":
-                end.code = console_main(words)
-            elif words[0] == "run_model.py":
-                end.code = main(words)
-            elif words[0].endswith(".py"):
-                end.code = _run_script(words)
+            if not step.words:
+                exec(compile(step.text, str(step), "exec"), names)
             else:
-                end.code = subprocess.run(words, env=without_gpus() | {"PYTHON": sys.executable}).returncode
-        return end.code
+                code = _run_command(list(step.words))
+                assert code == 0, f"{step} ended with exit code {code}"
 
 
-class _End:
-    code = 0
+def _run_command(words: list[str]) -> int:
+    from zero_inference.cli import console_main, main
 
-
-@contextlib.contextmanager
-def _ended() -> Iterator[_End]:
-    """Takes sys.exit() for the exit code that it is."""
-    end = _End()
+    if words[0] in ("deepspeed", "torchrun"):
+        words = _launched(words)
+    elif words[0] == "python":
+        words = words[1:]
     try:
-        yield end
-    except SystemExit as left:
-        end.code = left.code if isinstance(left.code, int) else int(left.code is not None)
-
-
-@contextlib.contextmanager
-def in_folder(folder: Path) -> Iterator[None]:
-    """contextlib.chdir, which is newer than Python 3.10."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
-@contextlib.contextmanager
-def _variables(variables: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name)
-            if name in before:
-                os.environ[name] = before[name]
-
-
-def _run_script(words: list[str]) -> int:
-    argv, path = sys.argv, list(sys.path)
-    sys.argv, sys.path[:0] = words, [str(Path(words[0]).resolve().parent)]
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = argv, path
-    return 0
+        if words[0] == "zero-inference":
+            return console_main(words)
+        if words[0] == "run_model.py":
+            return main(words)
+        if not words[0].endswith(".py"):
+            return subprocess.run(words, env=without_gpus() | {"PYTHON": sys.executable}).returncode
+        with mock.patch.object(sys, "argv", words), mock.patch.object(sys, "path", [os.getcwd(), *sys.path]):
+            runpy.run_path(words[0], run_name="__main__")
+        return 0
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
