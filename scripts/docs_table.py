@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_inference.utils.tables import Column, pipe_row, texts_of
+from zero_inference.utils.tables import Column, texts_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,7 +28,7 @@ class DocsTable:
     def text(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """Markdown, without a line break at its end."""
         heads = [[column.header for column in self.columns], ["---"] * len(self.columns)]
-        return "\n".join(map(pipe_row, [*heads, *texts_of(rows, self.columns)]))
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in [*heads, *texts_of(rows, self.columns)])
 
     def put_into(self, page: str, text: str, argument: str = "") -> str:
         """`page` with `text` between the marks."""

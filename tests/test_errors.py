@@ -178,7 +178,7 @@ def test_more_tokens_than_memory_are_refused_before_they_are_made(refused):
         ({"RANK": "1"}, "RANK='1'"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0'"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": ""}, "MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": ""}, "MASTER_PORT=''"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT='x'"),
     ],
 )

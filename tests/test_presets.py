@@ -60,7 +60,7 @@ ACTIVE = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_preset_has_the_published_number_of_parameters(name):
     config = preset_table.find_preset(name).to_config()
-    assert model_sizes.exact_parameter_bytes(config, dtype_bytes=1) == PARAMETERS[name]
+    assert model_sizes.exact_parameter_bytes(config) == 2 * PARAMETERS[name]
 
 
 def test_every_preset_is_counted_above():

@@ -15,10 +15,7 @@ _postponed = False
 
 @contextlib.contextmanager
 def postpone_collections() -> Iterator[None]:
-    """Disable the collector until `resume_collections` or the end of the block, which restores it.
-
-    For imports of libraries: they make many objects and hardly any garbage (benchmarks/LOG.md, "Start of a run").
-    """
+    """Disable the collector until `resume_collections` or the end of the block, which restores it, for imports of libraries."""
     global _postponed
     enabled = gc.isenabled()
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
@@ -45,8 +42,7 @@ def resume_collections() -> None:
 
 @contextlib.contextmanager
 def freeze_existing_objects() -> Iterator[None]:
-    """Freeze existing objects within the block: a full collection launches nothing for longer than a ring of layers lasts. If some were
-    frozen before, all stay frozen."""
+    """Freeze existing objects within the block: a full collection takes longer than a ring of layers. Frozen ones stay frozen."""
     were_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()

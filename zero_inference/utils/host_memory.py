@@ -36,13 +36,12 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages would not be huge
     except OSError as error:
         raise RunError(refused(nbytes, error)) from error
-    if nbytes >= HUGE_PAGE:
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
     buffer = (ctypes.c_char * nbytes).from_buffer(pages)
     flat = torch.frombuffer(buffer, dtype=dtype, count=numel)
     if pinned:
-        _fault_in(flat)
+        flat.view(torch.uint8).zero_()  # pages are faulted in by all of PyTorch's threads; CUDA would do it in one
         page_lock(flat)
         # the buffer is freed with the tensor; the finalizer keeps the pages mapped until they are unregistered
         weakref.finalize(buffer, _release, flat.data_ptr(), pages).atexit = False
@@ -50,33 +49,21 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
 
 
 def host_copy(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `values` in new host memory that is not page-locked, with the strides of `torch.empty_like`. Raises like
-    `host_empty`."""
+    """Return a copy of `values` in new host memory that is not page-locked, with the strides of `torch.empty_like`."""
     flat = host_empty((values.numel(),), values.dtype, pinned=False)
-    _fault_in(flat)
+    flat.view(torch.uint8).zero_()
     strides = torch.empty_like(values, device="meta").stride()
     return flat.as_strided(values.shape, strides).copy_(values)
 
 
-def _fault_in(flat: torch.Tensor) -> None:
-    """Fault in the pages of `flat` with all of PyTorch's threads; CUDA would do it in one thread."""
-    flat.view(torch.uint8).zero_()
-
-
 def refused(nbytes: int, error: OSError) -> str:
     """Return the error message where the system refuses memory."""
-    return (
-        f"{format_bytes(nbytes)} of host memory was asked for and refused ({error.strerror}); "
-        "quantize the weights, use --disk-offload or a machine with more memory."
-    )
+    asked = f"{format_bytes(nbytes)} of host memory was asked for and refused ({error.strerror})"
+    return f"{asked}; quantize the weights, use --disk-offload or a machine with more memory."
 
 
 def page_lock(tensor: torch.Tensor) -> None:
-    """Register the pages of `tensor` with CUDA; they must be unregistered (`page_unlock`) before they are unmapped.
-
-    Raises:
-        RunError: they may not be locked.
-    """
+    """Register the pages of `tensor` with CUDA, until `page_unlock`. Raises RunError if they may not be locked."""
     status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, PORTABLE))
     if status != 0:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

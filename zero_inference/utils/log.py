@@ -12,8 +12,7 @@ MB = 1 << 20
 GB = 1 << 30
 T = 1e12
 
-# The log block: one tuple a line, (label, unit, key). A key is the one of the same quantity in the
-# JSON record. Both the writer here and `records.read.parse_log` read this table.
+# The log block: one tuple a line, (label, unit, key of the record). Written here, read by `records.read.parse_log`.
 LOG_LINES = (
     (("model size", "GB", "model_bytes"),
      ("cache size", "GB", "cache_bytes"),
@@ -50,14 +49,9 @@ def get_filename(
     if name in ("", ".", ".."):
         name = Path(model_name).resolve().name or "root"
     place = "cpu" if cpu_offload else "disk" if disk_offload else "gpu"
-    filename = (
-        f"{prefix}-{name}-bs{batch_size}-prompt{prompt_len}-gen{gen_len}-n{num_nodes}x{num_gpus_per_node}-{place}"
-    )
-    if kv_offload:
-        filename += "-kv_offload"
-    if weight_quantize:
-        filename += "-w_quant"
-    return filename
+    filename = f"{prefix}-{name}-bs{batch_size}-prompt{prompt_len}-gen{gen_len}"
+    filename += f"-n{num_nodes}x{num_gpus_per_node}-{place}"
+    return filename + ("-kv_offload" if kv_offload else "") + ("-w_quant" if weight_quantize else "")
 
 
 def write_benchmark_log(
@@ -78,26 +72,17 @@ def write_benchmark_log(
     Sizes are bytes, latencies seconds, throughputs tokens per second; None prints as `nan`. Missing
     parent folders are made. Processes may append to one file at once.
     """
-    block = benchmark_block(
+    values = iter((
         model_size, cache_size, hidden_size,
         gpu_peak_mem, prefill_latency, prefill_throughput,
         decode_latency, decode_throughput,
         total_latency, total_throughput,
-    )  # fmt: skip
+    ))  # fmt: skip
+
+    def field(label: str, unit: str) -> str:
+        value = next(values)
+        return f"{label}: {float('nan') if value is None else value / (GB if unit == 'GB' else 1):.3f} {unit}"
+
+    block = "\n".join("\t".join(field(label, unit) for label, unit, _ in line) for line in LOG_LINES)
     append_bytes(filename, (block + "\n").encode())
     return block
-
-
-def benchmark_block(*values: float | None) -> str:
-    """Return the log's four lines, without a newline at the end; `values` in the order of LOG_LINES, None for what is not available."""
-    left = iter(values)
-    return "\n".join(
-        "\t".join(f"{label}: {_in_log_unit(next(left), unit):.3f} {unit}" for label, unit, _ in line)
-        for line in LOG_LINES
-    )
-
-
-def _in_log_unit(value: float | None, unit: str) -> float:
-    if value is None:
-        return float("nan")
-    return float(value) / GB if unit == "GB" else float(value)

@@ -19,25 +19,20 @@ LAYER_TYPES_WITHOUT_KV = {"linear_attention", "conv", "mamba", "recurrent", "moe
 def model_bytes(config: Any, *, parameters: int | None = None) -> int:
     """Return the bytes of all parameters at 2 bytes each.
 
-    An object without a `model_type` (it only needs `hidden_size` h, `num_hidden_layers` L and `vocab_size` V), OPT and BLOOM follow the
-    closed formula of FlexGen (Sheng et al. 2023): per layer `h(3h+1) + h(h+1) + h(4h+1) + 4h(h+1) + 4h`, and `V(h+1)` once. It counts
-    weights and biases of a classical block, but no positions, so it is 0.03% below the exact count of opt-66b and 1.2% below that of
-    opt-125m. Every other transformers config is counted exactly; `parameters` is that count, if known already.
+    An object without a `model_type`, OPT and BLOOM follow the closed formula of FlexGen (Sheng et al. 2023), which leaves positions
+    out: 0.03% below the exact count of opt-66b. Every other config is counted exactly; `parameters` is that count, if known already.
     """
     if getattr(config, "model_type", None) and config.model_type not in CLASSICAL_MODEL_TYPES:
         return exact_parameter_bytes(config) if parameters is None else 2 * parameters
-    h, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
-    attention = h * (3 * h + 1) + h * (h + 1)
-    mlp = h * (4 * h + 1) + 4 * h * (h + 1)
-    norms = 4 * h
-    return 2 * (layers * (attention + mlp + norms) + vocab * (h + 1))
+    h = config.hidden_size
+    layer = h * (3 * h + 1) + h * (h + 1) + h * (4 * h + 1) + 4 * h * (h + 1) + 4 * h  # attention, MLP, norms
+    return 2 * (config.num_hidden_layers * layer + config.vocab_size * (h + 1))
 
 
-def exact_parameter_bytes(config: Any, dtype_bytes: int = 2) -> int:
-    """Return `dtype_bytes` times the parameters of the model that `auto_class` builds from `config`; tied weights count once.
+def exact_parameter_bytes(config: Any) -> int:
+    """Return 2 bytes times the parameters of the model that `auto_class` builds from `config`; tied weights count once.
 
-    Built on the meta device (0.4 s for Llama-3.1-405B, imports apart). Raises what transformers raises for a config it has no causal
-    language model for.
+    Built on the meta device: 0.4 s for Llama-3.1-405B, imports apart.
     """
     import torch
 
@@ -47,7 +42,7 @@ def exact_parameter_bytes(config: Any, dtype_bytes: int = 2) -> int:
     with _without_zero3(), torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trusted)
     model.tie_weights()
-    return dtype_bytes * sum(parameter.numel() for parameter in model.parameters())
+    return 2 * sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextlib.contextmanager
@@ -80,12 +75,7 @@ def auto_class(config: Any) -> Any:
     if text_config(config).is_encoder_decoder or config.is_encoder_decoder:
         raise ValueError("an encoder-decoder")
     wrappers = AutoModelForMultimodalLM._model_mapping
-    if hasattr(config, "vision_config"):
-        kind = "a vision-language model"
-    elif hasattr(config, "audio_config"):
-        kind = "an audio-language model"
-    else:
-        kind = "a multimodal model" if type(config) in wrappers else "no causal language model"
+    kind = "a multimodal model" if type(config) in wrappers or is_wrapper(config) else "no causal language model"
     if type(config) not in wrappers:
         raise ValueError(kind)
     if getattr(wrappers[type(config)], "generate", None) is not GenerationMixin.generate:
@@ -107,8 +97,7 @@ def text_config(config: Any) -> Any:
 def cache_bytes(config: Any, batch_size: int, seq_len: int) -> int:
     """Return the bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, kv_width] per layer.
 
-    This is the log's figure. The bytes that a model caches can differ (latent attention, layers that share a cache or have none): see
-    `zero_inference.engines.base.Job.kv_bytes`.
+    This is the log's figure; `Job.kv_bytes` has the bytes that a model caches (latent attention, layers that share a cache).
     """
     config = text_config(config)
     return 2 * batch_size * seq_len * config.num_hidden_layers * kv_width(config) * 2
@@ -127,10 +116,7 @@ def kv_layers(config: Any) -> int:
 
 
 def kv_width(config: Any) -> int:
-    """Return the elements of K, and as many of V, of one position in one layer.
-
-    `num_key_value_heads * head_dim` of a text config that names its heads; may be wider than h (gemma-7b) or narrower. Else h.
-    """
+    """Return the elements of K, and as many of V, of one position in one layer: h for a text config that does not name its heads."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return config.hidden_size

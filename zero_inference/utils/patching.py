@@ -1,7 +1,6 @@
 """Changes to models and to tables of libraries, each with its undo.
 
-`Patches.close` undoes in the reverse order of the changes. Only tables are shared by several loaded models, which may be unloaded in
-any order: a `SharedPatch` there ends with the last of them.
+Only tables are shared by several loaded models, which may be unloaded in any order: a `SharedPatch` there ends with the last of them.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ class Patches:
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an instance or a Python module. The undo restores the owner's previous one, or uncovers its class's."""
-        if name in vars(owner):
-            self.callback(setattr, owner, name, vars(owner)[name])
-        else:
-            self.callback(_drop_attr, owner, name)
+        undo = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (_drop_attr, owner, name)
+        self.callback(*undo)
         setattr(owner, name, value)
 
     def share_item(self, table: MutableMapping[Any, Any], key: Any, kind: type[Shared]) -> Shared:

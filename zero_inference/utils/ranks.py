@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from zero_inference.errors import UsageError
 
-MAX_RANKS = 1 << 20
 HOW_TO_LAUNCH = "start with deepspeed or torchrun, or unset it to run one process"
 # Timeout of a collective: a prefill can take long, and utils.watch detects dead ranks.
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -43,21 +42,20 @@ class Ranks:
 
     def maximum(self, values: list[float]) -> list[float]:
         """Return the element-wise maximum of `values` over all ranks."""
-        if self.world_size == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor.tolist()
+        return self._reduce(values, torch.float64, dist.ReduceOp.MAX)
 
     def minimum(self, value: float) -> float:
         return -self.maximum([-value])[0]
 
     def total(self, value: int) -> int:
+        return self._reduce([value], torch.int64, dist.ReduceOp.SUM)[0]
+
+    def _reduce(self, values: list[Any], dtype: torch.dtype, operation: Any) -> list[Any]:
         if self.world_size == 1:
-            return value
-        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
-        dist.all_reduce(tensor)
-        return int(tensor.item())
+            return values
+        tensor = torch.tensor(values, dtype=dtype, device=self.device)
+        dist.all_reduce(tensor, op=operation)
+        return tensor.tolist()
 
     def free_device_bytes(self, agreed: bool = False) -> int | None:
         """Return the free memory of this rank's device; None for a CPU.
@@ -65,8 +63,10 @@ class Ranks:
         Args:
             agreed: return the minimum over all ranks; a collective, for decisions that must be equal on all.
         """
-        free = device_free_bytes(self.device)
-        return int(self.minimum(free)) if agreed and free is not None else free
+        if self.device.type != "cuda":
+            return None
+        free = torch.cuda.mem_get_info(self.device)[0]
+        return int(self.minimum(free)) if agreed else free
 
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return equally shaped `rows` [b, n] of all ranks concatenated along dim 0, in rank order, on the host."""
@@ -89,11 +89,6 @@ class Ranks:
             dist.barrier()
 
 
-def device_free_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of a CUDA device; None for a CPU."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-
-
 def detect_ranks(local_rank: int | None = None) -> Ranks:
     """Return the ranks by the launcher's environment. Starts nothing.
 
@@ -103,25 +98,16 @@ def detect_ranks(local_rank: int | None = None) -> Ranks:
     Raises:
         UsageError: the values contradict each other.
     """
-    world = _launched("WORLD_SIZE", 1, least=1, most=MAX_RANKS)
-    # torchrun's name, then the deepspeed launcher's
-    node = next(
-        (_launched(name, world, 1, world) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in os.environ), world
-    )
+    world = _launched("WORLD_SIZE", 1, 1, 1 << 20)
+    size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "LOCAL_SIZE"  # torchrun's, deepspeed's
+    node = _launched(size, world, 1, world)
     rank = _launched("RANK", 0, 0, world - 1)
-    if local_rank is not None and local_rank >= node:
-        raise UsageError(
-            f"--local_rank {local_rank}: there are {node} processes on this node; leave it to the launcher."
-        )
     local = _launched("LOCAL_RANK", max(local_rank or 0, 0), 0, node - 1)
     if world > 1:
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not os.environ.get(name):
-                raise UsageError(f"WORLD_SIZE is {world} and {name} is not set; {HOW_TO_LAUNCH}.")
+        if not os.environ.get("MASTER_ADDR"):
+            raise UsageError(f"WORLD_SIZE is {world} and MASTER_ADDR is not set; {HOW_TO_LAUNCH}.")
         _launched("MASTER_PORT", 0, 1, 65535)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local)
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     return Ranks(rank=rank, world_size=world, local_rank=local, local_world_size=node, device=device)
 
 
@@ -130,10 +116,7 @@ def _launched(name: str, default: int, least: int, most: int) -> int:
     text = os.environ.get(name, str(default))
     value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
     if not least <= value <= most:
-        raise UsageError(
-            f"the environment has {name}={text[:40]!r}, and it must be a number from {least} to {most}; "
-            f"{HOW_TO_LAUNCH}."
-        )
+        raise UsageError(f"{name}={text[:40]!r} is no number from {least} to {most}; {HOW_TO_LAUNCH}.")
     return value
 
 
@@ -171,13 +154,12 @@ def new_process_group(ranks: Ranks) -> dist.ProcessGroup | None:
 
 
 def stop_process_group() -> None:
-    """Destroy the process group unless it has another user in this process, and unset the variables that were set for it: other libraries
-    would take them for a launcher's."""
+    """Destroy the process group, unless it has another user in this process, and unset the variables that were set for it."""
     if _users:
         return
     if dist.is_initialized():
         dist.destroy_process_group()
-    while _variables:
+    while _variables:  # other libraries would take them for a launcher's
         os.environ.pop(_variables.pop(), None)
 
 
@@ -194,18 +176,18 @@ def keep_process_group() -> Iterator[None]:
 
 
 def hold_process_group(ranks: Ranks) -> Callable[[], None]:
-    """Start the process group, if there is none, for longer than one run; return a function that releases it."""
+    """Start the process group, if there is none, for longer than one run; return a function that releases it once."""
     global _users
     if dist.is_initialized() and not _users:
         _users += 1  # the caller's, which stays
     start_process_group(ranks)
     _users += 1
+
+    def release() -> None:
+        global _users
+        _users -= 1
+        stop_process_group()
+
     releases = contextlib.ExitStack()  # so that a second call does nothing
-    releases.callback(_release_process_group)
+    releases.callback(release)
     return releases.close
-
-
-def _release_process_group() -> None:
-    global _users
-    _users -= 1
-    stop_process_group()

@@ -6,13 +6,13 @@ and no size of /dev/shm limits it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -32,12 +32,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class _Place(NamedTuple):
-    """The location of the first rank's file for the other ranks, and its identity."""
-
-    process: int
-    descriptor: int
-    file: tuple[str, int, int]  # boot of the system, device, inode
+_Identity = tuple[str, int, int]  # boot of the system, device, inode
 
 
 class SharedMemory:
@@ -53,28 +48,27 @@ class SharedMemory:
     def __init__(self, nbytes: int, ranks: Ranks):
         self.nbytes, self.ranks = nbytes, ranks
         self.locked: list[int] = []  # where page-locked memory begins
-        descriptor, place, problem, memory = -1, None, None, None
+        self.bytes: torch.Tensor
+        descriptor, path, identity, problem = -1, "", ("", 0, 0), None
         if ranks.is_first:
             try:
                 descriptor = os.memfd_create("zero-inference")
                 os.ftruncate(descriptor, nbytes)
-                place = _Place(os.getpid(), descriptor, _identity(descriptor))
+                path, identity = f"/proc/{os.getpid()}/fd/{descriptor}", _identity(descriptor)
             except OSError as error:
                 problem = refused(nbytes, error)
         try:
-            place, problem = ranks.gather_objects((place, problem))[0]
-            if problem is None:
-                if not ranks.is_first:
-                    descriptor, problem = _opened(place)
+            path, identity, problem = ranks.gather_objects((path, identity, problem))[0]
+            try:
                 if problem is None:
-                    memory, problem = _mapped(descriptor, nbytes, self.locked)
-            problems = ranks.gather_objects(problem)
+                    descriptor = descriptor if ranks.is_first else _open(path, identity)
+                    self.bytes = _map(descriptor, nbytes, self.locked)
+            except RunError as error:
+                problem = str(error)
+            _refuse(ranks.gather_objects(problem))
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        _refuse(problems)
-        assert memory is not None, "no rank had a problem"
-        self.bytes: torch.Tensor = memory
 
     def settle(self, pinned: bool) -> None:
         """The memory is filled by all ranks: make its pages huge where the system can, and page-lock them if `pinned`. All ranks call it.
@@ -105,41 +99,39 @@ def _refuse(problems: Sequence[str | None]) -> None:
             raise RunError(problem)
 
 
-def _identity(file: int | str) -> tuple[str, int, int]:
+def _identity(file: int | str) -> _Identity:
     found = os.stat(file)
     return BOOT.read_text().strip() if BOOT.exists() else "", found.st_dev, found.st_ino
 
 
-def _opened(place: _Place) -> tuple[int, str | None]:
-    """A descriptor of the first rank's file, or -1 and why there is none."""
-    path = f"/proc/{place.process}/fd/{place.descriptor}"
-    try:
-        if _identity(path) == place.file:
-            return os.open(path, os.O_RDWR | os.O_CLOEXEC), None
-        reason = "it is not there"
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-    return -1, (
+def _open(path: str, identity: _Identity) -> int:
+    """Return a descriptor of the first rank's file."""
+    reason = "it is not there"
+    with contextlib.suppress(OSError):
+        if _identity(path) == identity:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        reason = "another host or container"
+    raise RunError(
         f"memory that the first rank shares cannot be opened ({reason}): start all ranks on one host as one user and in one "
         "container, or use --cpu-compute off."
     )
 
 
-def _mapped(descriptor: int, nbytes: int, locked: list[int]) -> tuple[torch.Tensor | None, str | None]:
-    """The file as uint8 [nbytes], from an address on that huge pages can have; or None and why not."""
+def _map(descriptor: int, nbytes: int, locked: list[int]) -> torch.Tensor:
+    """Return the file as uint8 [nbytes], from an address on that huge pages can have."""
     free = _libc.mmap(None, nbytes + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if free == MAP_FAILED:
-        return None, refused(nbytes, _last_error())
+        raise RunError(refused(nbytes, _last_error()))
     start = -(-free // HUGE_PAGE) * HUGE_PAGE
     access = mmap.PROT_READ | mmap.PROT_WRITE
     if _libc.mmap(start, nbytes, access, mmap.MAP_SHARED | MAP_FIXED, descriptor, 0) == MAP_FAILED:
         error = _last_error()
         _libc.munmap(free, nbytes + HUGE_PAGE)
-        return None, refused(nbytes, error)
+        raise RunError(refused(nbytes, error))
     _libc.madvise(start, nbytes, mmap.MADV_HUGEPAGE)  # for pages that are written first
     buffer = (ctypes.c_char * nbytes).from_address(start)
     weakref.finalize(buffer, _release, free, nbytes + HUGE_PAGE, locked).atexit = False  # with the last tensor
-    return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes), None
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes)
 
 
 def _release(start: int, nbytes: int, locked: list[int]) -> None:

@@ -72,14 +72,10 @@ def render(
     turn: bool = False,
     gap: int = 3,
 ) -> str:
-    """Return the rows as text that ends in a newline; a missing key or None is an unknown value.
-
-    `table` and `md` have formatted values, `csv` and `json` full precision under the columns' names.
+    """Return the rows as text; `table` and `md` have formatted values, `csv` and `json` full precision under the columns' names.
 
     Args:
         turn: transpose a table wider than `width`, so that few rows of many columns fit any terminal.
-
-    Raises ValueError for another format.
     """
     if format == "csv":
         out = io.StringIO()
@@ -91,40 +87,26 @@ def render(
     if format == "json":
         objects = [{column.name: column.value(row) for column in columns} for row in rows]
         return json.dumps(objects, indent=2, allow_nan=False) + "\n"
-    if format not in FORMATS:
-        raise ValueError(f"unknown format {format!r}; there are {', '.join(FORMATS)}")
     texts = texts_of(rows, columns)
     if format == "md":
-        return markdown(columns, texts)
+        from tabulate import tabulate
+
+        cells = [[text.replace("|", r"\|") for text in row] for row in texts]
+        aligned = ["right" if column.numeric else "left" for column in columns] if texts else None
+        headers = [column.header for column in columns]
+        return tabulate(cells, headers=headers, tablefmt="pipe", colalign=aligned, disable_numparse=True) + "\n"
     if turn and width and texts and max(map(len, terminal_table(columns, texts, False, None).splitlines())) > width:
-        columns, texts = transpose(columns, texts)
+        first, *others = zip((column.header for column in columns), *texts)
+        columns, texts = (
+            [Column("", first[0], dtype="string"), *(Column("", name) for name in first[1:])],
+            list(map(list, others)),
+        )
     return terminal_table(columns, texts, colour, width, gap)
-
-
-def transpose(columns: Sequence[Column], texts: list[list[str]]) -> tuple[list[Column], list[list[str]]]:
-    """Transpose a table; the first column's texts become the headers."""
-    headers = [Column("", columns[0].header, dtype="string"), *(Column("", row[0]) for row in texts)]
-    return headers, [[column.header, *(row[index] for row in texts)] for index, column in enumerate(columns) if index]
 
 
 def shown_columns(rows: Sequence[Any], columns: Sequence[Column]) -> list[Column]:
     """Return the columns that any row has a value for."""
     return [column for column in columns if any(column.value(row) is not None for row in rows)]
-
-
-def markdown(columns: Sequence[Column], texts: list[list[str]]) -> str:
-    """Return `texts` as a Markdown table."""
-    from tabulate import tabulate
-
-    cells = [[text.replace("|", r"\|") for text in row] for row in texts]
-    headers = [column.header for column in columns]
-    aligned = ["right" if column.numeric else "left" for column in columns] if texts else None
-    return tabulate(cells, headers=headers, tablefmt="pipe", colalign=aligned, disable_numparse=True) + "\n"
-
-
-def pipe_row(cells: Sequence[str]) -> str:
-    """Return a row of a Markdown table, without `markdown`'s padding."""
-    return f"| {' | '.join(cells)} |"
 
 
 def terminal_table(
@@ -142,23 +124,13 @@ def terminal_table(
     plain = box.Box("    \n    \n -- \n" + "    \n" * 5, ascii=True)
     head = box.SIMPLE_HEAD if colour else plain
     table = Table(box=head, pad_edge=False, show_edge=False, padding=(0, (gap - 1) // 2, 0, gap // 2))
-    for column in columns:
-        # Folded, never cut: a table too wide for the terminal still holds every digit.
-        table.add_column(
-            column.header,
-            justify="right" if column.numeric else "left",
-            vertical="bottom",
-            overflow="fold",
-            no_wrap=column.whole,
-        )
-    for row in texts:
-        # Text, not str: rich would read "[...]" in a name or an error as markup.
+    for column in columns:  # folded, never cut: a table too wide for the terminal still holds every digit
+        side: Any = "right" if column.numeric else "left"
+        table.add_column(column.header, justify=side, vertical="bottom", overflow="fold", no_wrap=column.whole)
+    for row in texts:  # Text, not str: rich would read "[...]" in a name or an error as markup
         table.add_row(*(Text(text, "red" if column.name == "error" else "") for column, text in zip(columns, row)))
-    out = io.StringIO()
-    console = Console(
-        file=out, width=width or 10_000, force_terminal=colour, color_system="standard" if colour else None
-    )
-    console.print(table)
+    out, colours = io.StringIO(), "standard" if colour else None
+    Console(file=out, width=width or 10_000, force_terminal=colour, color_system=colours).print(table)  # type: ignore[arg-type]
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines() if line.strip())
 
 

@@ -8,19 +8,12 @@ from typing import NamedTuple
 
 
 class ExpertCounts(NamedTuple):
-    """Totals of the expert cache, for experts in host memory of which some are cached in device memory.
+    """Totals of the expert cache, for experts in host memory of which some are cached in device memory."""
 
-    Attributes:
-        choices: (token, expert) pairs.
-        hits: choices whose expert was in device memory.
-        saved_bytes: bytes of experts that the CPU did not have to read because of hits.
-        fetched_bytes: bytes of experts that the device read over the link while the CPU computed the others.
-    """
-
-    choices: int
-    hits: int
-    saved_bytes: int
-    fetched_bytes: int
+    choices: int  # (token, expert) pairs
+    hits: int  # choices whose expert was in device memory
+    saved_bytes: int  # of experts that the CPU did not have to read because of hits
+    fetched_bytes: int  # of experts that the device read over the link while the CPU computed the others
 
 
 @dataclass

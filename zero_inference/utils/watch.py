@@ -1,17 +1,17 @@
 """Heartbeats between ranks: a rank that dies or stops must not leave the others waiting.
 
-A rank that waits for another is inside a collective or a device call, where Python runs no signal handler and raises no error. And
-the store for heartbeats is in a process that may itself stop: a request then blocks, whatever its timeout. (Collectives time out
-after 30 minutes only.) So there are two threads. One sends and reads heartbeats, and may get stuck. The other only checks how old
-the last ones are. It ends the process, a few seconds after the main thread could have done so, when another rank was silent for too
-long or the launcher sent a stop signal.
+A rank that waits for another is inside a collective or a device call, where Python runs no signal handler. The store for heartbeats is
+in a process that may itself stop: a request then blocks, whatever its timeout. So one thread sends and reads heartbeats, and may get
+stuck; the other checks how old the last ones are, and ends the process when a rank was silent too long or a stop signal came.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zero_inference.utils.format import first_line
 from zero_inference.utils.processes import STOPPING, end_now, launcher_watch
 from zero_inference.utils.ranks import Ranks
 
@@ -48,9 +49,8 @@ class PeerWatch:
         self.connected = threading.Event()
         self.store: dist.TCPStore | None = None
         self.store_is_gone = False
-        self.last_beats: dict[
-            int, Any
-        ] = {}  # rank -> its last beat; STORE -> our last beat that the store has answered
+        self.others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+        self.last_beats: dict[int, Any] = {}  # of each rank; STORE: our last beat that the store has answered
         self.threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -62,10 +62,7 @@ class PeerWatch:
             for end in (self.signals, write_end):
                 os.set_blocking(end, False)
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-            self.threads = [
-                threading.Thread(target=self._beat, name="peer beat", daemon=True),
-                threading.Thread(target=self._check, name="peer watch", daemon=True),
-            ]
+            self.threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._check)]
             for thread in self.threads:
                 thread.start()
 
@@ -101,21 +98,19 @@ class PeerWatch:
 
     def _beat(self) -> None:
         """Each second write a rising number to the store as this rank's beat, and read the others' into `last_beats`. May get stuck."""
-        others = [rank for rank in range(self.ranks.world_size) if rank != self.ranks.rank]
-        beat = 0
-        try:
-            # a connection that is not shared with the collectives
-            self.store = dist.TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=False,
-                timeout=datetime.timedelta(seconds=JOIN_S),
-            )
+        address, port, timeout = (
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            datetime.timedelta(seconds=JOIN_S),
+        )
+        try:  # a connection that is not shared with the collectives
+            self.store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
             self.connected.set()
-            while not self.stopping.is_set():
-                beat += 1
+            for beat in itertools.count(1):
+                if self.stopping.is_set():
+                    return
                 self.store.set(store_key(self.ranks.rank), str(beat))
-                for rank in others:
+                for rank in self.others:
                     if self.store.check([store_key(rank)]):
                         self.last_beats[rank] = self.store.get(store_key(rank))
                 self.last_beats[STORE] = beat
@@ -125,11 +120,10 @@ class PeerWatch:
 
     def _check(self) -> None:
         """Count silence in this thread's own seconds: while the whole process is stopped, no rank is silent."""
-        sources = [STORE, *(rank for rank in range(self.ranks.world_size) if rank != self.ranks.rank)]
         last: dict[int, Any] = {}
-        silent_s = dict.fromkeys(sources, 0.0)
+        silent_s = dict.fromkeys([STORE, *self.others], 0.0)
         while not self.stopping.wait(BEAT_S):
-            for source in sources:
+            for source in silent_s:
                 beat = self.last_beats.get(source)
                 silent_s[source] = 0.0 if beat != last.get(source) or beat == DONE else silent_s[source] + BEAT_S
                 last[source] = beat
@@ -145,18 +139,15 @@ class PeerWatch:
             who = "the first rank or the launcher" if source == STORE else f"rank {source}"
             if last[source] == FAILED:
                 return f"{who} failed"
-            if last[source] is None and seconds > JOIN_S:
-                return f"{who} did not come within {JOIN_S:.0f} s"
-            if last[source] is not None and seconds > SILENT_S:
-                return f"{who} has said nothing for {SILENT_S:.0f} s"
+            if seconds > (JOIN_S if last[source] is None else SILENT_S):
+                return f"{who} has said nothing for {seconds:.0f} s"
         return None
 
     def _received_signal(self) -> int | None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             numbers = os.read(self.signals, 64)
-        except BlockingIOError:
-            return None
-        return next((number for number in STOPPING if number in numbers), None)
+            return next((number for number in STOPPING if number in numbers), None)
+        return None
 
     def _give_up(self, reason: str) -> None:
         """End the process, unless the main thread does it first."""
@@ -172,18 +163,14 @@ class PeerWatch:
 
 def stopped_by(number: int, ranks: Ranks) -> str:
     """Return the error of a run that signal `number` ended."""
-    words = f"stopped by {signal.Signals(number).name}"
-    if ranks.world_size == 1:
-        return words
-    return f"{words} (the launcher stops all ranks when one ends: the output of that one says why)"
+    why = " (the launcher stops all ranks when one ends: the output of that one says why)" * (ranks.world_size > 1)
+    return f"stopped by {signal.Signals(number).name}{why}"
 
 
 def lost_connection(error: BaseException, ranks: Ranks) -> str | None:
     """Return the message for an `error` of a collective that another rank left; None for any other error."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    if ranks.world_size > 1 and any(
-        sign in text for sign in ("Connection reset by peer", "Connection closed by peer", "Connection refused", "NCCL")
-    ):
+    text = first_line(error)
+    if ranks.world_size > 1 and re.search("Connection (reset by peer|closed by peer|refused)|NCCL", text):
         return f"another rank ended or cannot be reached; its output says why ({text[:120]})"
     return None
 
