@@ -156,4 +156,6 @@ def not_among(option: str, value: Any, allowed: tuple[Any, ...]) -> str:
     """Return the message for a value that is not allowed."""
     known = [str(each) for each in allowed if each is not None]
     near = did_you_mean(str(value), known)
+    if near and len(known) > 12:  # such as columns
+        return f"{option} {value}: {near}"
     return f"{option} {value}: choose one of {', '.join(known)}" + (f"; {near}" if near else ".")
