@@ -14,7 +14,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.choose import cache_factory
-from zero_inference.kv_cache.device import ReusableKVCache, supports_preallocated
+from zero_inference.kv_cache.device import DeviceKVCache, supports_preallocated
 
 APPENDING_MODES = ("greedy_search", "sample")  # modes of generation that only append to keys and values
 
@@ -110,7 +110,7 @@ class CallMemory:
             self.cache.reset()
         elif self.preallocated:
             if self.cache is None:
-                self.cache = ReusableKVCache(self.model_config, self.config.batch_size, self.config.positions)
+                self.cache = DeviceKVCache(self.model_config, self.config.positions, self.config.batch_size)
             self.cache.begin(rows)
         found = self.cache
         if returned:

@@ -74,16 +74,12 @@ def cached_library(
     say: Callable[[str], None],
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Path, bool]:
-    """Return the path of library `name` in the cache folder, and whether it was compiled now.
-
-    A truncated library is compiled again: loading it would end the process.
+    """Return the path of library `name` in the cache folder, and whether it was compiled now; a truncated one is compiled again.
 
     Args:
         build: compiles `NAME.so` into a folder.
         what, duration: for the line that `say` gets before compiling.
         check: raises, before that line, if it cannot be compiled.
-
-    Raises OSError for files, and what `check` and `build` raise.
     """
     folder = make_folder(extensions_folder()) / name
     library = folder / f"{name}.so"
@@ -132,11 +128,7 @@ def new_build(folder: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def torch_build_environment(folder: Path, **changes: str) -> Iterator[None]:
     """Let torch's extension builds end with this process and use this environment's ninja: another version would distrust the first one's
-    log and compile everything again.
-
-    Args:
-        folder: for the script that replaces ninja.
-        changes: to environment variables.
+    log and compile everything again. `folder` gets a script that replaces ninja; `changes` are environment variables.
     """
     path = _search_path()
     if ninja := shutil.which("ninja", path=path):
@@ -154,10 +146,7 @@ def torch_build_environment(folder: Path, **changes: str) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def find_compiler() -> list[str]:
@@ -169,11 +158,9 @@ def find_compiler() -> list[str]:
         raise RuntimeError(f"CXX={wanted} is no command line: {error}") from error
     found = shutil.which(command)
     if found is None:
-        if wanted:
-            raise RuntimeError(
-                f"no C++ compiler: {command} of CXX={wanted} was not found on PATH; unset CXX, or name another one"
-            )
-        raise RuntimeError(f"no C++ compiler: g++ and c++ were not found on PATH; {INSTALL_COMPILER}")
+        asked = f"{command} of CXX={wanted} was" if wanted else "g++ and c++ were"
+        change = "unset CXX, or name another one" if wanted else INSTALL_COMPILER
+        raise RuntimeError(f"no C++ compiler: {asked} not found on PATH; {change}")
     return [found, *arguments]
 
 

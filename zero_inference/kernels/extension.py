@@ -43,10 +43,7 @@ _tried = False
 def load_extension(progress_message: Callable[[str], None] | None = None) -> bool:
     """Load `torch.ops.zero_inference`, compiled if needed, and return whether it is available; later calls return the first result.
 
-    Return False without a CUDA device, with ZERO_INFERENCE_BUILD_CUDA=0, and after a failed build, which is reported once.
-
-    Args:
-        progress_message: gets a line before compiling, and a warning if that failed; stderr if None.
+    `progress_message` gets a line before compiling, and a warning if that failed; None prints to stderr.
     """
     global _tried, _reason
     if not _tried:
@@ -120,10 +117,7 @@ def _load(say: Callable[[str], None]) -> str | None:
 
 
 def prebuild(folder: Path) -> str:
-    """Compile the library into `folder`, for setup.py, and return its architectures.
-
-    Raises RuntimeError for a torch without CUDA, without nvcc, and if the build fails.
-    """
+    """Compile the library into `folder`, for setup.py, and return its architectures. Raises RuntimeError if that is not possible."""
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} is without CUDA")
     _check_compiler()

@@ -162,10 +162,7 @@ class _Groups(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """Least-squares step and offset for given codes, float32 [groups, 1].
-
-    gain: by how much they reduce the sum of squares of the centered values; 0 if all codes of a group are equal.
-    """
+    """Least-squares step and offset for given codes, float32 [groups, 1]; `gain` reduces the sum of squares of the centered values."""
 
     step: Tensor
     mean_code: Tensor
@@ -348,8 +345,7 @@ def describe(tensor: Tensor) -> str:
 def group_size_refusal(group_size: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:
     """Return the error for a group size that does not divide the last dimension of weight `name`.
 
-    Args:
-        packs: elements that share a word; if it does not divide the last dimension, no group size is suggested.
+    `packs`: elements that share a word; if it does not divide the last dimension, no group size is suggested.
     """
     last = shape[-1]
     fitting = nearest_divisor(group_size, last, (256, 128, 64, 32, 16, 8), packs)

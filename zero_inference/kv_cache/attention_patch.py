@@ -55,9 +55,8 @@ def why_cpu_cannot_attend(model: PreTrainedModel) -> str | None:
     if getattr(text, "kv_lora_rank", None):
         return "keeps keys and values in a compressed form"
     if not _bloom_attention(model):
-        if not all(
-            part._can_set_attn_implementation() for part in model.modules() if isinstance(part, PreTrainedModel)
-        ):
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        if not all(part._can_set_attn_implementation() for part in parts):
             return "does not attend by transformers' attention functions"
         if text._attn_implementation not in FUNCTIONS:
             return f"attends by {text._attn_implementation}, not by {' or '.join(FUNCTIONS)}"
@@ -99,22 +98,15 @@ def window_only_in_cache(model: PreTrainedModel) -> bool:
 
 def _same_steps(own: Iterable[Tensor], ours: Iterable[Tensor]) -> bool:
     own, ours = list(own), list(ours)
-    finite = all(tensor.isfinite().all() for tensor in own)
-    return (
-        finite and len(own) == len(ours) and all(torch.allclose(*pair, rtol=1e-3, atol=1e-3) for pair in zip(own, ours))
-    )
+    if len(own) != len(ours) or not all(tensor.isfinite().all() for tensor in own):
+        return False
+    return all(torch.allclose(*pair, rtol=1e-3, atol=1e-3) for pair in zip(own, ours))
 
 
 def _trial_steps(
     copied: PreTrainedModel, begin_pass: Callable[[], None], cpu_attention: bool, preallocated: bool = False
 ) -> Iterator[Tensor]:
-    """Yield results of decode steps: the inputs of products with large weights, and the logits.
-
-    Args:
-        copied, begin_pass: from `_small_copy`.
-        cpu_attention: instead of the model's own.
-        preallocated: with a `DeviceKVCache` instead of transformers' cache.
-    """
+    """Yield results of decode steps of a `_small_copy`: the inputs of products with large weights, and the logits."""
     kind, length = cache_class(copied), TRIAL_PROMPT + TRIAL_STEPS
     cache = DeviceKVCache(copied.config, length) if preallocated else new_cache(copied.config, kind)
     if cpu_attention:

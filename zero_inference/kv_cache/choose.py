@@ -20,7 +20,6 @@ def cache_factory(
 
     Args:
         preallocated: whether the engine needs a cache that allocates nothing while the model runs.
-        transfers: counters that a cache in host memory increments.
         cpu_attention: computes attention over a cache in host memory; None where the device does.
     """
     length, model_config = config.positions, model.config

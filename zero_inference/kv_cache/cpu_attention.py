@@ -229,12 +229,7 @@ class UnsupportedAttention(RunError):
 
 
 def attention_hand_off_bytes(config: Any, batch: int, element_bytes: int) -> tuple[int, int]:
-    """Return the bytes of a hand-off's input and output for one new token of `batch` sequences.
-
-    Args:
-        config: the transformers config.
-        element_bytes: of the model's dtype.
-    """
+    """Return the bytes of a hand-off's input and output for one new token of `batch` sequences."""
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     query_width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)

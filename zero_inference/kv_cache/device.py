@@ -23,23 +23,14 @@ from zero_inference.models.sizes import cache_class, new_cache
 
 T = TypeVar("T")
 
-KEY_VALUE_LAYERS = {
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "attention",
-}  # of a config's layer_types
-
-
-def other_layer_types(config) -> set[str]:
-    """Return the layer types of `config`'s decoder that have other state than keys and values."""
-    text = config.get_text_config(decoder=True)
-    return set(getattr(text, "layer_types", None) or ["full_attention"]) - KEY_VALUE_LAYERS
+# of a config's layer_types
+KEY_VALUE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
 def supports_preallocated(model: torch.nn.Module) -> bool:
     """Return whether `model` takes a cache whose layers hold keys and values and nothing else."""
-    return _takes_cache(model) and not other_layer_types(model.config)
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
+    return _takes_cache(model) and KEY_VALUE_LAYERS.issuperset(kinds)
 
 
 def _takes_cache(model: torch.nn.Module) -> bool:
@@ -58,11 +49,7 @@ def why_not_offloaded(model: torch.nn.Module) -> str | None:
 
 
 def refuse_kv_offload(model: torch.nn.Module, window_only_in_cache: bool = False) -> None:
-    """Raise UsageError where keys and values of `model` cannot be offloaded.
-
-    Args:
-        window_only_in_cache: result of `attention_patch.window_only_in_cache`.
-    """
+    """Raise UsageError where keys and values of `model` cannot be offloaded; `window_only_in_cache` as of attention_patch."""
     reason = why_not_offloaded(model) or (
         window_only_in_cache and "has a sliding window that may be in transformers' cache alone"
     )
@@ -258,15 +245,26 @@ class DeviceKVCache(PreallocatedCache):
 
     Args:
         config: the transformers config.
-        max_length: positions to allocate: prompt plus generated tokens.
+        max_length: positions per sequence to allocate.
+        rows: sequences to allocate for; None: as many as the first tokens have. See `begin`.
+
+    Attributes:
+        max_length: positions per sequence in the current generation.
     """
 
-    def __init__(self, config, max_length: int):
-        self.max_length = max_length
+    def __init__(self, config: Any, max_length: int, rows: int | None = None):
+        self.max_length, self.rows, self.planned_length = max_length, rows, max_length
         super().__init__(config)
 
     def new_layer(self) -> PreallocatedLayer:
-        return _DeviceLayer(self.max_length)
+        return _DeviceLayer(self.max_length, self.rows)
+
+    def begin(self, rows: int) -> None:
+        """Forget all tokens and start a generation of `rows` sequences in the same memory: more than planned get fewer positions."""
+        planned = self.rows or rows
+        self.max_length = min(self.planned_length, planned * self.planned_length // max(1, rows))
+        for layer in self.preallocated:  # others use the keys of another layer
+            layer.max_length, layer.length, layer.is_initialized = self.max_length, 0, False
 
     @contextlib.contextmanager
     def writing_at(self, position: Tensor) -> Iterator[None]:
@@ -290,39 +288,27 @@ class DeviceKVCache(PreallocatedCache):
         return [stored[:, :, position].clone() for layer in self.layers for stored in layer.stored or ()]
 
 
-class ReusableKVCache(DeviceKVCache):
-    """A cache for many generations with different batch sizes, allocated once for `rows` sequences of `max_length` positions. Larger
-    batches get fewer positions.
+class _DeviceLayer(PreallocatedLayer):
+    """Keys and values of one layer on the device, `stored` [batch, heads, max_length, head_dim].
 
     Attributes:
-        max_length: positions per sequence in the current generation.
+        memory: that `stored` views, flat; empty before the first tokens.
+        write_position: of the next token while a graph is captured.
     """
 
-    def __init__(self, config, rows: int, max_length: int):
-        self.planned_rows, self.planned_length = rows, max_length
-        super().__init__(config, max_length)
-
-    def new_layer(self) -> PreallocatedLayer:
-        return _ReusableLayer(self.planned_rows, self.planned_length)
-
-    def begin(self, rows: int) -> None:
-        """Forget all tokens and start a generation of `rows` sequences."""
-        self.max_length = min(self.planned_length, self.planned_rows * self.planned_length // max(1, rows))
-        for layer in self.layers:
-            if has_keys(layer):  # others use the keys of another layer
-                layer.begin(self.max_length)
-
-
-class _DeviceLayer(PreallocatedLayer):
-    """Keys and values of one layer on the device, `stored` [batch, heads, max_length, head_dim]."""
-
-    write_position: Tensor | None = None  # of the next token while a graph is captured
+    def __init__(self, max_length: int, rows: int | None):
+        super().__init__(max_length)
+        self.rows, self.planned_length = rows, max_length
+        self.memory: list[Tensor] = []
+        self.write_position: Tensor | None = None
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.stored = tuple(  # zeros: a mask hides unfilled positions, but a NaN there would spread
-            torch.zeros((*states.shape[:2], self.max_length, states.shape[3]), dtype=states.dtype, device=states.device)
-            for states in (key_states, value_states)
-        )
+        states = key_states, value_states  # [batch, heads, new, head_dim]
+        if not self.memory:  # zeros: a mask hides unfilled positions, but a NaN there would spread
+            positions = (self.rows or key_states.shape[0]) * self.planned_length
+            self.memory = [each.new_zeros(positions * each.shape[1] * each.shape[3]) for each in states]
+        shapes = [(*each.shape[:2], self.max_length, each.shape[3]) for each in states]
+        self.stored = tuple(memory[: math.prod(shape)].view(shape) for memory, shape in zip(self.memory, shapes))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Store the new keys and values, and return all; all allocated positions within `DeviceKVCache.writing_at`."""
@@ -336,28 +322,3 @@ class _DeviceLayer(PreallocatedLayer):
         for stored, new in zip(self.stored, states):
             stored[:, :, start:end].copy_(new)
         return tuple(stored[:, :, :end] for stored in self.stored)
-
-
-class _ReusableLayer(_DeviceLayer):
-    """One layer of a `ReusableKVCache`.
-
-    Attributes:
-        memory: keys and values of `positions` positions in all, flat; empty before the first tokens.
-    """
-
-    def __init__(self, rows: int, max_length: int):
-        super().__init__(max_length)
-        self.positions = rows * max_length
-        self.memory: list[Tensor] = []
-
-    def begin(self, max_length: int) -> None:
-        self.max_length, self.length, self.is_initialized = max_length, 0, False
-
-    def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
-        if not self.memory:  # zeros: see `_DeviceLayer`
-            self.memory = [
-                torch.zeros(self.positions * each.shape[1] * each.shape[3], dtype=each.dtype, device=each.device)
-                for each in (key_states, value_states)
-            ]
-        shapes = [(*each.shape[:2], self.max_length, each.shape[3]) for each in (key_states, value_states)]
-        self.stored = tuple(memory[: math.prod(shape)].view(shape) for memory, shape in zip(self.memory, shapes))

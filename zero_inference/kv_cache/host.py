@@ -31,15 +31,10 @@ class HostKVCache(PreallocatedCache):
     """Preallocated KV cache in host memory.
 
     Args:
-        config: the transformers config.
         max_length: positions to allocate: prompt plus generated tokens.
         pinned: page-lock the host memory (needs CUDA).
         asynchronous: write new tokens to the host without waiting for them (needs `pinned`).
-        transfers: counters to increment.
-        kind: `cache_class` of the model.
-
-    Raises:
-        UsageError: the model's cache does not hold plain keys and values.
+        config, kind, raises: as of `PreallocatedCache`.
     """
 
     def __init__(
@@ -85,7 +80,8 @@ class _HostLayer(PreallocatedLayer):
         self.rows = host_empty((self.max_length, elements), key_states.dtype, self.pool.pinned)
         self.stored = self.views(self.rows)
         if self.index < 0:
-            self.index = self.pool.add(self)
+            self.index = len(self.pool.layers)
+            self.pool.layers.append(self)
         self.pool.prepare(self.rows, self.device)
 
     def views(self, rows: Tensor) -> Pair:
@@ -139,10 +135,6 @@ class _DeviceSlots:
         self.filled: dict[int, _Slot] = {}
         self.fetch_stream: torch.cuda.Stream | None = None
         self.write_stream: torch.cuda.Stream | None = None
-
-    def add(self, layer: _HostLayer) -> int:
-        self.layers.append(layer)
-        return len(self.layers) - 1
 
     def prepare(self, rows: Tensor, device: torch.device) -> None:
         """Allocate slots that hold such rows; called with the first tokens, when slots hold nothing that is needed."""
