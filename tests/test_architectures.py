@@ -440,6 +440,14 @@ def test_bad_usage(words, error, capsys, tmp_path, monkeypatch):
     assert code == 2 and error in shown.err and not shown.out
 
 
+def test_comparisons_that_start_in_one_second_have_ordinary_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = [command.make_log_folder(None) for _ in range(3)]
+    assert len(set(folders)) == 3 and all(folder.name.startswith("compare-") for folder in folders)
+    Path("ordinary").mkdir()
+    assert {folder.stat().st_mode for folder in folders} == {Path("ordinary").stat().st_mode}
+
+
 def test_warm_up_options_of_a_run(checkpoints, tmp_path):
     run = ["zero-inference", "run", "--model", str(checkpoints("opt")), *TINY, "--log-file", str(tmp_path / "run.log")]
     assert console_main([*run, *"--warmup 8 --warmup-spread 0.99".split()]) == 0

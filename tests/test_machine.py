@@ -102,7 +102,7 @@ def damaged(**changes):
 @pytest.mark.parametrize(
     "content, said",
     [
-        ("", "invalid JSON"),
+        ("", "not JSON (EOF"),
         ("[1]", "all of it: input should be an object"),
         (damaged(host_memory_bytes=-1), "host_memory_bytes -1: input should be greater than or equal to 0"),
         (damaged(host_memory_bytes="120 GiB"), "host_memory_bytes 120 GiB: input should be a valid integer"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import shutil
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -128,14 +128,21 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
 
 def make_log_folder(given: Path | None) -> Path:
     """Return the given folder, created if needed, or a new one in logs/. Raises UsageError if it cannot be created or written to."""
-    folder = given or Path("logs")
+    folder = given or Path("logs") / f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    stem = folder.name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if given is None:
-            folder = Path(tempfile.mkdtemp(prefix=f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}-", dir=folder))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                folder.mkdir(exist_ok=given is not None)
+                break
+            except FileExistsError:  # of a comparison that started in the same second
+                if given is not None:
+                    raise
+                folder = folder.with_name(f"{stem}_{number}")
     except OSError as error:
         raise UsageError(
-            f"the log folder {folder} cannot be created ({error.strerror}); choose another --log-dir."
+            f"the log folder {error.filename} cannot be created ({error.strerror}); choose another --log-dir."
         ) from error
     if not os.access(folder, os.W_OK):
         raise UsageError(f"the log folder {folder} is not writable; choose another --log-dir.")

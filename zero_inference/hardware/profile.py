@@ -239,6 +239,8 @@ def describe_first(error: ValidationError) -> str:
     """Return key, value and constraint of the first error."""
     found: Any = error.errors()[0]
     place = ".".join(map(str, found["loc"])) or "all of it"
+    if found["type"] == "json_invalid":
+        return f"not JSON ({found['msg'].removeprefix('Invalid JSON: ')})"
     if found["type"] == "extra_forbidden":
         return f"{place} is no key of this version"
     message = found["msg"].removeprefix("Value error, ")

@@ -94,7 +94,7 @@ COLUMNS = {
     ),
 }
 # Columns that csv and json have, and tables for people do not.
-ONLY_EXACT = "best_tflops dense_tflops dense_activation_tflops norm_modules_patched skippable skipped error".split()
+ONLY_EXACT = "best_tflops dense_tflops dense_activation_tflops norm_modules_patched skippable".split()
 OF_BEST = "of measured: share of the best rate that this process has reached with the same type so far"
 NOTES = {
     "matmul": f"a product is 2 n^3 operations; {OF_BEST}",
@@ -215,9 +215,11 @@ def main(args: argparse.Namespace) -> int:
                 values = [
                     f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                     for name, value in row.items()
+                    if value is not None
                 ]
                 progress.say("  ".join(values[:8]))
-                task.at(f"row {len(rows) + 1} of {total}", len(rows))
+                if len(rows) < total:
+                    task.at(f"row {len(rows) + 1} of {total}", len(rows))
     _print(args, rates, rows)
     if args.plot is not None:
         _plot(args, rates, rows)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_inference.report.columns import RunColumn
-from zero_inference.report.run import Run, find, in_order
+from zero_inference.report.run import Run, find, in_order, model_in_short
 from zero_inference.report.terminal import print_fitted
 from zero_inference.utils.tables import print_rows
 
@@ -45,7 +45,7 @@ def prediction_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         if run.measured.predicted is not None:
-            row = {"model": run.model, "engine": run.request.engine, "folder": run.folder, "file": run.file}
+            row = {"model": run.request.model, "engine": run.request.engine, "folder": run.folder, "file": run.file}
             for name, (_, path, _) in QUANTITIES.items():
                 predicted, measured = getattr(run.measured.predicted, name), find(run.measured, path)
                 row[name] = measured / predicted - 1 if predicted and measured is not None else None
@@ -92,7 +92,8 @@ def print_predictions(runs: Sequence[Run], format: str) -> bool:
         print_rows(rows, columns, format)
         return True
     print(CAPTION)
-    print_fitted(columns, rows, "--format md shows all")
+    short = [row | {"model": model_in_short(row["model"] or "model unknown")} for row in rows]
+    print_fitted(columns, short, "--format md shows all")
     if line := within_in_words(runs):
         print(line, flush=True)
     return True

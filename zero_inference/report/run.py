@@ -17,8 +17,10 @@ from zero_inference.records.field import as_number
 from zero_inference.records.read import parse_log, read_records, warn
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK, Measured, Record, Request
 from zero_inference.utils.format import one_line
+from zero_inference.utils.log import LOG_LINES
 
 SUFFIXES = (".jsonl", ".log")
+LOOKED_AT_BYTES = 1 << 20
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 # Options that change the speed and are in no other column: runs with the same values are repetitions.
 SPEED_OPTIONS = (*STREAM_OPTIONS, "norm_kernels", "quant_group_size", "ds_config", "async_kv_offload", "use_gds")
@@ -244,10 +246,10 @@ def load_runs(folder: Path) -> list[Run]:
     runs: list[Run] = []
     for path in sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file()):
         try:
+            if not looks_like_a_run(path):
+                continue
             if path.suffix == ".jsonl":
-                found = [
-                    record for record in read_records(path) if "status" in record
-                ]  # other programs write .jsonl too
+                found = [record for record in read_records(path) if "status" in record]
             elif path.with_name(f"{path.stem}.jsonl").is_file():
                 continue
             else:
@@ -257,6 +259,13 @@ def load_runs(folder: Path) -> list[Run]:
             continue
         runs += [Run.read(record, path.name, str(folder)) for record in found]
     return runs
+
+
+def looks_like_a_run(path: Path) -> bool:
+    """Return whether the beginning of a file is that of runs: other programs write .jsonl and .log too, of any size."""
+    mark = b'"status"' if path.suffix == ".jsonl" else LOG_LINES[0][0][0].encode()
+    with path.open("rb") as file:
+        return mark in file.read(LOOKED_AT_BYTES)
 
 
 _LOG_NAME = re.compile(

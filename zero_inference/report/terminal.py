@@ -41,6 +41,10 @@ def print_short(runs: Sequence[Run], sort: str | None = None) -> None:
         columns = [BY_NAME[sort], *(column for column in columns if column.name != sort)]
         columns[0] = dataclasses.replace(columns[0], rank=0)
     number = RunColumn("number", "#", of=lambda run: run.number)
+    columns = [
+        dataclasses.replace(column, of=lambda run: run.model) if column.name == "model" else column
+        for column in columns
+    ]
     width = terminal_width()
     above = ", ".join(
         f"{BY_NAME[name].header.partition(' (')[0]} {text}" for name, text in shared.items() if text != "-"
@@ -72,6 +76,9 @@ def print_fitted(columns: Sequence[RunColumn], rows: Sequence[Any], where: str) 
     kept = list(range(len(columns)))
     while sum(needed[index] for index in kept) - GAP > width and any(columns[index].rank for index in kept):
         kept.remove(max(reversed(kept), key=lambda index: columns[index].rank))
+    for index in sorted(set(range(len(columns))) - set(kept), key=lambda index: columns[index].rank):
+        if sum(needed[each] for each in kept) + needed[index] - GAP <= width:  # after a wider one was hidden
+            kept = sorted([*kept, index])
     cells = [[row[index] for index in kept] for row in texts]
     print(terminal_table([columns[index] for index in kept], cells, sys.stdout.isatty(), width, GAP), end="")
     if hidden := [column.header.replace("\n", " ") for index, column in enumerate(columns) if index not in kept]:
