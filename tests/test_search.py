@@ -182,6 +182,13 @@ def test_what_cannot_be_planned(options, said, capfd):
     assert line.startswith("error: ") and said in line
 
 
+def test_limits_are_refused_before_this_machine_is_measured(no_gpu, monkeypatch, capfd):
+    monkeypatch.setattr(measure_profile, "measure_and_cache", lambda say: pytest.fail("it takes a minute"))
+    monkeypatch.setenv("ZERO_INFERENCE_MACHINE", "/nonexistent/machine.json")
+    assert console_main("zero-inference plan --model opt-125m --dummy --max-gpu-memory 8".split()) == 2
+    assert "--max-gpu-memory 8: the machine has no GPU" in capfd.readouterr().err
+
+
 def test_the_smallest_machine_is_one_that_does(plan_json, capfd):
     options, rates = "opt-66b --engine stream --batch-size 1", "link=25GB/s,memory=900GB/s,cores=50GB/s"
     small = f"gpus=1x4GiB,host=8GiB,{rates}"

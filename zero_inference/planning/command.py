@@ -190,6 +190,7 @@ def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
     ranks = machine.ranks_there(ranks)
     spec = resolve_for_plan(config, ranks.device.type)  # before this machine is measured, which takes a minute
     check_model(config, spec)
+    world_sizes, limited = _world_sizes(args, machine.gpus()), _limit_memory(args, machine)
     if machine.is_here and machine.profile() is None:
         from zero_inference.hardware.measure_profile import measure_and_cache
 
@@ -201,9 +202,9 @@ def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
         quant_bits=tuple(dict.fromkeys(args.quant_bits or every.quant_bits)),
         batch_sizes=tuple(dict.fromkeys(args.batch_size or every.batch_sizes)),
         kv_offload=every.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
-        world_sizes=_world_sizes(args, machine.gpus()),
+        world_sizes=world_sizes,
     )
-    job = build_job(config, spec, ranks, machine=_limit_memory(args, machine))
+    job = build_job(config, spec, ranks, machine=limited)
     return job, find_candidates(job, space)
 
 
