@@ -9,15 +9,12 @@ import pytest
 import torch
 from conftest import replace
 
-from zero_inference.errors import RunError
 from zero_inference.hardware.bench_copies import rate_of
-from zero_inference.measure import rates
 from zero_inference.measure.rates import LinkRate, LoopMonitor, update_cpu_rate, update_link_rate
 from zero_inference.planning import roofline
 from zero_inference.planning.roofline import StepWork
-from zero_inference.records.hardware import LinkUse, Rates, TracedLinkUse
+from zero_inference.records.hardware import LinkUse, Rates
 from zero_inference.records.schema import MovedPerStep
-from zero_inference.report.results import idle_in_words, limit_in_words
 from zero_inference.utils.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -86,23 +83,6 @@ def test_a_link_is_as_fast_as_the_loops_own_copies():
     assert update_link_rate(RATES, link, reached_gb_per_s=44.0) == update_link_rate(RATES, link)
 
 
-def test_links_that_were_idle_do_not_say_what_all_can_do_at_once():
-    class OneIdle(Three):
-        def maximum(self, values):
-            return [1.0 for _ in values]  # a peer's link was idle, and so its rate unknown
-
-    link = LinkRate(OneIdle(0, 1, 0, 1, CPU))
-    link.rounds = [40.0, 40.0]
-    assert update_link_rate(RATES, link, reached_gb_per_s=55.2).link_gb_per_s == pytest.approx(120.0)
-    often_idle = LoopMonitor(
-        LinkRate(ONE),
-        Uses(link_use(2.0, host_late_s=0.1, copied_bytes=110 * 10**9, ahead_bytes=5)),
-    )
-    often_idle()
-    often_idle()
-    assert (often_idle.reached_gb_per_s, often_idle.ahead_bytes) == (0.0, 5)
-
-
 def test_link_and_cores_are_as_fast_as_they_were_in_the_loops():
     """So that no step is faster than its limit: here 3 GB over the link and 4 read by the cores."""
     moved = MovedPerStep(
@@ -152,32 +132,6 @@ def test_what_the_link_did_is_the_median_of_the_measured_loops():
     assert (short.reached_gb_per_s, short.ahead_bytes, short.last_use, short.peak_gpu_bytes) == (0.0, 0, None, None)
 
 
-@pytest.mark.parametrize(
-    "failure", [RunError("could not be page-locked"), torch.OutOfMemoryError("out of memory")], ids=type
-)
-def test_a_measurement_that_finds_no_memory_ends_a_run_only_before_its_loops(failure, monkeypatch):
-    def fails(*_, **__):
-        raise failure
-
-    link = LinkRate(ONE)
-    with monkeypatch.context() as changed:
-        changed.setattr(rates, "host_to_device_rounds", fails)
-        with pytest.raises(type(failure)):
-            link.measure(seconds=0)
-    link.measure(seconds=0)
-    first = list(link.rounds)
-    monkeypatch.setattr(rates, "host_to_device_rounds", fails)
-    link.measure(seconds=0)
-    assert link.rounds == first
-
-
-def test_the_links_of_all_ranks_add_up():
-    link = LinkRate(Three(0, 3, 0, 3, CPU))
-    link.rounds = [104.0, 111.0, 107.0, 105.0]
-    rate = rate_of(link.rounds)
-    assert link.of_all() == pytest.approx((3 * rate.gb_per_s, 3 * rate.spread_gb_per_s))
-
-
 def test_the_link_does_not_owe_what_had_crossed_before_the_first_step():
     assert limit_of().floor_decode_s == pytest.approx(4 * 0.020)
     limit = limit_of(ahead_bytes=15 * 10**8)
@@ -186,14 +140,6 @@ def test_the_link_does_not_owe_what_had_crossed_before_the_first_step():
         "as each step costs"
     )
     assert limit.bound_by == "link" and limit.fraction_of_limit == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    "ahead_bytes", [3_700_000_000, 10**11]
-)  # 6 ms of the link are left, less than the products' 8; nothing
-def test_another_bound_shows_where_the_link_owes_little(ahead_bytes):
-    limit = limit_of(ahead_bytes)
-    assert limit.bound_by == "matmul" and limit.floor_decode_s == pytest.approx(4 * 0.002)
 
 
 def test_bounds_that_do_not_apply_are_left_out():
@@ -207,31 +153,6 @@ def test_bounds_that_do_not_apply_are_left_out():
     assert [getattr(nothing_owed, key) for key in ("bound_by", "floor_decode_s", "fraction_of_limit")] == [None] * 3
 
 
-def test_the_line_of_the_limit_names_what_binds():
-    assert "80.0% of the link's limit: 0.931 GiB a step at 50.0 GB/s" in limit_in_words(limit_of(), MOVED, on_gpu=True)
-    assert "limit of matrix products" in limit_in_words(limit_of(on_gpu=False), MOVED, on_gpu=False)
-
-
 def link_use(busy_s: float, slot_wait_s: float = 0.0, host_late_s: float = 0.0, step_start_s: float = 0.0, **changes):
     given = dict(steps=4, copied_bytes=10**9, ahead_bytes=0) | changes
     return LinkUse(busy_s=busy_s, slot_wait_s=slot_wait_s, host_late_s=host_late_s, step_start_s=step_start_s, **given)
-
-
-@pytest.mark.parametrize(
-    "use, words",
-    [
-        (link_use(2.0, 0.0, 0.01, 0.02), None),
-        (link_use(6.0, 3.0, 0.3, 0.7), "40.0% of the time, mostly because the device computes longer"),
-        (link_use(9.0, 0.1, 0.2, 0.7), "10.0% of the time, mostly at the start of a step"),
-        (link_use(9.0, 0.1, 0.7, 0.2), "10.0% of the time, mostly because the host asked too late"),
-        (link_use(0.0, copied_bytes=0), None),
-        (
-            TracedLinkUse(busy_s=3.0, idle_s=1.0, copied_bytes=10**9, gb_per_s_while_busy=1 / 3),
-            "idle 25.0% of the time",
-        ),
-        (TracedLinkUse(busy_s=0.0, idle_s=0.0, copied_bytes=0, gb_per_s_while_busy=None), None),
-    ],
-)
-def test_where_the_links_time_went_is_said_if_there_was_any(use, words):
-    said = idle_in_words(use)
-    assert said is None if words is None else words in said

@@ -11,7 +11,7 @@ import pytest
 import tomllib
 from conftest import ROOT, without_gpus
 
-from zero_inference.cli import console_main, main
+from zero_inference.cli import main
 from zero_inference.utils import garbage
 
 MACHINE = "gpus=1x24GiB,host=128GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
@@ -38,16 +38,6 @@ def test_a_plan_imports_what_it_needs():
     without, further = (set(line.split()[1:]) for line in lines if line.startswith("imported "))
     assert "transformers" in without and "deepspeed" not in without and "deepspeed" in further
     assert not further & {*NOT_FOR_A_PLAN}
-
-
-def test_a_plan_searches_without_the_collector(monkeypatch, capsys):
-    from zero_inference.planning import search
-
-    seen, find = [], search.find_candidates
-    monkeypatch.setattr(search, "find_candidates", lambda *args: seen.append(gc.isenabled()) or find(*args))
-    assert console_main([*PLAN, "--engine", "resident"]) == 0
-    assert seen == [False] and gc.isenabled()
-    assert "resident" in capsys.readouterr().out
 
 
 def test_the_installed_command_does_not_tear_down_what_it_imported():
