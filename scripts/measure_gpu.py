@@ -38,7 +38,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from zero_inference.utils.processes import (  # noqa: E402
-    ANY_ERROR,
     exit_on_stop,
     last_error_line,
     process_group,
@@ -120,7 +119,7 @@ def run_case(name: str, lines: list[str], limit_s: float, args: argparse.Namespa
     step += f", at most {peak_mib} MiB of device memory in use" if peak_mib else ""
     with (args.results / "steps.txt").open("a") as steps:
         steps.write(f"{step}\n")
-    said = last_error_line(part.read_text(errors="replace"), ANY_ERROR) if code else None
+    said = last_error_line(part.read_text(errors="replace")) if code else None
     print(f"{step}{f': {said}' if said else ''}", file=sys.stderr, flush=True)
     if not code:
         part.replace(part.with_suffix(".txt"))

@@ -31,7 +31,7 @@ from zero_inference.records.schema import STATUS_FAILED, STATUS_OK  # noqa: E402
 from zero_inference.report.run import Run  # noqa: E402
 from zero_inference.report.terminal import print_short  # noqa: E402
 from zero_inference.utils.format import file_stem, printable  # noqa: E402
-from zero_inference.utils.processes import ANY_ERROR, exit_on_stop, last_error_line, run_child  # noqa: E402
+from zero_inference.utils.processes import exit_on_stop, last_error_line, run_child  # noqa: E402
 
 # Option: default and choices, as run_model.py has them, where `offload` is --cpu-offload, --disk-offload or neither, and num-gpus is for
 # the launcher. The last one varies fastest.
@@ -171,7 +171,6 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             env=os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": paths},
             timeout_s=args.time_limit,
             records=lambda: case.records(args.log_dir),
-            is_good=is_good,
         )
     except OSError as error:  # its output cannot be written
         return failed | {"error": str(error)}
@@ -181,7 +180,7 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         return ended.record
     if ended.code == 0:
         return failed | {"error": f"the run ended well but wrote no record of this request to {args.log_dir}"}
-    said = last_error_line(ended.read_output(), ANY_ERROR) or "no output"
+    said = last_error_line(ended.read_output()) or "no output"
     return failed | {"error": f"{said} (exit code {ended.code})"}
 
 

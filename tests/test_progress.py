@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from zero_inference.architectures import command as compare
 from zero_inference.cli import console_main
 from zero_inference.utils import progress as progress_module
 from zero_inference.utils.format import GIB, format_duration, format_time_left
@@ -128,23 +127,6 @@ def test_a_library_call_is_quiet_and_a_command_is_not(capsys):
 )
 def test_times_in_words(seconds, past, future):
     assert format_duration(seconds) == past and format_time_left(seconds) == future
-
-
-def test_compare_reports_each_run_and_the_time_left(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "check_arm", lambda *arguments: None)
-    rates = {"fp16": 10.0, "int4": 20.0}
-    good = {"status": "ok", "total_throughput": 1.0, "warmed_up": True}
-    monkeypatch.setattr(compare, "run_arm", lambda arm, *_: good | {"decode_throughput": rates[arm.name]})
-    monkeypatch.setattr("zero_inference.architectures.table.arm_rows", lambda *arguments: [])
-    monkeypatch.setattr(compare, "print_table", lambda *arguments: print("the table"))
-    arms = ["--arm", "fp16=--model opt-125m", "--arm", "int4=--model opt-125m --engine stream --quant-bits 4"]
-    options = [*arms, "--rounds", "1", "--log-dir", str(tmp_path)]
-    assert console_main(["zero-inference", "compare", *options, "--", "--dummy"]) == 0
-    shown = capsys.readouterr()
-    assert shown.out == "the table\n"
-    assert "compare: run 3 of 4 (int4): 20.000 token/s" in shown.err.splitlines()
-    assert console_main(["zero-inference", "compare", *options, "--verbose", "0", "--", "--dummy"]) == 0
-    assert capsys.readouterr().err == ""
 
 
 def test_micro_is_quiet_when_fast_and_results_are_alone_on_stdout(capsys):

@@ -211,8 +211,12 @@ def _measure(
 
 def build_request(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) -> Request:
     """Return what is known of the request before the plan; `pin_memory` is as given until then."""
+    found_later = ("quant_group_size", "dtype", "dummy_routing")  # as resolved
+    given = {
+        name: getattr(config, name) for name in Request.model_fields if name in OPTIONS and name not in found_later
+    }
     return Request(
-        **{name: getattr(config, name) for name, option in OPTIONS.items() if option.recorded},
+        **given,
         timestamp=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         argv=argv,
         quant_group_size=config.group_size,

@@ -16,9 +16,9 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.config.run_options import expand_config_files
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.records.read import read_records
-from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
+from zero_inference.records.schema import STATUS_FAILED
 from zero_inference.utils.format import file_stem
-from zero_inference.utils.processes import OWN_ERROR, ChildRun, isolated_ranks, last_error_line, run_child
+from zero_inference.utils.processes import ChildRun, isolated_ranks, last_error_line, run_child
 
 # Options that `compare` sets for every run.
 SET_BY_COMPARE = set("log-file log-dir dry-run json save-config warmup warmup-spread verbose local-rank".split())
@@ -158,7 +158,6 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
         isolated_ranks("zero_inference", ranks, "run", *options, *extra, "--log-file", str(log)),
         log.with_suffix(".out"),
         records=lambda: read_records(record) if record.is_file() else [],
-        is_good=lambda found: found.get("status") == STATUS_OK,
     )
     return ended.record or {"status": STATUS_FAILED, "error": failure_reason(ended)}
 
@@ -168,4 +167,4 @@ def failure_reason(ended: ChildRun) -> str:
     words = last_error_line(ended.read_output())
     if words is None:
         return f"exit code {ended.code}, without output"
-    return words.removeprefix("error: ") if OWN_ERROR.match(words) else f"{words} (exit code {ended.code})"
+    return words.removeprefix("error: ") if words.startswith("error: ") else f"{words} (exit code {ended.code})"

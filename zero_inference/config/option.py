@@ -32,7 +32,6 @@ class Option:
         engines: engines that have it; () for all.
         needs: options without which it has no effect; "quality=humaneval" needs that task among those of --quality.
         until_planned: the value in place of `auto` until the plan has found one; None where auto is no value.
-        recorded: the record has a key of its name with the value as given.
         of_load: `load` has a keyword of its name.
         repeated: typed once for each element of its list.
     """
@@ -51,7 +50,6 @@ class Option:
     engines: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     until_planned: Any = None
-    recorded: bool = False
     of_load: bool = False
     repeated: bool = False
 

@@ -62,9 +62,7 @@ _perplexity = partial(_quality, needs=("quality=perplexity",), least=1, metavar=
 class Options:
     """The options of one run, not validated yet; `RunConfig` validates them."""
 
-    model: str = _main(
-        "facebook/opt-1.3b", "hub name, local folder or preset", metavar="NAME_OR_PATH", path="home", recorded=True
-    )
+    model: str = _main("facebook/opt-1.3b", "hub name, local folder or preset", metavar="NAME_OR_PATH", path="home")
     prompt: tuple[str, ...] = _main(
         (),
         "generate from this text. Repeat it for several sequences; all are brought to the length of the longest",
@@ -78,7 +76,6 @@ class Options:
         "what holds the weights and runs the model. auto: the one that zero-inference plan ranks first on this machine",
         choices=ENGINES,
         until_planned="stream",  # any option goes with it
-        recorded=True,
         of_load=True,
     )
     quant_bits: int = _main(
@@ -88,7 +85,6 @@ class Options:
         choices=QUANT_BITS,
         engines=QUANTIZING_ENGINES,
         until_planned=16,
-        recorded=True,
         of_load=True,
     )
     dry_run: bool = _main(
@@ -98,7 +94,6 @@ class Options:
     dummy: bool = _model(
         False,
         "random weights and token ids from --seed; needs no network, no tokenizer and no checkpoint on disk",
-        recorded=True,
     )
     dummy_routing: str = _model(
         "text",
@@ -122,7 +117,6 @@ class Options:
         default_help="1, or the number of --prompt",
         least=1,
         until_planned=1,
-        recorded=True,
         of_load=True,
     )
     prompt_len: int = _work(
@@ -131,9 +125,8 @@ class Options:
         metavar="P",
         default_help="512, or the length of the longest --prompt",
         least=LONGEST_PROMPT,
-        recorded=True,
     )
-    gen_len: int = _work(32, "tokens to generate", metavar="G", least=1, recorded=True)
+    gen_len: int = _work(32, "tokens to generate", metavar="G", least=1)
     prompts: str | None = _work(
         None,
         "generate from a text file with one prompt a line, each cut or filled up to --prompt-len",
@@ -150,9 +143,7 @@ class Options:
         metavar="SHARE",
         default_help="not used",
     )
-    seed: int = _work(
-        0, "seed of random weights, token ids and samples", least=0, most=2**63 - 1, recorded=True, of_load=True
-    )
+    seed: int = _work(0, "seed of random weights, token ids and samples", least=0, most=2**63 - 1, of_load=True)
 
     goal: str | None = _engine(
         None,
@@ -160,8 +151,8 @@ class Options:
         choices=GOALS,
         default_help="as many bits as fit, then token/s",
     )
-    cpu_offload: bool = _engine(False, "keep the weights in host memory", recorded=True)
-    disk_offload: bool = _engine(False, "keep the weights on NVMe, in --offload-dir", recorded=True)
+    cpu_offload: bool = _engine(False, "keep the weights in host memory")
+    disk_offload: bool = _engine(False, "keep the weights on NVMe, in --offload-dir")
     offload_dir: str = _engine("~/offload_dir", "folder for the weights of --disk-offload", metavar="DIR", path="home")
     use_gds: bool = _engine(
         False, "read NVMe through GPUDirect Storage", engines=("deepspeed",), needs=("disk_offload",)
@@ -172,15 +163,13 @@ class Options:
         metavar="{0,1}",
         default_help="1 with a GPU",
         engines=PAGE_LOCKING_ENGINES,
-        recorded=True,
     )
-    kv_offload: bool = _engine(False, "keep the KV cache in host memory", recorded=True)
-    pin_kv_cache: bool = _engine(False, "page-lock the KV cache in host memory", needs=("kv_offload",), recorded=True)
+    kv_offload: bool = _engine(False, "keep the KV cache in host memory")
+    pin_kv_cache: bool = _engine(False, "page-lock the KV cache in host memory", needs=("kv_offload",))
     async_kv_offload: bool = _engine(
         False,
         "write new keys and values to it while the layers compute",
         needs=("kv_offload", "pin_kv_cache"),
-        recorded=True,
     )
     quant_group_size: int | None = _engine(
         None, "quantized weights that share a scale", default_help="64 with 8 bits, 32 with 4", least=2
@@ -190,7 +179,6 @@ class Options:
         "use this package's CUDA kernels for norms. auto: where they are built",
         reader=values.on_off,
         choices=NORM_KERNELS,
-        recorded=True,
     )
     ds_config: str | None = _engine(
         None, "JSON merged over the generated DeepSpeed config", path="path", engines=("deepspeed",)
@@ -217,14 +205,12 @@ class Options:
         "share with which CPU and link finish together; with several GPUs none",
         reader=values.cpu_share,
         metavar="auto|off|SHARE",
-        recorded=True,
     )
     cpu_threads: int | None = _stream(
         None,
         "CPU threads that compute, for all ranks of the host together",
         default_help="the physical cores near the GPUs, less one a rank; without a GPU as many as PyTorch uses",
         least=1,
-        recorded=True,
     )
     decode_graph: str = _stream(
         AUTO,

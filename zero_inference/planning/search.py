@@ -20,7 +20,6 @@ from zero_inference.planning.changes import BATCH_SIZES
 from zero_inference.planning.cost import Times
 from zero_inference.planning.plan import Plan, plan_with
 from zero_inference.records.read import read_records
-from zero_inference.records.schema import STATUS_OK
 from zero_inference.utils import GB
 from zero_inference.utils.processes import isolated_ranks, last_error_line, run_child, run_command
 from zero_inference.utils.progress import current_progress
@@ -316,7 +315,6 @@ def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say:
         isolated_ranks("zero_inference", candidate.world_size, "run", *options),
         output,
         records=lambda: read_records(records) if records.exists() else [],
-        is_good=lambda record: record.get("status") == STATUS_OK,
     )
     rate = (ended.record or {}).get("decode_throughput")
     if rate is None:

@@ -1,5 +1,4 @@
-"""Child processes: started isolated from the current folder, ended with all that they started and with this process. Also the signals
-that stop a process, the launchers above it, and the command lines that start a run."""
+"""Child processes, signals that stop a process, the launchers above it, and the command lines that start a run."""
 
 from __future__ import annotations
 
@@ -145,9 +144,8 @@ def _signal_session(process: subprocess.Popen, number: int) -> bool:
 
 Record = dict[str, Any]
 RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s*")  # written by launchers
-OWN_ERROR = re.compile("error: ")  # how run_model.py begins its error message
-# argparse's, and the end of a traceback
-ANY_ERROR = re.compile(r"(?i:([\w.]+: )?error: )|[\w.]*(Error|Exception): *\S")
+# of run_model.py, of argparse, and the end of a traceback
+ERROR_LINE = re.compile(r"(?i:([\w.]+: )?error: )|[\w.]*(Error|Exception): *\S")
 
 
 @dataclass(frozen=True)
@@ -175,15 +173,14 @@ def run_child(
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     records: Callable[[], list[Record]] = list,
-    is_good: Callable[[Record], bool] = lambda record: True,
 ) -> ChildRun:
     """Run `command` to its end. A stop signal, an exception or the timeout ends all its processes first (`process_group`).
 
     Args:
         output: file for what it prints.
         timeout_s: None waits for ever.
-        records: reads the records that may be of this run; called before and after, and the new ones count.
-        is_good: whether a record is of a successful run, which a run that failed cannot have written.
+        records: reads the records that may be of this run; called before and after, and the new ones count. One that says "ok" of a
+            run that failed does not count.
 
     Raises:
         OSError: `output` cannot be written; nothing was run.
@@ -198,14 +195,14 @@ def run_child(
         if record in new:
             new.remove(record)
     last = new[-1] if new else None
-    return ChildRun(code, output, last if last is not None and (code == 0 or not is_good(last)) else None)
+    return ChildRun(code, output, last if last is not None and (code == 0 or last.get("status") != "ok") else None)
 
 
-def last_error_line(output: str, error: re.Pattern[str] = OWN_ERROR) -> str | None:
-    """Return the last line that begins with `error`, rather than a launcher's remarks after it; else the last line, None without one."""
+def last_error_line(output: str) -> str | None:
+    """Return the last error, rather than a launcher's remarks after it; else the last line, None without one."""
     lines = [RANK_PREFIX.sub("", line.strip()) for line in output.splitlines()]
     lines = [line for line in lines if line]
-    return next((line for line in reversed(lines) if error.match(line)), lines[-1] if lines else None)
+    return next((line for line in reversed(lines) if ERROR_LINE.match(line)), lines[-1] if lines else None)
 
 
 # The launchers above this process.
