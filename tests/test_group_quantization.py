@@ -102,10 +102,9 @@ def test_four_bits_are_nearly_as_good_as_any_scale_and_minimum_make_them(group_s
     scheme = GroupQuantization(4, group_size)
     fitted = torch.minimum(*extremes_and_one_fit(weight, scheme)).sum().sqrt() / weight.float().norm()
     assert before < fitted, "what one fit gives is not what it is compared with"
-    for way in (quantize, quantize_on_cpu):
-        out = torch.empty_like(weight)
-        dequantize(*way(weight, scheme), 4, group_size, out)
-        assert norm_error(out, weight) < most
+    out = torch.empty_like(weight)
+    dequantize(*quantize_on_cpu(weight, scheme), 4, group_size, out)
+    assert norm_error(out, weight) < most
 
 
 def test_weights_that_four_bits_hold_exactly_stay_exact():
@@ -121,8 +120,7 @@ def test_weights_that_four_bits_hold_exactly_stay_exact():
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS[:3])
 @pytest.mark.parametrize("bits, group_size", [(8, 64), (8, 5), (4, 32), (4, 6), (4, 256)])
-def test_the_cpu_library_quantizes_as_well_as_pytorch(bits, group_size, instructions):
-    """It adds in another order, so that of tries that are as good as each other another one may stay."""
+def test_the_cpu_library_is_no_worse_than_pytorch(bits, group_size, instructions):
     if INSTRUCTIONS.index(instructions) > INSTRUCTIONS.index(best_instructions()):
         pytest.skip(f"this processor does not have {instructions}")
     scheme = GroupQuantization(bits, group_size)
@@ -131,20 +129,13 @@ def test_the_cpu_library_quantizes_as_well_as_pytorch(bits, group_size, instruct
         weight[:5] = weight[:5, :1]  # groups of one value
         if dtype == torch.float16:
             weight[9:20] *= 2.0**-12  # scales below the normal numbers
-        for divides in (False, True):
-            expected = quantize(weight, scheme, divides)
-            found = quantize_on_cpu(weight, scheme, divides, instructions)
-            for new, old in zip(found, expected):  # of float32 the last bits differ
-                assert new.dtype == old.dtype and new.shape == old.shape
-                assert float(torch.isclose(new.float(), old.float(), rtol=1e-5, atol=1e-7).float().mean()) > 0.99
-            if not divides:
-                errors = []
-                for parts in (found, expected):
-                    out = torch.empty_like(weight)
-                    dequantize_reference(*parts, bits, group_size, out)
-                    errors.append(squared_errors(out, weight, group_size))
-                assert float(errors[0].sum()) <= 1.0001 * float(errors[1].sum())
-                assert not float(errors[0][: 5 * 3].sum())
+        errors = []
+        for parts in (quantize_on_cpu(weight, scheme, False, instructions), quantize(weight, scheme)):
+            out = torch.empty_like(weight)
+            dequantize_reference(*parts, bits, group_size, out)
+            errors.append(squared_errors(out, weight, group_size))
+        assert float(errors[0].sum()) <= 1.0001 * float(errors[1].sum())
+        assert not float(errors[0][: 5 * 3].sum())
 
 
 def test_the_cpu_library_refuses_what_pytorch_refuses():
@@ -283,7 +274,7 @@ def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
         if dtype == torch.float16:
             weight[9:20] *= 2.0**-12  # scales below the normal numbers
         rows = weight.view(-1, group_size)
-        expected = [part.cuda() for part in quantize(weight.cpu(), scheme)]
+        expected = [part.cuda() for part in quantize_on_cpu(weight.cpu(), scheme)]
         found = quantize(weight, scheme)
         assert all(torch.isfinite(part).all() for part in found)
         for new, old in zip(
@@ -300,7 +291,7 @@ def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
         # 98.86% on one H200 (4 bits, groups of 128, bfloat16): another try is the best where sums differ
         assert float((errors[0] <= 1.001 * errors[1] + 1e-12).float().mean()) > 0.98
         assert float(errors[0].sum()) <= 1.002 * float(errors[1].sum())
-        as_deepspeed, expected = quantize(weight, scheme, True), quantize(weight.cpu(), scheme, True)
+        as_deepspeed, expected = quantize(weight, scheme, True), quantize_on_cpu(weight.cpu(), scheme, True)
         for new, old in zip(as_deepspeed, expected):
             assert float(torch.isclose(new.float().cpu(), old.float(), rtol=1e-5, atol=1e-7).float().mean()) > 0.9
 

@@ -174,7 +174,7 @@ def test_what_would_take_too_long_is_predicted_and_not_begun(monkeypatch, capsys
 def test_norm_kernels_have_rows_of_their_own(name, monkeypatch):
     """No kernel runs here: the trial on the device is taken as good, and operators compute the reference."""
     monkeypatch.setattr(benchmarks, "prepare_norm_kernels", lambda *arguments: None)
-    patch = make_norm_patch("cuda", CPU, torch.float32, ["bert", name])
+    patch = make_norm_patch("cuda", CPU, ["bert", name])
     plain, patched = small_block(name), small_block(name)
     x = torch.randn(2, 7, plain.shape.hidden)
     assert patch(patched) == 2 and patch(small_block("bert")) == 0
@@ -196,11 +196,11 @@ def test_norm_kernels_have_rows_of_their_own(name, monkeypatch):
 def test_norm_kernels_that_can_patch_nothing_are_an_error(monkeypatch):
     monkeypatch.setattr(benchmarks, "prepare_norm_kernels", lambda *arguments: None)
     with pytest.raises(UsageError, match="--norm-kernels cuda: the family bert is not in the table"):
-        make_norm_patch("cuda", CPU, torch.float32, ["bert", "t5"])
+        make_norm_patch("cuda", CPU, ["bert", "t5"])
     block = small_block("llama")
     block.module.input_layernorm = torch.nn.RMSNorm(48)
     with pytest.raises(RunError, match="--norm-kernels cuda: llama with a .*RMSNorm is not in the table"):
-        make_norm_patch("cuda", CPU, torch.float32, ["llama"])(block)
+        make_norm_patch("cuda", CPU, ["llama"])(block)
 
 
 def test_what_does_not_fit_is_a_row_with_an_error(monkeypatch, capsys):

@@ -243,9 +243,7 @@ class HandOff:
             self.input.numel() // (task.columns * row_bytes),
             self.output.numel() // (max(1, sum(task.widths)) * row_bytes),
         )
-        if (
-            x.shape[0] > max(1, most) and routing is None
-        ):  # more than planned: in parts, each of which reads the weights again
+        if x.shape[0] > max(1, most) and routing is None:  # in parts, each of which reads the weights again
             parts = [self(task, part) for part in x.split(max(1, most))]
             return [torch.cat(outputs) for outputs in zip(*parts)]
         out = x.new_empty(x.shape[0] * sum(task.widths))

@@ -84,44 +84,45 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool
     return (
         query.is_cuda
         and query.shape[2] <= MAX_QUERIES
-        and unmet_requirement(query, key, value, mask) is None
+        and fits_operator(query, key, value, mask)
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)))
         and torch.cuda.get_device_capability(query.device) >= MIN_CAPABILITY
         and load_extension()
     )
 
 
-def unmet_requirement(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | None:
-    """Return the requirement of the operator that its arguments do not meet, or None."""
-    batch, heads, queries, width = query.shape
-    shape, positions = (batch, key.shape[1]), key.shape[2]
-    if len({each.device for each in (query, key, value, mask)}) > 1:
-        return f"one device for all, not {[str(each.device) for each in (query, key, value, mask)]}"
-    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
-        return f"one of {', '.join(map(str, DTYPES))} for all, not {query.dtype}, {key.dtype}, {value.dtype}"
-    fits = key.shape == (*shape, positions, width) and value.shape[:3] == key.shape[:3]
-    if not fits or not positions or heads % key.shape[1]:
-        return f"[batch, heads, positions, head_dim], not {[list(each.shape) for each in (query, key, value)]}"
-    for each in (query, key, value):
-        if each.shape[3] % HEAD_DIM_STEP or not HEAD_DIM_STEP <= each.shape[3] <= MAX_HEAD_DIM:
-            return (
-                f"a head_dim of {HEAD_DIM_STEP} to {MAX_HEAD_DIM}, a multiple of {HEAD_DIM_STEP}, not {each.shape[3]}"
-            )
+def fits_operator(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Return whether shapes, dtypes, devices and strides are those that the operator takes."""
+    (batch, heads, queries, width), positions = query.shape, mask.shape[-1]
+    states = query, key, value
+    if (
+        len({each.device for each in (*states, mask)}) > 1
+        or query.dtype not in DTYPES
+        or not query.dtype == key.dtype == value.dtype
+        or key.shape != (batch, key.shape[1], positions, width)
+        or value.shape[:3] != key.shape[:3]
+        or not positions
+        or heads % key.shape[1]
+    ):
+        return False
+    for each in states:
         steps = [stride * each.element_size() for size, stride in zip(each.shape[:3], each.stride()) if size > 1]
-        if each.stride(3) != 1 or any(offset % ALIGNMENT for offset in (each.data_ptr(), *steps)):
-            return f"rows without gaps that begin on {ALIGNMENT} bytes, not strides of {each.stride()}"
-    sizes = zip(mask.shape[:3], (batch, heads, queries))
-    if mask.dim() != 4 or mask.shape[3] != positions or any(size not in (1, full) for size, full in sizes):
-        return f"a mask that expands to {[batch, heads, queries, positions]}, not {list(mask.shape)}"
-    if mask.dtype not in (torch.bool, query.dtype) or (positions > 1 and mask.stride(3) != 1):
-        return f"a mask of torch.bool or {query.dtype} with rows without gaps, not {mask.dtype}, {mask.stride()}"
-    return None
+        if (
+            each.shape[3] % HEAD_DIM_STEP
+            or not HEAD_DIM_STEP <= each.shape[3] <= MAX_HEAD_DIM
+            or each.stride(3) != 1
+            or any(offset % ALIGNMENT for offset in (each.data_ptr(), *steps))
+        ):
+            return False
+    expands = mask.dim() == 4 and all(size in (1, full) for size, full in zip(mask.shape, (batch, heads, queries)))
+    return expands and mask.dtype in (torch.bool, query.dtype) and (positions == 1 or mask.stride(3) == 1)
 
 
 def _without_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Compute the operator with PyTorch; raise ValueError for arguments that it does not take."""
-    if needed := unmet_requirement(query, key, value, mask):
-        raise ValueError(f"decode_attention needs {needed}")
+    if not fits_operator(query, key, value, mask):
+        found = ", ".join(f"{each.dtype} {list(each.shape)}" for each in (query, key, value, mask))
+        raise ValueError(f"decode_attention does not take query, key, value and mask of {found}")
     added = mask if mask.dtype == torch.bool else mask.float()
     states = (each.float() for each in (query, key, value))
     out = scaled_dot_product_attention(*states, attn_mask=added, scale=scale, enable_gqa=True)

@@ -5,15 +5,14 @@ dtype. Element i is `code[i] * scale + minimum`, computed in float32 and rounded
 that rounding those costs little accuracy.
 
 Scale and minimum are those with the least squared error of several tries, without calibration data: the group's extremes; a least-squares
-fit to the codes that these give; for 4 bits also the best of nine fits to a range clipped at both ends, refitted `REFITS` times. Random
-normal weights in groups of 32 then have a relative error of 6.99%; extremes alone have 7.85%, fitted once 7.50%, and 400 clipped ranges
-6.93% (benchmarks/results/cpu/int4_quality.md). csrc/cpu/quantize_lanes.h and csrc/quantization/quantize.cu compute the same.
+fit to the codes that these give; for 4 bits, in the compiled libraries (csrc/cpu/quantize_lanes.h, csrc/quantization/quantize.cu), also the
+best of nine fits to a range clipped at both ends. Random normal weights in groups of 32 then have a relative error of 6.99%; extremes alone
+have 7.85%, fitted once 7.50%, and 400 clipped ranges 6.93% (benchmarks/results/cpu/int4_quality.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -26,9 +25,6 @@ from zero_inference.utils.suggestions import nearest_divisor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # narrower matrices keep their dtype: low ranks and convolution kernels, not large projections
 MIN_QUANTIZED_COLUMNS = 32
-CLIPPED = (0.0, 0.03, 0.06)  # shares of a group's range to clip at either end, in all pairs; a step of 4 bits is 0.067
-NEIGHBOURS = {4: 1, 8: 2}  # by bits: neighbouring codes to try where DeepSpeed rounds quotients
-REFITS = 2  # of the best try; a third lowers the error by less than 0.1%
 CHUNK_NUMEL = 1 << 19  # elements quantized at once, about 40 bytes each: fits a CPU's caches
 CUDA_CHUNK_NUMEL = 1 << 22  # enough to hide kernel launches
 
@@ -73,8 +69,8 @@ class GroupQuantization:
 def quantize(weight: Tensor, scheme: GroupQuantization, divides: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize `weight` on its device, with less than 256 MiB of temporary memory, and a copy if it is not contiguous.
 
-    With the compiled extension a CUDA device uses one kernel (csrc/quantization/quantize.cu). It sums in another order, so among equally
-    good tries it may choose another. On a CPU, `zero_inference.cpu.products.quantize` is several times as fast.
+    With the compiled extension a CUDA device uses one kernel (csrc/quantization/quantize.cu). `zero_inference.cpu.products.quantize` has
+    one for a CPU. PyTorch, without either, is slower, and for 4 bits less accurate.
 
     Args:
         weight: float16, bfloat16 or float32, at least 2-D, its last dimension a multiple of the group size.
@@ -161,49 +157,26 @@ class _Groups(NamedTuple):
     error: Tensor  # float32 [groups, 1], squared error of the dequantized weight
 
 
-class _Fit(NamedTuple):
-    """Least-squares step and offset for given codes, float32 [groups, 1]; `gain` reduces the sum of squares of the centered values."""
-
-    step: Tensor
-    mean_code: Tensor
-    gain: Tensor
-
-
 def _quantize_rows(rows: Tensor, bits: int, divides: bool) -> _Groups:
-    """Quantize rows [groups, group_size] of the weight's dtype."""
+    """Quantize rows [groups, group_size] by the better of each group's extremes and a least-squares fit to the codes that these give."""
     values, dtype, largest = rows.float(), rows.dtype, (1 << bits) - 1
     low, high = values.aminmax(dim=1, keepdim=True)
     extent = high - low
-    mean = values.mean(dim=1, keepdim=True)
-    centered = values - mean
-
-    def encode(scale: Tensor, minimum: Tensor, neighbours: int = 0) -> _Groups:
-        return _encode(values, scale, minimum, largest, divides, neighbours)
-
-    def stored(fit: _Fit) -> _Groups:
-        scale = _stored_scale(fit.step, dtype, divides)
-        offset = fit.mean_code / scale.float() if divides else fit.mean_code * scale.float()
-        return encode(scale, (mean - offset).to(dtype))
-
     if divides:  # DeepSpeed's formula, in the weight's dtype
         scale = _finite_factor((1 / extent.to(dtype)) * largest, extent)
     else:
         scale = _stored_scale(extent / largest, dtype, divides)
-    neighbours = NEIGHBOURS[bits] if divides else 0
-    best = encode(scale, low.to(dtype), neighbours)
+    best = _encode(values, scale, low.to(dtype), largest, divides)
     top = extent if divides else (best.scale.float() * largest + best.minimum.float()).to(dtype)
     refuse_range(not bool(torch.isfinite(top).all()), dtype)
-    fit = _fit(centered, best.codes)
-    best = _better(best, stored(fit))
-    if bits == 4:
-        for below, above in product(CLIPPED, CLIPPED):
-            if below or above:
-                inverse = largest / (extent * (1 - below - above))
-                fit = _refit(fit, centered, inverse, (mean - low - extent * below) * inverse, largest)
-        for _ in range(REFITS):
-            fit = _refit(fit, centered, 1 / fit.step, fit.mean_code, largest)
-        best = _better(best, stored(fit))
-    return encode(best.scale, best.minimum, neighbours) if neighbours else best
+    mean, mean_code = values.mean(dim=1, keepdim=True), best.codes.mean(dim=1, keepdim=True)
+    covariance = (best.codes * (values - mean)).sum(dim=1, keepdim=True)
+    variance = best.codes.square().sum(dim=1, keepdim=True) - best.codes.sum(dim=1, keepdim=True) * mean_code
+    scale = _stored_scale(covariance / variance, dtype, divides)
+    offset = mean_code / scale.float() if divides else mean_code * scale.float()
+    fitted = _encode(values, scale, (mean - offset).to(dtype), largest, divides)
+    better = fitted.error < best.error  # false for NaN
+    return _Groups(*(torch.where(better, *pair) for pair in zip(fitted, best)))
 
 
 def refuse_range(refused: bool, dtype: torch.dtype) -> None:
@@ -228,48 +201,15 @@ def _finite_factor(factor: Tensor, extent: Tensor) -> Tensor:
     return torch.where((extent > 0) & factor.isinf(), torch.finfo(factor.dtype).max, factor)
 
 
-def _encode(values: Tensor, scale: Tensor, minimum: Tensor, largest: int, divides: bool, neighbours: int) -> _Groups:
+def _encode(values: Tensor, scale: Tensor, minimum: Tensor, largest: int, divides: bool) -> _Groups:
     """Return the nearest codes for a stored scale and minimum, with their error."""
     scale32, minimum32 = scale.float(), minimum.float()
     shifted = values - minimum32
-
-    def differences(codes: Tensor) -> Tensor:
-        restored = (codes / scale32).to(scale.dtype).float() if divides else codes * scale32
-        return restored.add_(minimum32).to(scale.dtype).float().sub_(values)
-
-    if divides:
-        codes = shifted.mul_(scale32).nan_to_num_(0.0).round_().clamp_(0, largest)  # 0 * inf in constant groups
-    else:
-        codes = shifted.div_(torch.where(scale32 == 0, 1, scale32)).round_().clamp_(0, largest)
-    difference = differences(codes)
-    error = difference.square()
-    for _ in range(neighbours):  # the rounded quotient may be nearer for a neighbour
-        other = (codes + torch.where(difference < 0, 1, -1)).clamp_(0, largest)
-        difference = differences(other)
-        better = difference.square() < error
-        codes, error = torch.where(better, other, codes), torch.where(better, difference.square(), error)
-    return _Groups(codes, scale, minimum, error.sum(dim=1, keepdim=True))
-
-
-def _better(old: _Groups, new: _Groups) -> _Groups:
-    better = new.error < old.error  # false for NaN
-    return _Groups(*(torch.where(better, *pair) for pair in zip(new, old)))
-
-
-def _fit(centered: Tensor, codes: Tensor) -> _Fit:
-    mean_code = codes.mean(dim=1, keepdim=True)
-    covariance = (codes * centered).sum(dim=1, keepdim=True)
-    variance = codes.square().sum(dim=1, keepdim=True) - codes.sum(dim=1, keepdim=True) * mean_code
-    step = covariance / variance
-    return _Fit(step, mean_code, torch.where(variance > 0, covariance * step, 0))
-
-
-def _refit(best: _Fit, centered: Tensor, inverse: Tensor, shift: Tensor, largest: int) -> _Fit:
-    """Return, for each group, the better of `best` and the fit to the rounded codes `inverse * centered + shift`."""
-    codes = (centered * inverse).add_(shift).nan_to_num_(0.0).round_().clamp_(0, largest)
-    found = _fit(centered, codes)
-    better = found.gain > best.gain
-    return _Fit(*(torch.where(better, *pair) for pair in zip(found, best)))
+    steps = shifted * scale32 if divides else shifted / torch.where(scale32 == 0, 1, scale32)
+    codes = steps.nan_to_num_(0.0).round_().clamp_(0, largest)  # 0 * inf in constant groups
+    restored = (codes / scale32).to(scale.dtype).float() if divides else codes * scale32
+    error = (restored + minimum32).to(scale.dtype).float() - values
+    return _Groups(codes, scale, minimum, error.square().sum(dim=1, keepdim=True))
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

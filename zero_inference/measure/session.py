@@ -65,14 +65,7 @@ def loaded_model(
         RunError: loading failed, or a layer differs.
     """
     job, norm_kernels = plan.job, plan.job.config.norm_kernels
-    unused_because = prepare_norm_kernels(
-        norm_kernels,
-        job.spec.config.model_type,
-        job.ranks.device,
-        job.spec.dtype,
-        job.spec.text_config.hidden_size,
-        progress.say,
-    )
+    unused_because = prepare_norm_kernels(norm_kernels, job.spec.config.model_type, job.ranks.device, progress.say)
     fuses = has_kernels(job, progress)
     routers = detect_routers(job.empty_model.model, job.ranks.device) if fuses else {}
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results

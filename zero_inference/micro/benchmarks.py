@@ -114,7 +114,6 @@ def elementwise_rows(rates: MachineRates, sizes: Sequence[int], min_run_time: fl
 
 PARTS = ("dense", "dense_activation", "feed_forward", "attention")
 FIRST_TOKENS = 16
-TRIED_COLUMNS = 4096  # hidden size of the norm kernels' trial
 
 
 def layer(args: argparse.Namespace, rates: MachineRates) -> Benchmark:
@@ -129,7 +128,7 @@ def layer(args: argparse.Namespace, rates: MachineRates) -> Benchmark:
         positions = max_positions(config)
         if positions and max(args.seq) > positions:
             raise UsageError(f"--seq {max(args.seq)}: {name} has {positions} positions; shorten it.")
-    patch = make_norm_patch(args.norm_kernels, rates.device, DTYPES[kind], families)
+    patch = make_norm_patch(args.norm_kernels, rates.device, families)
     blocks = len(names) + (sum(family_refusal(each) is None for each in families) if patch else 0)
     rows = layer_rows(rates, names, args.seq, args.batch, kind, args.min_run_time, args.longest_call, patch)
     return blocks * len(args.seq) * len(args.batch), rows
@@ -230,20 +229,18 @@ def forward_and_backward(block: Block, x: torch.Tensor) -> Callable[[], object]:
     return step
 
 
-def make_norm_patch(
-    norm_kernels: str, device: torch.device, dtype: torch.dtype, families: Sequence[str]
-) -> Callable[[Block], int] | None:
+def make_norm_patch(norm_kernels: str, device: torch.device, families: Sequence[str]) -> Callable[[Block], int] | None:
     """Return a function that installs our norm kernels in a block and returns the number of norms; None without kernels.
 
     Raises:
-        UsageError: `cuda`, and no block's norms have kernels, or the kernels are unavailable or fail on this device.
+        UsageError: `cuda`, and no block's norms have kernels, or the kernels are unavailable.
     """
     if norm_kernels == "off" or (norm_kernels == "auto" and device.type != "cuda"):
         return None
     known = [family for family in families if family_refusal(family) is None]
     check_norm_kernels_option(norm_kernels, (known or families)[0])
     say = current_progress().say
-    unusable = prepare_norm_kernels(norm_kernels, known[0], device, dtype, TRIED_COLUMNS, say) if known else None
+    unusable = prepare_norm_kernels(norm_kernels, known[0], device, say) if known else None
 
     def patch(block: Block) -> int:
         reason = family_refusal(block.family) or unusable
