@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from zero_inference.utils.format import GIB, format_duration, format_time_left, printable
-
-if TYPE_CHECKING:  # rich is imported only for a terminal: it takes 50 ms
-    from rich.live import Live
 
 QUIET_S = 10.0  # between two plain lines, and before the first one
 TICK_S = 1.0
@@ -34,7 +31,7 @@ class Progress:
     def __init__(self, enabled: bool, clock: Callable[[], float] = time.monotonic):
         self.enabled, self.clock = enabled, clock
         self.live_terminal = enabled and sys.stderr.isatty()
-        self._live: Live | None = None
+        self.live_line = ""
         self._tasks: list[Task] = []
         self._lock = threading.RLock()  # a task may show itself from its thread
 
@@ -93,9 +90,9 @@ class Progress:
     def clear(self) -> None:
         """Remove the live line from the terminal; the next update shows it again."""
         with self._lock, contextlib.suppress(OSError):  # the terminal is gone
-            if self._live is not None:
-                self._live.stop()
-            self._live = None
+            if self.live_line:
+                print(end="\r\x1b[K", file=sys.stderr, flush=True)
+            self.live_line = ""
 
     close = clear  # for contextlib.closing
 
@@ -103,20 +100,10 @@ class Progress:
         """Show the line of `task`: in place of the live line on a terminal, printed elsewhere."""
         if not self.live_terminal:
             return self.say(task.line())
-        from rich.console import Console
-        from rich.live import Live
-        from rich.spinner import Spinner
-        from rich.text import Text
-
-        with self._lock:
-            if task in self._tasks and task is not self._tasks[-1]:
-                return
-            spinner = Spinner("dots", Text(printable(task.line()), no_wrap=True, overflow="ellipsis"))
-            if self._live is None:
-                # stdout is for results, which may go elsewhere: rich would redirect it to the terminal too
-                self._live = Live(spinner, console=Console(stderr=True), transient=True, redirect_stdout=False)
-                self._live.start()
-            self._live.update(spinner)
+        with self._lock, contextlib.suppress(OSError):
+            if task not in self._tasks[:-1]:
+                self.live_line = printable(task.line())[: shutil.get_terminal_size().columns - 1]
+                print(end=f"\r{self.live_line}\x1b[K", file=sys.stderr, flush=True)
 
 
 class Task:
