@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_inference.config.run_options import parse_options
+from zero_inference.config.run_config import parse_options
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.plan import StreamPlan
 from zero_inference.errors import UsageError

@@ -145,7 +145,7 @@ def _check_command(words: list[str]) -> None:
         _check_console(words[1:])
     elif words[0] == "run_model.py":
         from zero_inference.cli import run_parser
-        from zero_inference.config.run_options import config_from_args
+        from zero_inference.config.run_config import config_from_args
 
         config_from_args(run_parser().parse_args(words[1:]))
     else:
@@ -158,7 +158,7 @@ def _check_console(options: list[str]) -> None:
     from zero_inference.architectures import command as compare
     from zero_inference.architectures.arms import read_arms
     from zero_inference.cli import console_parser
-    from zero_inference.config.run_options import config_from_args, parse_options
+    from zero_inference.config.run_config import config_from_args, parse_options
 
     own, after = compare.split(options)
     args = console_parser(["zero-inference", *options], after).parse_args(own)

@@ -8,7 +8,7 @@ from conftest import FAMILIES
 from test_kv_bytes import BY_HEADS, BY_THE_MODEL, MLA, SMALL, spec_of
 from torch import nn
 
-from zero_inference.config.run_options import parse_options
+from zero_inference.config.run_config import parse_options
 from zero_inference.engines.stream import blocks
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.kernels.quantization import GroupQuantization

@@ -33,7 +33,7 @@ from zero_inference.architectures.arms import alternate_runs, failure_reason, re
 from zero_inference.architectures.benchmark import percentile
 from zero_inference.cli import console_main, run_parser
 from zero_inference.config.parser import option_rows
-from zero_inference.config.run_options import parse_options
+from zero_inference.config.run_config import parse_options
 from zero_inference.errors import UsageError
 from zero_inference.utils import GB
 from zero_inference.utils.processes import ChildRun

@@ -22,7 +22,7 @@ from benchmarks.peers import gguf_file, llama_cpp
 from benchmarks.predictions import HOSTS, RESULTS, ranges_of, ratios, with_cores_of_run, within_others
 from benchmarks.traced_run import Kernel, main, print_kernels
 from zero_inference import runner
-from zero_inference.config.run_options import parse_options
+from zero_inference.config.run_config import parse_options
 from zero_inference.hardware.profile import read_profile
 from zero_inference.models.preset_table import find_preset
 from zero_inference.models.spec import resolve_model
@@ -98,7 +98,7 @@ def test_a_case_that_is_not_there_is_refused(tmp_path, capsys):
 
 def test_every_command_is_one_that_its_program_takes(tmp_path, monkeypatch):
     from zero_inference.cli import console_parser
-    from zero_inference.config.run_options import parse_options
+    from zero_inference.config.run_config import parse_options
 
     groups = yaml.safe_load((ROOT / "scripts" / "measure_gpu.yaml").read_text())
     (tmp_path / "llama_cpp_python-1.tar.gz").touch()

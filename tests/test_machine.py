@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from benchmarks.predictions import options_of
 from zero_inference.cli import main
-from zero_inference.config.run_options import parse_options
+from zero_inference.config.run_config import parse_options
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.cpu_plan import NO_LINK, SEVERAL_GPUS, why_no_cpu_compute
 from zero_inference.errors import UsageError

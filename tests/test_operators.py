@@ -6,8 +6,7 @@ import torch
 from conftest import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import parse_options
+from zero_inference.config.run_config import RunConfig, parse_options
 from zero_inference.hardware import bench_device
 from zero_inference.hardware.bench_device import product_times
 from zero_inference.hardware.bench_launch import ROUNDS, LaunchBench, measure_graph_operator

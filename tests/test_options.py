@@ -12,8 +12,7 @@ import torch
 from zero_inference.cli import console_main, console_parser, main, run_parser
 from zero_inference.config.other_tools import OTHER_OPTIONS
 from zero_inference.config.parser import Parser, option_rows
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import config_from_args, parse_options
+from zero_inference.config.run_config import RunConfig, config_from_args, parse_options
 from zero_inference.utils.format import parse_gib
 
 

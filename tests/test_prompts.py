@@ -12,8 +12,7 @@ from conftest import VOCAB, build_model, plain_ids
 from transformers import GenerationConfig
 
 from zero_inference.cli import main
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import parse_options
+from zero_inference.config.run_config import RunConfig, parse_options
 from zero_inference.errors import UsageError
 from zero_inference.measure.session import output_ids_sha256
 from zero_inference.models.prompts import (

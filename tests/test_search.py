@@ -15,8 +15,7 @@ from test_timing import FAST
 
 from zero_inference import load
 from zero_inference.cli import console_main, main
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import parse_options
+from zero_inference.config.run_config import RunConfig, parse_options
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware import measure_profile, profile
 from zero_inference.hardware.machine import ProfiledMachine, limit_memory

@@ -12,8 +12,7 @@ import zero_inference
 from zero_inference import utils
 from zero_inference.config.checks import batch_advice
 from zero_inference.utils import model_sizes
-from zero_inference.utils.format import format_bytes, format_bytes_pair
-from zero_inference.utils.suggestions import nearest_divisor
+from zero_inference.utils.format import format_bytes, format_bytes_pair, nearest_divisor
 
 ROOT = Path(zero_inference.__file__).resolve().parents[1]
 OPT_66B = SimpleNamespace(hidden_size=9216, num_hidden_layers=64, vocab_size=50272)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from zero_inference.config.options import DEFAULTS
 from zero_inference.config.parser import Parser, Version, examples
-from zero_inference.config.run_options import add_run_arguments, config_from_args, model_argument, parse_options
+from zero_inference.config.run_config import add_run_arguments, config_from_args, model_argument, parse_options
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils import garbage
 from zero_inference.utils.format import first_line, printable

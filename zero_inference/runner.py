@@ -15,8 +15,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from zero_inference.config.options import LOG_PREFIX, OPTIONS, PATHS
-from zero_inference.config.run_config import RunConfig, non_default_options
-from zero_inference.config.run_options import save_options
+from zero_inference.config.run_config import RunConfig, non_default_options, save_options
 from zero_inference.engines.deepspeed.config import read_ds_config
 from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError

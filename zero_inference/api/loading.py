@@ -10,7 +10,7 @@ from zero_inference.config.options import OPTIONS
 from zero_inference.config.other_tools import OTHER_OPTIONS
 from zero_inference.config.run_config import make_config
 from zero_inference.utils import garbage
-from zero_inference.utils.suggestions import closest
+from zero_inference.utils.format import closest
 
 PLACEMENT = tuple(name for name, option in OPTIONS.items() if option.of_load)
 ELSEWHERE = {

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.config.options import DEFAULTS, QUALITY_FIELDS
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import expand_config_files
+from zero_inference.config.run_config import RunConfig, expand_config_files
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_FAILED

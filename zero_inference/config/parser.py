@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from zero_inference.config.other_tools import OTHER_COMMANDS, other_option
 from zero_inference.config.values import not_among
 from zero_inference.errors import UsageError
-from zero_inference.utils.format import printable
-from zero_inference.utils.suggestions import did_you_mean
+from zero_inference.utils.format import did_you_mean, printable
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate")
 MODEL_GIVEN = "model_given"  # dest of the positional model

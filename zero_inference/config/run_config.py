@@ -1,24 +1,31 @@
-"""RunConfig: the validated options of one run, made from what was given and turned back into options."""
+"""RunConfig: the validated options of one run, from the shell, YAML files or Python, and turned back into options."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from zero_inference.config import checks
-from zero_inference.config.option import hyphens
+from zero_inference.config.option import Option, hyphens
 from zero_inference.config.options import (
     AUTO,
     DEFAULTS,
     FIELD_NAMES,
+    GROUPS,
     LONGEST_PROMPT,
     OF_DRY_RUNS,
     OPTIONS,
     UNTIL_PLANNED,
     Options,
 )
-from zero_inference.errors import UsageError
+from zero_inference.config.other_tools import other_option
+from zero_inference.config.parser import MODEL_GIVEN, Parser, plain
+from zero_inference.errors import RunError, UsageError
+from zero_inference.utils.files import write_atomically
+from zero_inference.utils.format import did_you_mean, first_line
 
 
 class RunConfig(Options):
@@ -92,3 +99,137 @@ def shell_words(options: Mapping[str, Any]) -> list[str]:
         for text in texts:  # in one word where the value would be taken for an option
             words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return words
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run. What is not typed is not in the namespace: a YAML file may have it."""
+    parser.usage = "%(prog)s [MODEL] [options]"  # which are too many for a line of usage
+    groups = {title: parser.add_argument_group(title, text) for title, text in GROUPS.items()}
+    add_model(groups["most used"])
+    for option in OPTIONS.values():
+        if option.name != "model":
+            option.add_to(groups[option.group])
+    groups["output"].add_argument("--local-rank", type=int, metavar="N", help="set by the deepspeed launcher")
+    groups["plan and options in a file"].add_argument(
+        "--config",
+        action="append",
+        metavar="FILE",
+        help="read options from a YAML file with lines such as `batch-size: 8` and `cpu-offload: true`. Options that are typed win, and "
+        "--no-cpu-offload turns off what the file turns on. May be repeated: later files win",
+    )
+    parser._action_groups.append(parser._action_groups.pop(1))  # -h and --version
+
+
+def add_model(group: argparse._ActionsContainer, option: Option = OPTIONS["model"]) -> None:
+    """Add the model as the first argument and as --model; `model_argument` gives the one that was used."""
+    group.add_argument(
+        MODEL_GIVEN, metavar="MODEL", nargs="?", help="the same as --model MODEL; write it first, before the options"
+    )
+    option.add_to(group)
+
+
+def model_argument(args: argparse.Namespace) -> str | None:
+    """Return the model that was given as the first argument or as --model; None without either.
+
+    Raises:
+        UsageError: both were given, and differ.
+    """
+    first, named = getattr(args, MODEL_GIVEN), getattr(args, "model", None)
+    if first is not None and named is not None and first != named:
+        raise UsageError(f"two models were given, {first} and --model {named}: keep one of the two.")
+    return named if first is None else first
+
+
+def config_from_args(args: argparse.Namespace) -> RunConfig:
+    """Return the validated configuration for parsed arguments of `add_run_arguments` and their --config files. Raises UsageError."""
+    return make_config(_given(args))
+
+
+class _OptionParser(Parser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(plain(message))
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the namespace for options that are a part of another command's. Raises UsageError."""
+    parser = _OptionParser(prog="run_model.py", add_help=False)
+    add_run_arguments(parser)
+    return parser.parse_args(list(words))
+
+
+def parse_options(words: Sequence[str]) -> RunConfig:
+    """Return the validated configuration for options of run_model.py. Raises UsageError."""
+    return config_from_args(_parse(words))
+
+
+def expand_config_files(words: Sequence[str]) -> list[str]:
+    """Return `words` with the options of --config files in place of these. Raises UsageError."""
+    args = _parse(words)
+    return shell_words(_given(args)) if args.config else list(words)
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values by field name; what was typed wins over files, and later files over earlier ones."""
+    found: dict[str, Any] = {}
+    for path in args.config or ():
+        found |= read_options(path)
+    found |= {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
+    if (model := model_argument(args)) is not None:
+        found["model"] = model
+    return found
+
+
+def read_options(path: str) -> dict[str, Any]:
+    """Return the values in a YAML file of options, by field name.
+
+    Raises:
+        UsageError: no such file, no mapping, an unknown option or a value that it cannot have; names the file and the key.
+    """
+    known = {hyphens(name): option for name, option in OPTIONS.items() if name != "save_config"}
+    found: dict[str, Any] = {}
+    for key, value in _read_mapping(path).items():
+        name = hyphens(str(key).strip().removeprefix("--"))
+        if name not in known:
+            near = other_option(name, str(value), {f"--{each}" for each in known}) or did_you_mean(name, known)
+            raise UsageError(f"--config {path}: there is no option {key}" + (f"; {near}" if near else "."))
+        option = known[name]
+        if option.name in found:
+            raise UsageError(f"--config {path}: {name} is there twice; keep one.")
+        if value is not None:
+            found[option.name] = option.read(value, f"--config {path}: {name}")
+    return found
+
+
+def _read_mapping(path: str) -> dict[Any, Any]:
+    import yaml
+
+    expanded = os.path.expanduser(path)
+    if not os.path.isfile(expanded):
+        raise UsageError(f"--config {path or repr('')}: no such file; --dry-run --save-config FILE writes one.")
+    try:
+        with open(expanded, encoding="utf-8-sig") as file:
+            found = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"--config {path}: cannot be read ({first_line(error)}).") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+        problem = " ".join(str(error).split())
+        raise UsageError(f"--config {path}: not YAML ({problem}); write lines such as batch-size: 8.") from error
+    if not isinstance(found or {}, dict):
+        raise UsageError(f"--config {path}: not a mapping of options to values; write lines such as batch-size: 8.")
+    return found or {}
+
+
+def save_options(path: str, options: Mapping[str, Any], command: str) -> None:
+    """Write `options` (names with hyphens) to a YAML file, with `command` in a comment on top.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    import yaml
+
+    text = yaml.safe_dump(dict(options), sort_keys=False, allow_unicode=True) if options else "{}\n"
+    try:
+        with write_atomically(path) as part:
+            part.write_text(f"# {command}\n{text}", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"--save-config {path}: {error.strerror or error}.") from error

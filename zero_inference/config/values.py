@@ -9,8 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_inference.utils.format import parse_gib
-from zero_inference.utils.suggestions import did_you_mean
+from zero_inference.utils.format import did_you_mean, parse_gib
 
 AUTO = "auto"
 DTYPES = (AUTO, "float16", "bfloat16", "float32")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zero_inference.errors import UsageError
 from zero_inference.kernels.extension import load_extension
-from zero_inference.utils.suggestions import nearest_divisor
+from zero_inference.utils.format import nearest_divisor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # narrower matrices keep their dtype: low ranks and convolution kernels, not large projections

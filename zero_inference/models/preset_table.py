@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_inference.utils.suggestions import closest
+from zero_inference.utils.format import closest
 
 PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
 

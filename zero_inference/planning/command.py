@@ -13,8 +13,7 @@ from zero_inference.config.checks import batch_advice
 from zero_inference.config.option import Option
 from zero_inference.config.options import GOALS, MAX_GIB, OPTIONS
 from zero_inference.config.parser import add_verbose, examples
-from zero_inference.config.run_config import RunConfig
-from zero_inference.config.run_options import add_model, model_argument
+from zero_inference.config.run_config import RunConfig, add_model, model_argument
 from zero_inference.errors import UsageError
 from zero_inference.utils import garbage
 from zero_inference.utils.files import check_output_file

@@ -6,9 +6,10 @@ Amounts of memory are in GiB (2^30 bytes), rates in GB/s (10^9 bytes) as in data
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # Controls could move the cursor or recolour a terminal; halves of surrogate pairs and non-characters are in no encoding; marks of
@@ -143,3 +144,25 @@ def parse_gib(text: str) -> float:
     if found is None or found[1] not in UNIT_BYTES:
         raise ValueError("not a size of memory; write 10 (GiB), 10GiB, 10GB or 512MiB")
     return found[0] * UNIT_BYTES[found[1]] / GIB
+
+
+def closest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """Return up to `most` of `known` that resemble `name`, ignoring case, the closest first."""
+    spellings = {each.lower(): each for each in known}
+    return [spellings[each] for each in difflib.get_close_matches(name.strip().lower(), spellings, max(1, most))]
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
+    """Return `did you mean X?`, or nothing if no known name is close."""
+    near = closest(name, known, most)
+    return f"did you mean {', '.join(near)}?" if near else ""
+
+
+def nearest_divisor(asked: int, whole: int, among: Iterable[int], packs: int = 1) -> int | None:
+    """Return the value of `among` that divides `whole` and is nearest to `asked` by ratio, the larger of two; None if none divides.
+
+    Args:
+        packs: must divide `whole` too, or there is none.
+    """
+    fitting = [size for size in among if whole % size == 0 and whole % packs == 0]
+    return min(fitting, key=lambda size: (max(size / asked, asked / size), -size), default=None)

@@ -36,8 +36,9 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages would not be huge
     except OSError as error:
         raise RunError(refused(nbytes, error)) from error
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    if nbytes >= HUGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
     buffer = (ctypes.c_char * nbytes).from_buffer(pages)
     flat = torch.frombuffer(buffer, dtype=dtype, count=numel)
     if pinned:
