@@ -9,7 +9,6 @@ import shlex
 import struct
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,16 +18,13 @@ from conftest import ROOT
 from test_presets import PARAMETERS
 
 from benchmarks.peers import gguf_file, llama_cpp
-from benchmarks.predictions import HOSTS, RESULTS, ranges_of, ratios, with_cores_of_run, within_others
+from benchmarks.predictions import HOSTS, ranges_of, ratios, within_others
 from benchmarks.traced_run import Kernel, main, print_kernels
 from zero_inference import runner
 from zero_inference.config.run_config import parse_options
-from zero_inference.hardware.profile import read_profile
 from zero_inference.models.preset_table import find_preset
-from zero_inference.models.spec import resolve_model
 from zero_inference.planning.cost import RANGES
 from zero_inference.planning.plan import Plan
-from zero_inference.records.read import read_records
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import measure_gpu  # noqa: E402
@@ -90,15 +86,8 @@ def test_a_case_that_fails_or_hangs_takes_nothing_away(tmp_path, capsys, monkeyp
     assert [line.split()[-1] for line in (results / "steps.txt").read_text().splitlines()] == ["0", "1", "0", "124"]
 
 
-def test_a_case_that_is_not_there_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        measure(tmp_path / "results", QUICK, "no-such")
-    assert ended.value.code == 2 and "no case 'no-such'; there are quick, others, says" in capsys.readouterr().err
-
-
 def test_every_command_is_one_that_its_program_takes(tmp_path, monkeypatch):
     from zero_inference.cli import console_parser
-    from zero_inference.config.run_config import parse_options
 
     groups = yaml.safe_load((ROOT / "scripts" / "measure_gpu.yaml").read_text())
     (tmp_path / "llama_cpp_python-1.tar.gz").touch()
@@ -234,15 +223,6 @@ def test_a_gguf_has_as_many_weights_as_its_preset(name):
     assert counted == PARAMETERS[preset.name]
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [({"model_type": "opt"}, "opt: no GGUF layout here"), ({"intermediate_size": 170}, "rows of 170 do not divide")],
-)
-def test_a_model_without_a_layout_is_refused(change, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        gguf_file.write_random_gguf(DENSE | change, tmp_path / "model.gguf")
-
-
 LLAMA_BENCH = """#!/bin/sh
 # prints as llama-bench does, a line a test: prompts first, for each number of threads; generation of 9 tokens never ends
 while [ $# -gt 0 ]; do
@@ -278,36 +258,6 @@ def test_llama_bench_gives_a_row_for_each_number_of_threads_and_what_it_printed_
     ]
     assert rows == [(2, {"32": 100}, 2), (4, {"32": 100}, 4), (8, {}, 8), (4, {"64": 100}, None)]
     assert [row.get("depth") for row in json.loads(made.stdout)["rows"]] == [32, 32, 0, None]
-
-
-PREDICTED_HOST = "h200-kept/ninth_host"
-
-
-def planned_with(run: str, model: str):
-    """The machine of that host, as it was kept and as the run had it, and the record."""
-    kept = read_profile(RESULTS / PREDICTED_HOST / "machine.json")
-    record = list(read_records(Path(RESULTS / PREDICTED_HOST / f"{run}.jsonl")))[-1]
-    spec = resolve_model(parse_options(["--model", model, "--dummy"]), "cuda")
-    return kept, with_cores_of_run(kept, record, spec), record
-
-
-def test_cores_are_as_fast_as_in_the_run():
-    kept, found, record = planned_with("llama13b-int4-bs8-auto", "llama-2-13b")
-    moved, planned = record["transfers"], record["stream"]["cores"]["of_step_gbps"]
-    rate = moved["cores_bytes_per_step"] / moved["cores_busy_s_per_step"] / 1e9
-    assert rate == pytest.approx(55.6, abs=0.1) and planned == pytest.approx(69.3, abs=0.1)
-    for before, after in zip(kept.cores.products, found.cores.products):
-        assert after.cores_gb_per_s == pytest.approx(before.cores_gb_per_s * rate / planned)
-        assert (after.link_gb_per_s, after.hand_off_s) == (before.link_gb_per_s, before.hand_off_s)
-    assert found.link_gb_per_s == kept.link_gb_per_s
-
-
-@pytest.mark.parametrize(
-    "run, model", [("mixtral-int4-auto", "mixtral-8x7b"), ("llama13b-int4-bs1-off", "llama-2-13b")]
-)
-def test_a_mixture_and_a_run_without_cores_keep_what_was_measured(run, model):
-    kept, found, _ = planned_with(run, model)
-    assert found == kept
 
 
 @pytest.mark.slow

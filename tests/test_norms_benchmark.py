@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ import run_cases  # noqa: E402
 from cases import CASES  # noqa: E402
 from common import bench_framework, graph_times  # noqa: E402
 from common.diff_engine import DiffCase, WrongResult, calculate_diff  # noqa: E402
-from common.worker import Worker, WorkerFailed  # noqa: E402
+from common.worker import Worker  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -107,22 +106,6 @@ def test_columns_of_the_table(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_medians_of_enough_launches(monkeypatch):
-    """do_bench's part is a stand-in here, which needs CUDA: ten launches are there also where they take longer than asked."""
-    asked = []
-
-    def do_bench(call, warmup, rep, return_mode):
-        asked.append(rep)
-        return [10.0 + place for place in range(max(1, int(rep / 10)))]
-
-    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
-    monkeypatch.setitem(sys.modules, "triton.testing", types.SimpleNamespace(do_bench=do_bench))
-    times = bench_framework.Times(CPUCase("rms"), torch.bfloat16, 1e-6, peers=False, backward=False, rep_ms=25.0)
-    assert times.of((16, 2, 4), "naive") >= 10e3 and asked[0] == 25.0 and asked[1] >= 8 * 10
-    low, high = times.spread_us[(16, 2, 4), "naive"]
-    assert 10e3 <= low < times.us[(16, 2, 4), "naive"] < high
-
-
 def test_a_peer_that_fails_costs_its_own_cells(capsys):
     class Broken(CPUCase):
         def make_peers(self, inputs):
@@ -191,51 +174,6 @@ def test_a_failed_capture_ends_its_own_process_only(worker, capfd):
         in told.err
     )
     assert told.err.count("note: ") == 2 and "what a library prints" in told.err and told.out == ""
-
-
-def test_a_size_is_timed_by_graph_for_all_as_soon_as_one_is_short(worker):
-    slow_launch = measured(cuda=9.0, torch=150.0)
-    graph_times.add_graph_times(slow_launch, [SIZE, LARGE], worker)
-    assert set(slow_launch.graph_us) == {(SIZE, "cuda"), (SIZE, "torch")}, "nothing is below 100 us at the second size"
-
-
-def test_a_worker_that_hangs_is_given_up(worker):
-    with pytest.raises(WorkerFailed, match="no answer within 2 s"):
-        worker.ask({"provider": "quack"}, 2)
-    assert worker.ask({"provider": "cuda"}, 60) > 0
-
-
-def test_compiling_ahead_asks_for_each_number_of_rows_once(monkeypatch):
-    asked = []
-
-    class Listening:
-        def ask(self, request, timeout_s):
-            asked.append((request["provider"], request["config"]))
-
-    times = measured(case="grouped_mul_poly", naive=1.0, compiled=1.0, compiled_cuda=1.0)
-    graph_times.compile_ahead(times, [(64, 1, 8), (64, 2, 4), (64, 4, 4)], [Listening(), Listening()])
-    assert sorted(asked) == [
-        (name, size) for name in ("compiled", "compiled_cuda") for size in ((64, 1, 8), (64, 1, 16))
-    ]
-
-    class Failing:
-        def ask(self, request, timeout_s):
-            asked.append(request)
-            raise WorkerFailed("no compiler")
-
-    asked.clear()
-    graph_times.compile_ahead(times, [(64, 1, 8), (64, 1, 16)], [Failing()])
-    assert len(asked) == 1
-
-
-def test_the_child_process_of_the_benchmark_says_why_it_cannot():
-    """The real one, without a GPU: an answer and no traceback, and its compiler finds the case."""
-    (worker,) = graph_times.make_workers(1, without_gpus())
-    try:
-        with pytest.raises(WorkerFailed, match="CUDA|NVIDIA"):
-            worker.ask(graph_times.request("graph", measured(naive=1.0), SIZE, "naive"), 120)
-    finally:
-        worker.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
