@@ -413,8 +413,10 @@ class PlacedModel:
         self.unload()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+        try:
             self.unload()
+        except Exception:  # at the interpreter's exit modules may be gone
+            pass
 
 
 @atexit.register

@@ -158,14 +158,17 @@ def why_none(found: SearchResult, model: str) -> str:
         on_device = lacking.pop(DEVICE_MEMORY, 0)
         return on_device, sum(lacking.values())
 
-    available = {need.place: need.available_bytes or 0 for plan in found.too_large for need in plan.needs}
+    available = {need.place: need.available_bytes for plan in found.too_large for need in plan.needs}
     free = ", ".join(
-        f"{format_bytes(nbytes)} of {place}" for place, nbytes in available.items() if place != PAGE_LOCKED
+        f"{format_bytes(nbytes)} of {place}"
+        for place, nbytes in available.items()
+        if place != PAGE_LOCKED and nbytes is not None
     )
     plan = min(found.too_large, key=lacking_bytes)
-    config = plan.job.config
+    config, gpus = plan.job.config, plan.job.ranks.world_size
+    each = {DEVICE_MEMORY: f" on each of {gpus} GPUs"} if gpus > 1 else {}
     parts = [
-        f"{format_gib_rounded_up(need.with_reserve_bytes)} of {need.place} {need.which}".rstrip()
+        f"{format_gib_rounded_up(need.with_reserve_bytes)} of {need.place}{each.get(need.place, '')}"
         for need in plan.needs
         if need.place != PAGE_LOCKED
     ]
