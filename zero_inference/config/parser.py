@@ -1,4 +1,4 @@
-"""The parser of every command: one-line errors with suggestions, help with examples, rows for the documentation."""
+"""The parser of every command: one-line errors with suggestions, help with examples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from zero_inference.config.other_tools import OTHER_COMMANDS, other_option
 from zero_inference.config.values import not_among
@@ -124,49 +124,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-class OptionRow(NamedTuple):
-    """One option as `--help` shows it.
-
-    Attributes:
-        options: its spellings, such as ('--model',); () for an argument without dashes.
-        value: its metavar or its choices, such as 'FILE' or 'auto|on|off'; '' for a flag.
-        default: in words, without the help's "(default: ...)"; 'off' for a flag, '' where there is none.
-        help: the rest of its help.
-    """
-
-    group: str
-    options: tuple[str, ...]
-    value: str
-    default: str
-    help: str
-
-
-def option_rows(parser: argparse.ArgumentParser) -> list[OptionRow]:
-    """Return the options that the help of `parser` shows, in its order, without -h and subcommands."""
-    rows = []
-    for group in parser._action_groups:
-        for action in group._group_actions:
-            if action.help == argparse.SUPPRESS or isinstance(
-                action, (argparse._HelpAction, argparse._SubParsersAction)
-            ):
-                continue
-            text = parser._get_formatter()._expand_help(action)
-            default = "off" if isinstance(action, argparse._StoreTrueAction) else ""
-            if found := re.search(r"\s*\(default([^:()]*): (.*)\)$", text, re.DOTALL):
-                text, default = text[: found.start()], found[2] + (f" ({found[1].strip()})" if found[1] else "")
-            rows.append(OptionRow(str(group.title), tuple(action.option_strings), _value(action), default, text))
-    return rows
-
-
-def _value(action: argparse.Action) -> str:
-    if action.nargs == 0:
-        return ""
-    choices = None if action.choices is None else "|".join(map(str, action.choices))
-    value = str(action.metavar or choices or action.dest.upper())
-    if value.startswith("{"):
-        value = value.strip("{}").replace(",", "|")
-    if action.nargs in ("+", "*"):
-        return f"{value} ..."
-    return f"[{value}]" if action.nargs == "?" and action.option_strings else value
