@@ -183,8 +183,9 @@ def test_blocks_are_made_for_the_caches_of_the_cores_that_copy(threads, cores, e
             index.mkdir(parents=True)
             for name, text in zip(("level", "size", "shared_cpu_list"), words):
                 (index / name).write_text(f"{text}\n")
+    (tmp_path / "cpu201" / "cache" / "index0").mkdir(parents=True)  # of a virtual machine: no size
     monkeypatch.setattr(bench_copies, "CPUS", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores) | {200})  # which tells nothing of its caches
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores) | {200, 201})  # 200 has no caches
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert bench_copies.uncached_block_bytes() == expected << 20
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import shutil
@@ -128,18 +127,9 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
 
 def make_log_folder(given: Path | None) -> Path:
     """Return the given folder, created if needed, or a new one in logs/. Raises UsageError if it cannot be created or written to."""
-    folder = given or Path("logs") / f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    stem = folder.name
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(2):
-            try:
-                folder.mkdir(exist_ok=given is not None)
-                break
-            except FileExistsError:  # of a comparison that started in the same second
-                if given is not None:
-                    raise
-                folder = folder.with_name(f"{stem}_{number}")
+        folder = make_new_folder(Path("logs")) if given is None else given
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
             f"the log folder {error.filename} cannot be created ({error.strerror}); choose another --log-dir."
@@ -147,6 +137,20 @@ def make_log_folder(given: Path | None) -> Path:
     if not os.access(folder, os.W_OK):
         raise UsageError(f"the log folder {folder} is not writable; choose another --log-dir.")
     return folder
+
+
+def make_new_folder(parent: Path) -> Path:
+    """Create a folder in `parent` named after the time, with a number if another comparison started in the same second."""
+    parent.mkdir(exist_ok=True)
+    name = f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    folder, number = parent / name, 1
+    while True:
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = parent / f"{name}_{number}"
 
 
 def check_arms(arms: list[Arm], extra: list[str], folder: Path, num_gpus: int, progress: Progress) -> None:

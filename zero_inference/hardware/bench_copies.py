@@ -246,9 +246,10 @@ def uncached_block_bytes() -> int:
     caches = {}  # bytes of each last-level cache, by the CPUs that share it
     for cpu in os.sched_getaffinity(0):
         last_level = max((CPUS / f"cpu{cpu}" / "cache").glob("index*"), default=None)
-        if last_level is not None:
-            kib = (last_level / "size").read_text().strip().removesuffix("K")
-            caches[(last_level / "shared_cpu_list").read_text()] = int(kib) << 10 if kib.isdigit() else 0
+        with contextlib.suppress(OSError):  # virtual machines may have caches without a size
+            if last_level is not None:
+                kib = (last_level / "size").read_text().strip().removesuffix("K")
+                caches[(last_level / "shared_cpu_list").read_text()] = int(kib) << 10 if kib.isdigit() else 0
     cache_bytes = sum(sorted(caches.values(), reverse=True)[: torch.get_num_threads()])
     if not cache_bytes:
         return DEFAULT_UNCACHED_BYTES
