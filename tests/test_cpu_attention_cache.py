@@ -102,17 +102,6 @@ def test_generated_ids_are_those_of_plain_transformers(family, batch, length, ma
     assert torch.equal(generated(model, ids, 12, DynamicCache(config=model.config)), plain)  # which stays as it was
 
 
-def test_bytes_that_the_cores_read_are_those_of_the_window(make):
-    model, ids = small_model("mistral"), prompts(3, 70)
-    patch_attention(model)
-    cache = make(model, 82)
-    generated(model, ids, 12, cache)
-    kv_width = 2 * 16
-    assert (
-        cache.writer.transfers.cpu_bytes == 11 * 9 * 3 * 2 * kv_width * 3 * 4
-    )  # passes, window, layers, K and V, batch
-
-
 @pytest.fixture
 def crossings():
     """Calls in the order of the GPU's stream, of two threads: with buffers for a step and with hardly any, which leaves blocking ones."""
@@ -207,31 +196,9 @@ def test_a_window_on_the_host_is_recognised():
     assert window_of(torch.ones((1, 1, 2, 20), dtype=torch.bool)) == 0
 
 
-def test_memory_is_exact_and_kept_over_a_reset(make):
-    model, ids = small_model("llama"), prompts(2, 70)
-    patch_attention(model)
-    cache = make(model, 80)
-    generated(model, ids, 3, cache)
-    places = [layer.stored[0].data_ptr() for layer in cache.layers]
-    cache.reset()
-    generated(model, ids, 3, cache)
-    assert places == [layer.stored[0].data_ptr() for layer in cache.layers]
-    assert cache.nbytes() == 3 * 2 * 80 * 2 * 2 * 8 * 4  # layers, K and V, positions, batch, kv heads, head_dim, bytes
-
-
 def falcon():
     fields = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, new_decoder_architecture=False)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **SMALL, **fields)).eval()
-
-
-def test_what_the_cores_cannot_attend_for_is_said_before():
-    assert "does not attend by transformers' attention functions" in why_cpu_cannot_attend(falcon())
-    compressed = small_model("llama")
-    compressed.config.kv_lora_rank = 32
-    assert "compressed" in why_cpu_cannot_attend(compressed)
-    flexible = small_model("llama")
-    flexible.config._attn_implementation = "flex_attention"
-    assert "flex_attention" in why_cpu_cannot_attend(flexible)
 
 
 def empty(config):

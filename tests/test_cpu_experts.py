@@ -175,29 +175,6 @@ def test_experts_without_a_second_product_and_other_activations(activation):
         check(mixture, x.dtype, x, a_choice(5, 3), activation=activation)
 
 
-def test_threads_change_nothing_and_calls_follow_each_other():
-    mixture = Mixture.random(torch.float32, 8)
-    cases = [(torch.randn(rows, HIDDEN), a_choice(rows, 3)) for rows in (7, 1, 9, 2)]
-    alone = [check(mixture, torch.float32, *case, threads=1) for case in cases]
-    calls = DirectCalls(CpuPool([-1] * 3, 0), Transfers())
-    task = add_experts(calls.pool, mixture.experts, ExpertActivation("silu"), torch.float32)
-    for _ in range(3):
-        for case, expected in zip(cases, alone):
-            assert torch.equal(calls(task, *case)[0], expected)
-    assert calls.transfers.snapshot()[-1] == 3 * mixture.expert_bytes * sum(len(c.experts.unique()) for _, c in cases)
-    calls.close()
-
-
-def test_experts_that_do_not_fit_each_other_are_refused():
-    mixture, cores = Mixture.random(torch.float32, 0), CpuPool([-1], 0)
-    one = mixture.experts[0]
-    with pytest.raises(ValueError, match="of one form"):
-        add_experts(cores, [one, Expert(one.gate, None, one.down)], ExpertActivation("silu"), torch.float32)
-    with pytest.raises(ValueError, match="down's columns"):
-        add_experts(cores, [Expert(one.gate, one.up, one.gate)], ExpertActivation("silu"), torch.float32)
-    cores.close()
-
-
 def test_what_is_computed_elsewhere_is_counted_and_not_read():
     mixture, use = Mixture.random(torch.bfloat16, 4), torch.zeros(COUNTS, dtype=torch.int64)
     calls = DirectCalls(CpuPool([-1] * 2, 0), Transfers())

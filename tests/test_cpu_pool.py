@@ -11,7 +11,6 @@ from torch.nn import functional
 from zero_inference.cpu.hand_off import DirectCalls
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, CpuPool, Stage, Weight, flag_bytes
 from zero_inference.cpu.products import Matrix
-from zero_inference.hardware.bench_cpu import narrow_feed_forward
 from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.mlp import ACTIVATIONS
 from zero_inference.utils.transfers import Transfers
@@ -47,16 +46,6 @@ def test_every_activation_has_a_number_and_is_the_function_of_its_name(cores):
         task = cores.add_block([Stage([plain(one)], "activation", name), Stage([plain(one)])], torch.float32)
         (out,) = calls(task, x)
         torch.testing.assert_close(out, function(x), atol=2e-6, rtol=2e-6, msg=name)
-
-
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)])
-def test_the_block_that_a_meeting_is_measured_with(dtype, bound, cores):
-    """As wide as the model outside, and narrow inside."""
-    task, (first, last) = narrow_feed_forward(cores, dtype, HIDDEN)
-    x = random(3, HIDDEN, dtype=dtype)
-    (out,) = DirectCalls(cores, Transfers())(task, x)
-    assert out.shape == x.shape and task.nbytes == 0
-    assert error(out, (x.double() @ first.double().T).relu() @ last.double().T) < bound
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)])
@@ -173,23 +162,3 @@ def test_threads_end_though_an_input_never_comes(submitted):
     meeting.cores.close()
     meeting.cores.close()
     assert time.monotonic() - start < 5
-
-
-@pytest.mark.parametrize("waiting", [False, True])
-def test_threads_are_quiet_between_calls(waiting):
-    """Or while the input of one does not come: then one of them looks for it every 50 us."""
-    meeting = Meeting(spin_us=1000)
-    meeting.submit(1)
-    meeting.word(ARRIVED).fill_(1)
-    meeting.wait(1)
-    if waiting:
-        meeting.submit(2)
-    time.sleep(0.1)
-    before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < (0.25 if waiting else 0.1), "two threads that spin take a second"
-    if not waiting:
-        meeting.submit(2)
-    meeting.word(ARRIVED).fill_(2)
-    meeting.wait(2)
-    meeting.cores.close()

@@ -61,16 +61,6 @@ def test_ranks_that_measure_by_themselves_share_the_cores(tmp_path):
     assert shares == [[1, 2, 3], [5, 6, 7]]
 
 
-def test_a_cgroup_grants_fewer(tmp_path):
-    allowed = machine(tmp_path, 8, quota="350000 100000\n")
-    assert choose_cpus(None, root=str(tmp_path), allowed=allowed) == [1, 2]
-
-
-def test_one_core_does_both(tmp_path):
-    allowed = machine(tmp_path, 1)
-    assert choose_cpus(None, root=str(tmp_path), allowed=allowed) == [0]
-
-
 def test_the_node_of_a_gpu(tmp_path):
     folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     folder.mkdir(parents=True)

@@ -90,15 +90,6 @@ def test_rotation_has_the_bits_of_the_expression_sanitized(layout, dtype, device
                     assert torch.equal(found, expression(x, cos, sin, times * width)), (q.shape, k.shape, width, times)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rotation_keeps_infinities_nan_and_small_numbers(dtype, device):
-    special = torch.tensor([0.0, -0.0, 1.0, -3.5, torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).tiny / 4])
-    x = special.repeat(8, 1).to(device, dtype).reshape(1, 1, 1, 64)
-    cos, sin = (torch.roll(special, turn).repeat_interleave(8).to(device, dtype).reshape(1, 1, 64) for turn in (1, 3))
-    for found in rotate(x, x, cos, sin, AS_GIVEN):
-        torch.testing.assert_close(found, expression(x, cos, sin, 64), rtol=0, atol=0, equal_nan=True)
-
-
 @contextlib.contextmanager
 def counted(monkeypatch):
     """Yield a list with an entry for each call of the kernel."""
@@ -118,23 +109,6 @@ def test_models_compute_the_same_logits_with_it(family, device, monkeypatch):
             found = model(ids).logits
         assert len(calls) == model.config.num_hidden_layers and torch.equal(found, expected)
         assert torch.equal(model(ids).logits, expected) and len(calls) == model.config.num_hidden_layers
-
-
-def test_models_of_a_family_share_it_until_the_last_one_goes(monkeypatch):
-    cpu, own = torch.device("cpu"), function_of("llama")
-    one, other = build_model("llama", "bfloat16"), build_model("llama", "float32")
-    ids = torch.arange(3, 12).reshape(1, 9)
-    assert all(
-        supported_forms(own, cpu, dtype)[0] for dtype in (torch.bfloat16, torch.float32)
-    )  # the trials are behind us
-    with torch.no_grad(), contextlib.ExitStack() as of_one, counted(monkeypatch) as calls:
-        expected = one(ids).logits, other(ids).logits
-        of_one.enter_context(rotary_kernel(one, cpu, torch.bfloat16))
-        assert torch.equal(other(ids).logits, expected[1]) and not calls, "tried in another dtype"
-        with rotary_kernel(other, cpu, torch.float32):
-            of_one.close()
-            assert torch.equal(other(ids).logits, expected[1]) and calls and function_of("llama") is not own
-        assert function_of("llama") is own and torch.equal(one(ids).logits, expected[0])
 
 
 def test_gradients_other_calls_and_long_passes_go_to_the_models_own_function(monkeypatch):

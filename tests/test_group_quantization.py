@@ -7,7 +7,6 @@ import torch
 
 from zero_inference.cpu.library import INSTRUCTIONS, best_instructions
 from zero_inference.cpu.products import quantize as quantize_on_cpu
-from zero_inference.kernels import quantization
 from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.quantization import GroupQuantization, dequantize, dequantize_reference, quantize
 
@@ -37,15 +36,6 @@ def test_int4_by_hand(dtype):
     assert scale.tolist() == [0.5, 2.0] and minimum.tolist() == [-1.0, 0.0]
     assert codes.dtype == torch.uint8 and scale.dtype == minimum.dtype == dtype
     assert torch.equal(restored(weight, GroupQuantization(4, 4)), weight)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_by_hand(dtype):
-    weight = torch.tensor([[0.0, 63.75, 0.25, 32.0], [-2.0, 253.0, 0.0, 126.0]], dtype=dtype)
-    codes, scale, minimum = quantize(weight, GroupQuantization(8, 4))
-    assert codes.tolist() == [0, 255, 1, 128, 0, 255, 2, 128]
-    assert scale.tolist() == [0.25, 1.0] and minimum.tolist() == [0.0, -2.0]
-    assert torch.equal(restored(weight, GroupQuantization(8, 4)), weight)
 
 
 def test_the_sum_is_rounded_once_and_the_product_on_its_own():
@@ -107,17 +97,6 @@ def test_four_bits_are_nearly_as_good_as_any_scale_and_minimum_make_them(group_s
     assert norm_error(out, weight) < most
 
 
-def test_weights_that_four_bits_hold_exactly_stay_exact():
-    draw = torch.Generator().manual_seed(5)
-    codes = torch.randint(0, 16, (64, 32), generator=draw)
-    codes[:, 0], codes[:, 1] = 0, 15
-    weight = (codes * 2.0 ** torch.randint(-8, 2, (64, 1), generator=draw) - 1.0).bfloat16()
-    for way in (quantize, quantize_on_cpu):
-        out = torch.empty_like(weight)
-        dequantize(*way(weight, GroupQuantization(4, 32)), 4, 32, out)
-        assert torch.equal(out, weight)
-
-
 @pytest.mark.parametrize("instructions", INSTRUCTIONS[:3])
 @pytest.mark.parametrize("bits, group_size", [(8, 64), (8, 5), (4, 32), (4, 6), (4, 256)])
 def test_the_cpu_library_is_no_worse_than_pytorch(bits, group_size, instructions):
@@ -158,25 +137,6 @@ def test_constant_groups_are_exact(bits, dtype):
     codes, scale, minimum = quantize(weight, GroupQuantization(bits, 8))
     assert not codes.any() and not scale.any() and torch.equal(minimum.view(5, 2)[:, 0], weight[:, 0])
     assert torch.equal(restored(weight, GroupQuantization(bits, 8)), weight)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_range_below_the_steps_of_float16_scales_survives(bits):
-    weight = (torch.arange(16)[None] * 2.0**-20).half()
-    scheme = GroupQuantization(bits, 16)
-    _, scale, _ = quantize(weight, scheme)
-    assert float((restored(weight, scheme) - weight).abs().max()) <= float(scale.float().max()) / 2
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_chunks_change_nothing(bits, monkeypatch):
-    weight = weights(7, 96, dtype=torch.float16)
-    scheme = GroupQuantization(bits, 24)
-    whole, out = quantize(weight, scheme), restored(weight, scheme)
-    for chunk in (1, 50, 24 * 27):
-        monkeypatch.setattr(quantization, "CHUNK_NUMEL", chunk)
-        assert all(torch.equal(*pair) for pair in zip(whole, quantize(weight, scheme)))
-        assert torch.equal(restored(weight, scheme), out)
 
 
 def test_fused_experts_and_strided_weights_are_quantized_as_they_read():

@@ -17,7 +17,6 @@ from transformers import DynamicCache
 from zero_inference.cpu.experts import CHOICES, COUNTS, HITS, Expert, ExpertActivation, WeightedRows, add_experts
 from zero_inference.cpu.hand_off import (
     HandOff,
-    HandOffBuffers,
     HostSide,
     RankExchange,
     StreamSide,
@@ -38,37 +37,8 @@ def word(address: int) -> ctypes.c_uint32:
     return ctypes.c_uint32.from_address(address)
 
 
-class PythonSide:
-    """A device whose kernels run when they are asked for."""
-
-    def __init__(self):
-        self.number = 0
-
-    def push(self, tensors, targets, flag) -> None:
-        for tensor, target in zip(tensors, targets):
-            ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
-        self.number += 1
-        word(flag).value = self.number
-
-    def pull(self, out, source, flag, stop, of_device) -> None:
-        limit = time.monotonic() + 20
-        while word(flag).value != self.number & 0xFFFFFFFF:
-            assert time.monotonic() < limit, "the cores did not answer"
-            time.sleep(1e-4)
-        ctypes.memmove(out.data_ptr(), source, out.nbytes)
-        if of_device is not None:
-            weighted = of_device.rows.unflatten(0, of_device.weights.shape) * of_device.weights.unsqueeze(-1)
-            out += weighted.sum(1).flatten()
-
-    def wait(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-@pytest.fixture(params=[PythonSide, HostSide])
-def meet(request):
+@pytest.fixture
+def meet():
     """meet(input_bytes, output_bytes) -> a HandOff of two threads, and its counters."""
     made = []
 
@@ -76,22 +46,11 @@ def meet(request):
         place, transfers = allocate_local_buffers(input_bytes, output_bytes, pinned=False), Transfers()
         cores = CpuPool([-1, -1], 1000, place.flags)
         made.append(cores)
-        return HandOff(cores, request.param(), place, transfers), transfers
+        return HandOff(cores, HostSide(), place, transfers), transfers
 
     yield make
     for cores in made:
         cores.close()
-
-
-def test_buffers_serve_one_hand_off(meet):
-    """Its flags would tell another that calls have been made which have not."""
-    calls, _ = meet(1 << 12, 1 << 12)
-    place = HandOffBuffers(calls.pool.flags, calls.pool.flags[:0], calls.input, calls.output)
-    task = calls.pool.add_block([Stage([plain(random(ROWS, COLUMNS))])], torch.float32)
-    HandOff(calls.pool, HostSide(), place, Transfers())
-    calls(task, random(1, COLUMNS))
-    with pytest.raises(ValueError, match="have been used"):
-        HandOff(calls.pool, HostSide(), place, Transfers())
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 19])
@@ -122,34 +81,6 @@ def test_numbers_go_on_behind_32_bits(meet):
             x = torch.randn(1, COLUMNS)
             (out,) = calls(task, x)
             assert error(out, x.double() @ weight.double().T) < 1e-6
-
-
-def test_several_inputs_lie_one_behind_the_other_and_the_last_one_raises_the_flag(meet):
-    calls, _ = meet(4096, 4096)
-    inputs = [torch.randn(3), torch.arange(5), torch.randn(2, 2)]
-    seen: list[list[bytes]] = []
-
-    def submit(addresses, number):
-        assert word(calls.arrived).value == number
-        seen.append([ctypes.string_at(address, tensor.nbytes) for address, tensor in zip(addresses, inputs)])
-        assert all(address % FLAG_BYTES == addresses[0] % FLAG_BYTES for address in addresses)
-        word(calls.done).value = number
-
-    calls.run(inputs, [torch.empty(4)], submit)
-    assert seen == [[tensor.numpy().tobytes() for tensor in inputs]]
-    with pytest.raises(ValueError, match="an input of 8192 bytes"):
-        calls.run([torch.empty(2048)], [torch.empty(4)], submit)
-
-
-def test_the_device_works_between_input_and_output(meet):
-    calls, _ = meet(4096, 4096)
-
-    def meanwhile():
-        assert word(calls.arrived).value == calls.number == 1, "behind the input"
-        word(calls.done).value = calls.number  # and before the output, which nothing else lets through
-
-    calls.run([torch.randn(3)], [torch.empty(4)], lambda addresses, number: None, meanwhile)
-    assert word(calls.done).value == calls.number == 1
 
 
 def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(meet):
@@ -407,17 +338,3 @@ def test_what_all_ranks_have_done_is_there_though_one_has_ended():
 
     assert host.run(work) == [None] * RANKS
     host.close()
-
-
-def test_a_rank_that_waits_takes_no_processor_time():
-    host = Host(64, 64)
-    agreement = RankExchange(0, RANKS, host.place)
-    waiting = threading.Thread(target=lambda: pytest.raises(RunError, agreement.all_gather, 1))
-    waiting.start()
-    time.sleep(0.1)
-    before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < 0.1, "one that spins takes half a second"
-    host.close()
-    waiting.join(20)
-    assert not waiting.is_alive()

@@ -229,19 +229,3 @@ def test_a_prompt_leaves_its_slot_before_another_layer_gets_it(monkeypatch):
 def without_event(monkeypatch, of: type, name: str) -> None:
     never = SimpleNamespace(record=lambda stream: None, wait=lambda: lambda: True)
     monkeypatch.setattr(of, name, property(lambda self: never, lambda self, event: None), raising=False)
-
-
-def test_two_layers_are_asked_for_ahead(monkeypatch):
-    with played(monkeypatch, 0):
-        cache = cache_of(5)
-        pool = cache[0].pool
-        for start, end in ((0, 3), (3, 4)):
-            for layer in cache:
-                layer.device = SimpleNamespace(type="cuda")
-                if not layer.is_initialized:
-                    layer.dtype, layer.is_initialized = torch.float32, True
-                    layer.allocate(*states_of(cache.index(layer), 0, 3))
-                layer.update(*states_of(cache.index(layer), start, end))
-                if start:
-                    assert list(pool.filled) == [(layer.index + ahead) % 5 for ahead in (1, 2)]
-        assert len(pool.slots) == host.SLOTS == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -11,7 +10,6 @@ import torch
 from conftest import ROOT, without_gpus
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import draw_plots  # noqa: E402
 import run_cases  # noqa: E402
 from cases import CASES  # noqa: E402
 from common import bench_framework, graph_times  # noqa: E402
@@ -46,20 +44,6 @@ def test_a_wrong_kernel_is_told(wrong, monkeypatch, capsys):
     monkeypatch.setitem(CASES, "rms", Wrong())
     assert run_cases.main(["--case", "rms"], device="cpu", checked=[(2, 8, 64)]) == 1
     assert "error: rms: " in capsys.readouterr().err
-
-
-def test_padding_and_empty_experts_are_among_the_inputs():
-    inputs = CASES["grouped_mul_poly"].build_inputs(16, 1, 1024, torch.float32, 1e-6, "cpu")
-    ends = inputs["offsets"].tolist()
-    assert len(ends) == 48 and ends == sorted(ends) and ends[-1] == 1008 and len(set(ends)) < 48 and ends[0] == 0
-
-
-def test_sizes():
-    table = run_cases.sizes(CASES["rms"], False, None)
-    assert len(table) == 32 and (4096, 8, 8192) in table
-    assert [size[1] for size in run_cases.sizes(CASES["rms"], True, None)] == [1] * 4
-    assert run_cases.sizes(CASES["grouped_mul_poly"], False, None)[-1] == (1280, 1, 65536)
-    assert {size[0] for size in run_cases.sizes(CASES["poly"], False, [8192, 16384])} == {8192, 16384}
 
 
 SIZE, LARGE = (4096, 1, 1024), (4096, 8, 8192)
@@ -104,36 +88,6 @@ def test_columns_of_the_table(tmp_path):
     assert (float(values["Cuda p20 (us)"]), float(values["Cuda p80 (us)"])) == (7.0, 9.0)
     assert dict(zip(header, large))["Cuda (us)"] == "800.000" and dict(zip(header, large))["Cuda p20 (us)"] == ""
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_peer_that_fails_costs_its_own_cells(capsys):
-    class Broken(CPUCase):
-        def make_peers(self, inputs):
-            def liger(*args):
-                raise RuntimeError("invalid gradient\nand more")
-
-            return {"liger": liger}
-
-    def timer(call, warmup_ms, rep_ms):
-        assert call() is not None
-        return [5.0]
-
-    times = bench_framework.Times(Broken("poly"), torch.float32, 1e-6, peers=True, backward=True, timer=timer)
-    found = [
-        times.of(config, provider)
-        for config in (SIZE[:1] + (1, 2), SIZE[:1] + (1, 3))
-        for provider in ("naive", "liger")
-    ]
-    assert found[0] == found[2] == 5.0 and found[1] != found[1] and found[3] != found[3]
-    assert capsys.readouterr().err.count("note: no times of liger, poly fp32 bwd") == 1
-
-    class Wrong(Broken):
-        def make_cuda(self, inputs):
-            return self.make_peers(inputs)["liger"]
-
-    with pytest.raises(RuntimeError, match="invalid gradient"):
-        times = bench_framework.Times(Wrong("poly"), torch.float32, 1e-6, peers=False, backward=True, timer=timer)
-        times.of((8, 1, 2), "cuda")
 
 
 CHILD = """
@@ -243,57 +197,3 @@ def test_geometric_mean_and_image(tmp_path):
     assert speedups == {"Compiled": [2.0, 2.0], "Cuda": [5.0, 5.0]}, "what failed is not drawn"
     bench_framework.draw_speedups([SIZE[2], LARGE[2]], speedups, "rms", tmp_path / "image.png")
     assert (tmp_path / "image.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_plots_are_drawn_from_the_tables(tmp_path):
-    for case, direction in (("rms", "fwd"), ("add_rms", "fwd"), ("rms", "bwd")):
-        table = tmp_path / "results" / case / "bf16" / f"{case}-bf16-{direction}-perf.csv"
-        table.parent.mkdir(parents=True, exist_ok=True)
-        table.write_text(
-            "dim,batch_size,seq_len,Naive (us),Naive (GB/s),Cuda (GB/s),Liger (GB/s)\n"
-            "2048,8,8192,1,1,3900,1\n4096,8,8192,9,300,4100,\n4096,1,8192,1,1,9999,1\n"
-        )
-    assert draw_plots.largest_rates(table) == {"Naive": 300.0, "Cuda": 4100.0}
-    assert draw_plots.main([str(tmp_path / "results"), str(tmp_path / "plots")]) == 0
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"norms-bf16-fwd.png", "norms-bf16-bwd.png"}
-    assert draw_plots.main([str(tmp_path / "plots"), str(tmp_path / "none")]) == 2
-
-
-STAND_IN = """#!/bin/bash
-echo "error: $*" >&2
-echo "$CUDA_VISIBLE_DEVICES $*" >>"$CALLS"
-sleep 0.3
-[[ $* != *"--case poly --dtype fp16"* ]]
-"""
-
-
-def test_the_script_runs_each_job_once_on_a_free_gpu_and_names_what_failed(tmp_path):
-    stand_in = tmp_path / "python"
-    stand_in.write_text(STAND_IN)
-    stand_in.chmod(0o755)
-
-    def script(*arguments, **changes) -> subprocess.CompletedProcess:
-        environment = {
-            **os.environ,
-            "PYTHON": str(stand_in),
-            "CALLS": str(tmp_path / "calls"),
-            "CASES": "rms poly",
-            **changes,
-        }
-        return subprocess.run(
-            [str(ROOT / "scripts" / "measure_norms.sh"), *arguments], capture_output=True, text=True, env=environment
-        )
-
-    done = script(str(tmp_path / "results"), "4,7")
-    calls = [line.split(" benchmarks/run_cases.py ") for line in (tmp_path / "calls").read_text().splitlines()]
-    jobs = [job.split(" --peers")[0] for _, job in calls]
-    assert {gpu for gpu, _ in calls} == {"4", "7"} and len(jobs) == len(set(jobs)) == 2 * 3
-    kinds = ("fp32", "bf16", "fp16")
-    assert set(jobs) == {f"--case {case} --dtype {kind}" for case in ("rms", "poly") for kind in kinds}
-    assert done.returncode == 1 and done.stderr == "error: failed: poly-fp16\n"
-    assert (
-        "poly-fp16 failed with exit code 1" in done.stdout
-        and "error: benchmarks/run_cases.py --case poly" in done.stdout
-    )
-    late = script(str(tmp_path / "late"), "0", LIMIT_S="0")
-    assert late.returncode == 0 and late.stderr.count("--case") == 6 and "all results" not in late.stdout

@@ -135,25 +135,6 @@ def test_a_cpu_dequantizes_row_by_row_what_deepspeed_does_at_once(bits, monkeypa
     assert F.linear is plain_linear and F.embedding is plain_embedding
 
 
-@pytest.mark.parametrize("rows", [[3], [0, 5, 5]])
-def test_a_few_rows_are_dequantized_as_at_least_32_groups(rows, monkeypatch):
-    """DeepSpeed's CUDA kernel takes no fewer: opt-125m has 24 in a row, with 768 columns."""
-    weight = torch.nn.Parameter(torch.randn(7, 768).bfloat16(), requires_grad=False)
-    quantization.quantize_parameter(weight, quantization_settings(RunConfig(quant_bits=4, quant_group_size=32)))
-    packed, scale, minimum = weight.deconcat(weight)
-    dequantize = weight.dequantizer.dequantize
-    expected, given = dequantize(packed.view(torch.uint8), scale, minimum), []
-    monkeypatch.setattr(
-        weight.dequantizer, "dequantize", lambda *args: given.append(args[1].numel()) or dequantize(*args)
-    )
-    functionals = quantization.patch_functionals()
-    try:
-        found = F.embedding(torch.tensor([rows]), weight)
-    finally:
-        functionals.close()
-    assert torch.equal(found, expected[rows][None]) and given == [max(48, 24 * len(rows))]
-
-
 def test_quantized_weights_on_disk_give_the_logits_of_those_in_host_memory(tmp_path):
     """Of opt-125m, whose small matrices DeepSpeed does not write to the disk when they have 8 bits."""
     config = RunConfig(model="opt-125m", dummy=True, dtype="float32", quant_bits=8).validate()

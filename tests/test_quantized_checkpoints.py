@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 
 import pytest
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
-from zero_inference.errors import RunError
 from zero_inference.measure.session import output_ids_sha256
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.sizes import parameter_bytes
@@ -213,25 +211,6 @@ def test_a_tied_head_stored_in_fp8_stays_tied(tmp_path, pair):
     assert torch.equal(model.lm_head.weight.cpu(), true["lm_head.weight"])
 
 
-def test_torch_files_and_stacked_experts_are_dequantized_alike(tmp_path, pair):
-    (tmp_path / "model").mkdir()
-    fp8, plain, _ = pair("deepseek_v3")
-    tensors = {key: value for shard in fp8.glob("*.safetensors") for key, value in load_file(shard).items()}
-    experts = "model.layers.1.mlp.experts."
-    tensors = {key: value for key, value in tensors.items() if not re.search(r"experts\.\d+\.(gate|up)_proj", key)}
-    true = load_file(plain / "model-1.safetensors")
-    blocks = [
-        in_blocks(torch.cat([true[f"{experts}{number}.{part}_proj.weight"] for part in ("gate", "up")]))
-        for number in range(4)
-    ]
-    stacked = [torch.stack([block[i] for block in blocks]) for i in range(3)]
-    tensors |= {experts + "gate_up_proj": stacked[0], experts + "gate_up_proj_scale_inv": stacked[1]}
-    torch.save(tensors, tmp_path / "model" / "pytorch_model.bin")
-    shutil.copy(fp8 / "config.json", tmp_path / "model")
-    model, _ = load(tmp_path / "model", "float32")
-    assert torch.equal(model.get_parameter(experts + "gate_up_proj").cpu(), stacked[2])
-
-
 PROJ = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -278,27 +257,3 @@ def test_other_forms_are_refused_before_anything_is_read(said, words, broken):
 
     message = broken(edit, code=2)
     assert all(word in message for word in [*words, "bfloat16", "--quant-bits"]), message
-
-
-def test_masks_that_older_versions_stored_in_each_layer_are_allowed_and_other_keys_are_not(tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "gptj", n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=32, vocab_size=VOCAB
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    mask = torch.ones(1, 1, 32, 32, dtype=torch.uint8)
-    old = {
-        "transformer.h.0.attn.bias": mask,
-        "transformer.h.0.attn.masked_bias": torch.tensor(-1e9),
-        "h.1.attn.bias": mask.clone(),
-        "transformer.h.2.attn.q_proj.weight": torch.ones(32, 32),
-    }
-    tensors = {key: value.clone() for key, value in model.state_dict().items()} | old
-    write(tmp_path / "gptj", tensors, config.to_dict())
-    found, _ = load(tmp_path / "gptj", "float32")
-    assert torch.equal(found.transformer.h[1].attn.q_proj.weight.cpu(), model.transformer.h[1].attn.q_proj.weight)
-    for key in ("transformer.h.1.attn.q_proj.weight_scale", "h.1.attn.q_proj.SCB"):
-        write(tmp_path / key, tensors | {key: torch.ones(32)}, config.to_dict())
-        with pytest.raises(RunError, match=f"{key} is part of a decoder layer"):
-            load(tmp_path / key, "float32")

@@ -159,13 +159,6 @@ def test_each_row_meets_its_weight(bits, group_size, dtype, monkeypatch):
     case.check(expert_linear(case.x, case.plain, case.slot))
 
 
-def test_no_rows_and_rows_without_a_weight():
-    for slots in ([], [-1, -1]):
-        case = Case(slots, 2, 5, 64, 4, 32, torch.bfloat16)
-        case.check(quantized_expert_linear(*case.arguments))
-        case.check(expert_linear(case.x, case.plain, case.slot))
-
-
 def test_what_does_not_fit_is_a_value_error():
     case = Case([1, 0], 2, 6, 64, 8, 32, torch.float16)
     names = ("x", "codes", "scale", "minimum", "bits", "group_size", "rows", "slot")

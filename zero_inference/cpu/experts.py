@@ -127,26 +127,17 @@ def _form(matrix: Matrix) -> tuple[int, ...]:
 
 
 class WeightedRows(NamedTuple):
-    """Outputs of a token's experts before they are weighted and summed.
+    """Outputs of a token's experts before they are weighted and summed, contiguous."""
 
-    Attributes:
-        weights: [tokens, k]; contiguous.
-        rows: [tokens * k, width], zeros for an expert that is not among these; contiguous.
-        more: outputs of other experts, same shape; or None.
-    """
-
-    weights: Tensor
-    rows: Tensor
-    more: Tensor | None = None
-
-    @property
-    def has_kernel(self) -> bool:
-        """Return whether the kernel of csrc/hand_off computes the sum."""
-        return self.rows.is_cuda and {self.rows.dtype, self.weights.dtype} <= DTYPES.keys() and load_extension()
+    weights: Tensor  # [tokens, k]
+    rows: Tensor  # [tokens * k, width], zeros for an expert that is not among these
+    more: Tensor | None = None  # outputs of other experts, same shape
 
     def total(self) -> Tensor:
         """Return the weighted sum of each token [tokens, width], accumulated in float32 in the order of routing."""
-        return torch.ops.zero_inference.weighted_rows(*self) if self.has_kernel else self._by_pytorch()
+        if self.rows.is_cuda and {self.rows.dtype, self.weights.dtype} <= DTYPES.keys() and load_extension():
+            return torch.ops.zero_inference.weighted_rows(*self)
+        return self._by_pytorch()
 
     def added_to(self, out: Tensor) -> Tensor:
         """Return `out` [tokens, width] plus the weighted sum of each token, rounded once to out's dtype; without a kernel."""

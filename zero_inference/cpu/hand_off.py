@@ -33,17 +33,11 @@ DeviceWork = Callable[[], WeightedRows | None]  # queues work on the device; ret
 
 @dataclass(frozen=True)
 class HandOffBuffers:
-    """Host memory of a hand-off.
+    """Host memory of a hand-off, uint8."""
 
-    Attributes:
-        flags: uint8 [`flag_bytes(ranks)`], zeros.
-        words: uint8 [ranks x 2 x 64], zeros; for a `RankExchange`.
-        input, output: uint8, inputs and outputs of a call, of all ranks together.
-    """
-
-    flags: Tensor
-    words: Tensor
-    input: Tensor
+    flags: Tensor  # [`flag_bytes(ranks)`], zeros
+    words: Tensor  # [ranks x 2 x 64], zeros; for a `RankExchange`
+    input: Tensor  # of a call, of all ranks together
     output: Tensor
 
 
@@ -107,15 +101,10 @@ def await_flag(flag: int, number: int, stop: int) -> None:
 
 @dataclass
 class CapturedCalls:
-    """Calls of a CUDA graph.
+    """Calls of a CUDA graph."""
 
-    Attributes:
-        submits: functions that submit each call to the pool, given its number.
-        counted: bytes of all calls.
-    """
-
-    submits: list[Callable[[int], None]] = field(default_factory=list)
-    counted: Transfers = field(default_factory=Transfers)
+    submits: list[Callable[[int], None]] = field(default_factory=list)  # submit a call to the pool, given its number
+    counted: Transfers = field(default_factory=Transfers)  # by all calls
 
 
 class DirectCalls:
@@ -232,11 +221,7 @@ class HandOff:
     ) -> list[Tensor]:
         """Queue a call and return the task's outputs [rows, width] for `x` [rows, columns], valid in stream order.
 
-        Args:
-            device_work: queues what the device computes while the CPU multiplies; only with a routing, and one output.
-
-        Raises:
-            ValueError: a routing for more rows than the buffers hold.
+        `device_work` is for a task with one output. Raises ValueError for a routing of more rows than the buffers hold.
         """
         row_bytes = x.element_size() * self.pool.ranks
         most = min(
@@ -272,10 +257,8 @@ class HandOff:
     ) -> None:
         """Queue a call that takes `inputs` to host memory and its outputs to `outs`.
 
-        Args:
-            submit: submits the call to the pool, given the addresses of the inputs in host memory and the call's number; its outputs go
-                to `output`, one after the other, each of all ranks.
-            device_work: queues work between input and output, and returns what is added to an output.
+        `submit` submits it to the pool, given the addresses of the inputs in host memory and the call's number; its outputs go to
+        `output`, one after the other, each of all ranks.
         """
         addresses = self._push(inputs)
         if self.captured is None:

@@ -150,17 +150,11 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight in host memory.
-
-    Attributes:
-        matrix: its address and format.
-        bias: on the CPU, [rows], in the model's dtype; or None.
-        nbytes: bytes that a product reads.
-    """
+    """A weight in host memory."""
 
     matrix: Matrix
-    bias: Tensor | None
-    nbytes: int
+    bias: Tensor | None  # [rows], in the model's dtype
+    nbytes: int  # that a product reads
 
 
 @dataclass(frozen=True)
@@ -174,18 +168,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Task:
-    """A block that the pool can compute.
-
-    Attributes:
-        columns: width of an input row.
-        widths: width of each output.
-        nbytes: bytes of weights that a call reads; 0 where routing decides, which `CpuPool.chosen_bytes` counts.
-    """
+    """A block that the pool can compute."""
 
     number: int
-    columns: int
-    widths: tuple[int, ...]
-    nbytes: int
+    columns: int  # of the input
+    widths: tuple[int, ...]  # of each output
+    nbytes: int  # that a call reads; 0 where routing decides, which `CpuPool.chosen_bytes` counts
 
 
 class CpuPool:
@@ -198,18 +186,11 @@ class CpuPool:
         instructions: one of `INSTRUCTIONS`, or "auto" for the best supported.
         ranks: ranks whose rows one stream-ordered call multiplies, stored one rank after the other.
 
-    Raises:
-        RuntimeError: the library is not available.
-        RunError: the system allows fewer threads.
+    Raises RuntimeError without the library, RunError if the system allows fewer threads.
     """
 
     def __init__(
-        self,
-        cpus: Sequence[int],
-        spin_us: int,
-        flags: Tensor | None = None,
-        instructions: str = "auto",
-        ranks: int = 1,
+        self, cpus: Sequence[int], spin_us: int, flags: Tensor | None = None, instructions: str = "auto", ranks: int = 1
     ):
         self.library = require_library()
         self.threads = len(cpus)
@@ -259,12 +240,8 @@ class CpuPool:
             raise _no_memory(x.shape[0])
 
     def submit(self, task: Task, rows: int, source: int, target: int, number: int, extra: tuple[int, ...] = ()) -> None:
-        """Queue a call that starts when the flag `ARRIVED` of each rank reaches `number`.
-
-        Args:
-            rows: of one rank.
-            source, target, extra: addresses in host memory.
-        """
+        """Queue a call, of `rows` rows per rank, that starts when the flag `ARRIVED` of each rank reaches `number`; other arguments are
+        addresses in host memory."""
         call = Call(task.number, rows * self.ranks, source, target, extra)
         self.library.zero_inference_cpu_pool_submit(self.handle, ctypes.byref(call), number)
 

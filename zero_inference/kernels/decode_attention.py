@@ -57,13 +57,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return the result of `original`, transformers' function for "sdpa", up to the order of summation.
 
-    Args:
-        query: [batch, heads, queries, head_dim].
-        key, value: [batch, key heads, positions, head_dim].
-        attention_mask: bool (True is visible) or float (added to scores), [batch, 1 or heads, queries, positions].
-
-    Returns:
-        [batch, queries, heads, head_dim of the values], and None for the scores.
+    query [batch, heads, queries, head_dim], key and value [batch, key heads, positions, head_dim] -> [batch, queries, heads, head_dim].
+    attention_mask: bool (True is visible) or float (added to scores), [batch, 1 or heads, queries, positions].
     """
     batch, heads, queries, width = query.shape
     if dropout or any(more.get(name) is not None for name in UNSUPPORTED_ARGUMENTS):

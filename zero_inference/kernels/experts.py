@@ -31,20 +31,13 @@ PLAIN, ACTIVATED, GATE_FIRST, UP_FIRST, INTERLEAVED = range(5)
 
 
 class Epilogue(NamedTuple):
-    """Activation that is fused into the first product: f(product), or f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset).
+    """Activation that is fused into the first product: f(product), or f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)."""
 
-    Attributes:
-        form: `ACTIVATED` to `INTERLEAVED`.
-        activation: number of f in csrc/quantization/product.cu.
-        limit: 0 for none.
-        reference: the same with PyTorch, of float32 [pairs, rows].
-    """
-
-    form: int
-    activation: int
-    limit: float
+    form: int  # `ACTIVATED` to `INTERLEAVED`
+    activation: int  # number of f in csrc/quantization/product.cu
+    limit: float  # 0 for none
     up_offset: float
-    reference: Callable[[Tensor], Tensor]
+    reference: Callable[[Tensor], Tensor]  # the same with PyTorch, of float32 [pairs, rows]
 
 
 @torch.no_grad()
@@ -62,9 +55,6 @@ def expert_linear(
 
     Returns:
         [pairs, rows] in x's dtype ([pairs, rows / 2] for gate and up); zeros for negative slots.
-
-    Raises:
-        ValueError: shapes or dtypes do not match.
     """
     _check(x, slot, weight.shape[0], weight.shape[-1])
     if weight.dim() != 3 or weight.dtype != x.dtype:

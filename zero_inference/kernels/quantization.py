@@ -31,12 +31,9 @@ CUDA_CHUNK_NUMEL = 1 << 22  # enough to hide kernel launches
 
 @dataclass(frozen=True)
 class GroupQuantization:
-    """Scheme of asymmetric quantization in groups.
+    """Scheme of asymmetric quantization in groups, with 8 or 4 bits.
 
-    Attributes:
-        bits: 8 or 4.
-        group_size: elements that share a scale and a minimum; even for 4 bits.
-        dtype: dtype of the weights to quantize, None for any. The model's own dtype skips weights that its family keeps in float32.
+    dtype: dtype of the weights to quantize, None for any. The model's own dtype skips weights that its family keeps in float32.
     """
 
     bits: int
@@ -256,11 +253,8 @@ def check_packed(
     device: torch.device,
     weights: int | None = None,
 ) -> None:
-    """Raise ValueError unless codes, scale and minimum are those of a weight [rows, columns] in `dtype`, contiguous, on `device`.
-
-    Args:
-        weights: number of such weights, each a row of the tensors; None: one weight, in tensors of any shape.
-    """
+    """Raise ValueError unless codes, scale and minimum are those of a weight [rows, columns] in `dtype`, contiguous, on `device`; or of
+    several `weights`, each a row of the tensors."""
     _check_scheme(bits, group_size)
     if columns % group_size:
         raise ValueError(f"rows of a weight must be whole groups of {group_size}, not {columns} elements")

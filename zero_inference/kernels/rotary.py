@@ -24,15 +24,10 @@ TRIAL = {"batch": 2, "heads": 4, "key_heads": 2, "tokens": 3, "head_dim": 64}
 
 
 class Form(NamedTuple):
-    """Form of a model's rotation by cos and sin [batch, tokens, width].
+    """Form of a model's rotation by cos and sin [batch, tokens, width]."""
 
-    Attributes:
-        times: the first `times * width` elements of a head are rotated.
-        in_order: results are contiguous in the order of dimensions, as after torch.cat; otherwise they have the strides of q and k.
-    """
-
-    times: int
-    in_order: bool
+    times: int  # the first `times * width` elements of a head are rotated
+    in_order: bool  # results are contiguous, as after torch.cat; otherwise they have the strides of q and k
 
 
 LIBRARY = operator_library(__name__)
@@ -68,11 +63,7 @@ def rotary_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
 
 class _Rotary(SharedPatch):
-    """Calls the kernel, or the original function if the kernel does not support a call.
-
-    Attributes:
-        forms: result of `supported_forms`, by device and dtype.
-    """
+    """Calls the kernel, or the original function if the kernel does not support a call; `forms` are those of `supported_forms`."""
 
     def __init__(self, before: Callable):
         functools.update_wrapper(self, before)

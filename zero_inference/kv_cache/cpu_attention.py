@@ -94,11 +94,7 @@ class CpuAttentionCache(PreallocatedCache):
         super().reset()
 
     def mask_on_host(self, mask: Tensor | None, positions: int) -> tuple[int, Tensor | None]:
-        """Return (window, None) if a window expresses `mask`, else (0, the mask on the host [batch or 1, heads or 1, new, positions]).
-
-        Args:
-            mask: bool (True is visible) or float (added to logits); None: everything is visible.
-        """
+        """Return (window, None) if a window expresses `mask`, else (0, the mask on the host [batch or 1, heads or 1, new, positions])."""
         if mask is None:
             return 0, None
         for cached, window, host_mask in self.masks:
@@ -251,15 +247,9 @@ class CpuAttention:
         self.tasks: dict[CpuAttentionLayer, int] = {}  # numbers of `add_attention`
 
     def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int, mask: Tensor | None) -> Tensor:
-        """Store the layer's `new_states` as the last of its `length` positions, and attend.
+        """Store the layer's `new_states` as the last of its `length` positions, and attend with window and mask as of `attention`.
 
-        Args:
-            query: [batch, heads, new, key_dim], where the model computes.
-            window: how many of the last positions a token sees, its own included; 0: all.
-            mask: on the CPU, for `attention`; None: a token sees the window up to its own position.
-
-        Returns:
-            [batch, new, heads, value_dim], on the device of the queries.
+        query [batch, heads, new, key_dim], where the model computes -> [batch, new, heads, value_dim] there.
         """
         batch, heads, new, _ = query.shape
         keys, values = layer.stored

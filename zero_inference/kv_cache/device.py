@@ -50,9 +50,9 @@ def why_not_offloaded(model: torch.nn.Module) -> str | None:
 
 def refuse_kv_offload(model: torch.nn.Module, window_only_in_cache: bool = False) -> None:
     """Raise UsageError where keys and values of `model` cannot be offloaded; `window_only_in_cache` as of attention_patch."""
-    reason = why_not_offloaded(model) or (
-        window_only_in_cache and "has a sliding window that may be in transformers' cache alone"
-    )
+    reason = why_not_offloaded(model)
+    if reason is None and window_only_in_cache:
+        reason = "has a sliding window that may be in transformers' cache alone"
     if reason:
         raise _refusal(model.config, reason)
 

@@ -61,13 +61,12 @@ class HostKVCache(PreallocatedCache):
 
 
 class _HostLayer(PreallocatedLayer):
-    """Keys and values of one layer in host memory.
+    """Keys and values of one layer in host memory; `stored` are views of `rows`.
 
     Attributes:
         rows: [positions, elements], all keys of a position and then all values.
         index: among the layers with keys and values, in the order of their first tokens.
         sizes: batch, heads, head_dim of keys and of values.
-        stored: [batch, heads, positions, head_dim] each, views of `rows`.
     """
 
     def __init__(self, pool: _DeviceSlots, max_length: int):
