@@ -58,91 +58,33 @@ sys.exit(main())
 """
 # Files that take longest, first: workers take whole files, and a long one at the end would leave the others idle. The very first compiles
 # DeepSpeed's modules, which takes minutes; those that would only wait for it come later.
-LONGEST = (
-    "test_tokens.py",
-    "test_families.py",
-    "test_stream.py",
-    "test_stream_ranks.py",
-    "test_hub.py",
-    "test_architectures.py",
-    "test_quality.py",
-    "test_mixed_dtypes.py",
-    "test_quantized_checkpoints.py",
-    "test_csrc_compiles.py",
-    "test_timing.py",
-    "test_memory_predictions.py",
-    "test_search.py",
-    "test_faults.py",
-    "test_link.py",
-    "test_workspace.py",
-    "test_run.py",
-    "test_errors.py",
-    "test_api.py",
-    "test_sweep.py",
-    "test_examples.py",
-    "test_plan.py",
-    "test_norms_patch.py",
-    "test_html_report.py",
-    "test_humaneval.py",
-    "test_smollm2.py",
-    "test_quantization.py",
-    "test_run_log.py",
-    "test_micro.py",
+LONGEST = tuple(
+    f"test_{name}.py"
+    for name in (
+        "tokens families stream stream_ranks hub architectures quality mixed_dtypes quantized_checkpoints csrc_compiles timing "
+        "memory_predictions search faults link workspace run errors api sweep examples plan norms_patch html_report humaneval smollm2 "
+        "quantization run_log micro"
+    ).split()
 )
+SIZES = dict(
+    hidden_size=64,
+    intermediate_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+)
+PLAIN = {
+    name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+}
 FAMILIES = {
-    "opt": dict(
-        model_type="opt",
-        hidden_size=64,
-        ffn_dim=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        word_embed_proj_dim=64,
-        max_position_embeddings=128,
-        do_layer_norm_before=True,
-    ),
+    "opt": dict(PLAIN, model_type="opt", ffn_dim=256, word_embed_proj_dim=64, do_layer_norm_before=True),
     "bloom": dict(model_type="bloom", hidden_size=64, n_layer=3, n_head=4),
-    "llama": dict(
-        model_type="llama",
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    ),
-    "mixtral": dict(
-        model_type="mixtral",
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    ),
-    "qwen3": dict(
-        model_type="qwen3",
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    ),
-    "gpt_neox": dict(
-        model_type="gpt_neox",
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    ),
+    "llama": dict(SIZES, model_type="llama", num_attention_heads=8),
+    "mixtral": dict(SIZES, model_type="mixtral", intermediate_size=128, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3": dict(SIZES, model_type="qwen3", head_dim=32),
+    "gpt_neox": dict(PLAIN, model_type="gpt_neox", intermediate_size=256, tie_word_embeddings=False),
 }
 
 
@@ -385,26 +327,6 @@ def run_model(tmp_path, fork_server):
         if server is None:
             server = fork_server(LIBRARIES if env else PROGRAM)
         port = free_port()
-        launch = {
-            "python": [],
-            "by hand": [],
-            "deepspeed": [
-                str(PROGRAMS / "deepspeed"),
-                "--num_accelerators",
-                str(ranks),
-                "--master_port",
-                port,
-            ],
-            "torchrun": [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node",
-                str(ranks),
-                "--master-port",
-                port,
-            ],
-        }[launcher]
         command = [program, *options, "--log-dir", log_dir]
         environment = without_gpus() if (too_few_gpus(ranks) if on_cpu is None else on_cpu) else {**os.environ}
         environment |= {"PATH": str(PROGRAMS) + os.pathsep + os.environ["PATH"]} | (env or {})
@@ -412,7 +334,10 @@ def run_model(tmp_path, fork_server):
         with tempfile.TemporaryDirectory(dir=tmp_path) as kept:
             out, err = Path(kept, "out"), Path(kept, "err")
             started = start_all(
-                lambda own: start_python(server, command, tmp_path, out, err, environment | own, launch), each
+                lambda own: start_python(
+                    server, command, tmp_path, out, err, environment | own, launch_words(launcher, ranks, port)
+                ),
+                each,
             )
             codes = wait_for_all(started, timeout)
             stdout, stderr = (path.read_text(errors="replace") for path in (out, err))
@@ -425,6 +350,16 @@ def run_model(tmp_path, fork_server):
 def records_in(log_dir: Path) -> dict[Path, list[str]]:
     """The lines of each file of records, as they are."""
     return {file: file.read_text().splitlines() for file in sorted(log_dir.glob("*.jsonl"))}
+
+
+def launch_words(launcher: str, ranks: int, port: str) -> list[str]:
+    """Return what stands before the program where deepspeed or torchrun starts it; nothing for other launchers."""
+    if launcher == "deepspeed":
+        return [str(PROGRAMS / "deepspeed"), "--num_accelerators", str(ranks), "--master_port", port]
+    if launcher == "torchrun":
+        words = "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port
+        return [sys.executable, *words]
+    return []
 
 
 def start_python(

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, free_port, too_few_gpus, without_gpus
+from conftest import ROOT, free_port, launch_words, too_few_gpus, without_gpus
 
 from zero_inference.cli import main
 from zero_inference.engines import accelerate
@@ -359,9 +359,7 @@ def test_a_failure_of_one_rank_alone_leaves_one_record(checkpoints, tmp_path):
     )
     done = subprocess.run(
         [
-            sys.executable,
-            *"-m torch.distributed.run --nproc-per-node 2 --master-port".split(),
-            free_port(),
+            *launch_words("torchrun", 2, free_port()),
             str(program),
             *SHORT,
             "--model",

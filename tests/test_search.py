@@ -118,7 +118,7 @@ def test_options_are_written_as_they_are_read(options):
 
 def test_nothing_is_loaded_and_a_large_model_takes_seconds(monkeypatch, plan_json):
     monkeypatch.setattr("zero_inference.models.weights.load_weights", lambda *_: pytest.fail("weights were loaded"))
-    answer = plan_json("llama-3.1-405b --engine stream deepspeed", "--assume", LINE)
+    answer = plan_json("llama-3.1-405b --engine stream deepspeed --batch-size 1", "--assume", LINE)
     (first, *_) = answer["configurations"]
     assert first["engine"] == "stream" and first["quant_bits"] == 4 and first["place"] == 1
     assert "--engine stream" in first["command"] and first["front"] is True
@@ -257,7 +257,7 @@ def started(monkeypatch, ranks: int) -> None:
 def test_several_gpus_are_planned_as_a_launcher_plans_them(monkeypatch, capfd, plan_json):
     """The same figures as of `--dry-run` in two ranks, for every engine that runs in two."""
     line = f"{LINE.replace('1x24GiB', '3x24GiB')},disk=3GB/s"
-    options = "llama-2-13b --batch-size 2 6 --quant-bits 16 4 --kv-offload off --assume"
+    options = "llama-2-13b --batch-size 2 6 --quant-bits 4 --kv-offload off --assume"
     rows = plan_json(options, line)["configurations"]
     assert {(each["gpus"], each["batch_size"]) for each in rows} == {(1, 2), (1, 6), (2, 2), (2, 6), (3, 6)}
     of_two = [each for each in rows if (each["gpus"], each["batch_size"]) == (2, 6)]
