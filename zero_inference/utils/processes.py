@@ -59,14 +59,8 @@ def isolated_ranks(name: str, ranks: int, *arguments: str) -> list[str]:
 def process_group(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
     """Run `command` in a session of its own, of which nothing is left at the end of the block, nor after SIGKILL of this process.
 
-    A process between, `lead`, sees by the end of a pipe that this one has ended, and ends the session: a rank left behind would
-    keep its memory. (PR_SET_PDEATHSIG reaches the first process alone, and deepspeed's launcher does not stop its ranks.)
-
-    Args:
-        options: arguments of subprocess.Popen, except stdin.
-
-    Yields:
-        a process that ends as `command` does, once all of the session has ended.
+    Yields a process, `lead`, that ends as `command` does, once all of the session has ended. It sees by the end of a pipe that this one
+    has ended. (PR_SET_PDEATHSIG reaches the first process alone.) `options` are of subprocess.Popen, except stdin.
     """
     leader = None
     try:
