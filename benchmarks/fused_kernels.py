@@ -37,7 +37,7 @@ def main() -> None:
 
     from zero_inference.kernels.extension import load_extension, why_unavailable
     from zero_inference.kernels.rotary import Form, rotate
-    from zero_inference.models.experts import choose_experts_reference
+    from zero_inference.models.mlp import choose_experts_reference
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}")

@@ -200,7 +200,7 @@ class Experts:
         import torch
 
         from zero_inference.engines.stream.products import epilogue_of
-        from zero_inference.models.experts import FusedExperts
+        from zero_inference.models.mlp import FusedExperts
 
         self.bits, self.group_size = bits, group_size
         self.form = FusedExperts("first", "last", "silu", SLOTS, True)

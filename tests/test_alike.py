@@ -105,25 +105,6 @@ def test_blocks_of_alike_layers_are_those_found_in_each(name, divided, monkeypat
     assert {block.layer for block in found[0]} == set(range(LAYERS))
 
 
-@pytest.mark.parametrize(
-    "name, sizes",
-    [
-        ("llama", [12]),
-        ("gemma2", [6, 6]),
-        ("gemma3", [10, 2]),
-        ("llama4", [9, 3]),
-        ("qwen3_next", [9, 3]),
-        ("some-layers-dense", [2, 10]),
-        ("dense-layers-between", [3, 9]),
-        ("layers-of-two-widths", [1, 9, 2]),
-    ],
-)
-def test_layers_of_each_kind(name, sizes):
-    kinds = layer_kinds(small_one(name)[0])
-    assert [len(positions) for positions in kinds.positions] == sizes
-    assert sorted(sum(kinds.positions, ())) == list(range(LAYERS))
-
-
 @pytest.mark.parametrize("name, runs", [("llama-3.1-405b", 3), ("mixtral-8x7b-v0.1", 3), ("deepseek-v3", 3 + 3)])
 def test_of_a_large_model_three_layers_of_a_kind_run(name, runs, monkeypatch):
     model, spec = preset(name)
@@ -138,20 +119,15 @@ def test_of_a_large_model_three_layers_of_a_kind_run(name, runs, monkeypatch):
     assert None not in counted(model, spec) and len(calls) == 3 * runs
 
 
-def share_a_module(layers: nn.ModuleList) -> None:
-    for layer in layers:
-        layer.mlp = layers[0].mlp
-
-
-def share_a_parameter(layers: nn.ModuleList) -> None:
-    layers[7].mlp.up_proj.weight = layers[3].mlp.up_proj.weight
-
-
-def have_other_code(layers: nn.ModuleList) -> None:
-    layers[3].mlp.act_fn = type("FromACheckpoint", (nn.SiLU,), {})()
-
-
-@pytest.mark.parametrize("change", [share_a_module, share_a_parameter, have_other_code])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layers: setattr(layers[1], "mlp", layers[0].mlp),
+        lambda layers: setattr(layers[7].mlp.up_proj, "weight", layers[3].mlp.up_proj.weight),
+        lambda layers: setattr(layers[3].mlp, "act_fn", type("FromACheckpoint", (nn.SiLU,), {})()),
+    ],
+    ids=["module", "parameter", "code"],
+)
 def test_layers_that_cannot_be_told_apart_all_run(change, all_layers):
     model, spec = small_one("llama")
     change(decoder_layers(model)[1])
@@ -175,41 +151,27 @@ def test_a_layer_that_differs_is_of_its_own_kind(change):
     assert layer_kinds(model).positions == ((*range(5), *range(6, LAYERS)), (5,))
 
 
-def test_an_entry_of_the_configuration_makes_kinds():
-    model, _ = small_one("llama")
-    model.config.something = ["a", "b", "b", *"aaaaaaaaa"]
-    assert layer_kinds(model).positions == ((0, *range(3, LAYERS)), (1, 2))
+def do_something_else(layer, out, cache) -> torch.Tensor:
+    return out.sin() if layer.self_attn.layer_idx % 2 else out
 
 
-def test_layers_of_a_kind_that_do_different_things_all_run(all_layers, monkeypatch):
-    """By code that is no attribute: every second layer has one operator more."""
+def keep_something(layer, out, cache) -> torch.Tensor:
+    cache.__dict__.setdefault("kept", []).append(out.exp())  # until the pass has ended
+    return out
+
+
+@pytest.mark.parametrize("change", [do_something_else, keep_something])
+def test_layers_of_a_kind_that_do_different_things_all_run(change, all_layers, monkeypatch):
+    """By code that is no attribute: every second layer has one operator more, or each keeps a tensor in the cache."""
     model, spec = small_one("llama")
     plain = counted(model, spec)
     layer = type(decoder_layers(model)[1][0])
     forward = layer.forward
-
-    def changed(self, *args, **kwargs):
-        out = forward(self, *args, **kwargs)
-        return out.sin() if self.self_attn.layer_idx % 2 else out
-
+    changed = lambda self, *args, **kwargs: change(self, forward(self, *args, **kwargs), kwargs["past_key_values"])  # noqa: E731
     monkeypatch.setattr(layer, "forward", changed)
     found = counted(model, spec)
     assert found == all_layers(model, spec)
-    assert found[0].launches == plain[0].launches + LAYERS // 2
-
-
-def test_layers_that_keep_something_all_run(all_layers, monkeypatch):
-    """As in a cache of their own: it stays until the pass has ended."""
-    model, spec = small_one("llama")
-    plain = counted(model, spec)
-    layer = type(decoder_layers(model)[1][0])
-    forward = layer.forward
-
-    def keeping(self, *args, **kwargs):
-        out = forward(self, *args, **kwargs)
-        kwargs["past_key_values"].__dict__.setdefault("kept", []).append(out.exp())
-        return out
-
-    monkeypatch.setattr(layer, "forward", keeping)
-    found = counted(model, spec)
-    assert found == all_layers(model, spec) and found[1].peak_bytes > plain[1].peak_bytes
+    if change is keep_something:
+        assert found[1].peak_bytes > plain[1].peak_bytes
+    else:
+        assert found[0].launches == plain[0].launches + LAYERS // 2

@@ -72,19 +72,14 @@ def as_bin(folder: Path, state, **options) -> None:
     "text",
     [
         b"{}",
-        b"[1]",
-        b'{"weight_map": "x"}',
         b'{"weight_map": {"a": ["x"]}}',
-        b'{"weight_map": {"a": 3}}',
         b'{"weight_map": {}}',
-        b"{",
         b"[" * 100_000,
         b"\xff\xfe\x80",
         b'{"weight_map": {"a": "%s"}}' % (b"x" * 5000),
         b'{"weight_map": {"a": "../model/x"}}',
-        b'{"weight_map": {"a": "/x"}}',
     ],
-    ids=["empty", "list", "text", "lists", "numbers", "none", "cut", "deep", "bytes", "long", "up", "absolute"],
+    ids=["empty", "lists", "none", "deep", "bytes", "long", "up"],
 )
 def test_a_damaged_index_is_called_one(run, folder, text):
     (folder / INDEX).write_bytes(text)
@@ -92,24 +87,16 @@ def test_a_damaged_index_is_called_one(run, folder, text):
     assert code == 1 and f"{INDEX}: " in error and "fetch it again" in error
 
 
-def test_of_two_tensors_of_one_name_the_indexed_one_is_read(run, folder, expected):
+@pytest.mark.parametrize("is_in_index", [True, False])
+def test_of_two_tensors_of_one_name_the_indexed_one_is_read(run, folder, expected, is_in_index):
     key = "model.layers.0.mlp.up_proj.weight"
     index = json.loads((folder / INDEX).read_text())
-    other = max(name for name in index["weight_map"].values() if name != index["weight_map"][key])
-    tensors = load_file(folder / other)
-    save_file(tensors | {key: torch.randn(192, 64)}, folder / other)
-    assert run()[::2] == (0, expected)
-
-
-def test_and_without_a_place_in_the_index_neither_is(run, folder):
-    key = "model.layers.0.mlp.up_proj.weight"
-    index = json.loads((folder / INDEX).read_text())
-    shard = index["weight_map"].pop(key)
+    shard = index["weight_map"][key] if is_in_index else index["weight_map"].pop(key)
     other = max(name for name in index["weight_map"].values() if name != shard)
     (folder / INDEX).write_text(json.dumps(index))
     save_file(load_file(folder / other) | {key: torch.randn(192, 64)}, folder / other)
-    code, error, _ = run()
-    assert code == 1 and f"{key} is in " in error
+    code, error, found = run()
+    assert (code, found) == (0, expected) if is_in_index else code == 1 and f"{key} is in " in error
 
 
 def test_one_file_comes_before_an_index_that_was_left_behind(run, folder, expected):
@@ -140,14 +127,10 @@ def test_whole_numbers_are_no_weights(run, folder, key):
     "error, word",
     [
         (MemoryError(), "out of memory at 1 x ("),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"),
-            "out of memory",
-        ),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
         (PermissionError(errno.EACCES, "Permission denied"), "cannot be read (Permission denied)"),
     ],
-    ids=["python", "torch", "system", "permission"],
+    ids=["python", "torch", "permission"],
 )
 def test_what_is_no_damage_is_not_called_so(run, monkeypatch, error, word):
     def fail(*_, **__):
@@ -162,11 +145,9 @@ def test_what_is_no_damage_is_not_called_so(run, monkeypatch, error, word):
     "make, word",
     [
         (lambda state: [1], "damaged"),
-        (lambda state: state | {"epoch": 3}, "epoch is not a named tensor"),
         (lambda state: {"state_dict": state}, "state_dict is not a named tensor"),
-        (lambda state: {1: torch.zeros(2)}, "1 is not a named tensor"),
     ],
-    ids=["list", "epoch", "nested", "number"],
+    ids=["list", "nested"],
 )
 def test_a_bin_file_that_holds_something_else(run, folder, make, word):
     as_bin(folder, make(all_tensors(folder)))
@@ -244,15 +225,8 @@ def test_the_sides_that_are_in_the_file(held, engine, tmp_path):
     if held == "head":
         del tensors["model.decoder.embed_tokens.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    argv = [
-        "run_model.py",
-        "--model",
-        str(tmp_path / "model"),
-        *"--dtype float32 --prompt-len 9 --gen-len 6 --loops 1 --warmup 0 --log-file".split(),
-        str(tmp_path / "run.log"),
-        *engine,
-    ]
-    assert main(argv) == 0
+    shape = "--dtype float32 --prompt-len 9 --gen-len 6 --loops 1 --warmup 0 --log-file".split()
+    assert main(["run_model.py", str(tmp_path / "model"), *shape, str(tmp_path / "run.log"), *engine]) == 0
     record = json.loads((tmp_path / "run.jsonl").read_text())
     unique = sum(p.numel() for p in model.parameters()) + (table.numel() if held == "different" else 0)
     assert record["weight_bytes"] == 4 * unique

@@ -22,7 +22,7 @@ from zero_inference.engines.stream.placement import ROUTING_SKEW, Placement, pla
 from zero_inference.engines.stream.prefetch import PassKind
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.hardware.rates import ConcurrentRates
-from zero_inference.models.experts import FusedExperts
+from zero_inference.models.mlp import FusedExperts
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import read_records
 from zero_inference.utils.format import format_bytes

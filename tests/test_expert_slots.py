@@ -10,8 +10,7 @@ from zero_inference.engines.stream.expert_cache import USE_DECAY, ExpertCache, F
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
-from zero_inference.models.experts import FusedExperts
-from zero_inference.models.mlp import ACTIVATIONS
+from zero_inference.models.mlp import ACTIVATIONS, FusedExperts
 
 NUMBER, HIDDEN, INNER, SLOTS = 7, 64, 96, 3
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

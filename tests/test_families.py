@@ -34,34 +34,12 @@ GROUP = 32
 SETTINGS = {"num_bits": 4, "group_size": GROUP, "group_dim": 1, "symmetric": False}
 MIN_LEAD = 0.01  # of the best token's logit, in standard deviations of the logits
 SIZES = dict(  # a family takes those that its config has
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=64,
-    shared_expert_intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    num_experts=4,
-    num_local_experts=4,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-    q_lora_rank=32,
-    kv_lora_rank=32,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=8,
-    v_head_dim=16,
-    sliding_window=8,
-    max_position_embeddings=128,
-    initializer_range=0.3,
-    tie_word_embeddings=False,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+    vocab_size=128, hidden_size=64, intermediate_size=96, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_local_experts=4,
+    n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=8,
+    qk_nope_head_dim=8, v_head_dim=16, sliding_window=8, max_position_embeddings=128, initializer_range=0.3,
+    tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 COMPRESSED = dict(num_key_value_heads=4, head_dim=8)
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1)
 FAMILIES: dict[str, dict] = {
@@ -170,22 +148,10 @@ def small_model(family: str, seed: int) -> nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def prompt() -> torch.Tensor:
-    return torch.randint(3, 128, (ROWS, PROMPT), generator=torch.Generator().manual_seed(3))
-
-
 def generate(model, **others):
-    ids = prompt()
-    lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-        **lengths,
-        **others,
-    )
+    ids = torch.randint(3, 128, (ROWS, PROMPT), generator=torch.Generator().manual_seed(3))
+    settings = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **others)
 
 
 def leads(model) -> tuple[torch.Tensor, float]:

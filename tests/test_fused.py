@@ -19,7 +19,7 @@ from zero_inference.kernels import rotary
 from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.rotary import Form, rotary_kernel, rotate, supported_forms
 from zero_inference.measure import session
-from zero_inference.models.experts import RouterForm, choose_experts_reference, detect_routers, install_routing_kernel
+from zero_inference.models.mlp import RouterForm, choose_experts_reference, detect_routers, install_routing_kernel
 from zero_inference.models.prompts import greedy_config, reset_generation_config
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a CUDA device only")

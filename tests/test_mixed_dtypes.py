@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from zero_inference.utils.ranks import detect_ranks, start_process_group
 BATCH, PROMPT, GEN, EXPERTS = 2, 9, 8, 8
 COMMON = dict(
     hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-    max_position_embeddings=128, tie_word_embeddings=False,
+    max_position_embeddings=128, tie_word_embeddings=False, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 FAMILIES = {  # a buffer, parameters, and norms that only float16 keeps
     "deepseek_v3": dict(
@@ -65,9 +66,7 @@ def checkpoint(tmp_path_factory):
     def get(family: str):
         if family not in made:
             torch.manual_seed(5)
-            config = AutoConfig.for_model(
-                **FAMILIES[family], vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2
-            )
+            config = AutoConfig.for_model(**FAMILIES[family])
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
             with torch.no_grad():
                 for name, tensor in model.state_dict().items():
@@ -85,10 +84,8 @@ def checkpoint(tmp_path_factory):
 
 
 def load(folder, **options):
-    config = RunConfig(
-        **{"model": str(folder), "batch_size": BATCH, "prompt_len": PROMPT, "gen_len": GEN} | options
-    ).validate()
-    ranks = detect_ranks()
+    shape = {"model": str(folder), "batch_size": BATCH, "prompt_len": PROMPT, "gen_len": GEN}
+    config, ranks = RunConfig(**shape | options).validate(), detect_ranks()
     spec = resolve_model(config, "cpu")
     start_process_group(ranks)
     return plan_run(config, spec, ranks).load(), spec
@@ -103,15 +100,17 @@ def choices(model) -> tuple[list[torch.Tensor], torch.Tensor]:
         for name, module in model.named_modules()
         if name.endswith("mlp.gate")
     ]
-    ids = inputs(BATCH)
-    with torch.no_grad():
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(GEN))[
-            :, PROMPT:
-        ].cpu()
+    output = generate(model, inputs(BATCH))
     for hook in hooks:
         hook.remove()
     assert len(chosen) == 2 * GEN
     return chosen, output
+
+
+def generate(model, ids: torch.Tensor) -> torch.Tensor:
+    """Return the greedy tokens after `ids`."""
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(GEN))
+    return out[:, PROMPT:].cpu()
 
 
 def inputs(batch: int) -> torch.Tensor:
@@ -162,11 +161,8 @@ def test_two_ranks_gather_both_dtypes(options, checkpoint, run_model):
     disable_cudnn_attention()
     # a rank computes its share of the batch, and 16 bits round by shape
     rows = random_ids(0, BATCH, PROMPT, VOCAB).to(device).split(1)
-    expected = [
-        model.generate(row, attention_mask=torch.ones_like(row), generation_config=greedy_config(GEN))[:, PROMPT:]
-        for row in rows
-    ]
-    assert done.record["output_ids_sha256"] == output_ids_sha256(torch.cat(expected).cpu())
+    expected = torch.cat([generate(model, row) for row in rows])
+    assert done.record["output_ids_sha256"] == output_ids_sha256(expected)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -186,20 +182,13 @@ def test_each_tensor_has_the_dtype_and_bits_of_from_pretrained(family, dtype, ch
 
 
 def test_a_buffer_that_the_checkpoint_lacks_keeps_its_initial_value_and_is_named(checkpoint, tmp_path, caplog):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    source = checkpoint("deepseek_v3")
-    index = json.loads((source / "model.safetensors.index.json").read_text())
-    for file in source.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    shard = folder / index["weight_map"][KEPT["deepseek_v3"]]
-    tensors = load_file(shard)
-    del tensors[KEPT["deepseek_v3"]], index["weight_map"][KEPT["deepseek_v3"]]
-    save_file(tensors, shard, metadata={"format": "pt"})
+    name, folder = KEPT["deepseek_v3"], shutil.copytree(checkpoint("deepseek_v3"), tmp_path / "model")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shard = folder / index["weight_map"].pop(name)
+    save_file({key: value for key, value in load_file(shard).items() if key != name}, shard, metadata={"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with caplog.at_level(logging.WARNING, "zero_inference"):
         loaded, _ = load(folder, engine="resident", dtype="float32")
-    name = KEPT["deepseek_v3"]
     assert torch.equal(loaded.model.get_buffer(name).cpu(), plain(folder, torch.float32).get_buffer(name))
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("zero_inference")]
     assert len(warnings) == 1 and name in warnings[0] and "initial values" in warnings[0]
@@ -212,9 +201,8 @@ def test_a_buffer_that_the_checkpoint_lacks_keeps_its_initial_value_and_is_named
 def test_a_matrix_that_is_kept_in_float32_is_not_quantized(way, checkpoint):
     loaded, _ = load(checkpoint("ernie4_5_moe"), dtype="bfloat16", quant_bits=8, quant_group_size=32, **WAYS[way])
     assert KEPT["ernie4_5_moe"] in loaded.facts["not_quantized"]
-    assert loaded.facts["quantized_fraction"] > (0.75 if way == "stream" else 0.3), (
-        "DeepSpeed leaves fused experts as they are"
-    )
+    # DeepSpeed leaves fused experts as they are
+    assert loaded.facts["quantized_fraction"] > (0.75 if way == "stream" else 0.3)
     gate = loaded.model.get_parameter(KEPT["ernie4_5_moe"])
     assert gate.dtype == torch.float32
     with torch.no_grad():
@@ -226,11 +214,8 @@ def test_a_large_matrix_in_float32_waits_in_host_memory_while_its_layer_is_on_nv
     """DeepSpeed's NVMe buffers have one dtype; this router is large enough to be swapped (1 MiB)."""
     from transformers import AutoConfig
 
-    wide = dict(
-        FAMILIES["ernie4_5_moe"], hidden_size=1024, moe_num_experts=528, moe_intermediate_size=8, num_hidden_layers=2
-    )
-    config = AutoConfig.for_model(**wide, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    config.save_pretrained(tmp_path / "model")
+    wide = dict(hidden_size=1024, moe_num_experts=528, moe_intermediate_size=8, num_hidden_layers=2)
+    AutoConfig.for_model(**FAMILIES["ernie4_5_moe"] | wide).save_pretrained(tmp_path / "model")
     disable_cudnn_attention()
     ids = inputs(1)
     logits = []

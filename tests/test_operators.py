@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_inference.config.run_config import RunConfig, parse_options
 from zero_inference.hardware import bench_device
 from zero_inference.hardware.bench_device import product_times
-from zero_inference.hardware.bench_launch import ROUNDS, LaunchBench, measure_graph_operator
+from zero_inference.hardware.bench_launch import ROUNDS, LaunchBench
 from zero_inference.hardware.rates import ProductTime
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.empty_model import build_empty_model
@@ -45,12 +45,6 @@ def test_operations_and_weights_of_a_pass(model, tokens, past):
     assert found.launches > 10 * config.num_hidden_layers
 
 
-def test_keys_and_values_are_read_by_each_token():
-    empty_model, spec = described("llama-3.2-1b")
-    few, many = (trace_pass(empty_model.model, spec, 1, past).total("nbytes") for past in (1000, 3000))
-    assert many - few == pytest.approx(2000 * 2 * sum(empty_model.sizes.kv_widths), rel=0.2)
-
-
 def test_experts_are_told_from_other_weights():
     empty_model, spec = described("qwen3-30b-a3b")
     found = trace_pass(empty_model.model, spec, 1, 10)
@@ -69,13 +63,6 @@ def test_float32_counts_four_bytes_an_element():
     )
 
 
-def test_a_pass_is_traced_once_and_only_while_the_model_is_empty():
-    empty_model, spec = described("opt-125m")
-    assert empty_model.traced_pass(spec, 1, 5) is empty_model.traced_pass(spec, 1, 5)
-    empty_model.model.to_empty(device="cpu")
-    assert not empty_model.is_empty and empty_model.traced_pass(spec, 1, 6) is None
-
-
 def test_what_the_host_takes_is_measured():
     launching = LaunchBench(torch.device("cpu"))
     launching.visit()
@@ -92,10 +79,6 @@ def test_what_the_host_takes_is_measured():
         model.rounds_s = [5e-4 - model.operators * 1e-7 + model.module_calls * 11e-6]
     found = launching.result()
     assert found.operator_s == 0.0 < found.module_s, "no cost is negative"
-
-
-def test_an_operator_in_a_graph_is_that_of_a_layer_without_products():
-    assert 0 < measure_graph_operator(torch.device("cpu"), 256) < 1e-3
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral", "bloom"])

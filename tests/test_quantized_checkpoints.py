@@ -21,10 +21,7 @@ from zero_inference.records.read import read_records
 from zero_inference.utils.ranks import detect_ranks
 
 BATCH, PROMPT, GEN, BLOCK = 2, 8, 6, 128
-SHAPE = [
-    *"--loops 1 --warmup 0 --dtype float32 --batch-size".split(),
-    *(BATCH, "--prompt-len", PROMPT, "--gen-len", GEN),
-]
+SHAPE = f"--loops 1 --warmup 0 --dtype float32 --batch-size {BATCH} --prompt-len {PROMPT} --gen-len {GEN}".split()
 COMMON = dict(
     hidden_size=192, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
     tie_word_embeddings=False, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -68,22 +65,18 @@ def in_blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def write(folder, tensors: dict[str, torch.Tensor], config: dict) -> None:
     """Scales lie in another shard than their weights."""
     folder.mkdir()
-    shards = {
-        "model-1.safetensors": {k: v for k, v in tensors.items() if not k.endswith("_scale_inv")},
-        "model-2.safetensors": {k: v for k, v in tensors.items() if k.endswith("_scale_inv")},
-    }
-    for name, held in shards.items():
+    weight_map = {key: f"model-{2 if key.endswith('_scale_inv') else 1}.safetensors" for key in tensors}
+    for name in set(weight_map.values()):
+        held = {key: value for key, value in tensors.items() if weight_map[key] == name}
         save_file(held, folder / name, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {key: name for name, held in shards.items() for key in held}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def run(folder, out, *options) -> int:
     """The exit code; log and record are `out`/run.*."""
-    return main(
-        [str(word) for word in ["run_model.py", "--model", folder, *SHAPE, *options, "--log-file", out / "run.log"]]
-    )
+    argv = ["run_model.py", "--model", folder, *SHAPE, *options, "--log-file", out / "run.log"]
+    return main([str(word) for word in argv])
 
 
 def load(folder, dtype: str):
@@ -171,9 +164,8 @@ def test_fp8_blocks_give_the_ids_of_the_dequantized_checkpoint(family, way, pair
     record = read_records(tmp_path / "run.jsonl")[-1]
     assert record["output_ids_sha256"] == expected
     true = load_file(plain / "model-1.safetensors")
-    assert record["weight_bytes"] == sum(
-        true[key].nbytes for key in true if "e_score_correction" not in key
-    )  # a buffer
+    buffer = "e_score_correction"
+    assert record["weight_bytes"] == sum(true[key].nbytes for key in true if buffer not in key)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
@@ -211,7 +203,7 @@ def test_a_tied_head_stored_in_fp8_stays_tied(tmp_path, pair):
     assert torch.equal(model.lm_head.weight.cpu(), true["lm_head.weight"])
 
 
-PROJ = "model.layers.1.mlp.down_proj.weight"
+PROJ, ATTN = "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.q_proj."
 
 
 @pytest.mark.parametrize(
@@ -223,11 +215,7 @@ PROJ = "model.layers.1.mlp.down_proj.weight"
         (PROJ + "_scale_inv", torch.ones(2, 2), ["shape [2, 2]", "[2, 3]", "128 x 128"]),
         (PROJ + "_scale_inv", torch.ones(2, 3, dtype=torch.int32), ["I32", "floats"]),
         ("lm_head.weight", torch.zeros(VOCAB, 192, dtype=torch.int8), ["lm_head.weight", "I8", "bfloat16"]),
-        (
-            "model.layers.1.self_attn.q_proj.SCB",
-            torch.ones(192),
-            ["model.layers.1.self_attn.q_proj.SCB", "no place", "--quant-bits"],
-        ),
+        (ATTN + "SCB", torch.ones(192), [ATTN + "SCB", "no place", "--quant-bits"]),
     ],
     ids=["no scale", "no weight", "weight not fp8", "scale shape", "scale dtype", "int8", "unexpected"],
 )

@@ -15,7 +15,7 @@ from zero_inference.kernels.experts import expert_linear, quantized_expert_linea
 from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.products import can_fuse
 from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference
-from zero_inference.models.experts import FusedExperts
+from zero_inference.models.mlp import FusedExperts
 
 
 class Case:

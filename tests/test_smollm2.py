@@ -20,14 +20,8 @@ CALL = "from zero_inference.models.smollm2 import smollm2_checkpoint; print(smol
 
 def start(cache):
     environment = {**os.environ, "ZERO_INFERENCE_CACHE": str(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", CALL],
-        env=environment,
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", CALL], env=environment, start_new_session=True, **pipes)
 
 
 @pytest.fixture(scope="module")

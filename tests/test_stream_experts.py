@@ -23,7 +23,7 @@ from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import experts_in_groups
 from zero_inference.hardware.rates import ConcurrentRates
 from zero_inference.kernels import quantization
-from zero_inference.models.experts import detect_experts
+from zero_inference.models.mlp import detect_experts
 from zero_inference.models.prompts import greedy_config, random_ids, reset_generation_config
 from zero_inference.utils.ranks import detect_ranks
 

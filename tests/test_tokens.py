@@ -191,11 +191,11 @@ def test_other_models_than_causal_language_models_are_refused_before_loading(nam
 
 def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path, capfd):
     from zero_inference.config.run_config import RunConfig
-    from zero_inference.models.prompts import encode_prompts, read_prompts
+    from zero_inference.models.prompts import TEXT, encode_prompts
     from zero_inference.models.spec import load_tokenizer, resolve_model
 
     tokenizer = load_tokenizer(resolve_model(RunConfig(model="smollm2-135m"), "cpu"))
-    expected = plain_ids(smollm2_folder, encode_prompts(tokenizer, read_prompts(None, 2), 40), 12)
+    expected = plain_ids(smollm2_folder, encode_prompts(tokenizer, [TEXT[-1], TEXT[-2]], 40), 12)
     sizes = "--model smollm2-135m --dtype float32 --batch-size 2 --prompt-len 40 --gen-len 12 --loops 1 --warmup 0"
     for way in ("--cpu-offload --kv-offload", "--engine stream", "--engine stream --cpu-compute 0.6 --kv-offload"):
         assert main(["run_model.py", *sizes.split(), *way.split(), "--log-file", str(tmp_path / "run.log")]) == 0

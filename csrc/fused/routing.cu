@@ -1,5 +1,5 @@
 // MoE routing of each token from router logits: softmax over all experts, then the normalized top k; or top k, then softmax.
-// The schema is in zero_inference/models/experts.py. PyTorch needs seven kernels, 18 us of a layer's decode step.
+// The schema is in zero_inference/models/mlp.py. PyTorch needs seven kernels, 18 us of a layer's decode step.
 //
 // A warp has a token, lane l experts l, l + 32, ...; sums have PyTorch's order. Experts are sorted by value, ties by id; NaN is
 // the largest, as in torch.topk.

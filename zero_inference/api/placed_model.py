@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from zero_inference.api.call_memory import CallMemory
+from zero_inference.api.frozen import FrozenParameter, freeze, refusal
 from zero_inference.api.process import LOADED, free_memory, preserve_process_state
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.machine import Machine
 from zero_inference.measure.session import loaded_model
-from zero_inference.models.frozen import FrozenParameter, freeze, refusal
 from zero_inference.models.prompts import disable_cudnn_attention
 from zero_inference.models.spec import load_tokenizer, resolve_model
 from zero_inference.planning.changes import check_memory

@@ -18,7 +18,6 @@ from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel,
 from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, write
 from zero_inference.errors import RunError, UsageError
-from zero_inference.models.frozen import refusal
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.weights import load_weights, return_free_memory
 from zero_inference.utils.format import first_line
@@ -171,4 +170,6 @@ class _CountedWeights(Mapping):
         return getattr(self.weights, name)
 
     def __deepcopy__(self, memo: dict):
-        raise refusal("a module was copied")
+        raise UsageError(
+            "a module was copied: the engine has placed the weights; load the model again, or use engine='resident'."
+        )

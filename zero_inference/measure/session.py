@@ -26,8 +26,8 @@ from zero_inference.measure.correctness import ReferenceLayers
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
 from zero_inference.measure.rates import LinkRate, LoopMonitor, measure_rates, update_cpu_rate, update_link_rate
 from zero_inference.models.checkpoint_files import shorten_names
-from zero_inference.models.experts import detect_routers, install_routing_kernel
 from zero_inference.models.layers import decoder_layers
+from zero_inference.models.mlp import detect_routers, install_routing_kernel
 from zero_inference.models.weights import draw_tokens, return_free_memory
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.norms.patch import unpatch_norms

@@ -7,18 +7,145 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_inference.errors import RunError, is_out_of_memory
-from zero_inference.models.quantized import SCALE, BlockScales, dequantize_tensors
+import torch
+
+from zero_inference.errors import RunError, UsageError, is_out_of_memory
 from zero_inference.utils.format import first_line
 
-# The weights in one file, and the index that names their shards. If a checkpoint has both kinds, the first is used.
+SCALE = "_scale_inv"  # suffix of the weight's key
+INSTEAD = "use the checkpoint in bfloat16 or float16 (--quant-bits 8 or 4 stores it smaller)"
+# Names of dtypes in safetensors and in torch.
+FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
+SCALES = FLOATS | {"F8_E8M0", "float8_e8m0fnu"}
+FLOAT8 = {"F8_E4M3", "float8_e4m3fn"}
+# By code, in float32: a look-up is twice as fast on a core as torch's conversion (0.57 and 0.28 G values/s).
+FLOAT8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+# Values of a `quantization_config` with quant_method fp8 that are read; the first is the default.
+READ = {"activation_scheme": ("dynamic",), "expert_dtype": ("fp8",), "fmt": ("e4m3", "float8_e4m3", "float8_e4m3fn")}
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """Rows and columns of the blocks of a float8 matrix that share a scale; blocks at its edges may be smaller."""
+
+    rows: int
+    columns: int
+
+    def scale_shape(self, shape: list[int]) -> list[int]:
+        return [*shape[:-2], -(-shape[-2] // self.rows), -(-shape[-1] // self.columns)]
+
+
+def pop_quantization_config(config: Any) -> dict[str, Any] | None:
+    """Remove the quantization config from a transformers config, which then describes the plain model, and return it."""
+    found = None
+    for part in (config, config.get_text_config(decoder=True)):
+        for name in ("quantization_config", "compression_config", "quantization"):
+            value = getattr(part, name, None)
+            value = value.to_dict() if hasattr(value, "to_dict") else value
+            if value and isinstance(value, dict):
+                found = found or value
+                delattr(part, name)
+    return found
+
+
+def read_block_scales(name: str, quantization: dict[str, Any]) -> BlockScales:
+    """Return the block size of checkpoint `name` by its quantization config. Raises UsageError for another format."""
+    bitsandbytes = "bitsandbytes" if "load_in_8bit" in quantization else None
+    method = quantization.get("quant_method") or bitsandbytes or "its config.json names no method"
+    size = quantization.get("weight_block_size", (128, 128))
+    sides = size if isinstance(size, (list, tuple)) else ()
+    found = None if method == "fp8" else (method, "fp8 with block scales")
+    for key, readable in READ.items():
+        if (quantization.get(key) or readable[0]) not in readable:
+            found = found or (f"fp8 with {key} {quantization[key]!r}", repr(readable[0]))
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        found = found or (f"fp8 with weight_block_size {size!r}", "blocks of [rows, columns]")
+    if found:
+        raise UsageError(
+            f"--model {name}: its weights are quantized ({found[0]}), and only {found[1]} is read; {INSTEAD}."
+        )
+    return BlockScales(*sides)
+
+
+def dequantize_tensors(
+    tensors: dict[str, Any], blocks: BlockScales | None, dtype: torch.dtype, folder: Any
+) -> dict[str, Any]:
+    """Return `tensors` (torch's or safetensors slices) with float8 weights that become `dtype` when indexed, and without their scales.
+
+    Raises RunError if a weight is no plain float and has no scale, a scale has no float8 weight, or it has another shape.
+    """
+    plain = {}
+    for key, tensor in tensors.items():
+        stored, shape = _dtype_and_shape(tensor)
+        if blocks and key.endswith(SCALE):
+            weight = key.removesuffix(SCALE)
+            found = _dtype_and_shape(tensors[weight])[0] if weight in tensors else "not in the checkpoint"
+            if found not in FLOAT8:
+                raise RunError(
+                    f"{folder}: {key} scales {weight}, a float8 weight, but that is {found}; fetch it again."
+                )
+        elif blocks and stored in FLOAT8:
+            if key + SCALE not in tensors:
+                raise RunError(f"{folder}: {key} is stored as {stored} and has no {key}{SCALE}; fetch it again.")
+            scales = tensors[key + SCALE]
+            scale_dtype, scale_shape = _dtype_and_shape(scales)
+            expected = blocks.scale_shape(shape) if len(shape) > 1 else None
+            if scale_shape != expected or scale_dtype not in SCALES:
+                raise RunError(
+                    f"{folder}: {key}{SCALE} is {scale_dtype} of shape {scale_shape}, and {key} of shape {shape} in "
+                    f"blocks of {blocks.rows} x {blocks.columns} needs floats of shape {expected}."
+                )
+            plain[key] = _Dequantized(tensor, scales, blocks, dtype, shape)
+        elif stored not in FLOATS and (key.endswith("weight") or "F8" in stored or "float8" in stored):
+            raise RunError(f"{folder}: {key} is stored as {stored}, quantized in an unsupported format; {INSTEAD}.")
+        else:
+            plain[key] = tensor
+    return plain
+
+
+def integer_keys(tensors: dict[str, Any]) -> list[str]:
+    """Return the keys of the `dequantize_tensors` that hold integers or booleans: masks and positions, never weights."""
+    return [
+        key
+        for key, tensor in tensors.items()
+        if not isinstance(tensor, _Dequantized) and _dtype_and_shape(tensor)[0] not in FLOATS
+    ]
+
+
+def _dtype_and_shape(tensor: Any) -> tuple[str, list[int]]:
+    if torch.is_tensor(tensor):
+        return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    return tensor.get_dtype(), list(tensor.get_shape())
+
+
+class _Dequantized:
+    """A float8 weight [..., out, in] with its scales; indexing it reads them and returns values in `dtype`."""
+
+    def __init__(self, weight: Any, scales: Any, blocks: BlockScales, dtype: torch.dtype, shape: list[int]):
+        self.weight, self.scales, self.blocks, self.dtype, self.shape = weight, scales, blocks, dtype, shape
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Multiply in float32, one row of blocks at a time, so that only this is in memory beside the result."""
+        scales = self.scales[...].float()
+        values = torch.empty(self.shape, dtype=self.dtype)
+        for number, start in enumerate(range(0, self.shape[-2], self.blocks.rows)):
+            rows = slice(start, start + self.blocks.rows)
+            by_column = scales[..., number, :].repeat_interleave(self.blocks.columns, -1)[..., None, : self.shape[-1]]
+            values[..., rows, :] = FLOAT8_VALUES.take(self.weight[..., rows, :].view(torch.uint8).long()) * by_column
+        return values[index]
+
+
+# The weights in one file, or the index that names their shards. If a checkpoint has several, the first is used.
 WEIGHT_FILES = (
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
@@ -43,9 +170,9 @@ def shard_names(index: Path) -> list[str]:
 
 def _find_weights(folder: Path) -> Path:
     """Return the file with all weights, or the index of their shards."""
-    for name in (name for names in WEIGHT_FILES for name in names):
-        if (folder / name).is_file():
-            return folder / name
+    for path in (folder / name for name in WEIGHT_FILES):
+        if path.is_file():
+            return path
     raise RunError(f"{folder}: has neither model.safetensors nor pytorch_model.bin, nor an index of them.")
 
 
@@ -78,16 +205,25 @@ def shorten_names(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-class Shards:
-    """The tensors of a checkpoint folder; float8 weights are dequantized to `dtype`.
+@contextmanager
+def errors_as(kind: type[Exception], problem: str, remedy: str = ".") -> Iterator[None]:
+    """Raise `kind` instead of any other exception of a library's or a checkpoint's code, except out of memory."""
+    try:
+        yield
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise kind(f"{problem} ({first_line(error)}){remedy}") from error
 
-    Attributes:
-        file_of: the file of each tensor's key.
-    """
+
+class Shards:
+    """The tensors of a checkpoint folder; float8 weights are dequantized to `dtype`."""
 
     def __init__(self, folder: Path, fp8_blocks: BlockScales | None, dtype: Any):
         self.folder, self._blocks, self._dtype = folder, fp8_blocks, dtype
-        self.file_of: dict[str, Path] = {}
+        self.file_of: dict[str, Path] = {}  # by key
         weights = _find_weights(folder)
         index = _read_index(weights) if weights.suffix == ".json" else {}
         for path in checkpoint_files(folder):
@@ -137,7 +273,6 @@ class Shards:
 
 def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
     """Return key -> function that returns its tensor, valid while `files` is open."""
-    import torch
     from safetensors import safe_open
 
     try:

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from zero_inference.errors import UsageError, is_out_of_memory
+from zero_inference.errors import UsageError
+from zero_inference.models.checkpoint_files import errors_as
 from zero_inference.models.operators import Pass, trace_pass
 from zero_inference.models.prompts import reset_generation_config
 from zero_inference.models.sizes import ModelSizes, count_sizes, estimate_prefill_bytes, logits_bytes
 from zero_inference.models.spec import ModelSpec
-from zero_inference.utils.format import first_line
 from zero_inference.utils.model_sizes import auto_class
 
 Found = TypeVar("Found")
@@ -25,12 +25,7 @@ LARGE_ELEMENTS = 1 << 20  # of tensors that are mapped; smaller ones are written
 
 @dataclass(frozen=True)
 class EmptyModel:
-    """A model without weights, built once a run: counted, planned with, and then filled by the engine that loads it.
-
-    Attributes:
-        sizes: counted before loading changed `model`.
-        cache: results of `cached`.
-    """
+    """A model without weights, built once a run: counted, planned with, and then filled by the engine that loads it."""
 
     model: Any
     sizes: ModelSizes
@@ -50,9 +45,8 @@ class EmptyModel:
 
     def traced_pass(self, spec: ModelSpec, tokens: int, past: int) -> Pass | None:
         """Return `trace_pass` of this model; None if it is already filled when this pass is first asked for."""
-        return self.cached(
-            ("pass", tokens, past), lambda: trace_pass(self.model, spec, tokens, past) if self.is_empty else None
-        )
+        key = "pass", tokens, past
+        return self.cached(key, lambda: trace_pass(self.model, spec, tokens, past) if self.is_empty else None)
 
     @property
     def is_empty(self) -> bool:
@@ -68,10 +62,7 @@ def build_empty_model(spec: ModelSpec) -> EmptyModel:
 def build_on_meta(spec: ModelSpec) -> Any:
     """Build the model of `spec` with parameters on the meta device, in the dtype that they are loaded in, tied weights tied.
 
-    Buffers are computed for real, because most are in no checkpoint (rotary frequencies, position ids, masks).
-
-    Raises:
-        UsageError: transformers cannot build it as a language model.
+    Buffers are real, because most are in no checkpoint. Raises UsageError if transformers cannot build it as a language model.
     """
     from accelerate import init_empty_weights
 
@@ -82,15 +73,12 @@ def build_on_meta(spec: ModelSpec) -> Any:
             f"--model {spec.name}: {spec.config.model_type} is {error}; use a causal language model, such as llama or "
             "qwen3, or run this one in transformers."
         ) from error
-    try:
-        with init_empty_weights(include_buffers=False), MappedAllocations():
-            model = family.from_config(spec.config, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
-    except Exception as error:  # a config may make transformers and torch raise anything
-        if is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"--model {spec.name}: transformers cannot build it as a causal language model ({first_line(error)})."
-        ) from error
+    with (
+        errors_as(UsageError, f"--model {spec.name}: transformers cannot build it as a causal language model"),
+        init_empty_weights(include_buffers=False),
+        MappedAllocations(),
+    ):
+        model = family.from_config(spec.config, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
     model.tie_weights()
     _apply_dtype_plan(model, spec.dtype)
     reset_generation_config(model)
@@ -103,8 +91,7 @@ def build_on_meta(spec: ModelSpec) -> Any:
 def _make_contiguous(head: torch.nn.Module, args: tuple) -> tuple | None:
     """Copy the input of the output head if its rows are not adjacent, as those of the last position of a prompt.
 
-    Without gradients PyTorch multiplies such a slice, even of one row, as a batch, and on a CPU copies the transposed head for it: a
-    prefill of 64 tokens of Llama-3.2-1B took 3.8 s instead of 0.5 (2 cores, bfloat16; benchmarks/results/cpu/prefill_head.txt).
+    PyTorch would multiply it as a batch, and on a CPU copy the head for it: 3.8 s instead of 0.5 (benchmarks/results/cpu/prefill_head.txt).
     """
     if not args or not torch.is_tensor(args[0]):
         return None
@@ -118,10 +105,9 @@ def _make_contiguous(head: torch.nn.Module, args: tuple) -> tuple | None:
 
 
 class MappedAllocations(TorchFunctionMode):
-    """Allocate large `torch.empty` and `torch.zeros` by mmap: no memory until they are touched, no address space after they are freed.
+    """Allocate large `torch.empty` and `torch.zeros` by mmap, for parameters are made before they go to the meta device.
 
-    Each parameter is made before it goes to the meta device. From the heap, a few plans of large models left gaps of 6 GiB of addresses,
-    and a process with more than the machine's memory cannot fork; and `torch.zeros` of Llama-4-Scout's experts took 102 s.
+    From the heap, a few large models left gaps of 6 GiB of addresses, so that no process could fork; Llama-4-Scout's `zeros` took 102 s.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -137,17 +123,14 @@ class MappedAllocations(TorchFunctionMode):
 
 
 def _apply_dtype_plan(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters and persistent buffers the dtype that `from_pretrained` would load them in.
-
-    A family may need some in float32 (router scores, in float16 also norms); transformers names them by patterns.
-    """
+    """Give parameters and persistent buffers the dtype of `from_pretrained`: a family may need some in float32, such as router scores."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = {pattern: other for pattern, other in model._get_dtype_plan(dtype).items() if other != dtype}
     if not plan:
         return
     pattern, pattern_of_group, _ = build_glob_alternation(list(plan))
-    slots = parameter_slots(model)
+    names = parameter_names(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         found = pattern.search(name)
         if found is None or not torch.is_tensor(tensor) or not tensor.is_floating_point():
@@ -155,21 +138,14 @@ def _apply_dtype_plan(model: torch.nn.Module, dtype: torch.dtype) -> None:
         cast = tensor.data.to(plan[pattern_of_group[found.lastgroup]])
         if isinstance(tensor, torch.nn.Parameter):
             cast = torch.nn.Parameter(cast, requires_grad=False)
-            for holder, own_name in slots[id(tensor)]:  # tied weights stay tied
-                holder[own_name] = cast
-        else:
-            module, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module), leaf, cast)
+        set_tensor(model, names.get(id(tensor), [name]), cast)  # tied weights stay tied
 
 
-def parameter_slots(model: torch.nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
-    """Return, by the id of a parameter, the `_parameters` dictionaries that hold it and its key in each; several if it is tied."""
-    slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                slots.setdefault(id(parameter), []).append((module._parameters, name))
-    return slots
+def set_tensor(model: torch.nn.Module, names: list[str], tensor: torch.Tensor) -> None:
+    """Replace the parameter or buffer that `model` has under each of `names`."""
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, tensor)
 
 
 def parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:

@@ -25,31 +25,23 @@ ANNOUNCED_S = 1.0  # a look-up that takes longer is announced
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One commit of a hub repository in the local cache. All files come from this commit, whatever is pushed meanwhile.
+    """One commit of a hub repository in the local cache. Methods raise UsageError if files cannot be fetched."""
 
-    Its methods raise UsageError if the files cannot be fetched.
-
-    Attributes:
-        asked: the value of --model.
-        folder: in the cache; holds config.json and what was fetched since.
-        unreachable: why the hub did not answer in time, if so. Then only the cache is used, without further waiting.
-    """
-
-    asked: str
+    asked: str  # the value of --model
     name: str
-    folder: Path
-    unreachable: str | None = None
+    folder: Path  # in the cache; holds config.json and what was fetched since
+    unreachable: str | None = None  # why the hub did not answer in time, if so; then only the cache is used
 
     def fetch_code(self) -> None:
-        with self._hub_errors("its code"):
+        with _hub_errors(self.asked, self.name, "its code", self.unreachable):
             self._fetch(["*.py"])
 
     def fetch_tokenizer(self) -> Path:
         """Fetch the tokenizer's files, if the repository has any, and return the folder."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        progress = current_progress()
-        with self._hub_errors("its tokenizer"), progress.slow(f"fetching the tokenizer of {self.name}", ANNOUNCED_S):
+        announced = current_progress().slow(f"fetching the tokenizer of {self.name}", ANNOUNCED_S)
+        with _hub_errors(self.asked, self.name, "its tokenizer", self.unreachable), announced:
             try:
                 _need_listing(self.name, self.folder.name)
                 self._fetch(TOKENIZER_FILES, NO_TOKENIZER_FILES)
@@ -65,30 +57,25 @@ class Snapshot:
             return self.folder  # a commit does not change
         except RunError:
             pass
-        with self._hub_errors("its weights"):
+        with _hub_errors(self.asked, self.name, "its weights", self.unreachable):
             _need_listing(self.name, self.folder.name)
-            patterns = [glob.escape(name) for name in self._weight_names()]
+            for name in WEIGHT_FILES:
+                self._fetch([name])
+                if (found := self.folder / name).is_file():
+                    break
+            else:
+                single = " or ".join(name for name in WEIGHT_FILES if not name.endswith(".json"))
+                raise UsageError(
+                    f"--model {self.asked}: {self.name} has no {single} (nor their index) on the hub; {ANOTHER}."
+                )
+            names = shard_names(found) if found.suffix == ".json" else [name]
             current_progress().say(f"fetching the weights of {self.name} ...")
-            self._fetch(patterns)
+            self._fetch([glob.escape(name) for name in names])
             try:
                 checkpoint_files(self.folder)
             except RunError as error:
                 raise UsageError(f"--model {self.asked}: the repository is not complete: {error}") from error
         return self.folder
-
-    def _weight_names(self) -> list[str]:
-        for single, index in WEIGHT_FILES:
-            self._fetch([single])
-            if (self.folder / single).is_file():
-                return [single]
-            self._fetch([index])
-            if (self.folder / index).is_file():
-                return shard_names(self.folder / index)
-        names = " or ".join(single for single, _ in WEIGHT_FILES)
-        raise UsageError(f"--model {self.asked}: {self.name} has no {names} (nor their index) on the hub; {ANOTHER}.")
-
-    def _hub_errors(self, what: str):
-        return _hub_errors(self.asked, self.name, what, self.unreachable)
 
     def _fetch(self, patterns: list[str], ignored: list[str] | None = None) -> None:
         from huggingface_hub import snapshot_download
@@ -97,11 +84,7 @@ class Snapshot:
 
 
 def open_snapshot(asked: str, name: str) -> Snapshot:
-    """Fetch config.json of the newest commit of repository `name`; if the hub does not answer, use the newest commit in the cache.
-
-    Raises:
-        UsageError: there is no such repository, no access to it, or no network and nothing in the cache.
-    """
+    """Fetch config.json of the newest commit of repository `name`; if the hub does not answer, use the newest commit in the cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -121,10 +104,7 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
 
 
 def _why_unreachable(name: str) -> str | None:
-    """Return a reason if the hub does not answer in time; None if it answers anything or refuses the connection (the client reports that).
-
-    The client sets no limit when it looks a repository up, and where a firewall drops packets the system waits for minutes.
-    """
+    """Return a reason if the hub does not answer in time: the client sets no limit, and a firewall may drop packets for minutes."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
@@ -140,10 +120,7 @@ def _why_unreachable(name: str) -> str | None:
 
 
 def _need_listing(name: str, commit: str) -> None:
-    """Raise LocalEntryNotFoundError if the commit's list of files is neither in the cache nor on the hub.
-
-    Without it `snapshot_download` returns the cached files as if they were all. Older clients cached no list.
-    """
+    """Raise LocalEntryNotFoundError if the commit's list of files, without which cached files pass for all, cannot be had."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 
@@ -182,17 +159,14 @@ def _explain(asked: str, name: str, what: str, error: Exception, unreachable: st
     causes: list[BaseException] = [error]
     while following := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(following)
-
-    def caused_by(kind: type[BaseException]) -> bool:
-        return any(isinstance(cause, kind) for cause in causes)
-
-    if caused_by(errors.GatedRepoError):
+    kinds = {kind for cause in causes for kind in type(cause).__mro__}
+    if errors.GatedRepoError in kinds:
         return f"{name} is gated: for {what}, accept its terms on {endpoint}/{name}, then {log_in}."
-    if caused_by(errors.RepositoryNotFoundError):
+    if errors.RepositoryNotFoundError in kinds:
         return f"the hub has no repository {name} that you may read; {local}, or if it is private, {log_in}."
-    if caused_by(errors.HFValidationError):
+    if errors.HFValidationError in kinds:
         return f"not a folder, a preset or a valid name on the hub; {local}."
-    if unreachable is None and caused_by(errors.OfflineModeIsEnabled):
+    if unreachable is None and errors.OfflineModeIsEnabled in kinds:
         return f"{what} is not in the local cache, and HF_HUB_OFFLINE forbids fetching it; unset that, {local}."
     answer = next((cause for cause in causes if isinstance(cause, errors.HfHubHTTPError)), None)
     if answer is None and (unreachable or isinstance(error, errors.LocalEntryNotFoundError)):

@@ -1,8 +1,7 @@
 """The decoder layers of any model, found by structure and not listed by family; and which of them are identical.
 
-A pass without weights runs a few layers of each kind, and repeats their counts for the others. Layers are of one kind if they have the same
-modules, parameters, buffers and attributes, apart from their own index, and the same entries in the config's per-layer lists. An attribute
-of unknown type makes a kind of its own.
+Layers are of one kind if they have the same modules, parameters, buffers and attributes, apart from their own index, and the same entries
+in the config's per-layer lists. A pass without weights runs a few layers of each kind.
 """
 
 from __future__ import annotations
@@ -44,16 +43,19 @@ def cache_per_module(read: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name and the ModuleList of the decoder layers: the longest ModuleList that is not inside another one.
+    """Return name and ModuleList of the decoder layers, the longest ModuleList outside of towers. Raises UsageError if there is none."""
+    name, layers = find_layers(model)
+    if not layers:
+        raise UsageError(f"{type(model).__name__} has no list of decoder layers to offload: use --engine resident.")
+    return name, layers
 
-    A vision tower, which may have more layers, is not searched. Raises UsageError if there is none.
-    """
+
+def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return the `decoder_layers`; an empty list if there is none."""
     name, decoder = _language_model(model)
     others = _configs_of_towers(model)
     found = list(_outer_lists(decoder, name, others)) or list(_outer_lists(model, "", others))
-    if not found:
-        raise UsageError(f"{type(model).__name__} has no list of decoder layers to offload: use --engine resident.")
-    return max(found, key=lambda pair: len(pair[1]))
+    return max(found, key=lambda pair: len(pair[1]), default=("", nn.ModuleList()))
 
 
 def unused_tower_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -111,10 +113,7 @@ class LayerKinds:
 @cache_per_module
 def layer_kinds(model: nn.Module) -> LayerKinds:
     """Group the decoder layers by kind. No kinds if code is not that of transformers, or if layers share something."""
-    try:
-        _, layers = decoder_layers(model)
-    except UsageError:
-        return LayerKinds(())
+    _, layers = find_layers(model)
     known = all(type(module).__module__.startswith(KNOWN_CODE) for module in model.modules())
     if not known or _share_something(model, layers):
         return LayerKinds(())
@@ -126,30 +125,20 @@ def layer_kinds(model: nn.Module) -> LayerKinds:
 
 
 def first_layer_bytes(model: nn.Module) -> dict[int, int]:
-    """Return the bytes of the first layer of each kind, by position: of the first layer alone if kinds are unknown, {} without layers."""
-    try:
-        _, layers = decoder_layers(model)
-    except UsageError:
-        return {}
-    firsts = [each[0] for each in layer_kinds(model).positions] or [0]
+    """Return the bytes of the first layer of each kind by position; of the first layer alone if kinds are unknown, {} without layers."""
+    _, layers = find_layers(model)
+    firsts = [each[0] for each in layer_kinds(model).positions] or [0][: len(layers)]
     return {first: sum(p.numel() * p.element_size() for p in layers[first].parameters()) for first in firsts}
 
 
 def copy_with_few_layers(model: nn.Module, kinds: LayerKinds) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """Copy `model` with a few layers of each kind; in the copy's list the others are the same objects as these.
-
-    Returns:
-        the copy, and its layers by position; {} if all layers were copied.
-    """
+    """Return a copy of `model` that has some layers of each kind in place of all, and these by position ({} if all were copied)."""
     if not kinds.repeated:
         return copy.deepcopy(model), {}
     _, layers = decoder_layers(model)
     memo: dict[int, Any] = {}  # of copy.deepcopy
-    run = {
-        position: copy.deepcopy(layers[position], memo)
-        for kind in range(len(kinds.positions))
-        for position in kinds.layers_to_run(kind)
-    }
+    positions = sorted({*range(len(layers))} - kinds.repeated.keys())
+    run = {position: copy.deepcopy(layers[position], memo) for position in positions}
     memo |= {id(layers[position]): run[other] for position, other in kinds.repeated.items()}
     return copy.deepcopy(model, memo), run
 
@@ -157,13 +146,10 @@ def copy_with_few_layers(model: nn.Module, kinds: LayerKinds) -> tuple[nn.Module
 def _share_something(model: nn.Module, layers: nn.ModuleList) -> bool:
     """Return whether a module, parameter or buffer of a layer belongs to another layer or to the rest of the model too."""
     rest = [module for _, module in model.named_modules(memo={layers})]
-    parts = []
-    for modules in (*(layer.modules() for layer in layers), rest):
-        part: set[int] = set()
-        for module in modules:
-            held = (module, *module._parameters.values(), *module._buffers.values())
-            part |= {id(each) for each in held if each is not None}
-        parts.append(part)
+    parts = [
+        {id(each) for m in modules for each in (m, *m._parameters.values(), *m._buffers.values()) if each is not None}
+        for modules in (*(layer.modules() for layer in layers), rest)
+    ]
     return len(set().union(*parts)) < sum(map(len, parts))
 
 
@@ -180,18 +166,16 @@ def _config_entries(config: Any, count: int) -> list[tuple]:
 
 def _describe_layer(layer: nn.Module, position: int) -> tuple:
     """Return names, types, tensors and attributes of all modules of a layer: equal for layers of one kind, which differ by values only."""
-    description = []
+    description: list[Any] = []
     for name, module in layer.named_modules():
-        tensors = tuple(
-            (key, tensor if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype))
-            for key, tensor in (*module._parameters.items(), *module._buffers.items())
-        )
-        attributes = tuple(
-            (key, "its index" if key in INDEX_NAMES and value == position else _comparable(value))
-            for key, value in vars(module).items()
-            if key not in ("_parameters", "_buffers", "_modules")
-        )
-        description.append((name, type(module), tensors, attributes))
+        description += [name, type(module)]
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            shape = None if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
+            description.append((key, shape))
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                is_index = key in INDEX_NAMES and value == position
+                description.append((key, "its index" if is_index else _comparable(value)))
     return tuple(description)
 
 

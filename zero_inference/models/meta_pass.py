@@ -24,8 +24,7 @@ class LayersDiffer(Exception):
     """Layers of one kind did different things, or a call did something that cannot be repeated."""
 
 
-class TooManyOperators(Exception):
-    pass
+class TooManyOperators(Exception): ...
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -42,10 +41,7 @@ def run_on_meta(
 ) -> Result | None:
     """Return what `run` returns for a copy of `model` on the meta device, or None if the model cannot run there.
 
-    The copy has a few layers of each kind, or all of them if those of a kind turn out to differ.
-
-    Args:
-        run: gets the copy, its layers by position, and their kinds, for `repeat_layers`.
+    `run` gets a copy with a few layers of each kind, these by position, and the kinds; all layers if those of a kind turn out to differ.
     """
     kinds = layer_kinds(model)
     for each in (kinds, LayerKinds(())) if kinds.repeated else (kinds,):
@@ -54,22 +50,17 @@ def run_on_meta(
         try:
             with torch.no_grad():
                 return run(copied, layers, each)
-        except TooManyOperators:
-            return None
         except LayersDiffer:
             continue
-        except Exception:  # the model's own code may raise anything, and because of repeated layers
-            if not any(getattr(layer.forward, "count", 0) > 1 for layer in layers.values()):
+        except Exception as error:  # the model's own code may raise anything, and because of repeated layers
+            repeats = any(getattr(layer.forward, "count", 0) > 1 for layer in layers.values())
+            if isinstance(error, TooManyOperators) or not repeats:
                 return None
     return None
 
 
 def repeat_layers(layers: dict[int, nn.Module], kinds: LayerKinds, recorder: Any = None) -> None:
-    """Have each of `layers` run its first call only; later calls, in place of other layers of its kind, repeat outputs and counts.
-
-    Args:
-        recorder: an `operators.PassRecorder`, or None if nothing is counted.
-    """
+    """Have each of `layers` run its first call only; later calls, in place of other layers, repeat outputs and `recorder`'s counts."""
     for kind, positions in enumerate(kinds.positions):
         recorded: dict[Any, Any] = {}  # by arguments: calls with arguments of the same shapes have to do the same
         for position in kinds.layers_to_run(kind) if len(positions) > 3 else ():
@@ -162,18 +153,15 @@ def call_model(model: Any, tokens: int, past: int | None, recorder: Any) -> None
 
 
 def _passing_cache(config: Any, past: int) -> Any:
-    """Return a cache that returns keys and values of `past` positions and the new ones, and stores none.
-
-    Without a cache transformers would read position ids.
-    """
+    """Return a cache of `past` positions that stores nothing; without a cache transformers would read position ids."""
     from transformers import DynamicCache
-
-    def lengthen(new: torch.Tensor) -> torch.Tensor:  # [B, heads, tokens, width]
-        return new.new_empty(*new.shape[:-2], past + new.shape[-2], new.shape[-1]) if past else new
 
     class Passing(DynamicCache):
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return lengthen(key_states), lengthen(value_states)
+            both = key_states, value_states  # [B, heads, tokens, width]
+            if not past:
+                return both
+            return tuple(new.new_empty(*new.shape[:-2], past + new.shape[-2], new.shape[-1]) for new in both)
 
         def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
             return past

@@ -26,7 +26,7 @@ from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.patching import Patches
 
 aten = torch.ops.aten
-# They move nothing, although PyTorch does not call them views.
+# they move nothing, although PyTorch does not call them views
 WITHOUT_WORK = {
     getattr(aten, name)
     for name in "empty empty_like new_empty new_empty_strided empty_strided detach alias _unsafe_view sym_size".split()
@@ -34,6 +34,7 @@ WITHOUT_WORK = {
 # More than any model has that computes its positions in parallel; recurrent ones that loop over them are estimated.
 MAX_OPERATORS = 40_000
 ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator rounds up to a multiple of this
+SIZES = ("nbytes", "outside_bytes", "layer_bytes", "expert_bytes")  # of an operator
 
 
 class AttentionShape(NamedTuple):
@@ -47,24 +48,15 @@ class AttentionShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
-    """One kernel of a pass.
+    """One kernel of a pass of one sequence. Weights that it reads count in the dtype that it computes in."""
 
-    Attributes:
-        flops: of one sequence; a multiply-add is 2.
-        nbytes: of one sequence, read and written without weights, but with keys and values.
-        outside_bytes, layer_bytes, expert_bytes: of the weights that it reads, in the dtype that it computes in: outside the decoder
-            layers, in them, and in all of their experts.
-        same_input: the product before it has the same input, as keys and values have that of the queries.
-        attention: set for PyTorch's attention.
-    """
-
-    flops: int
-    nbytes: int
-    outside_bytes: int = 0
-    layer_bytes: int = 0
-    expert_bytes: int = 0
-    same_input: bool = False
-    attention: AttentionShape | None = None
+    flops: int  # a multiply-add is 2
+    nbytes: int  # read and written without weights, but with keys and values
+    outside_bytes: int = 0  # of weights outside the decoder layers
+    layer_bytes: int = 0  # of weights in them
+    expert_bytes: int = 0  # of weights of all of their experts
+    same_input: bool = False  # as the product before it, as keys and values have that of the queries
+    attention: AttentionShape | None = None  # set for PyTorch's attention
 
     @property
     def weights(self) -> tuple[int, int, int]:
@@ -78,17 +70,11 @@ class Operator:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass of one sequence.
+    """A forward pass of one sequence."""
 
-    Attributes:
-        operators: each with its number of calls.
-        module_calls: calls of modules, nested ones included.
-        peak_bytes: of tensors alive at the same time, without weights, keys and values of the cache.
-    """
-
-    operators: dict[Operator, int]
-    module_calls: int
-    peak_bytes: int
+    operators: dict[Operator, int]  # with the number of calls
+    module_calls: int  # nested ones included
+    peak_bytes: int  # of tensors alive at the same time, without weights, keys and values of the cache
 
     @property
     def launches(self) -> int:
@@ -97,9 +83,7 @@ class Pass:
     @property
     def products_in_layers(self) -> int:
         """Number of kernels that multiply weights of decoder layers."""
-        return sum(
-            count for each, count in self.operators.items() if each.flops and (each.layer_bytes or each.expert_bytes)
-        )
+        return sum(n for each, n in self.operators.items() if each.flops and (each.layer_bytes or each.expert_bytes))
 
     def total(self, name: str) -> int:
         """Return the sum of an attribute of `Operator` over all calls."""
@@ -107,43 +91,29 @@ class Pass:
 
 
 def trace_pass(model: Any, spec: ModelSpec | None, tokens: int, past: int) -> Pass | None:
-    """Trace the pass of `tokens` tokens of one sequence after `past` others; None if the model reads values, loops over positions, or has
-    operators without meta functions. PyTorch's attention counts as one operator that stores no scores, like its fast kernels.
+    """Trace the pass of `tokens` tokens of one sequence after `past` others; None if the model cannot run on the meta device.
 
-    Args:
-        model: without weights, as `empty_model.build_on_meta` builds it; it is not changed.
-        spec: None to count in bfloat16, and weights as activations.
+    PyTorch's attention counts as one operator that stores no scores. Without `spec` weights count as activations, in bfloat16.
     """
     asked = spec.dtype if spec else torch.bfloat16
     for dtype in dict.fromkeys((asked, torch.bfloat16)):  # grouped matrix products have no other dtype there
         found = _record_pass(model, spec, dtype, tokens, past)
         if found is not None:
-            peak_bytes = found.peak * asked.itemsize // dtype.itemsize
-            return Pass(_scale_bytes(found.operators, asked.itemsize / dtype.itemsize), found.module_calls, peak_bytes)
+            times = asked.itemsize / dtype.itemsize
+            operators = {
+                replace(each, **{name: round(times * getattr(each, name)) for name in SIZES}): count
+                for each, count in found.operators.items()
+            }
+            return Pass(operators, found.module_calls, found.peak * asked.itemsize // dtype.itemsize)
     return None
-
-
-def _scale_bytes(operators: Counter[Operator], times: float) -> dict[Operator, int]:
-    if times == 1:
-        return dict(operators)
-    sizes = ("nbytes", "outside_bytes", "layer_bytes", "expert_bytes")
-    return {
-        replace(each, **{name: round(times * getattr(each, name)) for name in sizes}): count
-        for each, count in operators.items()
-    }
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Calls of modules that read each parameter, by names in the model.
+    """Calls of modules that read each parameter, by names in the model."""
 
-    Attributes:
-        inside: parameter -> the modules whose calls contain every operator that reads it; no entry if none does.
-        calls: of a prefill and of a decode step: module -> number of calls.
-    """
-
-    inside: dict[str, frozenset[str]]
-    calls: tuple[Counter[str], ...]
+    inside: dict[str, frozenset[str]]  # parameter -> the modules whose calls contain every operator that reads it
+    calls: tuple[Counter[str], ...]  # of a prefill and of a decode step: module -> number of calls
 
     def only_inside(self, parameter: str, module: str) -> bool:
         """Return whether only calls of `module` read `parameter`."""
@@ -156,11 +126,7 @@ class Reads:
 
 @cache_per_module
 def trace_reads(model: Any) -> Reads | None:
-    """Trace a prefill and a decode step of `model`; None if it cannot run on the meta device.
-
-    Only the first of identical layers (`models.layers`) has entries. If the model reads values, such as which experts were chosen, all
-    elements are nonzero and all numbers are 0.
-    """
+    """Trace a prefill and a decode step of `model`; None if it cannot run on the meta device. Identical layers have one entry."""
     passes = []
     for tokens, past in ((2, 0), (1, 2)):
         tried = ((dtype, length) for length in (past, None) for dtype in (torch.bfloat16, torch.float32))
@@ -192,18 +158,14 @@ def _record_pass(
 
 
 class PassRecorder(TorchDispatchMode):
-    """Records the operators of a pass on the meta device, except in calls of layers that are repeated.
-
-    Attributes:
-        now, peak: bytes of tensors that operators made.
-        inside, calls: as of `Reads`.
-    """
+    """Records the operators of a pass on the meta device, except in calls of layers that are repeated; `inside` and `calls` as `Reads`."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec | None, has_values: bool) -> None:
         super().__init__()
         self.has_values = has_values
         self.operators: Counter[Operator] = Counter()
-        self.operators_seen = self.module_calls = self.now = self.peak = 0
+        self.operators_seen = self.module_calls = 0
+        self.now = self.peak = 0  # bytes of tensors that operators made
         self.inside: dict[str, frozenset[str]] = {}
         self.calls: Counter[str] = Counter()
         self._alive: dict[int, int] = {}  # storage -> its number, because ids of freed storages are used again
@@ -228,14 +190,12 @@ class PassRecorder(TorchDispatchMode):
             self._stack.pop()
 
         hooks, patches = torch.nn.modules.module, Patches()
-        patches.add_hooks(
-            hooks.register_module_forward_pre_hook(before),
-            hooks.register_module_forward_hook(after, always_call=True),
-        )
+        after_hook = hooks.register_module_forward_hook(after, always_call=True)
+        patches.add_hooks(hooks.register_module_forward_pre_hook(before), after_hook)
         return patches
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.has_values and function is aten._local_scalar_dense.default:
+        if self.has_values and function is aten._local_scalar_dense.default:  # a model that reads values reads zeros
             return 0
         if self.has_values and function is aten.nonzero.default:
             return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
@@ -250,9 +210,13 @@ class PassRecorder(TorchDispatchMode):
         for tensor in outputs:
             if storage_of(tensor) not in given:
                 self._add_storage(tensor.untyped_storage())
-        name = function._overloadpacket
+        name, flops = function._overloadpacket, 0  # what is no product is bound by memory traffic
+        if name in flop_registry:
+            flops = int(flop_registry[name](*args, **kwargs, out_val=out))
+        elif "grouped_mm" in str(name):  # rows sorted by expert, times the weights of each
+            flops = 2 * out.numel() * args[0].shape[-1]
         if not function.is_view and name not in WITHOUT_WORK:
-            self._count_operator(_flops(name, args, kwargs, out), inputs, outputs, looks_up=name is aten.embedding)
+            self._count_operator(flops, inputs, outputs, looks_up=name is aten.embedding)
         return out
 
     def _count_seen(self, operators: int) -> None:
@@ -267,11 +231,12 @@ class PassRecorder(TorchDispatchMode):
             self._alive[key] = self._storages_made
             self.now += nbytes
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._remove_storage, key, nbytes)
 
-    def _remove_storage(self, key: int, nbytes: int) -> None:
-        del self._alive[key]
-        self.now -= nbytes
+            def remove() -> None:
+                del self._alive[key]
+                self.now -= nbytes
+
+            weakref.finalize(storage, remove)
 
     def _count_operator(
         self, flops: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor], looks_up: bool
@@ -305,23 +270,18 @@ class PassRecorder(TorchDispatchMode):
         return out
 
     def begin_call(self) -> tuple:
-        before = self.operators.copy(), self.module_calls, self.operators_seen, self.now, self.peak
-        self.peak = self.now
-        return before
+        peak, self.peak = self.peak, self.now
+        return self.operators.copy(), self.module_calls, self.operators_seen, self.now, peak
 
     def end_call(self, start: tuple, new_outputs: list[torch.Tensor]) -> tuple:
         """Return the counts of a decoder layer's call since `begin_call`, equal for calls that did the same."""
         operators, module_calls, operators_seen, now, peak = start
-        outputs_bytes = sum(_allocated_bytes(each.untyped_storage()) for each in new_outputs)
-        counts = (
-            self.operators - operators,
-            self.module_calls - module_calls,
-            self.operators_seen - operators_seen,
-            self.peak - now,
-            self.now - now - outputs_bytes,  # kept elsewhere, as in a cache
-        )
-        self.peak = max(self.peak, peak)
-        return counts
+        kept_bytes = (
+            self.now - now - sum(_allocated_bytes(each.untyped_storage()) for each in new_outputs)
+        )  # in a cache
+        added_bytes, self.peak = self.peak - now, max(self.peak, peak)
+        calls, seen = self.module_calls - module_calls, self.operators_seen - operators_seen
+        return self.operators - operators, calls, seen, added_bytes, kept_bytes
 
     def repeat_call(self, counts: tuple) -> None:
         """Add the counts of an `end_call` once more."""
@@ -344,12 +304,3 @@ def _weight_kinds(model: Any, spec: ModelSpec) -> dict[int, str]:
     for layer in decoder_layers(model)[1]:
         kinds |= {storage_of(parameter): "layer_bytes" for parameter in layer.parameters()}
     return kinds | {storage_of(parameter): "expert_bytes" for parameter in expert_parameters(model, spec)}
-
-
-def _flops(name: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """Return the FLOPs of a product; other operators are bound by memory traffic."""
-    if name in flop_registry:
-        return int(flop_registry[name](*args, **kwargs, out_val=out))
-    if "grouped_mm" in str(name):  # rows sorted by expert, times the weights of each
-        return 2 * out.numel() * args[0].shape[-1]
-    return 0

@@ -1,7 +1,4 @@
-"""Built-in model configurations: the published dimensions of well-known models, for runs without a hub.
-
-One JSON file per model in `presets/`, with `name` (hub name), `aliases`, `source` and `config`.
-"""
+"""Built-in model configurations, one JSON file each in `presets/`, for runs without a hub."""
 
 from __future__ import annotations
 
@@ -19,19 +16,11 @@ PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
 
 @dataclass(frozen=True)
 class Preset:
-    """A model of the hub.
-
-    Attributes:
-        source: where the numbers come from.
-        config: the arguments of its transformers config.
-        quantization: `quant_method` of the published weights; empty if they are not quantized.
-    """
-
-    name: str
+    name: str  # on the hub
     aliases: tuple[str, ...]
-    source: str
-    config: dict[str, Any]
-    quantization: str = ""
+    source: str  # where the numbers come from
+    config: dict[str, Any]  # arguments of its transformers config
+    quantization: str = ""  # `quant_method` of the published weights; empty if they are not quantized
 
     def to_config(self) -> Any:
         from transformers import AutoConfig

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,16 +12,16 @@ import torch
 
 from zero_inference.config.options import LONGEST_PROMPT
 from zero_inference.config.run_config import RunConfig
-from zero_inference.errors import UsageError, is_out_of_memory
+from zero_inference.errors import UsageError
+from zero_inference.models.checkpoint_files import errors_as
 from zero_inference.models.spec import ModelSpec, load_tokenizer
-from zero_inference.utils.format import first_line
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
 EXCERPT_LENGTH = 60  # characters of a prompt that are shown with its output
-INSTEAD = "replace the tokenizer files, or remove them to run on random ids."
+INSTEAD = "; replace the tokenizer files, or remove them to run on random ids."
 TEXT = (
     "A library card and a quiet table were all she needed to begin. The first book was about rivers, and it said that "
     "water always finds the lowest path.",
@@ -39,20 +38,15 @@ TEXT = (
 
 
 def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
-    """Return `config` with the length in tokens of its longest --prompt, unless --prompt-len is set.
-
-    Raises UsageError if the model has no tokenizer for --prompt, or no chat template for --chat.
-    """
+    """Return `config` with the length in tokens of its longest --prompt, unless --prompt-len is set."""
     if not config.prompt and not config.chat:
         return config
-    tokenizer = load_tokenizer(spec)
-    if tokenizer is None:
-        raise _no_tokenizer(config, spec)
+    tokenizer = _tokenizer_for_text(config, spec)
     if config.chat and not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"--chat: {spec.name} has no chat template; drop --chat, or use a model made for chats.")
     if config.prompt_len != LONGEST_PROMPT:
         return config
-    with _tokenizer_errors(spec.name):
+    with errors_as(UsageError, f"--model {spec.name}: its tokenizer cannot encode the prompts", INSTEAD):
         longest = max(sum(map(len, prompt_parts(tokenizer, text, config.chat))) for text in config.prompt)
     if longest == 0:
         raise UsageError(f"--prompt: the tokenizer of {spec.name} makes no tokens of it; write another text.")
@@ -61,37 +55,36 @@ def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
 
 def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, str | None]:
     """Return ids int64 [batch, prompt_len], the tokenizer (None without one) and a note to print, if any."""
-    tokenizer, vocab_size = load_tokenizer(spec), spec.text_config.vocab_size
+    tokenizer, vocab_size = _tokenizer_for_text(config, spec), spec.text_config.vocab_size
     if tokenizer is not None:
-        with _tokenizer_errors(spec.name):
+        with errors_as(UsageError, f"--model {spec.name}: its tokenizer cannot encode the prompts", INSTEAD):
             ids = encode_prompts(tokenizer, _prompt_texts(config), config.prompt_len, config.chat)
         if (largest := int(ids.max())) >= vocab_size:
             raise UsageError(
-                f"--model {spec.name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens; "
-                f"{INSTEAD}"
+                f"--model {spec.name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens"
+                + INSTEAD
             )
         return ids, tokenizer, None
-    if config.prompts or config.prompt:
-        raise _no_tokenizer(config, spec)
     note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"
     return random_ids(config.seed, config.batch_size, config.prompt_len, vocab_size), None, note
+
+
+def _tokenizer_for_text(config: RunConfig, spec: ModelSpec) -> Any:
+    tokenizer = load_tokenizer(spec)
+    if tokenizer is None and (config.prompt or config.prompts):
+        option = "--prompt" if config.prompt else "--prompts"
+        raise UsageError(f"{option}: {spec.name} has no tokenizer to read it with; drop {option}.")
+    return tokenizer
 
 
 def prompt_excerpts(config: RunConfig, ids: torch.Tensor, tokenizer: Any) -> list[str]:
     """Return the end of each prompt's last line; of a chat that of the user's text. Empty without a tokenizer."""
     if tokenizer is None:
         return []
-    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in ids.tolist()]
-    if config.chat:
-        texts = _prompt_texts(config)
+    decoded = [tokenizer.decode(row, skip_special_tokens=True) for row in ids.tolist()]
+    texts = _prompt_texts(config) if config.chat else decoded
     lines = [text.strip().splitlines()[-1] if text.strip() else "" for text in texts]
     return [line if len(line) <= EXCERPT_LENGTH else f"...{line[-EXCERPT_LENGTH:]}" for line in lines]
-
-
-def _prompt_texts(config: RunConfig) -> list[str]:
-    if config.prompt:
-        return [config.prompt[number % len(config.prompt)] for number in range(config.batch_size)]
-    return read_prompts(config.prompts, config.batch_size)
 
 
 def eos_token_ids(spec: ModelSpec, tokenizer: Any) -> frozenset[int]:
@@ -156,30 +149,12 @@ def _common_prefix(one: list[int], other: list[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def _no_tokenizer(config: RunConfig, spec: ModelSpec) -> UsageError:
-    option = "--prompt" if config.prompt else f"--prompts {config.prompts}"
-    return UsageError(f"{option}: {spec.name} has no tokenizer to read it with; drop {option.split()[0]}.")
-
-
-@contextlib.contextmanager
-def _tokenizer_errors(name: str) -> Iterator[None]:
-    """Raise UsageError instead of any exception of a tokenizer's code, except out of memory."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"--model {name}: its tokenizer cannot encode the prompts ({first_line(error)}); {INSTEAD}"
-        ) from error
-
-
-def read_prompts(path: str | None, batch_size: int) -> list[str]:
-    """Return `batch_size` prompts from a file of one prompt a line, or from the built-in text (repeated as needed)."""
-    if path is None:
-        return [TEXT[-1 - i % len(TEXT)] for i in range(batch_size)]
+def _prompt_texts(config: RunConfig) -> list[str]:
+    """Return a prompt for each sequence: from a file of one prompt a line, or of --prompt or the built-in text, repeated as needed."""
+    batch_size, path = config.batch_size, config.prompts
+    if config.prompt or path is None:
+        texts = config.prompt or TEXT[::-1]
+        return [texts[number % len(texts)] for number in range(batch_size)]
     try:
         # not splitlines, which also splits at form feeds and U+2028, which prompts may contain
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").split("\n") if line.strip()]

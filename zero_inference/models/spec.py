@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,51 +12,44 @@ from typing import Any
 import torch
 
 from zero_inference.config.run_config import RunConfig
-from zero_inference.errors import UsageError, is_out_of_memory
-from zero_inference.models.checkpoint_files import has_tokenizer
+from zero_inference.errors import UsageError
+from zero_inference.models.checkpoint_files import (
+    BlockScales,
+    errors_as,
+    has_tokenizer,
+    pop_quantization_config,
+    read_block_scales,
+)
 from zero_inference.models.hub import Snapshot, open_snapshot
 from zero_inference.models.preset_table import Preset, find_preset, similar_presets
-from zero_inference.models.quantized import BlockScales, pop_quantization_config, read_block_scales
-from zero_inference.utils.format import first_line
 
 SMOLLM2 = "smollm2-135m"
 # Bounds of sizes in a config.json: far beyond any model, and small enough to be counted and laid out within seconds.
-LAYERS = (1, 4096)
-SIZES = {
-    "num_hidden_layers": LAYERS,
+BOUNDS = {
+    "num_hidden_layers n_layer n_layers num_layers": (1, 4096),
     "vocab_size": (1, 1 << 28),
     "max_position_embeddings": (-1, 1 << 31),  # -1 in XLNet's config: its positions are relative
-    **dict.fromkeys(("hidden_size", "word_embed_proj_dim"), (1, 1 << 20)),
-    **dict.fromkeys(("intermediate_size", "ffn_dim"), (1, 1 << 24)),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"), (0, 1 << 16)),
+    "hidden_size word_embed_proj_dim": (1, 1 << 20),
+    "intermediate_size ffn_dim": (1, 1 << 24),
+    "num_attention_heads num_key_value_heads head_dim": (1, 1 << 16),
+    "num_local_experts num_experts n_routed_experts num_experts_per_tok num_labels": (0, 1 << 16),
 }
-# Other names of sizes, of which transformers makes lists and tables while it reads the file.
-BUILT_FIRST = {**dict.fromkeys(("n_layer", "n_layers", "num_layers"), LAYERS), "num_labels": (0, 1 << 16)}
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model before any weight is read.
+    """A model before any weight is read."""
 
-    Attributes:
-        name: the value of --model.
-        config: the transformers config, without a quantization config.
-        folder: the local checkpoint folder; None for dummy weights or a hub model.
-        snapshot: the hub model in the cache; None for any other.
-        dummy_routing: text or greedy, see `models.weights`; None for real weights or a model without experts.
-    """
-
-    name: str
-    config: Any
-    folder: Path | None
-    snapshot: Snapshot | None
+    name: str  # the value of --model
+    config: Any  # the transformers config, without a quantization config
+    folder: Path | None  # the local checkpoint; None for dummy weights or a hub model
+    snapshot: Snapshot | None  # the hub model in the cache; None for any other
     dtype: torch.dtype
     dummy: bool
     trust_remote_code: bool = False
     fp8_blocks: BlockScales | None = None
-    dummy_routing: str | None = None
+    dummy_routing: str | None = None  # text or greedy, see `models.weights`; None without dummy experts
 
     @property
     def text_config(self):
@@ -98,11 +92,7 @@ def max_positions(config: Any) -> int | None:
 
 
 def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
-    """Find the model that `config` names; on device_type 'cpu' `--dtype auto` is bfloat16.
-
-    Raises:
-        UsageError: no such model (with similar names), no usable config, or weights quantized in a format that is not read.
-    """
+    """Find the model that `config` names; on device_type 'cpu' `--dtype auto` is bfloat16. Raises UsageError if it cannot be used."""
     source = _locate(config)
     if isinstance(source, Preset):
         model_config = source.to_config()
@@ -182,15 +172,9 @@ def load_tokenizer(spec: ModelSpec):
     folder = spec.snapshot.fetch_tokenizer() if spec.snapshot else spec.folder
     if not has_tokenizer(folder):
         return None
-    try:
+    remedy = "; replace or remove the tokenizer files."
+    with errors_as(UsageError, f"--model {spec.name}: its tokenizer cannot be read", remedy):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"--model {spec.name}: its tokenizer cannot be read ({first_line(error)}); "
-            "replace or remove the tokenizer files."
-        ) from error
 
 
 def _load_config(folder: Path, config: RunConfig):
@@ -201,38 +185,32 @@ def _load_config(folder: Path, config: RunConfig):
     except (OSError, ValueError, RecursionError):
         raw = None  # explained by transformers
     for part in (raw, *raw.values()) if isinstance(raw, dict) else ():
-        if isinstance(part, dict):
-            _check_sizes(config.model, {name: part.get(name) for name in SIZES | BUILT_FIRST}, only_large=True)
-    try:
+        if isinstance(part, dict):  # transformers makes lists and tables of some sizes while it reads the file
+            _check_sizes(config.model, part.get, only_large=True)
+    with errors_as(UsageError, f"--model {config.model}: its config.json cannot be used"):
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         sizes = loaded.get_text_config(decoder=True)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise UsageError(f"--model {config.model}: its config.json cannot be used ({first_line(error)}).") from error
     for part in (loaded, sizes):
-        if getattr(
-            part, "is_heterogeneous", False
-        ):  # it raises for sizes that differ by layer, as Gemma 4's `head_dim`
+        if getattr(part, "is_heterogeneous", False):  # else sizes that differ by layer raise, as Gemma 4's `head_dim`
             part.allow_global_per_layer_attribute_access = True
         part.return_dict = True
-    _check_sizes(config.model, {name: getattr(sizes, name, None) for name in SIZES})
+    _check_sizes(config.model, lambda name: getattr(sizes, name, None))
     # A checkpoint could name kernels on the hub, whose code would run. The choice is this machine's, the same for each checkpoint.
     loaded._attn_implementation = loaded._experts_implementation = None
     return loaded
 
 
-def _check_sizes(model: str, sizes: dict[str, Any], only_large: bool = False) -> None:
+def _check_sizes(model: str, value_of: Callable[[str], Any], only_large: bool = False) -> None:
     """Raise UsageError for a size out of bounds, also in a list with one for each layer."""
-    for name, value in sizes.items():
-        least, most = (SIZES | BUILT_FIRST)[name]
-        for size in value if isinstance(value, list | tuple) else [value]:
-            if not isinstance(size, int | float) or isinstance(size, bool):
-                continue
-            if not size <= most or not (only_large or size >= least):  # also NaN
-                raise UsageError(
-                    f"--model {model}: {name} in its config.json is {size:.6g}; it must be between {least} and {most}."
-                )
+    for names, (least, most) in BOUNDS.items():
+        for name in names.split():
+            value = value_of(name)
+            for size in value if isinstance(value, list | tuple) else [value]:
+                is_number = isinstance(size, int | float) and not isinstance(size, bool)
+                if is_number and (not size <= most or not (only_large or size >= least)):  # also NaN
+                    raise UsageError(
+                        f"--model {model}: {name} in its config.json is {size:.6g}; it must be between {least} and {most}."
+                    )
 
 
 def _resolve_dtype(config: RunConfig, model_config, device_type: str, half: torch.dtype) -> torch.dtype:

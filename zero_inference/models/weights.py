@@ -1,12 +1,9 @@
 """Give each parameter of an empty model its values: from a checkpoint, one decoder layer at a time, or random.
 
-Renaming, fusing and casting of tensors is transformers' (`convert_and_load_state_dict_in_model`): it gets the checkpoint's keys layer by
-layer instead of all at once, so every family that it supports loads, fused experts included.
-
-Random weights (--dummy) are seeded by name, so that order, rank and engine do not matter. Fed its own greedy tokens, a mixture with random
-weights chooses the same few experts in every step, because the component that all tokens share dominates the residual stream. With text,
-an LRU cache of a quarter of the experts hits two thirds of the choices. `--dummy-routing text` reproduces this: embeddings are so large
-(`embedding_std`) that the token decides the choices in every layer, and `draw_tokens` repeats recent tokens.
+Renaming, fusing and casting of tensors is transformers', which gets the checkpoint's keys layer by layer. Random weights (--dummy) are
+seeded by name, so that order, rank and engine do not matter. Fed its own greedy tokens, a mixture with random weights chooses the same few
+experts in every step. `--dummy-routing text` chooses as text does, where an LRU cache of a quarter of the experts hits two thirds:
+embeddings are so large (`embedding_std`) that the token decides the choices in every layer, and `draw_tokens` repeats recent tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_inference.errors import RunError, UsageError, is_out_of_memory
-from zero_inference.models.checkpoint_files import Shards, shorten_names
-from zero_inference.models.empty_model import parameter_names, parameter_slots
-from zero_inference.models.layers import decoder_layers
-from zero_inference.models.quantized import INSTEAD, integer_keys
+from zero_inference.errors import RunError
+from zero_inference.models.checkpoint_files import INSTEAD, Shards, errors_as, integer_keys, shorten_names
+from zero_inference.models.empty_model import parameter_names, set_tensor
+from zero_inference.models.layers import find_layers
 from zero_inference.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -37,7 +33,6 @@ logger = logging.getLogger(__name__)
 OUTDATED_BUFFERS = re.compile(r"\b(attn|attention)\.bias$|\.(masked_bias|causal_mask|inv_freq|cos_cached|sin_cached)$")
 TRIMMED_BYTES = 64 << 20  # of dummy weights between two `return_free_memory`: a layer or two of a small model
 Adopt = Callable[[str, nn.Parameter], None]
-Progress = Callable[[int], None]
 _observers: list[Adopt] = []  # of `observe_loading`
 
 REPEATED = 0.6  # share of drawn tokens that repeat one of the last `RECENT` of their sequence
@@ -46,32 +41,30 @@ WEIGHT_STD = 0.02  # the init of GPT-2, OPT and Llama; keeps 16-bit activations 
 
 
 def load_weights(
-    model, spec: ModelSpec, seed: int, device: torch.device, adopt: Adopt, progress: Progress = lambda done: None
+    model,
+    spec: ModelSpec,
+    seed: int,
+    device: torch.device,
+    adopt: Adopt,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> None:
     """Give every parameter of an empty model its values in its dtype, and pass each to `adopt(name, parameter)` once.
 
-    Buffers that the checkpoint lacks keep their initial values, with a warning; dummy weights leave all buffers unchanged.
-
-    Args:
-        device: where dummy weights are drawn; checkpoint weights come in host memory.
-        adopt: takes the parameter over (moves, quantizes or partitions it in place); afterwards it may be empty.
-        progress: called with the bytes of each parameter that was adopted.
-
-    Raises:
-        RunError: a file is damaged, a parameter is missing, or a tensor has another shape, no place or an unknown format.
+    `adopt` moves, quantizes or partitions it in place; `progress` gets its bytes. Dummy weights are drawn on `device`, others come in
+    host memory. Raises RunError for a damaged file, a missing parameter, or a tensor of another shape or an unknown format.
     """
-    observers = tuple(_observers)
 
-    def show_and_adopt(name: str, parameter: nn.Parameter) -> None:
-        for observe in observers:
-            observe(name, parameter)
-        adopt(name, parameter)
+    def take(name: str, parameter: nn.Parameter) -> None:
+        nbytes = parameter.numel() * parameter.element_size()
+        for each in (*_observers, adopt):
+            each(name, parameter)
+        progress(nbytes)
 
     if spec.dummy:
         std = embedding_std(spec.text_config) if spec.dummy_routing == "text" else WEIGHT_STD
-        _draw_weights(model, seed, device, show_and_adopt, progress, std)
+        _draw_weights(model, seed, device, take, std)
     else:
-        _read_weights(model, spec, show_and_adopt, progress)
+        _read_weights(model, spec, take)
     model.tie_weights()
 
 
@@ -85,14 +78,12 @@ def observe_loading(observe: Adopt) -> Iterator[None]:
         _observers.remove(observe)
 
 
-def _draw_weights(
-    model, seed: int, device: torch.device, adopt: Adopt, progress: Progress, std_of_embeddings: float
-) -> None:
+def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, std_of_embeddings: float) -> None:
     untrimmed_bytes = 0
     # a checkpoint's own code may lack get_input_embeddings
     embedding = None if std_of_embeddings == WEIGHT_STD else model.get_input_embeddings().weight
-    parameters, slots = list(model.named_parameters()), parameter_slots(model)
-    for name, parameter in parameters:
+    names = parameter_names(model)
+    for name, parameter in list(model.named_parameters()):
         nbytes = parameter.numel() * parameter.element_size()
         untrimmed_bytes += nbytes
         if untrimmed_bytes >= TRIMMED_BYTES:
@@ -102,15 +93,13 @@ def _draw_weights(
         fill_dummy(values, name, seed, std_of_embeddings if parameter is embedding else WEIGHT_STD)
         drawn = nn.Parameter(values, requires_grad=False)
         del values
-        for holder, own_name in slots[id(parameter)]:
-            holder[own_name] = drawn
+        set_tensor(model, names[id(parameter)], drawn)
         adopt(name, drawn)
         del drawn
-        progress(nbytes)
     return_free_memory()
 
 
-def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> None:
+def _read_weights(model, spec: ModelSpec, adopt: Adopt) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     shards = Shards(spec.checkpoint_folder(), spec.fp8_blocks, spec.dtype)
@@ -125,14 +114,14 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
         del tensors
         unset &= missing
         unused += unexpected
-        _tie(model, ties)
+        for names in ties:  # put what was read under one name under the others
+            read = next((p for name in names if (p := model.get_parameter(name)).device.type != "meta"), None)
+            if read is not None:
+                set_tensor(model, names, read)
         for name, parameter in model.named_parameters():
             if parameter.device.type != "meta" and id(parameter) not in adopted:
-                parameter.requires_grad_(False)
-                nbytes = parameter.numel() * parameter.element_size()
-                adopt(name, parameter)
+                adopt(name, parameter.requires_grad_(False))
                 adopted.add(id(parameter))
-                progress(nbytes)
         return_free_memory()
     model.tie_weights()
     if missing_names := [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]:
@@ -140,22 +129,18 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
             f"{shards.folder}: the checkpoint has no tensor for {shorten_names(missing_names)}: it belongs to another "
             "model, or a shard is missing."
         )
-    if dist.is_initialized() and dist.get_rank():
-        return
-    if buffers := [name for name, _ in model.named_buffers() if name in unset]:
-        logger.warning(
-            "warning: %s: no tensor for %s; the model's initial values stay.", shards.folder, shorten_names(buffers)
-        )
-    if unused:
-        logger.warning("warning: %s: ignored, the model has no parameter for %s.", shards.folder, shorten_names(unused))
+    buffers = [name for name, _ in model.named_buffers() if name in unset]
+    for names, problem in (
+        (buffers, "initial values stay, no tensor for"),
+        (unused, "ignored, no parameter for"),
+    ):
+        if names and not (dist.is_initialized() and dist.get_rank()):
+            logger.warning("warning: %s: %s %s.", shards.folder, problem, shorten_names(names))
 
 
 def _is_in_layer(key: str, model) -> bool:
     """Return whether a checkpoint's key names a tensor of one of the model's decoder layers."""
-    try:
-        prefix, layers = decoder_layers(model)
-    except UsageError:
-        return False
+    prefix, layers = find_layers(model)
     prefixes = "|".join(re.escape(name) for name in (prefix, prefix.removeprefix(model.base_model_prefix + ".")))
     found = re.match(rf"(?:{prefixes})\.(\d+)\.", key)
     return found is not None and int(found.group(1)) < len(layers)
@@ -179,9 +164,8 @@ def _resolve_ties(model, shards: Shards, mapping: list) -> list[list[str]]:
             continue
         model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = False
         for name in names[1:]:
-            module, _, leaf = name.rpartition(".")
-            owner = model.get_submodule(module)
-            setattr(owner, leaf, nn.Parameter(torch.empty_like(getattr(owner, leaf)), requires_grad=False))
+            own = nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
+            set_tensor(model, [name], own)
     return ties
 
 
@@ -189,14 +173,15 @@ def _checkpoint_keys(model, mapping: list, keys: Iterable[str], wanted: set[str]
     """Return the checkpoint's key of each of the `wanted` names in the model, by transformers' renaming."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+    if not wanted:
+        return {}
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     state = model.state_dict()
-    numbered = any(re.search(r"\.\d+\.", name) for name in wanted)
+    if not any(re.search(r"\.\d+\.", name) for name in wanted):  # leave out tens of thousands of experts
+        keys = [key for key in keys if not re.search(r"\.\d+\.", key)]
     found: dict[str, str] = {}
-    for key in keys if wanted else ():
-        if not numbered and re.search(r"\.\d+\.", key):
-            continue  # tens of thousands of experts that no tie can name
+    for key in keys:
         name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:  # as the loader does
             name, converted = key, None
@@ -205,24 +190,10 @@ def _checkpoint_keys(model, mapping: list, keys: Iterable[str], wanted: set[str]
     return found
 
 
-def _tie(model, ties: list[list[str]]) -> None:
-    """Put the parameter of each tie that was read under its other names."""
-    for names in ties:
-        read = next((p for name in names if (p := model.get_parameter(name)).device.type != "meta"), None)
-        if read is not None:
-            for name in names:
-                module, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(module), leaf, read)
-
-
 def _convert_tensors(
     model, tensors: dict[str, Any], mapping: list, dtype: torch.dtype, folder: Path
 ) -> tuple[set[str], list[str]]:
-    """Read a group of the checkpoint's tensors into the model.
-
-    Returns:
-        names of the model's tensors that were not in it, and keys that the model does not use, both except those that the family expects.
-    """
+    """Read some tensors into the model; return names that were not among them, and keys that the model unexpectedly does not use."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import logging as transformers_logging
@@ -230,12 +201,8 @@ def _convert_tensors(
     transformers_logging.disable_progress_bar()
     # no dtype plan: each tensor is cast to the dtype of its parameter in the empty model
     load_config = LoadStateDictConfig(pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping)
-    try:
+    with errors_as(RunError, f"{folder}: the checkpoint cannot be read", "; fetch it again."):
         info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise RunError(f"{folder}: the checkpoint cannot be read ({error}); fetch it again.") from error
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     for key in set(integer_keys(tensors)) - set(info.unexpected_keys):
         if key.rpartition(".")[2] not in buffers and not OUTDATED_BUFFERS.search(key):
@@ -249,13 +216,11 @@ def _convert_tensors(
                 f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
                 f"checkpoint is another model's, or quantized in an unsupported format; {INSTEAD}."
             )
-    if info.mismatched_keys:
-        name, found, expected = sorted(info.mismatched_keys)[0]
+    for name, found, expected in sorted(info.mismatched_keys):
         raise RunError(
             f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json."
         )
-    if info.conversion_errors:
-        name, reason = next(iter(info.conversion_errors.items()))
+    for name, reason in info.conversion_errors.items():
         raise RunError(
             f"{folder}: {name} cannot be converted ({(str(reason).strip() or repr(reason)).splitlines()[-1]})."
         )
@@ -284,14 +249,13 @@ def fill_dummy(tensor: torch.Tensor, name: str, seed: int, std: float = WEIGHT_S
 def embedding_std(text_config: Any) -> float:
     """Return the standard deviation of a mixture's embeddings with `--dummy-routing text`, 1 or more.
 
-    Attention averages over tokens, which keeps the component that all of them share. With weights of `WEIGHT_STD` a layer amplifies it
-    by g = WEIGHT_STD^2 sqrt(hidden x heads x head_dim) and adds it to a residual stream of deviation s, so its square grows by
-    g^2 / s^2 a layer; s^2 = L g^2 bounds the growth over L layers by a factor of e. The result is 8 for Qwen3-30B-A3B, where an LRU
-    cache of a quarter of the experts then hits 60 to 64% in all 48 layers (results/cpu/expert_reuse.txt).
+    A layer amplifies the component that all tokens share by g = WEIGHT_STD^2 sqrt(hidden x heads x head_dim) and adds it to a residual
+    stream of deviation s, so its square grows by g^2 / s^2 a layer; s^2 = L g^2 bounds the growth over L layers by a factor of e. With 8
+    for Qwen3-30B-A3B an LRU cache of a quarter of the experts hits 60 to 64% in all layers (results/cpu/expert_reuse.txt).
     """
     heads = text_config.num_attention_heads
-    widths = (getattr(text_config, name, None) for name in ("v_head_dim", "head_dim"))
-    head_dim = next(filter(None, widths), text_config.hidden_size // heads)
+    widths = [getattr(text_config, name, None) for name in ("v_head_dim", "head_dim")]
+    head_dim = widths[0] or widths[1] or text_config.hidden_size // heads
     gain = WEIGHT_STD**2 * math.sqrt(text_config.hidden_size * heads * head_dim)
     return max(1.0, gain * math.sqrt(text_config.num_hidden_layers))
 

@@ -23,9 +23,16 @@ from torch import nn
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
 from zero_inference.kernels.quantization import MIN_QUANTIZED_COLUMNS, GroupQuantization, group_size_refusal
 from zero_inference.models.empty_model import parameter_names
-from zero_inference.models.experts import FusedExperts, detect_experts, experts_per_token
 from zero_inference.models.layers import decoder_layers, layer_kinds
-from zero_inference.models.mlp import COLUMNS, Mlp, detect_mlp, weight_layout
+from zero_inference.models.mlp import (
+    COLUMNS,
+    FusedExperts,
+    Mlp,
+    detect_experts,
+    detect_mlp,
+    experts_per_token,
+    weight_layout,
+)
 from zero_inference.models.operators import Reads, trace_reads
 from zero_inference.utils.model_sizes import text_config
 

@@ -24,7 +24,7 @@ from zero_inference.kernels.experts import Epilogue, expert_linear, quantized_ex
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES
 from zero_inference.kernels.quantization import GroupQuantization
-from zero_inference.models.experts import FusedExperts
+from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.transfers import ExpertCounts, Transfers
 
 # Decode passes in which the use count of an expert halves: between LRU, which hits more where recent tokens repeat, and LFU, which hits

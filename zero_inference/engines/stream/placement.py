@@ -16,7 +16,7 @@ from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.layout import BlockLayout, aligned
 from zero_inference.engines.stream.vocabulary import EmbeddingTable
 from zero_inference.errors import DoesNotFit
-from zero_inference.models.experts import FusedExperts
+from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.format import format_bytes
 
 GIB = 1 << 30

@@ -26,7 +26,6 @@ from zero_inference.engines.stream.products import BlockCodes, experts_in_groups
 from zero_inference.engines.stream.ring import RingBuffer
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams, Timeline
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
-from zero_inference.models.frozen import set_data
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.ranks import Ranks
@@ -35,6 +34,7 @@ from zero_inference.utils.transfers import Transfers
 # Consecutive decode passes that are measured, counted from 1; the first one, after a prefill or a change, is left out.
 FIRST_PASS, LAST_PASS = 2, 7
 MAX_MEASUREMENTS = 2
+set_data = torch.Tensor.data.__set__  # writes parameters that are frozen (`api.frozen`) without a check of the caller
 
 
 class Rebalancer:

@@ -27,7 +27,7 @@ from zero_inference.kernels.experts import (
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import ALIGNMENT, FUSED_ROWS, can_fuse, no_bias, quantized_linear
 from zero_inference.kernels.quantization import GroupQuantization
-from zero_inference.models.experts import FusedExperts
+from zero_inference.models.mlp import FusedExperts
 
 # (x, slot, epilogue, tokens) as of `quantized_expert_linear` -> products of token-expert pairs [pairs, rows]
 ExpertProduct = Callable[[torch.Tensor, torch.Tensor, Epilogue | None, int], torch.Tensor]

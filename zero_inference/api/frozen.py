@@ -19,8 +19,6 @@ OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "o
 WRITING = {name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")} - HARMLESS
 WRITING |= {"__setitem__", *(f"__i{name}__" for name in OPERATORS)}
 
-set_data = torch.Tensor.data.__set__  # for an engine's passes: without the check of the caller
-
 
 def freeze(parameter: nn.Parameter) -> None:
     """Let only engines write `parameter`; other code that does gets a UsageError."""
@@ -48,7 +46,7 @@ class FrozenParameter(nn.Parameter):
             return
         if not _caller_is_engine():
             raise refusal("`data` of a parameter was set")
-        set_data(self, values)
+        torch.Tensor.data.__set__(self, values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter with the present values."""
