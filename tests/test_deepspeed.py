@@ -4,8 +4,10 @@ What it computes is in test_tokens.py."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -212,6 +214,15 @@ def test_without_a_compiler_the_error_names_what_to_install(monkeypatch, tmp_pat
         modules.check_compilers(True, False, False)
     with pytest.raises(UsageError, match=r"reads NVMe: no C\+\+ compiler.*apt install g\+\+"):
         modules.check_aio(False)
+
+
+def test_libaio_is_found_where_stderr_has_no_file_descriptor(monkeypatch):
+    """As in some notebooks; DeepSpeed's probe duplicates the descriptor."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose: sys.stderr.fileno() >= 0)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    modules.check_aio(False)
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -10,8 +10,8 @@ import hashlib
 import io
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,6 +58,19 @@ def set_build_folder(device_type: str) -> None:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(user_cache() / EXTENSIONS / name))
 
 
+@contextmanager
+def stderr_with_descriptor() -> Iterator[None]:
+    """Use the process's stderr where `sys.stderr` has no file descriptor, as in some notebooks: DeepSpeed's probe for libaio needs one."""
+    try:
+        sys.stderr.fileno()
+    except (AttributeError, OSError):
+        with redirect_stderr(sys.__stderr__):
+            yield
+    else:
+        yield
+
+
+@stderr_with_descriptor()
 def check_aio(use_gds: bool) -> None:
     """Raise UsageError if libaio, or GPUDirect Storage with `use_gds`, is missing."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
@@ -74,6 +87,7 @@ def check_aio(use_gds: bool) -> None:
         raise UsageError("--use-gds: this machine has no GPUDirect Storage (libcufile); drop --use-gds.")
 
 
+@stderr_with_descriptor()
 def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Callable[[str], None] | None) -> None:
     """Load the modules that a run needs; compile those that are not on this machine.
 
