@@ -139,8 +139,9 @@ class PeerWatch:
             who = "the first rank or the launcher" if source == STORE else f"rank {source}"
             if last[source] == FAILED:
                 return f"{who} failed"
-            if seconds > (JOIN_S if last[source] is None else SILENT_S):
-                return f"{who} has said nothing for {seconds:.0f} s"
+            limit_s = JOIN_S if last[source] is None else SILENT_S
+            if seconds > limit_s:
+                return f"{who} has said nothing for {limit_s:.0f} s"
         return None
 
     def _received_signal(self) -> int | None:
