@@ -292,9 +292,7 @@ def lora(model, targets: tuple[str, ...] = ("q_proj", "v_proj", "down_proj"), **
     ).eval()
 
 
-@pytest.mark.parametrize(
-    "way", ["stream", "stream, cores", "accelerate", pytest.param("deepspeed", marks=deepspeed_on_cpu)]
-)
+@pytest.mark.parametrize("way", ["stream, cores", "accelerate", pytest.param("deepspeed", marks=deepspeed_on_cpu)])
 def test_weights_that_an_engine_placed_cannot_be_changed(way, checkpoints, plain):
     """Refused at once, or by the next call: never an answer of the model as it was."""
     options = ADAPTED.get(way) or WAYS[way]

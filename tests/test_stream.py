@@ -131,7 +131,8 @@ def test_the_link_is_measured_from_the_page_locked_layers_and_leaves_them_as_the
 def test_any_number_of_resident_layers(bits, longer):
     folder, expected = longer("llama-7-layers")
     seen, first = set(), None
-    for kept in range(8):
+    numbers = range(8) if bits == 16 else (0, 3, 7)
+    for kept in numbers:
         loaded, spec, ranks = load(
             folder,
             cpu_compute="off",
@@ -150,7 +151,7 @@ def test_any_number_of_resident_layers(bits, longer):
         rows = BATCH * 64 * 4 if facts["embedding_on_host"] else 0  # on a GPU
         assert moved == facts["streamed_layers"] * facts["slot_bytes"] + rows
         loaded.close()
-    assert seen == set(range(8))
+    assert seen == set(numbers)
 
 
 class _NamedStreams(DeviceStreams):
