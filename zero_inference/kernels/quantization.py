@@ -5,18 +5,18 @@ dtype. Element i is `code[i] * scale + minimum`, computed in float32 and rounded
 that rounding those costs little accuracy.
 
 Scale and minimum are those with the least squared error of several tries, without calibration data: the group's extremes; a least-squares
-fit to the codes that these give; for 4 bits, in the compiled libraries (csrc/cpu/quantize_lanes.h, csrc/quantization/quantize.cu), also the
-best of nine fits to a range clipped at both ends. Random normal weights in groups of 32 then have a relative error of 6.99%; extremes alone
-have 7.85%, fitted once 7.50%, and 400 clipped ranges 6.93% (benchmarks/results/cpu/int4_quality.md).
+fit to the codes that these give; for 4 bits also the best of nine fits to a range clipped at both ends, refitted `REFITS` times. Random
+normal weights in groups of 32 then have a relative error of 6.99%; extremes alone have 7.85%, fitted once 7.50%, and 400 clipped ranges
+6.93% (benchmarks/results/cpu/int4_quality.md). csrc/cpu/quantize_lanes.h and csrc/quantization/quantize.cu compute the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from zero_inference.errors import UsageError
 from zero_inference.kernels.extension import load_extension
@@ -25,15 +25,21 @@ from zero_inference.utils.format import nearest_divisor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # narrower matrices keep their dtype: low ranks and convolution kernels, not large projections
 MIN_QUANTIZED_COLUMNS = 32
+CLIPPED = (0.0, 0.03, 0.06)  # shares of a group's range to clip at either end, in all pairs; a step of 4 bits is 0.067
+NEIGHBOURS = {4: 1, 8: 2}  # by bits: neighbouring codes to try where DeepSpeed rounds quotients
+REFITS = 2  # of the best try; a third lowers the error by less than 0.1%
 CHUNK_NUMEL = 1 << 19  # elements quantized at once, about 40 bytes each: fits a CPU's caches
 CUDA_CHUNK_NUMEL = 1 << 22  # enough to hide kernel launches
 
 
 @dataclass(frozen=True)
 class GroupQuantization:
-    """Scheme of asymmetric quantization in groups, with 8 or 4 bits.
+    """Scheme of asymmetric quantization in groups.
 
-    dtype: dtype of the weights to quantize, None for any. The model's own dtype skips weights that its family keeps in float32.
+    Attributes:
+        bits: 8 or 4.
+        group_size: elements that share a scale and a minimum; even for 4 bits.
+        dtype: dtype of the weights to quantize, None for any. The model's own dtype skips weights that its family keeps in float32.
     """
 
     bits: int
@@ -43,11 +49,11 @@ class GroupQuantization:
     def __post_init__(self) -> None:
         _check_scheme(self.bits, self.group_size)
 
-    def can_quantize(self, weight: Tensor) -> bool:
+    def can_quantize(self, weight: torch.Tensor) -> bool:
         """Return whether `weight` is a matrix (or fused experts, 3-D) of a dtype to quantize, with rows of whole groups."""
         return self.is_for(weight) and weight.dim() >= 2 and weight.shape[-1] % self.group_size == 0
 
-    def is_for(self, weight: Tensor) -> bool:
+    def is_for(self, weight: torch.Tensor) -> bool:
         """Return whether `weight` has `dtype`, or float16, bfloat16 or float32 if that is None."""
         return weight.dtype in (DTYPES if self.dtype is None else (self.dtype,))
 
@@ -63,11 +69,13 @@ class GroupQuantization:
 
 
 @torch.no_grad()
-def quantize(weight: Tensor, scheme: GroupQuantization, divides: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(
+    weight: torch.Tensor, scheme: GroupQuantization, divides: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize `weight` on its device, with less than 256 MiB of temporary memory, and a copy if it is not contiguous.
 
-    With the compiled extension a CUDA device uses one kernel (csrc/quantization/quantize.cu). `zero_inference.cpu.products.quantize` has
-    one for a CPU. PyTorch, without either, is slower, and for 4 bits less accurate.
+    With the compiled extension a CUDA device uses one kernel (csrc/quantization/quantize.cu). It sums in another order, so among equally
+    good tries it may choose another. On a CPU, `zero_inference.cpu.products.quantize` is several times as fast.
 
     Args:
         weight: float16, bfloat16 or float32, at least 2-D, its last dimension a multiple of the group size.
@@ -89,16 +97,11 @@ def quantize(weight: Tensor, scheme: GroupQuantization, divides: bool = False) -
         )
         refuse_range(bool(refused), weight.dtype)
     else:
-        size = scheme.group_size
-        for start, stop in _chunks(len(rows), size, rows.device):
-            chunk = _quantize_rows(rows[start:stop], scheme.bits, divides)
-            span = slice(scheme.packed_bytes(start * size), scheme.packed_bytes(stop * size))
-            codes[span] = _pack(chunk.codes, scheme.bits)
-            scale[start:stop], minimum[start:stop] = chunk.scale.view(-1), chunk.minimum.view(-1)
+        _quantize_in_chunks(rows, scheme, codes, scale, minimum, divides)
     return codes, scale, minimum
 
 
-def empty_groups(weight: Tensor, scheme: GroupQuantization) -> tuple[Tensor, ...]:
+def empty_groups(weight: torch.Tensor, scheme: GroupQuantization) -> tuple[torch.Tensor, ...]:
     """Return `weight` as [groups, group_size], with empty codes, scale and minimum; raise ValueError if it cannot be quantized."""
     if not scheme.can_quantize(weight):
         raise ValueError(
@@ -111,7 +114,26 @@ def empty_groups(weight: Tensor, scheme: GroupQuantization) -> tuple[Tensor, ...
     return rows, codes, scale, torch.empty_like(scale)
 
 
-def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, out: Tensor) -> None:
+def _quantize_in_chunks(
+    rows: torch.Tensor,
+    scheme: GroupQuantization,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor,
+    divides: bool = False,
+) -> None:
+    """Fill the results of `quantize` from rows [groups, group_size], with PyTorch on any device."""
+    size = scheme.group_size
+    for start, stop in _chunks(rows.shape[0], size, rows.device):
+        chunk = _quantize_rows(rows[start:stop], scheme.bits, divides)
+        codes[scheme.packed_bytes(start * size) : scheme.packed_bytes(stop * size)] = _pack(chunk.codes, scheme.bits)
+        scale[start:stop] = chunk.scale.view(-1)
+        minimum[start:stop] = chunk.minimum.view(-1)
+
+
+def dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
+) -> None:
     """Dequantize into `out`: one kernel on the current stream of a CUDA device with the compiled extension, otherwise
     `dequantize_reference`, which gives the same bits; arguments as there."""
     if out.is_cuda and load_extension():
@@ -122,7 +144,7 @@ def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_s
 
 @torch.no_grad()
 def dequantize_reference(
-    codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, out: Tensor
+    codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
 ) -> None:
     """Dequantize into `out` with PyTorch, on any device, in chunks.
 
@@ -148,32 +170,58 @@ def dequantize_reference(
 
 
 class _Groups(NamedTuple):
-    codes: Tensor  # float32 [groups, group_size], whole numbers
-    scale: Tensor  # weight's dtype [groups, 1]
-    minimum: Tensor  # weight's dtype [groups, 1]
-    error: Tensor  # float32 [groups, 1], squared error of the dequantized weight
+    codes: torch.Tensor  # float32 [groups, group_size], whole numbers
+    scale: torch.Tensor  # weight's dtype [groups, 1]
+    minimum: torch.Tensor  # weight's dtype [groups, 1]
+    error: torch.Tensor  # float32 [groups, 1], squared error of the dequantized weight
 
 
-def _quantize_rows(rows: Tensor, bits: int, divides: bool) -> _Groups:
-    """Quantize rows [groups, group_size] by the better of each group's extremes and a least-squares fit to the codes that these give."""
+class _Fit(NamedTuple):
+    """Least-squares step and offset for given codes, float32 [groups, 1].
+
+    gain: by how much they reduce the sum of squares of the centered values; 0 if all codes of a group are equal.
+    """
+
+    step: torch.Tensor
+    mean_code: torch.Tensor
+    gain: torch.Tensor
+
+
+def _quantize_rows(rows: torch.Tensor, bits: int, divides: bool) -> _Groups:
+    """Quantize rows [groups, group_size] of the weight's dtype."""
     values, dtype, largest = rows.float(), rows.dtype, (1 << bits) - 1
     low, high = values.aminmax(dim=1, keepdim=True)
     extent = high - low
+    mean = values.mean(dim=1, keepdim=True)
+    centered = values - mean
+
+    def encode(scale: torch.Tensor, minimum: torch.Tensor, neighbours: int = 0) -> _Groups:
+        return _encode(values, scale, minimum, largest, divides, neighbours)
+
+    def stored(fit: _Fit) -> _Groups:
+        scale = _stored_scale(fit.step, dtype, divides)
+        offset = fit.mean_code / scale.float() if divides else fit.mean_code * scale.float()
+        return encode(scale, (mean - offset).to(dtype))
+
     if divides:  # DeepSpeed's formula, in the weight's dtype
         scale = _finite_factor((1 / extent.to(dtype)) * largest, extent)
     else:
         scale = _stored_scale(extent / largest, dtype, divides)
-    best = _encode(values, scale, low.to(dtype), largest, divides)
+    neighbours = NEIGHBOURS[bits] if divides else 0
+    best = encode(scale, low.to(dtype), neighbours)
     top = extent if divides else (best.scale.float() * largest + best.minimum.float()).to(dtype)
     refuse_range(not bool(torch.isfinite(top).all()), dtype)
-    mean, mean_code = values.mean(dim=1, keepdim=True), best.codes.mean(dim=1, keepdim=True)
-    covariance = (best.codes * (values - mean)).sum(dim=1, keepdim=True)
-    variance = best.codes.square().sum(dim=1, keepdim=True) - best.codes.sum(dim=1, keepdim=True) * mean_code
-    scale = _stored_scale(covariance / variance, dtype, divides)
-    offset = mean_code / scale.float() if divides else mean_code * scale.float()
-    fitted = _encode(values, scale, (mean - offset).to(dtype), largest, divides)
-    better = fitted.error < best.error  # false for NaN
-    return _Groups(*(torch.where(better, *pair) for pair in zip(fitted, best)))
+    fit = _fit(centered, best.codes)
+    best = _better(best, stored(fit))
+    if bits == 4:
+        for below, above in product(CLIPPED, CLIPPED):
+            if below or above:
+                inverse = largest / (extent * (1 - below - above))
+                fit = _refit(fit, centered, inverse, (mean - low - extent * below) * inverse, largest)
+        for _ in range(REFITS):
+            fit = _refit(fit, centered, 1 / fit.step, fit.mean_code, largest)
+        best = _better(best, stored(fit))
+    return encode(best.scale, best.minimum, neighbours) if neighbours else best
 
 
 def refuse_range(refused: bool, dtype: torch.dtype) -> None:
@@ -182,7 +230,7 @@ def refuse_range(refused: bool, dtype: torch.dtype) -> None:
         raise ValueError(f"the weight holds NaN, an infinity, or a group whose range {dtype} cannot hold")
 
 
-def _stored_scale(step: Tensor, dtype: torch.dtype, divides: bool) -> Tensor:
+def _stored_scale(step: torch.Tensor, dtype: torch.dtype, divides: bool) -> torch.Tensor:
     """Return `step` rounded to `dtype`, or for `divides` its inverse, finite unless the step is 0.
 
     Below float16's normal numbers steps are rounded up: rounding to nearest could halve a step or make it 0.
@@ -194,22 +242,62 @@ def _stored_scale(step: Tensor, dtype: torch.dtype, divides: bool) -> Tensor:
     return step.to(dtype)
 
 
-def _finite_factor(factor: Tensor, extent: Tensor) -> Tensor:
+def _finite_factor(factor: torch.Tensor, extent: torch.Tensor) -> torch.Tensor:
     return torch.where((extent > 0) & factor.isinf(), torch.finfo(factor.dtype).max, factor)
 
 
-def _encode(values: Tensor, scale: Tensor, minimum: Tensor, largest: int, divides: bool) -> _Groups:
+def _encode(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor,
+    largest: int,
+    divides: bool,
+    neighbours: int,
+) -> _Groups:
     """Return the nearest codes for a stored scale and minimum, with their error."""
     scale32, minimum32 = scale.float(), minimum.float()
     shifted = values - minimum32
-    steps = shifted * scale32 if divides else shifted / torch.where(scale32 == 0, 1, scale32)
-    codes = steps.nan_to_num_(0.0).round_().clamp_(0, largest)  # 0 * inf in constant groups
-    restored = (codes / scale32).to(scale.dtype).float() if divides else codes * scale32
-    error = (restored + minimum32).to(scale.dtype).float() - values
-    return _Groups(codes, scale, minimum, error.square().sum(dim=1, keepdim=True))
+
+    def differences(codes: torch.Tensor) -> torch.Tensor:
+        restored = (codes / scale32).to(scale.dtype).float() if divides else codes * scale32
+        return restored.add_(minimum32).to(scale.dtype).float().sub_(values)
+
+    if divides:
+        codes = shifted.mul_(scale32).nan_to_num_(0.0).round_().clamp_(0, largest)  # 0 * inf in constant groups
+    else:
+        codes = shifted.div_(torch.where(scale32 == 0, 1, scale32)).round_().clamp_(0, largest)
+    difference = differences(codes)
+    error = difference.square()
+    for _ in range(neighbours):  # the rounded quotient may be nearer for a neighbour
+        other = (codes + torch.where(difference < 0, 1, -1)).clamp_(0, largest)
+        difference = differences(other)
+        better = difference.square() < error
+        codes, error = torch.where(better, other, codes), torch.where(better, difference.square(), error)
+    return _Groups(codes, scale, minimum, error.sum(dim=1, keepdim=True))
 
 
-def _pack(codes: Tensor, bits: int) -> Tensor:
+def _better(old: _Groups, new: _Groups) -> _Groups:
+    better = new.error < old.error  # false for NaN
+    return _Groups(*(torch.where(better, *pair) for pair in zip(new, old)))
+
+
+def _fit(centered: torch.Tensor, codes: torch.Tensor) -> _Fit:
+    mean_code = codes.mean(dim=1, keepdim=True)
+    covariance = (codes * centered).sum(dim=1, keepdim=True)
+    variance = codes.square().sum(dim=1, keepdim=True) - codes.sum(dim=1, keepdim=True) * mean_code
+    step = covariance / variance
+    return _Fit(step, mean_code, torch.where(variance > 0, covariance * step, 0))
+
+
+def _refit(best: _Fit, centered: torch.Tensor, inverse: torch.Tensor, shift: torch.Tensor, largest: int) -> _Fit:
+    """Return, for each group, the better of `best` and the fit to the rounded codes `inverse * centered + shift`."""
+    codes = (centered * inverse).add_(shift).nan_to_num_(0.0).round_().clamp_(0, largest)
+    found = _fit(centered, codes)
+    better = found.gain > best.gain
+    return _Fit(*(torch.where(better, *pair) for pair in zip(found, best)))
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack float32 codes [groups, group_size] into uint8 [groups * group_size * bits / 8]."""
     codes = codes.to(torch.uint8)
     if bits == 4:
@@ -217,7 +305,7 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     return codes.reshape(-1)
 
 
-def _unpack(packed: Tensor, bits: int) -> Tensor:
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack uint8 [groups, group_size * bits / 8] into float32 codes [groups, group_size]."""
     if bits == 8:
         return packed.float()
@@ -242,9 +330,9 @@ def _check_scheme(bits: int, group_size: int) -> None:
 
 
 def check_packed(
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor,
     bits: int,
     group_size: int,
     rows: int,
@@ -253,8 +341,11 @@ def check_packed(
     device: torch.device,
     weights: int | None = None,
 ) -> None:
-    """Raise ValueError unless codes, scale and minimum are those of a weight [rows, columns] in `dtype`, contiguous, on `device`; or of
-    several `weights`, each a row of the tensors."""
+    """Raise ValueError unless codes, scale and minimum are those of a weight [rows, columns] in `dtype`, contiguous, on `device`.
+
+    Args:
+        weights: number of such weights, each a row of the tensors; None: one weight, in tensors of any shape.
+    """
     _check_scheme(bits, group_size)
     if columns % group_size:
         raise ValueError(f"rows of a weight must be whole groups of {group_size}, not {columns} elements")
@@ -272,14 +363,15 @@ def check_packed(
             )
 
 
-def describe(tensor: Tensor) -> str:
+def describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
 
 
 def group_size_refusal(group_size: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:
     """Return the error for a group size that does not divide the last dimension of weight `name`.
 
-    `packs`: elements that share a word; if it does not divide the last dimension, no group size is suggested.
+    Args:
+        packs: elements that share a word; if it does not divide the last dimension, no group size is suggested.
     """
     last = shape[-1]
     fitting = nearest_divisor(group_size, last, (256, 128, 64, 32, 16, 8), packs)
