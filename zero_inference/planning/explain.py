@@ -142,9 +142,11 @@ def what_does_not_fit(plan: Plan) -> str:
 def why_none(found: SearchResult, model: str) -> str:
     """Return why no configuration of `model` is predicted; where none fits, with the smallest machine that would be enough."""
     if found.unknown:
+        why = why_not_predicted(found.unknown)
+        or_assume = ", or add it to --assume" if "=)" in why else ""  # it names a rate
         return (
-            f"{model}: {len(found.unknown)} configurations fit, but their speed is not known: {why_not_predicted(found.unknown)}; "
-            "measure it with zero-inference link --save (--disk DIR for the disk), or add it to --assume."
+            f"{model}: {len(found.unknown)} configurations fit, but their speed is not known: {why}; "
+            f"measure it with zero-inference link --save (--disk DIR for the disk){or_assume}."
         )
     if not found.too_large:
         return f"{model}: none of these engines can run it with these options; drop some of them."
