@@ -82,7 +82,7 @@ def test_a_terminal_shows_the_inner_task(clock, capsys, monkeypatch):
             assert progress.live_line == "outer: 1 of 2"
             inner.at("something")
             assert progress.live_line == "inner: something, 1 s so far"
-    assert progress.live_line == "" and "\rinner: something" in capsys.readouterr().err
+    assert progress.live_line == "" and "inner: something" in capsys.readouterr().err
 
 
 def test_loading_counts_bytes(clock, capsys):

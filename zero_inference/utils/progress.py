@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from zero_inference.utils.format import GIB, format_duration, format_time_left, printable
 
@@ -32,6 +32,7 @@ class Progress:
         self.enabled, self.clock = enabled, clock
         self.live_terminal = enabled and sys.stderr.isatty()
         self.live_line = ""
+        self._live: Any = None  # rich.live.Live while there is a live line
         self._tasks: list[Task] = []
         self._lock = threading.RLock()  # a task may show itself from its thread
 
@@ -90,9 +91,9 @@ class Progress:
     def clear(self) -> None:
         """Remove the live line from the terminal; the next update shows it again."""
         with self._lock, contextlib.suppress(OSError):  # the terminal is gone
-            if self.live_line:
-                print(end="\r\x1b[K", file=sys.stderr, flush=True)
-            self.live_line = ""
+            live, self._live, self.live_line = self._live, None, ""
+            if live is not None:
+                live.stop()
 
     close = clear  # for contextlib.closing
 
@@ -100,10 +101,22 @@ class Progress:
         """Show the line of `task`: in place of the live line on a terminal, printed elsewhere."""
         if not self.live_terminal:
             return self.say(task.line())
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
         with self._lock, contextlib.suppress(OSError):
-            if task not in self._tasks[:-1]:
-                self.live_line = printable(task.line())[: shutil.get_terminal_size().columns - 1]
-                print(end=f"\r{self.live_line}\x1b[K", file=sys.stderr, flush=True)
+            if task in self._tasks[:-1]:
+                return
+            self.live_line = printable(task.line())
+            line = Text(self.live_line, no_wrap=True, overflow="ellipsis")  # Text, not str: [...] is no markup
+            if self._live is None:
+                # stdout is for results, which may go elsewhere: rich would redirect it to the terminal too
+                self._live = Live(
+                    console=Console(stderr=True), auto_refresh=False, transient=True, redirect_stdout=False
+                )
+                self._live.start()
+            self._live.update(line, refresh=True)
 
 
 class Task:
