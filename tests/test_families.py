@@ -3,9 +3,7 @@ plain transformers, or is refused before anything is loaded.
 
 Weights are random and in float32, so that ids are comparable; int4 is compared with the plain model that has the dequantized weights.
 A seed is taken whose ids vary and whose best tokens are well ahead of the second best. Left out, because they would prove nothing more:
-keys and values in host memory with int4 in more than one cell (attention does not know how weights are stored), and under accelerate and
-resident (the cache is that of DeepSpeed), CPU shares of engines that have none, the disk (tests/test_tokens.py). A cell takes about 0.1 s
-of one core, most of it the planning passes on the meta device.
+int4 with keys and values in host memory in several cells, these under accelerate and resident, and the disk (tests/test_tokens.py).
 """
 
 from __future__ import annotations

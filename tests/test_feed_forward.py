@@ -45,10 +45,9 @@ def test_linear_modules_of_both_layouts():
         assert torch.allclose(functional.linear(x, weight, module.bias), module(x), atol=1e-5)
     assert weight_layout(Conv1D(72, 40)) == COLUMNS
     assert weight_layout(type("Other", (nn.Linear,), {})(40, 72)) is weight_layout(nn.Embedding(72, 40)) is None
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("gpt2", n_embd=64, n_layer=1, n_head=4, vocab_size=99)
-    ).eval()
-    assert detect_mlp(model.transformer.h[0].mlp) == Mlp(("c_fc",), "gelu_tanh", "c_proj")
+    config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=1, n_head=4, vocab_size=99)
+    mlp = AutoModelForCausalLM.from_config(config).eval().transformer.h[0].mlp
+    assert detect_mlp(mlp) == Mlp(("c_fc",), "gelu_tanh", "c_proj")
 
 
 class Odd(nn.Module):

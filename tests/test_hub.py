@@ -135,9 +135,6 @@ def test_weights_in_one_file_or_in_torch_files(hub, run_model, checkpoints, cach
     done = run_model("--model", "some/other", *SHORT, env=hub.environment(cache))
     assert done.code == 0, done.stderr
     assert set(hub.files) == expected and "no tokenizer" in done.stderr
-    if kind == "pytorch_model.bin":
-        offline = run_model("--model", "some/other", *SHORT, env=hub.environment(cache, HF_HUB_OFFLINE="1"))
-        assert offline.code == 0 and "no tokenizer" in offline.stderr, offline.stderr
 
 
 def error_of(done) -> str:
@@ -159,9 +156,8 @@ def test_a_gated_repository(hub, run_model, checkpoints, cache, part, token):
     assert "HF_TOKEN" in message and "cannot be reached" not in message
 
 
-@pytest.mark.parametrize("token", ["", "hf_made_up"])
-def test_a_missing_repository(hub, run_model, cache, token):
-    message = error_of(run_model("--model", "some/lama", *SHORT, env=hub.environment(cache, HF_TOKEN=token)))
+def test_a_missing_repository(hub, run_model, cache):
+    message = error_of(run_model("--model", "some/lama", *SHORT, env=hub.environment(cache, HF_TOKEN="")))
     assert "no repository some/lama" in message and "gated" not in message and "cannot be reached" not in message
 
 

@@ -192,9 +192,6 @@ def test_a_buffer_that_the_checkpoint_lacks_keeps_its_initial_value_and_is_named
     assert torch.equal(loaded.model.get_buffer(name).cpu(), plain(folder, torch.float32).get_buffer(name))
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("zero_inference")]
     assert len(warnings) == 1 and name in warnings[0] and "initial values" in warnings[0]
-    caplog.clear()
-    load(checkpoint("deepseek_v3"), engine="resident", dtype="float32")
-    assert not [record for record in caplog.records if record.name.startswith("zero_inference")]
 
 
 @pytest.mark.parametrize("way", ["stream", "deepspeed-cpu"])

@@ -7,11 +7,8 @@ from conftest import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_inference.config.run_config import RunConfig, parse_options
-from zero_inference.hardware import bench_device
-from zero_inference.hardware.bench_device import product_times
 from zero_inference.hardware.bench_launch import ROUNDS, LaunchBench
 from zero_inference.hardware.rates import ProductTime
-from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import trace_pass
@@ -35,9 +32,8 @@ def test_operations_and_weights_of_a_pass(model, tokens, past):
     head = config.vocab_size * config.hidden_size
     assert found.total("layer_bytes") == 2 * sum(p.numel() for p in layers), "each weight once"
     matrices = sum(p.numel() for p in layers if p.dim() > 1)
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     pairs = tokens * past + tokens * (tokens + 1) // 2
     attention = 4 * pairs * width * config.num_hidden_layers
     assert found.total("flops") == pytest.approx(2 * (matrices * tokens + head) + attention, rel=0.01)
@@ -58,9 +54,8 @@ def test_experts_are_told_from_other_weights():
 def test_float32_counts_four_bytes_an_element():
     spec = resolve_model(parse_options(["--model", "mixtral-8x7b-v0.1", "--dummy", "--dtype", "float32"]), "cpu")
     found = trace_pass(build_empty_model(spec).model, spec, 1, 10)
-    assert found.total("layer_bytes") + found.total("expert_bytes") > 4 * 45e9, (
-        "its grouped products know bfloat16 alone there"
-    )
+    # its grouped products know bfloat16 alone there
+    assert found.total("layer_bytes") + found.total("expert_bytes") > 4 * 45e9
 
 
 def test_what_the_host_takes_is_measured():
@@ -85,10 +80,8 @@ def test_what_the_host_takes_is_measured():
 def test_calls_of_modules_are_those_of_a_real_pass(family):
     model, calls = build_model(family), []
     ids = torch.tensor([[5]])
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: calls.append(module))
-    with torch.no_grad():
+    with torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: calls.append(module)):
         model(input_ids=ids)
-    handle.remove()
     found = trace_pass(model, None, 1, 0)
     assert found.module_calls == len(calls) > 10
 
@@ -101,26 +94,11 @@ def test_products_with_the_same_input_are_found(model, layers, each):
     assert sum(count for operator, count in found.operators.items() if operator.same_input) == layers * each
 
 
-@pytest.mark.parametrize("scheme", [None, GroupQuantization(8, 64), GroupQuantization(4, 64)])
-def test_products_of_few_tokens_are_measured(scheme, monkeypatch):
-    monkeypatch.setattr("zero_inference.hardware.bench_device.WEIGHTS_BYTES", 1 << 20)
-    monkeypatch.setattr("zero_inference.hardware.bench_device.WEIGHTS_S", {"cpu": 0.0})
-    found = product_times(torch.device("cpu"), torch.bfloat16, scheme, (1, 3))
-    assert list(found) == [1, 3] and all(0.01 < each.gb_per_s < 2000 and each.call_s == 0 for each in found.values())
-    monkeypatch.setattr(bench_device, "SHAPES", {"cpu": ((128, 256), (512, 256))})
-    two = product_times(torch.device("cpu"), torch.bfloat16, scheme, (1,))[1]
-    assert two.gb_per_s > 0 <= two.call_s
-
-
 def test_two_sizes_tell_bytes_from_what_a_product_takes_besides():
     found = ProductTime.through([(10_000_000, 12e-6), (100_000_000, 48e-6)])
     assert (found.gb_per_s, found.call_s) == pytest.approx((2500.0, 8e-6))
     slower = ProductTime.through([(10_000_000, 4e-6), (100_000_000, 48e-6)])
-    assert (slower.gb_per_s, slower.call_s) == pytest.approx((100_000_000 / 48e-6 / 1e9, 0.0)), (
-        "no time is less than none"
-    )
-    alone = ProductTime.through([(10_000_000, 4e-6)])
-    assert (alone.gb_per_s, alone.call_s) == pytest.approx((2500.0, 0.0))
+    assert (slower.gb_per_s, slower.call_s) == pytest.approx((100_000_000 / 48e-6 / 1e9, 0.0)), "not negative"
 
 
 class SawBatches(TorchDispatchMode):
@@ -180,10 +158,8 @@ def test_the_peak_is_what_the_profiler_sees(family, checkpoints):
 
     empty_model, spec = empty_model_of(checkpoints(family), "float32")
     found = trace_pass(empty_model.model, spec, LENGTH, 0).peak_bytes
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoints(family), dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
-    seen = profiled_peak(model, torch.zeros(1, LENGTH, dtype=torch.int64))
+    model = AutoModelForCausalLM.from_pretrained(checkpoints(family), dtype=torch.float32, attn_implementation="sdpa")
+    seen = profiled_peak(model.eval(), torch.zeros(1, LENGTH, dtype=torch.int64))
     assert found == pytest.approx(seen, rel=0.1 if family == "mixtral" else 0.01)
 
 

@@ -169,7 +169,6 @@ def shard_names(index: Path) -> list[str]:
 
 
 def _find_weights(folder: Path) -> Path:
-    """Return the file with all weights, or the index of their shards."""
     for path in (folder / name for name in WEIGHT_FILES):
         if path.is_file():
             return path
@@ -177,7 +176,6 @@ def _find_weights(folder: Path) -> Path:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return the file name of each tensor's key."""
     try:
         found = json.loads(index.read_bytes())["weight_map"]
         names = set(found.values())

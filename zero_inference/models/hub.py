@@ -98,8 +98,9 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
             folder = Path(snapshot_download(name, allow_patterns=["config.json"]))
             if not (folder / "config.json").is_file():
                 _need_listing(name, folder.name)
-                gguf = " (GGUF is not read)" if "gguf" in name.lower() else ""
-                raise UsageError(f"--model {asked}: {name} has no config.json on the hub{gguf}; {ANOTHER}.")
+                raise UsageError(
+                    f"--model {asked}: {name} has no config.json on the hub (GGUF is not read); {ANOTHER}."
+                )
     return Snapshot(asked, name, folder, unreachable)
 
 
@@ -148,7 +149,6 @@ def _hub_errors(asked: str, name: str, what: str, unreachable: str | None) -> It
 
 
 def _explain(asked: str, name: str, what: str, error: Exception, unreachable: str | None) -> str:
-    """Return the problem and the remedy, in one or two lines."""
     from huggingface_hub import errors
 
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")

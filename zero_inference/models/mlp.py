@@ -90,27 +90,22 @@ def _call_with_products(
     products: dict[str, Tensor] = {}
     calls: list[tuple[str, Tensor]] = []
 
-    def forward_of(name: str) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            calls.append((name, x))
-            return products[name].clone()
-
-        return forward
+    def forward(name: str, x: Tensor) -> Tensor:
+        calls.append((name, x))
+        return products[name].clone()
 
     with Patches() as patches:
         for name, linear in linears.items():
             width = linear.weight.shape[0 if weight_layout(linear) == ROWS else 1]
             products[name] = scale * torch.randn(1, 3, width, dtype=torch.float64)
-            patches.set_attr(linear, "forward", forward_of(name))
+            patches.set_attr(linear, "forward", partial(forward, name))
         x = torch.randn(1, 3, products[[*linears][-1]].shape[-1], dtype=torch.float64)
         out = module(x)
     names = [name for name, _ in calls]
-    is_chain = (
-        sorted(names) == sorted(linears)
-        and all(torch.equal(given, x) for _, given in calls[:-1])
-        and torch.equal(out, products[names[-1]])
-    )
-    return ({name: products[name] for name in names}, calls[-1][1]) if is_chain else None
+    same_input = all(torch.equal(given, x) for _, given in calls[:-1])
+    if sorted(names) != sorted(linears) or not same_input or not torch.equal(out, products[names[-1]]):
+        return None
+    return {name: products[name] for name in names}, calls[-1][1]
 
 
 def _explains(form: Mlp, products: dict[str, Tensor], inner: Tensor) -> bool:
@@ -268,7 +263,6 @@ def _shrink_module(module: nn.Module, sizes: dict[int, int]) -> nn.Module:
 
 
 def _compute_experts(form: FusedExperts, module: nn.Module, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-    """Return the output of `form` for `x` [rows, hidden] with the parameters of `module`."""
     first, last = (p.mT if form.transposed else p for p in (getattr(module, form.gate_up), getattr(module, form.down)))
     first_bias, last_bias = (
         (getattr(module, name) for name in form.biases) if form.biases else (x.new_zeros(len(first), 1),) * 2
@@ -296,12 +290,9 @@ LIBRARY.define(
 def choose_experts_reference(
     logits: Tensor, k: int, softmax_first: bool, normalized: bool, in_float32: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return weights and ids, both [tokens, k], of the experts that each token is routed to by `logits` [tokens, experts].
-
-    The softmax is over all experts (`softmax_first`, then perhaps `normalized` to a sum of 1) or over the chosen ones.
-    """
+    """Return weights and ids, both [tokens, k], of the experts that each token is routed to by `logits` [tokens, experts]."""
     scores = logits.float()
-    if softmax_first:
+    if softmax_first:  # over all experts, then perhaps normalized to a sum of 1; else over the chosen ones
         weights, ids = scores.softmax(-1).topk(k, -1)
         weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
     else:

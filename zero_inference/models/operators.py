@@ -59,13 +59,9 @@ class Operator:
     attention: AttentionShape | None = None  # set for PyTorch's attention
 
     @property
-    def weights(self) -> tuple[int, int, int]:
-        return self.outside_bytes, self.layer_bytes, self.expert_bytes
-
-    @property
     def attends(self) -> bool:
         """True if it multiplies activations with each other, as attention does."""
-        return self.flops > 0 and not any(self.weights)
+        return self.flops > 0 and not (self.outside_bytes or self.layer_bytes or self.expert_bytes)
 
 
 @dataclass(frozen=True)
@@ -203,8 +199,7 @@ class PassRecorder(TorchDispatchMode):
         self._count_seen(1)
         inputs = tensors_in((args, kwargs))
         given = {storage_of(tensor) for tensor in inputs}
-        out = function(*args, **kwargs)
-        outputs = tensors_in(out)
+        outputs = tensors_in(out := function(*args, **kwargs))
         for storage in given & self._parameters.keys():
             _intersect(self.inside, dict.fromkeys(self._parameters[storage], frozenset(self._stack)))
         for tensor in outputs:

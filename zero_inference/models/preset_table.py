@@ -31,8 +31,7 @@ class Preset:
 
 @functools.cache
 def _preset_by_name() -> dict[str, Preset]:
-    """Return each preset by its name and aliases as they are spelled."""
-    table: dict[str, Preset] = {}
+    table: dict[str, Preset] = {}  # by name and aliases
     for file in sorted(PRESET_FOLDER.glob("*.json")):
         fields = json.loads(file.read_text(encoding="utf-8"))
         preset = Preset(**{**fields, "aliases": tuple(fields["aliases"])})

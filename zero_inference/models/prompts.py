@@ -19,7 +19,6 @@ from zero_inference.models.spec import ModelSpec, load_tokenizer
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-
 EXCERPT_LENGTH = 60  # characters of a prompt that are shown with its output
 INSTEAD = "; replace the tokenizer files, or remove them to run on random ids."
 TEXT = (
@@ -107,8 +106,7 @@ def random_ids(seed: int, batch_size: int, prompt_len: int, vocab_size: int) -> 
 def encode_prompts(tokenizer, prompts: list[str], prompt_len: int, chat: bool = False) -> torch.Tensor:
     """Tokenize each prompt to exactly `prompt_len` real tokens: int64 [len(prompts), prompt_len].
 
-    A long prompt is cut at its end. Before a short one goes the built-in text, after the ids that the tokenizer or the chat template puts
-    at the start. Raises UsageError if a chat template leaves no room for the text.
+    A long prompt is cut at its end. Before a short one goes the built-in text, after what the tokenizer or the chat template begins with.
     """
     filler = tokenizer(" ".join(TEXT), add_special_tokens=False)["input_ids"]
     if not filler:

@@ -1,7 +1,4 @@
-"""Exact sizes of a model, its cache and its activations, counted before any weight is read; plans are based on these.
-
-The rounder formulas of `zero_inference.utils` are for the log.
-"""
+"""Exact sizes of a model, its cache and its activations, counted before any weight is read; plans are based on these."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.files import hold_lock, make_folder, models_folder
@@ -52,7 +51,6 @@ def smollm2_checkpoint() -> Path:
 
 
 def checkpoint_folder(gguf_file: Path, version: str) -> Path:
-    """Return the path in the cache for the conversion of this file; it may not exist yet."""
     key = f"{gguf_file.stat().st_size}-{version}-{_FORMAT}"
     return models_folder() / f"smollm2-135m-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
@@ -77,17 +75,13 @@ def _find_gguf() -> tuple[Path, str]:
 def _convert_in_child(gguf_file: Path, folder: Path) -> None:
     """Run `_convert` in a child: here its weights would count as the run's peak host memory, and ZeRO-3 would partition them."""
     program = "from zero_inference.models.smollm2 import _convert; _convert(sys.argv[1], sys.argv[2])"
-    options: dict[str, Any] = {
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.PIPE,
-        "text": True,
-        "errors": "replace",
-    }
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = isolated_python(program, str(gguf_file), str(folder))
-    with process_group(command, env=environment, cwd="/", **options) as child:
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with process_group(command, env=environment, cwd="/", **pipes) as child:
         assert child.stderr is not None
-        output = child.stderr.read()  # not communicate, which closes the pipe that keeps the child alive
+        # not communicate, which closes the pipe that keeps the child alive
+        output = child.stderr.read().decode(errors="replace")
         code = child.wait()
     if code != 0 or not folder.is_dir():
         lines = output.strip().splitlines() or [f"exit status {code}"]

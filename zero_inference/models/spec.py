@@ -52,7 +52,7 @@ class ModelSpec:
     dummy_routing: str | None = None  # text or greedy, see `models.weights`; None without dummy experts
 
     @property
-    def text_config(self):
+    def text_config(self) -> Any:
         return self.config.get_text_config(decoder=True)
 
     @property
@@ -127,9 +127,8 @@ def _locate(config: RunConfig) -> Path | Snapshot | Preset:
                 "merge it into its base model and use the merged folder."
             )
         if not (path / "config.json").is_file():
-            found = " (only GGUF, which is not read)" if any(path.glob("*.gguf")) else ""
             raise UsageError(
-                f"--model {model}: the folder has no config.json{found}; give a Hugging Face checkpoint folder."
+                f"--model {model}: the folder has no config.json; give a Hugging Face checkpoint folder (GGUF is not read)."
             )
         return path.absolute()
     preset = find_preset(model)

@@ -234,10 +234,7 @@ def return_free_memory() -> None:
 
 
 def fill_dummy(tensor: torch.Tensor, name: str, seed: int, std: float = WEIGHT_STD) -> torch.Tensor:
-    """Fill `tensor` in place and return it: matrices N(0, std^2), norm weights 1 + N(0, 0.02^2), biases N(0, 0.02^2).
-
-    The values depend on `seed`, `name`, shape, dtype, `std` and the kind of device alone.
-    """
+    """Fill `tensor` in place and return it: matrices N(0, std^2), norm weights 1 + N(0, 0.02^2), biases N(0, 0.02^2)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     tensor.normal_(0.0, std if tensor.dim() > 1 else WEIGHT_STD, generator=generator)
@@ -261,10 +258,7 @@ def embedding_std(text_config: Any) -> float:
 
 
 def draw_tokens(prompts: torch.Tensor, count: int, vocab_size: int, seed: int) -> torch.Tensor:
-    """Return the tokens int64 [B, count] to feed after `prompts` int64 [B, P]; a row depends on its prompt and `seed` alone.
-
-    Each repeats one of the last `RECENT` tokens of its row with probability `REPEATED`, and is uniform over the vocabulary otherwise.
-    """
+    """Return the tokens int64 [B, count] to feed after `prompts` int64 [B, P]; a row depends on its prompt and `seed` alone."""
     rows = []
     for prompt in prompts.cpu():
         digest = hashlib.sha256(seed.to_bytes(8, "little") + prompt.numpy().tobytes()).digest()
