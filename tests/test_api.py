@@ -74,7 +74,7 @@ def test_a_loaded_model_is_one_of_transformers(way, checkpoints, plain, tmp_path
     """The same tokens and logits, for batches of any shape that was planned for, one behind the other."""
     with load(checkpoints("llama"), batch_size=3, max_length=24, **placed(way, tmp_path)) as model:
         assert isinstance(model, type(plain)) and model.device.type == "cpu" and model.dtype == torch.float32
-        shapes = [(3, 9), (2, 13), (3, 9)] + ([] if model._state.memory.config.kv_offload else [(5, 6)])
+        shapes = [(3, 9), (2, 13), (3, 9)] + ([] if model._state.config.kv_offload else [(5, 6)])
         for seed, (rows, tokens) in enumerate(shapes):
             inputs = batch(rows, tokens, seed)
             expected = plain.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)
@@ -300,14 +300,7 @@ def test_weights_that_an_engine_placed_cannot_be_changed(way, checkpoints, plain
     with load(checkpoints("llama"), max_length=16, **options | CPU) as model:
         assert model.to("cpu") is model and model.cpu() is model and model.to(torch.float32).float() is model
         torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, rtol=1e-4, atol=1e-4)
-        last = [
-            "behind detach",
-            "another parameter",
-            "merge",
-            "olora",
-            "dora",
-            "modules_to_save",
-        ]  # these leave something
+        last = "behind detach,another parameter,merge,olora,dora,modules_to_save".split(",")  # these leave something
         for name in changes.keys() - set(last):
             with pytest.raises(UsageError, match="cannot be"):
                 changes[name](model)
@@ -449,12 +442,8 @@ def test_a_plan_is_what_the_command_prints(capsys):
     fitting = [row for row in found if row.fits]
     assert len(fitting) == len(said["configurations"]) > 2
     for row, theirs in zip(fitting, said["configurations"]):
-        assert (row.engine, row.bits, row.batch, row.command) == (
-            theirs["engine"],
-            theirs["quant_bits"],
-            theirs["batch_size"],
-            theirs["command"],
-        )
+        names = ("engine", "quant_bits", "batch_size", "command")
+        assert [row.engine, row.bits, row.batch, row.command] == [theirs[name] for name in names]
         assert (row.tokens_per_s, row.step_s) == pytest.approx((theirs["tokens_per_s"], theirs["step_s"]))
         assert command_of(make_config(row.options)) == row.command
         assert row.device_gib * 2**30 == pytest.approx(theirs["device_bytes"])

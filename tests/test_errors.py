@@ -357,16 +357,10 @@ def test_a_failure_of_one_rank_alone_leaves_one_record(checkpoints, tmp_path):
         "    transformers.GenerationMixin.generate = full\n"
         "os._exit(main())\n"
     )
+    command = [*launch_words("torchrun", 2, free_port()), program]
+    options = [*SHORT, "--model", checkpoints("opt"), *"--batch-size 2 --cpu-offload --log-file".split()]
     done = subprocess.run(
-        [
-            *launch_words("torchrun", 2, free_port()),
-            str(program),
-            *SHORT,
-            "--model",
-            str(checkpoints("opt")),
-            *"--batch-size 2 --cpu-offload --log-file".split(),
-            str(tmp_path / "run.log"),
-        ],
+        [str(word) for word in (*command, *options, tmp_path / "run.log")],
         capture_output=True,
         text=True,
         timeout=240,
@@ -378,14 +372,7 @@ def test_a_failure_of_one_rank_alone_leaves_one_record(checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "read",
-    [
-        lambda weight, states: states + weight,
-        lambda weight, states: states * weight.sum().item(),
-        lambda weight, states: states + weight.cpu(),
-        lambda weight, states: states * weight.nonzero().numel(),
-    ],
-    ids=["add", "item", "cpu", "nonzero"],
+    "read", [lambda weight, states: states + weight, lambda weight, states: states * weight.sum().item()]
 )
 def test_a_weight_that_accelerate_has_not_brought_is_told_from_other_errors(read):
     class Model(torch.nn.Module):
@@ -400,8 +387,5 @@ def test_a_weight_that_accelerate_has_not_brought_is_told_from_other_errors(read
     accelerate._explain_missing_weights(model, Patches())
     with pytest.raises(RunError, match="odd reads a weight without calling its module"):
         model()
-    for text in ("metadata of the file is damaged", "no kernel for meta-llama/x", "out of memory"):
-        error = RuntimeError(text)
-        with pytest.raises(RuntimeError) as raised:
-            model(error)
-        assert raised.value is error
+    with pytest.raises(RuntimeError, match="^metadata of the file is damaged$"):
+        model(RuntimeError("metadata of the file is damaged"))

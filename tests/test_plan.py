@@ -1,7 +1,6 @@
 """A run is planned once: one model without weights, and one decision that loading, --dry-run and the record all follow."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -151,15 +150,6 @@ def test_json_of_a_described_machine_has_times_and_their_limits(capfd):
     assert predicted["bound_by"] == answer["limit"]["bound_by"] == "link"
     assert answer["limit"]["decode_step_s"] <= predicted["decode_step_s"] * 1.001
     assert predicted["bounds_because"] and len(predicted["left_out"]) == 2 and predicted["unknown_because"] is None
-
-
-def test_on_a_terminal_a_dry_run_is_wrapped_beside_its_labels(capfd, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "70")
-    asked = "run_model.py --model llama-2-13b --dummy --engine stream --dry-run --machine rtx4090"
-    assert main(asked.split()) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 70 and any(line.startswith(" " * 17) for line in lines)
 
 
 def test_what_stays_on_the_device_is_decided_by_its_free_memory(no_gpu):

@@ -25,7 +25,7 @@ PREFETCH = (
     PRELUDE
     + """
 free = [1 << 34, 300_000][rank]  # bytes; a decoder layer has 0.2 MB
-group.device_free_bytes = lambda device: free
+group.Ranks.free_device_bytes = lambda self, agreed=False: int(self.minimum(free)) if agreed else free
 config = RunConfig(model=sys.argv[1], dtype="float32", cpu_offload=True, batch_size=2, prompt_len=8, gen_len=4).validate()
 spec = resolve_model(config, "cpu")
 group.start_process_group(ranks)
@@ -110,7 +110,7 @@ AGREE = (
     PRELUDE
     + """
 from dataclasses import replace
-from zero_inference.runner import refuse_other_inputs, refuse_other_requests
+from zero_inference.runner import compared_inputs, compared_options, refuse_differences
 from zero_inference.errors import UsageError
 group.start_process_group(ranks)
 config = RunConfig(model=sys.argv[1], engine="resident", batch_size=2, log_dir=f"logs{rank}").validate()
@@ -118,18 +118,18 @@ other = RunConfig(**config.as_dict() | {"model": os.path.join(os.path.dirname(sy
 spec, found = resolve_model(config, "cpu"), []
 ids = torch.arange(8)
 
-def tried(check, *args):
+def tried(compared, *args):
     try:
-        found.append(check(*args))
+        found.append(refuse_differences(ranks, lambda: compared(*args)))
     except UsageError as error:
         found.append(str(error))
 
-tried(refuse_other_requests, replace(config, verbose=rank), spec, ranks, {})
-tried(refuse_other_requests, replace(config, loops=2 + rank), spec, ranks, {})
-tried(refuse_other_requests, config, spec, ranks, {"mmlu": [{"answer": rank}]})
-tried(refuse_other_inputs, spec, ranks, ids)
-tried(refuse_other_inputs, spec, ranks, ids + rank)
-tried(refuse_other_inputs, [spec, resolve_model(other, "cpu")][rank], ranks, ids)
+tried(compared_options, replace(config, verbose=rank), spec, ranks, {})
+tried(compared_options, replace(config, loops=2 + rank), spec, ranks, {})
+tried(compared_options, config, spec, ranks, {"mmlu": [{"answer": rank}]})
+tried(compared_inputs, spec, ids)
+tried(compared_inputs, spec, ids + rank)
+tried(compared_inputs, [spec, resolve_model(other, "cpu")][rank], ids)
 print("RESULT", json.dumps(found))
 group.stop_process_group()
 """
@@ -155,23 +155,8 @@ def test_ranks_that_differ_are_refused_on_each(two_ranks, checkpoints, tmp_path)
 
 def test_ranks_that_were_started_with_different_lengths_end(fork_server, checkpoints, tmp_path):
     """They waited for each other until somebody came, and the one with more to do for the one that had ended."""
-    command = [
-        ROOT / "run_model.py",
-        "--model",
-        checkpoints("llama"),
-        "--engine",
-        "stream",
-        "--batch-size",
-        2,
-        "--prompt-len",
-        8,
-        "--loops",
-        1,
-        "--warmup",
-        0,
-        "--log-dir",
-        tmp_path / "logs",
-    ]
+    options = "--engine stream --batch-size 2 --prompt-len 8 --loops 1 --warmup 0".split()
+    command = [ROOT / "run_model.py", "--model", checkpoints("llama"), *options, "--log-dir", tmp_path / "logs"]
     port = free_port()
     ranks = start_all(
         lambda rank: start_python(

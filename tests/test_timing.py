@@ -24,7 +24,7 @@ from zero_inference.planning.cost import (
     RANGES,
     mean_reads,
 )
-from zero_inference.planning.explain import times_in_words, why_not_predicted
+from zero_inference.planning.search import why_not_predicted
 from zero_inference.records.read import read_records
 
 GIB = 1 << 30
@@ -102,7 +102,7 @@ def test_a_time_has_the_range_of_its_kind():
     bound = FAST.model_copy(update={"matmul_tflops": {}})
     plan, times = times_of(options, bound)
     assert times.step.range_s is None and times.prefill.range_s is None and times.tokens_per_s_range(1) is None
-    assert plan.predicted.decode_range_s is None and " to " not in times_in_words(times, 1)
+    assert plan.predicted.decode_range_s is None and " to " not in times.in_words(1)
     on_cpu = FAST.model_copy(update={"gpus": ()})
     plan, times = times_of("--model opt-125m --engine resident", on_cpu)
     assert not times.at_least and times.step.range_s is None, "no host without a GPU was measured"
@@ -129,8 +129,8 @@ def test_accelerate_copies_and_computes_in_turn_from_pageable_memory():
 def test_deepspeed_takes_at_least_what_the_link_takes():
     plan, times = times_of("--model opt-13b --cpu-offload")
     assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 55e9) and times.at_least
-    assert times_in_words(times, 1).startswith("at most ") and "(decode step at least " in times_in_words(times, 1)
-    assert "first token at least " in times_in_words(times, 1) and times.bounds_because == (
+    assert times.in_words(1).startswith("at most ") and "(decode step at least " in times.in_words(1)
+    assert "first token at least " in times.in_words(1) and times.bounds_because == (
         "the overhead of deepspeed was not measured",
     )
     pageable = times_of("--model opt-13b --cpu-offload --pin-memory 0")[1]
@@ -343,12 +343,6 @@ def test_a_step_has_the_attention_of_each_layer(options, heads, key_heads, layer
     was_s = max(2e-6, 16 * operator.nbytes / 4200e9)
     assert after.step.seconds - before.step.seconds == pytest.approx(layers * (wanted_s - was_s), rel=1e-6)
     assert after.prefill == before.prefill
-
-
-def test_keys_and_values_in_host_memory_cross_the_link_too():
-    plan, times = times_of("--model opt-13b --engine stream --gpu-memory 0 --kv-offload --batch-size 64 --pin-kv-cache")
-    moved = plan.weights.moved_per_step().host_to_device_bytes_per_step
-    assert moved > plan.weights.fetched_bytes and times.step.seconds == pytest.approx(moved / 55e9)
 
 
 def test_the_cores_work_beside_the_link():

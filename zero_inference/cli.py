@@ -21,7 +21,6 @@ from zero_inference.utils.processes import as_installed_command, launcher_watch,
 from zero_inference.utils.progress import Progress, first_rank, importing
 
 FIRST_RANK_SPEAKS_S = 10.0
-DEFAULT_VERBOSE = DEFAULTS["verbose"]
 BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code in a shell when the reader has closed the pipe
 
 DESCRIPTION = "Generate text with a language model that is bigger than the GPU, and measure how fast it is."
@@ -48,10 +47,7 @@ def run_command(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def run_parser() -> Parser:
-    parser = Parser(
-        prog="run_model.py",
-        description=f"{DESCRIPTION} Start it with python, deepspeed or torchrun.",
-    )
+    parser = Parser(prog="run_model.py", description=f"{DESCRIPTION} Start it with python, deepspeed or torchrun.")
     parser.add_argument("--version", action=Version)
     add_run_arguments(parser)
     return parser
@@ -63,16 +59,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = run_parser()
     _prepare_streams()
     args = parser.parse_args(argv[1:])
-    return _guarded(lambda: run_command(args, argv), getattr(args, "verbose", DEFAULT_VERBOSE))
+    return _guarded(lambda: run_command(args, argv), getattr(args, "verbose", DEFAULTS["verbose"]))
 
 
 def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parser:
-    """Return the parser of the `zero-inference` command.
-
-    Args:
-        argv: the whole command line, for the record of a run.
-        after: the words after `--`, which `compare` gives to every run.
-    """
+    """Return the parser of the `zero-inference` command, for the whole command line, and the words after `--`, which `compare` gives to
+    every run."""
     from zero_inference.architectures import command as compare
     from zero_inference.hardware import command as link
     from zero_inference.micro import command as micro
@@ -103,20 +95,17 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
         print_engine_overheads()
         return 0
 
-    run_purpose = "generate with a model and measure it, the same as run_model.py"
-    plan_purpose = "show which configurations of a model this machine, or another one, can run, and how fast"
-    compare_purpose = "compare models or configurations in alternating runs"
-    add("run", run_purpose, add_run, lambda args: run_command(args, list(argv)))
-    add("plan", plan_purpose, plan.add_arguments, plan.main)
+    def run_comparison(args: argparse.Namespace) -> int:
+        return compare.main(args, list(after), parse_options)
+
+    purpose = "generate with a model and measure it, the same as run_model.py"
+    add("run", purpose, add_run, lambda args: run_command(args, list(argv)))
+    purpose = "show which configurations of a model this machine, or another one, can run, and how fast"
+    add("plan", purpose, plan.add_arguments, plan.main)
     add("report", "show all runs in a log folder in one table", report.add_arguments, report.main)
     add("link", "measure the link, the disk and the device of this machine", link.add_arguments, measure_link)
     add("micro", "time matrix products, element-wise operations and layers", micro.add_arguments, micro.main)
-    add(
-        "compare",
-        compare_purpose,
-        compare.add_arguments,
-        lambda args: compare.main(args, list(after), parse_options),
-    )
+    add("compare", "compare models or configurations in alternating runs", compare.add_arguments, run_comparison)
     return parser
 
 
@@ -132,7 +121,7 @@ def console_main(argv: list[str] | None = None) -> int:
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
-    return _guarded(lambda: args.action(args), getattr(args, "verbose", DEFAULT_VERBOSE))
+    return _guarded(lambda: args.action(args), getattr(args, "verbose", DEFAULTS["verbose"]))
 
 
 def _guarded(action: Callable[[], int], verbose: int) -> int:
@@ -160,10 +149,8 @@ def _guarded(action: Callable[[], int], verbose: int) -> int:
         rank = os.environ.get("RANK", "0")
         if isinstance(error, UsageError) and rank.isdigit() and int(rank):
             time.sleep(FIRST_RANK_SPEAKS_S)  # which usually found the same; its launcher then ends this process
-        if isinstance(error, (UsageError, RunError)):
-            complain(str(error))
-        else:
-            complain(f"{type(error).__name__}: {first_line(error)} (--verbose 2 shows where)")
+        known = isinstance(error, (UsageError, RunError))
+        complain(str(error) if known else f"{type(error).__name__}: {first_line(error)} (--verbose 2 shows where)")
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         complain("stopped by the user")
@@ -184,10 +171,9 @@ def _prepare_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
             os.set_inheritable(number, True)  # for children too
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
-        elif hasattr(stream, "reconfigure"):
+        elif hasattr(stream := getattr(sys, name), "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # for what the encoding lacks
 
 

@@ -18,20 +18,19 @@ from zero_inference.config.options import LOG_PREFIX, OPTIONS, PATHS
 from zero_inference.config.run_config import RunConfig, non_default_options, save_options
 from zero_inference.engines.deepspeed.config import read_ds_config
 from zero_inference.engines.offload_folder import close_all
-from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
+from zero_inference.errors import ONLY_PLANNED, UsageError
 from zero_inference.hardware.machine import Machine, resolve_machine
 from zero_inference.kernels.build import compile_s
 from zero_inference.measure import steadiness
 from zero_inference.measure.session import loaded_model, measure_run, summarize_measurement, write_trace
 from zero_inference.models.checkpoint_files import checkpoint_files
-from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.preset_table import find_preset
 from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
-from zero_inference.planning.changes import check_memory, faster_than
-from zero_inference.planning.choose import choose, hint
+from zero_inference.planning.changes import check_memory
 from zero_inference.planning.output import print_plan
-from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan, plan_run
+from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, plan_run
+from zero_inference.planning.search import choose
 from zero_inference.quality import evaluate as quality
 from zero_inference.quality.evaluate import score_run
 from zero_inference.records.failure import leave_process_group, record_failures
@@ -56,15 +55,6 @@ class FinishedRun(NamedTuple):
     output_ids: Any  # int64 [batch, gen_len], of the last loop
     tokenizer: Any  # None where the model has none
     ends: frozenset[int]  # ids that end a text
-
-
-class _Resolved(NamedTuple):
-    """The run with `auto` resolved; the empty model if a search has built it."""
-
-    config: RunConfig
-    spec: ModelSpec
-    chosen: AutoChoice | None
-    empty_model: EmptyModel | None
 
 
 def run(
@@ -93,29 +83,35 @@ def _run(
 ) -> FinishedRun | None:
     compiled_before_s = compile_s()  # by an earlier run in this process
     check_launch(config, ranks, machine)
-    resolved = _resolve(config, ranks, machine, progress)
-    unresolved, config, spec = config, resolved.config, resolved.spec
+    unresolved, spec = config, _find_model(config, ranks, progress)
+    config = with_prompt_length(config, spec)
+    check_model(config, spec)
+    config, chosen, empty_model = choose(config, spec, ranks, machine, progress.say)
     questions = quality.load_tasks(config)
     quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
-        raise UsageError(
-            f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality."
-        )
+        raise UsageError(f"--quality reads text, and {spec.name} has no tokenizer: add its files, or drop --quality.")
     if config.dry_run:
         if config.save_config and ranks.is_first:
             command = run_command(["--config", config.save_config])
             save_options(config.save_config, non_default_options(unresolved), f"run with: {command}")
             print(f"options: {config.save_config}", file=sys.stderr, flush=True)
-        _dry_run(resolved, ranks, machine)
+        if ranks.is_first:
+            with contextlib.redirect_stdout(sys.stderr):  # libraries print there, and stdout is for the plan
+                job = build_job(config, spec, ranks, machine=machine, empty_model=empty_model)
+            print_plan(job, chosen.goal if chosen else None)
         return None
-    request = build_request(config, spec, ranks, argv).model_copy(update={"chosen": resolved.chosen})
+    request = build_request(config, spec, ranks, argv, chosen)
     files = RunLog.at(log_path(config, ranks), request, Result(environment=Environment(**describe_environment())))
     refuse_shared_files(
         config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.find_data_files(config)
     )
     files.check()
     with record_failures(config, ranks, files, release=close_all) as watch:
-        output_ids, tokenizer, prompts = _measure(resolved, ranks, files, progress, questions, compiled_before_s)
+        start_process_group(ranks)
+        refuse_differences(ranks, lambda: compared_options(config, spec, ranks, questions))
+        plan = plan_run(config, spec, ranks, empty_model)
+        output_ids, tokenizer, prompts = _measure(plan, files, progress, questions, compiled_before_s)
         progress.clear()
         ranks.barrier()
     ends = eos_token_ids(spec, tokenizer)
@@ -130,46 +126,23 @@ def _run(
     return FinishedRun(files, output_ids, tokenizer, ends)
 
 
-def _resolve(config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress) -> _Resolved:
+def _find_model(config: RunConfig, ranks: Ranks, progress: Progress) -> ModelSpec:
     try:
-        spec = resolve_model(config, ranks.device.type)
+        return resolve_model(config, ranks.device.type)
     except UsageError as error:
         reads_text = config.prompt or config.prompts or config.chat or config.quality
         if not config.dry_run or reads_text or find_preset(config.model) is None:
             raise
         # a dry run needs only the configuration, which the built-in preset has
         progress.say(f"{ONLY_PLANNED} {error}")
-        spec = resolve_for_plan(config, ranks.device.type)
-    config = with_prompt_length(config, spec)
-    check_model(config, spec)
-    found, chosen, empty_model = choose(config, spec, ranks, machine, progress.say)
-    return _Resolved(found, spec, chosen, empty_model)
-
-
-def _dry_run(resolved: _Resolved, ranks: Ranks, machine: Machine) -> None:
-    config, spec, chosen, empty_model = resolved
-    plan: Plan | DoesNotFit
-    faster = []
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print there, and stdout is for the plan
-        job = build_job(config, spec, ranks, machine=machine, empty_model=empty_model)
-        try:
-            plan = make_plan(job)
-            plan.check()
-            faster = faster_than(plan, chosen.goal if chosen else None) if plan.fits else []
-        except DoesNotFit as error:
-            plan = error
-    if ranks.is_first:
-        print_plan(job, plan, faster)
+        return resolve_for_plan(config, ranks.device.type)
 
 
 def _measure(
-    resolved: _Resolved, ranks: Ranks, files: RunLog, progress: Progress, questions: Questions, compiled_before_s: float
+    plan: Plan, files: RunLog, progress: Progress, questions: Questions, compiled_before_s: float
 ) -> tuple[Any, Any, list[str]]:
-    """Plan, load and measure; fill `files`. Return the generated ids (int64 [batch, gen_len]), the tokenizer, and the prompts in short."""
-    config, spec, _, empty_model = resolved
-    start_process_group(ranks)
-    refuse_other_requests(config, spec, ranks, questions)
-    plan = plan_run(config, spec, ranks, empty_model)
+    """Load and measure; fill `files`. Return the generated ids (int64 [batch, gen_len]), the tokenizer, and the prompts in short."""
+    config, spec, ranks = plan.job.config, plan.job.spec, plan.job.ranks
     files.request = files.request.model_copy(update={"pin_memory": plan.weights.pinned})
     if config.disk_offload and not plan.weights.footprint.disk:  # all are smaller than what the engine writes to disk
         files.move(log_path(config, ranks, "cpu"), files.request.model_copy(update={"weights_place": "cpu"}))
@@ -177,20 +150,15 @@ def _measure(
     ids, tokenizer, note = prompt_ids(config, spec)
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
-    refuse_other_inputs(spec, ranks, ids)
+    refuse_differences(ranks, lambda: compared_inputs(spec, ids))
     plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
     check_memory(plan)
     garbage.resume_collections()
     files.result.machine = steadiness.machine_load()  # before this run adds to it
     profile = plan.job.machine.profile()
     caveat = profile.caveat() if profile is not None else None
-    remarks = (
-        f"warning: this machine's {caveat}" if caveat else None,
-        hint(plan, files.request.chosen),
-        note,
-        steadiness.load_warning(files.result.machine),
-    )
-    for remark in filter(None, remarks):
+    warning = f"warning: this machine's {caveat}" if caveat else None
+    for remark in filter(None, (warning, note, steadiness.load_warning(files.result.machine))):
         progress.say(remark)
     with loaded_model(plan, progress) as (loaded, load_s, compare):
         session = measure_run(plan, loaded, ids, progress, compare)
@@ -201,14 +169,16 @@ def _measure(
             with files.noting("trace", config.trace):
                 if (use := write_trace(session, Path(config.trace))) is not None:
                     files.result.measured = files.result.measured.model_copy(update={"link_use": use})
-        files.result.quality = (
-            score_run(plan.job, loaded, questions, tokenizer, files, progress) if questions else Quality(by_task=None)
-        )
+        files.result.quality = Quality(by_task=None)
+        if questions:
+            files.result.quality = score_run(plan.job, loaded, questions, tokenizer, files, progress)
         files.result.add_facts(loaded.facts)
         return session.measurement.output_ids, tokenizer, prompt_excerpts(config, ids, tokenizer)
 
 
-def build_request(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) -> Request:
+def build_request(
+    config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str], chosen: AutoChoice | None
+) -> Request:
     """Return what is known of the request before the plan; `pin_memory` is as given until then."""
     found_later = ("quant_group_size", "dtype", "dummy_routing")  # as resolved
     given = {
@@ -225,6 +195,7 @@ def build_request(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[s
         world_size=ranks.world_size,
         num_nodes=ranks.num_nodes,
         options=non_default_options(config),
+        chosen=chosen,
         weights_place=weights_place(config, ranks),
     )
 
@@ -235,70 +206,21 @@ def weights_place(config: RunConfig, ranks: Ranks) -> str:
 
 
 def log_path(config: RunConfig, ranks: Ranks, place: str | None = None) -> Path:
-    """Return --log-file, or a name built from the options in --log-dir.
-
-    Args:
-        place: where the weights really are, if it differs from the options.
-    """
+    """Return --log-file, or a name built from the options in --log-dir, and from where the weights are if that is another `place`."""
     if config.log_file:
         return Path(config.log_file)
     place = place or weights_place(config, ranks)
-    name = get_filename(
-        config.model,
-        config.batch_size,
-        config.prompt_len,
-        config.gen_len,
-        place == "cpu",
-        place == "disk",
-        ranks.num_nodes,
-        ranks.local_world_size,
-        config.kv_offload,
-        config.quantized,
-        prefix=LOG_PREFIX.get(config.engine, config.engine),
-    )
+    nodes, prefix = (ranks.num_nodes, ranks.local_world_size), LOG_PREFIX.get(config.engine, config.engine)
+    work = (config.batch_size, config.prompt_len, config.gen_len, place == "cpu", place == "disk")
+    name = get_filename(config.model, *work, *nodes, config.kv_offload, config.quantized, prefix=prefix)
     return Path(config.log_dir) / f"{name}.log"
 
 
-def refuse_other_requests(config: RunConfig, spec: ModelSpec, ranks: Ranks, questions: Questions) -> None:
-    """Compare options, model, versions and devices of all ranks before they plan: a collective.
-
-    Raises:
-        UsageError: on all ranks, where these differ.
-    """
+def refuse_differences(ranks: Ranks, compared: Callable[[], dict[str, Any]]) -> None:
+    """Compare what `compared` returns on each rank: a collective. Raises UsageError on all ranks, where it differs."""
     if ranks.world_size == 1:
         return
-    options = {name: value for name, value in config.as_dict().items() if name not in NOT_COMPARED}
-    _refuse_differences(
-        ranks,
-        {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-        | {
-            "--trace": bool(config.trace),
-            "--ds-config": read_ds_config(config.ds_config),
-            "the device": ranks.device.type,
-            "the dtype": str(spec.dtype),
-            "the model's config": _digest(spec.config.to_dict() | {"_name_or_path": None}),
-            "--quality-data": _digest(questions),
-        }
-        | package_versions(),
-    )
-
-
-def refuse_other_inputs(spec: ModelSpec, ranks: Ranks, ids: torch.Tensor) -> None:
-    """Compare the prompts `ids` and the files of the weights (names, sizes and samples) of all ranks: a collective.
-
-    Raises:
-        UsageError: on all ranks, where these differ.
-    """
-    if ranks.world_size == 1:
-        return
-    files = [] if spec.dummy else checkpoint_files(spec.checkpoint_folder())
-    _refuse_differences(
-        ranks, {"the prompts": _digest(ids.tolist()), "the weights": _digest([_sample(f) for f in files])}
-    )
-
-
-def _refuse_differences(ranks: Ranks, mine: dict[str, Any]) -> None:
-    first, *others = ranks.gather_objects(mine)
+    first, *others = ranks.gather_objects(compared())
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other.get(name) != value:
@@ -306,6 +228,26 @@ def _refuse_differences(ranks: Ranks, mine: dict[str, Any]) -> None:
                     f"rank 0 has {name} {value!s:.60} and rank {rank} has {other.get(name)!s:.60}: the ranks of a run "
                     "must have the same options, model, prompts and versions."
                 )
+
+
+def compared_options(config: RunConfig, spec: ModelSpec, ranks: Ranks, questions: Questions) -> dict[str, Any]:
+    """Return what the ranks must have in common before they plan: options, model, versions."""
+    options = {name: value for name, value in config.as_dict().items() if name not in NOT_COMPARED}
+    return {f"--{name.replace('_', '-')}": value for name, value in options.items()} | {
+        "--trace": bool(config.trace),
+        "--ds-config": read_ds_config(config.ds_config),
+        "the device": ranks.device.type,
+        "the dtype": str(spec.dtype),
+        "the model's config": _digest(spec.config.to_dict() | {"_name_or_path": None}),
+        "--quality-data": _digest(questions),
+        **package_versions(),
+    }
+
+
+def compared_inputs(spec: ModelSpec, ids: torch.Tensor) -> dict[str, Any]:
+    """Return digests of the prompts `ids` and of the files of the weights (names, sizes and samples)."""
+    files = [] if spec.dummy else checkpoint_files(spec.checkpoint_folder())
+    return {"the prompts": _digest(ids.tolist()), "the weights": _digest([_sample(file) for file in files])}
 
 
 def _sample(path: Path) -> list:

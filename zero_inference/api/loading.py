@@ -57,8 +57,7 @@ def load(
 
     Raises:
         TypeError: there is no such keyword; the message has the nearest one.
-        UsageError: it cannot work; nothing was loaded.
-        RunError: loading failed.
+        UsageError: it cannot work; nothing was loaded. RunError: loading failed.
     """
     check_keywords("load", placement, PLACEMENT, ELSEWHERE)
     config = make_config({"model": model, "engine": engine, "batch_size": batch_size, **placement})
@@ -74,11 +73,7 @@ def unload(model: Any) -> None:
 
 
 def check_keywords(function: str, given: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:
-    """Raise TypeError for a keyword that `function` does not have, with the nearest that it has.
-
-    Args:
-        elsewhere: advice for keywords of other functions.
-    """
+    """Raise TypeError for a keyword that `function` does not have, with advice from `elsewhere` or the nearest that it has."""
     for name in given:
         if name in known:
             continue

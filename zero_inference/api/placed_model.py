@@ -1,16 +1,15 @@
-"""PlacedModel: what `load` returns, a transformers model whose weights an engine has placed.
-
-ModuleGuard compares its modules and weights before each call with those that the engine placed.
-"""
+"""PlacedModel: what `load` returns, a transformers model whose weights an engine has placed."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import functools
+import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,27 +17,33 @@ from typing import Any
 
 import torch
 
-from zero_inference.api.call_memory import CallMemory
 from zero_inference.api.frozen import FrozenParameter, freeze, refusal
 from zero_inference.api.process import LOADED, free_memory, preserve_process_state
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.base import LoadedModel
+from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.machine import Machine
+from zero_inference.kv_cache.choose import cache_factory
+from zero_inference.kv_cache.device import DeviceKVCache, supports_preallocated
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.prompts import disable_cudnn_attention
 from zero_inference.models.spec import load_tokenizer, resolve_model
 from zero_inference.planning.changes import check_memory
-from zero_inference.planning.choose import choose, hint
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan
+from zero_inference.planning.search import choose
 from zero_inference.records.failure import explain_failure
 from zero_inference.utils import garbage
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.progress import Progress
 from zero_inference.utils.ranks import detect_ranks, hold_process_group
 
+MAX_LENGTH = 2048  # tokens of a sequence without `max_length`
+APPENDING_MODES = ("greedy_search", "sample")  # modes of generation that only append to keys and values
 SUPPORTED_ADAPTERS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding")
 OWN_HOOKS = ("transformers.", "zero_inference.")  # these change nothing that a module computes
+CANNOT_MOVE = "the engine has placed the weights, and they cannot be moved or cast: load the model again."
+_DEEPSPEED_LOCK = threading.RLock()  # DeepSpeed has one stack of running modules for the whole process
+_of_parent: list[_State] = []  # in a forked child: the parent's models, whose release would free what the parent uses
 
 
 class ModuleGuard:
@@ -47,9 +52,8 @@ class ModuleGuard:
     Engines compute some blocks without calling the modules inside: on CPU workers, several products at once, or in CUDA graphs.
 
     Args:
-        frozen: weights may not change.
+        frozen: weights may not change, other than `writable`.
         on_change: called with the modules inside which the engine has to call every module from now on.
-        writable: parameters that may change even so.
     """
 
     def __init__(
@@ -60,38 +64,24 @@ class ModuleGuard:
         writable: Sequence[torch.nn.Parameter] = (),
     ):
         modules = list(model.modules())
-        self.on_change, self.known = on_change, set(modules)
-        self.model, self.frozen = model, frozen
+        self.model, self.frozen, self.on_change, self.known = model, frozen, on_change, set(modules)
         self.children = [(m, m._modules, name, child) for m in modules for name, child in m._modules.items()]
-        self.hooks = [
-            (m, hooks, set(hooks))
-            for m in modules
-            for hooks in (m._forward_pre_hooks, m._forward_hooks)
-            if m is not model
-        ]
+        hooked = [(m, hooks) for m in modules if m is not model for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self.hooks = [(m, hooks, set(hooks)) for m, hooks in hooked]
         self.reported: set[torch.nn.Module] = set()
         self.adapters: list[Any] = []
-        self.parameters: list[tuple[dict[str, Any], str]] = []
         self.versions: dict[int, int] = {}  # by id; accelerate makes new parameters in each pass
-        if frozen:
-            free = set(map(id, writable))
-            self.parameters = [
-                (m._parameters, name)
-                for m in modules
-                for name, p in m._parameters.items()
-                if p is not None and id(p) not in free
-            ]
-            placed = [dict.__getitem__(holder, name) for holder, name in self.parameters]  # DeepSpeed's [] fetches it
-            for parameter in placed:
-                freeze(parameter)
-            self.versions = {id(parameter): parameter._version for parameter in placed}
+        free = set(map(id, writable))
+        named = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items()] if frozen else []
+        self.parameters = [(holder, name) for holder, name, p in named if p is not None and id(p) not in free]
+        for holder, name in self.parameters:
+            parameter = dict.__getitem__(holder, name)  # DeepSpeed's [] fetches it
+            freeze(parameter)
+            self.versions[id(parameter)] = parameter._version
 
     def check(self) -> None:
         """Report modules that were changed since the last call to the engine; called before each call.
-
-        Raises:
-            UsageError: weights were changed or replaced, or an adapter cannot be computed with them.
-        """
+        Raises UsageError: weights were changed or replaced, or an adapter cannot be computed with them."""
         for holder, name in self.parameters:
             parameter = dict.get(holder, name)
             if type(parameter) is not FrozenParameter:
@@ -99,25 +89,20 @@ class ModuleGuard:
             if not parameter.is_inference() and parameter._version != self.versions.get(id(parameter), 0):
                 raise refusal("a parameter was changed in place")
         new = {m for m, children, name, child in self.children if children.get(name) is not child}
-        new |= {m for m, hooks, own in self.hooks if len(hooks) != len(own) and _adds_to(hooks, own)}
-        if self.frozen and not new <= self.reported:
-            self.adapters = [
-                m for m in self.model.modules() if m not in self.known and type(m).__module__.startswith("peft.")
-            ]
+        for module, hooks, own in self.hooks:
+            if len(hooks) != len(own):
+                origins = [getattr(hook, "__module__", None) or "" for key, hook in hooks.items() if key not in own]
+                if not all(origin.startswith(OWN_HOOKS) for origin in origins):
+                    new.add(module)
+        changed = not new <= self.reported
+        if self.frozen and changed:
+            added = set(self.model.modules()) - self.known
+            self.adapters = [m for m in added if type(m).__module__.startswith("peft.")]
         for adapter in self.adapters:
             _refuse_other_adapters(adapter)
-        if not new <= self.reported:
+        if changed:
             self.on_change(new)
             self.reported |= new
-
-
-def _adds_to(hooks: dict[int, Any], own: set[int]) -> bool:
-    """Return whether a hook that is not in `own` may change or observe what is computed."""
-    return any(
-        not (getattr(hook, "__module__", None) or "").startswith(OWN_HOOKS)
-        for key, hook in hooks.items()
-        if key not in own
-    )
 
 
 def _refuse_other_adapters(module: Any) -> None:
@@ -137,37 +122,24 @@ def _refuse_other_adapters(module: Any) -> None:
         )
 
 
-MAX_LENGTH = 2048  # tokens of a sequence without `max_length`
-UNLOADED = "this model was unloaded; load it again with zero_inference.load()."
-FORKED = (
-    "this model was loaded before a fork, and its threads and device memory are the parent's: load it in this process, or start "
-    "processes by 'spawn'."
-)
-CANNOT_MOVE = "the engine has placed the weights, and they cannot be moved or cast: load the model again."
-_DEEPSPEED_LOCK = threading.RLock()  # DeepSpeed has one stack of running modules for the whole process
-_of_parent: list[_State] = []  # in a forked child: the parent's models, whose release would free what the parent uses
-
-
 @dataclass
 class _State:
-    """The engine, memory, guard and lock of a loaded model.
+    """The engine, KV cache, guard and lock of a loaded model."""
 
-    Attributes:
-        releases: closes the engine, then releases the process group.
-        lock: held by the thread that calls the model.
-        pid: the process that loaded the model.
-        calling: whether the thread that holds the lock is in a call.
-        forward_thread: that thread, while it is in the model's own forward; else 0.
-    """
-
+    job: Job  # as planned, for `batch_size` sequences of `positions` tokens
     loaded: LoadedModel
-    memory: CallMemory
-    releases: ExitStack
+    releases: ExitStack  # closes the engine, then releases the process group
     guard: ModuleGuard
-    lock: Any = field(default_factory=threading.RLock)
-    pid: int = field(default_factory=os.getpid)
-    calling: bool = False
-    forward_thread: int = 0
+    lock: Any = field(default_factory=threading.RLock)  # held by the thread that calls the model
+    pid: int = field(default_factory=os.getpid)  # the process that loaded the model
+    calling: bool = False  # whether the thread that holds the lock is in a call
+    forward_thread: int = 0  # that thread, while it is in the model's own forward
+    cache: Any = None  # of the last generation; the next one reuses its memory
+    cache_rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.config = self.job.config
+        self.preallocated = self.loaded.preallocated_cache and supports_preallocated(self.loaded.model)
 
     @contextlib.contextmanager
     def call(self, model: Any) -> Iterator[None]:
@@ -183,6 +155,109 @@ class _State:
                     yield
             finally:
                 self.calling = not outermost
+
+    def check_size(self, rows: int, length: int) -> None:
+        """Raise UsageError if `rows` sequences of `length` tokens exceed the planned memory."""
+        planned, longest = self.config.batch_size, self.config.positions
+        too_many = self.config.kv_offload and rows > planned  # its cache has a fixed number of rows
+        if length <= longest and rows * length <= planned * longest and not too_many:
+            return
+        max_length = max(length, longest)
+        batch_size = max(rows, planned) if too_many else max(planned, -(-rows * length // max_length))
+        raise UsageError(
+            f"this call has {rows} sequences of {length} tokens, and memory was planned for {planned} of {longest}: use "
+            f"fewer or shorter ones, or load the model with batch_size={batch_size}, max_length={max_length}."
+        )
+
+    def generate_arguments(self, model: Any, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of `generate` by name, on the device, with a KV cache and a length that fit the plan.
+        Raises UsageError: the call exceeds the planned memory."""
+        given = inspect.signature(generate).bind_partial(*args, **kwargs).arguments
+        call = {name: value for name, value in given.items() if name != "kwargs"} | given.get("kwargs", {})
+        own_settings = call.get("generation_config")
+        merged = copy.deepcopy(own_settings or model.generation_config)
+        for name, value in call.items():
+            if name != "generation_config" and hasattr(merged, name):
+                setattr(merged, name, value)
+        prompt = _first_batch(
+            call.get(name) for name in ("input_ids", "inputs", "inputs_embeds")
+        )  # [rows, tokens, ...]
+        rows, tokens = (1, 1) if prompt is None else prompt.shape[:2]
+        rows *= max(merged.num_beams or 1, merged.num_return_sequences or 1)
+        mode = str(getattr(merged.get_generation_mode(call.get("assistant_model")), "value", ""))
+        caches = merged.use_cache is not False
+        appends = mode in APPENDING_MODES and caches and not call.get("custom_generate")
+        brings_cache = call.get("past_key_values") is not None or merged.cache_implementation is not None
+        if self.config.kv_offload and caches and not brings_cache and not appends:
+            raise UsageError(
+                f"kv_offload=True keeps keys and values in host memory for greedy generation and sampling, not for {mode}: "
+                "use one of these, or load the model without kv_offload."
+            )
+        self.check_size(rows, tokens)
+        # A given length that does not fit is refused, one of the checkpoint's settings is shortened. Without either transformers has a
+        # default of its own, which the hook before each call checks.
+        for name, before in {"max_new_tokens": tokens, "max_length": 0}.items():
+            if asked := call.get(name) or getattr(own_settings, name, None):
+                self.check_size(rows, before + asked)
+                break
+        else:
+            planned, longest = self.config.batch_size, self.config.positions
+            fitting = longest if rows <= planned else planned * longest // rows
+            if merged.max_new_tokens:
+                call["max_new_tokens"] = min(merged.max_new_tokens, fitting - tokens)
+            elif merged.max_length:
+                call["max_length"] = min(merged.max_length, fitting)
+        if appends and not brings_cache:
+            cache = self._next_cache(rows, returned=merged.return_dict_in_generate is True)
+            if cache is not None:
+                call["past_key_values"] = cache
+        return {name: _to_device(value, self.loaded.device) for name, value in call.items()}
+
+    def _next_cache(self, rows: int, returned: bool) -> Any:
+        """Return an empty cache for `rows` sequences, not used again if it is `returned` to the caller; None for transformers' own."""
+        on_host = self.config.kv_offload
+        if returned or (on_host and rows != self.cache_rows):
+            self.cache = None  # before more memory is taken
+        if on_host:
+            self.cache, self.cache_rows = self._host_cache() if self.cache is None else self.cache, rows
+            self.cache.reset()
+        elif self.preallocated:
+            if self.cache is None:
+                self.cache = DeviceKVCache(self.job.spec.config, self.config.positions, self.config.batch_size)
+            self.cache.begin(rows)
+        found = self.cache
+        if returned:
+            self.cache = None
+        return found
+
+    def _host_cache(self) -> Any:
+        it = self.loaded
+        make = cache_factory(self.config, it.model, it.preallocated_cache, it.transfers, it.cpu_attention)
+        assert make is not None, "kv_offload has a cache of this package"
+        return make()
+
+    def pre_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Forward pre-hook of the model: check the size, move inputs to the device, add a cache in host memory for kv_offload."""
+        inputs = _first_batch((*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")))
+        if inputs is None:
+            return None
+        cache, device = kwargs.get("past_key_values"), self.loaded.device
+        past = cache.get_seq_length() if cache is not None else 0
+        self.check_size(inputs.shape[0], past + inputs.shape[1])
+        if not past and self.loaded.timeline is not None:
+            self.loaded.timeline.restart()
+        if self.config.kv_offload and cache is None and kwargs.get("use_cache") is not False:
+            kwargs = {**kwargs, "past_key_values": self._host_cache()}
+        moved = {name: _to_device(value, device) for name, value in kwargs.items()}
+        return tuple(_to_device(value, device) for value in args), moved
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    return value.to(device) if torch.is_tensor(value) else value
+
+
+def _first_batch(values: Iterable[Any]) -> torch.Tensor | None:
+    return next((value for value in values if torch.is_tensor(value) and value.dim() >= 2), None)
 
 
 def load_model(config: RunConfig, max_length: int | None, scoring: bool) -> Any:
@@ -222,7 +297,7 @@ def _plan(config: RunConfig, max_length: int | None, scoring: bool, progress: Pr
     # a prompt as long as a sequence may be, as a prefill's memory grows with it
     config = replace(config, prompt_len=max_length - 1, gen_len=1).validate()
     check_model(config, spec)
-    config, chosen, empty_model = choose(config, spec, ranks, machine, progress.say)
+    config, _, empty_model = choose(config, spec, ranks, machine, progress.say)
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
     job = build_job(config, spec, ranks, empty_model=empty_model)
@@ -234,9 +309,6 @@ def _plan(config: RunConfig, max_length: int | None, scoring: bool, progress: Pr
     plan = make_plan(job)
     plan.check()
     check_memory(plan)
-    # with the goal "latency" the hint names no other batch, which is the caller's
-    if chosen is not None and (line := hint(plan, chosen.model_copy(update={"goal": "latency"}))):
-        progress.say(line)
     return plan
 
 
@@ -266,9 +338,8 @@ def _make_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
     kind = type(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # transformers looks these up
     model.__class__ = type(kind.__name__, (PlacedModel, kind), names)
-    memory = CallMemory(job.config, spec.config, loaded)
     guard = ModuleGuard(model, job.config.engine != "resident", loaded.modules_changed, loaded.writable)
-    state = model._state = _State(loaded, memory, releases, guard)
+    state = model._state = _State(job, loaded, releases, guard)
     if job.config.engine == "deepspeed":
         state.lock = _DEEPSPEED_LOCK
     patches, original = releases.enter_context(Patches()), model.forward
@@ -282,7 +353,7 @@ def _make_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
 
     patches.set_attr(model, "forward", forward)
     # before the engine's own hook, which begins a pass
-    patches.add_hooks(model.register_forward_pre_hook(memory.pre_forward, with_kwargs=True, prepend=True))
+    patches.add_hooks(model.register_forward_pre_hook(state.pre_forward, with_kwargs=True, prepend=True))
     LOADED.add(model)
     return model
 
@@ -291,9 +362,12 @@ def _state_of(model: Any) -> _State:
     """Return the state of a loaded model. Raises UsageError after `unload`, and in a forked process."""
     state = model.__dict__.get("_state")
     if state is None:
-        raise UsageError(UNLOADED)
+        raise UsageError("this model was unloaded; load it again with zero_inference.load().")
     if state.pid != os.getpid():
-        raise UsageError(FORKED)
+        raise UsageError(
+            "this model was loaded before a fork, and its threads and device memory are the parent's: load it in this process, "
+            "or start processes by 'spawn'."
+        )
     return state
 
 
@@ -316,7 +390,7 @@ class PlacedModel:
         """Generate as transformers does, within the planned memory. Raises UsageError beyond it."""
         state, generate = _state_of(self), super().generate  # type: ignore[misc]
         with state.call(self):
-            return generate(**state.memory.generate_arguments(self, generate, *args, **kwargs))
+            return generate(**state.generate_arguments(self, generate, *args, **kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = _state_of(self)
@@ -338,26 +412,8 @@ class PlacedModel:
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: weights are tied already, and new parameters would not be the engine's."""
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model if it has this device and dtype already.
-
-        Raises:
-            UsageError: another device or dtype.
-        """
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        here, target = self.device, self.device if device is None else torch.device(device)
-        if here.type != target.type or target.index not in (None, here.index) or dtype not in (None, self.dtype):
-            raise UsageError(CANNOT_MOVE)
-        return self
-
-    def cuda(self, device: Any = None) -> Any:
-        return self.to("cuda" if device is None else device)
-
-    def cpu(self) -> Any:
-        return self.to("cpu")
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Apply `half`, `float` or a wrapper's `to` to each tensor. Raises UsageError if this moves or casts weights."""
+        """Apply `to`, `half`, `float` or the like to each tensor. Raises UsageError if this moves or casts weights."""
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
         converted, state = fn(probe), _state_of(self)
         if (converted.dtype, converted.device) != (probe.dtype, probe.device):
@@ -376,7 +432,7 @@ class PlacedModel:
         return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Resize embeddings as transformers does with engine="resident". Raises UsageError with other engines, unless nothing changes."""
+        """Resize embeddings, with engine="resident". Raises UsageError with other engines, unless nothing changes."""
         if _state_of(self).guard.frozen and (args or kwargs):
             raise refusal("resize_token_embeddings()")
         return super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]
@@ -397,7 +453,7 @@ class PlacedModel:
                 return
             self._state = None
             LOADED.discard(self)
-            state.memory.forget_cache()
+            state.cache = None
             state.releases.close()
             for module in self.modules():  # type: ignore[attr-defined]
                 for tensors in (module._parameters, module._buffers):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import html
 import inspect
@@ -21,9 +20,8 @@ from zero_inference.utils import GB, garbage
 if TYPE_CHECKING:
     import pandas
 
-    from zero_inference.engines.base import Job
     from zero_inference.planning.plan import Plan
-    from zero_inference.planning.search import Candidate, SearchResult
+    from zero_inference.planning.search import Candidate
 
 SHOWN = 10  # rows
 OTHERS = ("dtype", "dummy", "trust_remote_code", "verify")
@@ -90,32 +88,24 @@ class Plans(Sequence[PlannedRun]):
         return pandas.DataFrame([asdict(row) for row in self.rows], columns=columns)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return Plans(self.rows[index], self.verdict, self.machine, self.notes)
         return self.rows[index]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _shown(self) -> tuple[list[str], pandas.DataFrame, list[str]]:
-        """Return the lines above the table, the first rows that fit, and the lines below."""
-        above = [self.verdict, *([f"predicted for {self.machine}"] if self.machine else [])]
+    def __repr__(self) -> str:
         frame = self.frame()
         table = frame[frame["fits"].astype(bool)][SHOWN_COLUMNS].head(SHOWN).dropna(axis=1, how="all")
+        lines = [self.verdict, f"predicted for {self.machine}" if self.machine else None]
+        if not table.empty:
+            lines.append(table.to_string(index=False, na_rep="", float_format="{:.3g}".format))
         hidden = sum(row.fits for row in self.rows) - len(table)
-        below = [f"{hidden} more that fit"] if hidden else []
-        return above, table, [*below, *(f"does not fit: {row.why_not}" for row in self if not row.fits), *self.notes]
-
-    def __repr__(self) -> str:
-        above, table, below = self._shown()
-        shown = [] if table.empty else [table.to_string(index=False, na_rep="", float_format="{:.3g}".format)]
-        return "\n".join([*above, *shown, *below])
+        lines += [f"{hidden} more that fit" if hidden else None]
+        lines += [*(f"does not fit: {row.why_not}" for row in self.rows if not row.fits), *self.notes]
+        return "\n".join(filter(None, lines))
 
     def _repr_html_(self) -> str:
-        above, table, below = self._shown()
-        lines, remarks = ("<br>".join(map(html.escape, each)) for each in (above, below))
-        shown = table.to_html(index=False, na_rep="", float_format="{:.3g}".format)
-        return f"<p>{lines}</p>{shown}<p>{remarks}</p>"
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
 
 def plan(
@@ -161,26 +151,17 @@ def plan(
     check_keywords("plan", options, (*OTHERS, *inspect.signature(plan).parameters), ELSEWHERE)
     args = arguments_from_keywords(given | options)
     with garbage.postpone_collections(), preserve_process_state(verbose=1):
-        job, found = search(args)
-        return _plans_of(args, job, found)
+        job, found, best = search(args, functools.partial(print, file=sys.stderr, flush=True))
 
+        from zero_inference.planning.changes import what_does_not_fit
+        from zero_inference.planning.search import headline, notes
 
-def _plans_of(args: argparse.Namespace, job: Job, found: SearchResult) -> Plans:
-    from zero_inference.models.spec import checkpoint_refusal
-    from zero_inference.planning.explain import headline, notes, what_does_not_fit, why_none
-    from zero_inference.planning.search import ranked, verify
-
-    best = ranked(found.candidates, args.goal)
-    if args.verify and best:
-        best = verify(best, args.verify, args.goal, functools.partial(print, file=sys.stderr, flush=True))
-    rows = [_planned_run(each.plan, each) for each in best if not each.failed]
-    rows += [_planned_run(each) for each in found.unknown]
-    rows += [_planned_run(each, why_not=what_does_not_fit(each)) for each in found.too_large]
-    machine = job.machine.profile()
-    caveat = machine.caveat() if machine else None
-    remarks = [*notes(found, best), caveat, checkpoint_refusal(args.model, args.dummy)]
-    verdict = headline(best, args.goal) if best else why_none(found, args.model)
-    return Plans(rows, verdict, machine.in_words() if machine else None, list(filter(None, remarks)))
+        rows = [_planned_run(each.plan, each) for each in best if not each.failed]
+        rows += [_planned_run(each) for each in found.unknown]
+        rows += [_planned_run(each, why_not=what_does_not_fit(each)) for each in found.too_large]
+        profile, remarks = job.machine.profile(), notes(job, found, best)
+        where = profile.in_words() if profile else None
+        return Plans(rows, headline(found, best, args.goal, args.model), where, remarks)
 
 
 def _planned_run(plan: Plan, candidate: Candidate | None = None, why_not: str | None = None) -> PlannedRun:
@@ -188,32 +169,26 @@ def _planned_run(plan: Plan, candidate: Candidate | None = None, why_not: str | 
     from zero_inference.planning.output import row_of
 
     config, row = plan.job.config, row_of(plan, candidate)
-    device_bytes = row["device_bytes"]
+    same = ("engine", "gpus", "weights", "total_s", "bound_by", "command")
     # the stream engine implies cpu_offload
     left_out = (*OF_DRY_RUNS, "auto", "goal", *(["cpu_offload"] if config.engine == "stream" else []))
-    options = {
-        name: value
-        for name, value in config.as_dict().items()
-        if name in ("model", "engine") or (value != DEFAULTS[name] and name not in left_out)
-    }
     return PlannedRun(
-        engine=config.engine,
+        **{name: row[name] for name in same},
         bits=config.quant_bits,
         batch=config.batch_size,
-        gpus=row["gpus"],
-        weights=row["weights"],
         kv_offload=config.kv_offload,
         tokens_per_s=candidate.best_tokens_per_s if candidate else None,
         step_s=candidate.best_step_s if candidate else None,
         first_token_s=row["prefill_s"],
-        total_s=row["total_s"],
         tokens_per_s_range=row["tokens_per_s_range"] if row["measured_tokens_per_s"] is None else None,
         first_token_range_s=row["prefill_range_s"],
-        device_gib=None if device_bytes is None else device_bytes / GB,
+        device_gib=None if row["device_bytes"] is None else row["device_bytes"] / GB,
         host_gib=row["host_bytes"] / GB,
-        bound_by=row["bound_by"],
         fits=why_not is None,
         why_not=why_not,
-        command=row["command"],
-        options=options,
+        options={
+            name: value
+            for name, value in config.as_dict().items()
+            if name in ("model", "engine") or (value != DEFAULTS[name] and name not in left_out)
+        },
     )

@@ -14,11 +14,8 @@ LOADED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def preserve_process_state(verbose: int) -> Iterator[None]:
-    """Restore signal handlers and the verbosity of transformers at the end, and keep a process group that is there already.
-
-    Args:
-        verbose: as --verbose; below 2, transformers logs only errors meanwhile.
-    """
+    """Restore signal handlers and the verbosity of transformers at the end, and keep a process group that is there already. With `verbose`
+    below 2, transformers logs only errors meanwhile."""
     from transformers.utils import logging as transformers_logging
 
     from zero_inference.utils import processes

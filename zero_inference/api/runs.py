@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zero_inference.api.loading import check_keywords
 from zero_inference.api.process import free_memory, preserve_process_state
 from zero_inference.config.options import OF_DRY_RUNS, OPTIONS
-from zero_inference.config.run_config import RunConfig, make_config, shell_words
+from zero_inference.config.run_config import make_config, shell_words
 from zero_inference.errors import RunError, UsageError
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils import GB, garbage, processes
@@ -27,7 +27,7 @@ ELSEWHERE = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RunResult:
     """A measured generation.
 
@@ -44,80 +44,40 @@ class RunResult:
     log_file: Path | None = None
     record_file: Path | None = None
 
-    @property
-    def prefill_s(self) -> float:
-        """Seconds to the first token; all times are medians over loops."""
-        return self.record["prefill_latency_s"]
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds from the first token to the last."""
-        return self.record["decode_latency_s"]
-
-    @property
-    def step_s(self) -> float | None:
-        """Seconds of a decode step; None with a single token."""
-        steps = self.record["gen_len"] - 1
-        return self.decode_s / steps if steps else None
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of a whole generation."""
-        return self.record["total_latency_s"]
-
-    @property
-    def load_s(self) -> float:
-        """Seconds of loading the weights."""
-        return self.record["load_s"]
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens a second in decoding, of all sequences together; None with a single token."""
-        return self.record["decode_throughput"]
-
-    @property
-    def gpu_gib(self) -> float | None:
-        """Peak device memory of the loops in GiB; None without a GPU."""
-        nbytes = self.record["peak_gpu_bytes"]
-        return None if nbytes is None else nbytes / GB
-
-    @property
-    def host_gib(self) -> float:
-        """Peak host memory of this process in GiB, the caller's data included."""
-        return self.record["peak_host_bytes"] / GB
-
-    @property
-    def bound_by(self) -> str | None:
-        """The bound of a decode step, such as "link"; None if unknown."""
-        return self.record["limit"]["bound_by"]
-
-    @property
-    def fraction_of_limit(self) -> float | None:
-        """Fraction of that bound which the decode steps reached, 0 to 1."""
-        return self.record["limit"]["fraction_of_limit"]
-
-    @property
-    def quality(self) -> dict[str, Any] | None:
-        """Scores by task; None without `quality=`."""
-        return self.record["quality"]
+    def __post_init__(self) -> None:
+        record = self.record
+        steps, gpu_bytes = record["gen_len"] - 1, record["peak_gpu_bytes"]
+        # seconds, medians over loops
+        self.load_s: float = record["load_s"]
+        self.prefill_s: float = record["prefill_latency_s"]  # to the first token
+        self.decode_s: float = record["decode_latency_s"]  # from the first token to the last
+        self.total_s: float = record["total_latency_s"]
+        self.step_s: float | None = self.decode_s / steps if steps else None  # a decode step; None with a single token
+        self.tokens_per_s: float | None = record[
+            "decode_throughput"
+        ]  # decoding, all sequences; None with a single token
+        self.gpu_gib: float | None = (
+            None if gpu_bytes is None else gpu_bytes / GB
+        )  # peak of the loops; None without a GPU
+        self.host_gib: float = record["peak_host_bytes"] / GB  # peak of this process, the caller's data included
+        self.bound_by: str | None = record["limit"]["bound_by"]  # the bound of a decode step, such as "link"
+        self.fraction_of_limit: float | None = record["limit"]["fraction_of_limit"]  # that decode steps reached, 0 to 1
+        self.quality: dict[str, Any] | None = record["quality"]  # scores by task; None without `quality=`
 
     def __repr__(self) -> str:
-        record = self.record
-        lines = [
+        record, gpu, fraction = self.record, self.gpu_gib, self.fraction_of_limit
+        head = (
             f"RunResult: {record['model']}, engine {record['engine']}, {record['quant_bits']} bits, {record['dtype']}, "
-            f"batch {record['batch_size']}, prompt {record['prompt_len']}, {record['gen_len']} new tokens",
-            f"  first token {self.prefill_s:.3g} s",
-            f"  host memory {self.host_gib:.3g} GiB" + (f", GPU {self.gpu_gib:.3g} GiB" if self.gpu_gib else ""),
+            f"batch {record['batch_size']}, prompt {record['prompt_len']}, {record['gen_len']} new tokens"
+        )
+        parts = [
+            f"first token {self.prefill_s:.3g} s",
+            f"decode {self.tokens_per_s:.3g} token/s" if self.tokens_per_s else "",
+            f"{fraction:.0%} of the limit of {RATE_WORDS[self.bound_by]}" if self.bound_by and fraction else "",
+            f"host memory {self.host_gib:.3g} GiB" + (f", GPU {gpu:.3g} GiB" if gpu else ""),
         ]
-        if self.tokens_per_s and self.step_s:
-            lines[1] += f", decode {self.tokens_per_s:.3g} token/s ({1e3 * self.step_s:.3g} ms a step)"
-        if self.bound_by and self.fraction_of_limit:
-            lines[1] += f", {self.fraction_of_limit:.0%} of the limit of {RATE_WORDS[self.bound_by]}"
-        for task, scores in (self.quality or {}).items():
-            lines += [f"  {task} {scores[name]:.4g}" for name in ("perplexity", "accuracy") if name in scores]
-        if self.text:
-            lines.append(f"  text {textwrap.shorten(self.text[0], 100)}")
-        return "\n".join(lines)
+        text = [f"text {textwrap.shorten(self.text[0], 100)}"] if self.text else []
+        return "\n  ".join([head, ", ".join(filter(None, parts)), *text])
 
 
 def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
@@ -143,6 +103,15 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
         RunError: it failed on the way; with `log`, a record with status 'failed' was written.
     """
     check_keywords("run", options, KEYWORDS, ELSEWHERE)
+
+    def publish(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
+        before()
+        if log:
+            with processes.defer_signals():
+                files.write()
+            if files.unwritten:
+                raise RunError("; ".join(files.unwritten) + ".")
+
     with tempfile.TemporaryDirectory(prefix="zero-inference-") as folder:
         if not log:
             if options.get("log_file") is not None or options.get("log_dir") is not None:
@@ -160,29 +129,17 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
             options["prompts"] = Path(folder, "prompts.txt")
             options["prompts"].write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
         given = {name: value for name, value in {"model": model, **options}.items() if value is not None}
-        return _run(make_config(given), ["zero_inference.run", *shell_words(given)], log)
+        config = make_config(given)
+        with garbage.postpone_collections():
+            from zero_inference import runner
+            from zero_inference.report.results import texts_of_ids
 
-
-def _run(config: RunConfig, argv: list[str], log: bool) -> RunResult:
-    def publish(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
-        before()
-        if log:
-            with processes.defer_signals():
-                files.write()
-            if files.unwritten:
-                raise RunError("; ".join(files.unwritten) + ".")
-
-    with garbage.postpone_collections():
-        from zero_inference import runner
-        from zero_inference.report.results import texts_of_ids
-
-        with preserve_process_state(config.verbose):
-            try:
-                finished = runner.run(config, argv, publish=publish)
-                assert finished is not None, "a dry run has no result"
-                files, ids, tokenizer = finished.files, finished.output_ids, finished.tokenizer
-                text = None if tokenizer is None else texts_of_ids(ids, tokenizer, finished.ends)
-                written = (files.log, files.record) if log else (None, None)
-                return RunResult(text, ids, files.as_written(), *written)
-            finally:
-                free_memory()
+            with preserve_process_state(config.verbose):
+                try:
+                    finished = runner.run(config, ["zero_inference.run", *shell_words(given)], publish=publish)
+                    assert finished is not None, "a dry run has no result"
+                    files, ids, tokenizer = finished.files, finished.output_ids, finished.tokenizer
+                    text = None if tokenizer is None else texts_of_ids(ids, tokenizer, finished.ends)
+                    return RunResult(text, ids, files.as_written(), *((files.log, files.record) if log else ()))
+                finally:
+                    free_memory()

@@ -32,8 +32,7 @@ from zero_inference.models.weights import draw_tokens, return_free_memory
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.norms.patch import unpatch_norms
 from zero_inference.planning import roofline
-from zero_inference.planning.cost import Range
-from zero_inference.planning.explain import seconds_in_words
+from zero_inference.planning.cost import Range, seconds_in_words
 from zero_inference.planning.memory import log_sizes
 from zero_inference.planning.plan import Plan
 from zero_inference.records.hardware import Rates, TracedLinkUse

@@ -22,6 +22,7 @@ from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.planning.memory import node_needs
 from zero_inference.planning.plan import Plan, plan_with
+from zero_inference.utils.format import significant
 
 Fields = dict[str, Any]  # of a RunConfig, to be changed
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -39,10 +40,8 @@ def fitting_plan(job: Job, fields: Fields) -> Plan | None:
 
 
 def changes_that_fit(job: Job) -> list[str]:
-    """Return options to add so that `job` fits, each planned: single changes, or the cheapest pairs where none does.
-
-    Only the mildest change of each kind (8 or 4 bits, smaller and smaller batches) is named.
-    """
+    """Return options to add so that `job` fits, each planned: single changes, or the cheapest pairs where none does. Only the mildest
+    change of each kind (8 or 4 bits, smaller and smaller batches) is named."""
     return list(_fitting(_changes(job.config, job), job)) or list(islice(_fitting(_pairs(job), job), MAX_PAIRS))
 
 
@@ -87,10 +86,8 @@ def _changes(config: RunConfig, job: Job) -> list[Fields]:
 
 
 def _pairs(job: Job) -> list[Fields]:
-    """Return pairs of changes of different options, the second possible after the first, the cheapest pairs first.
-
-    A change costs its index in `_changes`, a pair the sum of both.
-    """
+    """Return pairs of changes of different options, the second possible after the first, the cheapest pairs first. A change costs its
+    index in `_changes`, a pair the sum of both."""
     pairs: dict[frozenset, tuple[int, Fields]] = {}  # each once, in either order
     for first_cost, first in enumerate(_changes(job.config, job)):
         for second_cost, second in enumerate(_changes(replace(job.config, **first), job)):
@@ -126,28 +123,19 @@ def _options(config: RunConfig, fields: Fields) -> str:
 
 @dataclass(frozen=True)
 class Faster:
-    """A change of options that is predicted to decode clearly faster.
+    """A change of options that is predicted to decode clearly faster."""
 
-    Attributes:
-        options: to add to the command, such as `--quant-bits 4`.
-        tokens_per_s: of decoding with them.
-        times: `tokens_per_s` as a multiple of that without them.
-        at_most: `tokens_per_s` is an upper bound.
-    """
-
-    options: str
-    tokens_per_s: float
-    times: float
-    at_most: bool
+    options: str  # to add to the command, such as `--quant-bits 4`
+    tokens_per_s: float  # of decoding with them
+    times: float  # `tokens_per_s` as a multiple of that without them
+    at_most: bool  # `tokens_per_s` is an upper bound
 
 
 def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
-    """Return changes that are predicted to decode at least `MIN_SPEEDUP` times as fast: the best other engine, fewer bits, larger batch.
+    """Return changes that are predicted to decode at least `MIN_SPEEDUP` times as fast: the best other engine, fewer bits, larger batch
+    (not with the goal "latency"); none with the goal "memory", where no speed is predicted, and for several ranks.
 
-    Fewer bits have to gain as much over the best engine with the bits of `plan`. Empty where no speed is predicted, and for several ranks.
-
-    Args:
-        goal: with "latency" no larger batch is tried, with "memory" nothing.
+    Fewer bits have to gain as much over the best engine with the bits of `plan`.
     """
     config = plan.job.config
     if plan.times is None or plan.job.ranks.world_size > 1 or goal == "memory":
@@ -164,27 +152,39 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
         batches = []
     found, engine_times = [], 1.0
     for choices in (engines, bits, batches):
-        best: Faster | None = None
-        for fields in choices:
-            other = fitting_plan(plan.job, fields)
-            if other is None or other.times is None:
-                continue
-            rate = other.times.tokens_per_s(other.job.config.batch_size)
-            if best is None or rate > best.tokens_per_s:
-                options = {name: value for name, value in fields.items() if name in UNTIL_PLANNED}
-                best = Faster(" ".join(shell_words(options)), rate, rate / before, other.times.at_least)
-        if best is not None and best.times >= MIN_SPEEDUP * (engine_times if choices is bits else 1.0):
-            found.append(best)
-            if choices is engines:
-                engine_times = best.times
+        plans = [(fields, fitting_plan(plan.job, fields)) for fields in choices]
+        timed = [(fields, other.job.config, other.times) for fields, other in plans if other and other.times]
+        if not timed:
+            continue
+        fields, changed, times = max(timed, key=lambda each: each[2].tokens_per_s(each[1].batch_size))
+        rate = times.tokens_per_s(changed.batch_size)
+        if rate / before >= MIN_SPEEDUP * (engine_times if choices is bits else 1.0):
+            options = {name: value for name, value in fields.items() if name in UNTIL_PLANNED}
+            found.append(Faster(" ".join(shell_words(options)), rate, rate / before, times.at_least))
+            engine_times = rate / before if choices is engines else engine_times
     return found
 
 
-def check_memory(plan: Plan) -> None:
-    """Raises UsageError where weights, KV cache and ids, or all of them, exceed the memory.
+def faster_in_words(found: Sequence[Faster]) -> str:
+    """Return such as "--quant-bits 4 gives 3.39 token/s (4.8 times as many), --batch-size 64 gives 38.3 token/s (54 times as many)"."""
+    return ", ".join(
+        f"{each.options} gives {'at most ' if each.at_most else ''}{significant(each.tokens_per_s)} token/s "
+        f"({each.times:.2g} times as many)"
+        for each in found
+    )
 
-    Only what is needed for certain counts: no activations and no gathered weights, which `--dry-run` estimates.
-    """
+
+def what_does_not_fit(plan: Plan) -> str:
+    """Return what is missing and what would fit."""
+    # an engine may refuse a plan that meets all needs
+    short = next((need for need in plan.needs if not need.fits), plan.needs[0])
+    changes = changes_that_fit(plan.job)
+    return f"{plan.describe(work=True)}: needs {short.shortage()}" + (f"; fits with {changes[0]}" if changes else "")
+
+
+def check_memory(plan: Plan) -> None:
+    """Raises UsageError where weights, KV cache and ids, or all of them, exceed the memory. Only what is needed for certain counts: no
+    activations and no gathered weights, which `--dry-run` estimates."""
     job, footprint = plan.job, plan.weights.footprint
     device, host = footprint.device - footprint.gathered, footprint.host
     loading = max(host, footprint.loading - (0 if job.on_gpu else device))

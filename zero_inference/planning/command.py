@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from zero_inference.config.options import GOALS, MAX_GIB, OPTIONS
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig, add_model, model_argument
 from zero_inference.errors import UsageError
-from zero_inference.utils import garbage
+from zero_inference.utils import GB, garbage
 from zero_inference.utils.files import check_output_file
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.progress import Progress, current_progress, importing, use_progress
@@ -23,7 +23,7 @@ from zero_inference.utils.progress import Progress, current_progress, importing,
 if TYPE_CHECKING:
     from zero_inference.engines.base import Job
     from zero_inference.hardware.machine import Machine
-    from zero_inference.planning.search import SearchResult
+    from zero_inference.planning.search import Candidate, SearchResult
 
 SEVERAL = ("batch_size", "quant_bits", "engine", "num_gpus")  # options that take one value or a list
 GROUPS = {
@@ -126,11 +126,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     add_verbose(output)
     output.add_argument("--plot", metavar="FILE", type=Path, help="draw latency against throughput (png, pdf or svg)")
-    groups[_MACHINE].add_argument(
-        "--machines",
-        action="store_true",
-        help="list the typical machines with the figures of their datasheets, and plan nothing",
-    )
+    text = "list the typical machines with the figures of their datasheets, and plan nothing"
+    groups[_MACHINE].add_argument("--machines", action="store_true", help=text)
 
 
 def arguments_from_keywords(given: Mapping[str, Any]) -> argparse.Namespace:
@@ -155,9 +152,7 @@ def main(args: argparse.Namespace) -> int:
     args.model = model_argument(args)
     if args.machines:
         if args.model is not None:
-            raise UsageError(
-                "--machines lists typical machines and plans nothing: drop the model, or name a machine with --machine."
-            )
+            raise UsageError("--machines plans nothing: drop the model, or name a machine with --machine.")
         print_typical_machines("json" if args.json else "table")
         return 0
     if args.model is None:
@@ -166,21 +161,23 @@ def main(args: argparse.Namespace) -> int:
     with garbage.postpone_collections(), use_progress(Progress(args.verbose > 0)):
         with importing("torch and transformers", args.verbose > 0):
             from zero_inference.planning.output import print_answer
-        job, found = search(args)
+        say = current_progress().say
+        job, found, best = search(args, say)
         garbage.resume_collections()
-        print_answer(args, job, found, current_progress().say)
+        print_answer(args, job, found, best, say)
     return 0
 
 
-def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
-    """Plan what the options leave open. Raises UsageError: they are invalid, or the model cannot be planned."""
+def search(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Job, SearchResult, list[Candidate]]:
+    """Plan what the options leave open; return the job, what was found, and the candidates, the best first.
+    Raises UsageError: the options are invalid, or the model cannot be planned."""
     of_run = ("model", "dummy", "dtype", "trust_remote_code", "prompt_len", "gen_len", "machine", "assume")
     config = RunConfig(**{name: getattr(args, name) for name in of_run}, engine="stream", dry_run=True).validate()
     _check(args)
     from zero_inference.hardware.machine import resolve_machine
     from zero_inference.models.spec import resolve_for_plan
     from zero_inference.planning.plan import build_job, check_model
-    from zero_inference.planning.search import SearchSpace, find_candidates
+    from zero_inference.planning.search import SearchSpace, find_candidates, measure_if_unknown, ranked, verify
     from zero_inference.utils.ranks import detect_ranks
 
     ranks, machine = detect_ranks(), resolve_machine(args.machine, args.assume)
@@ -190,10 +187,7 @@ def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
     spec = resolve_for_plan(config, ranks.device.type)  # before this machine is measured, which takes a minute
     check_model(config, spec)
     world_sizes, limited = _world_sizes(args, machine.gpus()), _limit_memory(args, machine)
-    if machine.is_here and machine.profile() is None:
-        from zero_inference.hardware.measure_profile import measure_and_cache
-
-        measure_and_cache(current_progress().say)
+    measure_if_unknown(machine, say)
     every = SearchSpace()
     space = replace(
         every,
@@ -204,18 +198,14 @@ def search(args: argparse.Namespace) -> tuple[Job, SearchResult]:
         world_sizes=world_sizes,
     )
     job = build_job(config, spec, ranks, machine=limited)
-    return job, find_candidates(job, space)
+    found = find_candidates(job, space)
+    best = ranked(found.candidates, args.goal)
+    return job, found, verify(best, args.verify, args.goal, say) if args.verify and best else best
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("max_gpu_memory", "max_host_memory"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value <= MAX_GIB:
-            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be more than 0 GiB.")
     if args.verify and (args.machine or args.assume):
-        raise UsageError(
-            "--verify runs configurations on this machine, not on another one: drop it, or drop --machine and --assume."
-        )
+        raise UsageError("--verify runs configurations on this machine: drop it, or drop --machine and --assume.")
     if args.plot is not None:
         if args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
             raise UsageError(f"--plot {args.plot}: the name must end in .png, .pdf or .svg.")
@@ -223,32 +213,32 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _limit_memory(args: argparse.Namespace, machine: Machine) -> Machine:
-    """Return `machine` with the limits of memory. Raises UsageError for a limit that is more than a described machine has."""
+    """Return `machine` with the limits of memory. Raises UsageError for more than a described machine has."""
     from zero_inference.hardware.machine import limit_memory
 
-    device_gib, host_gib, gpus = args.max_gpu_memory, args.max_host_memory, machine.gpus()
-    if device_gib is not None and not gpus:
-        raise UsageError(f"--max-gpu-memory {device_gib:g}: the machine has no GPU; use --max-host-memory, or drop it.")
-    if not machine.is_here and (profile := machine.profile()) is not None:
-        smallest_gpu = min((gpu.memory_bytes for gpu in profile.gpus), default=0)
-        for option, gib, there, instead in (
-            ("--max-host-memory", host_gib, profile.host_memory_bytes, "host={:g}GiB"),
-            ("--max-gpu-memory", device_gib, smallest_gpu, f"gpus={gpus}x{{:g}}GiB"),
-        ):
-            if gib is not None and gib * 2**30 > there:
-                raise UsageError(
-                    f"{option} {gib:g}: {profile.name} has only {format_bytes(there)}; for a machine with more use "
-                    f"--assume {instead.format(gib)}."
-                )
-    return limit_memory(machine, *(None if gib is None else int(gib * 2**30) for gib in (device_gib, host_gib)))
+    limits = {"gpu": args.max_gpu_memory, "host": args.max_host_memory}
+    profile, gpus = None if machine.is_here else machine.profile(), machine.gpus()
+    for place, gib in limits.items():
+        if gib is None:
+            continue
+        option = f"--max-{place}-memory {gib:g}"
+        if not 0 < gib <= MAX_GIB:
+            raise UsageError(f"{option}: must be more than 0 GiB.")
+        if place == "gpu" and not gpus:
+            raise UsageError(f"{option}: the machine has no GPU; use --max-host-memory, or drop it.")
+        if profile is not None:
+            there = profile.host_memory_bytes if place == "host" else min(gpu.memory_bytes for gpu in profile.gpus)
+            larger = f"gpus={gpus}x{gib:g}GiB" if place == "gpu" else f"host={gib:g}GiB"
+            if gib * GB > there:
+                has = f"{profile.name} has only {format_bytes(there)}"
+                raise UsageError(f"{option}: {has}; for a machine with more use --assume {larger}.")
+    device_bytes, host_bytes = (None if gib is None else int(gib * GB) for gib in limits.values())
+    return limit_memory(machine, device_bytes, host_bytes)
 
 
 def _world_sizes(args: argparse.Namespace, gpus: int) -> tuple[int, ...]:
     """Return the numbers of ranks to plan for; 1 for a machine without a GPU.
-
-    Raises:
-        UsageError: the machine has fewer GPUs, or no batch divides over them.
-    """
+    Raises UsageError: the machine has fewer GPUs, or no batch divides over them."""
     for number in args.num_gpus or ():
         if not 1 <= number <= gpus:
             raise UsageError(f"--num-gpus {number}: the machine has {gpus} GPUs; use at most that, or drop it.")

@@ -29,6 +29,8 @@ from zero_inference.hardware.rates import (
 from zero_inference.kernels.experts import pairs_together
 from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
 from zero_inference.models.operators import Operator, Pass
+from zero_inference.records.hardware import RATE_WORDS
+from zero_inference.utils.format import format_seconds, significant
 
 if TYPE_CHECKING:
     from zero_inference.hardware.profile import EngineOverhead, HardwareProfile
@@ -72,16 +74,9 @@ LAUNCHED_SHARE, WAITED_SHARE = 0.6, 0.1
 
 @dataclass(frozen=True)
 class PassTime:
-    """
-    Attributes:
-        seconds: of the pass.
-        bound_by: the largest part, a key of `RATE_WORDS`.
-        kind: a key of `RANGES`; None for bounds, and without a GPU, where no runs have been compared.
-    """
-
     seconds: float
-    bound_by: str
-    kind: str | None = None
+    bound_by: str  # the largest part, a key of `RATE_WORDS`
+    kind: str | None = None  # a key of `RANGES`; None for bounds, and without a GPU, where no runs have been compared
 
     @property
     def range_s(self) -> Range | None:
@@ -90,27 +85,25 @@ class PassTime:
 
 @dataclass(frozen=True)
 class Times:
-    """Predicted times of a generation that is not the first one after loading.
+    """Predicted times of a generation that is not the first one after loading."""
 
-    Attributes:
-        prefill: until the first token.
-        step: a decode step at the mean length.
-        bounds_because: reasons why the times are lower bounds; empty where they are not.
-        with_host: the times include kernel launches.
-        without_cores: a run may use the CPU backend, whose rate is unknown, and be faster.
-        without_own_work: the engine's overhead is large and was not measured, so a run is slower.
-    """
-
-    prefill: PassTime
-    step: PassTime
-    bounds_because: tuple[str, ...] = ()
-    with_host: bool = True
-    without_cores: bool = False
-    without_own_work: bool = False
+    prefill: PassTime  # until the first token
+    step: PassTime  # a decode step at the mean length
+    bounds_because: tuple[str, ...] = ()  # reasons why the times are lower bounds; empty where they are not
+    with_host: bool = True  # the times include kernel launches
+    without_cores: bool = False  # a run may use the CPU backend, whose rate is unknown, and be faster
+    without_own_work: bool = False  # the engine's overhead is large and was not measured, so a run is slower
 
     @property
     def at_least(self) -> bool:
         return bool(self.bounds_because)
+
+    @property
+    def left_out(self) -> list[str]:
+        """What the times do not count, a few words each."""
+        launches = [] if self.with_host else ["kernel launches (the host's time for them is not known)"]
+        cores = ["the host's cores (their rate is not known; a run may be faster)"] if self.without_cores else []
+        return launches + cores
 
     def tokens_per_s(self, batch_size: int) -> float:
         """Return the token/s of decoding."""
@@ -120,6 +113,22 @@ class Times:
         step = self.step.range_s
         return None if step is None else Range(batch_size / step.high, batch_size / step.low)
 
+    def in_words(self, batch_size: int) -> str:
+        """Return token/s, decode step and first token on one line."""
+        least, most = ("at least ", "at most ") if self.at_least else ("", "")
+        rates = self.tokens_per_s_range(batch_size)
+        within = f" ({' to '.join(map(significant, rates))})" if rates else ""
+        return (
+            f"{most}{significant(self.tokens_per_s(batch_size))}{within} token/s "
+            f"(decode step {least}{format_seconds(self.step.seconds)}, bound by {RATE_WORDS[self.step.bound_by]}), "
+            f"first token {least}{seconds_in_words(self.prefill.seconds, self.prefill.range_s)}"
+        )
+
+
+def seconds_in_words(seconds: float, range_s: Range | None) -> str:
+    """Return such as "0.123 s (0.11 s to 0.14 s)"."""
+    return format_seconds(seconds) + (f" ({' to '.join(map(format_seconds, range_s))})" if range_s else "")
+
 
 class NotPredictable(Exception):
     """Times cannot be predicted; the message says why."""
@@ -127,10 +136,7 @@ class NotPredictable(Exception):
 
 def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times:
     """Return the times of prefill and decode step. Call it before the weights are loaded: it traces the empty model.
-
-    Raises:
-        NotPredictable: a rate is missing, or the model cannot be traced without weights.
-    """
+    Raises NotPredictable: a rate is missing, or the model cannot be traced without weights."""
     job, config = plan.job, plan.job.config
     lacks_overhead = not plan.cost_terms.overhead_negligible and _overhead(plan, machine) is None
     if lacks_overhead and config.quantized and not job.on_gpu:  # dequantizing takes the most time there
@@ -154,14 +160,8 @@ def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times:
     bounds_because = tuple(reason for reason, holds in reasons.items() if holds)
     if bounds_because:
         prefill, step = replace(prefill, kind=None), replace(step, kind=None)
-    return Times(
-        prefill,
-        step,
-        bounds_because,
-        with_host=machine.launches is not None,
-        without_cores=plan.cost_terms.cpu_rate_unknown,
-        without_own_work=lacks_overhead,
-    )
+    lacks_launches, lacks_cpu = machine.launches is None, plan.cost_terms.cpu_rate_unknown
+    return Times(prefill, step, bounds_because, not lacks_launches, lacks_cpu, lacks_overhead)
 
 
 def _overhead(plan: EnginePlan, machine: HardwareProfile) -> EngineOverhead | None:
@@ -169,13 +169,10 @@ def _overhead(plan: EnginePlan, machine: HardwareProfile) -> EngineOverhead | No
 
 
 def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill: bool) -> PassTime:
-    """Return the time of a prefill, or of a decode step at the mean length.
+    """Return the time of a prefill, or of a decode step at the mean length. Raises NotPredictable: a rate is missing.
 
     Args:
         traced: the pass of one sequence: its prompt, or one token that follows as many others as a step has on average.
-
-    Raises:
-        NotPredictable: a rate is missing.
     """
     job, terms, launches = plan.job, plan.cost_terms, machine.launches
     memory_name = "device_memory" if job.on_gpu else "host_memory"
@@ -254,10 +251,8 @@ def _decode_attention_s(plan: EnginePlan, machine: HardwareProfile, operator: Op
 
 
 def host_time_s(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill: bool) -> float:
-    """Return the seconds in which the host launches operators, calls modules and requests copies, without selecting a token.
-
-    Where launches were not measured, the host is assumed to be never late.
-    """
+    """Return the seconds in which the host launches operators, calls modules and requests copies, without selecting a token. Where
+    launches were not measured, the host is assumed to be never late."""
     job, terms, launches = plan.job, plan.cost_terms, machine.launches
     host_s = terms.cpu_attention_layers * _fetch_s(find_cpu_attention_overhead(machine), prefill)
     host_s += plan.copied_kv_layers * _fetch_s(find_kv_copy_overhead(machine), prefill)
@@ -276,9 +271,7 @@ def host_time_s(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefil
 
 def _fetch_s(overhead: EngineOverhead | None, prefill: bool) -> float:
     """Return the host's seconds for one copy of weights, one quantized block, or one layer whose KV cache is in host memory."""
-    if overhead is None:
-        return 0.0
-    return overhead.prefill_piece_s if prefill else overhead.step_piece_s
+    return 0.0 if overhead is None else overhead.prefill_piece_s if prefill else overhead.step_piece_s
 
 
 class ByteCost(NamedTuple):
@@ -291,17 +284,13 @@ class ByteCost(NamedTuple):
 class WeightCost:
     """Seconds in which the device reads the weights of operators as they are stored, dequantizes them and multiplies with them.
 
-    Seconds for b bytes of weights in the model's dtype, stored as `ratio` * b bytes, in a product with n tokens. M is the memory rate;
-    P(n), C(n) and R are measured: products with plain weights, with codes, and the engine's dequantization with the product of 1 token.
+    For b bytes of weights in the model's dtype, stored as `ratio` * b bytes, and n `tokens` of all sequences of a rank. M is the memory
+    rate; P(n), C(n) and R are measured: products with plain weights, with codes, and the engine's dequantization with one token's product.
 
         plain                      b / P(n)
         codes, multiplied as such  ratio b / C(n)                up to `fused_rows` tokens, or as measured
         codes, dequantized first   (ratio + 1) b / M + b / P(n)  written once and read once
         by the engine's operator   b / R + b / P(n) - b / P(1)
-
-    Args:
-        traced: the pass, for the bytes of its weights.
-        tokens: n, of all sequences of a rank.
     """
 
     def __init__(self, plan: EnginePlan, machine: HardwareProfile, traced: Pass, tokens: int):
@@ -320,8 +309,12 @@ class WeightCost:
             self.ratio = (plan.weight_bytes - other_bytes) / max(1, layer_bytes)
         self.restored_gb_per_s = dequantize_gb_per_s(_overhead(plan, machine), self.dtype)
         self.on_cpu = terms.dequantizes_on_cpu and not self.restored_gb_per_s
-        # ns per byte of all weights, chosen or not
-        self.dequantized = self._dequantized_on_cpu() if self.on_cpu else 0.0
+        self.dequantized = 0.0  # ns per byte of all weights, chosen or not
+        if self.on_cpu:  # what a product with codes takes longer where there are too many tokens to multiply with codes
+            codes, plain = (product_time(machine, each, CPU_DEQUANTIZED_ROWS) for each in (self.format, self.dtype))
+            self.dequantized = (self.ratio + 1) / self.memory_gb_per_s
+            if codes is not None and plain is not None:
+                self.dequantized = max(0.0, self.ratio / codes.gb_per_s - 1 / plain.gb_per_s)
 
         number, chosen = job.spec.experts
         share = chosen / number if number else 0.0
@@ -376,23 +369,10 @@ class WeightCost:
         product, call_s = self._plain(rows)
         return ByteCost((ratio + 1) / self.memory_gb_per_s + product, call_s)
 
-    def _dequantized_on_cpu(self) -> float:
-        """Return ns per byte of dequantizing on a CPU: what a product with codes takes longer than with plain weights, where there are too
-        many tokens to multiply with codes; from the bytes where that was not measured."""
-        codes = product_time(self.machine, self.format, CPU_DEQUANTIZED_ROWS)
-        plain = product_time(self.machine, self.dtype, CPU_DEQUANTIZED_ROWS)
-        if codes is None or plain is None:
-            return (self.ratio + 1) / self.memory_gb_per_s
-        return max(0.0, self.ratio / codes.gb_per_s - 1 / plain.gb_per_s)
-
 
 def mean_reads(tokens: int, share: float, together: int) -> float:
-    """Return how often a weight is read on average: E[ceil(k / together)] for k ~ Binomial(`tokens`, `share`).
-
-    Args:
-        share: probability that a token uses the weight.
-        together: tokens that one read serves.
-    """
+    """Return how often a weight is read on average: E[ceil(k / together)] for k ~ Binomial(`tokens`, `share`), where a token uses it with
+    probability `share` and one read serves `together` tokens."""
     if together >= tokens:
         return 1 - (1 - share) ** tokens
     return sum(
@@ -402,10 +382,7 @@ def mean_reads(tokens: int, share: float, together: int) -> float:
 
 
 def copy_times(plan: EnginePlan, machine: HardwareProfile, prefill: bool) -> dict[str, float]:
-    """Return the seconds of a pass's copies by key of `RATE_WORDS`. Raises NotPredictable where a rate is missing.
-
-    A decode step reads keys and values from host memory; a prefill writes them while weights arrive.
-    """
+    """Return the seconds of a pass's copies by key of `RATE_WORDS`. Raises NotPredictable where a rate is missing."""
     job, terms, ranks = plan.job, plan.cost_terms, plan.job.ranks.world_size
     fetched_bytes = terms.prefill_fetched_bytes if prefill else plan.fetched_bytes
     kv_bytes: float = plan.copied_kv_bytes / ranks
@@ -430,7 +407,9 @@ def copy_times(plan: EnginePlan, machine: HardwareProfile, prefill: bool) -> dic
     weights_s += peers_on_link_s
     disk_gb_per_s = machine.disk_gb_per_s and machine.disk_gb_per_s * job.ranks.num_nodes
     return {
-        "link": max(weights_s, kv_s) if prefill else weights_s + kv_s,
+        "link": max(weights_s, kv_s)
+        if prefill
+        else weights_s + kv_s,  # a prefill writes keys and values while weights arrive
         "peers": peers_s,
         "disk": _seconds(plan.disk_bytes, disk_gb_per_s, "the disk (disk=)"),
     }
@@ -438,10 +417,7 @@ def copy_times(plan: EnginePlan, machine: HardwareProfile, prefill: bool) -> dic
 
 def exchange_s(plan: EnginePlan, machine: HardwareProfile, fetched_bytes: int) -> tuple[float, float]:
     """Return the seconds in which each GPU gets weights from the others: over its link, and over NVLink. Zero where the rate is unknown.
-
-    Args:
-        fetched_bytes: bytes that the pass fetches over all links.
-    """
+    `fetched_bytes` cross all links in the pass."""
     exchanged_bytes, peers = plan.exchanged_bytes(fetched_bytes), machine.peers_gb_per_s
     if not plan.job.on_gpu or peers is None:
         return 0.0, 0.0
@@ -461,9 +437,8 @@ def _without_rate(name: str) -> NotPredictable:
 
 
 def predict_load_s(plan: EnginePlan, machine: HardwareProfile) -> float | None:
-    """Return the seconds of loading the weights of one rank:
-
-        b / source rate + stored bytes / rate into host memory + b / quantize rate + compared layers + the engine's overhead
+    """Return the seconds of loading the weights of one rank: b / source rate + stored bytes / rate into host memory + b / quantize rate +
+    compared layers + the engine's overhead.
 
     None where a rate is missing, and where weights are written to a disk, whose write rate is not measured. A checkpoint is assumed to be
     on the measured disk and not in the page cache; quantizing takes what this package's operator takes, for every engine.

@@ -18,19 +18,13 @@ DEVICE_MEMORY, HOST_MEMORY, PAGE_LOCKED, DISK = "device memory", "host memory", 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes needed at one place of one node.
-
-    Attributes:
-        which: names one of several such places, or the folder of the disk.
-        reserve_bytes: have to stay free in addition.
-        available_bytes: None where unknown.
-    """
+    """Bytes needed at one place of one node."""
 
     place: str
     needed_bytes: int
-    available_bytes: int | None
-    which: str = ""
-    reserve_bytes: int = 0
+    available_bytes: int | None  # None where unknown
+    which: str = ""  # one of several such places, or the folder of the disk
+    reserve_bytes: int = 0  # have to stay free in addition
 
     @property
     def with_reserve_bytes(self) -> int:

@@ -6,9 +6,7 @@ import argparse
 import contextlib
 import json
 import shlex
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,26 +17,20 @@ from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware.machine import ProfiledMachine
 from zero_inference.models.spec import checkpoint_refusal
-from zero_inference.planning.changes import Faster, advice_to_fit, changes_that_fit
-from zero_inference.planning.explain import (
-    describe,
-    describe_with_work,
-    experts_in_words,
+from zero_inference.planning import search
+from zero_inference.planning.changes import (
+    Faster,
+    advice_to_fit,
+    changes_that_fit,
     faster_in_words,
-    headline,
-    left_out,
-    notes,
-    place_of_weights,
-    seconds_in_words,
-    times_in_words,
+    faster_than,
     what_does_not_fit,
-    why_none,
-    why_not_predicted,
 )
+from zero_inference.planning.cost import seconds_in_words
 from zero_inference.planning.memory import HOST_MEMORY, log_sizes, without_page_locked
-from zero_inference.planning.plan import Plan
+from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.planning.roofline import planned_step_bound
-from zero_inference.planning.search import Candidate, SearchResult, command_of, pareto_front, ranked, verify
+from zero_inference.planning.search import Candidate, SearchResult, pareto_front
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import format_bytes, format_gib, format_seconds, significant
@@ -61,64 +53,39 @@ COLUMNS = (
 )
 
 
-def print_answer(args: argparse.Namespace, job: Job, found: SearchResult, say: Callable[[str], None]) -> None:
-    """Print the table, or the JSON object; draw the picture and run configurations if asked.
-
-    Raises:
-        UsageError: nothing fits, or nothing is predicted and that was to be drawn or run.
-    """
-    if not found.candidates and (not found.unknown or args.verify or args.plot):
-        raise UsageError(why_none(found, args.model))
-    best = ranked(found.candidates, args.goal)
-    if args.verify:
-        best = verify(best, args.verify, args.goal, say)
+def print_answer(
+    args: argparse.Namespace, job: Job, found: SearchResult, best: Sequence[Candidate], say: Callable[[str], None]
+) -> None:
+    """Print the table, or the JSON object, of the candidates `best` in their order, and draw the picture if asked.
+    Raises UsageError: nothing fits, or nothing is predicted and that was to be drawn or run."""
+    verdict = search.headline(found, best, args.goal, args.model)
+    if not best and (not found.unknown or args.verify or args.plot):
+        raise UsageError(verdict)
     if args.plot is not None:
         draw(best, args.plot, f"{args.model}, prompt {args.prompt_len}, {args.gen_len} new tokens: predicted")
         say(f"picture: {args.plot}")
-    verdict = headline(best, args.goal) if best else why_none(found, args.model)
     rows = rows_of(best, found.unknown)
     if args.json:
         print(json.dumps(_answer_in_json(args, job, found, rows, verdict), indent=1))
         return
     plans = [*(each.plan for each in best), *found.unknown]
     shown = len(plans) if args.all else min(SHOWN, len(best) or len(plans))
-    print_line(verdict)
     machine = job.machine.profile()
-    print_line(
-        f"Prompt {args.prompt_len}, {args.gen_len} new tokens" + (f", on {machine.in_words()}" if machine else "")
-    )
-    print()
+    where = f", on {machine.in_words()}" if machine else ""
+    print(f"{verdict}\nPrompt {args.prompt_len}, {args.gen_len} new tokens{where}\n")
     cells = [_cells(row, plan) for row, plan in zip(rows[:shown], plans)]
     print_rows(cells, shown_columns(cells, COLUMNS), "table", gap=2)
     remarks = [f"{len(plans) - shown} more fit: --all shows them"] if shown < len(plans) else []
     remarks += ["*: no other has both a shorter step and more token/s"] if best else []
-    remarks += filter(
-        None, [machine and machine.caveat(), *notes(found, best), checkpoint_refusal(args.model, args.dummy)]
-    )
-    remarks += [f"does not fit: {what_does_not_fit(plan)}" for plan in found.too_large]
-    for line in remarks:
-        print_line(line, "    ")
-    print()
-    where = " ".join(
-        f"--{name} {shlex.quote(value)}" for name in ("machine", "assume") if (value := getattr(args, name))
-    )
+    remarks += search.notes(job, found, best)
+    print("\n".join([*remarks, *(f"does not fit: {what_does_not_fit(plan)}" for plan in found.too_large)]), end="\n\n")
+    options = [f"--{name} {shlex.quote(value)}" for name in ("machine", "assume") if (value := getattr(args, name))]
+    where = " ".join(options)
     for row, plan in [(row, plan) for row, plan in zip(rows, plans) if not row["tried"]][:COMMANDS]:
-        print(f"{row['place']}. {describe_with_work(plan)}:")
+        print(f"{row['place']}. {plan.describe(work=True)}:")
         # a comment, because only a dry run takes these options
         print(f"   {row['command']}{f'  # {where}' if where else ''}")
-    print(f"For the details of one, add {' '.join(filter(None, ('--dry-run', where)))}.", flush=True)
-
-
-def print_line(text: str, indent: str = "", label: str = "") -> None:
-    """Print `label` and `text`: wrapped on a terminal, else in one line, because programs look for whole lines."""
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-        text = textwrap.fill(
-            text, width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
-        )
-    else:
-        text = label + text
-    print(text, flush=True)
+    print(f"For the details of one, add {' '.join(['--dry-run', *options])}.", flush=True)
 
 
 def rows_of(best: Sequence[Candidate], unknown: Sequence[Plan] = ()) -> list[dict[str, Any]]:
@@ -135,7 +102,7 @@ def row_of(plan: Plan, candidate: Candidate | None = None) -> dict[str, Any]:
         "engine": config.engine,
         "quant_bits": config.quant_bits,
         "gpus": plan.job.ranks.world_size if plan.job.on_gpu else 0,
-        "weights": place_of_weights(plan),
+        "weights": plan.weights_place,
         "keys_and_values": "host" if config.kv_offload or not plan.job.on_gpu else "device",
         "batch_size": config.batch_size,
         "device_bytes": plan.weights.device_peak_bytes if plan.job.on_gpu else None,
@@ -156,7 +123,7 @@ def row_of(plan: Plan, candidate: Candidate | None = None) -> dict[str, Any]:
         "without_cores": times and times.without_cores,
         "tried": "failed" if candidate and candidate.failed else None,
         "front": False,
-        "command": command_of(config, plan.job.ranks.world_size),
+        "command": search.command_of(config, plan.job.ranks.world_size),
     }
 
 
@@ -167,7 +134,7 @@ def _cells(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
     measured, rates, device_bytes = row["measured_tokens_per_s"], row["tokens_per_s_range"], row["device_bytes"]
     return {
         "place": f"{'*' if row['front'] else ''}{row['place']}",
-        "configuration": describe(plan),
+        "configuration": plan.describe(),
         "gpus": str(row["gpus"]) if plan.job.machine.gpus() > 1 else None,
         "batch_size": str(row["batch_size"]),
         "tokens_per_s": most + significant(row["tokens_per_s"]) if known else None,
@@ -194,7 +161,7 @@ def _answer_in_json(
         "too_large": [what_does_not_fit(plan) for plan in found.too_large],
         "not_predicted": {
             "count": len(found.unknown),
-            "because": why_not_predicted(found.unknown) or None,
+            "because": search.why_not_predicted(found.unknown) or None,
             "configurations": rows[predicted:],
         },
         "checkpoint_refused": checkpoint_refusal(args.model, args.dummy),
@@ -209,21 +176,17 @@ def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 6))
-    kinds: dict[str, list[Candidate]] = {}
-    for each in candidates:
-        kinds.setdefault(f"{each.config.engine}, {each.config.quant_bits} bits, {each.world_size} GPUs", []).append(
-            each
-        )
 
     def points(group: Sequence[Candidate]) -> tuple[list[float], list[float]]:
         return [1e3 * each.times.step.seconds for each in group], [each.tokens_per_s for each in group]
 
-    for kind, group in kinds.items():
-        axes.scatter(*points(group), label=kind, s=28)
+    def kind(each: Candidate) -> str:
+        return f"{each.config.engine}, {each.config.quant_bits} bits, {each.world_size} GPUs"
+
+    for label in dict.fromkeys(map(kind, candidates)):
+        axes.scatter(*points([each for each in candidates if kind(each) == label]), label=label, s=28)
     front = pareto_front(candidates)
     axes.plot(*points(front), color="black", linewidth=1, label="Pareto front")
-    for each, *point in zip(front, *points(front)):
-        axes.annotate(f"batch {each.config.batch_size}", point, xytext=(4, 4), textcoords="offset points", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="ms a step (latency of a token)", ylabel="token/s", title=title)
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=8)
@@ -233,43 +196,41 @@ def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def print_plan(job: Job, plan: Plan | DoesNotFit, faster: Sequence[Faster] = ()) -> None:
-    """Print the plan of `job`, or why there is none, for `--dry-run`.
-
-    Args:
-        faster: options that are predicted to decode clearly faster.
-
-    Raises:
-        DoesNotFit: after the plan of a run that does not, for its exit code.
-    """
-    made = plan if isinstance(plan, Plan) else None
-    fits = made is not None and made.fits
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print while other options are planned
+def print_plan(job: Job, goal: str | None) -> None:
+    """Plan `job` and print the plan, or why there is none, for `--dry-run`, with options that decode clearly faster by `goal`.
+    Raises DoesNotFit: after the plan of a run that does not, for its exit code."""
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print while options are planned
+        plan, refused = None, None
+        try:
+            plan = make_plan(job)
+            plan.check()
+        except DoesNotFit as error:
+            plan, refused = None, str(error)
+        fits = plan is not None and plan.fits
+        faster = faster_than(plan, goal) if plan is not None and fits else []
         changes = [] if fits else changes_that_fit(job)
-    if made is None or not fits:
-        short = [need.shortage() for need in without_page_locked(made.needs) if not need.fits] if made else []
-        reason = f"It needs {' and '.join(short)}." if made else str(plan)
+    if plan is None or not fits:
+        short = [need.shortage() for need in without_page_locked(plan.needs) if not need.fits] if plan else []
+        reason = f"It needs {' and '.join(short)}." if plan else refused
         verdict = f"{DoesNotFit.VERDICT} {reason} It would fit with {advice_to_fit(job, changes)}."
     else:
-        loading = "" if made.load_s is None else f", loading {seconds_in_words(made.load_s, made.load_range_s)}"
-        if made.times is not None:
-            verdict = f"{DoesNotFit.FITS} Predicted: {times_in_words(made.times, job.config.batch_size)}{loading}."
-        else:
-            verdict = f"{DoesNotFit.FITS} No speed is predicted: {made.why_not_predicted}{loading}."
+        loading = "" if plan.load_s is None else f", loading {seconds_in_words(plan.load_s, plan.load_range_s)}"
+        predicted = f"No speed is predicted: {plan.why_not_predicted}"
+        if plan.times is not None:
+            predicted = f"Predicted: {plan.times.in_words(job.config.batch_size)}"
+        verdict = f"{DoesNotFit.FITS} {predicted}{loading}."
     if job.config.json:
-        print(json.dumps(_plan_in_json(job, plan, verdict, changes, faster), indent=1), flush=True)
+        print(json.dumps(_plan_in_json(job, plan, refused, verdict, changes, faster), indent=1), flush=True)
     else:
-        print_line(verdict)
-        for label, text in [*_rows(job, made), ("faster", faster_in_words(faster))]:
-            if text:
-                print_line(text, " " * 17, f"  {label:<15}")
+        rows = [*_rows(job, plan), ("faster", faster_in_words(faster))]
+        print("\n".join([verdict, *(f"  {label:<15}{text}" for label, text in rows if text)]), flush=True)
     if not fits:
         raise DoesNotFit(f"--dry-run: {job.spec.name} does not fit as asked; the plan says where, and what would fit.")
 
 
 def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
     """Return label and text of the rows below the verdict; empty texts are not shown."""
-    config, sizes, machine = job.config, log_sizes(job), job.machine.profile()
+    config, machine = job.config, job.machine.profile()
     rows = []
     if machine is not None:
         rows += [("machine", "" if job.machine.is_here else machine.in_words()), ("", machine.caveat() or "")]
@@ -280,21 +241,15 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
             weights = f"{format_bytes(plan.weights.weight_bytes)} in int{config.quant_bits} ({weights})"
         weights += f"; {plan.weights.describe_location()}"
     place = "in host memory" if config.kv_offload or not job.on_gpu else "on the device"
-    rows += [
-        ("weights", weights),
-        ("KV cache", f"{format_bytes(sizes['cache_bytes'])} {place}, for {config.batch_size} x {job.length} tokens"),
-    ]
+    cache = f"{format_bytes(log_sizes(job)['cache_bytes'])} {place}, for {config.batch_size} x {job.length} tokens"
+    rows += [("weights", weights), ("KV cache", cache)]
     if plan is not None:
-        rows += [("decode", line) for line in plan.weights.in_words()]
-        rows += [("experts", experts_in_words(plan.weights) or "")]
+        rows += [("decode", line) for line in plan.weights.in_words()] + [("experts", plan.unchosen_experts or "")]
         if limit := _limit(plan):
-            about = "about" if plan.weights.cost_terms.depends_on_routing else "at most"
-            rate = RATE_WORDS[limit["bound_by"]]
-            rows += [
-                ("limit", f"{about} {significant(limit['decode_throughput'])} token/s by the rate of {rate} alone")
-            ]
+            rate = f"{significant(limit['decode_throughput'])} token/s by the rate of {RATE_WORDS[limit['bound_by']]} alone"
+            rows += [("limit", f"{'about' if plan.weights.cost_terms.depends_on_routing else 'at most'} {rate}")]
         if plan.fits and plan.times:
-            rows += [("bounds", "; ".join(plan.times.bounds_because)), ("not counted", "; ".join(left_out(plan.times)))]
+            rows += [("bounds", "; ".join(plan.times.bounds_because)), ("not counted", "; ".join(plan.times.left_out))]
     return [*rows, ("options", shlex.join(shell_words(non_default_options(config))))]
 
 
@@ -308,11 +263,11 @@ def _limit(plan: Plan) -> dict[str, Any] | None:
 
 
 def _plan_in_json(
-    job: Job, plan: Plan | DoesNotFit, verdict: str, changes: Sequence[str], faster: Sequence[Faster]
+    job: Job, plan: Plan | None, refused: str | None, verdict: str, changes: Sequence[str], faster: Sequence[Faster]
 ) -> dict[str, Any]:
     """Return the JSON object of `--dry-run --json`, in bytes and seconds; null is a value that is not known.
 
-    sizes              `model_bytes`, `cache_bytes`, `hidden_bytes` as in the record; `weight_bytes` as the engine stores them
+    sizes              as in the record; `weight_bytes` as the engine stores them
     needs              by place of one node; `reserve_bytes` have to stay free besides; null where the engine makes no plan: `refused`
     predicted          ranges are [low, high], within which 9 of 10 runs of this kind were, null for bounds and without a GPU;
                        `bounds_because`: why times are lower bounds; `left_out`: what they do not count
@@ -321,37 +276,36 @@ def _plan_in_json(
     changes_that_fit   options to add, each for itself, where it does not fit
     faster             options that are predicted to decode clearly faster; `times` of the token/s without them
     """
-    made = plan if isinstance(plan, Plan) else None
-    weights, machine, times = made and made.weights, job.machine.profile(), made and made.times
-    fits, batch_size = made is not None and made.fits, job.config.batch_size
+    weights, machine, times = plan and plan.weights, job.machine.profile(), plan and plan.times
+    fits, batch_size = plan is not None and plan.fits, job.config.batch_size
+    resolved = {
+        "dtype": job.spec.dtype_name,
+        "model_type": job.spec.config.model_type,
+        "world_size": job.ranks.world_size,
+        "pin_memory": weights.pinned if weights else job.pin_weights,
+    }
     return {
         "fits": fits,
         "verdict": verdict,
-        "config": job.config.as_dict()
-        | {
-            "dtype": job.spec.dtype_name,
-            "model_type": job.spec.config.model_type,
-            "world_size": job.ranks.world_size,
-            "pin_memory": weights.pinned if weights else job.pin_weights,
-        },
+        "config": job.config.as_dict() | resolved,
         "sizes": log_sizes(job) | {"weight_bytes": weights and weights.weight_bytes},
-        "needs": made and [asdict(need) | {"which": need.which or None, "fits": need.fits} for need in made.needs],
-        "refused": None if made else str(plan),
+        "needs": plan and [asdict(need) | {"which": need.which or None, "fits": need.fits} for need in plan.needs],
+        "refused": refused,
         "predicted": {
             "prefill_s": times and times.prefill.seconds,
             "decode_step_s": times and times.step.seconds,
             "decode_throughput": times and times.tokens_per_s(batch_size),
             "bound_by": times and times.step.bound_by,
-            "load_s": made and made.load_s,
+            "load_s": plan and plan.load_s,
             "prefill_range_s": times and times.prefill.range_s,
             "decode_step_range_s": times and times.step.range_s,
             "decode_throughput_range": times and times.tokens_per_s_range(batch_size),
-            "load_range_s": made and made.load_range_s,
+            "load_range_s": plan and plan.load_range_s,
             "bounds_because": list(times.bounds_because) if times else [],
-            "left_out": left_out(times) if times else [],
-            "unknown_because": made.why_not_predicted if made and fits else None,
+            "left_out": times.left_out if times else [],
+            "unknown_because": plan.why_not_predicted if plan and fits else None,
         },
-        "limit": made and _limit(made),
+        "limit": plan and _limit(plan),
         "moved_per_step": weights and weights.moved_per_step().as_dict(),
         "placement": [weights.describe_location(), *weights.in_words()] if weights else [],
         "changes_that_fit": list(changes),

@@ -33,7 +33,7 @@ def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
     if config.auto and ranks.world_size > 1:  # they would have to agree
         options = ", ".join(f"--{name.replace('_', '-')} auto" for name in config.auto)
         raise UsageError(
-            f"{options}: this works in one process only, and {ranks.world_size} were started; name the values."
+            f"{options}: this works in one process only, and {ranks.world_size} were started; name values."
         )
     if config.batch_size % ranks.world_size:
         advice = batch_advice(config.batch_size, ranks.world_size, f"{ranks.world_size} ranks")
@@ -49,9 +49,7 @@ def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
         if config.norm_kernels == "cuda":
             raise UsageError("--norm-kernels cuda: there is no CUDA device here; use auto or off.")
     elif ranks.local_rank >= machine.gpus():
-        raise UsageError(
-            f"local rank {ranks.local_rank} has no GPU: {machine.gpus()} are visible; start fewer processes."
-        )
+        raise UsageError(f"local rank {ranks.local_rank} has no GPU: {machine.gpus()} are visible; start fewer ranks.")
 
 
 def check_model(config: RunConfig, spec: ModelSpec) -> None:
@@ -67,6 +65,7 @@ def check_model(config: RunConfig, spec: ModelSpec) -> None:
         raise UsageError(f"--dummy-routing {config.dummy_routing}: {spec.name} has no experts; drop it.")
 
 
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 THIS_MACHINE = Machine()
 MOVED_BYTES = [f"{each}_bytes_per_step" for each in ("host_to_device", "device_to_host", "disk_read", "cores")]
 
@@ -131,9 +130,7 @@ class Plan:
             libraries = machine.process_bytes + machine.library_bytes.get(job.config.engine, 0)
             peak_host_bytes = libraries - machine.measuring_bytes + weights.host_peak_bytes(machine.measuring_bytes)
             if job.on_gpu and not weights.measures_link_with_weights:
-                peak_host_bytes += (
-                    LINK_BLOCK_BYTES  # the link is measured between the loops, while all else is allocated
-                )
+                peak_host_bytes += LINK_BLOCK_BYTES  # the link is measured between loops, while all else is allocated
         return Predicted(
             load_s=self.load_s,
             load_range_s=self.load_range_s and list(self.load_range_s),
@@ -148,6 +145,41 @@ class Plan:
             **{name: int(getattr(moved, name) or 0) for name in MOVED_BYTES},
         )
 
+    @property
+    def weights_place(self) -> str:
+        """ "host", "85% host (cores 30%)" (the rest is on the device), "device" or "disk"; of what the CPU computes the largest share."""
+        weights, terms = self.weights, self.weights.cost_terms
+        if weights.footprint.disk:
+            return "disk"
+        if not self.job.on_gpu:
+            return "host"
+        share = weights.footprint.host * self.job.ranks.local_world_size / max(1, weights.weight_bytes)
+        if not share:
+            return "device"
+        cpu_share = max(terms.step_cpu.layer_share, terms.step_cpu.expert_share)
+        cores = " (cores ?)" if terms.cpu_rate_unknown else f" (cores {cpu_share:.0%})" if cpu_share else ""
+        return ("host" if share > 0.99 else f"{share:.0%} host") + cores
+
+    def describe(self, work: bool = False) -> str:
+        """Return such as "stream int4, 56% host (cores 97%), KV host", with `work` also ", batch 8, 2 GPUs"."""
+        config, gpus = self.job.config, self.job.ranks.world_size
+        stored = f"int{config.quant_bits}" if config.quantized else SHORT_DTYPES[self.job.spec.dtype_name]
+        text = f"{config.engine} {stored}, {self.weights_place}{', KV host' if config.kv_offload else ''}"
+        return text + f", batch {config.batch_size}" * work + f", {gpus} GPUs" * (work and gpus > 1)
+
+    @property
+    def unchosen_experts(self) -> str | None:
+        """A line about experts that a decode step copies, or reads from disk, though no token chose them; None where it moves none."""
+        job, plan, terms = self.job, self.weights, self.weights.cost_terms
+        number, chosen = job.spec.experts
+        idle_share = job.sizes.idle_expert_bytes / max(1, job.sizes.parameter_bytes)
+        copies = job.on_gpu or terms.copies_within_host
+        moved_bytes = plan.fetched_bytes - terms.chosen_expert_bytes if copies else plan.disk_bytes
+        if not idle_share or moved_bytes <= plan.weight_bytes * (1 - idle_share):
+            return None
+        how = "copies" if copies else "reads from disk"
+        return f"{job.config.engine} {how} all {number} experts of a layer in each step, a token uses {chosen}: {plan.why_whole_layers}"
+
     def check(self) -> None:
         """Raises UsageError: this machine lacks something besides memory that the engine needs."""
         if self.job.machine.is_here:
@@ -155,10 +187,7 @@ class Plan:
 
     def with_memory_of_now(self) -> Plan:
         """Return the same plan for the device memory that is free now, the least of all ranks: a collective.
-
-        Raises:
-            UsageError: it has become too little.
-        """
+        Raises UsageError: it has become too little."""
         if self.job.free_device_bytes is None:
             return self
         return make_plan(replace(self.job, free_device_bytes=self.job.machine.free_device_bytes(self.job.ranks, True)))
@@ -180,18 +209,14 @@ def build_job(
     empty_model: EmptyModel | None = None,
 ) -> Job:
     """Read the free memory of the device, with `agreed` the least of all ranks (a collective), and build the empty model if needed.
-
-    Raises:
-        UsageError: transformers cannot build the model.
-    """
+    Raises UsageError: transformers cannot build the model."""
     empty_model = empty_model or build_empty_model(spec)
     return Job(config, spec, ranks, empty_model, machine.free_device_bytes(ranks, agreed), group, machine)
 
 
 def make_plan(job: Job) -> Plan:
-    """Place the weights of `job` without loading anything; a collective where `job.group` is set.
-
-    An alternative of the engine is taken where its predicted step is shorter.
+    """Place the weights of `job` without loading anything; a collective where `job.group` is set. An alternative of the engine is taken
+    where its predicted step is shorter.
 
     Raises:
         UsageError: the engine cannot run it, the KV cache cannot be in host memory, or the model adds positions or takes no text.
@@ -201,9 +226,7 @@ def make_plan(job: Job) -> Plan:
         sense = "audio" if hasattr(job.spec.config, "audio_config") else "images"
         problem = f"needs {sense} and does not run on text alone (transformers: {sizes.refuses_text.rstrip('.')})"
     elif sizes.added_positions:
-        problem = (
-            f"puts {sizes.added_positions} positions of its own before each sequence, which no engine here plans for"
-        )
+        problem = f"puts {sizes.added_positions} positions of its own before each sequence, which no engine plans for"
     if problem is not None:
         raise UsageError(f"--model {job.spec.name}: {kind} {problem}; run it in transformers.")
     if job.config.kv_offload:
@@ -241,8 +264,5 @@ def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: Empt
 
 def plan_with(job: Job, **fields: Any) -> Plan:
     """Return the plan of the same model and machine with other options, to be compared and not loaded; this rank alone makes it.
-
-    Raises:
-        UsageError: the options cannot work.
-    """
+    Raises UsageError: the options cannot work."""
     return make_plan(replace(job, config=replace(job.config, **fields).validate(), group=None))

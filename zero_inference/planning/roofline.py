@@ -27,11 +27,8 @@ def step_work(job: Job, weight_bytes: int, cpu_bytes: float) -> StepWork:
     sequence.
 
     The bound errs to the low side. Of experts it counts those that one token uses, and nothing for an embedding that is not the head. Idle
-    experts are subtracted at the mean bits of all weights, which is no less than they have, and other idle weights unquantized. All bytes
-    that the CPU reads count as weights that every sequence uses.
-
-    Args:
-        cpu_bytes: bytes that the CPU backend reads in a step; without a GPU their memory is the device's.
+    experts are subtracted at the mean bits of all weights, which is no less than they have, and other idle weights unquantized. The
+    `cpu_bytes` that the CPU backend reads in a step count as weights that every sequence uses; without a GPU their memory is the device's.
     """
     sizes, config = job.sizes, job.config
     active = sizes.parameters - sizes.idle_parameters
@@ -53,7 +50,7 @@ def decode_roofline(
 
     Args:
         moved: bytes that crossed link and disk in a step, over all ranks.
-        ahead_bytes: those of the decode's bytes that had crossed before its first step, over all ranks; the link bound excludes them.
+        ahead_bytes: those that had crossed before the first decode step; the link bound excludes them.
     """
     floor_step = step_bounds(rates, moved, work, on_gpu)
     decode_bounds_s = {name: step_s * steps for name, step_s in floor_step.as_dict().items()}

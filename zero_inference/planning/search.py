@@ -1,4 +1,4 @@
-"""The search over configurations: plan the candidates, rank them by what is predicted, and run the best ones if asked."""
+"""The search over configurations: plan the candidates, rank them by what is predicted, run the best if asked, choose for `auto`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from zero_inference.config.options import DEFAULTS, MIN_RING_DEPTH, QUANT_BITS, 
 from zero_inference.config.run_config import RunConfig, non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, RunError, UsageError
+from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.device import why_not_offloaded
+from zero_inference.models.empty_model import EmptyModel
+from zero_inference.models.spec import ModelSpec, checkpoint_refusal
 from zero_inference.planning.changes import BATCH_SIZES
 from zero_inference.planning.cost import Times
-from zero_inference.planning.plan import Plan, plan_with
+from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED
+from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, plan_with
 from zero_inference.records.read import read_records
+from zero_inference.records.schema import AutoChoice
 from zero_inference.utils import GB
+from zero_inference.utils.format import format_bytes, format_gib_rounded_up, significant
 from zero_inference.utils.processes import isolated_ranks, last_error_line, run_child, run_command
 from zero_inference.utils.progress import current_progress
+from zero_inference.utils.ranks import Ranks
 
 # Offloads to try by engine; weights on disk only where nothing else fits.
 OFFLOADS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -35,38 +42,30 @@ MIN_GAIN = 1.05  # in token/s, for which the KV cache is moved to host memory
 MIN_KV_SHARE = 0.05  # of device memory, which the KV cache takes, for host memory to be tried
 ALL_IN_HOST_MEMORY = {"gpu_memory": 0.0, "ring_depth": MIN_RING_DEPTH}  # stream engine
 TRIAL_TOKENS = 17  # of a run of `verify`: 16 steps
+MAX_OTHERS = 5  # alternatives in the record of a choice
+FIRST = {"throughput": "Fastest", "latency": "Shortest decode step", "memory": "Least memory"}  # by goal
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Values to try.
-
-    Attributes:
-        offloads: options of the offload by engine.
-        world_sizes: numbers of ranks with a GPU each, ascending; None for the job's.
-    """
+    """Values to try."""
 
     engines: tuple[str, ...] = tuple(OFFLOADS)
     quant_bits: tuple[int, ...] = QUANT_BITS
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     kv_offload: tuple[bool, ...] = (False, True)
-    offloads: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=lambda: OFFLOADS)
-    world_sizes: tuple[int, ...] | None = None
+    offloads: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=lambda: OFFLOADS)  # options by engine
+    world_sizes: tuple[int, ...] | None = None  # numbers of ranks with a GPU each, ascending; None for the job's
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that fits, with its predicted times.
-
-    Attributes:
-        measured_tokens_per_s: of decoding, where `verify` ran it.
-        failed: `verify` ran it, and the run failed.
-    """
+    """A configuration that fits, with its predicted times."""
 
     plan: Plan
     times: Times
-    measured_tokens_per_s: float | None = None
-    failed: bool = False
+    measured_tokens_per_s: float | None = None  # of decoding, where `verify` ran it
+    failed: bool = False  # `verify` ran it, and the run failed
 
     @property
     def config(self) -> RunConfig:
@@ -114,16 +113,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """
-    Attributes:
-        candidates: configurations that fit and whose times are predicted.
-        unknown: plans that fit and whose times are unknown.
-        too_large: plans that do not fit, the smallest of each engine and number of bits.
-    """
-
-    candidates: list[Candidate] = field(default_factory=list)
-    unknown: list[Plan] = field(default_factory=list)
-    too_large: list[Plan] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)  # configurations that fit and whose times are predicted
+    unknown: list[Plan] = field(default_factory=list)  # plans that fit and whose times are unknown
+    too_large: list[Plan] = field(
+        default_factory=list
+    )  # that do not fit, the smallest of each engine and number of bits
 
 
 def command_of(config: RunConfig, world_size: int = 1) -> str:
@@ -179,11 +173,8 @@ def _weight_options(job: Job, space: SearchSpace, on_disk: bool) -> Iterator[dic
 
 
 def _plan_batches(job: Job, space: SearchSpace, fields: dict[str, Any]) -> SearchResult:
-    """Plan the batches that divide over the ranks, from the smallest up, until one does not fit.
-
-    A KV cache in host memory is a candidate where its batch fits only so, or decodes faster by `MIN_GAIN`: predictions are not more
-    precise, and what crosses the link or waits for the CPU may be late.
-    """
+    """Plan the batches that divide over the ranks, from the smallest up, until one does not fit. A KV cache in host memory is a candidate
+    where its batch fits only so, or decodes faster by `MIN_GAIN`: predictions are not more precise."""
     found = SearchResult()
     tokens_per_s_on_device: dict[int, float] = {}  # by batch
     batch_sizes = sorted(size for size in space.batch_sizes if size % job.ranks.world_size == 0)
@@ -279,27 +270,21 @@ def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def verify(best: Sequence[Candidate], count: int, goal: str, say: Callable[[str], None]) -> list[Candidate]:
     """Run the first `count` of `best` for a few steps, each in a process of its own, and return `best` with these ranked by their measured
-    rates; failed ones come last.
-
-    Raises:
-        RunError: all of them failed.
-    """
-    measured, failed = [], []
-    chosen = best[:count]
+    rates; failed ones come last. Raises RunError: all of them failed."""
+    measured, failed, chosen = [], [], best[:count]
     with (
         tempfile.TemporaryDirectory(prefix="zero-inference-plan-") as folder,
         current_progress().task("plan --verify", len(chosen), ticking=True) as task,
     ):
         for number, candidate in enumerate(chosen, 1):
-            command = candidate.command()
-            task.at(f"run {number} of {len(chosen)} ({command})", number - 1)
+            run = f"run {number} of {len(chosen)}"
+            task.at(run, number - 1)
             rate = _measured_tokens_per_s(candidate, Path(folder), number, say)
             if rate is None:
                 failed.append(replace(candidate, failed=True))
-            else:
-                predicted = f"predicted {candidate.tokens_per_s:.3g}"
-                say(f"run {number} of {len(chosen)}: {rate:.3g} token/s, {predicted}: {command}")
-                measured.append(replace(candidate, measured_tokens_per_s=rate))
+                continue
+            say(f"{run}: {rate:.3g} token/s, predicted {candidate.tokens_per_s:.3g}: {candidate.command()}")
+            measured.append(replace(candidate, measured_tokens_per_s=rate))
     if not measured:
         raise RunError(f"--verify {count}: every run failed; the reasons are above.")
     return ranked(measured, goal) + list(best[count:]) + failed
@@ -308,12 +293,11 @@ def verify(best: Sequence[Candidate], count: int, goal: str, say: Callable[[str]
 def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say: Callable[[str], None]) -> float | None:
     """Return the rate of a run; None, and a line to `say`, where it failed."""
     config = replace(candidate.config, gen_len=min(candidate.config.gen_len, TRIAL_TOKENS), dry_run=False, verbose=1)
-    log, output = folder / f"{number}.log", folder / f"{number}.out"
+    options, log = [*options_of(config), "--loops", "1"], folder / f"{number}.log"
     records = log.with_suffix(".jsonl")
-    options = (*options_of(config), "--loops", "1", "--log-file", str(log))
     ended = run_child(
-        isolated_ranks("zero_inference", candidate.world_size, "run", *options),
-        output,
+        isolated_ranks("zero_inference", candidate.world_size, "run", *options, "--log-file", str(log)),
+        folder / f"{number}.out",
         records=lambda: read_records(records) if records.exists() else [],
     )
     rate = (ended.record or {}).get("decode_throughput")
@@ -321,3 +305,129 @@ def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say:
         reason = last_error_line(ended.read_output()) or f"exit code {ended.code}"
         say(f"run {number} failed: {reason}: {candidate.command()}")
     return rate
+
+
+def measure_if_unknown(machine: Machine, say: Callable[[str], None]) -> None:
+    """Measure this machine and keep its hardware profile, if there is none."""
+    if machine.is_here and machine.profile() is None:
+        from zero_inference.hardware.measure_profile import measure_and_cache
+
+        measure_and_cache(say)
+
+
+def choose(
+    config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine, say: Callable[[str], None]
+) -> tuple[RunConfig, AutoChoice | None, EmptyModel | None]:
+    """Return `config` with the best values for its `auto` options, the choice for the record, and the empty model of the search, for the
+    run to use; `config` alone where nothing is `auto`. Without a goal the most bits that fit come first.
+    Raises UsageError: nothing fits."""
+    auto = config.auto
+    if not auto:
+        return config, None, None
+    options = ", ".join(f"--{name.replace('_', '-')} auto" for name in auto)
+    measure_if_unknown(machine, say)
+    space = SearchSpace(
+        quant_bits=QUANT_BITS if "quant_bits" in auto else (config.quant_bits,),
+        batch_sizes=BATCH_SIZES if "batch_size" in auto else (config.batch_size,),
+        kv_offload=(False, True) if "engine" in auto and not config.kv_offload else (config.kv_offload,),
+    )
+    if "engine" not in auto:  # only the offload that was asked for
+        offload = {"cpu_offload": config.cpu_offload, "disk_offload": config.disk_offload}
+        space = replace(space, engines=(config.engine,), offloads={config.engine: (offload,)})
+    job = build_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
+    found = find_candidates(job, space)
+    if not found.candidates:
+        raise UsageError(f"{options}: {why_none(found, config.model)}")
+    best, *others = ranked(found.candidates, config.goal or "throughput")
+    if config.goal is None:
+        best, *others = sorted([best, *others], key=lambda each: -each.config.quant_bits)
+    chosen = best.config
+    check_launch(chosen, ranks, machine)
+    check_model(chosen, spec)
+    options = f"--engine {chosen.engine} --quant-bits {chosen.quant_bits} --batch-size {chosen.batch_size}"
+    options += " --kv-offload" if chosen.kv_offload else ""
+    say(f"chosen: {options}: predicted {best.times.in_words(chosen.batch_size)}")
+    choice = AutoChoice(
+        options=list(auto),
+        goal=config.goal,
+        decode_throughput=best.tokens_per_s,
+        over=[f"{command_of(each.config)}: {each.tokens_per_s:.4g} token/s" for each in others[:MAX_OTHERS]],
+    )
+    return chosen, choice, job.empty_model
+
+
+def headline(found: SearchResult, best: Sequence[Candidate], goal: str, model: str) -> str:
+    """Return the first of `best` and the best for a single sequence, with their speed, or why there is none."""
+    if not best:
+        return why_none(found, model)
+
+    def speed(each: Candidate) -> str:
+        text = f"predicted {each.times.in_words(each.config.batch_size)}"
+        if each.measured_tokens_per_s is not None:
+            text = f"{significant(each.measured_tokens_per_s)} token/s measured, {text}"
+        return f"{format_bytes(each.memory_bytes)} of device and host memory, {text}" if goal == "memory" else text
+
+    line = f"{FIRST[goal]}: {best[0].plan.describe(work=True)}: {speed(best[0])}."
+    singles = [each for each in best if each.config.batch_size == 1 and not each.failed]
+    if singles and best[0].config.batch_size > 1:
+        single = ranked(singles, "latency")[0]
+        line += f" For one sequence: {single.plan.describe(work=True)}: {speed(single)}."
+    return line
+
+
+def notes(job: Job, found: SearchResult, best: Sequence[Candidate]) -> list[str]:
+    """Return what to know about the machine, the predictions of `best`, what is not predicted, and the checkpoint, a line each."""
+    machine = job.machine.profile()
+    texts = [machine.caveat() if machine else None]
+    for label, parts in (
+        ("bounds, because", [reason for each in best for reason in each.times.bounds_because]),
+        ("not counted:", [part for each in best for part in each.times.left_out]),
+    ):
+        texts += [f"{label} {'; '.join(dict.fromkeys(parts))}"] if parts else []
+    if any(each.lacks_overhead for each in best):
+        texts.append("engines whose overhead was not measured are ranked last")
+    texts += dict.fromkeys(each.plan.unchosen_experts for each in best)
+    if found.unknown and best:
+        texts.append(f"fit, but not predicted: {len(found.unknown)}: {why_not_predicted(found.unknown)}")
+    return [text for text in (*texts, checkpoint_refusal(job.config.model, job.config.dummy)) if text]
+
+
+def why_not_predicted(plans: Sequence[Plan]) -> str:
+    """Return why no speed is predicted for any of `plans`, each reason once."""
+    return "; ".join(dict.fromkeys(reason for plan in plans if (reason := plan.why_not_predicted)))
+
+
+def why_none(found: SearchResult, model: str) -> str:
+    """Return why no configuration of `model` is predicted; where none fits, with the smallest machine that would be enough."""
+    if found.unknown:
+        why = why_not_predicted(found.unknown)
+        or_assume = ", or add it to --assume" if "=)" in why else ""  # it names a rate
+        return (
+            f"{model}: {len(found.unknown)} configurations fit, but their speed is not known: {why}; "
+            f"measure it with zero-inference link --save (--disk DIR for the disk){or_assume}."
+        )
+    if not found.too_large:
+        return f"{model}: none of these engines can run it with these options; drop some of them."
+
+    def lacking_bytes(
+        plan: Plan,
+    ) -> tuple[int, int]:  # first those of device memory, of which it is hardest to get more
+        short = {need.place: max(0, need.with_reserve_bytes - (need.available_bytes or 0)) for need in plan.needs}
+        return plan.job.ranks.world_size * short.pop(DEVICE_MEMORY, 0), sum(short.values())
+
+    available = {need.place: need.available_bytes for each in found.too_large for need in each.needs}
+    available.pop(PAGE_LOCKED, None)
+    free = ", ".join(f"{format_bytes(free)} of {place}" for place, free in available.items() if free is not None)
+    plan = min(found.too_large, key=lacking_bytes)
+    config, gpus = plan.job.config, plan.job.ranks.world_size
+    each = {DEVICE_MEMORY: f" on each of {gpus} GPUs"} if gpus > 1 else {}
+    needs = [need for need in plan.needs if need.place != PAGE_LOCKED]
+    parts = [
+        f"{format_gib_rounded_up(need.with_reserve_bytes)} of {need.place}{each.get(need.place, '')}" for need in needs
+    ]
+    options = f"--engine {config.engine} --quant-bits {config.quant_bits} --batch-size {config.batch_size}"
+    options += f" --gpu-memory 0 --ring-depth {MIN_RING_DEPTH}" if config.ring_depth else ""
+    return (
+        f"none of {len(found.too_large)} ways to run {model} fits ({free}); the smallest machine that could run it has "
+        f"{' and '.join(parts)} ({options})."
+    )
