@@ -187,6 +187,8 @@ def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
         axes.scatter(*points([each for each in candidates if kind(each) == label]), label=label, s=28)
     front = pareto_front(candidates)
     axes.plot(*points(front), color="black", linewidth=1, label="Pareto front")
+    for each, *point in zip(front, *points(front)):
+        axes.annotate(f"batch {each.config.batch_size}", point, xytext=(4, 4), textcoords="offset points", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="ms a step (latency of a token)", ylabel="token/s", title=title)
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=8)
