@@ -151,7 +151,7 @@ def _measure(
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
     refuse_differences(ranks, lambda: compared_inputs(spec, ids))
-    plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
+    plan = plan.with_current_memory()  # fetching the weights may have taken an hour
     check_memory(plan)
     garbage.resume_collections()
     files.result.machine = steadiness.machine_load()  # before this run adds to it

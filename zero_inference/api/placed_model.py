@@ -40,7 +40,7 @@ from zero_inference.utils.ranks import detect_ranks, hold_process_group
 MAX_LENGTH = 2048  # tokens of a sequence without `max_length`
 APPENDING_MODES = ("greedy_search", "sample")  # modes of generation that only append to keys and values
 SUPPORTED_ADAPTERS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding")
-OWN_HOOKS = ("transformers.", "zero_inference.")  # these change nothing that a module computes
+OWN_HOOKS = ("transformers.", "zero_inference.")  # packages whose hooks change no results
 CANNOT_MOVE = "the engine has placed the weights, and they cannot be moved or cast: load the model again."
 _DEEPSPEED_LOCK = threading.RLock()  # DeepSpeed has one stack of running modules for the whole process
 _of_parent: list[_State] = []  # in a forked child: the parent's models, whose release would free what the parent uses

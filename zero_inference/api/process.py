@@ -42,6 +42,6 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         if not LOADED and (clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None)) is not None:
-            clear()  # one a stream; CUDA graphs of loaded models use theirs
+            clear()  # CUDA graphs of models that are still loaded use theirs
         torch.cuda.empty_cache()
     return_free_memory()

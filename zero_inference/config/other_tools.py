@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# What to type here -> their options without dashes; `option=value` where the value decides.
+# Our option -> their options without dashes; `option=value` where the value decides.
 _THEIRS = {
     "--gen-len G": "n n-predict max-new-tokens max-tokens output-len",
     "--prompt-len P": "input-len n-prompt",

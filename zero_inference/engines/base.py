@@ -218,7 +218,7 @@ class EnginePlan:
             measuring_bytes += min(compared, COMPARED_BYTES)
         return max(weights.loading, weights.host + on_device + measuring_bytes, generating)
 
-    # What engines may override
+    # Engines may override these
 
     @property
     def min_free_device_bytes(self) -> int:
@@ -314,7 +314,7 @@ class EnginePlan:
         return [f"without a GPU, weights are dequantized in every step: slower than 16 bits{other}"]
 
     def describe_copies(self) -> str:
-        """Return such as "copies 20.4 GiB over the link"."""
+        """Return a text such as "copies 20.4 GiB over the link"."""
         fetched = format_bytes(self.fetched_bytes) if self.fetched_bytes else "nothing"
         return f"copies {fetched} {'over the link' if self.job.on_gpu else 'within host memory'}"
 

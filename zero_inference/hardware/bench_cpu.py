@@ -60,7 +60,7 @@ FORMATS: dict[WeightFormat, tuple[torch.dtype, GroupQuantization | None]] = {
     "int8": (torch.bfloat16, GroupQuantization(8, GROUP_SIZES[8])),
     "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZES[4])),
 }
-# Of a profile: formats (float32 is not for GPUs), tokens of a pass, columns of weights, query heads per key head.
+# A profile has these formats (float32 is not for GPUs), tokens of a pass, columns of weights, query heads per key head.
 MEASURED: tuple[WeightFormat, ...] = ("bfloat16", "float16", "int8", "int4")
 ROWS, COLUMNS, ATTENTION_HEADS = (1, 8, 32), 8192, (1, 4, 8)
 # All formats and rows are visited VISITS times and the median counts, because a shared host changes from second to second: measured in one
@@ -170,7 +170,7 @@ class CpuProducts:
         memory: torch.Tensor | None = None,
     ):
         self.pool, self.dtype, self.scheme, self.columns = pool, dtype, scheme, columns
-        if memory is None:
+        if memory is None:  # whole feed-forwards (3 matrices), more than the caches hold, and enough for the experts
             block_bytes = 3 * self._width(CPU_BLOCK_BYTES) * self._row_bytes(columns)
             min_bytes = max(2 * uncached_block_bytes(), 3 * EXPERTS * EXPERT_WIDTH * self._row_bytes(EXPERT_COLUMNS))
             memory = random_bytes(-(-min_bytes // block_bytes) * block_bytes)

@@ -37,8 +37,8 @@ LIBRARY.define(
 
 
 def _reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotated: int, q_out: Tensor, k_out: Tensor) -> None:
-    """Write q [batch, heads, tokens, head_dim] and k, the first `rotated` elements of a head rotated by cos and sin [batch, tokens,
-    `rotated` or half of it]."""
+    """Write q and k [batch, heads, tokens, head_dim] to `q_out` and `k_out`, with the first `rotated` elements of each head rotated by cos
+    and sin [batch, tokens, `rotated` or half of it]."""
     cos, sin = (torch.cat((each,) * (rotated // each.shape[-1]), -1).unsqueeze(1) for each in (cos, sin))
     for x, out in ((q, q_out), (k, k_out)):
         head = x[..., :rotated]

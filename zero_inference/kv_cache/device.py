@@ -23,7 +23,7 @@ from zero_inference.models.sizes import cache_class, new_cache
 
 T = TypeVar("T")
 
-# of a config's layer_types
+# values of a config's `layer_types`
 KEY_VALUE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 

@@ -110,7 +110,7 @@ class _ThinModel:
     plan: Plan
     loaded: LoadedModel
     load_s: float
-    units: int  # what the overhead of a step is divided by: layers if the KV cache is in host memory, else blocks
+    units: int  # divisor of a step's overhead: layers whose KV cache is copied, else quantized resident blocks, else copies of weights
     resident: bool  # quantized weights stay on the device
     launches: int  # kernels of a step; a prefill has about as many
     dequantized_weights: int  # weights that a prefill dequantizes, with a kernel each

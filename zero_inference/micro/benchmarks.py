@@ -147,8 +147,8 @@ def layer_rows(
 ) -> Iterator[Row]:
     """Yield a row per block, length and batch, in TFLOP/s (1e12) by the formulas of `BlockShape`.
 
-    If `patch_norms` replaces norms of a block, second rows have the whole block with this package's norm kernels (its parts have no
-    norms), the number of replaced norms and the speedup of the forward.
+    If `patch_norms` replaces norms of a block, the rows are repeated with this package's norm kernels: times of the whole block, the
+    number of replaced norms and the speedup of the forward. Parts such as attention contain no norms, so they are not timed again.
     """
 
     def measure(block: Block, seq: int, batch: int, parts: Sequence[str]) -> Row:

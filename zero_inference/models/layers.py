@@ -125,7 +125,7 @@ def layer_kinds(model: nn.Module) -> LayerKinds:
 
 
 def first_layer_bytes(model: nn.Module) -> dict[int, int]:
-    """Return the bytes of the first layer of each kind by position; of the first layer alone if kinds are unknown, {} without layers."""
+    """Return {position: bytes} of the first layer of each kind; of layer 0 alone if kinds are unknown, and {} without layers."""
     _, layers = find_layers(model)
     firsts = [each[0] for each in layer_kinds(model).positions] or [0][: len(layers)]
     return {first: sum(p.numel() * p.element_size() for p in layers[first].parameters()) for first in firsts}

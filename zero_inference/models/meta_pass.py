@@ -1,6 +1,6 @@
 """Forward passes of a model without weights on the meta device, where tensors have shapes and no bytes.
 
-Of identical decoder layers (`models.layers`) only a few run; calls of the others repeat the outputs and counts of these.
+Only a few of identical decoder layers (`models.layers`) run; the others repeat their outputs and counts.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 ROWS, COLUMNS = "rows", "columns"  # how a linear module stores its weight: [out, in] or [in, out]
 TOLERANCE = 1e-5  # relative: formulas of one activation differ by less, two activations by 1e-3 or more
-# Of trial inputs: near 1 activations differ most; a limit of values shows only with large ones, a branch on the sign with both.
+# Scales of trial inputs: near 1 activations differ most; a limit of values shows only with large ones, a branch on the sign with both.
 SCALES = (1.0, -1.0, 300.0)
 
 

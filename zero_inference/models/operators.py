@@ -92,7 +92,8 @@ def trace_pass(model: Any, spec: ModelSpec | None, tokens: int, past: int) -> Pa
     PyTorch's attention counts as one operator that stores no scores. Without `spec` weights count as activations, in bfloat16.
     """
     asked = spec.dtype if spec else torch.bfloat16
-    for dtype in dict.fromkeys((asked, torch.bfloat16)):  # grouped matrix products have no other dtype there
+    # on the meta device, grouped matrix products exist in bfloat16 alone
+    for dtype in dict.fromkeys((asked, torch.bfloat16)):
         found = _record_pass(model, spec, dtype, tokens, past)
         if found is not None:
             times = asked.itemsize / dtype.itemsize

@@ -79,7 +79,7 @@ def observe_loading(observe: Adopt) -> Iterator[None]:
 
 
 def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, std_of_embeddings: float) -> None:
-    untrimmed_bytes = 0
+    untrimmed_bytes = 0  # of drawn weights since `return_free_memory` was called
     # a checkpoint's own code may lack get_input_embeddings
     embedding = None if std_of_embeddings == WEIGHT_STD else model.get_input_embeddings().weight
     names = parameter_names(model)
@@ -178,7 +178,7 @@ def _checkpoint_keys(model, mapping: list, keys: Iterable[str], wanted: set[str]
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     state = model.state_dict()
-    if not any(re.search(r"\.\d+\.", name) for name in wanted):  # leave out tens of thousands of experts
+    if not any(re.search(r"\.\d+\.", name) for name in wanted):  # no name in a layer: skip the keys of layers
         keys = [key for key in keys if not re.search(r"\.\d+\.", key)]
     found: dict[str, str] = {}
     for key in keys:

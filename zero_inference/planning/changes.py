@@ -107,7 +107,7 @@ def _fitting(choices: Iterable[Fields], job: Job) -> Iterator[str]:
 
 
 def _options(config: RunConfig, fields: Fields) -> str:
-    """Return such as "--engine deepspeed --disk-offload instead of --gpu-memory": what to add to a command, and what to drop from it."""
+    """Return the options to add to a command, and those to drop: "--engine deepspeed --disk-offload instead of --gpu-memory"."""
     add: Fields = {}
     drop = []
     for name, value in fields.items():
@@ -166,7 +166,7 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
 
 
 def faster_in_words(found: Sequence[Faster]) -> str:
-    """Return such as "--quant-bits 4 gives 3.39 token/s (4.8 times as many), --batch-size 64 gives 38.3 token/s (54 times as many)"."""
+    """Return a text such as "--quant-bits 4 gives 3.39 token/s (4.8 times as many), --batch-size 64 gives 38.3 token/s (54 times)"."""
     return ", ".join(
         f"{each.options} gives {'at most ' if each.at_most else ''}{significant(each.tokens_per_s)} token/s "
         f"({each.times:.2g} times as many)"

@@ -126,7 +126,7 @@ class Times:
 
 
 def seconds_in_words(seconds: float, range_s: Range | None) -> str:
-    """Return such as "0.123 s (0.11 s to 0.14 s)"."""
+    """Return a text such as "0.123 s (0.11 s to 0.14 s)"."""
     return format_seconds(seconds) + (f" ({' to '.join(map(format_seconds, range_s))})" if range_s else "")
 
 

@@ -35,7 +35,7 @@ class Need:
         return self.available_bytes is None or self.with_reserve_bytes <= self.available_bytes
 
     def in_words(self) -> str:
-        """Return such as "20.4 of 23.5 GiB free"."""
+        """Return a text such as "20.4 of 23.5 GiB free"."""
         if self.available_bytes is None:
             return f"{format_bytes(self.needed_bytes)}; free space is not known"
         nbytes = self.needed_bytes if self.fits else self.with_reserve_bytes
@@ -43,7 +43,7 @@ class Need:
         return f"{needed} of {free} {unit} free {self.which}".rstrip() + ("" if self.fits else "  <- does not fit")
 
     def shortage(self) -> str:
-        """Return such as "24.8 GiB of host memory (23.5 GiB free)"."""
+        """Return a text such as "24.8 GiB of host memory (23.5 GiB free)"."""
         needed, free, unit = format_bytes_pair(self.with_reserve_bytes, self.available_bytes or 0)
         return f"{needed} {unit} of {self.place} {self.which}".rstrip() + f" ({free} {unit} free)"
 

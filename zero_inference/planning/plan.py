@@ -161,7 +161,7 @@ class Plan:
         return ("host" if share > 0.99 else f"{share:.0%} host") + cores
 
     def describe(self, work: bool = False) -> str:
-        """Return such as "stream int4, 56% host (cores 97%), KV host", with `work` also ", batch 8, 2 GPUs"."""
+        """Return a text such as "stream int4, 56% host (cores 97%), KV host", with `work` also ", batch 8, 2 GPUs"."""
         config, gpus = self.job.config, self.job.ranks.world_size
         stored = f"int{config.quant_bits}" if config.quantized else SHORT_DTYPES[self.job.spec.dtype_name]
         text = f"{config.engine} {stored}, {self.weights_place}{', KV host' if config.kv_offload else ''}"
@@ -185,7 +185,7 @@ class Plan:
         if self.job.machine.is_here:
             engine_module(self.job.config.engine).check(self.weights)
 
-    def with_memory_of_now(self) -> Plan:
+    def with_current_memory(self) -> Plan:
         """Return the same plan for the device memory that is free now, the least of all ranks: a collective.
         Raises UsageError: it has become too little."""
         if self.job.free_device_bytes is None:

@@ -85,7 +85,7 @@ def mean_and_stderr(values: list[float]) -> tuple[float, float | None]:
 
 @dataclass
 class Scoring:
-    """What a task needs besides its items: `lm` is the `harness.EngineLM` of the loaded model."""
+    """The context of a task: `lm` is the `harness.EngineLM` of the loaded model."""
 
     lm: Any
     device: torch.device
@@ -125,7 +125,8 @@ class Scoring:
 
 
 def evaluate_choices(task: str, items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
-    """mmlu and hellaswag: the likeliest choice; acc_norm divides log-likelihoods by the choices' lengths in characters."""
+    """Return the scores of mmlu or hellaswag, and details of each item. The choice with the highest log-likelihood counts; for acc_norm
+    log-likelihoods are divided by the lengths of the choices in characters."""
     from zero_inference.quality.harness import build_choice_docs, choice_requests, score_requests
 
     docs = build_choice_docs(task, items)

@@ -67,7 +67,7 @@ def summary_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def within_in_words(runs: Sequence[Run]) -> str | None:
-    """Return such as "within the predicted range: load 9 of 10, prefill 9 of 10, decode 8 of 10"; None where no range is known."""
+    """Return a text such as "within the predicted range: load 9 of 10, prefill 9 of 10, decode 8 of 10"; None where no range is known."""
     parts = []
     for phase, path in (("load", "load_s"), ("prefill", "prefill_latency_s"), ("decode", "decode_latency_s")):
         both = [(find(run.measured, path), find(run.measured.predicted, f"{phase}_range_s")) for run in runs]

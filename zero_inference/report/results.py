@@ -246,7 +246,7 @@ def times_table(measured: Measured, colour: bool = False, width: int | None = No
 
 
 def _predicted_in_words(measured: Measured, phases: Sequence[str]) -> str | None:
-    """Return such as "0.220 (0.187 to 0.242)", the sum over `phases`."""
+    """Return a text such as "0.220 (0.187 to 0.242)", the sum over `phases`."""
     times_s = [getattr(measured.predicted, f"{phase}_s", None) for phase in phases]
     if None in times_s:
         return None

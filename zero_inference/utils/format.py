@@ -78,7 +78,7 @@ def _unit_of(nbytes: float) -> tuple[str, int]:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return such as "20.4 GiB", "131 GiB", "353 KiB" or "7 bytes"."""
+    """Return a text such as "20.4 GiB", "131 GiB", "353 KiB" or "7 bytes"."""
     unit, size = _unit_of(nbytes)
     return f"{significant(nbytes / size)} {unit}"
 
@@ -103,7 +103,7 @@ def format_gib_rounded_up(nbytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return such as "45 s", "2 min 10 s" or "1 h 5 min"."""
+    """Return a text such as "45 s", "2 min 10 s" or "1 h 5 min"."""
     minutes, s = divmod(round(seconds), 60)
     h, minutes = divmod(minutes, 60)
     parts = [f"{count} {unit}" for count, unit in ((h, "h"), (minutes, "min"), (s, "s")) if count]
@@ -111,12 +111,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """Return such as "0.295 s" or "45.2 s", and from ten minutes on as `format_duration` has it: "46 h"."""
+    """Return a text such as "0.295 s" or "45.2 s", and from ten minutes on as `format_duration` has it: "46 h"."""
     return f"{significant(value)} s" if value < 600 else format_duration(value)
 
 
 def format_time_left(seconds: float | None) -> str:
-    """Return such as ", about 4 min to go", as exact as an estimate is; "" without one, or with less than a second."""
+    """Return a text such as ", about 4 min to go", as exact as an estimate is; "" without one, or with less than a second."""
     if seconds is None or seconds < 1:
         return ""
     size, unit = next((each for each in ((3600, "h"), (60, "min")) if seconds >= 1.5 * each[0]), (1, "s"))
@@ -159,10 +159,7 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
 
 
 def nearest_divisor(asked: int, whole: int, among: Iterable[int], packs: int = 1) -> int | None:
-    """Return the value of `among` that divides `whole` and is nearest to `asked` by ratio, the larger of two; None if none divides.
-
-    Args:
-        packs: must divide `whole` too, or there is none.
-    """
+    """Return the value of `among` that divides `whole` and is nearest to `asked` by ratio, the larger of two; None if none divides, or if
+    `packs`, elements that share a word, do not."""
     fitting = [size for size in among if whole % size == 0 and whole % packs == 0]
     return min(fitting, key=lambda size: (max(size / asked, asked / size), -size), default=None)

@@ -59,8 +59,8 @@ def isolated_ranks(name: str, ranks: int, *arguments: str) -> list[str]:
 def process_group(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
     """Run `command` in a session of its own, of which nothing is left at the end of the block, nor after SIGKILL of this process.
 
-    Yields a process, `lead`, that ends as `command` does, once all of the session has ended. It sees by the end of a pipe that this one
-    has ended. (PR_SET_PDEATHSIG reaches the first process alone.) `options` are of subprocess.Popen, except stdin.
+    Yields a process that runs `lead`: it ends the session when its stdin closes, which happens however this process ends, and exits as
+    `command` does. (PR_SET_PDEATHSIG would reach the first process alone.) `options` are of subprocess.Popen, except stdin.
     """
     leader = None
     try:
@@ -112,11 +112,13 @@ def lead(command: Sequence[str]) -> NoReturn:
 def _end_session(process: subprocess.Popen) -> None:
     """End the session that `process` leads: SIGTERM, and SIGKILL after `GRACE_S`."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline, sent = time.monotonic() + GRACE_S, int(number)
-        while _signal_session(process, sent) and time.monotonic() < deadline:
+        deadline = time.monotonic() + GRACE_S
+        runs = _signal_session(process, number)
+        while runs and time.monotonic() < deadline:
             process.poll()  # reaps the first process
-            sent = 0 if number == signal.SIGTERM else sent
             time.sleep(0.05)
+            # SIGTERM is sent once; SIGKILL again, to reach processes that were started meanwhile
+            runs = _signal_session(process, 0 if number == signal.SIGTERM else number)
 
 
 def _signal_session(process: subprocess.Popen, number: int) -> bool:
@@ -138,7 +140,7 @@ def _signal_session(process: subprocess.Popen, number: int) -> bool:
 
 Record = dict[str, Any]
 RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s*")  # written by launchers
-# of run_model.py, of argparse, and the end of a traceback
+# the last line of run_model.py, of argparse, or of a traceback
 ERROR_LINE = re.compile(r"(?i:([\w.]+: )?error: )|[\w.]*(Error|Exception): *\S")
 
 
@@ -230,7 +232,7 @@ class LauncherWatch:
         self._started = False
 
     def start(self) -> None:
-        """Call it early: a launcher that has ended before is not found. Later calls do nothing."""
+        """Start watching, early in a process: a launcher that has already ended is not found. Later calls do nothing."""
         launchers = [] if self._started else launchers_above()
         self._started = True
         if launchers:

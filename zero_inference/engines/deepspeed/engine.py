@@ -170,7 +170,7 @@ def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedM
     _prepare_environment(config.verbose, ranks)
     init_distributed(ranks)
     ds_config, shown_config = copy.deepcopy(plan.ds_config), copy.deepcopy(plan.ds_config)
-    with ExitStack() as stack:  # until an error
+    with ExitStack() as stack:  # on an error it undoes all; otherwise `close` does
         patches = stack.enter_context(Patches())
         if config.disk_offload:
             workspace = OffloadWorkspace(config.offload_path)
@@ -185,6 +185,7 @@ def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedM
         model.to(ranks.device)  # buffers; the parameters are empty by now
         kinds = {type(layer) for layer in decoder_layers(model)[1]}
         set_z3_leaf_modules(model, sorted(kinds, key=lambda kind: kind.__name__))
+        # attributes and hooks that `initialize` adds, removed on close or on an error
         before = {module: _names_in(module) for module in model.modules()}
         additions: dict[torch.nn.Module, _Names] = {module: (set(), set(), set()) for module in before}
         stack.callback(remove_additions, additions)

@@ -225,6 +225,8 @@ class _LayerDivider:
         return found
 
     def _block(self, name: str, module: nn.Module) -> Block:
+        """Return the block of child `name`: with `experts` or `linears` if these have nearly all of its weights, so that the CPU can
+        compute it."""
         owned = [(own_name, p) for own_name, p in module.named_parameters() if id(p) not in self.outside_layers]
         names = tuple(own_name for own_name, _ in owned)
         whole = len(owned) == len(list(module.named_parameters()))
@@ -257,6 +259,7 @@ class _LayerDivider:
         )
 
     def _alone_reads(self, name: str, module: nn.Module) -> bool:
+        """Return whether no other code of the model reads the parameters of `module`."""
         full = f"{self.traced}.{name}"
         return all(self.reads.only_inside(f"{full}.{own}", full) for own, _ in module.named_parameters())
 

@@ -1,6 +1,6 @@
 """The stream engine: weights in page-locked host memory are streamed through a ring buffer of device slots, or computed by the CPU.
 
-How a weight gets from a checkpoint to a product:
+The path of a weight from a checkpoint to a product:
 
 1. `plan` (plan.py) decides with `placement.plan_placement` which blocks are resident, streamed or CPU-computed, and how many ring slots
    there are (`placement.default_ring_depth`). blocks.py divides layers into blocks, layout.py lays each out as one buffer.
@@ -8,7 +8,8 @@ How a weight gets from a checkpoint to a product:
    in host memory or on the device; vocabulary.py has the input embedding and the output head.
 3. `Prefetcher` (prefetch.py) hooks the blocks of transformers' own model. In each pass the ring buffer (ring.py) copies streamed blocks
    into slots ahead of use; before a block computes, its parameters are pointed at its slot, or dequantized into a workspace, or products.py
-   multiplies the codes. A CPU-computed block is handed to the CPU backend instead (cpu.py, expert_cache.py).
+   multiplies the codes. A CPU-computed block becomes a task of the CPU backend instead (cpu.py, expert_cache.py), whose threads
+   (cpu/pool.py, csrc/cpu/block.cpp) multiply the bytes of its buffer in host memory.
 4. After the first decode steps `Rebalancer` (prefetch.py) moves blocks between link and CPU, and `StepGraph` (cuda_graph.py) captures a
    step as CUDA graphs and replays it. streams.py keeps the times of copies and blocks.
 """

@@ -147,7 +147,7 @@ class Placement:
         slots = self.ring_depth * self.slot_bytes + self.staging_bytes
         return self.outside_bytes + self.resident_bytes + self.workspace_bytes + slots
 
-    # What the CPU reads in a decode pass
+    # Bytes that the CPU reads in a decode pass
 
     @property
     def computed_bytes(self) -> int:
@@ -389,7 +389,10 @@ def plan_placement(
 
 def default_ring_depth(layouts: Sequence[BlockLayout], ranks: int) -> int:
     """Return the number of ring slots whose copies last `RING_COVERED_S`, and one more. Each rank copies its share of a block over its own
-    link, so a slot covers that much less time."""
+    link, so a slot covers that much less time.
+
+    `_place` reduces it to the device memory there is, and `plan._plan_with_cpu` where the CPU computes.
+    """
     mean_bytes = sum(layout.nbytes for layout in layouts) / len(layouts)  # streamed blocks may be the small ones
     return max(DEFAULT_RING_DEPTH, 1 + math.ceil(RING_COVERED_S * RING_LINK_GB_PER_S * 1e9 * ranks / mean_bytes))
 
@@ -403,6 +406,7 @@ def _place(
     depth: int | None,
     ranks: int,
 ) -> Placement:
+    """Return the placement for the arguments of `plan_placement`, whether or not it fits; `left` is `free_bytes` without the workspace."""
     largest, total = max(layout.nbytes for layout in layouts), sum(layout.nbytes for layout in layouts)
     slots = depth or default_ring_depth(layouts, ranks)
     if gib is not None:
@@ -433,7 +437,8 @@ def _place(
         expert_budget=max(0, budget - sum(layouts[b].nbytes for b in resident)) if caches_experts else 0,
         free_bytes=None if left is None else left + max(layout.workspace_bytes for layout in layouts),
     )
-    if left is not None and depth is None and placed.ring_depth > MIN_RING_DEPTH:  # a given budget comes first
+    if left is not None and depth is None and placed.ring_depth > MIN_RING_DEPTH:
+        # --gpu-memory comes first, the ring gets what it leaves
         fitting = (left - placed.reserved_bytes) // placed.slot_bytes
         placed = replace(placed, ring_depth=max(MIN_RING_DEPTH, min(placed.ring_depth, fitting)))
     return placed

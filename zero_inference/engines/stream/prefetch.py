@@ -276,6 +276,8 @@ class Prefetcher:
     # Blocks
 
     def _before_block(self, index: int):
+        """Return the hook that gives a block its weights: those in its slot, dequantized unless modules multiply their codes; none if the
+        CPU computes it. An expert cache is refilled from the slot."""
         layout, resident = self.layouts[index], index in self.store.resident
         keeps_parameters = self._keeps_parameters(index)
         quantized = [p.name for p in layout.parameters if p.packed is not None and not p.module_only]

@@ -54,7 +54,7 @@ def modules_from_codes(
     packed_now: Callable[[str], Packed],
     mixtures: Mapping[str, FusedExperts],
 ) -> BlockCodes:
-    """Return the linear modules of a block for which the device has a kernel, and its modules of experts.
+    """Return the modules of a block that short passes compute from codes: linear ones if the device has a kernel for them, and experts.
 
     Args:
         examples: the quantized weights of the block by name, in one slot of each alignment.
@@ -75,8 +75,8 @@ def modules_from_codes(
                 continue
             first, last = (layout[weight] for weight in weights)
             max_tokens = FUSED_ROWS
-            # without the kernel each token-expert pair is dequantized: slower than all experts once, if that is one group; a graph
-            # cannot contain several
+            # Without the kernel an expert is dequantized again for each token that chose it, so with more pairs than experts dequantizing
+            # all of them once is faster. Not in several groups, which a graph cannot contain.
             if not _can_fuse(layout, weights, examples, scheme) and first.group in (0, experts.num_experts):
                 max_tokens = min(max_tokens, experts.num_experts // experts.top_k)
             first_product, last_product = (

@@ -91,7 +91,7 @@ class ComputeStream:
     def __init__(self, module: nn.Module, streams: DeviceStreams, host_waits: bool):
         self.streams, self.stream = streams, streams.stream()
         self.done = streams.blocking_event() if host_waits else None
-        self.callers: Any = None  # stream of the caller, during a call
+        self.caller_stream: Any = None  # during a call
         self.depth = 0  # of calls and of `entered`: a graph is replayed within the call of its step
         self.patches = Patches()
         self.patches.add_hooks(
@@ -115,8 +115,8 @@ class ComputeStream:
         self.depth += 1
         if self.depth > 1:
             return
-        self.callers = self.streams.current()
-        self.stream.wait_stream(self.callers)
+        self.caller_stream = self.streams.current()
+        self.stream.wait_stream(self.caller_stream)
         self.streams.make_current(self.stream)
 
     def _end(self, module, args, output) -> None:
@@ -125,9 +125,9 @@ class ComputeStream:
         self.depth -= 1
         if self.depth:
             return
-        self.callers.wait_stream(self.stream)
-        self.streams.make_current(self.callers)
-        self.callers = None
+        self.caller_stream.wait_stream(self.stream)
+        self.streams.make_current(self.caller_stream)
+        self.caller_stream = None
         if self.done is not None:
             self.done.record(self.stream)
             self.done.synchronize()
@@ -192,7 +192,7 @@ class Timeline:
         """Note that a pass begins, for which the last `pending` copies were requested in the pass before."""
         self.pass_index += 1
         self.requested, self.pass_start = 0, None
-        if self.pass_index == 1 and pending:
+        if self.pass_index == 1 and pending:  # the first decode step, and the prefill requested its first copies
             self.early_copies, self.prefill_end = list(self.copies)[-pending:], self.spans[-1].end
 
     @contextlib.contextmanager
