@@ -171,5 +171,5 @@ class _CountedWeights(Mapping):
 
     def __deepcopy__(self, memo: dict):
         raise UsageError(
-            "a module was copied: the engine has placed the weights; load the model again, or use engine='resident'."
+            "a module was copied: the engine has placed the weights, and they cannot be changed; use engine='resident'."
         )
