@@ -1,4 +1,4 @@
-"""Attention by the host's cores against the same in float64."""
+"""Attention by the CPU backend against the same in float64."""
 
 from __future__ import annotations
 

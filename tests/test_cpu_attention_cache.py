@@ -1,4 +1,4 @@
-"""Decode attention by the host's cores over keys and values in host memory, against plain transformers."""
+"""Decode attention by the CPU backend over keys and values in host memory, against plain transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products on the host's cores, against float64 for every format and instruction set."""
+"""Products on the CPU backend, against float64 for every format and instruction set."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def test_the_table_of_one_process(no_gpu, monkeypatch, capsys):
     assert command.main(argparse.Namespace(verbose=1, disk=None, json=False, save=None, local_rank=None)) == 0
     shown = capsys.readouterr()
     assert "12.5   GB/s" in shown.out and "60 GiB available" in shown.out
-    assert "warning: the host's cores were not measured: no C++ compiler" in shown.err
+    assert "warning: the CPU backend was not measured: no C++ compiler" in shown.err
 
 
 def engines_of(monkeypatch, code: str) -> tuple[dict, list[str]]:

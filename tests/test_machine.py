@@ -255,10 +255,8 @@ def test_rates_between_those_that_were_measured():
     assert of_both.hand_off_s == pytest.approx(4e-4), "the median of both formats: it has nothing to do with them"
     assert of_both.cores_gb_per_s == found.cores_gb_per_s
     assert (found.link_alone_gb_per_s, found.read_gb_per_s, found.device_gb_per_s) == (55.0, 120.0, 4200.0)
-    assert "their rate of int8 products is not known" in concurrent_rates(MACHINE, "int8", 1)
-    assert "the rate of the host's cores is not known" in concurrent_rates(
-        MACHINE.model_copy(update={"cores": None}), "int4", 1
-    )
+    assert "the CPU's rate of int8 products is not known" in concurrent_rates(MACHINE, "int8", 1)
+    assert "the rate of the CPU is not known" in concurrent_rates(MACHINE.model_copy(update={"cores": None}), "int4", 1)
     slower = CORES.products[1].model_copy(update={"call_s": 4e-5})
     with_calls = CORES.model_copy(update={"products": (CORES.products[0], slower, CORES.products[2])})
     assert concurrent_rates(MACHINE.model_copy(update={"cores": with_calls}), "int4", 20).call_s == pytest.approx(2e-5)
@@ -466,7 +464,7 @@ def test_cores_take_their_part_as_the_file_says():
     alone = planned(f"{options} --cpu-compute off", machine).weights
     assert planned_step_bound(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
     no_rates = ProfiledMachine(MACHINE.model_copy(update={"cores": None}))
-    assert "the rate of the host's cores is not known" in planned(options, no_rates).weights.no_cpu
+    assert "the rate of the CPU is not known" in planned(options, no_rates).weights.no_cpu
     with pytest.raises(UsageError, match="test was measured with 15 threads"):
         planned(f"{options} --cpu-threads 4", machine)
 

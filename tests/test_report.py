@@ -133,7 +133,7 @@ def test_a_table_has_the_shared_settings_above_and_the_fastest_run_first(report)
     failed = make_record(status="failed", error="asked 12 GiB,\n found [red] " + "x" * 300, decode_throughput=None)
     out = report(slow, fast, failed, width=200)
     assert out.startswith(
-        "model facebook/opt-66b, engine deepspeed, where host, batch 7, prompt 129, gen 33, GPUs 2 x H\n"
+        "model facebook/opt-66b, engine deepspeed, weights in host, batch 7, prompt 129, gen 33, GPUs 2 x H\n"
     )
     first, second, third, note = out.splitlines()[4:8]
     assert first.split() == ["1", "int4", "61.2", "75.1", "link", "0.333", "9.12", "12.0", "ok"]

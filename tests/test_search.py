@@ -212,7 +212,7 @@ def test_a_mixture_says_where_its_experts_are_copied_whole(plan_text):
     assert "experts of a layer" not in plan_text(f"qwen3-30b-a3b --engine stream {where} cores=60GB/s")
     out = plan_text(f"qwen3-30b-a3b --engine stream deepspeed {where} host=64GiB")
     unused = "stream copies all 128 experts of a layer in each step, a token uses 8: the CPU computes nothing"
-    assert f"{unused}: the rate of the host's cores is not known" in out
+    assert f"{unused}: the rate of the CPU is not known" in out
     assert "deepspeed copies all 128 experts of a layer in each step" in out
 
 

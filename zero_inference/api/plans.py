@@ -41,7 +41,7 @@ class PlannedRun:
     bits: int  # of a stored weight
     batch: int  # sequences, over all GPUs
     gpus: int  # 0 on a CPU
-    weights: str  # their placement, such as "60% host (cores 30%)"
+    weights: str  # their placement, such as "60% host (CPU 30%)"
     kv_offload: bool
     tokens_per_s: float | None  # of decoding, all sequences together; measured if `verify` ran it
     step_s: float | None

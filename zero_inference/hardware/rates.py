@@ -80,11 +80,11 @@ def concurrent_rates(profile: HardwareProfile, weight_format: str, rows: int) ->
     """Return the rates for weights of `weight_format` and passes of `rows` tokens, or a few words on why they are unknown."""
     cores, link_gb_per_s, device_gb_per_s = profile.cores, profile.link_gb_per_s, profile.device_gb_per_s
     if cores is None or link_gb_per_s is None or device_gb_per_s is None:
-        known = {"the host's cores": cores, "the link": link_gb_per_s, "device memory": device_gb_per_s}
+        known = {"the CPU": cores, "the link": link_gb_per_s, "device memory": device_gb_per_s}
         return f"the rate of {' and '.join(name for name, found in known.items() if found is None)} is not known"
     points = [each for each in cores.products if each.format == weight_format]
     if not points:
-        return f"their rate of {weight_format} products is not known"
+        return f"the CPU's rate of {weight_format} products is not known"
     # a hand-off does not depend on the format: the median over formats
     hand_offs = {
         each.rows: statistics.median(other.hand_off_s for other in cores.products if other.rows == each.rows)

@@ -242,7 +242,7 @@ def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[dict[str, dict[s
                 "bounds": roofline.bounds,
             }
     if load_library() is None:
-        failures.append(f"the host's cores were not measured: {why_unavailable()}")
+        failures.append(f"the CPU backend was not measured: {why_unavailable()}")
     return results, failures
 
 

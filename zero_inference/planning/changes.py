@@ -166,10 +166,10 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
 
 
 def faster_in_words(found: Sequence[Faster]) -> str:
-    """Return a text such as "--quant-bits 4 gives 3.39 token/s (4.8 times as many), --batch-size 64 gives 38.3 token/s (54 times)"."""
+    """Return a text such as "--quant-bits 4 gives 3.39 token/s (4.84 times as many), --batch-size 64 gives 38.3 token/s (54.7 times)"."""
     return ", ".join(
         f"{each.options} gives {'at most ' if each.at_most else ''}{significant(each.tokens_per_s)} token/s "
-        f"({each.times:.2g} times as many)"
+        f"({significant(each.times)} times as many)"
         for each in found
     )
 

@@ -102,8 +102,8 @@ class Times:
     def left_out(self) -> list[str]:
         """What the times do not count, a few words each."""
         launches = [] if self.with_host else ["kernel launches (the host's time for them is not known)"]
-        cores = ["the host's cores (their rate is not known; a run may be faster)"] if self.without_cores else []
-        return launches + cores
+        cpu = ["the CPU backend (its rate is not known; a run may be faster)"] if self.without_cores else []
+        return launches + cpu
 
     def tokens_per_s(self, batch_size: int) -> float:
         """Return the token/s of decoding."""

@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def weights_place(self) -> str:
-        """ "host", "85% host (cores 30%)" (the rest is on the device), "device" or "disk"; of what the CPU computes the largest share."""
+        """ "host", "85% host (CPU 30%)" (the rest is on the device), "device" or "disk"; the CPU's share is the largest of its shares."""
         weights, terms = self.weights, self.weights.cost_terms
         if weights.footprint.disk:
             return "disk"
@@ -157,11 +157,11 @@ class Plan:
         if not share:
             return "device"
         cpu_share = max(terms.step_cpu.layer_share, terms.step_cpu.expert_share)
-        cores = " (cores ?)" if terms.cpu_rate_unknown else f" (cores {cpu_share:.0%})" if cpu_share else ""
-        return ("host" if share > 0.99 else f"{share:.0%} host") + cores
+        cpu = " (CPU ?)" if terms.cpu_rate_unknown else f" (CPU {cpu_share:.0%})" if cpu_share else ""
+        return ("host" if share > 0.99 else f"{share:.0%} host") + cpu
 
     def describe(self, work: bool = False) -> str:
-        """Return a text such as "stream int4, 56% host (cores 97%), KV host", with `work` also ", batch 8, 2 GPUs"."""
+        """Return a text such as "stream int4, 56% host (CPU 97%), KV host", with `work` also ", batch 8, 2 GPUs"."""
         config, gpus = self.job.config, self.job.ranks.world_size
         stored = f"int{config.quant_bits}" if config.quantized else SHORT_DTYPES[self.job.spec.dtype_name]
         text = f"{config.engine} {stored}, {self.weights_place}{', KV host' if config.kv_offload else ''}"

@@ -14,7 +14,7 @@ RATE_WORDS = {
     "link": "the link",
     "peers": "copies between GPUs",
     "link_and_cores": "link and cores",
-    "cores": "the host's cores",
+    "cores": "the CPU",
     "disk": "the disk",
     "launches": "kernel launches",
 }

@@ -111,7 +111,7 @@ COLUMNS = (
     _setting("quant_group_size", "group", dtype="Int64", rank=7),
     _setting("weight_quantize", "quantized", "weight_quantize", dtype="boolean", show=_yes_no),
     _setting("weights", "weights", "weights", rank=1),
-    _setting("where", "where", "where", rank=1),
+    _setting("where", "weights in", "where", rank=1),
     _setting("cpu_offload", "CPU offload", dtype="boolean", show=_yes_no),
     _setting("disk_offload", "disk offload", dtype="boolean", show=_yes_no),
     _setting("kv_offload", "KV offload", dtype="boolean", show=_yes_no),

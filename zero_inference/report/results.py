@@ -136,7 +136,7 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
         ),
         "device_memory": (
             f"the limit of {'device memory' if on_gpu else 'host memory'}",
-            f"copies at {rate(rates.device_copy_gb_per_s)}",
+            f"it copies {rate(rates.device_copy_gb_per_s)}",
         ),
         "matmul": ("the limit of matrix products", f"{three_digits(rates.matmul_tflops or 0)} TFLOP/s"),
     }
