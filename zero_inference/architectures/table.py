@@ -39,9 +39,8 @@ def arm_rows(arms: Sequence[Arm], runs: Runs, baseline: str) -> list[dict[str, A
     Throughputs are medians over runs, percentiles over the decode steps of all runs, peaks maxima. An arm with a failed run has `error` and
     no speed.
     """
-    measured: list[dict[str, Any]] = [
-        {"architecture": baseline, "type": FAILED}
-    ]  # or a failed baseline would be no name
+    # a row without speed, so that `summarize` knows the baseline even if all of its runs failed
+    measured: list[dict[str, Any]] = [{"architecture": baseline, "type": FAILED}]
     good = {}
     for arm in arms:
         if all(record["status"] == STATUS_OK for _, record in runs[arm.name]):

@@ -282,6 +282,7 @@ def _better(old: _Groups, new: _Groups) -> _Groups:
 
 
 def _fit(centered: torch.Tensor, codes: torch.Tensor) -> _Fit:
+    """Regress the values minus their mean, [groups, group_size], on their codes."""
     mean_code = codes.mean(dim=1, keepdim=True)
     covariance = (codes * centered).sum(dim=1, keepdim=True)
     variance = codes.square().sum(dim=1, keepdim=True) - codes.sum(dim=1, keepdim=True) * mean_code

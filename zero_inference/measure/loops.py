@@ -198,7 +198,7 @@ class _StepClock(StoppingCriteria):
         self.moved.append(self.transfers.snapshot())
         if len(self.moved) == 1 and self.transfers.cores_busy_s is not None:
             if self.on_gpu:
-                self.marks[1].synchronize()  # the CPU computes a share of a short prompt
+                self.marks[1].synchronize()  # until the CPU has computed its share of a short prompt
             self.prefill_busy_s = self.transfers.cores_busy_s()
         if self.transfers.expert_counts is not None:
             self.experts.append(self.transfers.expert_counts())

@@ -145,6 +145,8 @@ def _intersect(inside: dict[str, frozenset[str]], more: dict[str, frozenset[str]
 def _record_pass(
     model: Any, spec: ModelSpec | None, dtype: torch.dtype, tokens: int, past: int | None, has_values: bool = False
 ) -> PassRecorder | None:
+    """Run a pass on the meta device, or return None if that fails; `has_values`: reading a value gives zero instead of failing."""
+
     def run(copied: nn.Module, layers: dict[int, nn.Module], kinds: LayerKinds) -> PassRecorder:
         recorder = PassRecorder(copied, spec, has_values)
         repeat_layers(layers, kinds, recorder)

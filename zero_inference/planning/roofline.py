@@ -23,8 +23,8 @@ class StepWork:
 
 
 def step_work(job: Job, weight_bytes: int, cpu_bytes: float) -> StepWork:
-    """Return each active weight read once as stored, keys and values read once at their mean length, and 2 operations a weight and
-    sequence.
+    """Return the work of a decode step: each active weight read once as stored, keys and values read once at their mean length, and 2
+    operations a weight and sequence.
 
     The bound errs to the low side. Of experts it counts those that one token uses, and nothing for an embedding that is not the head. Idle
     experts are subtracted at the mean bits of all weights, which is no less than they have, and other idle weights unquantized. The

@@ -13,7 +13,7 @@ RATE_WORDS = {
     "matmul": "matrix products",
     "link": "the link",
     "peers": "copies between GPUs",
-    "link_and_cores": "link and cores",
+    "link_and_cores": "link and CPU",
     "cores": "the CPU",
     "disk": "the disk",
     "launches": "kernel launches",

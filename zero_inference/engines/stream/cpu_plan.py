@@ -136,7 +136,7 @@ def why_no_cpu_compute(job: Job) -> str | None:
 def why_no_cpu_attention(job: Job) -> str | None:
     """Return why the CPU cannot attend over keys and values in host memory, in a few words; None where it can."""
     if job.ranks.world_size > 1:
-        return "each rank has its own"
+        return "several ranks, each with keys and values of its own"
     if not job.empty_model.is_empty and CPU_ATTENTION_TRIAL not in job.empty_model.cache:
         return "it was not tried before the weights were loaded"
     reason = job.empty_model.cached(CPU_ATTENTION_TRIAL, lambda: why_cpu_cannot_attend(job.empty_model.model))

@@ -151,6 +151,7 @@ def lay_out(
 
 
 def _expert_groups(weights: dict[str, torch.Tensor], experts: Iterable[Sequence[str]]) -> dict[str, int]:
+    """Return weight of experts -> how many experts of it are dequantized at a time, within `GROUP_BYTES`."""
     groups: dict[str, int] = {}
     for names in experts:
         if all(name in weights for name in names):
