@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,8 +75,9 @@ class RunResult:
             f"{fraction:.0%} of the limit of {RATE_WORDS[self.bound_by]}" if self.bound_by and fraction else "",
             f"host memory {self.host_gib:.3g} GiB" + (f", GPU {gpu:.3g} GiB" if gpu else ""),
         ]
-        text = [f"text {textwrap.shorten(self.text[0], 100)}"] if self.text else []
-        return "\n  ".join([head, ", ".join(filter(None, parts)), *text])
+        text = " ".join(self.text[0].split()) if self.text else ""
+        parts = [head, ", ".join(filter(None, parts)), f"text {text[:100]}{'...' * (len(text) > 100)}" if text else ""]
+        return "\n  ".join(filter(None, parts))
 
 
 def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:

@@ -71,14 +71,14 @@ class Option:
         Raises:
             UsageError: the option cannot have this value.
         """
-        name = shown_as or self.flag
-        if auto and self.until_planned is not None and str(value).strip().lower() == AUTO:
+        name, planned = shown_as or self.flag, auto and self.until_planned is not None
+        if planned and str(value).strip().lower() == AUTO:
             return AUTO
         try:
             found = self.reader(value)
         except ValueError as error:
             shown = str(value).lower() if isinstance(value, bool) else f"{value!s:.80}" or repr("")
-            raise UsageError(f"{name} {shown}: {error}.") from None
+            raise UsageError(f"{name} {shown}: {error}{' or auto' * planned}.") from None
         for each in found if isinstance(found, tuple) else (found,):
             if self.choices and each not in self.choices:
                 raise UsageError(not_among(name, each, self.allowed if auto else self.choices))

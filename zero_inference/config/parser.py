@@ -54,6 +54,15 @@ class Parser(argparse.ArgumentParser):
             self.error(self._about_unknown(unknown, words))
         return found, []
 
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        try:
+            return super()._get_value(action, text)
+        except UsageError as error:
+            if action.nargs != "+" or not re.search("[A-Za-z].*[-/]", text):
+                raise
+            # an option of several values takes the model after it
+            raise UsageError(f"{str(error).removesuffix('.')}; if {text} is the model, write it first.") from None
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {printable(plain(message))}\n")
 

@@ -128,7 +128,9 @@ def dtype(value: Any) -> str:
     """The name in DTYPES of a spelling such as fp16, half or torch.float16 (text or type); an unknown one as it is."""
     name = str(value).strip().lower().removeprefix("torch.")
     if bits := _QUANTIZED_TYPES.get(name):
-        raise ValueError(f"products are computed in 16 or 32 bits. To store weights in {bits}, use --quant-bits {bits}")
+        raise ValueError(
+            f"products are computed in 16 or 32 bits. To store weights in {bits} bits, use --quant-bits {bits}"
+        )
     return _DTYPES.get(name, name)
 
 

@@ -141,7 +141,7 @@ def _open_to_append(path: str | os.PathLike) -> Iterator[int]:
             if not stat.S_ISREG(os.fstat(fd).st_mode) and not stat.S_ISCHR(os.fstat(fd).st_mode):
                 raise OSError(errno.EINVAL, "neither a file nor a device", str(path))
             locked = _lock(fd, target, deadline)
-            if os.path.exists(target) and os.path.samestat(os.fstat(fd), os.stat(target)):
+            if _is_at(target, fd):
                 try:
                     yield fd
                 finally:
@@ -160,6 +160,13 @@ def _open_or_create(path: str) -> tuple[int, bool]:
             return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666), True
         with contextlib.suppress(FileNotFoundError):
             return os.open(path, flags), False
+
+
+def _is_at(path: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:  # its writer may remove it at any time
+        return False
 
 
 def _lock(fd: int, path: str, deadline: float) -> bool:
