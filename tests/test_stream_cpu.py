@@ -218,7 +218,7 @@ def test_record_and_output_say_what_the_cpu_did(kv, checkpoints, run_model):
     lengths = ["--batch-size", "2", "--prompt-len", "9", "--gen-len", "4", "--loops", "1", "--dtype", "float32"]
     done = run_model("--model", checkpoints("llama"), *options, *lengths)
     assert done.code == 0, done.stderr
-    assert "2 CPU threads" in done.stderr and "in host memory" in done.stderr
+    assert "threads: 2" in done.stderr and "in host memory" in done.stderr
     stream, moved = done.record["stream"], done.record["transfers"]
     assert stream["cores"]["threads"] == 2 and stream["cores"]["share"] == 0.5 and stream["cores"]["rows"] == 2
     assert stream["cores"]["attends"] == bool(kv)

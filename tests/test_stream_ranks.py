@@ -224,7 +224,7 @@ def test_record_and_output_add_up_over_ranks(kv, checkpoints, run_model):
     lengths = ["--batch-size", "4", "--prompt-len", "9", "--gen-len", "4", "--loops", "1", "--dtype", "float32"]
     done = run_model("--model", checkpoints("llama"), *options, *lengths, launcher="by hand", ranks=2, on_cpu=True)
     assert done.code == 0, done.stderr
-    assert "2 CPU threads" in done.stderr and "in host memory for 2 ranks" in done.stderr
+    assert "threads: 2" in done.stderr and "in host memory for 2 ranks" in done.stderr
     assert ("the CPU backend does not compute attention: several ranks, each with" in done.stderr) == bool(kv)
     stream, moved = done.record["stream"], done.record["transfers"]
     assert stream["cores"]["threads"] == 2 and stream["cores"]["rows"] == 2 and not stream["cores"]["attends"]

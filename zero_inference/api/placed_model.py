@@ -179,9 +179,8 @@ class _State:
         for name, value in call.items():
             if name != "generation_config" and hasattr(merged, name):
                 setattr(merged, name, value)
-        prompt = _first_batch(
-            call.get(name) for name in ("input_ids", "inputs", "inputs_embeds")
-        )  # [rows, tokens, ...]
+        # [rows, tokens, ...]
+        prompt = _first_batch(call.get(name) for name in ("input_ids", "inputs", "inputs_embeds"))
         rows, tokens = (1, 1) if prompt is None else prompt.shape[:2]
         rows *= max(merged.num_beams or 1, merged.num_return_sequences or 1)
         mode = str(getattr(merged.get_generation_mode(call.get("assistant_model")), "value", ""))
@@ -395,6 +394,7 @@ class PlacedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = _state_of(self)
         with state.call(self):
+            # in this thread `forward` is a part of this call from now on
             before, state.forward_thread = state.forward_thread, threading.get_ident()
             try:
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]

@@ -52,12 +52,10 @@ class RunResult:
         self.decode_s: float = record["decode_latency_s"]  # from the first token to the last
         self.total_s: float = record["total_latency_s"]
         self.step_s: float | None = self.decode_s / steps if steps else None  # a decode step; None with a single token
-        self.tokens_per_s: float | None = record[
-            "decode_throughput"
-        ]  # decoding, all sequences; None with a single token
-        self.gpu_gib: float | None = (
-            None if gpu_bytes is None else gpu_bytes / GB
-        )  # peak of the loops; None without a GPU
+        # decoding, all sequences; None with a single token
+        self.tokens_per_s: float | None = record["decode_throughput"]
+        # peak of the loops; None without a GPU
+        self.gpu_gib: float | None = None if gpu_bytes is None else gpu_bytes / GB
         self.host_gib: float = record["peak_host_bytes"] / GB  # peak of this process, the caller's data included
         self.bound_by: str | None = record["limit"]["bound_by"]  # the bound of a decode step, such as "link"
         self.fraction_of_limit: float | None = record["limit"]["fraction_of_limit"]  # that decode steps reached, 0 to 1

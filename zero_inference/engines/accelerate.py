@@ -85,7 +85,7 @@ def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedMode
 
     load_weights(model, spec, config.seed, device, adopt, progress)
     weight_bytes, transfers = parameter_bytes(model), Transfers()
-    with ExitStack() as stack:  # until an error
+    with ExitStack() as stack:  # on an error it undoes all; otherwise `close` does
         if config.disk_offload:
             workspace = OffloadWorkspace(config.offload_path)
             stack.callback(workspace.close)

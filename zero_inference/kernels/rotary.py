@@ -122,6 +122,7 @@ def supported_forms(own: Callable, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _agrees(own: Callable, width: int, form: Form, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the model's `own` function and the kernel give the same bits and strides for random inputs."""
     draw = torch.Generator().manual_seed(width)
     batch, tokens, head_dim = (TRIAL[name] for name in ("batch", "tokens", "head_dim"))
     q, k = (

@@ -156,9 +156,8 @@ class ReferenceLayers:
             return False  # because of the weights
         eps, most = torch.finfo(expected.dtype).eps, MAX_DIFFERENCE[expected.dtype]
         added = expected - inputs if inputs.shape == expected.shape else expected
-        added, expected, output = (
-            each.double().reshape(-1, each.shape[-1]) for each in (added, expected, output)
-        )  # [B * T, H]
+        # [B * T, H]
+        added, expected, output = (each.double().reshape(-1, each.shape[-1]) for each in (added, expected, output))
         allowed = most * added.norm(dim=-1) + ROUNDINGS * eps * expected.norm(dim=-1)  # [B * T]
         return not bool(((output - expected).norm(dim=-1) <= allowed).double().median())
 

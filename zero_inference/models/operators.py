@@ -274,9 +274,8 @@ class PassRecorder(TorchDispatchMode):
     def end_call(self, start: tuple, new_outputs: list[torch.Tensor]) -> tuple:
         """Return the counts of a decoder layer's call since `begin_call`, equal for calls that did the same."""
         operators, module_calls, operators_seen, now, peak = start
-        kept_bytes = (
-            self.now - now - sum(_allocated_bytes(each.untyped_storage()) for each in new_outputs)
-        )  # in a cache
+        output_bytes = sum(_allocated_bytes(each.untyped_storage()) for each in new_outputs)
+        kept_bytes = self.now - now - output_bytes  # what the call left in a cache
         added_bytes, self.peak = self.peak - now, max(self.peak, peak)
         calls, seen = self.module_calls - module_calls, self.operators_seen - operators_seen
         return self.operators - operators, calls, seen, added_bytes, kept_bytes

@@ -28,10 +28,8 @@ class ModelSizes:
     idle_expert_bytes: int  # the experts' part
     chooses_experts: bool  # a token uses only some experts
     kv_widths: tuple[int, ...]  # elements of keys and values that a position adds, of each layer that has any
-    state_bytes: tuple[int, int] = (
-        0,
-        0,
-    )  # a sequence's other state, as of recurrences: at any length, and per position
+    # a sequence's other state, as of recurrences: at any length, and per position
+    state_bytes: tuple[int, int] = (0, 0)
     added_positions: int = 0  # that the model puts in the cache before a sequence's own
     writes_weights: bool = False  # a pass changes weights, as RWKV's first one does
     refuses_text: str | None = None  # the model's error for token ids without images or sound

@@ -115,9 +115,8 @@ class Candidate:
 class SearchResult:
     candidates: list[Candidate] = field(default_factory=list)  # configurations that fit and whose times are predicted
     unknown: list[Plan] = field(default_factory=list)  # plans that fit and whose times are unknown
-    too_large: list[Plan] = field(
-        default_factory=list
-    )  # that do not fit, the smallest of each engine and number of bits
+    # plans that do not fit, the smallest of each engine and number of bits
+    too_large: list[Plan] = field(default_factory=list)
 
 
 def command_of(config: RunConfig, world_size: int = 1) -> str:
@@ -403,15 +402,14 @@ def why_none(found: SearchResult, model: str) -> str:
         why = why_not_predicted(found.unknown)
         or_assume = ", or add it to --assume" if "=)" in why else ""  # it names a rate
         return (
-            f"{model}: {len(found.unknown)} configurations fit, but their speed is not known: {why}; "
+            f"{model}: configurations that fit: {len(found.unknown)}, but their speed is not known: {why}; "
             f"measure it with zero-inference link --save (--disk DIR for the disk){or_assume}."
         )
     if not found.too_large:
         return f"{model}: none of these engines can run it with these options; drop some of them."
 
-    def lacking_bytes(
-        plan: Plan,
-    ) -> tuple[int, int]:  # first those of device memory, of which it is hardest to get more
+    def lacking_bytes(plan: Plan) -> tuple[int, int]:
+        # device memory first: it is hardest to get more of it
         short = {need.place: max(0, need.with_reserve_bytes - (need.available_bytes or 0)) for need in plan.needs}
         return plan.job.ranks.world_size * short.pop(DEVICE_MEMORY, 0), sum(short.values())
 

@@ -16,16 +16,8 @@ from zero_inference.utils.tables import PIPED_WIDTH, shorten_middle, terminal_ta
 
 GAP = 2  # characters between two columns
 LONGEST = 30  # characters of a cell
-NAMED_ABOVE = (
-    "model",
-    "engine",
-    "weights",
-    "where",
-    "batch_size",
-    "prompt_len",
-    "gen_len",
-    "gpus",
-)  # where all runs agree
+# columns above the table if all runs agree
+NAMED_ABOVE = ("model", "engine", "weights", "where", "batch_size", "prompt_len", "gen_len", "gpus")
 
 
 def print_short(runs: Sequence[Run], sort: str | None = None) -> None:

@@ -182,11 +182,8 @@ def _speed_up_compiling(builder, folder: Path) -> None:
         builder.sources = lambda: [*(source for source in sources if source not in joined), str(file)]
     if builder.name in LIGHT:
         _write_if_changed(folder / "headers" / "torch" / "extension.h", LIGHT_HEADER)
-        include_paths = builder.include_paths
-        builder.include_paths = lambda: [
-            str(folder / "headers"),
-            *include_paths(),
-        ]  # in `load`, which detects CUDA first
+        include_paths = builder.include_paths  # called in `load`, which detects CUDA first
+        builder.include_paths = lambda: [str(folder / "headers"), *include_paths()]
 
 
 def _write_if_changed(path: Path, text: str) -> None:

@@ -65,9 +65,8 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     transfers = Transfers()
     cpu = None if plan.cpu is None else CpuBackend(plan.cpu, job, placement, store, scheme, transfers)
     with contextlib.ExitStack() as failed:
-        if (
-            cpu is not None
-        ):  # its threads, and the affinity of this one, must not outlive a load that runs out of memory
+        if cpu is not None:
+            # its threads, and the affinity of this one, must not outlive a load that runs out of memory
             failed.callback(cpu.close)
         prefetcher = Prefetcher(model, placement, store, scheme, ranks, transfers, job.group, cpu)
         failed.pop_all()

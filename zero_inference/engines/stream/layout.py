@@ -133,9 +133,8 @@ def lay_out(
     for (name, parameter), *spans in zip(packed.items(), *kinds):
         module, group = name.rpartition(".")[0], groups_of.get(name, 0)
         nbytes = aligned(parameter.nbytes // parameter.shape[0] * group if group else parameter.nbytes)
-        if (
-            name in module_only
-        ):  # groups of a module's experts are dequantized one after the other, into the same memory
+        if name in module_only:
+            # groups of a module's experts are dequantized one after the other, into the same memory
             offset = per_block if group else module_ends.get(module, per_block)
             module_ends[module] = offset + nbytes
         else:

@@ -247,7 +247,7 @@ class StreamPlan(EnginePlan):
         if cpu.attends:
             tasks.append(f"attends over {format_bytes(cpu.kv_bytes)} of keys and values")
         for_ranks = f" for {cpu.ranks} ranks" if cpu.ranks > 1 else ""
-        threads = f" ({len(cpu.cpus)} CPU threads, {cpu.instructions})" if cpu.instructions else ""
+        threads = f" (threads: {len(cpu.cpus)}, {cpu.instructions})" if cpu.instructions else ""
         lines = [f"the CPU{threads} {' and '.join(tasks)} in host memory{for_ranks}"]
         if rates is not None:
             link, link_alone = three_digits(rates.link_gb_per_s), three_digits(rates.link_alone_gb_per_s)
