@@ -45,12 +45,13 @@ def changes_that_fit(job: Job) -> list[str]:
     return list(_fitting(_changes(job.config, job), job)) or list(islice(_fitting(_pairs(job), job), MAX_PAIRS))
 
 
-def advice_to_fit(job: Job, changes: Sequence[str]) -> str:
-    """Return `changes` of `changes_that_fit`, or what else would help, to follow "use" or "it would fit with"."""
+def advice_to_fit(job: Job, changes: Sequence[str], shorter: bool = False) -> str:
+    """Return `changes` of `changes_that_fit`, or what else would help, to follow "use" or "it would fit with"; with `shorter` also fewer
+    or shorter sequences."""
     if changes:
         return changes[0] if len(changes) == 1 else f"one of: {'; '.join(changes)}"
     more = "more GPUs, nodes or memory" if job.config.engine in SHARDING_ENGINES else "a machine with more memory"
-    return f"fewer or shorter sequences, {more}, or a smaller model"
+    return f"{'fewer or shorter sequences, ' * shorter}{more}, or a smaller model"
 
 
 def _changes(config: RunConfig, job: Job) -> list[Fields]:
@@ -198,5 +199,5 @@ def check_memory(plan: Plan) -> None:
     ):
         for need in node_needs(job, device_bytes, host_bytes):
             if not need.fits:
-                advice = advice_to_fit(job, changes_that_fit(job))
+                advice = advice_to_fit(job, changes_that_fit(job), shorter=cache_name in what)
                 raise UsageError(f"{job.config.model}: {what} need {need.shortage()}; use {advice}.")
