@@ -65,7 +65,7 @@ def share(value: Any) -> float:
 
 
 def cpu_share(value: Any) -> str:
-    """`auto`, `off`, or the text of a share from 0 to 1."""
+    """Return "auto", "off" or a share from 0 to 1, as text."""
     found = on_off(value)
     if found in (AUTO, "off"):
         return found
@@ -87,7 +87,7 @@ def text(value: Any) -> str:
 
 
 def on_off(value: Any) -> str:
-    """YAML reads the words on and off as true and false."""
+    """Return the text of `value`; true and false, which YAML reads for the words on and off, become these words again."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else text(value)
 
 
@@ -99,7 +99,7 @@ def texts(value: Any) -> tuple[str, ...]:
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """Names in a list, or with commas between them."""
+    """Return the names of a list, or of a text with commas between them."""
     if isinstance(value, (list, tuple, set, range)):
         return tuple(map(text, value))
     if isinstance(value, Mapping):
@@ -115,17 +115,17 @@ def whole_numbers(value: Any) -> tuple[int, ...]:
 
 
 def assignments(value: Any) -> str:
-    """`name=value,...`, which may be a mapping in Python: {"host": "128GiB"}."""
+    """Return "name=value,...", which may be a mapping in Python: {"host": "128GiB"}."""
     return ",".join(f"{name}={part}" for name, part in value.items()) if isinstance(value, Mapping) else text(value)
 
 
 def size(value: Any) -> float:
-    """GiB."""
+    """Return the GiB of a size such as 10GB or 512MiB."""
     return parse_gib(str(value))
 
 
 def dtype(value: Any) -> str:
-    """The name in DTYPES of a spelling such as fp16, half or torch.float16 (text or type); an unknown one as it is."""
+    """Return the name in DTYPES of a spelling such as fp16, half or torch.float16 (text or type); an unknown one as it is."""
     name = str(value).strip().lower().removeprefix("torch.")
     if bits := _QUANTIZED_TYPES.get(name):
         raise ValueError(
@@ -135,7 +135,7 @@ def dtype(value: Any) -> str:
 
 
 def bits(value: Any) -> Any:
-    """16, 8 or 4 for a spelling such as int4, 4bit or fp16; an unknown one as it is."""
+    """Return 16, 8 or 4 for a spelling such as int4, 4bit or fp16; an unknown one as it is."""
     name = str(value).strip().lower()
     return _BITS.get(name, name)
 

@@ -42,7 +42,7 @@ def count_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
     idle_experts = [(p.numel() * (number - chosen) // number, p.itemsize) for p in expert_parameters(model, spec)]
     towers, head = unused_tower_parameters(model), model.get_output_embeddings()
     skipped = {id(p) for p in (*towers, *(head.parameters() if head is not None else ()))}
-    # of an embedding that is not tied to the head a token reads one row
+    # a token reads one row of an embedding that is not tied to the head
     tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     idle = idle_experts + [(p.numel(), p.itemsize) for p in (*towers, *(p for p in tables if id(p) not in skipped))]
     refusals: list[str] = []

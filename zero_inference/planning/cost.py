@@ -100,7 +100,7 @@ class Times:
 
     @property
     def left_out(self) -> list[str]:
-        """What the times do not count, a few words each."""
+        """Parts of a run that the times leave out, a few words each."""
         launches = [] if self.with_host else ["kernel launches (the host's time for them is not known)"]
         cpu = ["the CPU backend (its rate is not known; a run may be faster)"] if self.without_cores else []
         return launches + cpu

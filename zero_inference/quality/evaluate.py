@@ -160,7 +160,7 @@ def _accuracy(right: np.ndarray) -> tuple[float, float | None, str, float | None
 
 
 def evaluate_perplexity(task: str, items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
-    """exp of the mean negative log-likelihood of a token, all documents together.
+    """Return exp of the mean negative log-likelihood of a token, all documents together, and details of each item.
 
     The standard error is that of a ratio estimate over independent windows, times the slope of exp; None with a single window.
     """

@@ -71,7 +71,7 @@ class SharedMemory:
                 os.close(descriptor)
 
     def settle(self, pinned: bool) -> None:
-        """The memory is filled by all ranks: make its pages huge where the system can, and page-lock them if `pinned`. All ranks call it.
+        """Make the pages huge where the system can, and page-lock them if `pinned`. All ranks call it, each after filling its part.
 
         Raises:
             RunError: in all ranks, where one of them may not page-lock it.

@@ -97,12 +97,9 @@ class PeerWatch:
         return answers[0] if answers else None
 
     def _beat(self) -> None:
-        """Each second write a rising number to the store as this rank's beat, and read the others' into `last_beats`. May get stuck."""
-        address, port, timeout = (
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            datetime.timedelta(seconds=JOIN_S),
-        )
+        """Write a rising number to the store each second as this rank's beat, and read the others' into `last_beats`. May get stuck."""
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = datetime.timedelta(seconds=JOIN_S)
         try:  # a connection that is not shared with the collectives
             self.store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
             self.connected.set()
