@@ -31,6 +31,7 @@ from zero_inference.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 # Causal masks and rotary tables that older versions of transformers stored in each layer.
 OUTDATED_BUFFERS = re.compile(r"\b(attn|attention)\.bias$|\.(masked_bias|causal_mask|inv_freq|cos_cached|sin_cached)$")
+MULTI_TOKEN = re.compile("nextn|mtp", re.IGNORECASE)  # fields of a config for multi-token prediction
 TRIMMED_BYTES = 64 << 20  # of dummy weights between two `return_free_memory`: a layer or two of a small model
 Adopt = Callable[[str, nn.Parameter], None]
 _observers: list[Adopt] = []  # of `observe_loading`
@@ -130,6 +131,7 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt) -> None:
             "model, or a shard is missing."
         )
     buffers = [name for name, _ in model.named_buffers() if name in unset]
+    unused = [key for key in unused if not _is_announced(key, model, spec)]
     for names, problem in (
         (buffers, "initial values stay, no tensor for"),
         (unused, "ignored, no parameter for"),
@@ -138,12 +140,27 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt) -> None:
             logger.warning("warning: %s: %s %s.", shards.folder, problem, shorten_names(names))
 
 
-def _is_in_layer(key: str, model) -> bool:
-    """Return whether a checkpoint's key names a tensor of one of the model's decoder layers."""
-    prefix, layers = find_layers(model)
+def _is_announced(key: str, model, spec: ModelSpec) -> bool:
+    """Return whether config.json explains a tensor that the model has no parameter for: of multi-token prediction, or of a multimodal
+    model of which only the language model is built."""
+    fields = [item for config in (spec.config, spec.text_config) for item in vars(config).items()]
+    if any(MULTI_TOKEN.search(name) and value for name, value in fields):
+        layer = _layer_of(key, model)
+        if "mtp" in key.split(".") or layer is not None and layer >= len(find_layers(model)[1]):
+            return True
+    if model.config is spec.config:
+        return False
+    own = {name for part in (model, model.get_decoder()) for name, _ in part.named_children()}
+    prefixes = {"model", "language_model", "text_model", model.base_model_prefix}
+    return next((part for part in key.split(".") if part not in prefixes), "") not in own
+
+
+def _layer_of(key: str, model) -> int | None:
+    """Return the index of the decoder layer that a checkpoint's key names, which the model may not have."""
+    prefix, _ = find_layers(model)
     prefixes = "|".join(re.escape(name) for name in (prefix, prefix.removeprefix(model.base_model_prefix + ".")))
     found = re.match(rf"(?:{prefixes})\.(\d+)\.", key)
-    return found is not None and int(found.group(1)) < len(layers)
+    return None if found is None else int(found.group(1))
 
 
 def _resolve_ties(model, shards: Shards, mapping: list) -> list[list[str]]:
@@ -211,7 +228,8 @@ def _convert_tensors(
     unexpected = sorted(key for key in info.unexpected_keys if not OUTDATED_BUFFERS.search(key))
     for key in unexpected:
         # layers after the model's last one are ignored, as in transformers: DeepSeek-V3 stores its multi-token prediction there
-        if _is_in_layer(key, model):
+        layer = _layer_of(key, model)
+        if layer is not None and layer < len(find_layers(model)[1]):
             raise RunError(
                 f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
                 f"checkpoint is another model's, or quantized in an unsupported format; {INSTEAD}."
