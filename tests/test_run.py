@@ -168,11 +168,12 @@ def test_a_killed_run_keeps_earlier_entries_and_leaves_no_files_behind(checkpoin
     program, said = [ROOT / "run_model.py", *options, "--loops", "100000"], tmp_path / "said"
     process = start_python(fork_server(PROGRAM), program, tmp_path, said, said, dict(os.environ))
     deadline = time.monotonic() + 120
-    while not list(offload.glob("*/zero_stage_3/**/rank0")) and time.monotonic() < deadline:
+    while not list(offload.glob("*/zero_stage_3/**/rank0")) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.1)
+    assert process.poll() is None, said.read_text()
     process.kill()
     process.wait()
-    assert list(offload.iterdir()), "the killed run had files there"
+    assert list(offload.iterdir()), said.read_text()
     assert (log.read_bytes(), log.with_suffix(".jsonl").read_bytes()) == before
     assert main(["run_model.py", *options, "--loops", "1"]) == 0
     assert not list(offload.iterdir())
