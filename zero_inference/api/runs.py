@@ -62,7 +62,9 @@ class RunResult:
         self.quality: dict[str, Any] | None = record["quality"]  # scores by task; None without `quality=`
 
     def __repr__(self) -> str:
-        record, gpu, fraction = self.record, self.gpu_gib, self.fraction_of_limit
+        record, gpu, bound, fraction = self.record, self.gpu_gib, self.bound_by, self.fraction_of_limit
+        if bound == "device_memory" and gpu is None:
+            bound = "host_memory"  # the device is the CPU
         head = (
             f"RunResult: {record['model']}, engine {record['engine']}, {record['quant_bits']} bits, {record['dtype']}, "
             f"batch {record['batch_size']}, prompt {record['prompt_len']}, {record['gen_len']} new tokens"
@@ -70,7 +72,7 @@ class RunResult:
         parts = [
             f"first token {self.prefill_s:.3g} s",
             f"decode {self.tokens_per_s:.3g} token/s" if self.tokens_per_s else "",
-            f"{fraction:.0%} of the limit of {RATE_WORDS[self.bound_by]}" if self.bound_by and fraction else "",
+            f"{fraction:.0%} of the limit of {RATE_WORDS[bound]}" if bound and fraction else "",
             f"host memory {self.host_gib:.3g} GiB" + (f", GPU {gpu:.3g} GiB" if gpu else ""),
         ]
         text = " ".join(self.text[0].split()) if self.text else ""
