@@ -61,9 +61,9 @@ sys.exit(main())
 LONGEST = tuple(
     f"test_{name}.py"
     for name in (
-        "tokens families stream stream_ranks hub architectures quality mixed_dtypes quantized_checkpoints csrc_compiles timing "
-        "memory_predictions search faults link workspace run errors api sweep examples plan norms_patch html_report humaneval smollm2 "
-        "quantization run_log micro"
+        "tokens expert_cache stream_experts stream_prompts families stream_cpu alike csrc_compiles cpu_products search stream "
+        "stream_ranks run machine quantization api plan patching deepspeed micro stream_workspace norms_ops step_graph "
+        "damaged_checkpoints mixed_dtypes hub quality sweep html_report operators norms_patch examples humaneval cpu_threads errors"
     ).split()
 )
 SIZES = dict(
