@@ -242,6 +242,7 @@ program()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_other(fork_server, tmp_path):
     program, port = tmp_path / "link.py", free_port()
     program.write_text(LINK.format(root=str(ROOT)))
