@@ -81,6 +81,7 @@ def test_a_run_loads_with_the_collector_on_and_without_what_was_imported(checkpo
     from zero_inference import runner
     from zero_inference.engines import resident
 
+    gc.unfreeze()  # what `short_full_collections` froze before this file
     seen, load, detect = [], resident.load, runner.detect_ranks
     monkeypatch.setattr(
         runner, "detect_ranks", lambda *args: seen.append((gc.isenabled(), gc.get_freeze_count())) or detect(*args)

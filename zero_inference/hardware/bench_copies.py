@@ -29,7 +29,7 @@ from zero_inference.utils.host_memory import host_empty
 
 BLOCK_BYTES = 256 << 20
 BLOCKS = 8  # of a round and lane: 39 ms at 55 GB/s
-MIN_BYTES = 16 << 20  # smallest block to copy: 0.3 ms at 55 GB/s, a hundred times what it takes to start a copy
+MIN_BYTES = 16 << 20  # smallest block to copy: 0.3 ms at 55 GB/s, a hundred times the start of a copy
 
 
 class Rate(NamedTuple):

@@ -42,8 +42,8 @@ DEFAULTS: dict[str, dict[str, dict[str, Sequence[int]]]] = {
     "elementwise": {"sizes": {"cuda": [1 << p for p in range(14, 29, 2)], "cpu": [1 << p for p in range(14, 27, 2)]}},
     "layer": {"seq": {"cuda": (128, 512), "cpu": (128,)}, "batch": {"cuda": (4, 128), "cpu": (1,)}},
 }
-# The default of `layer` ends within 3 minutes on a GPU: 136 figures (5 blocks x 2 lengths x 2 batches x 6, and 16 with norm kernels), each
-# of which takes this and up to 1 s, 0.3 s on average, that blocked_autorange adds.
+# `layer` has 136 figures by default (5 blocks x 2 lengths x 2 batches x 6, and 16 with norm kernels). blocked_autorange takes 0.3 s more
+# than this on average, 1 s at most, so all end within 3 minutes on a GPU.
 LAYER_MIN_RUN_TIME_S = 0.3
 LONGEST_CALL_S = 3.0  # one product of 2048 in float16, which most CPUs emulate, took 100 s
 MAX_COUNT = 1 << 40  # elements; a row reports if memory is not sufficient

@@ -114,7 +114,7 @@ def _why_unreachable(name: str) -> str | None:
     try:
         HfApi().model_info(name, timeout=limit_s)
     except Exception as error:  # other errors are explained when the same request is made again
-        # of httpx or httpx2, by the version of the client
+        # by name: the client raises httpx's or httpx2's, depending on its version
         if any(kind.__name__ == "TimeoutException" for kind in type(error).__mro__):
             return f"no answer within {limit_s:g} s; HF_HUB_ETAG_TIMEOUT sets another limit"
     return None

@@ -339,8 +339,7 @@ def _plan_with_cpu(
     given = config.ring_depth is not None or config.gpu_memory is not None
     one_gpu = job.free_device_bytes is not None and job.ranks.world_size == 1
     if one_gpu and not given and cpu.automatic and cpu.rates is not None:
-        # where the CPU multiplies most of what is in host memory, a step does not wait for the link, and resident layers use the memory
-        # of ring slots better
+        # where the CPU multiplies most of host memory's weights, no step waits for the link: resident layers gain more than ring slots
         slots, best_s = placed.ring_depth, decode_step_s(placed, cpu, graphs)
         for depth in (each for each in RING_DEPTHS_WITH_CPU if each < slots):
             other, other_cpu = plan_cpu(job, _place(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend)

@@ -34,7 +34,9 @@ from zero_inference.utils.transfers import Transfers
 # Consecutive decode passes that are measured, counted from 1; the first one, after a prefill or a change, is left out.
 FIRST_PASS, LAST_PASS = 2, 7
 MAX_MEASUREMENTS = 2
-set_data = torch.Tensor.data.__set__  # writes parameters that are frozen (`api.frozen`) without a check of the caller
+set_data = (
+    torch.Tensor.data.__set__
+)  # writes parameters that are frozen (`api.placed_model`) without a check of the caller
 
 
 class Rebalancer:
