@@ -1,7 +1,7 @@
 # Two images, both with `zero-inference` as their program:
 #
 #   docker build --target cpu -t zero-inference:cpu .
-#   docker build --target cuda -t zero-inference:cuda --build-arg TORCH_CUDA_ARCH_LIST="8.0;9.0" .
+#   docker build --target cuda -t zero-inference:cuda .
 #
 #   docker run --rm -v zero-inference-cache:/cache zero-inference:cpu run --model opt-125m --dummy --engine stream
 #   docker run --rm --gpus all --ulimit memlock=-1 --shm-size 16g -v zero-inference-cache:/cache -v "$PWD/logs:/srv/logs" \
@@ -16,10 +16,8 @@
 # docs/install.md says more. The steps are in docker/install.sh and scripts/smoke_test.sh.
 
 ARG CPU_IMAGE=python:3.12-slim
+# With nvcc, which compiles our kernels and DeepSpeed's at first use.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
-# The last stage. DeepSpeed compiles kernels of its own at first use (int4 weights on a GPU) and needs nvcc for that; an image
-# without it (nvidia/cuda:13.0.1-runtime-ubuntu24.04) is several GB smaller and does for --engine stream, whose kernels are in it.
-ARG CUDA_RUNTIME_IMAGE=${CUDA_IMAGE}
 
 FROM ${CPU_IMAGE} AS cpu-build
 # PyTorch's own index of CPU builds makes the image 3 GB smaller: --build-arg TORCH_INDEX=...
@@ -28,17 +26,15 @@ WORKDIR /src
 COPY docker docker
 RUN docker/install.sh system
 COPY . .
-RUN TORCH_INDEX="${TORCH_INDEX}" ZERO_INFERENCE_BUILD_CUDA=0 docker/install.sh python
+RUN TORCH_INDEX="${TORCH_INDEX}" docker/install.sh python
 
 FROM ${CUDA_IMAGE} AS cuda-build
 ARG TORCH_INDEX=
-# GPUs that the kernels are compiled for: 8.0 A100, 8.6 and 8.9 RTX 30 and 40, 9.0 H100 and H200, 10.0 B200, 12.0 RTX 50.
-ARG TORCH_CUDA_ARCH_LIST="8.0;8.6;8.9;9.0;10.0;12.0"
 WORKDIR /src
 COPY docker docker
 RUN docker/install.sh system
 COPY . .
-RUN TORCH_INDEX="${TORCH_INDEX}" TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST}" ZERO_INFERENCE_BUILD_CUDA=1 docker/install.sh python
+RUN TORCH_INDEX="${TORCH_INDEX}" docker/install.sh python
 
 FROM ${CPU_IMAGE} AS cpu
 COPY docker/install.sh /src/docker/
@@ -54,7 +50,7 @@ VOLUME /cache
 ENTRYPOINT ["zero-inference"]
 CMD ["--help"]
 
-FROM ${CUDA_RUNTIME_IMAGE} AS cuda
+FROM ${CUDA_IMAGE} AS cuda
 COPY docker/install.sh /src/docker/
 RUN /src/docker/install.sh system
 COPY --from=cuda-build /opt/venv /opt/venv

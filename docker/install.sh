@@ -3,15 +3,14 @@
 #   docker/install.sh system     Debian's or Ubuntu's packages, as root
 #   docker/install.sh python     a virtual environment with the package and all that it needs
 # Variables:
-#   VENV                       the environment (/opt/venv)
-#   PYTHON                     the interpreter to make it with (python3)
-#   PACKAGE                    what is installed at last: a folder with the sources, or a wheel (.)
-#   TORCH_INDEX                package index for torch, such as PyTorch's own of CPU builds (pip's default index)
-#   ZERO_INFERENCE_BUILD_CUDA  1 compiles the CUDA kernels and fails where that cannot be done, 0 does not (0)
+#   VENV         the environment (/opt/venv)
+#   PYTHON       the interpreter to make it with (python3)
+#   PACKAGE      what is installed at last: a folder with the sources, or a wheel (.)
+#   TORCH_INDEX  package index for torch, such as PyTorch's own of CPU builds (pip's default index)
 # pip's own variables hold as always.
 set -euo pipefail
 requirements="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/requirements.txt"
-export VENV="${VENV:-/opt/venv}" ZERO_INFERENCE_BUILD_CUDA="${ZERO_INFERENCE_BUILD_CUDA:-0}"
+export VENV="${VENV:-/opt/venv}"
 
 system() {
     export DEBIAN_FRONTEND=noninteractive

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.docs_table import last_record  # noqa: E402
+from scripts.tables import last_record  # noqa: E402
 
 STREAM, DEEPSPEED, LLAMA_CPP = "llama-3.1-70b-24gib-bs1", "deepspeed-llama-3.1-70b", "llamacpp-llama-3.1-70b-24gib"
 LLAMA_CPP_OPTIONS = {

@@ -20,20 +20,21 @@ grep -q plan help.txt
 step "norms, and every data file of the package"
 "$PYTHON" - <<'EOF'
 import os, sys
+from pathlib import Path
 import torch
 import zero_inference
 from zero_inference.hardware.spec import TABLE
 from zero_inference.models.preset_table import PRESET_FOLDER
 from zero_inference.norms import rms_norm
 from zero_inference.report.html.page import FOLDER
-from zero_inference.kernels.extension import package_folder, source_folder, sources
+from zero_inference.kernels.extension import source_folder, sources
 
 x = torch.arange(1.0, 8.0).repeat(2, 1)
 right = x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
 torch.testing.assert_close(rms_norm(x, torch.ones(7), 1e-6), right)
 assert TABLE.is_file() and len(list(PRESET_FOLDER.glob("*.json"))) > 20
 assert all((FOLDER / name).is_file() for name in ("page.html", "page.css", "page.js"))
-assert package_folder() in source_folder().parents, source_folder()
+assert source_folder().parent == Path(zero_inference.__file__).parent, source_folder()
 assert sources() and list((source_folder() / "cpu").glob("*.cpp"))
 unwanted = os.environ.get("UNWANTED")
 seen = [m.__file__ for m in sys.modules.values() if getattr(m, "__file__", None) and "zero_inference" in m.__file__]

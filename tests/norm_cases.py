@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_inference.norms import ops, reference
+from zero_inference.norms import ops
 
 EPS = 1e-5
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over norm
@@ -30,7 +30,7 @@ def operator(name: str):
 
 
 def plain(name: str):
-    return getattr(reference, f"{name}_ref")
+    return getattr(ops, f"{name}_ref")
 
 
 def arguments(

@@ -14,8 +14,7 @@ from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.models.prompts import greedy_config, random_ids, reset_generation_config
 from zero_inference.models.spec import resolve_model
-from zero_inference.norms import choice, patch_norms, unpatch_norms
-from zero_inference.norms.patch import patch_refusal
+from zero_inference.norms import patch, patch_norms, unpatch_norms
 from zero_inference.planning.plan import plan_run
 from zero_inference.utils.ranks import detect_ranks, start_process_group, stop_process_group
 
@@ -164,8 +163,8 @@ def test_nothing_is_patched_by_half():
         assert patch_norms(model) == 0
     model = build_model("opt")
     model.model.decoder.layers[1].final_layer_norm = nn.LayerNorm(64, bias=False)
-    assert "without weight or bias" in patch_refusal(model) and not replaced(model)
-    assert "not in the table" in patch_refusal(nn.Linear(2, 2))
+    assert "without weight or bias" in patch.patch_refusal(model) and not replaced(model)
+    assert "not in the table" in patch.patch_refusal(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def record_of(tmp_path, checkpoints, family, *options):
 def test_on_a_cpu_auto_leaves_norms_alone(checkpoints, run_model):
     done = run_model("--model", checkpoints("llama"), *SHORT, on_cpu=True)
     assert done.code == 0, done.stderr
-    assert done.record["norm_modules_patched"] == 0 and done.record["norm_kernels_unused_because"] == choice.NO_DEVICE
+    assert done.record["norm_modules_patched"] == 0 and done.record["norm_kernels_unused_because"] == patch.NO_DEVICE
     assert "norms run as" not in done.stderr
 
 
@@ -236,10 +235,10 @@ def test_what_cuda_needs(monkeypatch):
         (torch.device("cuda"), "phi3", "phi3"),
         (torch.device("cuda"), "llama", "not there: no nvcc"),
     ):
-        monkeypatch.setattr(choice, "load_extension", lambda say: False)
-        monkeypatch.setattr(choice, "why_unavailable", lambda: "no nvcc")
-        with pytest.raises(choice.UsageError, match=f"--norm-kernels cuda: .*{words}.*auto or off"):
-            choice.prepare_norm_kernels("cuda", family, device, print)
-        assert words in choice.prepare_norm_kernels("auto", family, device, print)
-    with pytest.raises(choice.UsageError, match="phi3"):
-        choice.check_norm_kernels_option("cuda", "phi3")
+        monkeypatch.setattr(patch, "load_extension", lambda say: False)
+        monkeypatch.setattr(patch, "why_unavailable", lambda: "no nvcc")
+        with pytest.raises(patch.UsageError, match=f"--norm-kernels cuda: .*{words}.*auto or off"):
+            patch.prepare_norm_kernels("cuda", family, device, print)
+        assert words in patch.prepare_norm_kernels("auto", family, device, print)
+    with pytest.raises(patch.UsageError, match="phi3"):
+        patch.check_norm_kernels_option("cuda", "phi3")

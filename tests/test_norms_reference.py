@@ -1,15 +1,15 @@
-"""The references: against torch's norms and hand computations, their gradients by gradcheck and against the closed formulas."""
+"""The references: against torch's and transformers' norms and hand computations, and their gradients by gradcheck."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from norm_cases import EPS, NAMES, OFFSETS, arguments, plain, run, widened
+from norm_cases import EPS, NAMES, OFFSETS, arguments, operator, plain, run, widened
 
-from zero_inference.norms import reference
-from zero_inference.norms.reference import (
+from zero_inference.norms.ops import (
     fused_mul_grouped_poly_norm_ref,
     fused_mul_poly_norm_ref,
+    layer_norm_ref,
     poly_norm_ref,
     rms_norm_ref,
 )
@@ -22,40 +22,11 @@ def test_gradcheck(name, dim):
     assert torch.autograd.gradcheck(lambda *tensors: plain(name)(*tensors), values, atol=1e-6)
 
 
-def closed_form(name: str, values: list, grads: list):
-    x, weight = values[0], values[-2] if "layer" not in name else values[-3]
-    if "rms" in name:
-        total, grad_sum = (x, None) if len(grads) == 1 else (x + values[1], grads[1])
-        grad_x, grad_weight = reference.rms_norm_backward_ref(grads[0], grad_sum, total, weight, EPS)
-        return [grad_x] * len(grads) + [grad_weight]
-    if "layer" in name:
-        total, grad_sum = (x, None) if len(grads) == 1 else (x + values[1], grads[1])
-        grad_x, grad_weight, grad_bias = reference.layer_norm_backward_ref(grads[0], grad_sum, total, weight, EPS)
-        return [grad_x] * len(grads) + [grad_weight, grad_bias]
-    offsets = values[4] if "grouped" in name else None
-    mul = values[1] if name.startswith("fused") else None
-    weight, bias = values[1:3] if mul is None else values[2:4]
-    found = reference.poly_norm_backward_ref(grads[0], x, mul, weight, bias, offsets, EPS)
-    return [gradient for gradient in found if gradient is not None]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rows, dim", [(0, 5), (1, 1), (1, 33), (29, 1), (29, 64)])
-def test_closed_formulas_are_autograds(name, rows, dim):
-    values = widened(arguments(name, rows, dim))
-    _, expected, grads = run(plain(name), values)
-    with torch.no_grad():
-        found = closed_form(name, values, grads)
-    assert len(found) == len(expected)
-    for here, there in zip(found, expected):
-        torch.testing.assert_close(here, there, rtol=1e-6 if dim == 1 else 1e-10, atol=1e-11)
-
-
 def test_torchs_own_norms_agree():
     x, weight, bias, _ = widened(arguments("layer_norm", 11, 48))
     torch.testing.assert_close(rms_norm_ref(x, weight, EPS), torch.nn.functional.rms_norm(x, (48,), weight, EPS))
     torch.testing.assert_close(
-        reference.layer_norm_ref(x, weight, bias, EPS), torch.nn.functional.layer_norm(x, (48,), weight, bias, EPS)
+        layer_norm_ref(x, weight, bias, EPS), torch.nn.functional.layer_norm(x, (48,), weight, bias, EPS)
     )
 
 
@@ -89,10 +60,8 @@ def test_padding_rows_are_zero_whatever_they_hold():
     x, mul, weight, bias, _, eps = arguments("fused_mul_grouped_poly_norm", 6, 8)
     ends = torch.tensor([1, 2, 2, 4, 4], dtype=torch.int32)
     with torch.no_grad():
-        x[4:] = torch.nan
-        mul[5] = torch.inf
-    out = fused_mul_grouped_poly_norm_ref(x, mul, weight, bias, ends, eps)
-    gradients = torch.autograd.grad(out.sum(), [x, mul, weight, bias])
+        x[4:], mul[5] = torch.nan, torch.inf
+    (out,), gradients, _ = run(operator("fused_mul_grouped_poly_norm"), [x, mul, weight, bias, ends, eps])
     assert not out[4:].any() and not gradients[0][4:].any() and not gradients[1][4:].any()
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
     assert not gradients[2][2].any() and not gradients[3][4].any(), "experts without rows"

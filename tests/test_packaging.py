@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -98,23 +95,6 @@ def test_setup_makes_again_what_was_interrupted(setup):
     assert done.returncode == 7 and "making" in done.stdout and not (folder / "half").exists()
 
 
-def test_the_kernels_are_compiled_by_an_installation_of_a_package_that_is_not_installed_yet(tmp_path):
-    """Without the links of an editable installation, which `-S` leaves out."""
-    module = ast.parse((ROOT / "setup.py").read_text())
-    assigned = [node for node in module.body if isinstance(node, ast.Assign)]
-    (build,) = [ast.literal_eval(node.value) for node in assigned if node.targets[0].id == "BUILD"]
-    libraries = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n"
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", libraries + build, str(ROOT), str(tmp_path / "prebuilt")],
-        env=os.environ | {"PATH": "/nowhere", "CUDA_HOME": "/nowhere"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert "without CUDA" in last or "nvcc" in last, done.stderr
-
-
 @pytest.fixture(scope="module")
 def tracked() -> list[str]:
     """What a clone would have, without benchmarks and tests: the checkout may hold builds of other versions."""
@@ -134,9 +114,7 @@ def built(tracked, tmp_path_factory) -> dict[str, Path]:
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, checkout / name)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, "."]
-    done = subprocess.run(
-        command, cwd=checkout, env=os.environ | {"ZERO_INFERENCE_BUILD_CUDA": "0"}, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Package would be ignored" not in done.stdout + done.stderr
     return {file.suffix: file for file in out.iterdir()}

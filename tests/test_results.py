@@ -12,41 +12,26 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import big_models_table  # noqa: E402
 import draw_engines  # noqa: E402
-import planned_table  # noqa: E402
-import results_table  # noqa: E402
-from docs_table import last_record  # noqa: E402
+import tables  # noqa: E402
+from tables import last_record  # noqa: E402
 
 README, MEASURED, BIG_MODELS, KERNELS, PERFORMANCE = (
     (ROOT / name).read_text(encoding="utf-8")
     for name in ("README.md", "docs/measured.md", "docs/big-models.md", "docs/kernels.md", "docs/performance.md")
 )
-PICTURE = ROOT / big_models_table.DOCS_TABLE.argument_in(README).strip()
+PICTURE = tables.folder_in(README, "readme")
 NORMS = ROOT / "benchmarks" / "results" / "26_11_21_19_14"
 
 
-def folder_of(page):
-    argument = big_models_table.DOCS_TABLE.argument_in(page)
-    return Path(argument.strip()) if argument else None
-
-
-def test_the_table_of_runs_is_that_of_the_records():
-    made = results_table.PAGE.put_into(MEASURED, results_table.table())
-    assert made == MEASURED, "run scripts/results_table.py --write"
-
-
-@pytest.mark.parametrize("page", [README, BIG_MODELS], ids=["README", "docs"])
-def test_the_table_of_big_models_is_that_of_the_records(page):
-    argument = big_models_table.DOCS_TABLE.argument_in(page)
-    make = big_models_table.readme_table if page == README else big_models_table.table
-    made = big_models_table.DOCS_TABLE.put_into(page, make(folder_of(page)), argument)
-    assert made == page, f"run scripts/big_models_table.py{argument} --write"
+@pytest.mark.parametrize("name, page", [("results", MEASURED), ("readme", README), ("big-models", BIG_MODELS)])
+def test_tables_are_those_of_the_records(name, page):
+    assert f"scripts/tables.py {name}" in page and tables.updated(page, [name]) == page, f"run scripts/tables.py {name}"
 
 
 @pytest.mark.parametrize("model", ["llama-2-13b", pytest.param("llama-3.1-405b", marks=pytest.mark.slow)])
 def test_rows_of_the_planned_table_are_what_plans_predict(model):
-    assert planned_table.table((model,)).splitlines()[-1] in README, "run scripts/planned_table.py --write"
+    assert f"| {' | '.join(tables.planned_row(model))} |" in README, "run scripts/tables.py planned"
 
 
 def test_the_rates_that_pages_quote_from_the_picture_are_those_it_is_drawn_from():
@@ -104,13 +89,14 @@ def test_the_picture_is_drawn_for_light_and_dark_pages(tmp_path):
 
 
 def test_pages_say_how_many_predictions_of_the_table_were_close():
-    folder = folder_of(BIG_MODELS)
-    decoded, begun = big_models_table.close_predictions(decode=0.1, first_token=0.15, folder=folder)
-    rows = len(big_models_table.records(folder))
-    words = f"Of the {rows} rows above, the token/s of {decoded} were within 10% of the prediction, and the "
+    records = tables.big_model_records(tables.folder_in(BIG_MODELS, "big-models"))
+    pairs = [tables.predicted_and_measured(record) for *_, record in records]
+    decoded = sum(abs(predicted / measured - 1) <= 0.1 for (predicted, measured), _ in pairs)
+    begun = sum(abs(measured / predicted - 1) <= 0.15 for _, (predicted, measured) in pairs)
+    words = f"Of the {len(records)} rows above, the token/s of {decoded} were within 10% of the prediction, and the "
     words += f"time to first token of {begun} within 15%"
     assert words in BIG_MODELS.replace("\n", " ")
-    assert all(record["peak_gpu_bytes"] <= gib << 30 for _, _, gib, record in big_models_table.records(folder))
+    assert all(record["peak_gpu_bytes"] <= gib << 30 for _, _, gib, record in records)
 
 
 @pytest.mark.parametrize("case", sorted(path.name for path in NORMS.iterdir() if path.is_dir()))

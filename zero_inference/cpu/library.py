@@ -71,35 +71,20 @@ def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -
     """
     compiler = find_compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    name = library_name(*compiler, version, *extra_flags)
+    folder, command = source_folder() / CPU_SOURCES, [*compiler, *FLAGS, *extra_flags]
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".h", ".cpp"))
+    name = hashed_name("zero_inference_cpu", folder, files, (platform.machine(), *command, version))
 
-    def build_into(folder: Path) -> None:
-        build(compiler, folder, folder / f"{name}.so", extra_flags)
+    def build(building: Path) -> None:
+        objects = {str(source): str(building / f"{source.stem}.o") for source in sources()}
+        _run_all([[*command, "-c", source, "-o", out] for source, out in objects.items()])
+        _run_all([[*command, "-shared", *objects.values(), "-o", str(building / f"{name}.so")]])
 
-    return cached_library(name, build_into, "the CPU kernels", "some seconds", say)[0]
+    return cached_library(name, build, "the CPU kernels", "some seconds", say)[0]
 
 
 def sources() -> list[Path]:
     return sorted((source_folder() / CPU_SOURCES).glob("*.cpp"))
-
-
-def library_name(*parts: str) -> str:
-    """Return a name with a hash of the sources, the machine type, the flags and `parts`, so that any change gives a new library."""
-    folder = source_folder() / CPU_SOURCES
-    files = sorted(file for file in folder.iterdir() if file.suffix in (".h", ".cpp"))
-    return hashed_name("zero_inference_cpu", folder, files, (platform.machine(), *FLAGS, *parts))
-
-
-def build(compiler: Sequence[str], folder: Path, library: Path, extra_flags: Sequence[str] = ()) -> None:
-    """Compile all sources in parallel to objects in `folder`, and link them to `library`. Raises RuntimeError with the output."""
-    if not sources():
-        raise RuntimeError(f"no sources in {source_folder() / CPU_SOURCES}")
-    flags = [*FLAGS, *extra_flags]
-    objects = [folder / f"{source.stem}.o" for source in sources()]
-    _run_all(
-        [[*compiler, *flags, "-c", str(source), "-o", str(out)] for source, out in zip(sources(), objects, strict=True)]
-    )
-    _run_all([[*compiler, *flags, "-shared", *map(str, objects), "-o", str(library)]])
 
 
 def _run_all(commands: list[list[str]]) -> None:

@@ -32,9 +32,6 @@ NINJA = """#!/bin/sh
 case "$({ninja} -n "$@" 2>&1)" in *"no work to do"*) exec {ninja} "$@" ;; esac
 exec {in_group} {ninja} "$@"
 """
-_IN_GROUP = (
-    "from zero_inference.utils.processes import run_with_parent; run_with_parent(int(sys.argv[1]), sys.argv[2:])"
-)
 BUILDING = ".building-"  # prefix of a folder that is being compiled in
 COMPLETE = "complete"  # file beside a complete library, with its digest
 _compile_s = 0.0
@@ -134,7 +131,8 @@ def torch_build_environment(folder: Path, **changes: str) -> Iterator[None]:
     if ninja := shutil.which("ninja", path=path):
         script = folder / "bin" / "ninja"
         script.parent.mkdir(exist_ok=True)
-        in_group = isolated_python(_IN_GROUP, str(os.getpid()))
+        run = "from zero_inference.utils.processes import run_with_parent; run_with_parent(int(sys.argv[1]), sys.argv[2:])"
+        in_group = isolated_python(run, str(os.getpid()))
         script.write_text(NINJA.format(ninja=shlex.quote(ninja), in_group=shlex.join(in_group)))
         script.chmod(0o755)
         path = os.pathsep.join([str(script.parent), path])

@@ -29,8 +29,7 @@ from zero_inference.models.checkpoint_files import shorten_names
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.mlp import detect_routers, install_routing_kernel
 from zero_inference.models.weights import draw_tokens, return_free_memory
-from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
-from zero_inference.norms.patch import unpatch_norms
+from zero_inference.norms.patch import apply_norm_kernels, prepare_norm_kernels, unpatch_norms
 from zero_inference.planning import roofline
 from zero_inference.planning.cost import Range, seconds_in_words
 from zero_inference.planning.memory import log_sizes

@@ -14,8 +14,12 @@ from zero_inference.errors import UsageError, is_out_of_memory
 from zero_inference.micro.blocks import CPU_BLOCKS, DEFAULT_BLOCKS, SHORT, Block, block_config, build_block
 from zero_inference.micro.timing import DTYPES, MachineRates, kinds_of, median_s, once_s, precision, predict_s
 from zero_inference.models.spec import max_positions
-from zero_inference.norms.choice import apply_norm_kernels, check_norm_kernels_option, prepare_norm_kernels
-from zero_inference.norms.patch import family_refusal
+from zero_inference.norms.patch import (
+    apply_norm_kernels,
+    check_norm_kernels_option,
+    family_refusal,
+    prepare_norm_kernels,
+)
 from zero_inference.utils.progress import current_progress
 
 Row = dict[str, Any]

@@ -17,8 +17,8 @@ _NORMS = (
     "fused_mul_poly_norm",
     "fused_mul_grouped_poly_norm",
 )
-_WHERE = dict.fromkeys(_NORMS, "ops") | {f"{name}_ref": "reference" for name in _NORMS}
-_WHERE |= {"patch_norms": "patch", "unpatch_norms": "patch"}
+_OPS = [*_NORMS, *(f"{name}_ref" for name in _NORMS)]
+_WHERE = dict.fromkeys(_OPS, "ops") | {"patch_norms": "patch", "unpatch_norms": "patch"}
 __all__ = list(_WHERE)
 
 

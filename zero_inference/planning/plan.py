@@ -21,7 +21,7 @@ from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import ModelSpec
-from zero_inference.norms.choice import check_norm_kernels_option
+from zero_inference.norms.patch import check_norm_kernels_option
 from zero_inference.planning.cost import RANGES, NotPredictable, Range, Times, predict_load_s, predict_times
 from zero_inference.planning.memory import Need, memory_needs
 from zero_inference.records.schema import Predicted
