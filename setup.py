@@ -20,7 +20,7 @@ setup(
     package_data={
         "zero_inference.models": ["presets/*.json"],
         "zero_inference.hardware": ["*.json"],
-        "zero_inference.report.html": ["page.html", "page.css", "page.js"],
+        "zero_inference.report": ["page.html", "page.css", "page.js"],
         **{package: ["*.cu", "*.cuh", "*.h", "*.cpp", "*.md"] for package in SOURCES},
     },
 )

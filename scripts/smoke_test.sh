@@ -26,7 +26,7 @@ import zero_inference
 from zero_inference.hardware.spec import TABLE
 from zero_inference.models.preset_table import PRESET_FOLDER
 from zero_inference.norms import rms_norm
-from zero_inference.report.html.page import FOLDER
+from zero_inference.report.page import FOLDER
 from zero_inference.kernels.extension import source_folder, sources
 
 x = torch.arange(1.0, 8.0).repeat(2, 1)

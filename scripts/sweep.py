@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 from zero_inference.records.field import as_number  # noqa: E402
 from zero_inference.records.read import read_records  # noqa: E402
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK  # noqa: E402
-from zero_inference.report.run import Run  # noqa: E402
-from zero_inference.report.terminal import print_short  # noqa: E402
+from zero_inference.report.command import print_short  # noqa: E402
+from zero_inference.report.run import Run, in_order, label_runs  # noqa: E402
 from zero_inference.utils.format import file_stem, printable  # noqa: E402
 from zero_inference.utils.processes import exit_on_stop, last_error_line, run_child  # noqa: E402
 
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             error = " ".join(str(result.get("error")).split())
             say(f"failed: {error} (see {args.log_dir / case.label}.out)")
-    print_short([Run.read(record) for record in results])
+    print_short(label_runs(in_order(map(Run.read, results))))
     return 0 if all(map(is_good, results)) else 1
 
 

@@ -16,7 +16,7 @@ from test_report import make_record, write_log
 
 from zero_inference.cli import console_main
 from zero_inference.records.hardware import HOST_COPY
-from zero_inference.report.html import figures
+from zero_inference.report import page as figures
 from zero_inference.report.run import Run, label_runs
 from zero_inference.utils.format import three_digits
 

@@ -15,7 +15,7 @@ from zero_inference.cli import console_main, main
 from zero_inference.records.field import list_keys
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import Record, Request, Result, StreamPlacement
-from zero_inference.report.prediction import prediction_rows
+from zero_inference.report.command import prediction_rows
 from zero_inference.report.run import Run
 
 ENGINES = {

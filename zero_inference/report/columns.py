@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,6 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
-def _bound_name(value: str) -> str:
-    return RATE_WORDS.get(value, value).removeprefix("the ")
-
-
 def _yes_no(value: bool) -> str:
     return "yes" if value else "no"
 
@@ -56,17 +52,11 @@ def _gpu_names(value: str) -> str:
     return one_line(", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none")
 
 
-def _decode_over_predicted(run: Run) -> float | None:
-    return run.time_over_predicted("decode")
-
-
-def _reader(path: str | Callable[[Run], Any]) -> Callable[[Run], Any]:
-    return path if callable(path) else lambda run: find(run, path)
-
-
 def _setting(name: str, header: str, of: Any = None, dtype: str = "string", rank: int = 3, **more: Any) -> RunColumn:
-    more = {"shown": "differs", **more}
-    return RunColumn(name, header, dtype=dtype, of=_reader(of or f"request.{name}"), rank=rank, **more)
+    """Declare a column of `of`: a path from the run, by default to the request, or a function of the run."""
+    path = of or f"request.{name}"
+    of = path if callable(path) else lambda run: find(run, path)
+    return RunColumn(name, header, dtype=dtype, of=of, rank=rank, **{"shown": "differs", **more})
 
 
 def _option(name: str, header: str, show: Any) -> RunColumn:
@@ -74,7 +64,8 @@ def _option(name: str, header: str, show: Any) -> RunColumn:
 
 
 def _result(name: str, header: str, show: Any = three_digits, of: Any = None, rank: int = 5, **more: Any) -> RunColumn:
-    return RunColumn(name, header, show, of=_reader(of or f"measured.{name}"), rank=rank, **more)
+    more = {"dtype": "Float64", "shown": "always", **more}
+    return _setting(name, header, of or f"measured.{name}", rank=rank, show=show, **more)
 
 
 def _detail(name: str, header: str, show: Any = three_digits, of: Any = None, **more: Any) -> RunColumn:
@@ -127,11 +118,26 @@ COLUMNS = (
     _setting("git_commit", "commit", "record.result.environment.git_commit", show=lambda text: text[:9], rank=9),
     _result("decode_throughput", "decode (token/s)", rank=0, best_first=True),
     _result("fraction_of_limit", "of limit (%)", _percent, "share_of_limit", 1, best_first=True),
-    _result("bound_by", "bound by", _bound_name, "bound_by", 2, dtype="string", shown="present"),
+    _result(
+        "bound_by",
+        "bound by",
+        lambda name: RATE_WORDS.get(name, name).removeprefix("the "),
+        "bound_by",
+        2,
+        dtype="string",
+        shown="present",
+    ),
     _result("prefill_latency_s", "TTFT (s)", rank=4),
     _result("total_throughput", "total (token/s)", rank=8, best_first=True),
     _result("decode_weights_gbps", "weights (GB/s)", of="measured.decode_weights_gb_per_s", rank=9, best_first=True),
-    _result("decode_over_predicted", "decode / predicted", decimals(2), _decode_over_predicted, 7, shown="present"),
+    _result(
+        "decode_over_predicted",
+        "decode / predicted",
+        decimals(2),
+        lambda run: run.time_over_predicted("decode"),
+        7,
+        shown="present",
+    ),
     _result(
         "expert_hit_rate", "expert hits (%)", _percent, "measured.experts.hit_rate", 8, shown="present", best_first=True
     ),
@@ -170,12 +176,11 @@ COMBINED = {
 
 def differing_columns(runs: Sequence[Run], for_people: bool = False) -> list[RunColumn]:
     """Return the main results and the settings in which runs differ; a value that only failed runs lack is no difference."""
-    good = [run for run in runs if run.record.status == STATUS_OK]
 
     def is_shown(column: RunColumn) -> bool:
         known = {column.value(run) for run in runs} - {None}
         if column.shown == "differs":
-            return len(known) > 1 or len({column.value(run) for run in good}) > 1
+            return len(known) > 1 or len({column.value(run) for run in runs if run.record.status == STATUS_OK}) > 1
         return column.shown == "always" or (column.shown == "present" and bool(known))
 
     return [column for column in COLUMNS if is_shown(column) and not (for_people and column.name in COMBINED)]

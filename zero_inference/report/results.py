@@ -87,7 +87,7 @@ def texts_of_ids(output_ids: Any, tokenizer: Any, ends: Collection[int]) -> list
 
 def print_results(request: Request, result: Result) -> None:
     """Print the results of a run that succeeded."""
-    measured, engine, scored = result.measured, result.engine, result.quality
+    measured, engine = result.measured, result.engine
     on_terminal = sys.stdout.isatty()
     width = min(WIDEST, shutil.get_terminal_size().columns) if on_terminal else WIDEST
     weights = weights_in_short(request.quant_bits, request.dtype)
@@ -101,14 +101,13 @@ def print_results(request: Request, result: Result) -> None:
         limit_in_words(measured.limit, moved, on_gpu),
         faster_in_words(request, measured),
         idle_in_words(measured.link_use, bool(moved.cores_bytes_per_step)) if on_gpu else None,
-        cores_in_words(moved, measured, stream.cores) if moved.cores_bytes_per_step and stream else None,
-        experts_in_words(measured.experts) if measured.experts else None,
-        graph_in_words(stream.decode_graph, on_gpu)
-        if stream and stream.decode_graph and stream.decode_graph.tried
-        else None,
+        cores_in_words(moved, measured, stream.cores) if stream else None,
+        experts_in_words(measured.experts),
+        graph_in_words(stream.decode_graph, on_gpu) if stream else None,
         steadiness.describe_slow_step(measured.evenness),
-        *(quality.format_scores(task, scores.as_dict()) for task, scores in scored.by_task or () if scores is not None),
     ]
+    scores = {task: scores for task, scores in result.quality.by_task or () if scores is not None}
+    lines += [quality.format_scores(task, each.as_dict()) for task, each in scores.items()]
     for line in filter(None, lines):
         print(textwrap.fill(printable(line), width, subsequent_indent="  ", break_long_words=False))
     sys.stdout.flush()
@@ -118,32 +117,24 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
     """Return the fraction of the roofline that decoding reached, and what bounds it; None if nothing does."""
     rates = limit.rates
 
+    def step(nbytes: float | None) -> str:
+        return f"{format_bytes(nbytes or 0)} a step"
+
     def rate(value: float | None) -> str:
         return f"{three_digits(value or 0)} GB/s"
 
-    copied = format_bytes(moved.host_to_device_bytes_per_step or 0)
+    copied, computed = step(moved.host_to_device_bytes_per_step), format_bytes(moved.cores_bytes_per_step or 0)
     measured = "measured in the loops" if rates.link_from == "loops" else f"+- {(rates.link_spread or 0) / 2:.1%}"
-    bounds = {
-        "link": ("the link's limit", f"{copied} a step at {rate(rates.link_gb_per_s)} ({rates.link_kind}, {measured})"),
-        "link_and_cores": (
-            "the limit of link and CPU",
-            f"{copied} a step over the link ({rate(rates.link_beside_cores_gb_per_s)}) and "
-            f"{format_bytes(moved.cores_bytes_per_step or 0)} by the CPU ({rate(rates.cores_gb_per_s)})",
-        ),
-        "disk": (
-            "the disk's limit",
-            f"{format_bytes(moved.disk_read_bytes_per_step or 0)} a step at {rate(rates.disk_gb_per_s)}",
-        ),
-        "device_memory": (
-            f"the limit of {'device memory' if on_gpu else 'host memory'}",
-            f"it copies {rate(rates.device_copy_gb_per_s)}",
-        ),
-        "matmul": ("the limit of matrix products", f"{three_digits(rates.matmul_tflops or 0)} TFLOP/s"),
-    }
-    if limit.bound_by not in bounds:
-        return None
-    name, detail = bounds[limit.bound_by]
-    return f"{limit.fraction_of_limit or 0:.1%} of {name}: {detail}"
+    memory = "device memory" if on_gpu else "host memory"
+    words = {
+        "link": f"the link's limit: {copied} at {rate(rates.link_gb_per_s)} ({rates.link_kind}, {measured})",
+        "link_and_cores": f"the limit of link and CPU: {copied} over the link "
+        f"({rate(rates.link_beside_cores_gb_per_s)}) and {computed} by the CPU ({rate(rates.cores_gb_per_s)})",
+        "disk": f"the disk's limit: {step(moved.disk_read_bytes_per_step)} at {rate(rates.disk_gb_per_s)}",
+        "device_memory": f"the limit of {memory}: it copies {rate(rates.device_copy_gb_per_s)}",
+        "matmul": f"the limit of matrix products: {three_digits(rates.matmul_tflops or 0)} TFLOP/s",
+    }.get(limit.bound_by or "")
+    return words and f"{limit.fraction_of_limit or 0:.1%} of {words}"
 
 
 def faster_in_words(request: Request, measured: Measured) -> str | None:
@@ -168,8 +159,10 @@ def faster_in_words(request: Request, measured: Measured) -> str | None:
     return f"faster: {', '.join(options)}" if options else None
 
 
-def cores_in_words(moved: MovedPerStep, measured: Measured, planned: Any) -> str:
+def cores_in_words(moved: MovedPerStep, measured: Measured, planned: Any) -> str | None:
     """Return the bytes that the CPU backend reads in a decode step of the last loop, its rate and the planned one."""
+    if not moved.cores_bytes_per_step:
+        return None
     line = f"each step: {format_bytes(moved.host_to_device_bytes_per_step or 0)} copied to the device, "
     line += f"{format_bytes(moved.cores_bytes_per_step)} read by the CPU"
     if moved.cores_busy_s_per_step:
@@ -181,16 +174,22 @@ def cores_in_words(moved: MovedPerStep, measured: Measured, planned: Any) -> str
     return line
 
 
-def experts_in_words(use: ExpertUse) -> str:
+def experts_in_words(use: ExpertUse | None) -> str | None:
     """Return the hit rate of the expert cache, and the bytes that it saved and fetched."""
     return (
-        f"expert cache: {use.hit_rate:.1%} hits, {format_bytes(use.saved_bytes_per_step)} a step saved, "
-        f"{format_bytes(use.fetched_bytes_per_step)} fetched"
+        None
+        if use is None
+        else (
+            f"expert cache: {use.hit_rate:.1%} hits, {format_bytes(use.saved_bytes_per_step)} a step saved, "
+            f"{format_bytes(use.fetched_bytes_per_step)} fetched"
+        )
     )
 
 
-def graph_in_words(graph: DecodeGraph, on_gpu: bool) -> str:
-    """Return the times of a step with and without a CUDA graph, or why there is no graph."""
+def graph_in_words(graph: DecodeGraph | None, on_gpu: bool) -> str | None:
+    """Return the times of a step with and without a CUDA graph, or why there is no graph; None if none was tried."""
+    if graph is None or not graph.tried:
+        return None
     if graph.unused_because is not None:
         return f"decode steps are launched kernel by kernel: {graph.unused_because}"
     graph_ms, launched_ms = (three_digits(1e3 * (seconds or 0)) for seconds in (graph.graph_s, graph.launched_s))

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from zero_inference.records.field import as_number
 from zero_inference.records.read import parse_log, read_records, warn
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK, Measured, Record, Request
 from zero_inference.utils.format import one_line
-from zero_inference.utils.log import LOG_LINES
 
 SUFFIXES = (".jsonl", ".log")
 LOOKED_AT_BYTES = 1 << 20
@@ -83,27 +82,21 @@ class Run:
         """Placement of weights and KV cache: `device`, `host`, `66% host` (the rest is on the device) or `disk`."""
         return self._placement(with_shares=True)
 
-    @property
-    def _host_share(self) -> float:
-        """Share of the layers whose weights are in host memory."""
-        if not self.request.cpu_offload:
-            return 1.0 if self.measured.device == "cpu" else 0.0
-        stream = self.record.result.engine.stream
-        resident, streamed = find(stream, "resident_layers") or 0, find(stream, "streamed_layers") or 0
-        return streamed / (resident + streamed) if resident + streamed > 0 else 1.0
-
     def _placement(self, with_shares: bool) -> str | None:
-        asked, share = self.request, self._host_share
+        asked, stream, on_cpu = self.request, self.record.result.engine.stream, self.measured.device == "cpu"
         if asked.cpu_offload is None and asked.disk_offload is None:
             return None
+        resident, streamed = find(stream, "resident_layers") or 0, find(stream, "streamed_layers") or 0
+        words = "host" if on_cpu else "device"
         if asked.disk_offload:
             words = "host" if asked.weights_place == "cpu" else "disk"
-        else:
+        elif asked.cpu_offload:
+            share = streamed / (resident + streamed) if resident + streamed > 0 else 1.0  # of the layers
             both = f"{share:.0%} host" if with_shares else "device+host"
             words = "device" if share == 0 else "host" if share > 0.99 else both
-        if "host" in words and asked.pin_memory is False and self.measured.device != "cpu":
-            words += " pageable" * (asked.engine in PAGE_LOCKING_ENGINES)
-        cached, stored = find(self.record.result.engine.stream, "expert_slot_bytes"), self.measured.weight_bytes
+        if "host" in words and asked.pin_memory is False and asked.engine in PAGE_LOCKING_ENGINES and not on_cpu:
+            words += " pageable"
+        cached, stored = find(stream, "expert_slot_bytes"), self.measured.weight_bytes
         if cached and stored and with_shares:
             words += f", {cached / stored:.0%} cached"
         return words + ", KV host" * bool(asked.kv_offload)
@@ -135,6 +128,10 @@ class Run:
         return None if self.failed else positive(self.measured.decode_throughput)
 
     @property
+    def total_throughput(self) -> float | None:
+        return None if self.failed else positive(self.measured.total_throughput)
+
+    @property
     def share_of_limit(self) -> float | None:
         return None if self.failed else positive(self.measured.limit.fraction_of_limit)
 
@@ -159,9 +156,10 @@ class Run:
 
     def given_options(self) -> dict[str, str]:
         """Return the options that differ from their defaults, by field name; a flag is `yes`."""
-        given = ((name.replace("-", "_"), value) for name, value in (self.request.options or {}).items())
         words = {
-            name: "yes" if value is True else one_line(value) for name, value in given if value not in (None, False)
+            name.replace("-", "_"): "yes" if value is True else one_line(value)
+            for name, value in (self.request.options or {}).items()
+            if value not in (None, False)
         }
         return {name: word for name, word in words.items() if word != str(DEFAULTS.get(name))}
 
@@ -185,22 +183,20 @@ def model_in_short(model: str) -> str:
 
 def label_runs(runs: Sequence[Run]) -> list[Run]:
     """Return the runs numbered in their order, with the options and the work in which they differ."""
-    given = [{name: value for name, value in run.given_options().items() if name in SPEED_OPTIONS} for run in runs]
+    given = [run.given_options() for run in runs]
     options = [name for name in SPEED_OPTIONS if len({each.get(name) for each in given}) > 1]
-    words = {"batch_size": "batch {}", "prompt_len": "prompt {}", "gen_len": "{} generated"}
-    words = {name: text for name, text in words.items() if len({getattr(run.request, name) for run in runs}) > 1}
-    several_models = len({run.model for run in runs}) > 1
-    labelled = []
-    for number, (run, values) in enumerate(zip(runs, given), start=1):
-        differing = ", ".join(
-            f"{name.replace('_', '-')} {_in_brief(values[name])}" for name in options if name in values
+    words = {"model": "{}", "batch_size": "batch {}", "prompt_len": "prompt {}", "gen_len": "{} generated"}
+    works = [{name: run.model if name == "model" else getattr(run.request, name) for name in words} for run in runs]
+    differing = [name for name in words if len({work[name] for work in works}) > 1]
+    return [
+        dataclasses.replace(
+            run,
+            number=number,
+            options=", ".join(f"{name.replace('_', '-')} {_in_brief(has[name])}" for name in options if name in has),
+            work=", ".join(words[name].format(work[name]) for name in differing if work[name] is not None),
         )
-        known = [
-            text.format(value) for name, text in words.items() if (value := getattr(run.request, name)) is not None
-        ]
-        work = ", ".join([run.model] * several_models + known)
-        labelled.append(dataclasses.replace(run, number=number, options=differing, work=work))
-    return labelled
+        for number, (run, has, work) in enumerate(zip(runs, given, works), start=1)
+    ]
 
 
 def _in_brief(value: str) -> str:
@@ -214,13 +210,12 @@ def in_order(runs: Iterable[Run]) -> list[Run]:
     def key(run: Run) -> tuple:
         asked = run.request
         work = (asked.batch_size or 0, asked.prompt_len or 0, asked.gen_len or 0)
-        speed = run.decode_throughput or 0, run.measured.total_throughput or 0
-        return run.model.lower(), *work, run.failed, *(-each for each in speed)
+        return run.model.lower(), *work, run.failed, -(run.decode_throughput or 0), -(run.total_throughput or 0)
 
     return sorted(runs, key=key)
 
 
-def grouped(runs: Iterable[Run], key: Any) -> dict[Any, list[Run]]:
+def grouped(runs: Iterable[Run], key: Callable[[Run], Any]) -> dict[Any, list[Run]]:
     """Return the runs by `key(run)`, in the order of their first run."""
     groups: dict[Any, list[Run]] = {}
     for run in runs:
@@ -230,15 +225,12 @@ def grouped(runs: Iterable[Run], key: Any) -> dict[Any, list[Run]]:
 
 def load_tree(roots: Sequence[Path]) -> list[Run]:
     """Return the runs in `roots` and all folders below, but for hidden ones; a folder that is reached twice counts once."""
-    runs: list[Run] = []
-    seen: set[str] = set()
+    folders: dict[str, Path] = {}
     for root in roots:
         for folder, below, _ in os.walk(root):
             below[:] = sorted(name for name in below if not name.startswith("."))
-            if (real := os.path.realpath(folder)) not in seen:
-                seen.add(real)
-                runs += load_runs(Path(folder))
-    return runs
+            folders.setdefault(os.path.realpath(folder), Path(folder))
+    return [run for folder in folders.values() for run in load_runs(folder)]
 
 
 def load_runs(folder: Path) -> list[Run]:
@@ -246,26 +238,18 @@ def load_runs(folder: Path) -> list[Run]:
     runs: list[Run] = []
     for path in sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file()):
         try:
-            if not looks_like_a_run(path):
-                continue
-            if path.suffix == ".jsonl":
+            with path.open("rb") as file:  # other programs write .jsonl and .log too, of any size
+                beginning = file.read(LOOKED_AT_BYTES)
+            found: list[dict[str, Any]] = []
+            if path.suffix == ".jsonl" and b'"status"' in beginning:
                 found = [record for record in read_records(path) if "status" in record]
-            elif path.with_name(f"{path.stem}.jsonl").is_file():
-                continue
-            else:
+            elif path.suffix == ".log" and b"model size" in beginning and not path.with_suffix(".jsonl").is_file():
                 found = [parse_log_name(path.stem) | block | {"status": STATUS_OK} for block in parse_log(path)]
         except OSError as error:
             warn(f"warning: {path} left out: {one_line(error)}")
             continue
         runs += [Run.read(record, path.name, str(folder)) for record in found]
     return runs
-
-
-def looks_like_a_run(path: Path) -> bool:
-    """Return whether the beginning of a file is that of runs: other programs write .jsonl and .log too, of any size."""
-    mark = b'"status"' if path.suffix == ".jsonl" else LOG_LINES[0][0][0].encode()
-    with path.open("rb") as file:
-        return mark in file.read(LOOKED_AT_BYTES)
 
 
 _LOG_NAME = re.compile(

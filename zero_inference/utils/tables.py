@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_inference.utils.format import LONGEST_TEXT, one_line, printable
 
@@ -48,6 +48,9 @@ class Column:
     def text(self, row: Any) -> str:
         value = self.value(row)
         return NOT_KNOWN if value is None else shorten_middle(printable(self.show(value)), LONGEST_TEXT)
+
+
+AnyColumn = TypeVar("AnyColumn", bound=Column)
 
 
 def shorten_middle(text: str, longest: int) -> str:
@@ -104,7 +107,7 @@ def render(
     return terminal_table(columns, texts, colour, width, gap)
 
 
-def shown_columns(rows: Sequence[Any], columns: Sequence[Column]) -> list[Column]:
+def shown_columns(rows: Sequence[Any], columns: Sequence[AnyColumn]) -> list[AnyColumn]:
     """Return the columns that any row has a value for."""
     return [column for column in columns if any(column.value(row) is not None for row in rows)]
 
