@@ -19,7 +19,8 @@ from forks import PROGRAM
 from test_machine import MACHINE
 
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.deepspeed import engine, memory, modules
+from zero_inference.engines.deepspeed import engine, modules
+from zero_inference.engines.deepspeed import plan as deepspeed_plan
 from zero_inference.errors import UsageError
 from zero_inference.hardware.machine import ProfiledMachine
 from zero_inference.measure.engine_overhead import _ThinModel
@@ -41,13 +42,13 @@ def planned(**options):
 @pytest.fixture
 def simulated(monkeypatch) -> list[int]:
     """Gathered bytes of each module of the last plan, which counts them for GPUs or several ranks alone."""
-    found, simulate = [], memory.simulate_fetches
+    found, simulate = [], deepspeed_plan.simulate_fetches
 
     def recorded(*args):
         found[:] = simulate(*args)
         return found
 
-    monkeypatch.setattr(memory, "simulate_fetches", recorded)
+    monkeypatch.setattr(deepspeed_plan, "simulate_fetches", recorded)
     return found
 
 
@@ -88,7 +89,7 @@ def test_a_head_is_fetched_beside_the_layers_that_the_limit_allows(simulated):
 def test_without_a_gpu_a_rank_keeps_what_it_dequantized_and_gathers_nothing():
     peaks = planned(model="opt-125m", cpu_offload=True, quant_bits=8).weights.memory.peaks
     assert {peak.nbytes for peak in peaks} == {2 * 50272 * 768}
-    assert peaks[0].layers == 0 and peaks[-1] == memory.ModulePeak(12, peaks[0].nbytes)
+    assert peaks[0].layers == 0 and peaks[-1] == deepspeed_plan.ModulePeak(12, peaks[0].nbytes)
 
 
 INTERRUPTED = """

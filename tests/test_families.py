@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_inference import load
 from zero_inference.cpu.products import quantize
-from zero_inference.engines.deepspeed.quantization import plan_quantization, quantize_dequantize
+from zero_inference.engines.deepspeed.quantization import choose_quantized, quantize_dequantize
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.engines.stream.vocabulary import find_head
 from zero_inference.errors import UsageError
@@ -189,7 +189,7 @@ def with_deepspeed_weights(model: nn.Module) -> nn.Module | None:
     """A copy with weights as DeepSpeed's int4 codes restore them; None where groups do not fit."""
     model = copy.deepcopy(model)
     try:
-        names = plan_quantization(model, SETTINGS, torch.float32).names
+        names = choose_quantized(model, SETTINGS, torch.float32)
     except UsageError:
         return None
     for name, parameter in model.named_parameters():

@@ -12,7 +12,6 @@ from conftest import FAMILIES, VOCAB, need_smollm2
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed import quantization
-from zero_inference.engines.deepspeed.config import quantization_settings
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
@@ -113,7 +112,7 @@ def test_stored_bytes_are_those_of_the_packed_format(checkpoints):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_cpu_dequantizes_row_by_row_what_deepspeed_does_at_once(bits, monkeypatch):
     monkeypatch.setattr(quantization, "BLOCK_NUMEL", 100)  # three rows of 32
-    settings = quantization_settings(RunConfig(quant_bits=bits, quant_group_size=16))
+    settings = quantization.quantization_settings(RunConfig(quant_bits=bits, quant_group_size=16))
     torch.manual_seed(bits)
     small, large = (torch.nn.Parameter(torch.randn(rows, 32).bfloat16(), requires_grad=False) for rows in (7, 11))
     for weight in (small, large):

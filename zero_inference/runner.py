@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from zero_inference.config.options import LOG_PREFIX, OPTIONS, PATHS
 from zero_inference.config.run_config import RunConfig, non_default_options, save_options
-from zero_inference.engines.deepspeed.config import read_ds_config
+from zero_inference.engines.deepspeed.plan import read_ds_config
 from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import ONLY_PLANNED, UsageError
 from zero_inference.hardware.machine import Machine, resolve_machine

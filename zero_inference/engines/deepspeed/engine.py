@@ -21,8 +21,6 @@ import torch
 
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress, refuse_written_weights
 from zero_inference.engines.cost_terms import CostTerms
-from zero_inference.engines.deepspeed.config import build_ds_config, measure_layers, quantization_settings
-from zero_inference.engines.deepspeed.memory import PartitionRules, WeightMemory, measure_weights
 from zero_inference.engines.deepspeed.modules import (
     build_modules,
     check_aio,
@@ -30,11 +28,19 @@ from zero_inference.engines.deepspeed.modules import (
     init_distributed,
     set_build_folder,
 )
+from zero_inference.engines.deepspeed.plan import (
+    StoredWeight,
+    WeightMemory,
+    build_ds_config,
+    measure_memory,
+    min_disk_bytes,
+    offload_device,
+    stored_weights,
+)
 from zero_inference.engines.deepspeed.quantization import (
-    QuantizationPlan,
     measure_dequantized_gb_per_s,
     patch_functionals,
-    plan_quantization,
+    quantization_settings,
     quantize_dequantize,
     quantize_parameter,
 )
@@ -58,7 +64,8 @@ class DeepSpeedPlan(EnginePlan):
     """
 
     ds_config: dict[str, Any]
-    quantization: QuantizationPlan | None  # None for 16 bits
+    settings: dict | None  # of quantization; None for 16 bits
+    stored: dict[str, StoredWeight]  # by name of the parameter
     memory: WeightMemory
 
     @property
@@ -78,21 +85,21 @@ class DeepSpeedPlan(EnginePlan):
             # a single rank waits for its copy stream before each layer and prefetches only then
             copies_wait_for_host=self.job.ranks.world_size == 1,
             overhead_negligible=False,  # hooks and dequantization take longer than a small model's operators
-            quantizes_all=self.quantization is not None,
+            quantizes_all=self.settings is not None,
         )
 
     def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        if self.quantization is None or name not in self.quantization.names:
+        if self.settings is None or not self.stored[name].quantized:
             return values
-        return quantize_dequantize(values.to(self.job.ranks.device), self.quantization.settings)
+        return quantize_dequantize(values.to(self.job.ranks.device), self.settings)
 
     def in_words(self) -> list[str]:
         lines = super().in_words() + self.dequantization_warning()
         if self.job.config.disk_offload and not self.footprint.disk:
-            min_bytes = PartitionRules.of(self.ds_config, self.job).min_disk_bytes
+            smallest = format_bytes(min_disk_bytes(self.ds_config))
             lines.append(
-                f"warning: --disk-offload: no weight of a layer has {format_bytes(min_bytes)} a rank, the least that DeepSpeed writes "
-                f"to disk: all stay {self.describe_location()}"
+                f"warning: --disk-offload: no weight of a layer has {smallest} a rank, the least that DeepSpeed writes to disk: "
+                f"all stay {self.describe_location()}"
             )
         return lines
 
@@ -108,11 +115,11 @@ class DeepSpeedPlan(EnginePlan):
         build_modules(*self.modules, say=current_progress().say)
 
     def measure_dequantized_gb_per_s(self, dtype: torch.dtype) -> float | None:
-        if self.quantization is None:
+        if self.settings is None:
             return None
         if _has_dequantize_kernel(self.job, dtype):
             build_modules(False, False, dequantize_on_gpu=True, say=None)
-        return measure_dequantized_gb_per_s(self.quantization.settings, dtype, self.job.ranks.device)
+        return measure_dequantized_gb_per_s(self.settings, dtype, self.job.ranks.device)
 
 
 def plan(job: Job) -> DeepSpeedPlan:
@@ -120,28 +127,23 @@ def plan(job: Job) -> DeepSpeedPlan:
     refuse_written_weights(job)
     config, dtype, empty = job.config, job.spec.dtype, job.empty_model
     _prepare_environment(config.verbose, job.ranks if job.machine.is_here else None)
-    quantization = None
-    if config.quantized:
-        settings = quantization_settings(config)
-        quantization = empty.cached(
-            ("quantization", str(settings)), lambda: plan_quantization(empty.model, settings, dtype)
-        )
+    settings = quantization_settings(config) if config.quantized else None
     stored_as = (config.quant_bits, config.group_size)
-    sizes = empty.cached(("layer sizes", *stored_as), lambda: measure_layers(empty.model, quantization, dtype))
-    ranks = job.ranks.world_size
-    ds_config = build_ds_config(config, dtype, sizes, ranks, job.pin_weights, job.free_device_bytes)
+    weights = empty.cached(("stored weights", *stored_as), lambda: stored_weights(empty.model, settings, dtype))
+    ds_config = build_ds_config(job, weights)
     zero = ds_config["zero_optimization"]
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and job.on_gpu
     memory = empty.cached(
-        ("weight memory", str(zero), *stored_as, ranks, job.on_gpu),
-        lambda: measure_weights(job, quantization, ds_config, pinned),
+        ("weight memory", str(zero), *stored_as, job.ranks.world_size, job.on_gpu),
+        lambda: measure_memory(job, weights, ds_config, pinned),
     )
     return DeepSpeedPlan(
         job,
         memory.footprint,
         pinned,
         ds_config,
-        quantization,
+        settings,
+        {weight.name: weight for weight in weights},
         memory,
         weight_bytes=memory.stored_bytes,
         fetched_bytes=memory.fetched_bytes["host"] + memory.fetched_bytes["disk"],
@@ -165,41 +167,45 @@ def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedM
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
     from deepspeed.utils import set_z3_leaf_modules
 
-    job, model, quantization = plan.job, plan.job.empty_model.model, plan.quantization
+    job, model = plan.job, plan.job.empty_model.model
     config, ranks = job.config, job.ranks
     _prepare_environment(config.verbose, ranks)
     init_distributed(ranks)
-    ds_config, shown_config = copy.deepcopy(plan.ds_config), copy.deepcopy(plan.ds_config)
+    ds_config = copy.deepcopy(plan.ds_config)
+    facts: dict[str, Any] = {"ds_config": copy.deepcopy(plan.ds_config)}
+    if plan.settings:
+        weights = plan.stored.values()
+        quantized = sum(weight.parameter.numel() for weight in weights if weight.quantized)
+        facts["quantized_fraction"] = quantized / sum(weight.parameter.numel() for weight in weights)
+        facts["not_quantized"] = [each.name for each in weights if each.parameter.dim() > 1 and not each.quantized]
     with ExitStack() as stack:  # on an error it undoes all; otherwise `close` does
         patches = stack.enter_context(Patches())
         if config.disk_offload:
             workspace = OffloadWorkspace(config.offload_path)
             stack.callback(workspace.close)
             ds_config["zero_optimization"]["offload_param"]["nvme_path"] = str(workspace.path)
-            shown_config["zero_optimization"]["offload_param"]["nvme_path"] = config.offload_dir
+            facts["ds_config"]["zero_optimization"]["offload_param"]["nvme_path"] = config.offload_dir
         context = deepspeed.zero.Init(config_dict_or_path=ds_config)
-        store = ParameterStore(context, plan, PartitionRules.of(ds_config, job))
+        store = ParameterStore(context, plan)
         stack.callback(store.close)
         patches.share_item(vars(coordinator), "get_all_parameters", _PartitionedParameters)
         load_weights(model, job.spec, config.seed, ranks.device, store.add, progress)
         model.to(ranks.device)  # buffers; the parameters are empty by now
         kinds = {type(layer) for layer in decoder_layers(model)[1]}
         set_z3_leaf_modules(model, sorted(kinds, key=lambda kind: kind.__name__))
-        # attributes and hooks that `initialize` adds, removed on close or on an error
-        before = {module: _names_in(module) for module in model.modules()}
-        additions: dict[torch.nn.Module, _Names] = {module: (set(), set(), set()) for module in before}
-        stack.callback(remove_additions, additions)
+        stack.callback(_forget_model, model)
+        before = {module: [set(table) for table in _tables(module)] for module in model.modules()}
         engine = deepspeed.initialize(model=model, config=ds_config)[0]
-        for module, (attributes, pre_hooks, hooks) in before.items():
-            now = _names_in(module)
-            additions[module] = now[0] - attributes, now[1] - pre_hooks, now[2] - hooks
+        added = {
+            module: [set(table) - names for table, names in zip(_tables(module), known)]
+            for module, known in before.items()
+        }
+        stack.callback(_remove_from_modules, added)
         engine.module.eval()
         store.count_transfers(model)
         stack.callback(engine.destroy)
-        facts: dict[str, Any] = {"ds_config": shown_config}
-        if quantization:
+        if plan.settings:
             stack.callback(patch_functionals().close)
-            facts |= {"quantized_fraction": quantization.fraction, "not_quantized": quantization.skipped}
         close = stack.pop_all().close
     return LoadedModel(
         model=engine.module,
@@ -253,14 +259,11 @@ class ParameterStore:
         weight_bytes: parameters so far, as stored, over all ranks.
     """
 
-    def __init__(self, context, plan: DeepSpeedPlan, rules: PartitionRules):
-        self.context, self.plan, self.rules = context, plan, rules
-        model = plan.job.empty_model.model
-        ids = {id(parameter) for layer in decoder_layers(model)[1] for parameter in layer.parameters()}
-        self.in_layers = {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+    def __init__(self, context, plan: DeepSpeedPlan):
+        self.context, self.plan = context, plan
         self.transfers = Transfers()
         self.weight_bytes = 0
-        self.swapper = context.param_swapper if rules.offload == "nvme" else None
+        self.swapper = context.param_swapper if offload_device(plan.ds_config) == "nvme" else None
         if self.swapper is not None:
             _make_swapper_safe(self.swapper)
 
@@ -279,12 +282,11 @@ class ParameterStore:
 
     def add(self, name: str, parameter: torch.nn.Parameter) -> None:
         parameter.data = parameter.data.to(self.plan.job.ranks.device)
-        quantization = self.plan.quantization
-        if quantization and name in quantization.names:
-            quantize_parameter(parameter, quantization.settings)
+        if self.plan.stored[name].quantized:
+            quantize_parameter(parameter, self.plan.settings)
         self.weight_bytes += parameter.nbytes
         self.context._convert_to_deepspeed_param(parameter)
-        if self.rules.location(parameter, parameter.ds_numel, name in self.in_layers) == "host":
+        if self.plan.memory.locations[name] == "host":
             self._allocate_host_partition(parameter)
         parameter.partition(has_been_updated=True)
 
@@ -293,7 +295,7 @@ class ParameterStore:
         from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
         aligned = self.context._aligned_size(parameter)
-        share = aligned // self.rules.world_size
+        share = aligned // self.plan.job.ranks.world_size
         parameter.ds_tensor = host_empty((share,), parameter.dtype, self.plan.pinned)
         parameter.ds_tensor.ds_numel = share
         parameter.ds_tensor.status = PartitionedParamStatus.AVAILABLE
@@ -303,7 +305,7 @@ class ParameterStore:
     def count_transfers(self, model) -> None:
         """Count bytes where ZeRO-3 fetches: host partitions at a gather, NVMe partitions at a swap-in."""
         transfers, swapper = self.transfers, self.swapper
-        if self.rules.offload == "none":
+        if offload_device(self.plan.ds_config) == "none":
             return
 
         def counted(gather):
@@ -364,36 +366,26 @@ def _make_swapper_safe(swapper) -> None:
         setattr(swapper, name, deferred(getattr(swapper, name)))
 
 
-_Names = tuple[set[str], set[int], set[int]]  # of a module's attributes, forward pre-hooks and forward hooks
+def _tables(module: torch.nn.Module) -> tuple[dict, dict, dict]:
+    """Return what `deepspeed.initialize` adds to: attributes, forward pre-hooks and forward hooks."""
+    return vars(module), module._forward_pre_hooks, module._forward_hooks
 
 
-def _names_in(module: torch.nn.Module) -> _Names:
-    return set(vars(module)), set(module._forward_pre_hooks), set(module._forward_hooks)
+def _remove_from_modules(added: dict[torch.nn.Module, list[set]]) -> None:
+    """Remove what DeepSpeed added to the `_tables` of modules, which holds the engine; the model cannot be called any more."""
+    for module, names in added.items():
+        module._parameters = vars(module).get("_original_parameters", module._parameters)
+        for table, keys in zip(_tables(module), names):
+            for key in keys:
+                table.pop(key, None)
 
 
-def remove_additions(additions: dict[torch.nn.Module, _Names]) -> None:
-    """Remove what DeepSpeed added to the modules of a model, after `engine.destroy`; the model cannot be called any more.
-
-    Attributes and hooks hold the engine, and DeepSpeed's global variables hold the model: with any of them left all weights stay in host
-    memory.
-
-    Args:
-        additions: for each module of the model, what `deepspeed.initialize` has added.
-    """
+def _forget_model(model: torch.nn.Module) -> None:
+    """Remove a model from DeepSpeed's global variables, which would keep all its weights in host memory."""
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-    for module, (names, pre_hooks, hooks) in additions.items():
-        module._parameters = vars(module).get("_original_parameters", module._parameters)
-        for added, of in (
-            (pre_hooks, module._forward_pre_hooks),
-            (hooks, module._forward_hooks),
-            (names, vars(module)),
-        ):
-            for key in added:
-                of.pop(key, None)
-    ids = set(map(id, additions))
-    additions.clear()
+    ids = set(map(id, model.modules()))
     # the model, and the modules that an error or a signal ended in
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if id(module) not in ids]

@@ -7,12 +7,11 @@ closes, and an embedding dequantizes only the rows that it reads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zero_inference.config.run_config import RunConfig
 from zero_inference.cpu.products import quantize
 from zero_inference.errors import UsageError
 from zero_inference.kernels.quantization import MIN_QUANTIZED_COLUMNS, GroupQuantization, group_size_refusal
@@ -22,7 +21,7 @@ from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.patching import Patches, SharedPatch
 from zero_inference.utils.timing import measure_median_s
 
-BLOCK_NUMEL = 1 << 18  # elements that a CPU dequantizes at once, to stay in its caches
+BLOCK_NUMEL = 1 << 18  # elements that are dequantized at once, to stay in a CPU's caches
 QUANTIZED_LAYERS = (nn.Linear, nn.Embedding)
 TIMED_SIZE = {"cuda": 8192, "cpu": 2048}  # rows and columns of the weight whose dequantization is timed
 TIMED_S = 0.1
@@ -30,33 +29,21 @@ TIMED_S = 0.1
 MIN_GROUPS = 32
 
 
-@dataclass
-class QuantizationPlan:
-    """Weights to quantize.
-
-    Attributes:
-        skipped: other parameters of two or more dimensions: not in nn.Linear or nn.Embedding, kept in float32 by their family, or too
-            narrow for groups.
-    """
-
-    settings: dict  # DeepSpeed's quantized_initialization block
-    names: set[str] = field(default_factory=set)  # parameters to quantize
-    skipped: list[str] = field(default_factory=list)
-    fraction: float = 0.0  # quantized share of all elements
+def quantization_settings(config: RunConfig) -> dict:
+    """Return DeepSpeed's `quantized_initialization` block."""
+    return {"num_bits": config.quant_bits, "group_size": config.group_size, "group_dim": 1, "symmetric": False}
 
 
-def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> QuantizationPlan:
-    """Choose nn.Linear and nn.Embedding weights of `dtype`, as DeepSpeed does.
+def choose_quantized(model: nn.Module, settings: dict, dtype: torch.dtype) -> set[str]:
+    """Return the names of the nn.Linear and nn.Embedding weights of `dtype`, which DeepSpeed quantizes.
 
-    Skipped are the unused tower of a wrapper, and weights that a decoder layer reads without calling their module: only that call
-    dequantizes.
+    Left out are weights too narrow for groups, the unused tower of a wrapper, and weights that a decoder layer reads without calling their
+    module: only that call dequantizes.
 
     Raises:
         UsageError: the last dimension of a weight that is not narrow is not a multiple of the group size, or too odd to pack.
     """
-    plan = QuantizationPlan(settings)
-    size = settings["group_size"]
-    chosen: set[int] = set()
+    size, chosen = settings["group_size"], set()
     excluded = {id(p) for p in unused_tower_parameters(model)} | _read_without_call(model)
     for module_name, module in model.named_modules():
         weight = module.weight if type(module) in QUANTIZED_LAYERS else None
@@ -67,16 +54,7 @@ def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> Q
             chosen.add(id(weight))
         elif last >= MIN_QUANTIZED_COLUMNS:
             raise group_size_refusal(size, f"{module_name}.weight", tuple(weight.shape), packing)
-    total = quantized = 0
-    for name, parameter in model.named_parameters():
-        total += parameter.numel()
-        if id(parameter) in chosen:
-            plan.names.add(name)
-            quantized += parameter.numel()
-        elif parameter.dim() > 1:
-            plan.skipped.append(name)
-    plan.fraction = quantized / total if total else 0.0
-    return plan
+    return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 
 def _read_without_call(model: nn.Module) -> set[int]:
@@ -93,14 +71,6 @@ def _read_without_call(model: nn.Module) -> set[int]:
             if type(module) in QUANTIZED_LAYERS and not reads.only_inside(f"{full}.weight", full):
                 found.add(id(module.weight))
     return found
-
-
-def stored_numel(quantization: QuantizationPlan | None, name: str, parameter: torch.Tensor) -> int:
-    """Return the elements, of its dtype, that `parameter` is stored in: packed codes, scales and minima if it is quantized."""
-    if quantization is None or name not in quantization.names:
-        return parameter.numel()
-    packed_bytes = parameter.numel() * quantization.settings["num_bits"] // 8
-    return packed_bytes // parameter.element_size() + 2 * (parameter.numel() // quantization.settings["group_size"])
 
 
 def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
@@ -124,29 +94,25 @@ def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
 
 
 def quantize_dequantize(values: torch.Tensor, settings: dict) -> torch.Tensor:
-    """Return `values` after quantizing and DeepSpeed's dequantization."""
-    restored = torch.empty_like(values)
-    rows = max(1, BLOCK_NUMEL // values.shape[-1])  # DeepSpeed's Python code takes many times the memory of its input
-    for chunk, out in zip(values.split(rows), restored.split(rows)):
-        parameter = nn.Parameter(chunk.clone(), requires_grad=False)
-        quantize_parameter(parameter, settings)
-        packed, scale, minimum = parameter.deconcat(parameter)
-        out.copy_(dequantize_rows(parameter.dequantizer, packed.view(torch.uint8), scale, minimum))
-    return restored
+    """Return `values` [rows, columns] after quantizing and DeepSpeed's dequantization."""
+    weight = nn.Parameter(values, requires_grad=False)
+    quantize_parameter(weight, settings)
+    return _dequantize_to(torch.empty_like(values), weight)
 
 
-def dequantize_rows(dequantizer, codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
-    """Dequantize a few rows.
+def _dequantize_to(out: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """Dequantize a few rows at a time into `out` [rows, columns]: DeepSpeed's Python code takes many times the memory of its input."""
+    packed, scale, minimum = weight.deconcat(weight)
+    parts = (out, packed.view(torch.uint8), scale, minimum)
+    for rows, *chunk in zip(*(part.split(max(1, BLOCK_NUMEL // out.shape[1])) for part in parts)):
+        rows.copy_(_dequantize_rows(weight.dequantizer, *chunk))
+    return out
 
-    Args:
-        codes: uint8 [rows, bytes].
-        scale, minimum: [rows, groups, 1].
 
-    Returns:
-        [rows, columns] in the dtype of `scale`.
-    """
+def _dequantize_rows(dequantizer, codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
+    """Return [rows, columns] of uint8 `codes` [rows, bytes], in the dtype of `scale` and `minimum` [rows, groups, 1]."""
     rows, groups_per_row = len(codes), scale.shape[1]
-    padding = max(0, -(-MIN_GROUPS // groups_per_row) - rows)
+    padding = max(0, -(-MIN_GROUPS // groups_per_row) - rows) if codes.is_cuda else 0
     if padding:
         codes = F.pad(codes, (0, 0, 0, padding))
         scale, minimum = (F.pad(each, (0, 0, 0, 0, 0, padding)) for each in (scale, minimum))
@@ -175,29 +141,19 @@ class _QuantizedLinear(SharedPatch):
     _buffer: torch.Tensor | None = None  # [numel of the largest weight so far], in the model's dtype
 
     def __call__(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        if getattr(weight, "weight_quantized", False):
-            weight = self._dequantize(weight)
-        return self.before(input, weight, *args, **kwargs)
-
-    def _dequantize(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a quantized weight as a plain one [rows, columns]; on a CPU in a buffer that the next call overwrites.
-
-        On a CPU DeepSpeed's Python code unpacks all codes to bytes first, and glibc did not always reuse that memory: it grew with each
-        token. So a few rows at a time are dequantized into one buffer.
-        """
+        if not getattr(weight, "weight_quantized", False):
+            return self.before(input, weight, *args, **kwargs)
         packed, scale, minimum = weight.deconcat(weight)
         codes = packed.view(torch.uint8)
-        if codes.device.type != "cpu":
-            return dequantize_rows(weight.dequantizer, codes, scale, minimum)
+        if codes.is_cuda:
+            return self.before(input, _dequantize_rows(weight.dequantizer, codes, scale, minimum), *args, **kwargs)
+        # all at once would unpack to bytes first, and glibc did not always reuse that memory: it grew with each token
         columns = codes.shape[1] * 8 // weight.dequantizer.config["num_bits"]
-        numel, rows = codes.shape[0] * columns, max(1, BLOCK_NUMEL // columns)
+        numel = len(codes) * columns
         if self._buffer is None or self._buffer.numel() < numel:
             self._buffer = None  # free it first
             self._buffer = host_empty((numel,), scale.dtype, pinned=False)
-        values = self._buffer[:numel].view(-1, columns)
-        for out, *chunk in zip(*(each.split(rows) for each in (values, codes, scale, minimum))):
-            out.copy_(weight.dequantizer.dequantize(*chunk))
-        return values
+        return self.before(input, _dequantize_to(self._buffer[:numel].view(-1, columns), weight), *args, **kwargs)
 
 
 class _QuantizedEmbedding(SharedPatch):
@@ -207,5 +163,5 @@ class _QuantizedEmbedding(SharedPatch):
             return self.before(input, weight, *args, **kwargs)
         packed, scale, minimum = weight.deconcat(weight)
         rows = input.reshape(-1)
-        values = dequantize_rows(weight.dequantizer, packed.view(torch.uint8)[rows], scale[rows], minimum[rows])
+        values = _dequantize_rows(weight.dequantizer, packed.view(torch.uint8)[rows], scale[rows], minimum[rows])
         return values.reshape(*input.shape, -1)
