@@ -174,14 +174,14 @@ def test_memory_for_a_crossing_is_what_a_pass_of_one_token_takes(family, monkeyp
     model, ids = small_model(family), prompts(3, 5)
     patch_attention(model)
     taken = set()
-    attend = CpuAttention.attend
+    attend = CpuAttention.__call__
 
     def watched(self, layer, query, window, mask):
         out = attend(self, layer, query, window, mask)
         taken.add((query.nbytes + sum(new.nbytes for new in layer.new_states), out.nbytes))  # before they are let go
         return out
 
-    monkeypatch.setattr(CpuAttention, "attend", watched)
+    monkeypatch.setattr(CpuAttention, "__call__", watched)
     generated(model, ids, 3, make(model, 8))
     assert taken == {attention_hand_off_bytes(model.config, 3, 4)}
 

@@ -121,8 +121,8 @@ def played(monkeypatch, seed: int):
 
 
 def cache_of(layers: int, wraps: bool = True) -> list:
-    pool = host._DeviceSlots(True, True, Transfers(), wraps)
-    return [host._HostLayer(pool, LENGTH) for _ in range(layers)]
+    ring = host._DeviceSlots(True, True, Transfers(), wraps)
+    return [host._HostLayer(ring, LENGTH) for _ in range(layers)]
 
 
 def states_of(layer: int, start: int, end: int, generation: int = 0) -> tuple[Memory, Memory]:
@@ -170,7 +170,7 @@ def generations_agree(monkeypatch, layers: int, seed: int, generations: int = 2,
                 for number in range(sharing):
                     attend(read[-1 - number % 2], layers - 1 - number % 2, end, generation)
                 start = end
-            cache[0].pool.wait()
+            cache[0].ring.wait()
             for layer in cache:
                 layer.length = 0
         machine.run(lambda: not any(stream.work for stream in machine.streams))

@@ -24,7 +24,6 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.machine import Machine
-from zero_inference.kv_cache.choose import cache_factory
 from zero_inference.kv_cache.device import DeviceKVCache, supports_preallocated
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.prompts import disable_cudnn_attention
@@ -231,8 +230,7 @@ class _State:
         return found
 
     def _host_cache(self) -> Any:
-        it = self.loaded
-        make = cache_factory(self.config, it.model, it.preallocated_cache, it.transfers, it.cpu_attention)
+        make = self.loaded.cache_factory(self.config)
         assert make is not None, "kv_offload has a cache of this package"
         return make()
 

@@ -25,12 +25,17 @@ from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.errors import UsageError
 from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.attention_patch import window_only_in_cache
-from zero_inference.kv_cache.cpu_attention import CpuAttention
-from zero_inference.kv_cache.device import sees_all_positions
-from zero_inference.kv_cache.host import SLOTS
+from zero_inference.kv_cache.cpu_attention import CpuAttention, CpuAttentionCache
+from zero_inference.kv_cache.device import (
+    DeviceKVCache,
+    PreallocatedCache,
+    sees_all_positions,
+    supports_preallocated,
+)
+from zero_inference.kv_cache.host import SLOTS, HostKVCache
 from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
-from zero_inference.models.sizes import ModelSizes, logits_bytes
+from zero_inference.models.sizes import ModelSizes, cache_class, logits_bytes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.hardware import LinkUse
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep
@@ -368,6 +373,26 @@ class LoadedModel:
     steps_to_settle: Callable[[], int] = lambda: 0
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
     writable: Sequence[torch.nn.Parameter] = ()
+
+    def cache_factory(self, config: RunConfig) -> Callable[[], PreallocatedCache] | None:
+        """Return a function that gives each loop its KV cache, empty and in the same memory; None leaves the cache to transformers."""
+        length, model_config = config.positions, self.model.config
+        on_host = model_config, length, config.pin_kv_cache, config.async_kv_offload, self.transfers
+        cache: PreallocatedCache
+        if config.kv_offload and self.cpu_attention is not None:
+            cache = CpuAttentionCache(*on_host, self.cpu_attention, cache_class(self.model))
+        elif config.kv_offload:
+            cache = HostKVCache(*on_host, cache_class(self.model))
+        elif self.preallocated_cache and supports_preallocated(self.model):
+            cache = DeviceKVCache(model_config, length)
+        else:
+            return None
+
+        def make() -> PreallocatedCache:
+            cache.reset()
+            return cache
+
+        return make
 
 
 def refuse_written_weights(job: Job) -> None:

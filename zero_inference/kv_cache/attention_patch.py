@@ -22,12 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_inference.cpu.attention import LogitOptions, attention_reference
-from zero_inference.kv_cache.cpu_attention import (
-    CpuAttention,
-    CpuAttentionCache,
-    CpuAttentionLayer,
-    UnsupportedAttention,
-)
+from zero_inference.kv_cache.cpu_attention import CpuAttentionCache, CpuAttentionLayer, UnsupportedAttention
 from zero_inference.kv_cache.device import DeviceKVCache, supports_preallocated
 from zero_inference.models.layers import copy_with_few_layers, layer_kinds
 from zero_inference.models.meta_pass import tensors_in
@@ -36,8 +31,7 @@ from zero_inference.utils.format import first_line
 from zero_inference.utils.patching import Patches, SharedPatch
 from zero_inference.utils.transfers import Transfers
 
-# other implementations have masks of another kind
-FUNCTIONS = ("sdpa", "eager")
+FUNCTIONS = ("sdpa", "eager")  # other implementations have masks of another kind
 TRIAL_PROMPT, TRIAL_STEPS = 6, 2  # tokens of a sequence
 TRIAL_WINDOW = 3  # sliding window
 SMALL_ELEMENTS = 1 << 16  # parameters up to this size get random numbers in a trial
@@ -110,7 +104,7 @@ def _trial_steps(
     kind, length = cache_class(copied), TRIAL_PROMPT + TRIAL_STEPS
     cache = DeviceKVCache(copied.config, length) if preallocated else new_cache(copied.config, kind)
     if cpu_attention:
-        cache = CpuAttentionCache(copied.config, length, False, False, Transfers(), _ReferenceAttention(), kind)
+        cache = CpuAttentionCache(copied.config, length, False, False, Transfers(), _reference_attention, kind)
     one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(copied).forward).parameters else {}
     ids = 1 + torch.arange(2 * length).reshape(2, length) % (copied.config.get_text_config(decoder=True).vocab_size - 1)
     mask = torch.ones_like(ids)
@@ -198,16 +192,11 @@ class _RandomProducts(TorchDispatchMode):
         return torch.randn(shape.shape, generator=self.generator)
 
 
-class _ReferenceAttention(CpuAttention):
-    """The same in plain PyTorch, without a pool."""
-
-    def __init__(self) -> None:
-        pass
-
-    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int, mask: Tensor | None) -> Tensor:
-        layer.store(*layer.new_states)
-        options: dict[str, Any] = dict(positions=layer.length, window=window, mask=mask)
-        return attention_reference(query, *layer.stored, layer.logits, **options).to(query.dtype).transpose(1, 2)
+def _reference_attention(layer: CpuAttentionLayer, query: Tensor, window: int, mask: Tensor | None) -> Tensor:
+    """Do what `CpuAttention` does in plain PyTorch, without a pool."""
+    layer.store(*layer.new_states)
+    options: dict[str, Any] = dict(positions=layer.length, window=window, mask=mask)
+    return attention_reference(query, *layer.stored, layer.logits, **options).to(query.dtype).transpose(1, 2)
 
 
 def patch_attention(model: PreTrainedModel) -> Patches:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,15 +24,13 @@ from transformers import DynamicCache
 from zero_inference.cpu.attention import LogitOptions, add_attention, attention, run_attention, submit_attention
 from zero_inference.cpu.hand_off import DirectCalls, HandOff
 from zero_inference.errors import RunError
-from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer
+from zero_inference.kv_cache.device import Pair, PreallocatedCache, PreallocatedLayer
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.model_sizes import kv_width
 from zero_inference.utils.transfers import Transfers
 
 CACHED_MASKS = 4  # a model has one or two kinds of masks in a pass
 MAX_BLOCK_POSITIONS = 64  # also the tile of the online softmax (csrc/cpu/attention_kernel.h)
-
-Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 def window_of(mask: Tensor) -> int:
@@ -62,11 +61,13 @@ class CpuAttentionCache(PreallocatedCache):
         max_length: positions to allocate: prompt plus generated tokens.
         pinned: page-lock the host memory (needs CUDA).
         asynchronous: write the prompt's keys and values without waiting for them (needs `pinned`).
+        attend: computes attention of a layer whose `new_states` are set, as `CpuAttention` does.
         config, kind, raises: as of `PreallocatedCache`.
 
     Attributes:
         pending: the layer whose new keys and values are on their way from `update` to the attention function.
         masks: the latest masks of the model, each with the result of `mask_on_host`.
+        in_flight: the prompt's keys and values are being copied to the host, on a stream of their own.
     """
 
     def __init__(
@@ -76,13 +77,15 @@ class CpuAttentionCache(PreallocatedCache):
         pinned: bool,
         asynchronous: bool,
         transfers: Transfers,
-        attention: CpuAttention,
+        attend: Callable[[CpuAttentionLayer, Tensor, int, Tensor | None], Tensor],
         kind: type[DynamicCache] = DynamicCache,
     ):
-        self.writer = PromptWriter(asynchronous, transfers)
-        self.max_length, self.attention, self.pinned = max_length, attention, pinned
+        self.max_length, self.pinned, self.asynchronous, self.transfers = max_length, pinned, asynchronous, transfers
+        self.attend = attend
         self.masks: list[tuple[Tensor, int, Tensor | None]] = []
         self.pending: CpuAttentionLayer | None = None
+        self.write_stream: torch.cuda.Stream | None = None
+        self.in_flight = False
         super().__init__(config, kind)
 
     def new_layer(self) -> PreallocatedLayer:
@@ -90,7 +93,9 @@ class CpuAttentionCache(PreallocatedCache):
 
     def reset(self) -> None:
         self.pending, self.masks = None, []
-        self.writer.wait()
+        if self.write_stream is not None:
+            self.write_stream.synchronize()
+            self.in_flight = False
         super().reset()
 
     def mask_on_host(self, mask: Tensor | None, positions: int) -> tuple[int, Tensor | None]:
@@ -105,6 +110,23 @@ class CpuAttentionCache(PreallocatedCache):
         host_mask = None if window else on_host
         self.masks = [*self.masks[1 - CACHED_MASKS :], (mask, window, host_mask)]
         return window, host_mask
+
+    def write(self, host: Tensor, blocks: Tensor) -> None:
+        """Copy `blocks` of a prompt from the GPU, after the kernels that compute them."""
+        if self.write_stream is None:
+            self.write_stream = torch.cuda.Stream(blocks.device)
+        self.write_stream.wait_stream(torch.cuda.current_stream(blocks.device))
+        with torch.cuda.stream(self.write_stream):
+            blocks.record_stream(self.write_stream)
+            host.copy_(blocks, non_blocking=self.asynchronous)
+        self.in_flight = True
+        self.transfers.device_to_host_bytes += blocks.nbytes
+
+    def await_prompt(self, device: torch.device) -> None:
+        """Make the current stream wait until the prompt's keys and values are on the host."""
+        if self.in_flight:
+            torch.cuda.current_stream(device).wait_stream(self.write_stream)
+            self.in_flight = False
 
 
 class CpuAttentionLayer(PreallocatedLayer):
@@ -122,12 +144,10 @@ class CpuAttentionLayer(PreallocatedLayer):
         self.logits: LogitOptions | None = None
         self.new_states: Pair | None = None
 
-    def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
+    def allocate(self, *states: Tensor) -> None:
         blocks, positions = blocks_for(self.max_length)
-        self.stored = tuple(
-            host_empty((blocks, *states.shape[:2], positions, states.shape[3]), states.dtype, self.cache.pinned)
-            for states in (key_states, value_states)
-        )
+        shapes = [(blocks, *each.shape[:2], positions, each.shape[3]) for each in states]
+        self.stored = tuple(host_empty(shape, self.dtype, self.cache.pinned) for shape in shapes)
 
     def append(self, states: Pair, start: int, end: int) -> tuple[Tensor, ...]:
         if self.cache.pending is not None:
@@ -135,13 +155,26 @@ class CpuAttentionLayer(PreallocatedLayer):
                 "a layer did not attend through transformers' attention functions, or changed its keys"
             )
         if start == 0:
-            self.cache.writer.write(self.stored, states, self.device)
+            for stored, new in zip(self.stored, states):
+                self._store_prompt(stored, new)
             return states
         self.new_states = states
         # Models expect this length. If a model computes with the placeholders itself, the next layer's `append` raises.
         placeholders = tuple(new[:, :, :1].expand(-1, -1, end, -1) for new in states)
         placeholders[0].cpu_attention_layer = self.cache.pending = self
         return placeholders
+
+    def _store_prompt(self, stored: Tensor, new: Tensor) -> None:
+        """Store `new` [batch, kv_heads, positions, dim] in the first blocks of `stored`."""
+        whole, rest = divmod(new.shape[2], stored.shape[3])
+        blocks = new.new_empty((whole + (rest > 0), *stored.shape[1:])) if new.is_cuda else stored
+        if whole:
+            in_blocks = new[:, :, : whole * stored.shape[3]].unflatten(2, (whole, stored.shape[3]))
+            blocks[:whole].copy_(in_blocks.permute(2, 0, 1, 3, 4))
+        if rest:
+            blocks[whole, :, :, :rest].copy_(new[:, :, -rest:])  # the rest of the block is never read
+        if new.is_cuda:
+            self.cache.write(stored[: len(blocks)], blocks)
 
     @staticmethod
     def of(key: Tensor) -> CpuAttentionLayer | None:
@@ -155,7 +188,7 @@ class CpuAttentionLayer(PreallocatedLayer):
         """Return attention [batch, new, heads, value_dim] of `query` [batch, heads, new, key_dim]; `mask` as of `mask_on_host`."""
         if self.new_states is None:
             raise UnsupportedAttention("a layer attends more than once to its keys")
-        out = self.cache.attention.attend(self, query, *self.cache.mask_on_host(mask, self.length))
+        out = self.cache.attend(self, query, *self.cache.mask_on_host(mask, self.length))
         self.new_states = None
         return out
 
@@ -166,54 +199,6 @@ class CpuAttentionLayer(PreallocatedLayer):
             for index in range(new.shape[2]):
                 block, position = divmod(first + index, stored.shape[3])
                 stored[block, :, :, position].copy_(new[:, :, index])
-
-    def read_bytes(self, new: int, window: int) -> int:
-        """Return the bytes of keys and values that attention of `new` tokens reads, once for all of them."""
-        positions = min(self.length, window + new - 1) if window else self.length
-        return positions * sum(stored[0, :, :, 0].nbytes for stored in self.stored)
-
-
-class PromptWriter:
-    """Copies the prompt's keys and values to the host, on a stream of its own."""
-
-    def __init__(self, asynchronous: bool, transfers: Transfers):
-        self.asynchronous, self.transfers = asynchronous, transfers
-        self.stream: torch.cuda.Stream | None = None
-        self.in_flight = False
-
-    def write(self, stored: tuple[Tensor, ...], states: tuple[Tensor, ...], device: torch.device) -> None:
-        """Store `states` [batch, kv_heads, positions, dim] in the first blocks of `stored`."""
-        for host, new in zip(stored, states):
-            whole, rest = divmod(new.shape[2], host.shape[3])
-            blocks = new.new_empty((whole + (rest > 0), *host.shape[1:])) if new.is_cuda else host
-            if whole:
-                in_blocks = new[:, :, : whole * host.shape[3]].unflatten(2, (whole, host.shape[3]))
-                blocks[:whole].copy_(in_blocks.permute(2, 0, 1, 3, 4))
-            if rest:
-                blocks[whole, :, :, :rest].copy_(new[:, :, -rest:])  # the rest of the block is never read
-            if new.is_cuda:
-                self._copy(host[: len(blocks)], blocks, device)
-
-    def _copy(self, host: Tensor, blocks: Tensor, device: torch.device) -> None:
-        if self.stream is None:
-            self.stream = torch.cuda.Stream(device)
-        self.stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self.stream):
-            blocks.record_stream(self.stream)
-            host.copy_(blocks, non_blocking=self.asynchronous)
-        self.in_flight = True
-        self.transfers.device_to_host_bytes += blocks.nbytes
-
-    def await_prompt(self, device: torch.device) -> None:
-        """Make the current stream wait until the prompt's keys and values are on the host."""
-        if self.in_flight:
-            torch.cuda.current_stream(device).wait_stream(self.stream)
-            self.in_flight = False
-
-    def wait(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()
-            self.in_flight = False
 
 
 class UnsupportedAttention(RunError):
@@ -246,35 +231,34 @@ class CpuAttention:
         self.calls, self.pool, self.transfers, self.cpus = calls, calls.pool, calls.transfers, cpus
         self.tasks: dict[CpuAttentionLayer, int] = {}  # numbers of `add_attention`
 
-    def attend(self, layer: CpuAttentionLayer, query: Tensor, window: int, mask: Tensor | None) -> Tensor:
+    def __call__(self, layer: CpuAttentionLayer, query: Tensor, window: int, mask: Tensor | None) -> Tensor:
         """Store the layer's `new_states` as the last of its `length` positions, and attend with window and mask as of `attention`.
 
         query [batch, heads, new, key_dim], where the model computes -> [batch, new, heads, value_dim] there.
         """
         batch, heads, new, _ = query.shape
         keys, values = layer.stored
-        self.transfers.cpu_bytes += layer.read_bytes(new, window)
+        task, length, pool = self.tasks.get(layer), layer.length, self.pool
+        positions = min(length, window + new - 1) if window else length  # read once for all new tokens
+        self.transfers.cpu_bytes += positions * sum(stored[0, :, :, 0].nbytes for stored in layer.stored)
         packed = torch.cat([part.flatten() for part in (query, *layer.new_states)])  # one buffer, one hand-off
         out = query.new_empty((batch, new, heads, values.shape[4]))
-        calls = self.calls
-        fits = not isinstance(calls, HandOff) or (
-            packed.nbytes <= calls.input.nbytes and out.nbytes <= calls.output.nbytes
-        )
-        if mask is not None or not fits:
+        hand_off = self.calls if isinstance(self.calls, HandOff) else None
+        too_large = hand_off and (packed.nbytes > hand_off.input.nbytes or out.nbytes > hand_off.output.nbytes)
+        if mask is not None or too_large:
             return self._attend_blocking(layer, query, packed, window, mask)
-        if layer not in self.tasks:
-            self.tasks[layer] = add_attention(self.pool, keys, values, heads, layer.logits)
-        task, length = self.tasks[layer], layer.length
-        if isinstance(calls, HandOff):
-            layer.cache.writer.await_prompt(out.device)
-            target = calls.output.data_ptr()
-            calls.run(
+        if task is None:
+            task = self.tasks[layer] = add_attention(pool, keys, values, heads, layer.logits)
+        if hand_off:
+            layer.cache.await_prompt(out.device)
+            target = hand_off.output.data_ptr()
+            hand_off.run(
                 [packed],
                 [out],
-                lambda sources, call: submit_attention(self.pool, task, sources[0], target, new, length, window, call),
+                lambda sources, call: submit_attention(pool, task, sources[0], target, new, length, window, call),
             )
         else:
-            run_attention(self.pool, task, packed, out, new, length, window)
+            run_attention(pool, task, packed, out, new, length, window)
         return out
 
     def _attend_blocking(
@@ -283,23 +267,16 @@ class CpuAttention:
         """Attend with masks that no window expresses and with more tokens than the hand-off's buffers hold, while the host waits."""
         states = (query, *layer.new_states)
         if packed.is_cuda:
-            layer.cache.writer.await_prompt(packed.device)
+            layer.cache.await_prompt(packed.device)
             self.transfers.device_to_host_bytes += packed.nbytes
         parts = packed.cpu().split([part.numel() for part in states])
         on_host, key, value = (part.view(like.shape) for part, like in zip(parts, states))
         layer.store(key, value)
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self.cpus or before)  # threads that are started here inherit it
+        options: dict[str, Any] = dict(positions=layer.length, window=window, mask=mask, threads=self.pool.threads)
         try:
-            out = attention(
-                on_host,
-                *layer.stored,
-                layer.logits,
-                positions=layer.length,
-                window=window,
-                mask=mask,
-                threads=self.pool.threads,
-            ).transpose(1, 2)
+            out = attention(on_host, *layer.stored, layer.logits, **options).transpose(1, 2)
         finally:
             os.sched_setaffinity(0, before)
         if packed.is_cuda:

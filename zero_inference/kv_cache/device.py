@@ -22,9 +22,16 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.models.sizes import cache_class, new_cache
 
 T = TypeVar("T")
+Pair = tuple[Tensor, Tensor]  # keys and values
 
-# values of a config's `layer_types`
-KEY_VALUE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+KEY_VALUE_LAYERS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+}  # of a config's `layer_types`
+STATE_OF_CACHE = ("layers", "layer_class_to_replicate")
+STATE_OF_LAYER = ("keys", "values", "is_initialized", "device", "dtype", "cumulative_length")
 
 
 def supports_preallocated(model: torch.nn.Module) -> bool:
@@ -42,10 +49,9 @@ def why_not_offloaded(model: torch.nn.Module) -> str | None:
     if not _takes_cache(model):
         return "takes no past_key_values"
     try:
-        own = new_cache(model.config, cache_class(model))
+        return _why_not_replaceable(new_cache(model.config, cache_class(model)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         return f"has no cache that transformers can make ({type(error).__name__}: {error})"
-    return _why_not_replaceable(own)
 
 
 def refuse_kv_offload(model: torch.nn.Module, window_only_in_cache: bool = False) -> None:
@@ -64,12 +70,10 @@ def _refusal(config: Any, reason: str) -> UsageError:
 
 def _why_not_replaceable(own: Cache) -> str | None:
     """Return why our caches cannot hold the keys and values of transformers' cache `own`; None where they can."""
-    kinds = {type(layer).__name__ for layer in own.layers if has_keys(layer) and not _is_replaceable(layer)}
-    if kinds:
+    layers = list(filter(has_keys, own.layers))
+    if kinds := {type(layer).__name__ for layer in layers if not _is_replaceable(layer)}:
         return f"keeps them in a form of its own ({', '.join(sorted(kinds))})"
-    if own.layers and not any(map(has_keys, own.layers)):
-        return "has no layers that keep keys and values"
-    return None
+    return "has no layers that keep keys and values" if own.layers and not layers else None
 
 
 def sees_all_positions(config, length: int) -> bool:
@@ -93,20 +97,13 @@ def _is_replaceable(layer: CacheLayerMixin) -> bool:
     )
 
 
-@functools.cache
-def _both(ours: Any, own: Any) -> type:
-    return type(f"{ours.__name__}And{own.__name__}", (ours, own), {})
-
-
 def with_state_of(own: Any, ours: T, replaced: tuple[str, ...]) -> T:
     """Return `ours` with the class of `own` as a second base class and its state, except the attributes `replaced`.
 
     So a layer can also have a recurrence's state, and a cache can be of the class that a model checks for.
     """
-    kind: Any = type(own)
-    if not isinstance(ours, kind):
-        found: Any = type(ours)
-        ours.__class__ = _both(found, kind)
+    if not isinstance(ours, type(own)):
+        ours.__class__ = type(f"{type(ours).__name__}And{type(own).__name__}", (type(ours), type(own)), {})
     vars(ours).update({name: value for name, value in vars(own).items() if name not in replaced})
     return ours
 
@@ -125,17 +122,17 @@ class PreallocatedLayer(CacheLayerMixin):
     def __init__(self, max_length: int):
         super().__init__()
         self.max_length, self.length = max_length, 0
-        self.stored: tuple[Tensor, Tensor] | None = None
+        self.stored: Pair | None = None
         self.dtype: Any = None
         self.device: Any = None
 
     @abstractmethod
-    def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
+    def allocate(self, *states: Tensor) -> None:
         """Set `stored` for states [batch, heads, new, head_dim] like these."""
 
-    @abstractmethod
-    def append(self, states: tuple[Tensor, Tensor], start: int, end: int) -> tuple[Tensor, ...]:
+    def append(self, states: Pair, start: int, end: int) -> Pair:
         """Store `states` [batch, heads, end - start, head_dim]; return all positions, [batch, heads, end, head_dim]."""
+        return store(self.stored, states, start, end)
 
     def lazy_initialization(self, *states: Tensor, **others: Any) -> None:
         """Allocate memory for keys and values like `states`, or for `others`, states of a recurrence."""
@@ -169,13 +166,19 @@ class PreallocatedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.max_length
 
-    get_max_cache_shape = get_max_length
-
     def reset(self) -> None:
         self.length = 0
 
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.stored) if self.stored else 0
+
+
+def store(stored: Pair, states: Pair, start: int, end: int) -> Pair:
+    """Write `states` to positions start..end of `stored` [batch, heads, positions, head_dim]; return all positions up to `end`."""
+    keys, values = (side[:, :, :end] for side in stored)
+    keys[:, :, start:].copy_(states[0])
+    values[:, :, start:].copy_(states[1])
+    return keys, values
 
 
 class PreallocatedCache(Cache):
@@ -195,7 +198,7 @@ class PreallocatedCache(Cache):
         own = self.new_own()
         if reason := _why_not_replaceable(own):
             raise _refusal(config, reason)
-        super().__init__(layers=[self._layer(layer) for layer in own.layers])
+        super().__init__(layers=[self._replaced(layer) for layer in own.layers])
         if own.layer_class_to_replicate is not None:  # created when first used
             self.layer_class_to_replicate = self.new_layer
         if type(own) is not DynamicCache:  # of a model that requires it
@@ -205,7 +208,7 @@ class PreallocatedCache(Cache):
     def new_layer(self) -> PreallocatedLayer:
         """Return an empty layer."""
 
-    def _layer(self, own: Any) -> Any:
+    def _replaced(self, own: Any) -> Any:
         if not has_keys(own):
             return own
         plain = type(own) in (DynamicLayer, DynamicSlidingWindowLayer)
@@ -234,10 +237,6 @@ class PreallocatedCache(Cache):
                 with_state_of(new, self.layers[index], STATE_OF_LAYER)
         if type(own) is not DynamicCache:
             with_state_of(own, self, STATE_OF_CACHE)
-
-
-STATE_OF_CACHE = ("layers", "layer_class_to_replicate")
-STATE_OF_LAYER = ("keys", "values", "is_initialized", "device", "dtype", "cumulative_length")
 
 
 class DeviceKVCache(PreallocatedCache):
@@ -302,10 +301,9 @@ class _DeviceLayer(PreallocatedLayer):
         self.memory: list[Tensor] = []
         self.write_position: Tensor | None = None
 
-    def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
-        states = key_states, value_states  # [batch, heads, new, head_dim]
+    def allocate(self, *states: Tensor) -> None:
         if not self.memory:  # zeros: a mask hides unfilled positions, but a NaN there would spread
-            positions = (self.rows or key_states.shape[0]) * self.planned_length
+            positions = (self.rows or states[0].shape[0]) * self.planned_length
             self.memory = [each.new_zeros(positions * each.shape[1] * each.shape[3]) for each in states]
         shapes = [(*each.shape[:2], self.max_length, each.shape[3]) for each in states]
         self.stored = tuple(memory[: math.prod(shape)].view(shape) for memory, shape in zip(self.memory, shapes))
@@ -317,8 +315,3 @@ class _DeviceLayer(PreallocatedLayer):
         for stored, new in zip(self.stored, (key_states, value_states)):
             stored.index_copy_(2, self.write_position, new)
         return self.stored
-
-    def append(self, states: tuple[Tensor, Tensor], start: int, end: int) -> tuple[Tensor, ...]:
-        for stored, new in zip(self.stored, states):
-            stored[:, :, start:end].copy_(new)
-        return tuple(stored[:, :, :end] for stored in self.stored)

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer
+from zero_inference.kv_cache.device import Pair, PreallocatedCache, PreallocatedLayer, store
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.transfers import Transfers
 
 # One is read while two are filled: with two, the link would idle until attention releases a slot.
 SLOTS = 3
-
-Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 class HostKVCache(PreallocatedCache):
@@ -49,14 +47,14 @@ class HostKVCache(PreallocatedCache):
         # layers without keys of their own read those of the last layers that have some, from their slots
         shares = bool(getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
         self.max_length = max_length
-        self._pool = _DeviceSlots(pinned, asynchronous, transfers, wraps=not shares)
+        self._ring = _DeviceSlots(pinned, asynchronous, transfers, wraps=not shares)
         super().__init__(config, kind)
 
     def new_layer(self) -> PreallocatedLayer:
-        return _HostLayer(self._pool, self.max_length)
+        return _HostLayer(self._ring, self.max_length)
 
     def reset(self) -> None:
-        self._pool.wait()
+        self._ring.wait()
         super().reset()
 
 
@@ -69,19 +67,20 @@ class _HostLayer(PreallocatedLayer):
         sizes: batch, heads, head_dim of keys and of values.
     """
 
-    def __init__(self, pool: _DeviceSlots, max_length: int):
+    def __init__(self, ring: _DeviceSlots, max_length: int):
         super().__init__(max_length)
-        self.pool, self.index = pool, -1
+        self.ring, self.index = ring, -1
 
-    def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.sizes = tuple((one.shape[0], one.shape[1], one.shape[3]) for one in (key_states, value_states))
+    def allocate(self, *states: Tensor) -> None:
+        self.sizes = tuple((one.shape[0], one.shape[1], one.shape[3]) for one in states)
         elements = sum(math.prod(size) for size in self.sizes)
-        self.rows = host_empty((self.max_length, elements), key_states.dtype, self.pool.pinned)
+        self.rows = host_empty((self.max_length, elements), states[0].dtype, self.ring.pinned)
         self.stored = self.views(self.rows)
         if self.index < 0:
-            self.index = len(self.pool.layers)
-            self.pool.layers.append(self)
-        self.pool.prepare(self.rows, self.device)
+            self.index = len(self.ring.layers)
+            self.ring.layers.append(self)
+        if self.device.type == "cuda":
+            self.ring.prepare(self.rows, self.device)
 
     def views(self, rows: Tensor) -> Pair:
         """Return keys and values [batch, heads, positions, head_dim] as views of `rows` [positions, elements], here or in a slot."""
@@ -90,7 +89,9 @@ class _HostLayer(PreallocatedLayer):
         return keys, values
 
     def append(self, states: Pair, start: int, end: int) -> Pair:
-        return self.pool.append(self, states, start, end)
+        if self.device.type == "cuda":
+            return self.ring.append(self, states, start, end)
+        return super().append(states, start, end)
 
 
 class _Slot:
@@ -137,8 +138,6 @@ class _DeviceSlots:
 
     def prepare(self, rows: Tensor, device: torch.device) -> None:
         """Allocate slots that hold such rows; called with the first tokens, when slots hold nothing that is needed."""
-        if device.type != "cuda":
-            return
         if self.fetch_stream is None:
             self.fetch_stream, self.write_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
             # recorded again for each layer: earlier waits refer to earlier recordings
@@ -151,14 +150,12 @@ class _DeviceSlots:
 
     def append(self, layer: _HostLayer, new: Pair, start: int, end: int) -> Pair:
         """Store `new` [batch, heads, new, head_dim] at positions start..end; return all positions up to `end`."""
-        if layer.device.type != "cuda":
-            return _store(layer.stored, new, start, end)
         compute = torch.cuda.current_stream(layer.device)
         if start == 0:  # a prompt attends to the states themselves
             slot = self._next_slot()
             compute.wait_event(slot.written)
             rows, stored = slot.views_for(layer)
-            _store(stored, new, start, end)
+            store(stored, new, start, end)
             self._write(layer.rows[:end], rows[:end], compute)
             slot.written.record(self.write_stream)
             return new
@@ -168,7 +165,7 @@ class _DeviceSlots:
         slot = self.filled.pop(layer.index)
         compute.wait_event(slot.filled)
         rows, stored = slot.views_for(layer)
-        found = _store(stored, new, start, end)
+        found = store(stored, new, start, end)
         self._write(layer.rows[start:end], rows[start:end], compute)
         return found
 
@@ -214,11 +211,3 @@ class _DeviceSlots:
             self.fetch_stream.synchronize()
             self.write_stream.synchronize()
         self.filled.clear()
-
-
-def _store(stored: Pair, new: Pair, start: int, end: int) -> Pair:
-    """Write `new` to positions start..end of `stored` [batch, heads, positions, head_dim]; return all positions up to `end`."""
-    keys, values = (side[:, :, :end] for side in stored)
-    keys[:, :, start:].copy_(new[0])
-    values[:, :, start:].copy_(new[1])
-    return keys, values

@@ -22,7 +22,6 @@ from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware.profile import EngineOverhead
 from zero_inference.kernels.products import FUSED_ROWS
-from zero_inference.kv_cache.choose import cache_factory
 from zero_inference.measure.loops import measure_loops
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.spec import resolve_model
@@ -156,9 +155,7 @@ class _ThinModel:
         """Return the shortest prefill and the shortest decode step of a few generations of a batch of 1, after `warmup` others."""
         job, loaded = self.plan.job, self.loaded
         ids = torch.zeros(1, job.config.prompt_len, dtype=torch.int64)
-        make_cache = cache_factory(
-            job.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.cpu_attention
-        )
+        make_cache = loaded.cache_factory(job.config)
         loops = measure_loops(loaded, ids, TOKENS[loaded.device.type], LOOPS, warmup, job.ranks, make_cache).loops
         return min(loop.prefill_s for loop in loops), min(step for loop in loops for step in loop.step_s)
 

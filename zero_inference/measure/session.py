@@ -20,7 +20,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
-from zero_inference.kv_cache.choose import cache_factory
 from zero_inference.measure import steadiness
 from zero_inference.measure.correctness import ReferenceLayers
 from zero_inference.measure.loops import Measurement, generate_ids, measure_loops
@@ -133,7 +132,7 @@ def measure_run(
     return_free_memory()  # of the measurement
     monitor = LoopMonitor(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
-    make_cache = cache_factory(config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.cpu_attention)
+    make_cache = loaded.cache_factory(config)
     forced_tokens = None
     if job.spec.dummy_routing == "text":
         forced_tokens = draw_tokens(own, config.gen_len, job.spec.text_config.vocab_size, config.seed)
