@@ -36,8 +36,8 @@ from zero_inference.config.options import OPTIONS
 from zero_inference.config.run_config import parse_options
 from zero_inference.errors import UsageError
 from zero_inference.utils import GB
+from zero_inference.utils.format import render, shown_columns
 from zero_inference.utils.processes import ChildRun
-from zero_inference.utils.tables import render, shown_columns
 
 TINY = "--engine resident --prompt-len 6 --gen-len 4 --dtype float32 --loops 2".split()
 

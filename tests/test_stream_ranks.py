@@ -95,7 +95,7 @@ REFUSED = (
     + """
 import resource
 from zero_inference.errors import RunError
-from zero_inference.utils.shared_memory import SharedMemory
+from zero_inference.utils.host_memory import SharedMemory
 
 def refused(nbytes):
     try:

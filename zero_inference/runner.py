@@ -112,7 +112,7 @@ def _run(
         refuse_differences(ranks, lambda: compared_options(config, spec, ranks, questions))
         plan = plan_run(config, spec, ranks, empty_model)
         output_ids, tokenizer, prompts = _measure(plan, files, progress, questions, compiled_before_s)
-        progress.clear()
+        progress.close()
         ranks.barrier()
     ends = eos_token_ids(spec, tokenizer)
     try:

@@ -19,9 +19,9 @@ from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import RunError, UsageError
 from zero_inference.records.schema import STATUS_OK
+from zero_inference.utils.format import FORMATS, PIPED_WIDTH, print_rows, shown_columns
 from zero_inference.utils.processes import exit_on_stop
 from zero_inference.utils.progress import Progress, use_progress
-from zero_inference.utils.tables import FORMATS, PIPED_WIDTH, print_rows, shown_columns
 
 WARMUP_SPREAD = 0.05
 WARMUP_TRIES = 10

@@ -23,8 +23,7 @@ from zero_inference.architectures.comparison import (
     summarize,
 )
 from zero_inference.records.schema import STATUS_OK
-from zero_inference.utils.format import decimals, format_gib_exact, format_percent
-from zero_inference.utils.tables import Column
+from zero_inference.utils.format import Column, decimals, format_gib_exact, format_percent
 
 SETTINGS = {"model": "model", "engine": "engine", "dtype": "type", "quant_bits": "bits", "runs": "runs"}
 PHASES = ("decode", "prefill", "total")

@@ -21,9 +21,8 @@ from zero_inference.cpu.experts import WeightedRows
 from zero_inference.cpu.library import require_library
 from zero_inference.cpu.pool import ARRIVED, DONE, FLAG_BYTES, STOP, CpuPool, Routing, Task, flag_bytes
 from zero_inference.errors import RunError
-from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.host_memory import SharedMemory, host_empty
 from zero_inference.utils.ranks import Ranks
-from zero_inference.utils.shared_memory import SharedMemory
 from zero_inference.utils.transfers import Transfers
 
 SIGNAL_CHECK_US = 100_000  # while a rank waits, Python handles signals this often

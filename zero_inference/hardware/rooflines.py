@@ -29,10 +29,17 @@ from zero_inference.hardware.profile import WeightFormat
 from zero_inference.hardware.spec import LANE_RATES, link_gb_per_s
 from zero_inference.kernels.extension import load_extension
 from zero_inference.utils.environment import available_host_bytes
-from zero_inference.utils.format import first_line, format_bytes, significant, three_digits
+from zero_inference.utils.format import (
+    PIPED_WIDTH,
+    Column,
+    first_line,
+    format_bytes,
+    print_rows,
+    significant,
+    three_digits,
+)
 from zero_inference.utils.progress import current_progress
 from zero_inference.utils.ranks import Ranks
-from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows
 
 EXPECTED_SHARE = 0.8  # of a link's rate; packet headers take the rest (an H200 has 55.5 of 63.0 GB/s)
 SMI_FIELDS = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"

@@ -26,8 +26,15 @@ from zero_inference.hardware.profile import (
     describe_first,
     read_profile,
 )
-from zero_inference.utils.format import UNIT_BYTES, closest, decimals, parse_number_and_unit
-from zero_inference.utils.tables import PIPED_WIDTH, Column, print_rows
+from zero_inference.utils.format import (
+    PIPED_WIDTH,
+    UNIT_BYTES,
+    Column,
+    closest,
+    decimals,
+    parse_number_and_unit,
+    print_rows,
+)
 
 TABLE = Path(__file__).resolve().parent / "cards.json"
 MAKER = {"nvidia", "tesla", "quadro", "geforce"}

@@ -77,7 +77,7 @@ def loaded_model(
         closing.callback(loaded.close)
         job.ranks.barrier()
         load_s = time.perf_counter() - start
-        progress.clear()
+        progress.close()
         predicted, planned = plan.predicted, ""
         if predicted.load_s is not None and predicted.load_range_s is not None:
             planned = f"; planned: {seconds_in_words(predicted.load_s, Range(*predicted.load_range_s))}"

@@ -17,9 +17,17 @@ from zero_inference.config.options import NORM_KERNELS
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.files import check_output_file, write_atomically
-from zero_inference.utils.format import decimals, format_percent, three_digits
+from zero_inference.utils.format import (
+    FORMATS,
+    PIPED_WIDTH,
+    Column,
+    decimals,
+    format_percent,
+    print_rows,
+    shown_columns,
+    three_digits,
+)
 from zero_inference.utils.progress import Progress, importing, use_progress
-from zero_inference.utils.tables import FORMATS, PIPED_WIDTH, Column, print_rows, shown_columns
 
 if TYPE_CHECKING:
     from zero_inference.micro.timing import MachineRates

@@ -33,8 +33,15 @@ from zero_inference.planning.roofline import planned_step_bound
 from zero_inference.planning.search import Candidate, SearchResult, pareto_front
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils.files import write_atomically
-from zero_inference.utils.format import format_bytes, format_gib, format_seconds, significant
-from zero_inference.utils.tables import Column, print_rows, shown_columns
+from zero_inference.utils.format import (
+    Column,
+    format_bytes,
+    format_gib,
+    format_seconds,
+    print_rows,
+    shown_columns,
+    significant,
+)
 
 SHOWN, COMMANDS = 10, 3  # rows without --all, and commands below the table
 COLUMNS = (

@@ -11,8 +11,7 @@ from zero_inference.records.field import as_number
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.report.run import Run, find
-from zero_inference.utils.format import decimals, one_line, three_digits
-from zero_inference.utils.tables import Column
+from zero_inference.utils.format import Column, decimals, one_line, three_digits
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,17 @@ from zero_inference.records.schema import Record
 from zero_inference.report.columns import BY_NAME, COLUMNS, RunColumn, differing_columns, sort_runs
 from zero_inference.report.run import SUFFIXES, Run, find, in_order, label_runs, load_tree, model_in_short
 from zero_inference.utils.files import check_output_file
-from zero_inference.utils.format import one_line
-from zero_inference.utils.processes import run_command
-from zero_inference.utils.tables import (
+from zero_inference.utils.format import (
     FORMATS,
     PIPED_WIDTH,
     Column,
+    one_line,
     print_rows,
     shorten_middle,
     shown_columns,
     terminal_table,
 )
+from zero_inference.utils.processes import run_command
 
 GAP = 2  # characters between two columns
 LONGEST = 30  # characters of a cell

@@ -32,8 +32,7 @@ from zero_inference.report.columns import COLUMNS, SCORES, differing_columns
 from zero_inference.report.results import faster_in_words, limit_in_words
 from zero_inference.report.run import Run, find, grouped, positive
 from zero_inference.utils.files import write_atomically
-from zero_inference.utils.format import GIB, one_line, significant, three_digits
-from zero_inference.utils.tables import shorten_middle
+from zero_inference.utils.format import GIB, one_line, shorten_middle, significant, three_digits
 
 FOLDER = Path(__file__).parent
 WIDTH = 330  # points; on a phone of 390 pixels a point is a little more than a pixel

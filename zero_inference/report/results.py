@@ -17,8 +17,15 @@ from zero_inference.records.schema import DecodeGraph, EngineFacts, ExpertUse, M
 from zero_inference.records.write import RunLog
 from zero_inference.report.run import model_in_short, weights_in_short
 from zero_inference.utils import processes
-from zero_inference.utils.format import format_bytes, one_line, printable, three_digits
-from zero_inference.utils.tables import Column, terminal_table, texts_of
+from zero_inference.utils.format import (
+    Column,
+    format_bytes,
+    one_line,
+    printable,
+    terminal_table,
+    texts_of,
+    three_digits,
+)
 
 SHOWN_TEXTS = 3
 WIDEST = 100  # columns, of what a run prints

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -24,9 +25,9 @@ def describe_environment() -> dict:
     import psutil
 
     memlock_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    names = [line.partition(":")[2] for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
+    cpu_model = re.search(r"^model name\s*:(.*)", _read("/proc/cpuinfo"), re.MULTILINE)
     return {
-        "cpu_model": names[0].strip() if names else platform.processor() or platform.machine(),
+        "cpu_model": cpu_model[1].strip() if cpu_model else platform.processor() or platform.machine(),
         "cpu_cores": psutil.cpu_count(logical=False),
         "cpu_threads_usable": len(os.sched_getaffinity(0)),
         "host_memory_bytes": psutil.virtual_memory().total,
@@ -75,8 +76,8 @@ def resident_host_bytes() -> int:
 
 def peak_host_bytes() -> int:
     """Return the most host memory that this process has had; that of `getrusage` starts with the memory of the parent process."""
-    peaks = [line.split()[1] for line in _read("/proc/self/status").splitlines() if line.startswith("VmHWM:")]
-    return 1024 * (int(peaks[0]) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    peak_kib = _read_table("/proc/self/status").get("VmHWM:", "").removesuffix("kB")
+    return 1024 * (int(peak_kib) if peak_kib else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def usable_cores() -> float:
@@ -119,13 +120,12 @@ def cgroup_memory(root: str = "/") -> tuple[int | None, int | None]:
     limits, lefts = [], []
     for folder in _cgroup_levels(root, "memory"):
         limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        if not limit.isdigit() or int(limit) >= 1 << 60:  # v1 writes "no limit" as the largest page-aligned int64
-            continue
-        stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
-        cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))  # given up on demand
-        used = int(_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes") or 0) - int(cache)
-        limits.append(int(limit))
-        lefts.append(max(0, int(limit) - max(0, used)))
+        if limit.isdigit() and int(limit) < 1 << 60:  # v1 writes "no limit" as the largest page-aligned int64
+            stat = _read_table(folder / "memory.stat")
+            cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))  # given up on demand
+            used = int(_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes") or 0) - int(cache)
+            limits.append(int(limit))
+            lefts.append(max(0, int(limit) - max(0, used)))
     return min(limits, default=None), min(lefts, default=None)
 
 
@@ -133,10 +133,8 @@ def cgroup_cores(root: str = "/") -> float | None:
     """Return the CPU quota, in cores, of the tightest cgroup from ours up to the top; None without a limit."""
     quotas = []
     for folder in _cgroup_levels(root, "cpu"):
-        words = _read(folder / "cpu.max") or " ".join(
-            _read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")
-        )
-        quota, _, period = words.partition(" ")
+        v1 = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+        quota, _, period = (_read(folder / "cpu.max") or v1).partition(" ")
         if quota.isdigit() and period.isdigit():  # "max" and -1 mean no limit
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
@@ -164,6 +162,11 @@ def _read(path: Path | str) -> str:
         return ""
 
 
+def _read_table(path: Path | str) -> dict[str, str]:
+    """Return the rest of each line by its first word."""
+    return {words[0]: words[1] for line in _read(path).splitlines() if len(words := line.split(None, 1)) == 2}
+
+
 def _os_name() -> str:
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
@@ -180,34 +183,34 @@ def _gpus() -> dict:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        return {
-            "gpus": [{"name": each.name, "memory_bytes": each.total_memory} for each in properties],
-            "gpu_driver": driver,
-        }
-    seen, visible = listed, os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = [{"name": each.name, "memory_bytes": each.total_memory} for each in properties]
+        return {"gpus": seen, "gpu_driver": driver}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = list(listed.values())
     if visible is not None:  # indices or beginnings of UUIDs; like CUDA, up to the first unknown one
         seen = []
         for entry in map(str.strip, visible.split(",")):
             named = [
-                gpu for index, gpu in enumerate(listed) if entry == str(index) or gpu["uuid"].startswith(entry or "-")
+                gpu
+                for index, (uuid, gpu) in enumerate(listed.items())
+                if entry == str(index) or uuid.startswith(entry or "-")
             ]
             if len(named) != 1:
                 break
             seen += named
-    return {"gpus": [{key: gpu[key] for key in ("name", "memory_bytes")} for gpu in seen], "gpu_driver": driver}
+    return {"gpus": seen, "gpu_driver": driver}
 
 
 @functools.cache
-def _nvidia_smi() -> tuple[str | None, list[dict]]:
-    """Return the driver version and the host's GPUs by index; (None, []) without nvidia-smi."""
+def _nvidia_smi() -> tuple[str | None, dict[str, dict]]:
+    """Return the driver version and the host's GPUs by UUID; (None, {}) without nvidia-smi."""
     query = "--query-gpu=driver_version,uuid,memory.total,name"
-    driver, gpus = None, []
+    driver, gpus = None, {}
     for line in (_output(["nvidia-smi", query, "--format=csv,noheader,nounits"]) or "").splitlines():
         fields = [field.strip() for field in line.split(",", 3)]
         if len(fields) == 4:
             driver, uuid, mebibytes, name = fields
-            memory = int(mebibytes) << 20 if mebibytes.isdigit() else None
-            gpus.append({"uuid": uuid, "name": name, "memory_bytes": memory})
+            gpus[uuid] = {"name": name, "memory_bytes": int(mebibytes) << 20 if mebibytes.isdigit() else None}
     return driver, gpus
 
 

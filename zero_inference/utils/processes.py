@@ -92,16 +92,25 @@ def run_with_parent(parent: int, command: Sequence[str]) -> NoReturn:
 def lead(command: Sequence[str]) -> NoReturn:
     """Run `command` in a new session and exit as it does, by its code or signal; end the session when stdin closes, kill it on SIGTERM."""
     process: subprocess.Popen | None = None
-    signal.signal(signal.SIGTERM, lambda *_: process is not None and _signal_session(process, signal.SIGKILL))
+    signal.signal(signal.SIGTERM, lambda *_: process is not None and _signal_session(process.pid, signal.SIGKILL))
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def end_session() -> None:
+        """Send SIGTERM, and SIGKILL after `GRACE_S`, also to processes that were started meanwhile."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline, send = time.monotonic() + GRACE_S, int(number)
+            while _signal_session(process.pid, send) and time.monotonic() < deadline:
+                send = 0 if number == signal.SIGTERM else number
+                process.poll()  # reaps the first process
+                time.sleep(0.05)
 
     def end_with_parent() -> None:
         sys.stdin.read()
-        _end_session(process)
+        end_session()
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     code = process.wait()
-    _end_session(process)
+    end_session()
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
@@ -109,20 +118,8 @@ def lead(command: Sequence[str]) -> NoReturn:
     os._exit(code)  # the thread may be reading
 
 
-def _end_session(process: subprocess.Popen) -> None:
-    """End the session that `process` leads: SIGTERM, and SIGKILL after `GRACE_S`."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + GRACE_S
-        runs = _signal_session(process, number)
-        while runs and time.monotonic() < deadline:
-            process.poll()  # reaps the first process
-            time.sleep(0.05)
-            # SIGTERM is sent once; SIGKILL again, to reach processes that were started meanwhile
-            runs = _signal_session(process, 0 if number == signal.SIGTERM else number)
-
-
-def _signal_session(process: subprocess.Popen, number: int) -> bool:
-    """Send a signal (0 for none) to the session that `process` leads, and return whether anything still runs in it.
+def _signal_session(session: int, number: int) -> bool:
+    """Send a signal (0 for none) to all processes of a session, and return whether any runs.
 
     Signalling the process group is not enough: ninja gives each compiler a group of its own, and leaves it running when ninja is
     killed (by SIGKILL, or by SIGPIPE because its reader has ended).
@@ -130,7 +127,7 @@ def _signal_session(process: subprocess.Popen, number: int) -> bool:
     found = False
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):  # it has ended, or is not ours
-            if os.getsid(pid) == process.pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 found = True
                 os.kill(pid, number)
     return found
@@ -150,7 +147,6 @@ class ChildRun:
 
     Attributes:
         code: exit code, negative after a signal; None after a timeout.
-        output: file with all that it printed.
         record: the record it wrote; None without one, or if it contradicts the exit code.
     """
 
@@ -190,8 +186,8 @@ def run_child(
     for record in before:
         if record in new:
             new.remove(record)
-    last = new[-1] if new else None
-    return ChildRun(code, output, last if last is not None and (code == 0 or last.get("status") != "ok") else None)
+    believed = bool(new) and (code == 0 or new[-1].get("status") != "ok")
+    return ChildRun(code, output, new[-1] if believed else None)
 
 
 def last_error_line(output: str) -> str | None:
@@ -233,7 +229,7 @@ class LauncherWatch:
 
     def start(self) -> None:
         """Start watching, early in a process: a launcher that has already ended is not found. Later calls do nothing."""
-        launchers = [] if self._started else launchers_above()
+        launchers = [] if self._started else _launchers_above()
         self._started = True
         if launchers:
             threading.Thread(target=self._poll, args=(launchers,), name="launcher watch", daemon=True).start()
@@ -248,7 +244,7 @@ class LauncherWatch:
 launcher_watch = LauncherWatch()
 
 
-def launchers_above() -> list[psutil.Process]:
+def _launchers_above() -> list[psutil.Process]:
     """Return the launchers that started this process, nearest first, also with shells between."""
     found = []
     with contextlib.suppress(psutil.Error):

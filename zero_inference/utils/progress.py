@@ -39,7 +39,7 @@ class Progress:
     def say(self, line: str) -> None:
         """Print a line that stays."""
         with self._lock, contextlib.suppress(OSError):  # the reader of stderr is gone: the run goes on
-            self.clear()
+            self.close()
             if self.enabled:
                 print(printable(line), file=sys.stderr, flush=True)
 
@@ -72,7 +72,7 @@ class Progress:
             ended.set()
             with self._lock:
                 self._tasks.remove(task)
-                self.clear()
+                self.close()
 
     def slow(self, name: str, after_s: float) -> contextlib.AbstractContextManager[Task]:
         """Return a task that is mentioned ("NAME ...") only if it takes longer than `after_s`."""
@@ -80,7 +80,7 @@ class Progress:
 
     def loading(self, total_bytes: int) -> Callable[[int], None]:
         """Return a callback that takes the bytes of each loaded parameter."""
-        task = Task(self, "loading weights", total_bytes, None)
+        task = Task(self, "loading weights", total_bytes)
 
         def add(nbytes: int) -> None:
             done = task.done + nbytes
@@ -88,14 +88,12 @@ class Progress:
 
         return add
 
-    def clear(self) -> None:
+    def close(self) -> None:
         """Remove the live line from the terminal; the next update shows it again."""
         with self._lock, contextlib.suppress(OSError):  # the terminal is gone
             live, self._live, self.live_line = self._live, None, ""
             if live is not None:
                 live.stop()
-
-    close = clear  # for contextlib.closing
 
     def show(self, task: Task) -> None:
         """Show the line of `task`: in place of the live line on a terminal, printed elsewhere."""
@@ -109,14 +107,13 @@ class Progress:
             if task in self._tasks[:-1]:
                 return
             self.live_line = printable(task.line())
-            line = Text(self.live_line, no_wrap=True, overflow="ellipsis")  # Text, not str: [...] is no markup
             if self._live is None:
                 # stdout is for results, which may go elsewhere: rich would redirect it to the terminal too
-                self._live = Live(
-                    console=Console(stderr=True), auto_refresh=False, transient=True, redirect_stdout=False
-                )
+                console = Console(stderr=True)
+                self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
                 self._live.start()
-            self._live.update(line, refresh=True)
+            # Text, not str: [...] is no markup
+            self._live.update(Text(self.live_line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 class Task:
@@ -126,13 +123,12 @@ class Task:
         done: units that are finished.
     """
 
-    def __init__(self, progress: Progress, name: str, total: float | None, after_s: float | None):
+    def __init__(self, progress: Progress, name: str, total: float | None, after_s: float | None = None):
         self.progress, self.name, self.total, self.done = progress, name, total, 0.0
         self._start = self._since = progress.clock()
         self._words: str | None = None
         self._left_s: float | None = None
-        self._every_s = TICK_S / 10 if progress.live_terminal else QUIET_S
-        first_s = 0.0 if progress.live_terminal else QUIET_S
+        self._every_s, first_s = (TICK_S / 10, 0.0) if progress.live_terminal else (QUIET_S, QUIET_S)
         self._next_shown = self._start + (first_s if after_s is None else after_s)
 
     def at(self, words: str, done: float | None = None, left_s: float | None = None) -> None:
@@ -198,7 +194,7 @@ def use_progress(progress: Progress) -> Iterator[Progress]:
         yield progress
     finally:
         _current.remove(progress)
-        progress.clear()
+        progress.close()
 
 
 def importing(what: str, enabled: bool = True) -> contextlib.AbstractContextManager[Task]:

@@ -126,8 +126,10 @@ class PeerWatch:
                 last[source] = beat
             if lost := self._lost(last, silent_s):
                 self._give_up(f"{lost}; the output of that rank says why, if anything does")
-            if number := self._received_signal():
-                self._give_up(stopped_by(number, self.ranks))
+            with contextlib.suppress(BlockingIOError):  # no signal
+                received = os.read(self.signals, 64)
+                for number in [number for number in STOPPING if number in received][:1]:
+                    self._give_up(stopped_by(number, self.ranks))
 
     def _lost(self, last: dict[int, Any], silent_s: dict[int, float]) -> str | None:
         if self.store_is_gone:
@@ -139,12 +141,6 @@ class PeerWatch:
             limit_s = JOIN_S if last[source] is None else SILENT_S
             if seconds > limit_s:
                 return f"{who} has said nothing for {limit_s:.0f} s"
-        return None
-
-    def _received_signal(self) -> int | None:
-        with contextlib.suppress(BlockingIOError):
-            numbers = os.read(self.signals, 64)
-            return next((number for number in STOPPING if number in numbers), None)
         return None
 
     def _give_up(self, reason: str) -> None:

@@ -14,9 +14,8 @@ from zero_inference.cpu.products import quantize
 from zero_inference.errors import RunError
 from zero_inference.kernels.products import ALIGNMENT
 from zero_inference.kernels.quantization import GroupQuantization
-from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.host_memory import SharedMemory, host_empty
 from zero_inference.utils.ranks import Ranks
-from zero_inference.utils.shared_memory import SharedMemory
 
 VECTOR_BYTES = 16  # that kernels for codes read at once
 BUFFER_ALIGNMENT = 256  # what cudaMalloc gives; a matrix multiplication picks its kernel by alignment
