@@ -11,7 +11,7 @@ from zero_inference.engines.base import Transfers
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import PreallocatedLayer, refuse_kv_offload
 from zero_inference.kv_cache.host import HostKVCache
-from zero_inference.models.sizes import cache_class
+from zero_inference.models.empty_model import cache_class
 
 
 def make(config, length):

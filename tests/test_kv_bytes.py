@@ -12,8 +12,8 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Job
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.kv_cache.host import SLOTS
-from zero_inference.models.meta_pass import tensors_in
 from zero_inference.models.spec import ModelSpec
+from zero_inference.models.tracing import tensors_in
 from zero_inference.planning.plan import build_job
 from zero_inference.utils.ranks import detect_ranks
 

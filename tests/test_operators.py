@@ -9,11 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_inference.config.run_config import RunConfig, parse_options
 from zero_inference.hardware.bench_launch import ROUNDS, LaunchBench
 from zero_inference.hardware.rates import ProductTime
-from zero_inference.models.empty_model import build_empty_model
+from zero_inference.models.empty_model import build_empty_model, estimate_prefill_bytes, logits_bytes
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.operators import trace_pass
-from zero_inference.models.sizes import estimate_prefill_bytes, logits_bytes
 from zero_inference.models.spec import resolve_model
+from zero_inference.models.tracing import trace_pass
 
 
 def described(model: str):
@@ -177,6 +176,6 @@ def test_a_model_that_cannot_be_traced_is_estimated(why, checkpoints, monkeypatc
     if why == "reads values":
         monkeypatch.setattr(type(empty_model.model), "forward", lambda self, input_ids, **more: input_ids.max().item())
     else:
-        monkeypatch.setattr("zero_inference.models.operators.MAX_OPERATORS", 20)
+        monkeypatch.setattr("zero_inference.models.tracing.MAX_OPERATORS", 20)
     assert trace_pass(empty_model.model, spec, LENGTH, 0) is None
     assert empty_model.activation_bytes(spec, 2, LENGTH) == 2 * estimate_prefill_bytes(spec, LENGTH)

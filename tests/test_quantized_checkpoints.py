@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.measure.session import output_ids_sha256
+from zero_inference.models.empty_model import parameter_bytes
 from zero_inference.models.prompts import random_ids
-from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
 from zero_inference.records.read import read_records

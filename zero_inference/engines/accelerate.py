@@ -18,7 +18,7 @@ from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel,
 from zero_inference.engines.cost_terms import CostTerms
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, write
 from zero_inference.errors import RunError, UsageError
-from zero_inference.models.sizes import parameter_bytes
+from zero_inference.models.empty_model import parameter_bytes
 from zero_inference.models.weights import load_weights, return_free_memory
 from zero_inference.utils.format import first_line
 from zero_inference.utils.patching import Patches

@@ -33,9 +33,8 @@ from zero_inference.kv_cache.device import (
     supports_preallocated,
 )
 from zero_inference.kv_cache.host import SLOTS, HostKVCache
-from zero_inference.models.empty_model import EmptyModel
+from zero_inference.models.empty_model import EmptyModel, ModelSizes, cache_class, logits_bytes
 from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
-from zero_inference.models.sizes import ModelSizes, cache_class, logits_bytes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.hardware import LinkUse
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress
-from zero_inference.models.sizes import parameter_bytes
+from zero_inference.models.empty_model import parameter_bytes
 from zero_inference.models.weights import load_weights
 
 

@@ -16,8 +16,8 @@ from zero_inference.kernels.decode_attention import using_decode_attention
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.rotary import rotary_kernel
 from zero_inference.kv_cache.device import DeviceKVCache
-from zero_inference.models.operators import trace_pass
 from zero_inference.models.prompts import disable_cudnn_attention, greedy_config
+from zero_inference.models.tracing import trace_pass
 from zero_inference.norms.patch import patch_norms
 from zero_inference.utils.garbage import freeze_existing_objects
 from zero_inference.utils.timing import capture_graph, measure_median_s, time_wall_s

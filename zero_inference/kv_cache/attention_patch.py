@@ -7,6 +7,7 @@ on random numbers (`why_cpu_cannot_attend`) decides whether the patched model co
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,9 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zero_inference.cpu.attention import LogitOptions, attention_reference
 from zero_inference.kv_cache.cpu_attention import CpuAttentionCache, CpuAttentionLayer, UnsupportedAttention
 from zero_inference.kv_cache.device import DeviceKVCache, supports_preallocated
-from zero_inference.models.layers import copy_with_few_layers, layer_kinds
-from zero_inference.models.meta_pass import tensors_in
-from zero_inference.models.sizes import cache_class, new_cache
+from zero_inference.models.empty_model import cache_class, new_cache
+from zero_inference.models.layers import decoder_layers, first_of_kind
+from zero_inference.models.tracing import tensors_in
 from zero_inference.utils.format import first_line
 from zero_inference.utils.patching import Patches, SharedPatch
 from zero_inference.utils.transfers import Transfers
@@ -127,9 +128,11 @@ def _small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Callable[[], N
 
     One layer of each kind computes in a pass; the others return its result.
     """
-    kinds = layer_kinds(model)
-    copied, run = copy_with_few_layers(model, kinds)
-    copied.to(torch.float32)
+    memo: dict[int, Any] = {}  # of copy.deepcopy
+    firsts, layers = first_of_kind(model), decoder_layers(model)[1]
+    copies = {first: copy.deepcopy(layers[first], memo) for first in set(firsts.values())}
+    memo |= {id(layers[position]): copies[first] for position, first in firsts.items()}
+    copied = copy.deepcopy(model, memo).to(torch.float32)
     generator = torch.Generator().manual_seed(0)
     for module in copied.modules():
         if isinstance(getattr(module, "chunk_size", None), int):
@@ -139,19 +142,18 @@ def _small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Callable[[], N
                 numbers = torch.randn(parameter.shape, generator=generator)
                 numbers = 1 + numbers / 10 if parameter.dim() < 2 else numbers * parameter.shape[-1] ** -0.5
                 module._parameters[name] = torch.nn.Parameter(numbers.to(parameter.dtype), requires_grad=False)
-    results: dict[int, Any] = {}  # of this pass, by kind
+    results: dict[int, Any] = {}  # of this pass, by first layer of a kind
 
-    def computing_once(forward: Callable, number: int) -> Callable:
+    def computing_once(forward: Callable, first: int) -> Callable:
         def call(*args: Any, **options: Any) -> Any:
-            if number not in results:
-                results[number] = forward(*args, **options)
-            return results[number]
+            if first not in results:
+                results[first] = forward(*args, **options)
+            return results[first]
 
         return call
 
-    for number in range(len(kinds.positions)) if run else ():
-        for position in kinds.layers_to_run(number):
-            run[position].forward = computing_once(run[position].forward, number)
+    for first, layer in copies.items():
+        layer.forward = computing_once(layer.forward, first)
     return copied, results.clear
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.models.sizes import cache_class, new_cache
+from zero_inference.models.empty_model import cache_class, new_cache
 
 T = TypeVar("T")
 Pair = tuple[Tensor, Tensor]  # keys and values

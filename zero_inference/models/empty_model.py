@@ -1,26 +1,50 @@
-"""A model without weights: every parameter on the meta device, every buffer real, each in the dtype it will have."""
+"""A model without weights, every parameter on the meta device and every buffer real, each in the dtype it will have; and its exact sizes.
+
+Plans are based on what is counted here before any weight is read.
+"""
 
 from __future__ import annotations
 
+import inspect
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint_files import errors_as
-from zero_inference.models.operators import Pass, trace_pass
+from zero_inference.models.layers import expert_parameters, unused_tower_parameters
 from zero_inference.models.prompts import reset_generation_config
-from zero_inference.models.sizes import ModelSizes, count_sizes, estimate_prefill_bytes, logits_bytes
 from zero_inference.models.spec import ModelSpec
-from zero_inference.utils.model_sizes import auto_class
+from zero_inference.models.tracing import Pass, copy_to_meta, tensors_in, trace_pass
+from zero_inference.utils.format import first_line
+from zero_inference.utils.model_sizes import auto_class, is_wrapper, kv_layers, kv_width
 
 Found = TypeVar("Found")
 
 LARGE_ELEMENTS = 1 << 20  # of tensors that are mapped; smaller ones are written in under a millisecond
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Counts of a model. Tied weights count once; idle ones are those that a token of one sequence does not touch."""
+
+    parameters: int  # elements
+    parameter_bytes: int  # each in the dtype that it is computed in
+    idle_parameters: int  # elements: rows of an embedding, experts not chosen, a vision tower
+    idle_bytes: int  # unquantized
+    idle_expert_bytes: int  # the experts' part
+    chooses_experts: bool  # a token uses only some experts
+    kv_widths: tuple[int, ...]  # elements of keys and values that a position adds, of each layer that has any
+    # a sequence's other state, as of recurrences: at any length, and per position
+    state_bytes: tuple[int, int] = (0, 0)
+    added_positions: int = 0  # that the model puts in the cache before a sequence's own
+    writes_weights: bool = False  # a pass changes weights, as RWKV's first one does
+    refuses_text: str | None = None  # the model's error for token ids without images or sound
 
 
 @dataclass(frozen=True)
@@ -139,6 +163,115 @@ def _apply_dtype_plan(model: torch.nn.Module, dtype: torch.dtype) -> None:
         if isinstance(tensor, torch.nn.Parameter):
             cast = torch.nn.Parameter(cast, requires_grad=False)
         set_tensor(model, names.get(id(tensor), [name]), cast)  # tied weights stay tied
+
+
+def count_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
+    """Count a model without weights. To be called before an engine fills it: engines may take parameters apart."""
+    number, chosen = spec.experts
+    # (elements, bytes of an element) that a token does not touch
+    idle_experts = [(p.numel() * (number - chosen) // number, p.itemsize) for p in expert_parameters(model, spec)]
+    towers, head = unused_tower_parameters(model), model.get_output_embeddings()
+    skipped = {id(p) for p in (*towers, *(head.parameters() if head is not None else ()))}
+    # a token reads one row of an embedding that is not tied to the head
+    tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    idle = idle_experts + [(p.numel(), p.itemsize) for p in (*towers, *(p for p in tables if id(p) not in skipped))]
+    return ModelSizes(
+        parameters=sum(p.numel() for p in model.parameters()),
+        parameter_bytes=parameter_bytes(model),
+        idle_parameters=sum(numel for numel, _ in idle),
+        idle_bytes=sum(numel * itemsize for numel, itemsize in idle),
+        idle_expert_bytes=sum(numel * itemsize for numel, itemsize in idle_experts),
+        chooses_experts=any(numel for numel, _ in idle_experts),
+        **_trace_cache(model, spec),
+    )
+
+
+def _trace_cache(model: torch.nn.Module, spec: ModelSpec) -> dict[str, Any]:
+    """Run one token on the meta device and return the fields of `ModelSizes` about it, by the config if the model cannot run there."""
+    by_config = {"kv_widths": (2 * kv_width(spec.text_config),) * kv_layers(spec.text_config)}
+    arguments = inspect.signature(type(model).forward).parameters
+    mamba = "cache_params" in arguments and "past_key_values" not in arguments
+    try:
+        copied = copy_to_meta(model, torch.bfloat16)  # the only dtype of grouped matrix products there
+        cache = new_cache(model.config, cache_class(model))
+        before = [parameter._version for parameter in copied.parameters()]
+        ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+        with torch.no_grad():
+            copied(input_ids=ids, use_cache=True, **{"cache_params" if mamba else "past_key_values": cache})
+        states = _read_cache(cache, spec.dtype)
+    except ValueError as error:
+        return by_config | ({"refuses_text": first_line(error)} if is_wrapper(spec.config) else {})
+    except Exception:  # the model's own code may raise anything
+        return by_config
+    widths, fixed, growing = zip(*states) if states else ((), (), ())
+    keys = tensors_in([getattr(layer, "keys", None) for layer in cache.layers])
+    return {
+        "kv_widths": tuple(filter(None, widths)),
+        "state_bytes": (sum(fixed), sum(growing)),
+        # keys are [B, heads, positions, width]
+        "added_positions": max((each.shape[2] for each in keys if each.dim() == 4), default=1) - 1,
+        "writes_weights": before != [parameter._version for parameter in copied.parameters()],
+    }
+
+
+def _read_cache(cache: Any, dtype: torch.dtype) -> list[tuple[int, int, int]]:
+    """Return by layer the elements of keys and values of one token, and bytes of other state, at any length and per position.
+
+    `dtype` is that of state that is not always in float32.
+    """
+
+    def nbytes(tensors: list[torch.Tensor]) -> int:
+        return sum(each.numel() * (4 if each.dtype == torch.float32 else dtype.itemsize) for each in tensors)
+
+    # a model's own cache class may have more lists with an entry per layer
+    lists = [value for name, value in vars(cache).items() if isinstance(value, list) and name != "layers"]
+    found = []
+    for layer, *more in zip_longest(cache.layers, *lists):
+        fields = dict(vars(layer)) if layer is not None else {}
+        kv = tensors_in([fields.pop("keys", None), fields.pop("values", None)])
+        grows = tensors_in([value for name, value in fields.items() if name.endswith("keys")])
+        rest = tensors_in([[value for name, value in fields.items() if not name.endswith("keys")], more])
+        fixed = [each for each in rest if each.is_meta and each.is_floating_point()]
+        found.append((sum(each.numel() for each in kv), nbytes(fixed), nbytes(grows)))
+    return found
+
+
+def cache_class(model: torch.nn.Module) -> Any:
+    """Return transformers' DynamicCache, or the subclass with more state by which `model` annotates its `past_key_values`."""
+    from transformers import DynamicCache
+
+    for module in model.modules():
+        given = inspect.signature(type(module).forward).parameters.get("past_key_values")
+        for kind in get_args(given.annotation) if given is not None else ():
+            if isinstance(kind, type) and issubclass(kind, DynamicCache):
+                return kind
+    return DynamicCache
+
+
+def new_cache(config: Any, kind: Any) -> Any:
+    """Return an empty cache of transformers, of the class `kind` that `cache_class` returns."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=config) if kind is DynamicCache else kind()
+
+
+def estimate_prefill_bytes(spec: ModelSpec, prompt_len: int) -> int:
+    """Estimate the peak of a prompt if the model cannot run on the meta device: six hidden states and three inner ones of the MLP."""
+    config = spec.text_config
+    h = config.hidden_size
+    names = ("intermediate_size", "ffn_dim", "n_inner")
+    inner = next((value for name in names if isinstance(value := getattr(config, name, None), int)), 4 * h)
+    return prompt_len * (6 * h + 3 * inner) * spec.dtype.itemsize
+
+
+def logits_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a sequence's logits while its token is chosen: in the model's dtype, and of two steps in float32."""
+    return spec.text_config.vocab_size * (spec.dtype.itemsize + 2 * 4)
+
+
+def parameter_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of all parameters, tied ones once."""
+    return sum(p.nbytes for p in model.parameters())
 
 
 def set_tensor(model: torch.nn.Module, names: list[str], tensor: torch.Tensor) -> None:

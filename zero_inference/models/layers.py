@@ -1,22 +1,22 @@
 """The decoder layers of any model, found by structure and not listed by family; and which of them are identical.
 
 Layers are of one kind if they have the same modules, parameters, buffers and attributes, apart from their own index, and the same entries
-in the config's per-layer lists. A pass without weights runs a few layers of each kind.
+in the config's per-layer lists.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from zero_inference.errors import UsageError
+from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.model_sizes import text_config
 
 T = TypeVar("T")
@@ -53,8 +53,8 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the `decoder_layers`; an empty list if there is none."""
     name, decoder = _language_model(model)
-    others = _configs_of_towers(model)
-    found = list(_outer_lists(decoder, name, others)) or list(_outer_lists(model, "", others))
+    towers = _configs_of_towers(model)
+    found = list(_outer_lists(decoder, name, towers)) or list(_outer_lists(model, "", towers))
     return max(found, key=lambda pair: len(pair[1]), default=("", nn.ModuleList()))
 
 
@@ -88,59 +88,48 @@ def _outer_lists(module: nn.Module, name: str, towers: set[type]) -> Iterator[tu
             yield from _outer_lists(child, f"{name}.{own_name}" if name else own_name, towers)
 
 
-@dataclass(frozen=True)
-class LayerKinds:
-    """Positions of the decoder layers in their list, by kind, in order. Empty if it is unknown which are identical."""
-
-    positions: tuple[tuple[int, ...], ...]
-
-    def layers_to_run(self, kind: int) -> list[int]:
-        """Return the positions of the layers that run: the first, and the second and the last to check that they do the same."""
-        each = self.positions[kind]
-        return sorted({*each[:2], each[-1]})
-
-    @property
-    def first(self) -> dict[int, int]:
-        """Position -> the first layer of its kind."""
-        return {position: each[0] for each in self.positions for position in each}
-
-    @property
-    def repeated(self) -> dict[int, int]:
-        """Position of a layer that does not run -> the first layer of its kind."""
-        return {position: each[0] for each in self.positions for position in each[2:-1]}
+def expert_parameters(model: Any, spec: ModelSpec) -> Iterator[nn.Parameter]:
+    """Yield the parameters of experts that a token may leave out."""
+    number, _ = spec.experts
+    for name, module in model.named_modules():
+        if number and ".experts." in f".{name}.":
+            own = list(module.parameters(recurse=False))
+            # stacked experts that get only hidden states and no choice, as those of Llama 4, are all used
+            gets_choice = len(inspect.signature(type(module).forward).parameters) > 2  # with self
+            if gets_choice or not any(p.dim() == 3 for p in own):
+                yield from (p for p in own if p.dim() == 2 or (p.dim() == 3 and p.shape[0] == number))
 
 
 @cache_per_module
-def layer_kinds(model: nn.Module) -> LayerKinds:
-    """Group the decoder layers by kind. No kinds if code is not that of transformers, or if layers share something."""
+def first_of_kind(model: nn.Module) -> dict[int, int]:
+    """Return position of each decoder layer -> the first layer of its kind.
+
+    Empty if code is not that of transformers, or if layers share something.
+    """
     _, layers = find_layers(model)
     known = all(type(module).__module__.startswith(KNOWN_CODE) for module in model.modules())
     if not known or _share_something(model, layers):
-        return LayerKinds(())
-    entries = _config_entries(model.config, len(layers))
-    kinds: dict[Any, list[int]] = {}
+        return {}
+    configs = {id(part): part for part in (model.config, model.config.get_text_config())}.values()
+    per_layer = [
+        value
+        for config in configs
+        for value in vars(config).values()
+        if isinstance(value, list | tuple) and len(value) == len(layers) and list(value) != list(range(len(layers)))
+    ]
+    firsts: dict[Any, int] = {}  # by kind
+    first_of = {}
     for position, layer in enumerate(layers):
-        kinds.setdefault((entries[position], _describe_layer(layer, position)), []).append(position)
-    return LayerKinds(tuple(map(tuple, kinds.values())))
+        kind = *(_comparable(value[position]) for value in per_layer), _describe_layer(layer, position)
+        first_of[position] = firsts.setdefault(kind, position)
+    return first_of
 
 
 def first_layer_bytes(model: nn.Module) -> dict[int, int]:
     """Return {position: bytes} of the first layer of each kind; of layer 0 alone if kinds are unknown, and {} without layers."""
     _, layers = find_layers(model)
-    firsts = [each[0] for each in layer_kinds(model).positions] or [0][: len(layers)]
-    return {first: sum(p.numel() * p.element_size() for p in layers[first].parameters()) for first in firsts}
-
-
-def copy_with_few_layers(model: nn.Module, kinds: LayerKinds) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """Return a copy of `model` that has some layers of each kind in place of all, and these by position ({} if all were copied)."""
-    if not kinds.repeated:
-        return copy.deepcopy(model), {}
-    _, layers = decoder_layers(model)
-    memo: dict[int, Any] = {}  # of copy.deepcopy
-    positions = sorted({*range(len(layers))} - kinds.repeated.keys())
-    run = {position: copy.deepcopy(layers[position], memo) for position in positions}
-    memo |= {id(layers[position]): run[other] for position, other in kinds.repeated.items()}
-    return copy.deepcopy(model, memo), run
+    firsts = sorted(set(first_of_kind(model).values())) or [0][: len(layers)]
+    return {first: sum(p.nbytes for p in layers[first].parameters()) for first in firsts}
 
 
 def _share_something(model: nn.Module, layers: nn.ModuleList) -> bool:
@@ -151,17 +140,6 @@ def _share_something(model: nn.Module, layers: nn.ModuleList) -> bool:
         for modules in (*(layer.modules() for layer in layers), rest)
     ]
     return len(set().union(*parts)) < sum(map(len, parts))
-
-
-def _config_entries(config: Any, count: int) -> list[tuple]:
-    """Return for each layer its entries in all lists of the config with one entry a layer, such as `layer_types`."""
-    lists = [
-        value
-        for each in {id(part): part for part in (config, config.get_text_config())}.values()
-        for value in vars(each).values()
-        if isinstance(value, list | tuple) and len(value) == count and list(value) != list(range(count))
-    ]
-    return [tuple(_comparable(value[position]) for value in lists) for position in range(count)]
 
 
 def _describe_layer(layer: nn.Module, position: int) -> tuple:

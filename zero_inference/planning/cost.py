@@ -28,7 +28,7 @@ from zero_inference.hardware.rates import (
 )
 from zero_inference.kernels.experts import pairs_together
 from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
-from zero_inference.models.operators import Operator, Pass
+from zero_inference.models.tracing import Operator, Pass
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils.format import format_seconds, significant
 

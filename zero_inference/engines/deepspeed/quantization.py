@@ -15,8 +15,8 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.cpu.products import quantize
 from zero_inference.errors import UsageError
 from zero_inference.kernels.quantization import MIN_QUANTIZED_COLUMNS, GroupQuantization, group_size_refusal
-from zero_inference.models.layers import decoder_layers, layer_kinds, unused_tower_parameters
-from zero_inference.models.operators import trace_reads
+from zero_inference.models.layers import decoder_layers, unused_tower_parameters
+from zero_inference.models.tracing import trace_reads
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.patching import Patches, SharedPatch
 from zero_inference.utils.timing import measure_median_s
@@ -63,11 +63,11 @@ def _read_without_call(model: nn.Module) -> set[int]:
         prefix, layers = decoder_layers(model)
     except UsageError:  # no list of layers
         return set()
-    reads, first_of_kind = trace_reads(model), layer_kinds(model).first
+    reads = trace_reads(model)
     found = set()
     for index, layer in enumerate(layers if reads is not None else ()):
         for name, module in layer.named_modules():
-            full = f"{prefix}.{first_of_kind.get(index, index)}.{name}"
+            full = f"{prefix}.{index}.{name}"
             if type(module) in QUANTIZED_LAYERS and not reads.only_inside(f"{full}.weight", full):
                 found.add(id(module.weight))
     return found

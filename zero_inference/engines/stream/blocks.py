@@ -23,7 +23,7 @@ from torch import nn
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
 from zero_inference.kernels.quantization import MIN_QUANTIZED_COLUMNS, GroupQuantization, group_size_refusal
 from zero_inference.models.empty_model import parameter_names
-from zero_inference.models.layers import decoder_layers, layer_kinds
+from zero_inference.models.layers import decoder_layers, first_of_kind
 from zero_inference.models.mlp import (
     COLUMNS,
     FusedExperts,
@@ -33,7 +33,7 @@ from zero_inference.models.mlp import (
     experts_per_token,
     weight_layout,
 )
-from zero_inference.models.operators import Reads, trace_reads
+from zero_inference.models.tracing import Reads, trace_reads
 from zero_inference.utils.model_sizes import text_config
 
 PYTORCH = ("builtins", "torch.")  # prefixes of Python modules whose classes read no weights of their child modules
@@ -79,7 +79,7 @@ def lay_out_blocks(
     prefix, layers = decoder_layers(model)
     outside_layers = _parameters_outside_layers(model, layers)
     blocks = find_blocks(model, outside_layers, divided)
-    same_as = {} if outside_layers else layer_kinds(model).first
+    same_as = {} if outside_layers else first_of_kind(model)
     by_kind: dict[tuple[int, str], BlockLayout] = {}  # blocks of layers of one kind share a layout
     layouts, in_blocks = [], set()
     for block in blocks:
@@ -112,15 +112,14 @@ def find_blocks(model: nn.Module, outside_layers: set[int], divided: bool) -> li
     prefix, layers = decoder_layers(model)
     reads = trace_reads(model)
     detected: dict[tuple, FusedExperts | None] = {}
-    traced_as = layer_kinds(model).first  # layer -> first layer of its kind, the only one that `reads` knows
-    same_as = {} if outside_layers else traced_as
+    same_as = {} if outside_layers else first_of_kind(model)
     blocks: dict[int, list[Block]] = {}  # by layer
     for index, layer in enumerate(layers):
         if same_as.get(index, index) != index:
             blocks[index] = [replace(block, layer=index) for block in blocks[same_as[index]]]
             continue
         experts = dict(_experts_in(layer, text_config(getattr(model, "config", None)), detected))
-        divider = _LayerDivider(index, layer, outside_layers, experts, reads, f"{prefix}.{traced_as.get(index, index)}")
+        divider = _LayerDivider(index, layer, outside_layers, experts, reads, f"{prefix}.{index}")
         parts = divider.divided() if divided and reads is not None else []
         blocks[index] = parts if any(part.computable for part in parts) else [divider.whole()]
     return sum(blocks.values(), [])
@@ -129,12 +128,12 @@ def find_blocks(model: nn.Module, outside_layers: set[int], divided: bool) -> li
 def _parameters_outside_layers(model: nn.Module, layers: nn.ModuleList) -> set[int]:
     """Return ids of parameters of `layers` that cannot be placed with one layer: tied to another module, or read outside of the layer's
     call."""
-    traced_as, reads, prefix = layer_kinds(model).first, trace_reads(model), decoder_layers(model)[0]
+    reads, prefix = trace_reads(model), decoder_layers(model)[0]
     outside = set()
     for index, layer in enumerate(layers if reads is not None else ()):
-        name = f"{prefix}.{traced_as.get(index, index)}"
+        name = f"{prefix}.{index}"
         outside |= {id(p) for own, p in layer.named_parameters() if not reads.only_inside(f"{name}.{own}", name)}
-    if traced_as:
+    if first_of_kind(model):
         return outside  # layers are grouped by kind only where nothing is shared
     owners: dict[int, set[int]] = {}
     for index, layer in enumerate(layers):
@@ -172,7 +171,7 @@ class _LayerDivider:
     Args:
         experts: modules of experts by their name in the layer.
         reads: traced reads of the model; None if tracing failed, and only `whole` can be called.
-        traced: name in the model of the layer of the same kind that was traced.
+        traced: name of the layer in the model.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_ROWS, can_fuse, quantized_linear
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.empty_model import parameter_names
-from zero_inference.models.operators import trace_reads
+from zero_inference.models.tracing import trace_reads
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.patching import Patches
 

@@ -1,7 +1,9 @@
-"""Trace a forward pass on the meta device: its operators, its memory, and the module calls that read each parameter."""
+"""Trace a pass on the meta device, where tensors have shapes and no bytes: its operators, its memory, and which modules read a weight."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -12,16 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from zero_inference.models.layers import LayerKinds, cache_per_module, decoder_layers
-from zero_inference.models.meta_pass import (
-    TooManyOperators,
-    call_model,
-    repeat_layers,
-    run_on_meta,
-    storage_of,
-    tensors_in,
-)
-from zero_inference.models.sizes import expert_parameters
+from zero_inference.models.layers import cache_per_module, decoder_layers, expert_parameters
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils.patching import Patches
 
@@ -101,7 +94,7 @@ def trace_pass(model: Any, spec: ModelSpec | None, tokens: int, past: int) -> Pa
                 replace(each, **{name: round(times * getattr(each, name)) for name in SIZES}): count
                 for each, count in found.operators.items()
             }
-            return Pass(operators, found.module_calls, found.peak * asked.itemsize // dtype.itemsize)
+            return Pass(operators, found.calls.total(), found.peak_bytes * asked.itemsize // dtype.itemsize)
     return None
 
 
@@ -123,118 +116,148 @@ class Reads:
 
 @cache_per_module
 def trace_reads(model: Any) -> Reads | None:
-    """Trace a prefill and a decode step of `model`; None if it cannot run on the meta device. Identical layers have one entry."""
-    passes = []
+    """Trace a prefill and a decode step of `model`; None if it cannot run on the meta device."""
+    inside: dict[str, frozenset[str]] = {}
+    calls = []
     for tokens, past in ((2, 0), (1, 2)):
         tried = ((dtype, length) for length in (past, None) for dtype in (torch.bfloat16, torch.float32))
         found = (_record_pass(model, None, dtype, tokens, length, has_values=True) for dtype, length in tried)
-        passes.append(next((each for each in found if each is not None), None))
-        if passes[-1] is None:
+        recorded = next((each for each in found if each is not None), None)
+        if recorded is None:
             return None
-    inside: dict[str, frozenset[str]] = {}
-    for each in passes:
-        _intersect(inside, each.inside)
-    return Reads(inside, tuple(each.calls for each in passes))
-
-
-def _intersect(inside: dict[str, frozenset[str]], more: dict[str, frozenset[str]]) -> None:
-    for name, modules in more.items():
-        inside[name] = inside.get(name, modules) & modules
+        for name, modules in recorded.inside.items():
+            inside[name] = inside.get(name, modules) & modules
+        calls.append(recorded.calls)
+    return Reads(inside, tuple(calls))
 
 
 def _record_pass(
     model: Any, spec: ModelSpec | None, dtype: torch.dtype, tokens: int, past: int | None, has_values: bool = False
 ) -> PassRecorder | None:
-    """Run a pass on the meta device, or return None if that fails; `has_values`: reading a value gives zero instead of failing."""
+    """Run one sequence's pass of `tokens` tokens after `past` others (None: without a cache); None if that fails.
 
-    def run(copied: nn.Module, layers: dict[int, nn.Module], kinds: LayerKinds) -> PassRecorder:
+    `has_values`: reading a value gives zero instead of failing.
+    """
+    from transformers import masking_utils
+
+    try:
+        copied = copy_to_meta(model, dtype)
         recorder = PassRecorder(copied, spec, has_values)
-        repeat_layers(layers, kinds, recorder)
-        call_model(copied, tokens, past, recorder)
-        return recorder
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+        cache = {} if past is None else {"past_key_values": _passing_cache(model.config, past)}
+        last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(copied.forward).parameters else {}
+        with Patches() as patches, torch.no_grad():
+            # transformers would read the values of a mask that a model makes, as OPT's, and look for the padding token among the ids
+            patches.set_attr(masking_utils, "fast_all", lambda mask: True)
+            patches.set_attr(torch.Tensor, "__contains__", lambda ids, token: False)
+            patches.set_attr(nn.functional, "scaled_dot_product_attention", recorder.count_attention)
+            recorder.hook_modules(patches)
+            with recorder:
+                copied(input_ids=ids, **cache, use_cache=past is not None, **last_only)
+    except Exception:  # the model's own code may raise anything
+        return None
+    return recorder
 
-    return run_on_meta(model, dtype, run)
+
+def copy_to_meta(model: nn.Module, dtype: torch.dtype) -> Any:
+    return copy.deepcopy(model).to("meta", dtype)
+
+
+def _passing_cache(config: Any, past: int) -> Any:
+    """Return a cache of `past` positions that stores nothing; without a cache transformers would read position ids."""
+    from transformers import DynamicCache
+
+    class Passing(DynamicCache):
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            both = key_states, value_states  # [B, heads, tokens, width]
+            if not past:
+                return both
+            return tuple(new.new_empty(*new.shape[:-2], past + new.shape[-2], new.shape[-1]) for new in both)
+
+        def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+            return past
+
+        def get_mask_sizes(self, query_length: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+            new = query_length if isinstance(query_length, int) else query_length.shape[0]
+            return past + new, 0
+
+    return Passing(config=config)
 
 
 class PassRecorder(TorchDispatchMode):
-    """Records the operators of a pass on the meta device, except in calls of layers that are repeated; `inside` and `calls` as `Reads`."""
+    """Records the operators of a pass on the meta device; `inside` and `calls` as `Reads`."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec | None, has_values: bool) -> None:
         super().__init__()
         self.has_values = has_values
         self.operators: Counter[Operator] = Counter()
-        self.operators_seen = self.module_calls = 0
-        self.now = self.peak = 0  # bytes of tensors that operators made
+        self.operators_seen = self.alive_bytes = self.peak_bytes = 0  # bytes of tensors that operators made
         self.inside: dict[str, frozenset[str]] = {}
         self.calls: Counter[str] = Counter()
         self._alive: dict[int, int] = {}  # storage -> its number, because ids of freed storages are used again
         self._storages_made = 0
         self._last_input: tuple[int, int | None] | None = None  # storage and number, of a product with a weight
         self._weight_kinds = _weight_kinds(model, spec) if spec else {}
-        self._names: dict[nn.Module, str] = {}
+        self._names = {module: name for name, module in model.named_modules()}
         self._parameters: dict[int, list[str]] = {}  # names by storage
-        for name, module in model.named_modules():  # identical layers share modules: the first name
-            self._names[module] = name
+        for name, module in model.named_modules():  # a shared module has its first name
             for own, parameter in module.named_parameters(name, recurse=False):
                 self._parameters.setdefault(storage_of(parameter), []).append(own)
         self._stack: list[str] = []  # modules that are being called
 
-    def module_hooks(self) -> Patches:
+    def hook_modules(self, patches: Patches) -> None:
         def before(module: nn.Module, args: tuple) -> None:
             self._stack.append(self._names.get(module, ""))
             self.calls[self._stack[-1]] += 1
-            self.module_calls += 1
 
         def after(module: nn.Module, args: tuple, output: Any) -> None:
             self._stack.pop()
 
-        hooks, patches = torch.nn.modules.module, Patches()
-        after_hook = hooks.register_module_forward_hook(after, always_call=True)
-        patches.add_hooks(hooks.register_module_forward_pre_hook(before), after_hook)
-        return patches
+        hooks = torch.nn.modules.module
+        patches.add_hooks(hooks.register_module_forward_pre_hook(before))
+        patches.add_hooks(hooks.register_module_forward_hook(after, always_call=True))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if self.has_values and function is aten._local_scalar_dense.default:  # a model that reads values reads zeros
             return 0
         if self.has_values and function is aten.nonzero.default:
             return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+        self.operators_seen += 1
+        if self.operators_seen > MAX_OPERATORS:
+            raise RuntimeError(f"more than {MAX_OPERATORS} operators")
         kwargs = kwargs or {}
-        self._count_seen(1)
         inputs = tensors_in((args, kwargs))
         given = {storage_of(tensor) for tensor in inputs}
         outputs = tensors_in(out := function(*args, **kwargs))
         for storage in given & self._parameters.keys():
-            _intersect(self.inside, dict.fromkeys(self._parameters[storage], frozenset(self._stack)))
+            for name in self._parameters[storage]:
+                self.inside[name] = self.inside.get(name, frozenset(self._stack)).intersection(self._stack)
         for tensor in outputs:
             if storage_of(tensor) not in given:
                 self._add_storage(tensor.untyped_storage())
-        name, flops = function._overloadpacket, 0  # what is no product is bound by memory traffic
-        if name in flop_registry:
-            flops = int(flop_registry[name](*args, **kwargs, out_val=out))
-        elif "grouped_mm" in str(name):  # rows sorted by expert, times the weights of each
+        packet, flops = function._overloadpacket, 0  # what is no product is bound by memory traffic
+        if packet in flop_registry:
+            flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
+        elif "grouped_mm" in str(packet):  # rows sorted by expert, times the weights of each
             flops = 2 * out.numel() * args[0].shape[-1]
-        if not function.is_view and name not in WITHOUT_WORK:
-            self._count_operator(flops, inputs, outputs, looks_up=name is aten.embedding)
+        if not function.is_view and packet not in WITHOUT_WORK:
+            self._count_operator(flops, inputs, outputs, looks_up=packet is aten.embedding)
         return out
 
-    def _count_seen(self, operators: int) -> None:
-        self.operators_seen += operators
-        if self.operators_seen > MAX_OPERATORS:
-            raise TooManyOperators
-
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, _allocated_bytes(storage)
-        if key not in self._alive:
-            self._storages_made += 1
-            self._alive[key] = self._storages_made
-            self.now += nbytes
-            self.peak = max(self.peak, self.now)
+        key, nbytes = storage._cdata, -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        if key in self._alive:
+            return
+        self._storages_made += 1
+        self._alive[key] = self._storages_made
+        self.alive_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
 
-            def remove() -> None:
-                del self._alive[key]
-                self.now -= nbytes
+        def remove() -> None:
+            del self._alive[key]
+            self.alive_bytes -= nbytes
 
-            weakref.finalize(storage, remove)
+        weakref.finalize(storage, remove)
 
     def _count_operator(
         self, flops: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor], looks_up: bool
@@ -256,7 +279,9 @@ class PassRecorder(TorchDispatchMode):
         weights = read["outside_bytes"], read["layer_bytes"], read["expert_bytes"]
         self.operators[Operator(flops, nbytes, *weights, same_input=same_input)] += 1
 
-    def count_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def count_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> torch.Tensor:
         """Return the output of attention. It is causal, so a prompt's tokens attend to half of each other."""
         batch, heads, length, width = query.shape
         out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
@@ -267,32 +292,18 @@ class PassRecorder(TorchDispatchMode):
         self.operators[Operator(flops, nbytes, attention=shape)] += 1
         return out
 
-    def begin_call(self) -> tuple:
-        peak, self.peak = self.peak, self.now
-        return self.operators.copy(), self.module_calls, self.operators_seen, self.now, peak
 
-    def end_call(self, start: tuple, new_outputs: list[torch.Tensor]) -> tuple:
-        """Return the counts of a decoder layer's call since `begin_call`, equal for calls that did the same."""
-        operators, module_calls, operators_seen, now, peak = start
-        output_bytes = sum(_allocated_bytes(each.untyped_storage()) for each in new_outputs)
-        kept_bytes = self.now - now - output_bytes  # what the call left in a cache
-        added_bytes, self.peak = self.peak - now, max(self.peak, peak)
-        calls, seen = self.module_calls - module_calls, self.operators_seen - operators_seen
-        return self.operators - operators, calls, seen, added_bytes, kept_bytes
-
-    def repeat_call(self, counts: tuple) -> None:
-        """Add the counts of an `end_call` once more."""
-        operators, module_calls, operators_seen, added_bytes, kept_bytes = counts
-        self.operators += operators
-        self.module_calls += module_calls
-        self._count_seen(operators_seen)
-        self.peak = max(self.peak, self.now + added_bytes)
-        self.now += kept_bytes
-        self.calls[self._stack[-1]] -= 1  # only the call of the traced layer counts
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of nested lists, tuples and dictionaries (tree_leaves takes several times as long)."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for branch in branches for tensor in tensors_in(branch)]
 
 
-def _allocated_bytes(storage: torch.UntypedStorage) -> int:
-    return -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return an id of its storage, unique while that is alive."""
+    return tensor.untyped_storage()._cdata
 
 
 def _weight_kinds(model: Any, spec: ModelSpec) -> dict[int, str]:
