@@ -28,7 +28,7 @@ from zero_inference.config.run_config import parse_options
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.plan import StreamPlan
 from zero_inference.errors import UsageError
-from zero_inference.hardware.machine import ProfiledMachine
+from zero_inference.hardware.machine import Machine
 from zero_inference.hardware.profile import (
     CpuAttentionRate,
     CpuProductRate,
@@ -146,7 +146,7 @@ def spec_of(record: dict[str, Any]) -> ModelSpec:
     return resolve_model(parse_options([*options_of(record), "--dry-run"]), "cuda")
 
 
-def plan_of(record: dict[str, Any], machine: ProfiledMachine, empty_models: dict[Any, EmptyModel]) -> Plan:
+def plan_of(record: dict[str, Any], machine: Machine, empty_models: dict[Any, EmptyModel]) -> Plan:
     """The plan of the record's run for `machine`; models that are in `empty_models` are not built again."""
     config = parse_options([*options_of(record), "--dry-run"])
     ranks = machine.ranks_there(detect_ranks())
@@ -198,7 +198,7 @@ def ratios() -> Iterator[Ratio]:
     for host, file in HOSTS.items():
         machine = read_profile(RESULTS / file)
         for _, record in records(host):
-            plan = plan_of(record, ProfiledMachine(machine), empty_models)
+            plan = plan_of(record, Machine(machine), empty_models)
             said, times, since_compared = plan.predicted, plan.times, "compile_s" in record
             assert times is not None and said.load_s is not None
             if (record["engine"] != "deepspeed" or since_compared) and host not in SLOW_COPIES:
@@ -290,7 +290,7 @@ def main() -> None:
             machine = given or machine_of(record)
             if asked.cores_of_runs:
                 machine = with_cores_of_run(machine, record, spec_of(record))
-            plan = plan_of(record, ProfiledMachine(machine), empty_models)
+            plan = plan_of(record, Machine(machine), empty_models)
         except UsageError as error:  # the rates of FILE are those of other options
             print(f"{name[-48:]:48} not planned: {error}")
             continue

@@ -12,8 +12,8 @@ from zero_inference.cpu.hand_off import HostSide, allocate_local_buffers
 from zero_inference.cpu.library import load_library
 from zero_inference.errors import RunError
 from zero_inference.hardware import bench_cpu, measure_profile
-from zero_inference.hardware.bench_cpu import CpuBench, CpuProducts, CpuWorkload, median_rates, products_of_formats
-from zero_inference.hardware.rates import CPU_BLOCK_BYTES, AttentionRates, ConcurrentRates
+from zero_inference.hardware.bench_cpu import CpuBench, CpuProducts, median_rates, products_of_formats
+from zero_inference.hardware.profile import CPU_BLOCK_BYTES, ConcurrentRates, CpuWorkload
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.utils.ranks import Ranks
 
@@ -77,14 +77,24 @@ def bench():
 
 
 def test_every_format_is_visited_with_every_number_of_tokens_in_turn(monkeypatch):
-    visits, visit = [], CpuBench.visit
+    """Attention without memory leaves the other rates."""
+    visits, visit, attention = [], CpuBench.visit, CpuBench.attention
+    lines: list[str] = []
 
     def counted(bench, products, rows, samples):
         visits.append((products.dtype, products.scheme, rows))
         visit(bench, products, rows, samples)
 
+    def attend(bench, name, heads):
+        if (name, heads) == ("float16", 4):
+            raise RunError("no host memory is left")
+        return attention(bench, name, heads)
+
     monkeypatch.setattr(CpuBench, "visit", counted)
-    found = bench_cpu.measure_cpu_profile(CPU, (-1, -1), pytest.fail)
+    monkeypatch.setattr(CpuBench, "attention", attend)
+    monkeypatch.setattr(measure_profile, "cpus_of_host", lambda ranks: (-1, -1))
+    monkeypatch.setattr(measure_profile.extension, "load_extension", lambda: True)
+    found = measure_profile.measure_cores(Ranks(0, 1, 0, 1, torch.device("cuda", 0)), lines.append)
     assert [(each.format, each.rows) for each in found.products] == [
         (name, rows) for name in ("bfloat16", "float16", "int8", "int4") for rows in (1, 8, 32)
     ]
@@ -92,26 +102,10 @@ def test_every_format_is_visited_with_every_number_of_tokens_in_turn(monkeypatch
     for each in found.products:
         assert each.link_gb_per_s == 50.0 and each.hand_off_s == pytest.approx(1e-5 * each.rows)
         assert 0 < each.cores_gb_per_s <= each.cores_alone_gb_per_s and min(each.call_s, each.expert_s) >= 0
-    assert [(each.format, each.heads) for each in found.attention] == [
-        (name, heads) for name in ("bfloat16", "float16") for heads in (1, 4, 8)
-    ]
+    attended = [("bfloat16", 1), ("bfloat16", 4), ("bfloat16", 8), ("float16", 1)]
+    assert [(each.format, each.heads) for each in found.attention] == attended and "no host memory" in lines[0]
     assert all(0 < each.gb_per_s <= each.alone_gb_per_s for each in found.attention)
     assert found.threads == 2 and found.read_gb_per_s > 0
-
-
-def test_attention_without_memory_leaves_the_other_rates(monkeypatch):
-    def attention(bench, dtype, heads):
-        if (dtype, heads) == (torch.float16, 4):
-            raise RunError("no host memory is left")
-        return AttentionRates(90.0, 100.0)
-
-    monkeypatch.setattr(CpuBench, "attention", attention)
-    monkeypatch.setattr(CpuBench, "visit", lambda bench, products, rows, samples: samples.update(SAMPLES))
-    monkeypatch.setattr(measure_profile, "cpus_of_host", lambda ranks: (-1,))
-    monkeypatch.setattr(measure_profile.extension, "load_extension", lambda: True)
-    lines: list[str] = []
-    cores = measure_profile.measure_cores(Ranks(0, 1, 0, 1, torch.device("cuda", 0)), lines.append)
-    assert len(cores.products) == 12 and len(cores.attention) == 4 and "no host memory" in lines[0]
     assert measure_profile.measure_cores(Ranks(0, 1, 0, 1, CPU), lines.append) is None
 
 
@@ -173,7 +167,7 @@ def test_hand_offs_are_measured_one_after_the_other(bench, monkeypatch):
 
 def test_all_formats_are_in_the_same_memory(bench):
     """On a small machine four times as much would be too much."""
-    weights = products_of_formats(bench.pool, ("bfloat16", "float16", "int8", "int4"), COLUMNS)
+    weights = products_of_formats(bench.pool, {name: bench_cpu.FORMATS[name] for name in bench_cpu.MEASURED}, COLUMNS)
     assert {id(each.memory) for each in weights.values()} == {id(weights["bfloat16"].memory)}
     for each in weights.values():
         for calls in (each.calls(2), each.calls(2, short=True), each.expert_calls(2)):

@@ -22,7 +22,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed import engine, modules
 from zero_inference.engines.deepspeed import plan as deepspeed_plan
 from zero_inference.errors import UsageError
-from zero_inference.hardware.machine import ProfiledMachine
+from zero_inference.hardware.machine import Machine
 from zero_inference.measure.engine_overhead import _ThinModel
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
@@ -239,7 +239,7 @@ def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch,
     monkeypatch.setattr(engine, "measure_dequantized_gb_per_s", lambda settings, dtype, device: rates[dtype])
     monkeypatch.setattr(_ThinModel, "fastest_s", lambda self, warmup: (0.2, 0.1))
     plan = test_machine.planned(
-        "--model opt-125m --dummy --dtype bfloat16 --cpu-offload --quant-bits 4", ProfiledMachine(MACHINE)
+        "--model opt-125m --dummy --dtype bfloat16 --cpu-offload --quant-bits 4", Machine(MACHINE)
     )
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     thin = _ThinModel(plan, on_gpu, 0.0, units=1, resident=False, launches=1, dequantized_weights=0)

@@ -21,7 +21,7 @@ from zero_inference.engines.stream.layout import BlockLayout, StoredParameter, T
 from zero_inference.engines.stream.placement import ROUTING_SKEW, Placement, plan_placement
 from zero_inference.engines.stream.prefetch import PassKind
 from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.hardware.rates import ConcurrentRates
+from zero_inference.hardware.profile import ConcurrentRates
 from zero_inference.models.mlp import FusedExperts
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import read_records

@@ -10,7 +10,7 @@ import torch
 from conftest import replace
 
 from zero_inference.hardware.bench_copies import rate_of
-from zero_inference.measure.rates import LinkRate, LoopMonitor, update_cpu_rate, update_link_rate
+from zero_inference.measure.session import LinkRate, LoopMonitor, update_cpu_rate, update_link_rate
 from zero_inference.planning import roofline
 from zero_inference.planning.roofline import StepWork
 from zero_inference.records.hardware import LinkUse, Rates

@@ -22,10 +22,9 @@ from forks import AS_USERS, PROGRAM, rank_variables
 
 from zero_inference.cli import console_main
 from zero_inference.errors import RunError
-from zero_inference.hardware import bench_copies, bench_device, command, measure_profile, rooflines
-from zero_inference.hardware.measure_profile import measure_engines
+from zero_inference.hardware import bench_copies, bench_device, command, measure_profile
+from zero_inference.hardware.measure_profile import GpuLink, link_warnings, measure_engines, memlock_warnings
 from zero_inference.hardware.profile import read_profile
-from zero_inference.hardware.rooflines import GpuLink, link_warnings, memlock_warnings
 from zero_inference.hardware.spec import link_gb_per_s
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.watch import store_key
@@ -45,7 +44,7 @@ def test_a_gpu_and_its_link():
     assert pageable < 1.2 * pinned and 0.8 * min(pinned, up_alone) < both < 1.2 * (pinned + up_alone)
     assert bench_device.device_copy_gb_per_s(device) > pinned
     assert bench_device.matmul_tflops(device, torch.float16) > 1
-    gpu = rooflines.read_gpu_link(device)
+    gpu = measure_profile.read_gpu_link(device)
     if gpu.limit_gb_per_s is not None:
         assert pinned < gpu.limit_gb_per_s
 
@@ -95,7 +94,7 @@ def test_a_link_is_read_from_nvidia_smi_and_sysfs(answer, sysfs, expected, monke
     folder.mkdir(parents=True)
     for name, text in sysfs.items():
         (folder / name).write_text(text + "\n")
-    assert rooflines.read_gpu_link(torch.device("cuda", 0), str(tmp_path)) == expected
+    assert measure_profile.read_gpu_link(torch.device("cuda", 0), str(tmp_path)) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,14 +130,14 @@ def test_the_report_of_two_gpus(monkeypatch, tmp_path, capsys):
     def refused(device):
         raise RunError("0.25 GiB of host memory could not be page-locked")
 
-    monkeypatch.setattr(rooflines, "lane_to", lambda device, pinned=True: 40.0 if pinned else 6.5)
-    monkeypatch.setattr(rooflines, "lane_from", refused)
-    monkeypatch.setattr(rooflines, "copy_gb_per_s", lambda *lanes: sum(lanes))
-    monkeypatch.setattr(rooflines, "BusyLink", refused)
+    monkeypatch.setattr(measure_profile, "lane_to", lambda device, pinned=True: 40.0 if pinned else 6.5)
+    monkeypatch.setattr(measure_profile, "lane_from", refused)
+    monkeypatch.setattr(measure_profile, "copy_gb_per_s", lambda *lanes: sum(lanes))
+    monkeypatch.setattr(measure_profile, "BusyLink", refused)
     monkeypatch.setattr(bench_device, "device_copy_gb_per_s", lambda device: 3900.0)
     monkeypatch.setattr(bench_device, "matmul_tflops", lambda device, dtype: 700.0)
-    monkeypatch.setattr(rooflines, "load_library", lambda: None)
-    monkeypatch.setattr(rooflines, "read_host", lambda: HOST)
+    monkeypatch.setattr(measure_profile, "load_library", lambda: None)
+    monkeypatch.setattr(measure_profile, "read_host", lambda: HOST)
     fake_gpus(monkeypatch, tmp_path, ["5, 5, 16, 16", "5, 5, 8, 16"])
     args = argparse.Namespace(verbose=1, disk=None, json=True, save=None, local_rank=None)
     assert command.main(args) == 0
@@ -269,11 +268,11 @@ def test_a_killed_rank_ends_the_other(fork_server, tmp_path):
 
 def test_the_table_of_one_process(no_gpu, monkeypatch, capsys):
     """Its rates are stand-ins: what measures them ran for the JSON."""
-    measured = [rooflines.Roofline("host_memory_copy_gbps", "host memory copy", "decode", lambda: 12.5)]
-    monkeypatch.setattr(rooflines, "rooflines", lambda ranks, disk: measured)
-    monkeypatch.setattr(rooflines, "load_library", lambda: None)
-    monkeypatch.setattr(rooflines, "why_unavailable", lambda: "no C++ compiler")
-    monkeypatch.setattr(rooflines, "read_host", lambda: HOST)
+    measured = [measure_profile.Roofline("host_memory_copy_gbps", "host memory copy", "decode", lambda: 12.5)]
+    monkeypatch.setattr(measure_profile, "rooflines", lambda ranks, disk: measured)
+    monkeypatch.setattr(measure_profile, "load_library", lambda: None)
+    monkeypatch.setattr(measure_profile, "why_unavailable", lambda: "no C++ compiler")
+    monkeypatch.setattr(measure_profile, "read_host", lambda: HOST)
     assert command.main(argparse.Namespace(verbose=1, disk=None, json=False, save=None, local_rank=None)) == 0
     shown = capsys.readouterr()
     assert "12.5   GB/s" in shown.out and "60 GiB available" in shown.out

@@ -14,12 +14,15 @@ from zero_inference.config.run_config import parse_options
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.cpu_plan import NO_LINK, SEVERAL_GPUS, why_no_cpu_compute
 from zero_inference.errors import UsageError
-from zero_inference.hardware.machine import ProfiledMachine, resolve_machine
+from zero_inference.hardware.machine import Machine, resolve_machine
 from zero_inference.hardware.profile import (
     MEASURED_WITH,
+    AttentionRates,
+    ConcurrentRates,
     CpuAttentionRate,
     CpuProductRate,
     CpuProfile,
+    CpuWorkload,
     DeviceAttentionTime,
     DeviceProductRate,
     EngineOverhead,
@@ -27,17 +30,13 @@ from zero_inference.hardware.profile import (
     HardwareProfile,
     LaunchOverhead,
     LoadingRates,
+    concurrent_rates,
+    interpolate,
     read_profile,
     write_profile,
 )
-from zero_inference.hardware.rates import (
-    AttentionRates,
-    ConcurrentRates,
-    attended_gb_per_s,
-    concurrent_rates,
-    interpolate,
-)
 from zero_inference.hardware.spec import CONTEXT_BYTES, cards, parse_assumed, typical_machines
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import resolve_model
@@ -59,6 +58,11 @@ def rates(format: str, rows: int, cores: float, link: float = 50.0, hand_off_s: 
         cores_alone_gb_per_s=cores + 10,
         hand_off_s=hand_off_s,
     )
+
+
+def work(format: str, rows: int, heads: int = 0) -> CpuWorkload:
+    scheme = GroupQuantization(int(format[3:]), 64) if format.startswith("int") else None
+    return CpuWorkload(torch.bfloat16, scheme, rows, 5120, heads)
 
 
 CORES = CpuProfile(
@@ -142,7 +146,7 @@ def test_what_is_assumed():
     assert found.disk_free_bytes == 1 << 40 and found.matmul_tflops == {"float16": 150.0, "bfloat16": 150.0}
     for kind in ("bfloat16", "int4"):
         for rows in (1, 8, 1000):
-            both = concurrent_rates(found, kind, rows)
+            both = concurrent_rates(found, work(kind, rows))
             assert (both.cores_gb_per_s, both.link_gb_per_s, both.hand_off_s) == (
                 pytest.approx(60),
                 pytest.approx(25),
@@ -246,20 +250,24 @@ def test_rates_between_those_that_were_measured():
     points = {1: 1.0, 8: 2.0, 32: 8.0}
     assert [interpolate(points, x) for x in (0, 1, 8, 20, 40)] == [1.0, 1.0, 2.0, 5.0, 10.0]
     assert interpolate({1: 2.0, 8: 1.0}, 100) == 1.0 and interpolate({8: 3.0}, 1) == interpolate({8: 3.0}, 64) == 3.0
-    found = concurrent_rates(MACHINE, "int4", 20)
+    found = concurrent_rates(MACHINE, work("int4", 20))
     assert isinstance(found, ConcurrentRates) and found.rows == 20
     assert 1 / found.cores_gb_per_s == pytest.approx((1 / 80 + 1 / 50) / 2) and found.hand_off_s == pytest.approx(2e-4)
     others = tuple(rates("int8", each.rows, 90.0, hand_off_s=3 * each.hand_off_s) for each in CORES.products)
     both = CORES.model_copy(update={"products": (*CORES.products, *others)})
-    of_both = concurrent_rates(MACHINE.model_copy(update={"cores": both}), "int4", 20)
+    of_both = concurrent_rates(MACHINE.model_copy(update={"cores": both}), work("int4", 20))
     assert of_both.hand_off_s == pytest.approx(4e-4), "the median of both formats: it has nothing to do with them"
     assert of_both.cores_gb_per_s == found.cores_gb_per_s
     assert (found.link_alone_gb_per_s, found.read_gb_per_s, found.device_gb_per_s) == (55.0, 120.0, 4200.0)
-    assert "the CPU's rate of int8 products is not known" in concurrent_rates(MACHINE, "int8", 1)
-    assert "the rate of the CPU is not known" in concurrent_rates(MACHINE.model_copy(update={"cores": None}), "int4", 1)
+    assert "the CPU's rate of int8 products is not known" in concurrent_rates(MACHINE, work("int8", 1))
+    assert "the rate of the CPU is not known" in concurrent_rates(
+        MACHINE.model_copy(update={"cores": None}), work("int4", 1)
+    )
     slower = CORES.products[1].model_copy(update={"call_s": 4e-5})
     with_calls = CORES.model_copy(update={"products": (CORES.products[0], slower, CORES.products[2])})
-    assert concurrent_rates(MACHINE.model_copy(update={"cores": with_calls}), "int4", 20).call_s == pytest.approx(2e-5)
+    assert concurrent_rates(MACHINE.model_copy(update={"cores": with_calls}), work("int4", 20)).call_s == pytest.approx(
+        2e-5
+    )
     assert found.call_s == 0.0, "a file from before it was measured"
 
 
@@ -269,17 +277,18 @@ def test_rates_of_attention_are_those_of_its_heads():
         for heads, beside, alone in ((1, 80.0, 100.0), (8, 40.0, 50.0))
     ]
     attending = MACHINE.model_copy(update={"cores": CORES.model_copy(update={"attention": tuple(points)})})
-    assert attended_gb_per_s(attending, "bfloat16", 1) == AttentionRates(pytest.approx(80.0), pytest.approx(100.0))
-    assert 1 / attended_gb_per_s(attending, "bfloat16", 4).alone_gb_per_s == pytest.approx(4 / 700 + 3 / 350)
-    assert attended_gb_per_s(attending, "float16", 1) is attended_gb_per_s(MACHINE, "bfloat16", 1) is None
+    by_heads = {heads: concurrent_rates(attending, work("int4", 1, heads)).attended for heads in (0, 1, 4)}
+    assert by_heads[0] is None and by_heads[1] == AttentionRates(pytest.approx(80.0), pytest.approx(100.0))
+    assert 1 / by_heads[4].alone_gb_per_s == pytest.approx(4 / 700 + 3 / 350)
+    assert concurrent_rates(MACHINE, work("int4", 1, 1)).attended is None
     asked = "--model llama-2-13b --dummy --dtype bfloat16 --engine stream --quant-bits 4 --prompt-len 512 --gen-len 8"
     options = f"{asked} --kv-offload --batch-size 8"
-    plans = [planned(options, ProfiledMachine(each)).weights for each in (attending, MACHINE)]
+    plans = [planned(options, Machine(each)).weights for each in (attending, MACHINE)]
     assert [each.placement.host_bytes for each in plans] == [0, 0] and all(each.cpu.attends for each in plans)
     assert [each.cpu.rates.attention_gb_per_s(True) for each in plans] == [pytest.approx(100.0), 120.0]
     extra_s = plans[0].cpu.kv_bytes / 1e9 * (1 / 100 - 1 / 120)
     assert plans[0].cost_terms.step_cpu.wait_s - plans[1].cost_terms.step_cpu.wait_s == pytest.approx(extra_s)
-    on_device = planned(asked, ProfiledMachine(attending)).weights
+    on_device = planned(asked, Machine(attending)).weights
     assert on_device.cpu is None, "nothing for them in host memory"
 
 
@@ -432,7 +441,7 @@ def test_what_gpus_send_each_other(options, fetched_share):
 
     def step_s(peers) -> tuple[float, str, int]:
         machine = MACHINE.model_copy(update={"gpus": (H200,) * 4, "peers_gb_per_s": peers})
-        plan = make_plan(Job(config, spec, ranks, empty_model, H200.free_bytes, None, ProfiledMachine(machine)))
+        plan = make_plan(Job(config, spec, ranks, empty_model, H200.free_bytes, None, Machine(machine)))
         limit = planned_step_bound(plan.weights, machine)[1]
         assert limit <= plan.times.step.seconds * 1.001, "the limit is a bound of what is predicted"
         weights = plan.weights.fetched_bytes + plan.weights.sharded_bytes
@@ -452,7 +461,7 @@ def test_what_gpus_send_each_other(options, fetched_share):
 
 def test_cores_take_their_part_as_the_file_says():
     options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0"
-    machine = ProfiledMachine(MACHINE)
+    machine = Machine(MACHINE)
     plan = planned(options, machine).weights
     moved = plan.moved_per_step()
     assert len(plan.cpu.cpus) == 15 and plan.cpu.instructions == "amx"
@@ -463,7 +472,7 @@ def test_cores_take_their_part_as_the_file_says():
     assert bound_by in ("link", "link_and_cores") and step_s >= both
     alone = planned(f"{options} --cpu-compute off", machine).weights
     assert planned_step_bound(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
-    no_rates = ProfiledMachine(MACHINE.model_copy(update={"cores": None}))
+    no_rates = Machine(MACHINE.model_copy(update={"cores": None}))
     assert "the rate of the CPU is not known" in planned(options, no_rates).weights.no_cpu
     with pytest.raises(UsageError, match="test was measured with 15 threads"):
         planned(f"{options} --cpu-threads 4", machine)
@@ -471,7 +480,7 @@ def test_cores_take_their_part_as_the_file_says():
 
 def test_several_gpus_have_the_cpu_only_where_a_share_is_given():
     options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0 --batch-size 2"
-    one = job_of(options, ProfiledMachine(MACHINE))
+    one = job_of(options, Machine(MACHINE))
     two = replace(one, ranks=replace(one.ranks, world_size=2, local_world_size=2))
     assert why_no_cpu_compute(one) is None and why_no_cpu_compute(two) == SEVERAL_GPUS
     assert not make_plan(two).weights.placement.cpu_computed
@@ -543,7 +552,7 @@ def test_the_plan_says_what_an_h200_counted(name, empty_models):
     options = options_of(record)
     memory = record["environment"]["gpus"][0]["memory_bytes"]
     machine = MACHINE.model_copy(update={"gpus": (Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),)})
-    plan = planned(shlex.join(options), ProfiledMachine(machine), empty_models)
+    plan = planned(shlex.join(options), Machine(machine), empty_models)
     says_what_was_counted(plan.weights, record)
     slot = plan.job.kv_device_bytes // SLOTS if record["kv_offload"] else 0  # keys and values had one less then
     near = 0.03 if record["engine"] == "deepspeed" else 0.06

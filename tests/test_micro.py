@@ -21,9 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero_inference.cli import console_main
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware import spec
-from zero_inference.micro import benchmarks, blocks, timing
-from zero_inference.micro.benchmarks import elementwise_rows, layer_rows, make_norm_patch, matmul_rows
-from zero_inference.micro.blocks import BlockShape
+from zero_inference.micro import benchmarks
+from zero_inference.micro.benchmarks import BlockShape, elementwise_rows, layer_rows, make_norm_patch, matmul_rows
 
 CPU = torch.device("cpu")
 WIDTHS = dict(hidden_size=48, intermediate_size=112, num_attention_heads=6)
@@ -38,14 +37,14 @@ SMALL = {
 }
 
 
-def small_block(name: str, device=CPU, dtype=torch.float32) -> blocks.Block:
+def small_block(name: str, device=CPU, dtype=torch.float32) -> benchmarks.Block:
     from transformers import AutoConfig
 
-    return blocks.build_block(name, device, dtype, AutoConfig.for_model(**SMALL[name]))
+    return benchmarks.build_block(name, device, dtype, AutoConfig.for_model(**SMALL[name]))
 
 
-def known_rates(**best: float) -> timing.MachineRates:
-    rates = timing.MachineRates("cpu")
+def known_rates(**best: float) -> benchmarks.MachineRates:
+    rates = benchmarks.MachineRates("cpu")
     rates.best |= best
     return rates
 
@@ -57,7 +56,7 @@ def counted(action) -> int:
     return counter.get_total_flops()
 
 
-def check_formulas(block: blocks.Block, x: torch.Tensor) -> None:
+def check_formulas(block: benchmarks.Block, x: torch.Tensor) -> None:
     batch, seq, _ = x.shape
     with torch.no_grad():
         block.parts["layer"](x)  # keeps the angles of rotary positions, which some transformers multiply out
@@ -76,11 +75,11 @@ def test_formulas_are_what_the_counter_counts(name):
     assert all(parameter.grad is not None for parameter in block.module.parameters())
 
 
-@pytest.mark.parametrize("name", [*blocks.DEFAULT_BLOCKS, *blocks.CPU_BLOCKS[3:], *blocks.SHORT])
+@pytest.mark.parametrize("name", [*benchmarks.DEFAULT_BLOCKS, *benchmarks.CPU_BLOCKS[3:], *benchmarks.SHORT])
 def test_formulas_of_the_published_sizes(name):
     """On the meta device, where nothing is computed; the classical blocks have the formulas of CONTRACT, section 8."""
     meta, b, s = torch.device("meta"), 2, 128
-    block = blocks.build_block(name, meta, torch.float16)
+    block = benchmarks.build_block(name, meta, torch.float16)
     h, shape = block.shape.hidden, block.shape
     check_formulas(block, torch.empty(b, s, h, device=meta, dtype=torch.float16))
     if not name.startswith("llama"):
@@ -124,7 +123,7 @@ def test_a_machine_of_known_rate(monkeypatch):
         products.add((left.shape, right.shape, out.shape, left.dtype, right.dtype, out.dtype))
 
     monkeypatch.setattr(torch, "mm", product)
-    monkeypatch.setattr(timing, "Timer", functools.partial(timing.Timer, timer=lambda: clock[0]))
+    monkeypatch.setattr(benchmarks, "Timer", functools.partial(benchmarks.Timer, timer=lambda: clock[0]))
     (row,) = matmul_rows(known_rates(bf16=1e-9), [100], ["bf16"], 0.4, math.inf)
     assert row["time_s"] == pytest.approx(0.05) and row["tflops"] == pytest.approx(2e6 / 0.05 / 1e12)
     assert ((100, 100),) * 3 + (torch.bfloat16,) * 3 in products and clock[0] > 0.4
@@ -161,7 +160,7 @@ def test_what_would_take_too_long_is_predicted_and_not_begun(monkeypatch, capsys
         time.sleep(len(left) ** 3 * 1e-9)
 
     monkeypatch.setattr(torch, "mm", slow)
-    monkeypatch.setitem(timing.PROBE_SIZES, "cpu", (16,))
+    monkeypatch.setitem(benchmarks.PROBE_SIZES, "cpu", (16,))
     words = "zero-inference micro matmul --device cpu --sizes 128 2048 --dtype fp16 --format csv --min-run-time 0.01"
     assert console_main(words.split()) == 0
     good, skipped = csv.DictReader(io.StringIO(capsys.readouterr().out))
@@ -210,7 +209,7 @@ def test_what_does_not_fit_is_a_row_with_an_error(monkeypatch, capsys):
         return torch.matmul(left, right)
 
     monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setitem(timing.PROBE_SIZES, "cpu", (16,))
+    monkeypatch.setitem(benchmarks.PROBE_SIZES, "cpu", (16,))
     words = "zero-inference micro matmul --device cpu --sizes 16 32 --dtype fp32 --format csv --min-run-time 0.01"
     assert console_main(words.split()) == 1
     shown = capsys.readouterr()

@@ -7,8 +7,8 @@ from conftest import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_inference.config.run_config import RunConfig, parse_options
-from zero_inference.hardware.bench_launch import ROUNDS, LaunchBench
-from zero_inference.hardware.rates import ProductTime
+from zero_inference.hardware.bench_device import ROUNDS, LaunchBench
+from zero_inference.hardware.profile import ProductTime
 from zero_inference.models.empty_model import build_empty_model, estimate_prefill_bytes, logits_bytes
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.spec import resolve_model

@@ -18,7 +18,7 @@ from zero_inference.cli import console_main, main
 from zero_inference.config.run_config import RunConfig, parse_options
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware import measure_profile, profile
-from zero_inference.hardware.machine import ProfiledMachine, limit_memory
+from zero_inference.hardware.machine import Machine
 from zero_inference.hardware.profile import cached_profile, why_outdated, write_profile
 from zero_inference.planning import search
 from zero_inference.planning.changes import faster_than
@@ -41,7 +41,7 @@ from zero_inference.utils.format import significant
 
 GIB = 1 << 30
 LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
-WITH_CORES = ProfiledMachine(FAST.model_copy(update={"cores": MACHINE.cores}))
+WITH_CORES = Machine(FAST.model_copy(update={"cores": MACHINE.cores}))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def plan_json(plan_text):
 def found():
     """Of OPT-30B on an H200 of which 24 GiB may be used."""
     job = job_of(
-        "--model opt-30b --dummy --prompt-len 128 --engine stream", limit_memory(WITH_CORES, device_bytes=24 * GIB)
+        "--model opt-30b --dummy --prompt-len 128 --engine stream", replace(WITH_CORES, device_limit_bytes=24 * GIB)
     )
     return find_candidates(job, SearchSpace(batch_sizes=(1, 8, 32)))
 
@@ -393,7 +393,7 @@ def test_what_auto_cannot_do(monkeypatch, capfd):
 def test_faster_options_are_named_with_their_factor():
     def plan(options: str, **changes):
         machine = FAST.model_copy(update={"cores": MACHINE.cores} | changes)
-        return make_plan(job_of(f"{options} --dummy", ProfiledMachine(machine)))
+        return make_plan(job_of(f"{options} --dummy", Machine(machine)))
 
     def rate(options: str) -> float:
         found = plan(f"--model llama-2-13b --prompt-len 64 {options}")
@@ -483,7 +483,7 @@ def test_keys_and_values_on_the_host_cross_the_link_as_fast_as_they_can(plan_jso
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "llama-2-13b"])
 def test_a_command_for_a_part_of_the_device_does_the_same_on_all_of_it(model):
     """Its ring has as many slots, and not as many as the whole device has room for."""
-    part = limit_memory(WITH_CORES, device_bytes=12 * GIB)
+    part = replace(WITH_CORES, device_limit_bytes=12 * GIB)
     job = job_of(f"--model {model} --dummy --prompt-len 128 --engine stream", part)
     found = find_candidates(job, SearchSpace(engines=("stream",), batch_sizes=(1, 8)))
     assert len(found.candidates) > 3

@@ -13,7 +13,7 @@ from zero_inference.engines.stream.cpu_plan import CpuPlan, best_split
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.prefetch import LAST_PASS, MAX_MEASUREMENTS, MeasuredStep, Rebalancer, bytes_to_move
-from zero_inference.hardware.rates import AttentionRates, ConcurrentRates
+from zero_inference.hardware.profile import AttentionRates, ConcurrentRates
 from zero_inference.models.mlp import Mlp
 from zero_inference.records.hardware import LinkUse
 

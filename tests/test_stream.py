@@ -25,8 +25,7 @@ from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware import bench_copies
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.measure.loops import measure_loops
-from zero_inference.measure.rates import LinkRate
-from zero_inference.measure.session import TRACED_TOKENS, link_use_in, output_ids_sha256
+from zero_inference.measure.session import TRACED_TOKENS, LinkRate, link_use_in, output_ids_sha256
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import FAMILIES, VOCAB, build_model, plain_ids
@@ -15,7 +17,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.stream import vocabulary
 from zero_inference.engines.stream.vocabulary import HostEmbedding, find_table
 from zero_inference.errors import UsageError
-from zero_inference.hardware.machine import ProfiledMachine, limit_memory
+from zero_inference.hardware.machine import Machine
 from zero_inference.kernels.extension import load_extension
 from zero_inference.models.empty_model import build_on_meta
 from zero_inference.models.prompts import random_ids
@@ -103,7 +105,7 @@ def test_the_table_is_counted_where_it_is(family, untied, monkeypatch):
 
 
 def test_memory_of_the_table_holds_layers(monkeypatch):
-    machine = limit_memory(ProfiledMachine(FAST), device_bytes=8 << 30)
+    machine = replace(Machine(FAST), device_limit_bytes=8 << 30)
     options = "--model llama-3.1-8b --engine stream --quant-bits 8 --dummy --prompt-len 128 --gen-len 32"
     found = planned(options, machine)
     monkeypatch.setattr(vocabulary, "device_reads_rows", lambda job: False)
@@ -114,14 +116,14 @@ def test_memory_of_the_table_holds_layers(monkeypatch):
     assert abs(kept - table) < of_layer and host == -kept, "whole layers"
     assert found.weights.device_peak_bytes <= 8 << 30
     assert f"and {format_bytes(table)} of input embedding)" in found.weights.describe_location()
-    whole = planned(options, ProfiledMachine(FAST))
+    whole = planned(options, Machine(FAST))
     assert whole.weights.footprint.host == 0 and whole.weights.describe_location() == "on the device"
 
 
 def test_layers_that_fit_beside_no_table_are_all_on_the_device():
     options = "--model llama-3.1-8b --engine stream --dummy --prompt-len 128 --gen-len 32"
-    whole = planned(options, ProfiledMachine(FAST)).weights
-    machine = limit_memory(ProfiledMachine(FAST), device_bytes=whole.min_free_device_bytes - 1)
+    whole = planned(options, Machine(FAST)).weights
+    machine = replace(Machine(FAST), device_limit_bytes=whole.min_free_device_bytes - 1)
     found = planned(options, machine).weights
     assert not found.placement.in_host_memory and found.footprint.host == 128256 * 4096 * 2
     assert f"and {format_bytes(found.footprint.host)} of input embedding)" in found.describe_location()

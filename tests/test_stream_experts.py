@@ -21,7 +21,7 @@ from zero_inference.engines.stream.cpu_plan import best_split
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import experts_in_groups
-from zero_inference.hardware.rates import ConcurrentRates
+from zero_inference.hardware.profile import ConcurrentRates
 from zero_inference.kernels import quantization
 from zero_inference.models.mlp import detect_experts
 from zero_inference.models.prompts import greedy_config, random_ids, reset_generation_config

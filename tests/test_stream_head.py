@@ -15,7 +15,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.stream import vocabulary
 from zero_inference.engines.stream.vocabulary import HeadWeight, QuantizedHead, find_head
-from zero_inference.hardware.machine import ProfiledMachine
+from zero_inference.hardware.machine import Machine
 from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
@@ -132,7 +132,7 @@ def test_tied_heads_and_those_of_16_bits_stay_as_they_are(family, options, check
 
 def test_a_step_and_device_memory_count_the_bytes_that_are_stored():
     machine = MACHINE.model_copy(update={"cores": None, "device_products": ()})
-    plan = planned("--model llama-2-13b --engine stream --quant-bits 4 --dummy", ProfiledMachine(machine))
+    plan = planned("--model llama-2-13b --engine stream --quant-bits 4 --dummy", Machine(machine))
     plain, stored = plan.weights.cost_terms.head_plain_bytes, plan.weights.cost_terms.head_stored_bytes
     assert plain == 2 * 32000 * 5120 and stored == plain * 8.5 / 16
     sizes = plan.job.sizes

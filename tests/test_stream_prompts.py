@@ -20,7 +20,7 @@ from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.cpu_plan import MAX_PROMPT_ROWS
 from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.prefetch import PassKind
-from zero_inference.hardware.machine import ProfiledMachine
+from zero_inference.hardware.machine import Machine
 from zero_inference.hardware.profile import read_profile
 from zero_inference.models.prompts import random_ids
 
@@ -211,8 +211,8 @@ MACHINES = ("h100-big-models", "h100-predicted")
 QWEN = "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4 --gpu-memory 2 --gen-len 8"
 
 
-def machine_at(name: str) -> ProfiledMachine:
-    return ProfiledMachine(read_profile(ROOT / "benchmarks" / "results" / name / "machine.json"))
+def machine_at(name: str) -> Machine:
+    return Machine(read_profile(ROOT / "benchmarks" / "results" / name / "machine.json"))
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -9,15 +9,15 @@ from test_machine import MACHINE, planned
 
 from benchmarks.predictions import machine_of, plan_of, without_short_prompts
 from zero_inference.engines.stream.cpu_plan import MIN_GAIN
-from zero_inference.hardware.machine import ProfiledMachine
+from zero_inference.hardware.machine import Machine
 from zero_inference.hardware.profile import (
     DeviceAttentionTime,
     DeviceProductRate,
     EngineOverhead,
     LaunchOverhead,
     LoadingRates,
+    device_attention_s,
 )
-from zero_inference.hardware.rates import device_attention_s
 from zero_inference.planning.cost import (
     COMPARED_GB_PER_S,
     LAUNCH_SLOWDOWN,
@@ -41,7 +41,7 @@ def times_of(options: str, machine=FAST):
 
 
 def planned_times(options: str, machine):
-    plan = planned(options, ProfiledMachine(machine))
+    plan = planned(options, Machine(machine))
     return plan, plan.times
 
 
@@ -211,7 +211,7 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
         "--engine stream --gpu-memory 0 --quant-bits 8": (500.0, 40.0),
         "--engine deepspeed --cpu-offload --quant-bits 4": (500.0, 20.0),
     }.items():
-        plan = planned(f"--model opt-13b {options} {SIZES}", ProfiledMachine(machine))
+        plan = planned(f"--model opt-13b {options} {SIZES}", Machine(machine))
         dense = plan.job.sizes.parameter_bytes
         layer_bytes = 2 * (12 * 5120**2 + 13 * 5120)  # the first decoder layer comes to the host to be compared
         expected = sum(dense / rate for rate in parts) + plan.weights.footprint.host / 5.0
@@ -219,14 +219,14 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
         assert plan.load_s == pytest.approx(expected / 1e9 + (2.0 + 40 * 0.1) * ("deepspeed" in options))
         assert plan.predicted.load_s == plan.load_s
     checkpoint = ["--model", str(checkpoints("llama")), "--engine", "resident", "--prompt-len", "8", "--gen-len", "4"]
-    read = planned(" ".join(checkpoint), ProfiledMachine(machine))
+    read = planned(" ".join(checkpoint), Machine(machine))
     layer_bytes = sum(each.nbytes for each in read.job.empty_model.model.model.layers[0].parameters())
     expected = read.job.sizes.parameter_bytes * (1 / 3.0 + 1 / 10.0) + layer_bytes / COMPARED_GB_PER_S
     assert read.load_s == pytest.approx(expected / 1e9)
     unknown = machine.model_copy(update={"disk_gb_per_s": None})
-    assert planned(" ".join(checkpoint), ProfiledMachine(unknown)).load_s is None
-    assert planned(f"--model opt-13b --engine resident {SIZES}", ProfiledMachine(FAST)).load_s is None
-    on_disk = planned(f"--model opt-13b --disk-offload {SIZES}", ProfiledMachine(machine))
+    assert planned(" ".join(checkpoint), Machine(unknown)).load_s is None
+    assert planned(f"--model opt-13b --engine resident {SIZES}", Machine(FAST)).load_s is None
+    on_disk = planned(f"--model opt-13b --disk-offload {SIZES}", Machine(machine))
     assert on_disk.weights.footprint.disk and on_disk.load_s is None, "how fast the disk writes is not known"
 
 
@@ -425,7 +425,7 @@ WITH_CORES = (
 def of_record(name: str, empty_models: dict):
     """The record, and the plan of its run for the machine that the record describes."""
     record = read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl")[-1]
-    return record, plan_of(record, ProfiledMachine(machine_of(record)), empty_models)
+    return record, plan_of(record, Machine(machine_of(record)), empty_models)
 
 
 @pytest.fixture(scope="module")

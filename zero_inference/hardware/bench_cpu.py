@@ -13,9 +13,8 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -46,14 +45,25 @@ from zero_inference.hardware.bench_copies import (
     uncached_block_bytes,
 )
 from zero_inference.hardware.bench_device import device_copy_gb_per_s
-from zero_inference.hardware.profile import CpuAttentionRate, CpuProductRate, CpuProfile, WeightFormat
-from zero_inference.hardware.rates import ATTENTION_HEAD_DIM, CPU_BLOCK_BYTES, AttentionRates, ConcurrentRates
+from zero_inference.hardware.profile import (
+    ATTENTION_HEAD_DIM,
+    CPU_BLOCK_BYTES,
+    ConcurrentRates,
+    CpuAttentionRate,
+    CpuProductRate,
+    CpuProfile,
+    CpuWorkload,
+    HardwareProfile,
+    WeightFormat,
+    concurrent_rates,
+)
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.utils.format import first_line
 from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.transfers import Transfers
 
-FORMATS: dict[WeightFormat, tuple[torch.dtype, GroupQuantization | None]] = {
+StoredFormat = tuple[torch.dtype, GroupQuantization | None]  # the second None for plain weights
+FORMATS: dict[WeightFormat, StoredFormat] = {
     "bfloat16": (torch.bfloat16, None),
     "float16": (torch.float16, None),
     "float32": (torch.float32, None),
@@ -62,6 +72,7 @@ FORMATS: dict[WeightFormat, tuple[torch.dtype, GroupQuantization | None]] = {
 }
 # A profile has these formats (float32 is not for GPUs), tokens of a pass, columns of weights, query heads per key head.
 MEASURED: tuple[WeightFormat, ...] = ("bfloat16", "float16", "int8", "int4")
+ATTENTION_FORMATS: tuple[WeightFormat, ...] = ("bfloat16", "float16")
 ROWS, COLUMNS, ATTENTION_HEADS = (1, 8, 32), 8192, (1, 4, 8)
 # All formats and rows are visited VISITS times and the median counts, because a shared host changes from second to second: measured in one
 # go, int4 products of one token had 109 GB/s, and those of the runs that followed 88 and 92.
@@ -81,24 +92,6 @@ NARROW_WIDTH = 16  # of a feed-forward that costs little but its hand-off
 SEQUENCES, KEY_HEADS, BLOCKS, BLOCK_POSITIONS = 8, 8, 8, 64
 LAYER_SHAPE = BLOCKS, SEQUENCES, KEY_HEADS, BLOCK_POSITIONS, ATTENTION_HEAD_DIM  # of keys, and of values
 RANDOM_NUMBERS = 1 << 20  # drawn once and copied
-
-
-@dataclass(frozen=True)
-class CpuWorkload:
-    """The weights and inputs that the CPU backend would multiply.
-
-    Attributes:
-        scheme: how the weights are quantized; None for weights of `dtype`.
-        rows: tokens of a rank's pass.
-        columns: of the weights.
-        heads: query heads per key head if the CPU might compute attention over keys and values of `dtype`; else 0.
-    """
-
-    dtype: torch.dtype
-    scheme: GroupQuantization | None
-    rows: int
-    columns: int
-    heads: int = 0
 
 
 def cpus_of_rank(ranks: Ranks) -> tuple[int, ...]:
@@ -151,7 +144,7 @@ def measure_products_gb_per_s(
 ) -> dict[tuple[WeightFormat, int], float]:
     """Return GB/s of stored bytes multiplied while the link is idle, for each (format, rows) in `wanted`."""
     with contextlib.closing(CpuPool(cpus, SPIN_US)) as pool:
-        products = products_of_formats(pool, list(dict.fromkeys(name for name, _ in wanted)))
+        products = products_of_formats(pool, {name: FORMATS[name] for name, _ in wanted}, COLUMNS)
         return {(name, rows): rate_alone(products[name].calls(rows), PRODUCTS_S) for name, rows in wanted}
 
 
@@ -238,13 +231,13 @@ class CpuProducts:
 
 
 def products_of_formats(
-    pool: CpuPool, formats: Sequence[WeightFormat], columns: int | None = None
+    pool: CpuPool, formats: Mapping[WeightFormat, StoredFormat], columns: int
 ) -> dict[WeightFormat, CpuProducts]:
     """Return products in each format, all in the same memory: touching it for the first time takes longer than measuring."""
     found: dict[WeightFormat, CpuProducts] = {}
     memory = None
-    for name in formats:
-        found[name] = CpuProducts(pool, *FORMATS[name], columns or COLUMNS, memory)
+    for name, (dtype, scheme) in formats.items():
+        found[name] = CpuProducts(pool, dtype, scheme, columns, memory)
         memory = found[name].memory
     return found
 
@@ -320,6 +313,55 @@ class CpuBench:
             self.pool.close()
             raise
 
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.pool.close()
+        torch.cuda.empty_cache()  # the plan asks for free memory
+
+    def profile(
+        self,
+        formats: Mapping[WeightFormat, StoredFormat],
+        all_rows: Sequence[int],
+        attention: Sequence[tuple[WeightFormat, int]],
+        say: Callable[[str], None],
+    ) -> CpuProfile:
+        """Measure products of all `formats` and rows in each of `VISITS` visits, and CPU attention over keys and values of a format with
+        a number of query heads per key head. `say` reports attention that has no memory."""
+        samples: dict[tuple[WeightFormat, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        hand_offs: dict[int, list[float]] = defaultdict(list)
+        products = products_of_formats(self.pool, formats, self.columns)
+        first = next(iter(products.values()))
+        reads = []
+        for _ in range(VISITS):
+            reads.append(self.read_gb_per_s(first.memory))
+            for rows in all_rows:
+                hand_offs[rows].append(self.hand_off_s(first.dtype, rows))
+                for name, each in products.items():
+                    self.visit(each, rows, samples[name, rows])
+        del products, first, each
+        attended = []
+        try:
+            for name, heads in attention:
+                attended.append(self.attention(name, heads))
+        except (RunError, torch.OutOfMemoryError) as error:
+            say(f"warning: not measured: {first_line(error)}")
+        return CpuProfile(
+            threads=len(self.cpus),
+            instructions=best_instructions(),
+            read_gb_per_s=statistics.median(reads),
+            products=tuple(
+                CpuProductRate(
+                    format=name,
+                    rows=rows,
+                    hand_off_s=statistics.median(hand_offs[rows]),
+                    **median_rates(samples[name, rows]),
+                )
+                for name in formats
+                for rows in all_rows
+            ),
+            attention=tuple(attended),
+        )
+
     def read_gb_per_s(self, memory: torch.Tensor) -> float:
         rounds = [self.link.begin() for _ in range(READ_ROUNDS)]
         rate = measure_read_gb_per_s(self.cpus, READ_S, memory)
@@ -369,10 +411,9 @@ class CpuBench:
         narrow = product_calls(self.pool, [task], weights, products.dtype, rows)
         short, long, experts = products.calls(rows, short=True), products.calls(rows), products.expert_calls(rows)
         narrow_s, short_s, experts_s = map(self._call_s, (narrow, short, experts))
-        long_s = long.nbytes / (cores_gb_per_s * 1e9)
         if long.nbytes <= short.nbytes:  # rows of the weight are so long that both have `WIDTH_STEP` of them
             return 0.0, 0.0
-        byte_s = (long_s - short_s) / (long.nbytes - short.nbytes)
+        byte_s = (long.nbytes / (cores_gb_per_s * 1e9) - short_s) / (long.nbytes - short.nbytes)
         call_s = short_s - narrow_s - short.nbytes * byte_s
         return call_s, (experts_s - short_s - (experts.nbytes - short.nbytes) * byte_s) / CHOSEN
 
@@ -391,17 +432,13 @@ class CpuBench:
         layer_bytes = 2 * torch.Size(LAYER_SHAPE).numel() * torch.float32.itemsize
         return random_bytes(max(2, -(-2 * uncached_block_bytes() // layer_bytes)) * layer_bytes)
 
-    def attention(self, dtype: torch.dtype, heads: int) -> AttentionRates:
+    def attention(self, name: WeightFormat, heads: int) -> CpuAttentionRate:
         """Measure CPU attention with `heads` query heads per key head, in a third of a second."""
-        attention = attention_calls(self.pool, dtype, heads, self.key_values)
-        alone = rate_alone(attention, ATTENTION_ALONE_S)
-        beside = statistics.median(rates_together(attention, self.link)[1] for _ in range(ATTENTION_ROUNDS))
-        return AttentionRates(min(alone, beside), alone)  # faster than alone: other programs used the host meanwhile
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self.pool.close()
-        torch.cuda.empty_cache()  # the plan asks for free memory
+        calls = attention_calls(self.pool, FORMATS[name][0], heads, self.key_values)
+        alone = rate_alone(calls, ATTENTION_ALONE_S)
+        beside = statistics.median(rates_together(calls, self.link)[1] for _ in range(ATTENTION_ROUNDS))
+        # faster than alone: other programs used the host meanwhile
+        return CpuAttentionRate(format=name, heads=heads, gb_per_s=min(alone, beside), alone_gb_per_s=alone)
 
 
 def median_rates(samples: dict[str, list[float]]) -> dict[str, Any]:
@@ -419,25 +456,23 @@ def measure_concurrent_rates(device: torch.device, cpus: tuple[int, ...], work: 
     Raises:
         RunError, torch.OutOfMemoryError: no memory.
     """
-    samples: dict[str, list[float]] = defaultdict(list)
+    weights = {cast(WeightFormat, work.weight_format): (work.dtype, work.scheme)}
+    attention = [(cast(WeightFormat, work.kv_format), work.heads)] if work.heads else []
     with contextlib.closing(CpuBench(device, cpus, work.rows, work.columns)) as bench:
-        products = CpuProducts(bench.pool, work.dtype, work.scheme, work.columns)
-        for _ in range(VISITS):
-            bench.visit(products, work.rows, samples)
-            samples["read_gb_per_s"].append(bench.read_gb_per_s(products.memory))
-            samples["hand_off_s"].append(bench.hand_off_s(work.dtype, work.rows))
-        link_alone = statistics.median(bench.link.rate(*bench.link.begin()) for _ in range(LINK_ROUNDS))
-        rates = ConcurrentRates(
-            rows=work.rows,
-            link_alone_gb_per_s=link_alone,
+        # without memory for attention the plan takes the rate of reads
+        cores = bench.profile(weights, (work.rows,), attention, say=lambda line: None)
+        measured = HardwareProfile(
+            source="measured",
+            name="the part that `work` needs",
+            gpus=(),
+            host_memory_bytes=0,
+            link_gb_per_s=statistics.median(bench.link.rate(*bench.link.begin()) for _ in range(LINK_ROUNDS)),
             device_gb_per_s=device_copy_gb_per_s(device, DEVICE_S),
-            **median_rates(samples),
+            cores=cores,
         )
-        del products
-        if work.heads:
-            with contextlib.suppress(RunError, torch.OutOfMemoryError):  # the plan takes the rate of reads then
-                rates = replace(rates, attended=bench.attention(work.dtype, work.heads))
-        return rates
+    rates = concurrent_rates(measured, work)
+    assert isinstance(rates, ConcurrentRates), rates
+    return rates
 
 
 def measure_cpu_profile(device: torch.device, cpus: tuple[int, ...], say: Callable[[str], None]) -> CpuProfile:
@@ -446,39 +481,6 @@ def measure_cpu_profile(device: torch.device, cpus: tuple[int, ...], say: Callab
     Raises:
         RunError, torch.OutOfMemoryError: no memory.
     """
-    samples: dict[tuple[WeightFormat, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    hand_offs: dict[int, list[float]] = defaultdict(list)
-    reads: list[float] = []
-    attention = []
+    attention = [(name, heads) for name in ATTENTION_FORMATS for heads in ATTENTION_HEADS]
     with contextlib.closing(CpuBench(device, cpus, max(ROWS), COLUMNS)) as bench:
-        products = products_of_formats(bench.pool, MEASURED)
-        for _ in range(VISITS):
-            reads.append(bench.read_gb_per_s(products[MEASURED[0]].memory))
-            for rows in ROWS:
-                hand_offs[rows].append(bench.hand_off_s(torch.bfloat16, rows))
-                for name, each in products.items():
-                    bench.visit(each, rows, samples[name, rows])
-        del products, each
-        try:
-            for kind in ("bfloat16", "float16"):
-                for heads in ATTENTION_HEADS:
-                    beside, alone = bench.attention(FORMATS[kind][0], heads)
-                    attention.append(CpuAttentionRate(format=kind, heads=heads, gb_per_s=beside, alone_gb_per_s=alone))
-        except (RunError, torch.OutOfMemoryError) as error:
-            say(f"warning: not measured: {first_line(error)}")
-    return CpuProfile(
-        threads=len(cpus),
-        instructions=best_instructions(),
-        read_gb_per_s=statistics.median(reads),
-        products=tuple(
-            CpuProductRate(
-                format=name,
-                rows=rows,
-                hand_off_s=statistics.median(hand_offs[rows]),
-                **median_rates(samples[name, rows]),
-            )
-            for name in MEASURED
-            for rows in ROWS
-        ),
-        attention=tuple(attention),
-    )
+        return bench.profile({name: FORMATS[name] for name in MEASURED}, ROWS, attention, say)

@@ -69,8 +69,7 @@ def _measure(args: argparse.Namespace) -> None:
     with importing("torch", args.verbose > 0):
         import torch
 
-        from zero_inference.hardware.measure_profile import measure_this_machine
-        from zero_inference.hardware.rooflines import make_report, print_report
+        from zero_inference.hardware.measure_profile import make_report, measure_this_machine, print_report
     from zero_inference.errors import RunError, UsageError
     from zero_inference.hardware.profile import write_profile
     from zero_inference.utils.ranks import detect_ranks, start_process_group, stop_process_group

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json
+import os
 import platform
+import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from zero_inference.config.options import ENGINES
-from zero_inference.cpu.library import load_library
+from zero_inference.cpu.library import load_library, why_unavailable
+from zero_inference.cpu.pool import numa_node_of_gpu
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware.bench_copies import uncached_block_bytes
+from zero_inference.hardware import bench_copies, bench_cpu, bench_device
+from zero_inference.hardware.bench_copies import BusyLink, Lane, copy_gb_per_s, lane_from, lane_to, uncached_block_bytes
 from zero_inference.hardware.bench_cpu import FORMATS, ROWS, cpus_of_host, measure_cpu_profile
-from zero_inference.hardware.bench_device import measure_loading, product_times
-from zero_inference.hardware.bench_launch import LaunchBench
+from zero_inference.hardware.bench_device import LaunchBench, measure_loading, product_times
 from zero_inference.hardware.profile import (
     MEASURED_WITH,
     CpuProfile,
@@ -30,12 +36,14 @@ from zero_inference.hardware.profile import (
     EngineOverhead,
     Gpu,
     HardwareProfile,
+    WeightFormat,
     read_profile,
     why_outdated,
     write_profile,
 )
-from zero_inference.hardware.rooflines import make_report
+from zero_inference.hardware.spec import LANE_RATES, link_gb_per_s
 from zero_inference.kernels import extension
+from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.utils.environment import (
     CpuContention,
@@ -45,10 +53,310 @@ from zero_inference.utils.environment import (
     resident_host_bytes,
 )
 from zero_inference.utils.files import machine_path, make_folder
-from zero_inference.utils.format import first_line
+from zero_inference.utils.format import (
+    PIPED_WIDTH,
+    Column,
+    first_line,
+    format_bytes,
+    print_rows,
+    significant,
+    three_digits,
+)
 from zero_inference.utils.processes import isolated_module, process_group
 from zero_inference.utils.progress import current_progress
 from zero_inference.utils.ranks import Ranks, detect_ranks
+
+EXPECTED_SHARE = 0.8  # of a link's rate; packet headers take the rest (an H200 has 55.5 of 63.0 GB/s)
+SMI_FIELDS = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
+
+
+@dataclass(frozen=True)
+class GpuLink:
+    """One GPU's PCI Express link, now and at most; None is unknown."""
+
+    name: str
+    pci_id: str
+    generation: int | None = None
+    generation_max: int | None = None
+    width: int | None = None
+    width_max: int | None = None
+    numa_node: int | None = None
+    source: str | None = None  # "nvidia-smi"
+
+    @property
+    def limit_gb_per_s(self) -> float | None:
+        """GB/s (1e9) of the current generation and width, one direction before packet headers."""
+        return link_gb_per_s(self.generation, self.width)
+
+
+def read_gpu_link(device: torch.device, root: str = "/") -> GpuLink:
+    """Return the link of a CUDA device, from nvidia-smi; tests replace `root`.
+
+    Its maximum is that of GPU and slot together. The GPU's own maximum, from sysfs, counts if it is higher: so an x16 GPU in an x8 slot
+    shows.
+    """
+    gpu = torch.cuda.get_device_properties(device)
+    place = gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id
+    pci_id = "{:04x}:{:02x}:{:02x}.0".format(*place)
+    folder = Path(root) / "sys/bus/pci/devices" / pci_id
+    command = ["nvidia-smi", "-i", pci_id, f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        answer = ""
+    numbers = [int(word) if word.strip().isdigit() else None for word in answer.split(",")]
+    source = "nvidia-smi" if len(numbers) == 4 else None
+    generation, generation_max, width, width_max = numbers if source else [None] * 4
+    generations = {f"{rate:.1f} GT/s PCIe": number for number, (rate, _) in LANE_RATES.items()}
+    own_width = _read(folder / "max_link_width")
+    own = generations.get(_read(folder / "max_link_speed")), int(own_width) if own_width in ("4", "8", "16") else None
+    generation_max, width_max = (
+        max(filter(None, pair), default=None) for pair in zip((generation_max, width_max), own)
+    )
+    node = numa_node_of_gpu(*place, root)
+    return GpuLink(gpu.name, pci_id, generation, generation_max, width, width_max, node, source)
+
+
+def read_host() -> dict[str, Any]:
+    """Return the host as this process sees it; `memlock_bytes` None is no limit."""
+    import psutil
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    cpus = (Path(f"/sys/devices/system/cpu/cpu{cpu}") for cpu in os.sched_getaffinity(0))
+    return {
+        "numa_nodes": sorted({int(node.name.removeprefix("node")) for cpu in cpus for node in cpu.glob("node[0-9]*")}),
+        "memlock_bytes": None if soft == resource.RLIM_INFINITY else soft,
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_available_bytes": available_host_bytes(),
+    }
+
+
+def link_warnings(gpu: GpuLink, host: dict[str, Any], pinned_gb_per_s: float | None = None) -> list[str]:
+    """Return a sentence for each thing that slows copies; `pinned_gb_per_s` is the measured rate of page-locked copies to this GPU."""
+    name = f"GPU {gpu.pci_id} ({gpu.name})"
+    found = []
+    if gpu.width and gpu.width_max and gpu.width < gpu.width_max:
+        found.append(
+            f"{name} has {gpu.width} of {gpu.width_max} PCI Express lanes: copies take {gpu.width_max / gpu.width:g} "
+            "times as long; look at the slot, the riser and how the mainboard shares lanes."
+        )
+    if gpu.generation and gpu.generation_max and gpu.generation < gpu.generation_max:
+        found.append(
+            f"{name} has a link of PCI Express generation {gpu.generation} of {gpu.generation_max}: the slot, a switch or a BIOS setting "
+            "holds it back (or it was idle: GPUs lower it then)."
+        )
+    if gpu.numa_node is not None and host["numa_nodes"] and gpu.numa_node not in host["numa_nodes"]:
+        found.append(
+            f"{name} is at NUMA node {gpu.numa_node}, this process is not: its memory is remote to the GPU; "
+            f"start it under `numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node}`."
+        )
+    limit = gpu.limit_gb_per_s
+    if pinned_gb_per_s is not None and limit is not None and pinned_gb_per_s < EXPECTED_SHARE * limit:
+        found.append(
+            f"{name}: page-locked copies reach {three_digits(pinned_gb_per_s)} GB/s, {pinned_gb_per_s / limit:.0%} of the "
+            f"{three_digits(limit)} GB/s of generation {gpu.generation} x{gpu.width} (at least {EXPECTED_SHARE:.0%} is "
+            "usual); other GPUs on the same switch, remote or busy host memory, or a virtual machine may be why."
+        )
+    return found
+
+
+def memlock_warnings(host: dict[str, Any]) -> list[str]:
+    limit, available = host["memlock_bytes"], host["memory_available_bytes"]
+    if limit is None or limit >= available:
+        return []
+    return [
+        f"the limit of locked memory is {format_bytes(limit)}, with {format_bytes(available)} available: page-locked weights above it "
+        "may be refused; `ulimit -l unlimited` lifts it."
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+OF_HOST_WEIGHTS = "decode with weights in host memory"
+CPU_PRODUCTS: tuple[tuple[WeightFormat, int], ...] = tuple(
+    (name, rows) for name in ("bfloat16", "int4") for rows in (1, 8, 32)
+)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A rate that bounds speed, in GB/s or TFLOP/s (decimal) by the end of its name."""
+
+    name: str
+    what: str
+    bounds: str  # what it means for a run
+    measure: Callable[[], float]  # returns it or raises RunError
+
+
+def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
+    """Return the rooflines of the link (without a GPU: host memory), the CPU, the device and `disk`."""
+    device, on_gpu = ranks.device, ranks.device.type == "cuda"
+    found: list[Roofline] = []
+
+    def add(name: str, what: str, bounds: str, measure: Callable[[], float]) -> None:
+        found.append(Roofline(name, what, bounds, measure))
+
+    def copies(*lanes: Callable[[torch.device], Lane]) -> Callable[[], float]:
+        return lambda: copy_gb_per_s(*(lane(device) for lane in lanes))
+
+    if on_gpu:
+        pageable = copies(functools.partial(lane_to, pinned=False))
+        add("host_to_device_pinned_gbps", "host to GPU, page-locked", OF_HOST_WEIGHTS, copies(lane_to))
+        add("host_to_device_pageable_gbps", "host to GPU, pageable", "the same with --pin-memory 0", pageable)
+        add("device_to_host_pinned_gbps", "GPU to host, page-locked", "KV cache with --kv-offload", copies(lane_from))
+        add("both_directions_gbps", "both ways at once, summed", "weights and KV cache", copies(lane_to, lane_from))
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        if ranks.world_size == 1 and len(devices) > 1:
+            what = f"host to all {len(devices)} GPUs at once, summed"
+            add("all_devices_gbps", what, "decode of several ranks", lambda: copy_gb_per_s(*map(lane_to, devices)))
+    else:
+        add("host_memory_copy_gbps", "host memory copy", OF_HOST_WEIGHTS, copies(lane_to))
+        add("host_memory_two_copies_gbps", "two copies at once, summed", "KV cache", copies(lane_to, lane_from))
+    if load_library() is not None:
+        cpus = bench_cpu.cpus_of_rank(ranks)
+        cores = f"{len(cpus)} cores"
+        read = functools.partial(bench_cpu.measure_read_gb_per_s, cpus)
+        add("cores_read_gbps", f"host memory read by {cores}", "what the cores can multiply", read)
+        products = functools.cache(lambda: bench_cpu.measure_products_gb_per_s(cpus, CPU_PRODUCTS))
+        for name, rows in CPU_PRODUCTS:
+            what = f"{name} x {rows} tokens, {cores}"
+            measure = lambda key=(name, rows): products()[key]  # noqa: E731
+            add(f"cores_{name}_{rows}_rows_gbps", what, f"decode of batch {rows} on the cores", measure)
+        if on_gpu and load_extension():  # it has the kernels of the hand-off
+            work = bench_cpu.CpuWorkload(torch.bfloat16, None, rows=1, columns=bench_cpu.COLUMNS)
+            beside = functools.partial(bench_cpu.measure_concurrent_rates, device, cpus, work)
+            what = f"bfloat16 x 1 tokens, {cores}, link busy"
+            add("cores_beside_link_gbps", what, OF_HOST_WEIGHTS, lambda: beside().cores_gb_per_s)
+            what = "host to GPU, while the cores multiply"
+            add("link_beside_cores_gbps", what, OF_HOST_WEIGHTS, lambda: beside().link_gb_per_s)
+    copy = functools.partial(bench_device.device_copy_gb_per_s, device)
+    what = f"copy in {'GPU' if on_gpu else 'host'} memory, read + write"
+    add("device_copy_gbps", what, "decode with weights on the device", copy)
+    for dtype in (torch.bfloat16, torch.float16 if on_gpu else torch.float32):
+        kind = str(dtype).removeprefix("torch.")
+        product = functools.partial(bench_device.matmul_tflops, device, dtype)
+        add(f"matmul_{kind}_tflops", f"matrix product in {kind}", "prefill, and large batches", product)
+    if disk is not None:
+        read_disk = functools.partial(bench_copies.disk_read_gb_per_s, disk)
+        add("disk_read_gbps", f"direct reads from {disk}", "decode with --disk-offload", read_disk)
+    return found
+
+
+def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Measure on all ranks at the same time (the disk: on the first), and return the results by name and a line for each failure of this
+    rank. `all_ranks` is the sum over ranks; None if one failed."""
+    results, failures = {}, []
+    wanted = rooflines(ranks, disk)
+    with current_progress().task("link", len(wanted), ticking=True) as task:
+        for number, roofline in enumerate(wanted):
+            task.at(f"rate {number + 1} of {len(wanted)} ({roofline.what})", number)
+            ranks.barrier()
+            value = None
+            try:
+                if ranks.is_first or roofline.name != "disk_read_gbps":
+                    value = roofline.measure()
+            except (RunError, torch.OutOfMemoryError) as error:  # a failure must not hide the other rates
+                failures.append(f"not measured: {roofline.what}: {first_line(error)}")
+            if ranks.device.type == "cuda":
+                torch.cuda.empty_cache()
+            summed = ranks.total(round((value or 0) * 1e6)) / 1e6  # int64 sums: to 1e-6 of a unit
+            count = 1 if roofline.name == "disk_read_gbps" else ranks.world_size
+            results[roofline.name] = {
+                "value": value,
+                "all_ranks": summed if ranks.total(int(value is not None)) == count else None,
+                "unit": "TFLOP/s" if roofline.name.endswith("tflops") else "GB/s",
+                "what": roofline.what,
+                "bounds": roofline.bounds,
+            }
+    if load_library() is None:
+        failures.append(f"the CPU backend was not measured: {why_unavailable()}")
+    return results, failures
+
+
+def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
+    """Measure the rooflines, and return the JSON object. Each rank gets the facts and warnings of all."""
+    results, warnings = measure_rooflines(ranks, disk)
+    host, gpus = read_host(), _gpu_links(ranks)
+    pinned = results.get("host_to_device_pinned_gbps", {}).get("value")
+    for index, gpu in enumerate(gpus):  # the first is the one that was measured
+        warnings += link_warnings(gpu, host, pinned if index == 0 else None)
+    warnings += memlock_warnings(host)
+    rows = ranks.gather_objects(
+        {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host["numa_nodes"]}
+    )
+    return {
+        "device": ranks.device.type,
+        "world_size": ranks.world_size,
+        "ceilings": results,
+        "gpus": [
+            {"rank": rank, "node": row["node"], **dataclasses.asdict(gpu), "limit_gbps": gpu.limit_gb_per_s}
+            for rank, row in enumerate(rows)
+            for gpu in row["gpus"]
+        ],
+        "host": host,
+        "numa_nodes_of_ranks": [row["numa_nodes"] for row in rows],
+        "warnings": list(
+            dict.fromkeys(
+                f"{row['node']}: {line}" if ranks.num_nodes > 1 else line for row in rows for line in row["warnings"]
+            )
+        ),
+    }
+
+
+def _gpu_links(ranks: Ranks) -> list[GpuLink]:
+    """Read the link of this rank's GPU, or of all visible GPUs with one rank, each while it is busy."""
+    if ranks.device.type != "cuda":
+        return []
+    devices = [ranks.device]
+    if ranks.world_size == 1:
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    links = []
+    for device in devices:
+        busy = None
+        with contextlib.suppress(RunError, torch.OutOfMemoryError), torch.cuda.device(device):
+            busy = BusyLink(device)
+            # an idle GPU slows its link; 10.7 GB take 0.2 s at generation 5 x16, 0.9 s at 3 x16, and the link stays up for some seconds
+            busy.begin(40)
+        links.append(read_gpu_link(device))
+        torch.cuda.synchronize(device)
+        del busy
+    return links
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print table and facts on stdout, warnings on stderr."""
+    several = report["world_size"] > 1
+    columns = [
+        Column("what", "roofline", dtype="string"),
+        Column("value", "first rank" if several else "measured", significant, whole=True),
+        *([Column("all_ranks", "all ranks", significant, whole=True)] if several else []),
+        Column("unit", "unit", dtype="string", whole=True),
+        Column("bounds", "bounds", dtype="string"),
+    ]
+    print_rows(list(report["ceilings"].values()), columns, "table", piped_width=PIPED_WIDTH)
+    for gpu in report["gpus"]:
+        shown = {name: "?" if value is None else value for name, value in gpu.items()}
+        print("GPU {pci_id} ({name}), rank {rank}, NUMA node {numa_node}:".format(**shown))
+        print(
+            "  PCI Express generation {generation} of {generation_max}, {width} of {width_max} lanes".format(**shown)
+            + (f", {gpu['limit_gbps']:.1f} GB/s" if gpu["limit_gbps"] else "")
+        )
+    host = report["host"]
+    memlock = "none" if host["memlock_bytes"] is None else format_bytes(host["memlock_bytes"])
+    nodes = " | ".join(",".join(map(str, nodes)) or "unknown" for nodes in report["numa_nodes_of_ranks"])
+    print(
+        f"host memory: {format_bytes(host['memory_bytes'])}, {format_bytes(host['memory_available_bytes'])} available\n"
+        f"limit of locked memory: {memlock}\nNUMA nodes of each rank: {nodes}",
+        flush=True,
+    )
+    for line in report["warnings"]:
+        print(f"warning: {line}", file=sys.stderr)
+
 
 CPU_ROWS = (*ROWS, 128)
 # From FUSED_ROWS + 1 tokens on, codes are dequantized before they are multiplied; from some hundred on operations bind.

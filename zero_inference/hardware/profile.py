@@ -1,11 +1,19 @@
-"""The hardware profile: memory and rates of one machine, and the JSON file of `zero-inference link --save`. None is unknown."""
+"""The hardware profile: memory and rates of one machine, the JSON file of `zero-inference link --save`, and look-ups for plans.
+
+None is unknown. GB/s are 1e9 bytes a second. Rates between measured numbers of tokens and heads are interpolated by their inverse, because
+times grow along lines. Imports no torch, so that a bad file is refused at once.
+"""
 
 from __future__ import annotations
 
+import bisect
 import functools
+import statistics
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -13,6 +21,11 @@ from zero_inference.errors import UsageError
 from zero_inference.utils.environment import describe_environment, rate_versions
 from zero_inference.utils.files import machine_path, write_atomically
 from zero_inference.utils.format import format_bytes, one_line
+
+if TYPE_CHECKING:
+    import torch
+
+    from zero_inference.kernels.quantization import GroupQuantization
 
 MOST = 1e18  # upper limit of any number in a profile; more is a mistake
 MIN_RATE = 1e-9  # a byte a second: with less a step would take inf seconds
@@ -28,16 +41,19 @@ Source = Literal["measured", "datasheet", "assumed"]
 WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 
 
-def _key(field: str) -> str:
-    """Return the file's key for a field."""
-    keys = {"engine_overheads": "own_work", "hand_off_s": "crossing_s"}
-    return keys.get(field, field.replace("gb_per_s", "gbps"))
+FILE_KEYS = {"engine_overheads": "own_work", "hand_off_s": "crossing_s"}
 
 
 class _ProfilePart(BaseModel):
     """Refuses numbers in strings and unknown keys."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", populate_by_name=True, alias_generator=_key)
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        populate_by_name=True,
+        alias_generator=lambda field: FILE_KEYS.get(field, field.replace("gb_per_s", "gbps")),
+    )
 
 
 class Gpu(_ProfilePart):
@@ -68,7 +84,7 @@ class CpuProductRate(_ProfilePart):
 class CpuAttentionRate(_ProfilePart):
     """CPU attention over keys and values in host memory: `gb_per_s` while the link is busy, `alone_gb_per_s` while it is idle."""
 
-    format: Literal["bfloat16", "float16"]
+    format: WeightFormat  # of keys and values
     heads: Count  # query heads per key head
     gb_per_s: Rate
     alone_gb_per_s: Rate
@@ -115,9 +131,8 @@ class LaunchOverhead(_ProfilePart):
     step_s: Seconds  # host time of a decode step besides the model: sampling and preparing the next step
     graph_operator_s: Seconds | None = None  # device time of a small operator of a decoder layer in a CUDA graph
     attention: tuple[DeviceAttentionTime, ...] = Field(default=(), strict=False)
-    attention_gb_per_s: Rate | None = (
-        None  # instead, in older files: 16 sequences of 160 positions, beyond an operator's time
-    )
+    # Instead, in older files: 16 sequences of 160 positions, beyond an operator's time.
+    attention_gb_per_s: Rate | None = None
 
 
 class LoadingRates(_ProfilePart):
@@ -133,9 +148,8 @@ class LoadingRates(_ProfilePart):
 class EngineOverhead(_ProfilePart):
     """Time of an engine besides the model's work, measured with a model so thin that nothing else counts.
 
-    A piece is what the engine fetches as a whole: a block, a parameter or a module's weights; with `kv_offload` a layer's keys and values.
-    With `kv_offload` the weights stay on the device; the stream engine computes CPU attention, the resident engine copies keys and values.
-    With `resident` quantized weights stay on the device, and a piece is a block.
+    A piece is what the engine fetches as a whole: a block, a parameter or a module's weights; with `kv_offload` (CPU attention by the
+    stream engine, copies by the resident engine) a layer's keys and values; with `resident` (quantized weights on the device) a block.
     """
 
     engine: str
@@ -160,20 +174,17 @@ class HardwareProfile(_ProfilePart):
     measured_with: Count = 1  # `MEASURED_WITH` of the version that measured it
     name: str
     measured_at: str | None = None  # ISO 8601
-    others_cpu_share: Annotated[float, Field(ge=0, le=1)] | None = (
-        None  # CPU use of other programs during the measurement
-    )
+    # CPU use of other programs during the measurement.
+    others_cpu_share: Annotated[float, Field(ge=0, le=1)] | None = None
     versions: dict[str, str | None] = {}  # of the packages and drivers that rates depend on
     gpus: tuple[Gpu, ...] = Field(strict=False, max_length=1024)
     host_memory_bytes: Bytes  # available to a run
     disk_free_bytes: Bytes | None = None  # of the folder of `--disk`
-    link_gb_per_s: Rate | None = (
-        None  # page-locked copies to one GPU, CPU idle; without a GPU copies inside host memory
-    )
+    # Page-locked copies to one GPU, CPU idle; without a GPU copies inside host memory.
+    link_gb_per_s: Rate | None = None
     pageable_link_gb_per_s: Rate | None = None
-    peers_gb_per_s: Rate | Literal["link"] | None = (
-        None  # from a node's other GPUs beside the link; "link" if over the link
-    )
+    # From a node's other GPUs beside the link; "link" if over the link.
+    peers_gb_per_s: Rate | Literal["link"] | None = None
     device_gb_per_s: Rate | None = None  # copies inside device memory, read plus written bytes
     device_products: tuple[DeviceProductRate, ...] = Field(default=(), strict=False)
     matmul_tflops: dict[str, Rate] = {}  # of large matrices on the device, TFLOP/s (1e12) by dtype
@@ -182,9 +193,8 @@ class HardwareProfile(_ProfilePart):
     launches: LaunchOverhead | None = None
     engine_overheads: tuple[EngineOverhead, ...] = Field(default=(), strict=False)
     loading: LoadingRates | None = None
-    process_bytes: Bytes | None = (
-        None  # of a process with the libraries of a run and no model; with a GPU after generating
-    )
+    # Of a process with the libraries of a run and no model; with a GPU after generating.
+    process_bytes: Bytes | None = None
     measuring_bytes: Bytes = 0  # the part of `process_bytes` that is only there while a run measures the machine
     library_bytes: dict[str, Bytes] = {}  # what an engine's own library adds, by engine
 
@@ -277,3 +287,197 @@ def why_outdated(profile: HardwareProfile) -> str | None:
     if [gpu.name for gpu in profile.gpus] != [gpu["name"] for gpu in now["gpus"]]:
         return "its GPUs have changed"
     return None
+
+
+COMPUTE_BOUND_ROWS = 2048  # tokens with which a GPU's products are bound by operations
+CPU_BLOCK_BYTES = 128 << 20  # weights of a CPU call when CPU products are measured
+ATTENTION_HEAD_DIM = 128  # of 16-bit keys and values when device attention is measured
+
+
+@dataclass(frozen=True)
+class CpuWorkload:
+    """The weights and inputs that the CPU backend would multiply.
+
+    Attributes:
+        scheme: how the weights are quantized; None for weights of `dtype`.
+        rows: tokens of a rank's pass.
+        columns: of the weights.
+        heads: query heads per key head if the CPU might compute attention over keys and values of `dtype`; else 0.
+    """
+
+    dtype: torch.dtype
+    scheme: GroupQuantization | None
+    rows: int
+    columns: int
+    heads: int = 0
+
+    @property
+    def kv_format(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def weight_format(self) -> str:
+        return f"int{self.scheme.bits}" if self.scheme else self.kv_format
+
+
+class AttentionRates(NamedTuple):
+    """Bytes of keys and values per second of CPU attention, while the link is busy and while it is idle."""
+
+    beside_link_gb_per_s: float
+    alone_gb_per_s: float
+
+
+@dataclass(frozen=True)
+class ConcurrentRates:
+    """Rates of CPU and link while both are busy, for products of `rows` tokens; medians."""
+
+    rows: int
+    link_alone_gb_per_s: float  # page-locked copies to the device while the CPU is idle
+    link_gb_per_s: float
+    cores_gb_per_s: float  # stored bytes multiplied in calls of `CPU_BLOCK_BYTES`
+    cores_alone_gb_per_s: float  # the same while the link is idle
+    read_gb_per_s: float  # host memory read by the CPU
+    hand_off_s: float  # from the device's input to the CPU's output, for a feed-forward of hardly any width
+    device_gb_per_s: float  # copies inside device memory, read plus written bytes; nothing else is busy
+    attended: AttentionRates | None = None  # CPU attention; None if not measured
+    call_s: float = 0.0  # of a CPU call beyond its bytes and a call of hardly any width
+    expert_s: float = 0.0  # of a CPU call beyond that, for each expert that it reads
+
+    def attention_gb_per_s(self, link_rests: bool) -> float:
+        """Return the rate of CPU attention; if not measured, that of reads, which is higher."""
+        if self.attended is None:
+            return self.read_gb_per_s
+        return self.attended.alone_gb_per_s if link_rests else self.attended.beside_link_gb_per_s
+
+    def call_overhead_s(self, nbytes: float, experts: float = 0.0) -> float:
+        """Return what a CPU call takes beyond `nbytes` at `cores_gb_per_s`; that rate includes the `call_s` of `CPU_BLOCK_BYTES`."""
+        return self.hand_off_s + self.call_s * max(0.0, 1 - nbytes / CPU_BLOCK_BYTES) + self.expert_s * experts
+
+
+def concurrent_rates(profile: HardwareProfile, work: CpuWorkload) -> ConcurrentRates | str:
+    """Return the rates for `work`, or a few words on why they are unknown."""
+    cores, link_gb_per_s, device_gb_per_s = profile.cores, profile.link_gb_per_s, profile.device_gb_per_s
+    if cores is None or link_gb_per_s is None or device_gb_per_s is None:
+        known = {"the CPU": cores, "the link": link_gb_per_s, "device memory": device_gb_per_s}
+        return f"the rate of {' and '.join(name for name, found in known.items() if found is None)} is not known"
+    points = {each.rows: each for each in cores.products if each.format == work.weight_format}
+    if not points:
+        return f"the CPU's rate of {work.weight_format} products is not known"
+    # a hand-off does not depend on the format: the median over formats
+    hand_offs = {
+        rows: statistics.median(each.hand_off_s for each in cores.products if each.rows == rows) for rows in points
+    }
+    attention = {each.heads: each for each in cores.attention if each.format == work.kv_format} if work.heads else {}
+    return ConcurrentRates(
+        rows=work.rows,
+        link_alone_gb_per_s=link_gb_per_s,
+        link_gb_per_s=_rate_at(points, "link_gb_per_s", work.rows),
+        cores_gb_per_s=_rate_at(points, "cores_gb_per_s", work.rows),
+        cores_alone_gb_per_s=_rate_at(points, "cores_alone_gb_per_s", work.rows),
+        read_gb_per_s=cores.read_gb_per_s,
+        hand_off_s=interpolate(hand_offs, work.rows),
+        device_gb_per_s=device_gb_per_s,
+        attended=AttentionRates(
+            _rate_at(attention, "gb_per_s", work.heads), _rate_at(attention, "alone_gb_per_s", work.heads)
+        )
+        if attention
+        else None,
+        call_s=interpolate({rows: each.call_s for rows, each in points.items()}, work.rows),
+        expert_s=interpolate({rows: each.expert_s for rows, each in points.items()}, work.rows),
+    )
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """A product with a weight takes `call_s` and its stored bytes at `gb_per_s`."""
+
+    gb_per_s: float
+    call_s: float
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[int, float]]) -> ProductTime:
+        """Fit (bytes, seconds) of weights of one or two sizes, the smaller one first."""
+        (least, least_s), (most, most_s) = points[0], points[-1]
+        call_s = (least_s * most - most_s * least) / (most - least) if most > least else 0.0
+        # with many tokens the line can be anything: operations bind, not bytes
+        call_s = min(max(0.0, call_s), 0.9 * least_s, 0.9 * most_s)
+        return cls(most / (most_s - call_s) / 1e9, call_s)
+
+
+def product_time(profile: HardwareProfile, weight_format: str, rows: int) -> ProductTime | None:
+    """Return the time of a product on the device with `rows` tokens; None if unknown.
+
+    Beyond the measured numbers of tokens the slope of the last two points holds, on a GPU only if these are bound by operations.
+    """
+    points = {each.rows: each for each in profile.device_products if each.format == weight_format}
+    most_rows = max(points, default=0)
+    if not points or (rows > most_rows and most_rows < COMPUTE_BOUND_ROWS and profile.gpus):
+        return None
+    call_s = interpolate({count: each.call_s for count, each in points.items()}, rows)
+    return ProductTime(_rate_at(points, "gb_per_s", rows), call_s)
+
+
+def device_attention_s(
+    profile: HardwareProfile, heads: int, key_heads: int, positions: int, row_bytes: float
+) -> float | None:
+    """Return the time of one layer's decode attention in device memory; None if not measured.
+
+    Args:
+        heads: query heads per key head.
+        key_heads: of all sequences.
+        positions: of each sequence.
+        row_bytes: of one position of a key head; a larger head counts as more heads.
+    """
+    found = {
+        (each.heads, each.key_heads, each.positions): each.seconds
+        for each in (profile.launches.attention if profile.launches else ())
+    }
+    all_heads, all_key_heads, all_positions = (sorted({point[axis] for point in found}) for axis in range(3))
+    usual_heads = key_heads * row_bytes / (2 * ATTENTION_HEAD_DIM)
+
+    def with_heads(n: int) -> float:
+        by_key_heads = {k: interpolate({p: found[n, k, p] for p in all_positions}, positions) for k in all_key_heads}
+        return interpolate(by_key_heads, usual_heads)
+
+    complete = [n for n in all_heads if all((n, k, p) in found for k in all_key_heads for p in all_positions)]
+    return interpolate({n: with_heads(n) for n in complete}, heads) if complete else None
+
+
+def find_engine_overhead(
+    profile: HardwareProfile, engine: str, quant_bits: int = 16, *, kv_offload: bool = False, resident: bool = False
+) -> EngineOverhead | None:
+    """Return the overhead of an engine; with other quantized bits if only those were measured."""
+    alike = [
+        each
+        for each in profile.engine_overheads
+        if (each.engine, each.kv_offload, each.resident) == (engine, kv_offload, resident)
+        and (each.quant_bits == 16) == (quant_bits == 16)
+    ]
+    return min(alike, key=lambda each: abs(each.quant_bits - quant_bits), default=None)
+
+
+def dequantize_gb_per_s(overhead: EngineOverhead | None, dtype: str) -> float | None:
+    """Return bytes of `dtype` per second that the engine's own operator dequantizes; of another dtype if only that was measured."""
+    if overhead is None:
+        return None
+    of_float16 = overhead.restored_float16_gb_per_s if dtype == "float16" else None
+    return of_float16 or overhead.restored_gb_per_s
+
+
+def interpolate(points: Mapping[int, float], x: float) -> float:
+    """Return y at `x` on straight lines through `points` (y by x): constant before the first point, and after the last one along the last
+    line if that rises."""
+    xs = sorted(points)
+    if x <= xs[0] or len(xs) == 1:
+        return points[xs[0]]
+    upper = min(bisect.bisect_left(xs, x), len(xs) - 1)
+    left, right = xs[upper - 1], xs[upper]
+    slope = (points[right] - points[left]) / (right - left)
+    if x > right:
+        return points[right] + max(0.0, slope) * (x - right)
+    return points[left] + slope * (x - left)
+
+
+def _rate_at(points: Mapping[int, Any], name: str, x: float) -> float:
+    """Return the rate `name` at `x`, of `points` by tokens or heads; times, not rates, lie on straight lines."""
+    return 1 / interpolate({at: 1 / getattr(each, name) for at, each in points.items()}, x)

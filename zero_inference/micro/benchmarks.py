@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.utils.benchmark import Timer
 
 from zero_inference.errors import UsageError, is_out_of_memory
-from zero_inference.micro.blocks import CPU_BLOCKS, DEFAULT_BLOCKS, SHORT, Block, block_config, build_block
-from zero_inference.micro.timing import DTYPES, MachineRates, kinds_of, median_s, once_s, precision, predict_s
+from zero_inference.hardware import bench_device
+from zero_inference.hardware.spec import find_card
+from zero_inference.models.preset_table import find_preset
 from zero_inference.models.spec import max_positions
 from zero_inference.norms.patch import (
     apply_norm_kernels,
@@ -20,7 +26,324 @@ from zero_inference.norms.patch import (
     family_refusal,
     prepare_norm_kernels,
 )
+from zero_inference.utils.model_sizes import kv_width
 from zero_inference.utils.progress import current_progress
+
+# Kind of product -> dtype of its operands. tf32 is float32 in memory, rounded to 10 bits of mantissa in the tensor cores.
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+# Sizes of the products that give the matrix rate. A CPU is often fastest with matrices that fit its cache; a size is skipped if one
+# product is expected to take longer than PROBE_CALL_S.
+PROBE_SIZES = {"cuda": (2048, 8192), "cpu": (256, 512, 1024, 2048)}
+PROBE_CALL_S = 0.2
+# A call that is expected to be shorter is timed; a longer one is only predicted.
+CHEAP_CALL_S = 0.5
+Size = TypeVar("Size")
+
+
+def median_s(action: Callable[[], object], min_run_time: float) -> float:
+    """Return the median seconds of one call of `action`, by `Timer.blocked_autorange`, synchronized with the device."""
+    # Timer uses one thread by default
+    timer = Timer("action()", globals={"action": action}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=min_run_time).median
+
+
+def once_s(device: torch.device, action: Callable[[], object]) -> float:
+    """Return the approximate seconds of one call: the fastest of three, of fewer if a call is not cheap.
+
+    On a GPU a further call comes first: the first of a process loads libraries, which took a second where the call took a millisecond.
+    """
+    if device.type == "cuda":
+        action()
+        torch.cuda.synchronize(device)
+    calls: list[float] = []
+    while len(calls) < 3 and sum(calls) < CHEAP_CALL_S:
+        start = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        calls.append(time.perf_counter() - start)
+    return min(calls)
+
+
+def predict_s(time_once: Callable[[Size], float], work: Callable[[Size], float], sizes: Sequence[Size]) -> float:
+    """Predict the seconds of a call at the last of the ascending `sizes`: time smaller ones while they are cheap, and extrapolate in
+    proportion to the `work`."""
+    seconds = time_once(sizes[0])
+    for smaller, size in itertools.pairwise(sizes):
+        seconds *= work(size) / work(smaller)
+        if seconds <= CHEAP_CALL_S:
+            seconds = time_once(size)
+    return seconds
+
+
+@contextlib.contextmanager
+def precision(kind: str) -> Iterator[None]:
+    """Compute float32 products in tf32 on tensor cores, or exactly, by `kind`; restored at the end of the block."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def kinds_of(device: torch.device) -> tuple[str, ...]:
+    """Return the kinds of products that `device` supports; on a GPU tf32 and bf16 need compute capability 8.0."""
+    if device.type == "cpu":
+        return tuple(kind for kind in DTYPES if kind != "tf32")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return ("fp32", "fp16")
+    return tuple(DTYPES)
+
+
+class MachineRates:
+    """Rates of this machine, measured at first use, and its datasheet (`card`; None for a CPU or an unknown GPU).
+
+    Args:
+        device: of `--device`; None for the GPU if there is one, else the CPU.
+
+    Attributes:
+        best: best TFLOP/s (1e12) of this process so far by kind of product.
+    """
+
+    def __init__(self, device: str | None):
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch sees no GPU here; use --device cpu.")
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.card = find_card(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        self.best: dict[str, float] = {}
+
+    @property
+    def device_name(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        from zero_inference.utils.environment import describe_environment
+
+        return f"{describe_environment()['cpu_model']}, {torch.get_num_threads()} threads"
+
+    def best_tflops(self, kind: str, seen: float = 0.0) -> float:
+        """Return `best` of the kind, `seen` and a few products of PROBE_SIZES included. So no share of it exceeds 1."""
+        if kind not in self.best:
+            best = 0.0
+            with precision(kind):
+                for size in PROBE_SIZES[self.device.type]:
+                    if best and 2 * size**3 / best / 1e12 > PROBE_CALL_S:
+                        break
+                    best = max(best, bench_device.matmul_tflops(self.device, DTYPES[kind], size))
+            self.best[kind] = best
+        self.best[kind] = max(self.best[kind], seen)
+        return self.best[kind]
+
+    @functools.cached_property
+    def copy_gb_per_s(self) -> float:
+        """GB/s (1e9 bytes) of a copy inside the device's memory."""
+        return bench_device.device_copy_gb_per_s(self.device)
+
+    def datasheet_tflops(self, kind: str) -> float | None:
+        rate = self.card.tflops.get(kind) if self.card else None
+        return rate.value if rate else None
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Widths of a block.
+
+    Attributes:
+        hidden: h, of the input and the output.
+        query: all query heads together, `heads * head_dim`.
+        key: all key heads together; less than `query` with grouped queries. Values are as wide.
+        inner: of the feed-forward part.
+        matrices: of the feed-forward part: 2, or 3 with a gate.
+        causal: whether a token sees only those before it.
+    """
+
+    hidden: int
+    query: int
+    key: int
+    inner: int
+    matrices: int = 2
+    causal: bool = False
+
+    def operations(self, part: str, b: int, s: int) -> int:
+        """Return the operations of a part of `Block.parts` for b sequences of s tokens."""
+        dense = 2 * b * s * self.hidden * self.inner  # 8 b s h^2 in the classical block
+        projections = 2 * b * s * self.hidden * (2 * self.query + 2 * self.key)  # 8 b s h^2
+        attention = projections + 4 * b * self.query * s**2  # and the scores, 4 b h s^2
+        feed_forward = self.matrices * dense
+        counts = {"dense": dense, "dense_activation": dense, "feed_forward": feed_forward, "attention": attention}
+        return (counts | {"layer": attention + feed_forward})[part]
+
+    def skippable(self, b: int, s: int) -> float:
+        """Return the share of a layer that a causal kernel may skip: scores of `s (s - 1) / 2` pairs of `s^2`; 0 if not causal."""
+        return 2 * b * self.query * s * (s - 1) / self.operations("layer", b, s) if self.causal else 0.0
+
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+BERT_LARGE = dict(model_type="bert", hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
+GPT2_MEDIUM = dict(model_type="gpt2", n_embd=1024, n_head=16, n_layer=24)
+T5_LARGE = dict(model_type="t5", d_model=1024, d_kv=64, d_ff=4096, num_heads=16, num_layers=24)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block and its parts; each part takes hidden states [batch, seq, hidden] of the block's dtype and device.
+
+    Attributes:
+        family: transformers' model_type, which the module of a block does not have.
+        module: the whole block, in eval mode (no dropout), its parameters requiring gradients.
+        parts: `layer`, `attention`, `feed_forward`, `dense` (the first matrix of the feed-forward part), `dense_activation`.
+    """
+
+    name: str
+    family: str
+    shape: BlockShape
+    module: nn.Module
+    parts: dict[str, Call]
+
+
+def _bert(config) -> tuple[nn.Module, dict[str, Call]]:
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    block = BertLayer(config, layer_idx=1)
+    return block, {
+        "layer": block,
+        "attention": lambda x: block.attention(x)[0],
+        "feed_forward": block.feed_forward_chunk,
+        "dense": block.intermediate.dense,
+        "dense_activation": block.intermediate,
+    }
+
+
+def _gpt2(config) -> tuple[nn.Module, dict[str, Call]]:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    block = GPT2Block(config, layer_idx=1)
+    mlp = block.mlp
+    return block, {
+        "layer": block,
+        "attention": lambda x: block.attn(x)[0],
+        "feed_forward": mlp,
+        "dense": mlp.c_fc,
+        "dense_activation": lambda x: mlp.act(mlp.c_fc(x)),
+    }
+
+
+def _t5(config) -> tuple[nn.Module, dict[str, Call]]:
+    from transformers.models.t5.modeling_t5 import T5Block
+
+    block = T5Block(config, layer_idx=1)
+    inner = block.layer[-1].DenseReluDense
+
+    @functools.cache
+    def bias(seq: int) -> torch.Tensor:  # blocks after the first get the first one's position bias
+        weight = inner.wi.weight
+        return torch.randn(1, config.num_heads, seq, seq, device=weight.device, dtype=weight.dtype)
+
+    return block, {
+        "layer": lambda x: block(x, position_bias=bias(x.shape[1]))[0],
+        "attention": lambda x: block.layer[0](x, position_bias=bias(x.shape[1]))[0],
+        "feed_forward": block.layer[-1],
+        "dense": inner.wi,
+        "dense_activation": lambda x: inner.act(inner.wi(x)),
+    }
+
+
+def _opt(config) -> tuple[nn.Module, dict[str, Call]]:
+    from transformers.models.opt.modeling_opt import OPTDecoderLayer
+
+    block = OPTDecoderLayer(config, layer_idx=1)
+    return block, {
+        "layer": block,
+        "attention": lambda x: block.self_attn(x)[0],
+        "feed_forward": lambda x: block.fc2(block.activation_fn(block.fc1(x))),
+        "dense": block.fc1,
+        "dense_activation": lambda x: block.activation_fn(block.fc1(x)),
+    }
+
+
+def _llama(config) -> tuple[nn.Module, dict[str, Call]]:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    block, rotary = LlamaDecoderLayer(config, layer_idx=1), LlamaRotaryEmbedding(config)
+    mlp = block.mlp
+
+    @functools.cache
+    def angles(seq: int):  # computed once a model, not once a block
+        weight = mlp.gate_proj.weight
+        return rotary(weight, torch.arange(seq, device=weight.device)[None])
+
+    return block, {
+        "layer": lambda x: block(x, position_embeddings=angles(x.shape[1])),
+        "attention": lambda x: block.self_attn(x, position_embeddings=angles(x.shape[1]))[0],
+        "feed_forward": mlp,
+        "dense": mlp.gate_proj,
+        "dense_activation": lambda x: mlp.act_fn(mlp.gate_proj(x)),
+    }
+
+
+# model_type -> function that builds the block, and whether its attention is causal.
+FAMILIES: dict[str, tuple[Callable, bool]] = {
+    "bert": (_bert, False),
+    "gpt2": (_gpt2, True),
+    "t5": (_t5, False),
+    "opt": (_opt, True),
+    "llama": (_llama, True),
+}
+OWN = {"bert-large": BERT_LARGE, "gpt2-medium": GPT2_MEDIUM, "t5-large": T5_LARGE}
+SHORT = {"opt": "opt-13b", "llama": "llama-3.1-8b"}
+DEFAULT_BLOCKS = ("bert-large", "gpt2-medium", "t5-large", "opt-13b", "llama-3.1-8b")
+CPU_BLOCKS = (*DEFAULT_BLOCKS[:3], "opt-1.3b", "llama-3.2-1b")  # a step of opt-13b takes seconds there
+
+
+def block_config(name: str):
+    """Return the transformers config of block `name`. Raises UsageError for a name that is no block."""
+    from transformers import AutoConfig
+
+    name = SHORT.get(name, name)
+    if name in OWN:
+        return AutoConfig.for_model(**OWN[name])
+    preset = find_preset(name)
+    if preset is None or preset.config["model_type"] not in FAMILIES:
+        raise UsageError(
+            f"--blocks {name}: there is no such block; take {', '.join((*DEFAULT_BLOCKS, *SHORT))}, "
+            "or a preset of the OPT and Llama families."
+        )
+    return preset.to_config()
+
+
+def shape_of(config) -> BlockShape:
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    names = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
+    inner = next(
+        (size for name in names if isinstance(size := getattr(config, name, None), int)), 4 * config.hidden_size
+    )
+    return BlockShape(
+        hidden=config.hidden_size,
+        query=heads * width,
+        key=kv_width(config),
+        inner=inner,
+        matrices=3 if config.model_type == "llama" else 2,
+        causal=FAMILIES[config.model_type][1],
+    )
+
+
+def build_block(name: str, device: torch.device, dtype: torch.dtype, config=None, seed: int = 0) -> Block:
+    """Return block `name` with seeded random weights on `device` in `dtype`; `config` replaces that of the name."""
+    config = config if config is not None else block_config(name)
+    config._attn_implementation = "sdpa"  # what from_pretrained chooses for all of these families
+    torch.manual_seed(seed)
+    make, _ = FAMILIES[config.model_type]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # an opt-175b block in float32 first would need twice the memory
+    try:
+        with torch.device(device):
+            module, parts = make(config)
+    finally:
+        torch.set_default_dtype(before)
+    return Block(name, config.model_type, shape_of(config), module.eval(), parts)
+
 
 Row = dict[str, Any]
 Benchmark = tuple[int, Iterator[Row]]  # the number of rows, and the rows

@@ -30,7 +30,7 @@ from zero_inference.utils.format import (
 from zero_inference.utils.progress import Progress, importing, use_progress
 
 if TYPE_CHECKING:
-    from zero_inference.micro.timing import MachineRates
+    from zero_inference.micro.benchmarks import MachineRates
 
 BENCHMARKS = {
     "matmul": "products of square matrices",
@@ -207,7 +207,7 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError("--plot needs matplotlib, which is not installed: `pip install matplotlib`.")
     with importing("torch", args.verbose > 0):
         from zero_inference.micro import benchmarks
-        from zero_inference.micro.timing import MachineRates
+        from zero_inference.micro.benchmarks import MachineRates
 
     rates = MachineRates(args.device)
     for option, by_device in DEFAULTS[args.benchmark].items():

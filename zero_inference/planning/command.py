@@ -214,10 +214,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _limit_memory(args: argparse.Namespace, machine: Machine) -> Machine:
     """Return `machine` with the limits of memory. Raises UsageError for more than a described machine has."""
-    from zero_inference.hardware.machine import limit_memory
-
     limits = {"gpu": args.max_gpu_memory, "host": args.max_host_memory}
-    profile, gpus = None if machine.is_here else machine.profile(), machine.gpus()
+    profile, gpus = machine.other, machine.gpus()
     for place, gib in limits.items():
         if gib is None:
             continue
@@ -233,7 +231,7 @@ def _limit_memory(args: argparse.Namespace, machine: Machine) -> Machine:
                 has = f"{profile.name} has only {format_bytes(there)}"
                 raise UsageError(f"{option}: {has}; for a machine with more use --assume {larger}.")
     device_bytes, host_bytes = (None if gib is None else int(gib * GB) for gib in limits.values())
-    return limit_memory(machine, device_bytes, host_bytes)
+    return replace(machine, device_limit_bytes=device_bytes, host_limit_bytes=host_bytes)
 
 
 def _world_sizes(args: argparse.Namespace, gpus: int) -> tuple[int, ...]:

@@ -17,13 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zero_inference.engines.base import EnginePlan
 from zero_inference.engines.cost_terms import CpuWork
-from zero_inference.hardware.rates import (
+from zero_inference.hardware.profile import (
     dequantize_gb_per_s,
     device_attention_s,
-    find_cpu_attention_overhead,
-    find_dequantize_overhead,
     find_engine_overhead,
-    find_kv_copy_overhead,
     product_time,
 )
 from zero_inference.kernels.experts import pairs_together
@@ -214,7 +211,7 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
         request_s = start_s
         if terms.copies_wait_for_host:  # for hooks alone, not for dequantization
             fetches = terms.fetches if prefill or not terms.graphs else 0
-            request_s += fetches * _fetch_s(find_engine_overhead(machine, job.config.engine, 16), prefill)
+            request_s += fetches * _fetch_s(find_engine_overhead(machine, job.config.engine), prefill)
         copy_s["link"] += request_s
     compute_s = sum(compute_parts.values())
     if not job.on_gpu or not terms.copies_overlap:  # without a GPU all share the memory and the CPU
@@ -254,12 +251,14 @@ def host_time_s(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefil
     """Return the seconds in which the host launches operators, calls modules and requests copies, without selecting a token. Where
     launches were not measured, the host is assumed to be never late."""
     job, terms, launches = plan.job, plan.cost_terms, machine.launches
-    host_s = terms.cpu_attention_layers * _fetch_s(find_cpu_attention_overhead(machine), prefill)
-    host_s += plan.copied_kv_layers * _fetch_s(find_kv_copy_overhead(machine), prefill)
+    host_s = terms.cpu_attention_layers * _fetch_s(find_engine_overhead(machine, "stream", kv_offload=True), prefill)
+    host_s += plan.copied_kv_layers * _fetch_s(find_engine_overhead(machine, "resident", kv_offload=True), prefill)
     if terms.graphs and not prefill:
         return host_s
     host_s += terms.fetches * _fetch_s(_overhead(plan, machine), prefill)
-    host_s += terms.resident_quantized_blocks * _fetch_s(find_dequantize_overhead(machine), prefill)
+    host_s += terms.resident_quantized_blocks * _fetch_s(
+        find_engine_overhead(machine, "stream", 4, resident=True), prefill
+    )
     if launches:
         model_s = traced.launches * launches.operator_s + traced.module_calls * launches.module_s
         if prefill and job.config.quantized and 0 < terms.fused_rows < job.rank_batch * job.config.prompt_len:

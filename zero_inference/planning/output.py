@@ -15,7 +15,6 @@ from typing import Any
 from zero_inference.config.run_config import non_default_options, shell_words
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.hardware.machine import ProfiledMachine
 from zero_inference.models.spec import checkpoint_refusal
 from zero_inference.planning import search
 from zero_inference.planning.changes import (
@@ -264,8 +263,8 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
 
 def _limit(plan: Plan) -> dict[str, Any] | None:
     """Return the bound of a step by the rates of a described machine alone; None for this machine, whose rates a run measures."""
-    machine = plan.job.machine
-    if not isinstance(machine, ProfiledMachine) or not (found := planned_step_bound(plan.weights, machine.profile())):
+    machine = plan.job.machine.other
+    if machine is None or not (found := planned_step_bound(plan.weights, machine)):
         return None
     bound_by, step_s = found
     return {"decode_step_s": step_s, "decode_throughput": plan.job.config.batch_size / step_s, "bound_by": bound_by}

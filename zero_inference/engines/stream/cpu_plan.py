@@ -12,8 +12,7 @@ from zero_inference.engines.stream.expert_cache import multiplies_many
 from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement
 from zero_inference.engines.stream.ring import overlapped_step_s, prefill_bytes
 from zero_inference.errors import UsageError
-from zero_inference.hardware.bench_cpu import CpuWorkload
-from zero_inference.hardware.rates import ConcurrentRates
+from zero_inference.hardware.profile import ConcurrentRates, CpuWorkload
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.attention_patch import why_cpu_cannot_attend
