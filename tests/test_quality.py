@@ -309,7 +309,7 @@ def test_quality_benchmark_refuses_what_it_cannot_do(plain):
 def test_published_hellaswag_columns_are_read_in_lm_evals_way():
     need_lm_eval()
     from zero_inference.quality.data import check_items
-    from zero_inference.quality.harness import build_choice_docs
+    from zero_inference.quality.evaluate import read_choices
 
     row = {
         "ctx": "raw [header] text",
@@ -321,13 +321,8 @@ def test_published_hellaswag_columns_are_read_in_lm_evals_way():
         "split": "val",
     }
     (item,) = check_items("hellaswag", [("row", row)])
-    assert build_choice_docs("hellaswag", [item]) == [
-        {
-            "query": "Sitting: How to sit. Find a chair. Then you",
-            "choices": [" sit.", "stand.", "run.", "fly."],
-            "gold": 2,
-        }
-    ]
+    (doc,) = read_choices("hellaswag", [item])
+    assert doc == ("Sitting: How to sit. Find a chair. Then you", [" sit.", "stand.", "run.", "fly."], 2)
 
 
 def test_scores_that_are_no_numbers_end_the_evaluation(plain, monkeypatch):

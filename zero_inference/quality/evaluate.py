@@ -1,21 +1,24 @@
 """Score a loaded model: the tasks of a run, checked before loading, evaluated after its timed loops, and printed.
 
-Each task scores a rank's share of the items and returns (scores as in the record, one dict for each item).
+Tokenizing, prompts, windows and generation are lm-evaluation-harness's; log-likelihoods are summed here, because it has them either in
+float32 or in the dtype of the logits, and in steps over all ranks. lm_eval is imported where it is used: it takes seconds.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import comb
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +44,8 @@ from zero_inference.utils.progress import Progress, Task, current_progress
 from zero_inference.utils.ranks import Ranks
 
 DEFAULT_KS = (1, 10, 100)
+STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # the function is complete; from lm-eval's task humaneval (Codex)
+TOP_P = 0.95  # for several samples, as in the Codex paper
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,6 @@ class QualitySettings:
     def resolved_ks(self) -> tuple[int, ...]:
         return self.ks or tuple(k for k in DEFAULT_KS if k <= self.samples)
 
-    def check_ks(self) -> None:
-        """Raise ValueError for a k that `samples` do not allow."""
-        for k in self.resolved_ks():
-            pass_at_k(self.samples, 0, k)
-
 
 def mean_and_stderr(values: list[float]) -> tuple[float, float | None]:
     """Return the mean and its standard error from the sample's spread (n - 1), as lm-eval's; None for a single value."""
@@ -83,16 +83,30 @@ def mean_and_stderr(values: list[float]) -> tuple[float, float | None]:
     return sum(values) / len(values), error
 
 
+class Request(NamedTuple):
+    """Tokens whose log-likelihood is wanted, and those before them, of which there is at least one."""
+
+    context: Sequence[int]
+    scored: Sequence[int]
+
+
 @dataclass
 class Scoring:
-    """The context of a task: `lm` is the `harness.EngineLM` of the loaded model."""
+    """The context of a task.
+
+    Attributes:
+        lm: lm-eval's HFLM over the loaded model, from `make_lm`.
+        truncated: sequences so far that were longer than the model's context.
+    """
 
     lm: Any
+    task: str
     device: torch.device
     ranks: Ranks
     settings: QualitySettings
     progress: Progress
-    task: Task
+    shown: Task
+    truncated: int = 0
 
     def over_ranks(self, items: list, score: Callable[[list], list], calls_model: bool = True) -> list:
         """Return a result for each item, on every rank: each scores every n-th, as neighbours often take equally long.
@@ -123,33 +137,115 @@ class Scoring:
             results[rank :: ranks.world_size] = share
         return results
 
+    def log_likelihoods(self, requests: Sequence[Request]) -> list[tuple[float, float]]:
+        """Return the summed log-likelihood (nat) of each request's scored tokens: with log-probabilities in float32, and as lm-eval has it
+        by default, in the dtype of the logits: bfloat16 has three digits.
 
-def evaluate_choices(task: str, items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
+        As in lm-eval, requests that differ in their last token share a forward pass, and the longest come first.
+
+        Raises:
+            RunError: an answer is longer than the model's context, or a log-likelihood is not finite.
+        """
+        lm, task = self.lm, self.task
+        by_input: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for number, request in enumerate(requests):
+            if len(request.scored) > lm.max_length:
+                raise RunError(
+                    f"{task}: an answer has {len(request.scored)} tokens, but the model's context is only {lm.max_length}; "
+                    "remove it from the data."
+                )
+            tokens = (*request.context, *request.scored[:-1])
+            self.truncated += len(tokens) > lm.max_length
+            by_input[tokens[-lm.max_length :]].append(number)
+        inputs = sorted(by_input, key=lambda tokens: (-len(tokens), tokens))
+        found: dict[int, tuple[float, float]] = {}
+        self.shown.total = len(requests)
+        for at in range(0, len(inputs), lm.batch_size):
+            self.shown.at(f"{task} {len(found)} of {len(requests)} requests", len(found))
+            batch = inputs[at : at + lm.batch_size]
+            ids = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
+            for row, tokens in zip(ids, batch):
+                row[: len(tokens)] = torch.tensor(tokens)  # padding on the right changes nothing before it
+            for tokens, logits in zip(batch, lm._model_call(ids.to(lm.device))):  # logits [T, vocabulary]
+                for number in by_input[tokens]:
+                    scored = torch.tensor(requests[number].scored, device=logits.device)[:, None]
+                    answer = logits[len(tokens) - len(scored) : len(tokens)]
+                    exact, own = (
+                        float(answer.log_softmax(-1, dtype=dtype).gather(1, scored).sum())
+                        for dtype in (torch.float32, logits.dtype)
+                    )
+                    if not math.isfinite(exact):
+                        raise RunError(
+                            f"{task}: a log-likelihood is {exact}, which is not finite; try another --dtype or quantization."
+                        )
+                    found[number] = exact, own
+        return [found[number] for number in range(len(requests))]
+
+
+def make_lm(model, tokenizer, device: torch.device, batch_size: int) -> Any:
+    """Return lm-eval's HFLM over a loaded model, on the engine's device; its weights stay untouched.
+
+    HFLM would take the device of the first parameter, which is meta under accelerate, and tie weights again, which puts plain parameters
+    where an engine manages its own.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with Patches() as patches:
+        patches.set_attr(model, "tie_weights", lambda *arguments, **named: None)
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    lm._device = device
+    return lm
+
+
+def evaluate_choices(items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
     """Return the scores of mmlu or hellaswag, and details of each item. The choice with the highest log-likelihood counts; for acc_norm
     log-likelihoods are divided by the lengths of the choices in characters."""
-    from zero_inference.quality.harness import build_choice_docs, choice_requests, score_requests
+    docs = read_choices(on.task, items)
+    choices = len(docs[0].choices)
 
-    docs = build_choice_docs(task, items)
-    choices = len(docs[0]["choices"])
-
-    def score(mine: list[dict]) -> list[np.ndarray]:
-        scored = score_requests(on.lm, task, choice_requests(on.lm, mine), on.task)
-        return list(np.array(scored).reshape(len(mine), choices, 2))
+    def score(mine: list[ChoiceDoc]) -> list[np.ndarray]:
+        pairs = [on.lm._encode_pair(doc.query, f" {choice}") for doc in mine for choice in doc.choices]
+        return list(np.array(on.log_likelihoods([Request(*pair) for pair in pairs])).reshape(len(mine), choices, 2))
 
     values = np.array(on.over_ranks(docs, score))  # [items, choices, 2]: in float32, and in the dtype of the logits
-    lengths = np.array([[[len(choice)] for choice in doc["choices"]] for doc in docs])
-    gold = np.array([[doc["gold"]] for doc in docs])
+    lengths = np.array([[[len(choice)] for choice in doc.choices] for doc in docs])
+    gold = np.array([[doc.gold] for doc in docs])
     right, right_norm = values.argmax(1) == gold, (values / lengths).argmax(1) == gold  # [items, 2]
     names = ("accuracy", "stderr", "outcomes", "accuracy_in_dtype")
     scores = dict(zip(names, _accuracy(right))) | {"correct": int(right[:, 0].sum()), "total": len(items)}
     details = [
         {"log_likelihoods": each[:, 0].tolist(), "correct": bool(correct)} for each, correct in zip(values, right[:, 0])
     ]
-    if task == "hellaswag":
+    if on.task == "hellaswag":
         names = ("acc_norm", "acc_norm_stderr", "outcomes_norm", "acc_norm_in_dtype")
         scores |= dict(zip(names, _accuracy(right_norm)))
         details = [detail | {"correct_norm": bool(correct)} for detail, correct in zip(details, right_norm[:, 0])]
     return scores, details
+
+
+class ChoiceDoc(NamedTuple):
+    query: str
+    choices: list[str]
+    gold: int  # index of the right choice
+
+
+def read_choices(task: str, items: list[dict]) -> list[ChoiceDoc]:
+    """Return the query and choices of each item, built as in lm-eval's tasks."""
+    from lm_eval.tasks.hellaswag.utils import preprocess
+
+    if task == "mmlu":
+        return [ChoiceDoc(item["prompt"], item["choices"], item["answer"]) for item in items]
+    if not all({"activity_label", "ctx_a", "ctx_b"} <= item.keys() for item in items):
+        return [ChoiceDoc(item["ctx"], item["endings"], item["label"]) for item in items]
+    return [
+        ChoiceDoc(
+            preprocess(f"{item['activity_label']}: {item['ctx_a']} {item['ctx_b'].capitalize()}"),
+            [preprocess(ending) for ending in item["endings"]],
+            item["label"],
+        )
+        for item in items
+    ]
 
 
 def _accuracy(right: np.ndarray) -> tuple[float, float | None, str, float | None]:
@@ -159,40 +255,47 @@ def _accuracy(right: np.ndarray) -> tuple[float, float | None, str, float | None
     return *mean_and_stderr(exact.tolist()), "".join(map(str, exact)), in_dtype
 
 
-def evaluate_perplexity(task: str, items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
+def evaluate_perplexity(items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
     """Return exp of the mean negative log-likelihood of a token, all documents together, and details of each item.
 
-    The standard error is that of a ratio estimate over independent windows, times the slope of exp; None with a single window.
+    Every token is scored in one window, the first one after the beginning-of-text token; later windows score `stride` tokens each. The
+    standard error is that of a ratio estimate over independent windows, times the slope of exp; None with a single window.
     """
-    from zero_inference.quality.harness import score_requests, window_requests
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     try:
         window, stride = perplexity_window(on.settings.window, on.settings.stride, on.lm.max_length)
     except UsageError as error:  # the model is loaded by now
         raise RunError(str(error)) from None
-    windows = window_requests(on.lm, [item["text"] for item in items], window, stride)
-    values, in_dtype = np.array(on.over_ranks(windows, lambda mine: score_requests(on.lm, task, mine, on.task))).T
+    documents: list[int] = []
+    windows: list[Request] = []
+    for number, item in enumerate(items):
+        tokens, context = on.lm.tok_encode(item["text"]), window - stride + 1
+        pairs = get_rolling_token_windows(tokens, on.lm.prefix_token_id, max_seq_len=window, context_len=context)
+        windows += [Request(*make_disjoint_window(pair)) for pair in pairs]
+        documents += [number] * (len(windows) - len(documents))
+    values, in_dtype = np.array(on.over_ranks(windows, on.log_likelihoods)).T
     counts = np.array([len(one.scored) for one in windows])
-    tokens, m = int(counts.sum()), len(windows)
-    nll = -float(values.sum()) / tokens
+    total, m = int(counts.sum()), len(windows)
+    nll = -float(values.sum()) / total
     spread = float(((-values - nll * counts) ** 2).sum())
-    nll_stderr = math.sqrt(spread * m / (m - 1)) / tokens if m > 1 else None
+    nll_stderr = math.sqrt(spread * m / (m - 1)) / total if m > 1 else None
     perplexity = _perplexity(nll)
     scores = {
         "perplexity": perplexity,
-        "perplexity_in_dtype": _perplexity(-float(in_dtype.sum()) / tokens) if (in_dtype != values).any() else None,
+        "perplexity_in_dtype": _perplexity(-float(in_dtype.sum()) / total) if (in_dtype != values).any() else None,
         "stderr": perplexity * nll_stderr if nll_stderr is not None else None,
         "nll_per_token": nll,
         "nll_stderr": nll_stderr,
-        "tokens": tokens,
+        "tokens": total,
         "windows": m,
         "documents": len(items),
         "window": window,
         "stride": stride,
     }
     details = [
-        {"document": one.document, "log_likelihood": value, "tokens": len(one.scored)}
-        for one, value in zip(windows, values.tolist())
+        {"document": document, "log_likelihood": value, "tokens": count}
+        for document, value, count in zip(documents, values.tolist(), counts.tolist())
     ]
     return scores, details
 
@@ -204,15 +307,9 @@ def _perplexity(nll: float) -> float:
         return math.inf  # null in the record, which has nll_per_token
 
 
-def evaluate_humaneval(task: str, items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
-    from zero_inference.quality.harness import complete_programs
-
+def evaluate_humaneval(items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
     settings, ranks, n = on.settings, on.ranks, on.settings.samples
     temperature = settings.temperature if n > 1 else None
-
-    def complete(prompts: list[str]) -> list[str]:
-        seed = settings.seed + ranks.rank
-        return complete_programs(on.lm, prompts, settings.new_tokens, temperature, seed, on.task)
 
     def run(programs: list[str]) -> list[Outcome]:
         workers = max(1, (os.cpu_count() or 1) // ranks.local_world_size)
@@ -220,7 +317,9 @@ def evaluate_humaneval(task: str, items: list[dict], on: Scoring) -> tuple[dict,
             return run_programs(programs, settings.limits, workers, shown, settings.allow_unsafe_code)
 
     samples = [item for item in items for _ in range(n)]
-    completions = on.over_ranks([item["prompt"] for item in samples], complete)
+    completions = on.over_ranks(
+        [item["prompt"] for item in samples], lambda prompts: complete_programs(prompts, temperature, on)
+    )
     if ranks.is_first and (problem := isolation_problem()):
         on.progress.say(f"warning: humaneval: programs run with resource limits alone ({problem})")
     outcomes = on.over_ranks(list(map(build_program, samples, completions)), run, calls_model=False)
@@ -233,6 +332,37 @@ def evaluate_humaneval(task: str, items: list[dict], on: Scoring) -> tuple[dict,
     scores = pass_scores(passed, n, settings.resolved_ks())
     scores |= {"problems": len(items), "temperature": temperature, "new_tokens": settings.new_tokens, "passed": passed}
     return scores, details
+
+
+def complete_programs(prompts: list[str], temperature: float | None, on: Scoring) -> list[str]:
+    """Return a completion of each prompt, cut where the function ends; greedy if `temperature` is None.
+
+    Raises:
+        RunError: a prompt and its new tokens exceed the model's context.
+    """
+    from lm_eval.api.instance import Instance
+
+    lm, new_tokens = on.lm, on.settings.new_tokens
+    lengths = [len(lm.tok_encode(prompt)) for prompt in prompts]
+    if max(lengths, default=0) + new_tokens > lm.max_length:
+        raise RunError(
+            f"humaneval: a prompt of {max(lengths)} tokens and {new_tokens} new ones do not fit the model's context of "
+            f"{lm.max_length} tokens; lower --humaneval-tokens."
+        )
+    sampling: dict[str, Any] = {"until": STOP, "max_gen_toks": new_tokens, "do_sample": temperature is not None}
+    if temperature is not None:
+        sampling |= {"temperature": temperature, "top_p": TOP_P, "top_k": 0}
+        torch.manual_seed(on.settings.seed + on.ranks.rank)
+    order = sorted(range(len(prompts)), key=lambda number: (-lengths[number], prompts[number]))  # as HFLM sorts
+    completions = [""] * len(prompts)
+    on.shown.total = len(prompts)
+    for at in range(0, len(order), lm.batch_size):
+        on.shown.at(f"humaneval {at} of {len(order)} requests", at)
+        batch = order[at : at + lm.batch_size]
+        requests = [Instance("generate_until", {}, (prompts[number], sampling), number) for number in batch]
+        for number, text in zip(batch, lm.generate_until(requests, disable_tqdm=True)):
+            completions[number] = text
+    return completions
 
 
 def build_program(item: dict, completion: str) -> str:
@@ -381,18 +511,17 @@ def evaluate(
     Raises:
         RunError: the model gives no scores, or programs cannot be run.
     """
-    from zero_inference.quality.harness import EngineLM
-
     progress = progress or current_progress()
-    lm = EngineLM(model, tokenizer, device, settings.batch_size)
+    lm = make_lm(model, tokenizer, device, settings.batch_size)
     done = Evaluation()
     for task, items in tasks.items():
-        start, lm.truncated = time.perf_counter(), 0
+        start = time.perf_counter()
         with progress.task("quality", ticking=True) as shown:
-            scores, details = TASKS[task](task, items, Scoring(lm, device, ranks, settings, progress, shown))
+            on = Scoring(lm, task, device, ranks, settings, progress, shown)
+            scores, details = TASKS[task](items, on)
         scores |= {
             "batch_size": settings.batch_size,
-            "truncated": ranks.total(lm.truncated),
+            "truncated": ranks.total(on.truncated),
             "seconds": time.perf_counter() - start,
         }
         done.scores[task] = scores
