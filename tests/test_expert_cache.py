@@ -153,12 +153,14 @@ def test_a_long_pass_fetches_what_is_in_no_slot(family, bits, slots, kept, fetch
     loaded, spec, ranks = kept(family, slots, bits)
     prefetcher, cache = prefetcher_of(loaded), cache_of(loaded)
     caches = cache.by_block.items()
-    crosses = {index: prefetcher.layouts[index].stored_bytes - slots * each.expert_bytes for index, each in caches}
+    crosses = {
+        index: prefetcher.placement.layouts[index].stored_bytes - slots * each.expert_bytes for index, each in caches
+    }
     assert prefetcher.ring.gathered.keys() == crosses.keys()
     tables = []
     for turn in range(3):
         for index, each in cache.by_block.items():
-            layout, host = prefetcher.layouts[index], prefetcher.store.buffers[index]
+            layout, host = prefetcher.placement.layouts[index], prefetcher.store.buffers[index]
             block = torch.full((layout.nbytes,), 255, dtype=torch.uint8, device=loaded.device)
             assert each.gather(block) == crosses[index]
             for piece in (piece for stored in layout.parameters for piece in stored.pieces):

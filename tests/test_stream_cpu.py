@@ -131,7 +131,7 @@ def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cpu(checkp
     monkeypatch.setattr(cpu.CpuBackend, "__init__", chosen_by_plan(cpu.CpuBackend.__init__))
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.4")
     prefetcher = prefetcher_of(loaded)
-    assert 0 not in prefetcher.placement.cpu_computed and 0 in prefetcher.cpu_blocks
+    assert 0 not in prefetcher.placement.cpu_computed and 0 in prefetcher.computable
     loaded.model.model.layers[0].self_attn = Skipped()
     assert generate(loaded, spec, ranks).loops[-1].moved.cores_busy_s_per_step > 0
     assert 0 not in prefetcher.observed and prefetcher.observed >= prefetcher.placement.cpu_computed
@@ -386,7 +386,7 @@ def test_weights_that_are_not_fetched_cannot_be_used(share, bits, checkpoints):
     codes = {} if bits == 16 else {"quant_bits": 4, "quant_group_size": 32}
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute=share, **codes)
     prefetcher, (before, layer, _) = prefetcher_of(loaded), loaded.model.model.layers
-    blocks = [parameter for parameters in prefetcher.parameters for parameter in parameters]
+    blocks = [block.module.get_parameter(p.name) for block in prefetcher.blocks for p in block.layout.parameters]
     blocks += [p for name, p in loaded.model.named_parameters() if name.endswith("_proj.weight")]
     during = []
     before.mlp.register_forward_hook(lambda *_: during.append(layer.mlp.down_proj.weight.numel()))

@@ -148,7 +148,7 @@ def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_a
         monkeypatch.setattr(layout, "GROUP_BYTES", at_once * one + one // 2)
         loaded, spec, ranks = load(folder, cpu_compute="off", ring_depth=2, quant_bits=4, quant_group_size=32)
         prefetcher = prefetcher_of(loaded)
-        quantized = [stored for each in prefetcher.layouts for stored in each.parameters if stored.packed]
+        quantized = [stored for each in prefetcher.placement.layouts for stored in each.parameters if stored.packed]
         assert {each.group for each in quantized} == {0, at_once}
         others = [each.plain.nbytes for each in quantized if not each.group]
         assert prefetcher.workspace.numel() == max(at_once * one, *others)

@@ -115,7 +115,7 @@ def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, k
     loaded, spec, ranks = kept("qwen3_moe", 3, decode_graph="on")
     prefetcher, inside, waits = prefetcher_of(loaded), [False], []
     prefetcher.cpu.decode_rows = 0  # as a plan for one sequence would have it of two
-    outside, own = prefetcher._outside_graphs, ExpertCache.await_gathering
+    outside, own = prefetcher.outside_graphs, ExpertCache.await_gathering
 
     def outside_of_graphs(work):
         def noted():
@@ -126,7 +126,7 @@ def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, k
 
         return outside(noted)
 
-    monkeypatch.setattr(prefetcher, "_outside_graphs", outside_of_graphs)
+    monkeypatch.setattr(prefetcher, "outside_graphs", outside_of_graphs)
     monkeypatch.setattr(ExpertCache, "await_gathering", lambda self: waits.append(inside[0]) or own(self))
     kinds = kinds_of(loaded)
     assert torch.equal(generate(loaded, spec, ranks, loops=2).output_ids, expected)

@@ -1,8 +1,6 @@
-"""Views of blocks are found where a block first lies, and kept."""
+"""Views of blocks are made where a block first lies, and kept."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,13 +29,14 @@ def viewed(monkeypatch) -> list[TensorSpan]:
 def test_views_are_of_one_place_a_block_and_of_others_when_it_comes_there(family, bits, checkpoints, viewed):
     options = {} if bits == 16 else {"quant_bits": 4, "quant_group_size": 32}
     loaded, spec, ranks = load(checkpoints(family), ring_depth=DEPTH, cpu_compute="off", **options)
-    prefetcher = prefetcher_of(loaded)
-    assert 0 < len(viewed) <= sum(len(_views_of(layout)) for layout in prefetcher.layouts)
+    blocks = prefetcher_of(loaded).blocks
+    layouts = {id(block.layout): block.layout for block in blocks}.values()
     with torch.inference_mode():
         found = generate(loaded, spec, ranks, loops=3).output_ids
-    layouts = {id(layout): layout for layout in prefetcher.layouts}.values()
-    assert len(viewed) <= DEPTH * sum(len(_views_of(layout)) for layout in layouts), "once a layout and slot"
-    assert not any(view.is_inference() for views in prefetcher.views.cached.values() for view in views[0])
+    assert 0 < len(viewed) <= DEPTH * sum(len(_views_of(layout)) for layout in layouts), "once a layout and slot"
+    assert not any(
+        view.is_inference() for block in blocks for views in block.views.found.values() for view in views.plain
+    )
     before = len(viewed)
     again = generate(loaded, spec, ranks, loops=1).output_ids
     loaded.close()
@@ -54,11 +53,8 @@ def test_a_slot_stands_for_those_that_are_aligned_alike():
     scheme = GroupQuantization(4, 32)
     layout = lay_out([("weight", torch.empty(64, 64, device="meta"))], scheme, ranks=1)
     slots = [torch.zeros(layout.nbytes + 8, dtype=torch.uint8)[shift:][: layout.nbytes] for shift in (0, 0, 8, 0, 8)]
-    store = SimpleNamespace(buffers={2: torch.zeros(layout.nbytes, dtype=torch.uint8)}, resident={2})
-    views = BlockViews([layout] * 3, store, slots, torch.empty(layout.workspace_bytes, dtype=torch.uint8))
-    assert list(views.example_slots(0)) == [0, 2] and list(views.example_slots(2)) == [None]
-    codes, *_, values = views.packed(1, 2)["weight"]
+    views = BlockViews(layout, slots, torch.empty(layout.workspace_bytes, dtype=torch.uint8))
+    assert len(views.of_each_alignment()) == 2
+    codes, *_, values = views[2].packed["weight"]
     assert codes.data_ptr() - slots[2].data_ptr() == layout["weight"].packed[0].offset
-    assert values.data_ptr() == views.plain(0, 4)[0].data_ptr() and views.packed(0, 2) is views.packed(1, 2)
-    own = views.packed(2, None)["weight"][0]
-    assert own.data_ptr() - store.buffers[2].data_ptr() == layout["weight"].packed[0].offset
+    assert values.data_ptr() == views[4].plain[0].data_ptr() and views[2] is views[2]

@@ -77,7 +77,7 @@ def test_what_the_model_may_read_itself_is_plain_for_its_block(mlp, own, share, 
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", mlp)
     loaded, spec, ranks = load(folder, cpu_compute=share, **INT4)
     prefetcher = prefetcher_of(loaded)
-    parameters = [stored for each in prefetcher.layouts for stored in each.parameters if stored.packed]
+    parameters = [stored for each in prefetcher.placement.layouts for stored in each.parameters if stored.packed]
     assert {stored.name.split(".")[-2] for stored in parameters if not stored.module_only} == {own}
     assert prefetcher.workspace.numel() == 2 * 64 * 192 * 4, "that one, and the largest of the others"
     seen: list[bool] = []

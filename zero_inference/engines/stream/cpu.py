@@ -67,12 +67,9 @@ class CpuBlock:
         """Clear `usable` unless the first pass on the device called all modules: weights that are read otherwise must be on the device."""
         self.usable &= self.task is not None or self.shared_input.together.keys() == self.weights.keys()
 
-    def end_block(self) -> None:
-        self.shared_input.end_block()
-
     def _products(self, names: tuple[str, ...], x: torch.Tensor) -> list[torch.Tensor]:
         if names not in self.tasks:
-            self.tasks[names] = self._add_block([Stage([self.weights[name] for name in names])])
+            self.tasks[names] = self._add_task([Stage([self.weights[name] for name in names])])
         outs = self.backend.calls(self.tasks[names], x.reshape(-1, x.shape[-1]))
         return [out.view(*x.shape[:-1], -1) for out in outs]
 
@@ -89,13 +86,12 @@ class CpuBlock:
                 Weight(both.matrix.rows_view(half * rows, rows), biases[half], both.nbytes // 2) for half in (0, 1)
             ]
             weights = weights[:: -1 if mlp.gate_is_second else 1]
-        forms = {(each.matrix.bits, each.matrix.group, each.matrix.rows) for each in weights}
-        if len(forms) > 1:
+        if len({(each.matrix.bits, each.matrix.group, each.matrix.rows) for each in weights}) > 1:
             return None
         combine = "gated" if len(weights) == 2 else "activation"
-        return self._add_block([Stage(weights, combine, mlp.activation), Stage([self.weights[mlp.last]])])
+        return self._add_task([Stage(weights, combine, mlp.activation), Stage([self.weights[mlp.last]])])
 
-    def _add_block(self, stages: list[Stage]) -> Task:
+    def _add_task(self, stages: list[Stage]) -> Task:
         # one dtype in all stages; some families keep modules in float32: input and output have that dtype
         (code,) = {weight.matrix.dtype for stage in stages for weight in stage.weights}
         pool = self.backend.pool
@@ -127,55 +123,47 @@ def _weight(
     return Weight(matrix, bias, nbytes)
 
 
-class CpuExpertBlock:
-    """A CPU-computed block of experts as one task.
-
-    Args:
-        cache: the experts that the device multiplies meanwhile; None for none.
-    """
-
-    usable = True  # see `CpuBlock`
+class CpuExperts(CpuBlock):
+    """A CPU-computed block of experts as one task; the device multiplies those in the block's cache meanwhile, if there is one."""
 
     def __init__(
         self,
-        form: FusedExperts,
+        block: Block,
+        module: nn.Module,
         layout: BlockLayout,
         buffer: torch.Tensor,
         backend: CpuBackend,
         cache: ExpertCache | None,
     ):
-        self.calls, self.dtype, self.cache = backend.calls, backend.dtype, cache
-        self.decode_rows, self.device_multiplies_many = backend.decode_rows, multiplies_many(backend.scheme)
+        super().__init__(block, module, layout, buffer, backend)
+        form, self.cache, self.device_multiplies_many = block.experts, cache, multiplies_many(backend.scheme)
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
         experts, counters = _experts(form, layout, buffer, backend.scheme), None if cache is None else cache.counters
-        self.task = add_experts(backend.pool, experts, activation, self.dtype, counters)
+        self.task = add_experts(backend.pool, experts, activation, backend.dtype, counters)
         backend.pool.reserve(self.task, backend.max_rows, form.top_k)
 
-    def feed_forward(
+    def feed_forward(  # type: ignore[override]  # it is called with the arguments of the block's module
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the experts' output for hidden states [..., hidden], expert ids [tokens, k] and their weights [tokens, k]."""
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
-        x = hidden_states.to(self.dtype).reshape(-1, hidden_states.shape[-1])  # [tokens, hidden]
+        backend, cache = self.backend, self.cache
+        x = hidden_states.to(backend.dtype).reshape(-1, hidden_states.shape[-1])  # [tokens, hidden]
         expert_ids = top_k_index.to(torch.int64)
-        is_prompt = self.cache is not None and len(expert_ids) > self.decode_rows
+        is_prompt = cache is not None and len(expert_ids) > backend.decode_rows
         if is_prompt:
-            self.cache.count_uses(expert_ids)
-        cache = self.cache
+            cache.count_uses(expert_ids)
         if cache is None or (is_prompt and not self.device_multiplies_many):
-            (out,) = self.calls(self.task, x, Routing(expert_ids, weights))
+            (out,) = backend.calls(self.task, x, Routing(expert_ids, weights))
         else:  # the device multiplies cached and fetched experts while the CPU multiplies the others
             try:
                 dispatched = cache.dispatch(expert_ids)
                 routing = Routing(dispatched.for_cpu, weights)
-                (out,) = self.calls(self.task, x, routing, lambda: cache.products(x, dispatched, weights))
+                (out,) = backend.calls(self.task, x, routing, lambda: cache.products(x, dispatched, weights))
             except BaseException:
                 cache.invalidate()
                 raise
         return out.view(hidden_states.shape).to(hidden_states.dtype)
-
-    def end_block(self) -> None:
-        """Do nothing, see `CpuBlock.end_block`."""
 
 
 def _experts(
@@ -248,12 +236,12 @@ class CpuBackend:
             self.exchange = RankExchange(ranks.rank, count, buffers)
             ranks.barrier()  # until the first rank has cleared the flags
 
-    def block(self, index: int, module: nn.Module) -> CpuBlock | CpuExpertBlock:
+    def block(self, index: int, module: nn.Module) -> CpuBlock:
         block, layout, buffer = self.placement.blocks[index], self.placement.layouts[index], self.store.whole(index)
         if block.experts is None:
             return CpuBlock(block, module, layout, buffer, self)
         cache = None if self.experts is None else self.experts.by_block.get(index)
-        return CpuExpertBlock(block.experts, layout, buffer, self, cache)
+        return CpuExperts(block, module, layout, buffer, self, cache)
 
     def attention(self) -> CpuAttention:
         return CpuAttention(self.calls, self.python_cpus)

@@ -267,56 +267,39 @@ class Packed(NamedTuple):
     plain: torch.Tensor  # the values, of the first group if there are several, as the model reads them
 
 
-class BlockViews:
-    """The tensors of each block in each slot, cached; slot None is a resident block's own buffer.
+class Views(NamedTuple):
+    plain: list[torch.Tensor]  # parameters as the model reads them, without those that are `module_only`
+    packed: dict[str, Packed]  # quantized parameters by name
 
-    Blocks of one layout share the views of a slot: one set per block and slot would be thousands.
+
+class BlockViews:
+    """The tensors of a layout in each of `buffers`, made at first use; plain values of quantized ones are in the workspace.
+
+    Blocks of one layout share the views of the ring's slots: one set per block and slot would be thousands.
     """
 
-    def __init__(
-        self, layouts: Sequence[BlockLayout], store: BlockStore, slots: Sequence[torch.Tensor], workspace: torch.Tensor
-    ):
-        self.layouts, self.store, self.slots, self.workspace = layouts, store, slots, workspace
-        first: dict[int, int] = {}
-        self.first = [first.setdefault(id(layout), index) for index, layout in enumerate(layouts)]  # of the same layout
-        self.cached: dict[tuple[int, int | None], tuple[list[torch.Tensor], dict[str, Packed]]] = {}
-        # one slot of each alignment that `can_fuse` distinguishes; usually one in all, since torch aligns memory by more
-        alignments: dict[int, int] = {}
-        for slot, memory in enumerate(slots):
-            alignments.setdefault(memory.data_ptr() % ALIGNMENT, slot)
-        self.slots_by_alignment = list(alignments.values())
+    def __init__(self, layout: BlockLayout, buffers: Sequence[torch.Tensor], workspace: torch.Tensor):
+        self.layout, self.buffers, self.workspace = layout, buffers, workspace
+        self.found: dict[int, Views] = {}  # by slot
 
-    def example_slots(self, block: int) -> Sequence[int | None]:
-        """Return slots of `block` with every alignment that occurs: kernels that take its codes there take them in all slots."""
-        return (None,) if block in self.store.resident else self.slots_by_alignment
-
-    def plain(self, block: int, slot: int | None) -> list[torch.Tensor]:
-        """Return the block's parameters as the model reads them, in the order of its layout, without those that are `module_only`.
-
-        Quantized ones are in the workspace."""
-        return self._views(block, slot)[0]
-
-    def packed(self, block: int, slot: int | None) -> dict[str, Packed]:
-        """Return the block's quantized parameters by name."""
-        return self._views(block, slot)[1]
-
-    def close(self) -> None:
-        self.cached.clear()
-
-    def _views(self, block: int, slot: int | None) -> tuple[list[torch.Tensor], dict[str, Packed]]:
-        key = (block, None) if slot is None else (self.first[block], slot)
-        if key not in self.cached:
-            parameters = self.layouts[block].parameters
+    def __getitem__(self, slot: int) -> Views:
+        if slot not in self.found:
             with torch.inference_mode(False):  # a view of inference mode could not be used outside it
-                buffer = self.store.buffers[block] if slot is None else self.slots[slot][: self.layouts[block].nbytes]
+                buffer, parameters = self.buffers[slot], self.layout.parameters
                 packed = {each.name: self._packed(each, buffer) for each in parameters if each.packed is not None}
                 plain = [
                     packed[each.name].plain if each.packed else each.values(buffer)
                     for each in parameters
                     if not each.module_only
                 ]
-            self.cached[key] = plain, packed
-        return self.cached[key]
+            self.found[slot] = Views(plain, packed)
+        return self.found[slot]
+
+    def of_each_alignment(self) -> list[Views]:
+        """Return the views in a slot of each alignment: kernels that take codes there take them in all slots. It is usually one, since
+        torch aligns memory by more than `can_fuse` distinguishes."""
+        slots = {buffer.data_ptr() % ALIGNMENT: slot for slot, buffer in enumerate(self.buffers)}
+        return [self[slot] for slot in slots.values()]
 
     def _packed(self, stored: StoredParameter, buffer: torch.Tensor) -> Packed:
         codes, scales, minima = (span.of(buffer) for span in stored.packed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_inference.engines.stream.cpu import CpuBackend, CpuBlock, CpuExpertBlock
+from zero_inference.engines.stream.cpu import CpuBackend, CpuBlock
 from zero_inference.engines.stream.cpu_plan import CpuPlan, MeasuredStep, bytes_to_move
 from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.layout import BlockStore, BlockViews, Packed, StoredParameter
 from zero_inference.engines.stream.placement import Placement
-from zero_inference.engines.stream.products import BlockCodes, experts_in_groups, modules_from_codes
+from zero_inference.engines.stream.products import CodesModule, SharedInput, experts_in_groups, modules_from_codes
 from zero_inference.engines.stream.ring import RingBuffer
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams, Timeline
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
@@ -34,9 +34,8 @@ from zero_inference.utils.transfers import Transfers
 # Consecutive decode passes that are measured, counted from 1; the first one, after a prefill or a change, is left out.
 FIRST_PASS, LAST_PASS = 2, 7
 MAX_MEASUREMENTS = 2
-set_data = (
-    torch.Tensor.data.__set__
-)  # writes parameters that are frozen (`api.placed_model`) without a check of the caller
+# writes parameters that are frozen (`api.placed_model`) without a check of the caller
+set_data = torch.Tensor.data.__set__
 
 
 class Rebalancer:
@@ -109,15 +108,7 @@ class PassKind(Enum):
 
 
 class Prefetcher:
-    """Hooks the blocks of a model to the ring buffer, the workspace and the CPU backend.
-
-    Outside of its block's call a streamed parameter is empty: code that reads it then fails, where a slot or the workspace would give it
-    another block's values. An assignment takes 0.3 us, and none in a graph that is replayed.
-
-    Parameters that are not quantized stay in the slot or resident buffer. A quantized weight is dequantized into a workspace that all
-    share, before its module computes, or before its block does where other code may read it. In a short pass linear modules and experts
-    multiply with the codes, if the device has a kernel for that.
-    """
+    """Hooks the blocks of a model to the ring buffer, the workspace and the CPU backend, and begins each pass."""
 
     def __init__(
         self,
@@ -132,17 +123,14 @@ class Prefetcher:
     ):
         streams = DeviceStreams(ranks.device)
         self.store, self.scheme, self.placement, self.transfers, self.cpu = store, scheme, placement, transfers, cpu
-        self.layouts = placement.layouts
-        names = [f"layer {block.layer} {block.module}".strip() for block in placement.blocks]
-        self.timeline = Timeline(streams, names)
+        self.timeline = Timeline(streams, [f"layer {each.layer} {each.module}".strip() for each in placement.blocks])
         self.workspace = torch.empty(placement.workspace_bytes, dtype=torch.uint8, device=ranks.device)
-        self.caches: dict[int, ExpertCache] = {} if cpu is None or cpu.experts is None else cpu.experts.by_block
-        self.gathered = {index: self.caches[index].gather for index in placement.gathered}
+        caches: dict[int, ExpertCache] = {} if cpu is None or cpu.experts is None else cpu.experts.by_block
         self.ring = None
         if blocks := placement.in_host_memory:
+            gathered = {index: caches[index].gather for index in placement.gathered}
             depth, timeline = placement.ring_depth, self.timeline
-            self.ring = RingBuffer(store, blocks, depth, ranks, streams, transfers, timeline, group, self.gathered)
-        self.views = BlockViews(self.layouts, store, [] if self.ring is None else self.ring.slots, self.workspace)
+            self.ring = RingBuffer(store, blocks, depth, ranks, streams, transfers, timeline, group, gathered)
         self.rebalancer = Rebalancer(cpu if self.ring is not None else None, self.timeline)
         self.on_placement_changed: Callable[[Placement], None] = lambda placement: None
 
@@ -150,24 +138,27 @@ class Prefetcher:
         self.kind: PassKind | None = None  # None before the first one
         self.tokens = 0
         self.cpu_computed: frozenset[int] = frozenset()
-        self.packed: dict[int, dict[str, Packed]] = {}  # by block: its quantized weights in their slot
         self.has_begun = False  # `begin_pass` was called before the model
         self.next_kind = dict.fromkeys(PassKind, PassKind.DECODE)  # by kind: the kind that followed it last
         self.captured: tuple[int, PassKind | None] = 0, None  # tokens and kind of the captured pass
         self.between_graphs: BetweenGraphs | None = None  # during a capture
 
-        # per block, by index
-        self.modules: list[nn.Module] = []
-        self.parameters: list[list[nn.Parameter]] = []  # those that are set for the block's call, as in its layout
-        self.codes: dict[int, BlockCodes] = {}
-        self.cpu_blocks: dict[int, CpuBlock | CpuExpertBlock] = {}  # blocks that the CPU computes, or could
-        self.linears: dict[int, dict[str, nn.Module]] = {}  # linear modules of `cpu_blocks` by name, without wrappers
-        self.observed: set[int] = set()  # blocks that the device has computed once, see `_after_block`
-
         self.patches = Patches()
-        self.empty_values: dict[torch.dtype, torch.Tensor] = {}  # without elements, on the device
-        self._install(model)
-        for cache in self.caches.values():
+        prefix, layers = decoder_layers(model)
+        decoder = model.get_submodule(prefix.rpartition(".")[0])
+        self.patches.add_hooks(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
+        shared_views: dict[int, BlockViews] = {}  # by layout, of the ring's slots
+        self.blocks: list[HookedBlock] = []
+        for index, (block, layout) in enumerate(zip(placement.blocks, placement.layouts)):
+            if index in store.resident:
+                views = BlockViews(layout, [store.buffers[index]], self.workspace)
+            else:
+                views = shared_views.setdefault(id(layout), BlockViews(layout, self.ring.slots, self.workspace))
+            module = block.of(layers[block.layer])
+            self.blocks.append(HookedBlock(self, index, module, views, caches.get(index)))
+        self.computable = {block.index for block in self.blocks if block.cpu is not None}  # and usable
+        self.observed: set[int] = set()  # blocks that the device has computed once, see `HookedBlock.finish_observing`
+        for cache in caches.values():
             if cache.owns_slots:
                 cache.load_first()
         if self.ring is not None:
@@ -179,37 +170,9 @@ class Prefetcher:
         self.compute.close()
         if self.ring is not None:
             self.ring.close()
-        self.gathered.clear()
-        self.cpu_blocks.clear()
-        self.codes.clear()
-        self.views.close()
-        self.packed.clear()
+        self.blocks.clear()
+        self.computable.clear()
         self.store.close()
-
-    def _install(self, model: nn.Module) -> None:
-        prefix, layers = decoder_layers(model)
-        decoder = model.get_submodule(prefix.rpartition(".")[0])
-        self.patches.add_hooks(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
-        for index, block in enumerate(self.placement.blocks):
-            module = block.of(layers[block.layer])
-            self.modules.append(module)
-            parameters = dict(module.named_parameters())
-            self.parameters.append([parameters[p.name] for p in self.layouts[index].parameters if not p.module_only])
-            self._set_parameters(index, self.views.example_slots(index)[0])
-            self._dequantize_in_calls(index, module)
-            self._multiply_codes(index, module)
-            if self.cpu is not None and index in self.cpu.computable:
-                self.cpu_blocks[index] = self.cpu.block(index, module)
-                self.linears[index] = {name: module.get_submodule(name) for name in block.linears}
-                self._install_cpu(index, module)
-            if not self._keeps_parameters(index):
-                self._empty(self.parameters[index])
-            self.patches.add_hooks(
-                module.register_forward_pre_hook(self._before_block(index), with_kwargs=True),
-                module.register_forward_hook(self._after_block(index)),
-            )
-
-    # Passes
 
     def _before_decoder(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not (self.timeline.is_paused or self.has_begun):  # a capture repeats the pass before it
@@ -228,7 +191,7 @@ class Prefetcher:
         cpu_decodes = may_compute and self._cpu_blocks_in(PassKind.DECODE) <= self.observed
         self._update_placement(cpu_decodes)
         before, self.kind = self.kind, PassKind.LONG
-        if cpu_decodes and self.cpu_blocks:
+        if cpu_decodes and self.computable:
             self.kind = PassKind.DECODE
         elif self.cpu is not None and self.cpu.decode_rows < tokens <= self.cpu.max_rows:
             on_cpu = self._cpu_blocks_in(PassKind.SHORT_PROMPT)
@@ -254,9 +217,9 @@ class Prefetcher:
 
     def _cpu_blocks_in(self, kind: PassKind | None) -> frozenset[int]:
         if kind is PassKind.DECODE:
-            return self.placement.cpu_computed.intersection(self.cpu_blocks)
+            return self.placement.cpu_computed.intersection(self.computable)
         if kind is PassKind.SHORT_PROMPT:
-            return self.placement.prompt_cpu_computed.intersection(self.cpu_blocks)
+            return self.placement.prompt_cpu_computed.intersection(self.computable)
         return frozenset()
 
     def _streamed_in(self, kind: PassKind) -> list[int]:
@@ -264,180 +227,209 @@ class Prefetcher:
         return [block for block in self.placement.in_host_memory if block not in on_cpu]
 
     def _update_placement(self, cpu_decodes: bool) -> None:
-        for index in [index for index, block in self.cpu_blocks.items() if not block.usable]:
-            del self.cpu_blocks[index]
+        self.computable -= {index for index in self.computable if not self.blocks[index].cpu.usable}
         placement = self.placement
-        if not self.cpu_blocks.keys() >= placement.cpu_computed:
-            placement = replace(placement, cpu_computed=placement.cpu_computed.intersection(self.cpu_blocks))
-        candidates = self.cpu_blocks.keys() & self.observed
-        placement = self.rebalancer.next_placement(placement, cpu_decodes, candidates)
+        if not self.computable >= placement.cpu_computed:
+            placement = replace(placement, cpu_computed=placement.cpu_computed.intersection(self.computable))
+        placement = self.rebalancer.next_placement(placement, cpu_decodes, self.computable & self.observed)
         if placement is not self.placement:
             self.placement = placement
             self.on_placement_changed(placement)
 
-    # Blocks
-
-    def _before_block(self, index: int):
-        """Return the hook that gives a block its weights: those in its slot, dequantized unless modules multiply their codes; none if the
-        CPU computes it. An expert cache is refilled from the slot."""
-        layout, resident = self.layouts[index], index in self.store.resident
-        keeps_parameters = self._keeps_parameters(index)
-        quantized = [p.name for p in layout.parameters if p.packed is not None and not p.module_only]
-
-        def before(module, args, kwargs) -> None:
-            if index in self.cpu_computed:
-                if self.kind is PassKind.SHORT_PROMPT and index in self.gathered:
-                    self._outside_graphs(self.caches[index].await_gathering)
-                self.timeline.block_begins(index)
-                return
-            slot = None if resident else self._acquire(index)
-            if resident:
-                self.timeline.block_begins(index)
-            cache = self.caches.get(index)
-            if cache is not None and cache.owns_slots and slot is not None:
-                chosen = args[1] if len(args) > 1 else kwargs.get("top_k_index")  # experts of each token
-                cache.refill(chosen, self.ring.buffer_in(index, slot))
-            if layout.workspace_bytes:
-                self.packed[index] = self.views.packed(index, slot)
-                for name in quantized:
-                    if not self._multiplies_codes(index, name):
-                        self._dequantize(index, name)
-            if not keeps_parameters:
-                self._set_parameters(index, slot)
-
-        return before
-
-    def _after_block(self, index: int):
-        resident, keeps_parameters = index in self.store.resident, self._keeps_parameters(index)
-
-        def after(module, args, output) -> None:
-            on_cpu = index in self.cpu_computed
-            self.timeline.block_ends()
-            if not keeps_parameters and not on_cpu:
-                self._empty(self.parameters[index])
-            self.codes[index].end_block()
-            if index in self.cpu_blocks:
-                self.cpu_blocks[index].end_block()
-            if not resident and not on_cpu:
-                self._outside_graphs(self.ring.release)
-            if not resident:
-                self.packed.pop(index, None)  # its slot is another block's from now on
-            if index not in self.observed:
-                # exclude from codes and CPU the modules that the block's first call, with plain weights, did not call: the model reads
-                # their weights itself, as Mamba does, so these have to be plain, and on the device, in every pass
-                self.observed.add(index)
-                self.codes[index].finish_observing()
-                cpu_block = self.cpu_blocks.get(index)
-                if isinstance(cpu_block, CpuBlock):
-                    cpu_block.finish_observing()
-
-        return after
-
-    def _acquire(self, index: int) -> int:
-        def acquire() -> int:
-            reached = None if self.rebalancer.done else self.timeline.block_reached()
-            slot = self.ring.acquire(index)
-            if index in self.caches:
-                self.caches[index].await_gathering()
-            self.timeline.block_begins(index, reached)
-            return slot
-
-        return self._outside_graphs(acquire)
-
-    def _outside_graphs(self, work: Callable[[], Any]) -> Any:
+    def outside_graphs(self, work: Callable[[], Any]) -> Any:
         """Call `work` now and, during a capture, at the same point of each replay."""
         return work() if self.between_graphs is None else self.between_graphs(work)
 
-    # Parameters
+    def modules_changed(self, modules: set[nn.Module]) -> None:
+        """Call every module from now on in blocks with one of `modules`, to which adapters or hooks were added."""
+        for index in self.computable:
+            if not modules.isdisjoint(self.blocks[index].module.modules()):
+                self.blocks[index].call_each_module()
 
-    def _set_parameters(self, index: int, slot: int | None) -> None:
-        for parameter, values in zip(self.parameters[index], self.views.plain(index, slot)):
-            set_data(parameter, values)
 
-    def _keeps_parameters(self, index: int) -> bool:
-        """Return whether the block's parameters point at its resident buffer all the time."""
-        return index in self.store.resident and not self.layouts[index].workspace_bytes
+class HookedBlock:
+    """A block of the model that gets its weights for its call, or is computed by the CPU.
 
-    def _empty(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.dtype not in self.empty_values:
-                with torch.inference_mode(False):
-                    self.empty_values[parameter.dtype] = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            set_data(parameter, self.empty_values[parameter.dtype])
+    Outside of the call a streamed parameter is empty: code that reads it then fails, where a slot or the workspace would give it another
+    block's values. An assignment takes 0.3 us, and none in a graph that is replayed.
 
-    def _dequantize(self, index: int, name: str, part: int = 0) -> torch.Tensor:
-        """Dequantize a weight of the block, or group `part` of its experts, into the workspace; return it there, not transposed."""
-        codes, scales, minima, values = self.packed[index][name].parts[part]
-        dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)
+    Parameters that are not quantized stay in the slot or resident buffer. A quantized weight is dequantized into a workspace that all
+    blocks share, before its module computes, or before its block does where other code may read it. In a short pass linear modules and
+    experts multiply with the codes, if the device has a kernel for that.
+
+    Attributes:
+        views: its tensors in each slot of the ring; of a resident block in its own buffer, as slot 0.
+        packed: its quantized weights by name, in the slot that it is in now.
+        cpu: None if the CPU cannot compute it.
+    """
+
+    def __init__(
+        self, prefetcher: Prefetcher, index: int, module: nn.Module, views: BlockViews, cache: ExpertCache | None
+    ):
+        self.prefetcher, self.index, self.module, self.views, self.cache = prefetcher, index, module, views, cache
+        self.block, self.layout = prefetcher.placement.blocks[index], prefetcher.placement.layouts[index]
+        self.is_resident = index in prefetcher.store.resident
+        self.packed: Mapping[str, Packed] = {}
+        self.max_tokens: dict[str, int] = {}  # by weight: the tokens of the longest pass that multiplies its codes
+        self.shared_inputs: list[SharedInput] = []
+        self._dequantize_in_calls()
+        found = self._multiply_codes()
+        self.cpu: CpuBlock | None = None
+        if prefetcher.cpu is not None and index in prefetcher.cpu.computable:
+            self.cpu = prefetcher.cpu.block(index, module)
+            self.shared_inputs.append(self.cpu.shared_input)
+            self.linears = {name: module.get_submodule(name) for name in self.block.linears}  # without wrappers
+            self._install_cpu(self.cpu)
+        self._add_hooks(found)
+
+    def _add_hooks(self, codes: Sequence[CodesModule]) -> None:
+        prefetcher, index, layout, is_resident = self.prefetcher, self.index, self.layout, self.is_resident
+        timeline, views, cache, shared_inputs = prefetcher.timeline, self.views, self.cache, self.shared_inputs
+        is_gathered = index in prefetcher.placement.gathered
+        named = dict(self.module.named_parameters())
+        of_block = [stored for stored in layout.parameters if not stored.module_only]
+        parameters, quantized = [named[stored.name] for stored in of_block], [p.name for p in of_block if p.packed]
+        empty = empty_values(parameters)
+        keeps_parameters = is_resident and not layout.workspace_bytes  # they point at its buffer all the time
+        if keeps_parameters:
+            set_values(parameters, views[0].plain)
+
+        def acquire() -> int:
+            reached = None if prefetcher.rebalancer.done else timeline.block_reached()
+            slot = prefetcher.ring.acquire(index)
+            if cache is not None:
+                cache.await_gathering()
+            timeline.block_begins(index, reached)
+            return slot
+
+        def before(module, args, kwargs) -> None:
+            if index in prefetcher.cpu_computed:
+                if is_gathered and prefetcher.kind is PassKind.SHORT_PROMPT:
+                    prefetcher.outside_graphs(cache.await_gathering)
+                timeline.block_begins(index)
+                return
+            if is_resident:
+                slot = 0
+                timeline.block_begins(index)
+            else:
+                slot = prefetcher.outside_graphs(acquire)
+                if cache is not None and cache.owns_slots:
+                    chosen = args[1] if len(args) > 1 else kwargs.get("top_k_index")  # experts of each token
+                    cache.refill(chosen, prefetcher.ring.buffer_in(index, slot))
+            if keeps_parameters:
+                return
+            plain, self.packed = views[slot]
+            for name in quantized:
+                if not self.multiplies_codes(name):
+                    self.dequantize(name)
+            set_values(parameters, plain)
+
+        def after(module, args, output) -> None:
+            on_cpu = index in prefetcher.cpu_computed
+            timeline.block_ends()
+            if not (keeps_parameters or on_cpu):
+                set_values(parameters, empty)
+            for shared in shared_inputs:
+                shared.end_block()
+            if not is_resident:
+                if not on_cpu:
+                    prefetcher.outside_graphs(prefetcher.ring.release)
+                self.packed = {}  # its slot is another block's from now on
+            if index not in prefetcher.observed:
+                self.finish_observing(codes)
+
+        self.prefetcher.patches.add_hooks(
+            self.module.register_forward_pre_hook(before, with_kwargs=True),
+            self.module.register_forward_hook(after),
+        )
+
+    def finish_observing(self, codes: Sequence[CodesModule]) -> None:
+        """Exclude from codes and CPU the modules that the block's first call, with plain weights, did not call: the model reads their
+        weights itself, as Mamba does, so these have to be plain, and on the device, in every pass."""
+        self.prefetcher.observed.add(self.index)
+        self.max_tokens = {weight: each.max_tokens for each in codes if each.was_called for weight in each.weights}
+        if self.cpu is not None:
+            self.cpu.finish_observing()
+
+    def multiplies_codes(self, weight: str) -> bool:
+        return self.prefetcher.tokens <= self.max_tokens.get(weight, 0)
+
+    def dequantize(self, name: str, part: int = 0) -> torch.Tensor:
+        """Dequantize a weight, or group `part` of its experts, into the workspace; return it there, not transposed."""
+        codes, scales, minima, values = self.packed[name].parts[part]
+        scheme = self.prefetcher.scheme
+        dequantize(codes, scales, minima, scheme.bits, scheme.group_size, values)
         return values
 
-    def _dequantize_in_calls(self, index: int, module: nn.Module) -> None:
-        mixtures = dict(self.placement.blocks[index].mixtures)
+    def _dequantize_in_calls(self) -> None:
+        mixtures = dict(self.block.mixtures)
         modules: dict[str, list[StoredParameter]] = {}
-        for stored in self.layouts[index].parameters:
+        for stored in self.layout.parameters:
             if stored.module_only:
                 modules.setdefault(stored.module, []).append(stored)
         for name, weights in modules.items():
-            called = module.get_submodule(name)
+            called = self.module.get_submodule(name)
             if group := weights[0].group:
-                dequantize_group = [partial(self._dequantize, index, w) for w in mixtures[name].weights_in(name)]
+                dequantize_group = [partial(self.dequantize, weight) for weight in mixtures[name].weights_in(name)]
                 forward = experts_in_groups(called, mixtures[name], group, *dequantize_group)
             else:
-                parameters = {each.name: module.get_parameter(each.name) for each in weights}
-                forward = self._dequantizing(index, parameters, called.forward)
-            self.patches.set_attr(called, "forward", forward)
+                forward = self._dequantizing([each.name for each in weights], called.forward)
+            self.prefetcher.patches.set_attr(called, "forward", forward)
 
-    def _dequantizing(self, index: int, parameters: dict[str, nn.Parameter], original: Callable) -> Callable:
-        """Return a forward that dequantizes `parameters`, by their names in the block, around each call of `original`."""
+    def _dequantizing(self, weights: list[str], original: Callable) -> Callable:
+        """Return a forward that dequantizes `weights` around each call of `original`."""
+        parameters = [self.module.get_parameter(name) for name in weights]
+        empty = empty_values(parameters)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            for name, parameter in parameters.items():
-                self._dequantize(index, name)
-                set_data(parameter, self.packed[index][name].plain)
+            for name, parameter in zip(weights, parameters):
+                self.dequantize(name)
+                set_data(parameter, self.packed[name].plain)
             try:
                 return original(*args, **kwargs)
             finally:
-                self._empty(parameters.values())
+                set_values(parameters, empty)
 
         return forward
 
-    # Modules that multiply codes, and modules that the CPU computes
-
-    def _multiply_codes(self, index: int, module: nn.Module) -> None:
-        self.codes[index], layout = BlockCodes(), self.layouts[index]
-        if not self.scheme or not layout.workspace_bytes:
-            return
-        examples = [self.views.packed(index, slot) for slot in self.views.example_slots(index)]
-        mixtures = dict(self.placement.blocks[index].mixtures)
-        self.codes[index] = modules_from_codes(
-            module, layout, examples, self.scheme, lambda weight: self.packed[index][weight], mixtures
+    def _multiply_codes(self) -> list[CodesModule]:
+        """Let modules multiply codes in short passes; return those that can."""
+        scheme = self.prefetcher.scheme
+        if scheme is None or not self.layout.workspace_bytes:
+            return []
+        examples = [views.packed for views in self.views.of_each_alignment()]
+        mixtures = dict(self.block.mixtures)
+        found, shared_input = modules_from_codes(
+            self.module, self.layout, examples, scheme, lambda weight: self.packed[weight], mixtures
         )
-        for found in self.codes[index].found:
-            applies = partial(self._multiplies_codes, index, found.weights[0])
-            self._replace_forward(found.module, found.forward, applies, partial(self.codes[index].observe, found))
+        self.shared_inputs.append(shared_input)
+        for each in found:
+            self._replace_forward(
+                each.module, each.forward, partial(self.multiplies_codes, each.weights[0]), each.note_call
+            )
+        return found
 
-    def _multiplies_codes(self, index: int, weight: str) -> bool:
-        return index in self.observed and self.codes[index].multiplies(weight, self.tokens)
-
-    def _install_cpu(self, index: int, module: nn.Module) -> None:
+    def _install_cpu(self, cpu: CpuBlock) -> None:
         """Let the CPU compute the block as a whole, or each of its linear modules, in passes in which it is CPU-computed."""
-        cpu_block = self.cpu_blocks[index]
-        if isinstance(cpu_block, CpuBlock) and cpu_block.task is None:
-            return self._install_cpu_linears(index, cpu_block)
-
-        def applies() -> bool:
-            return index in self.cpu_computed and (isinstance(cpu_block, CpuExpertBlock) or cpu_block.task is not None)
-
-        self._replace_forward(module, cpu_block.feed_forward, applies)
-
-    def _install_cpu_linears(self, index: int, cpu_block: CpuBlock) -> None:
-        for name, linear in self.linears[index].items():
+        prefetcher, index = self.prefetcher, self.index
+        if cpu.task is not None:
+            self._replace_forward(
+                self.module, cpu.feed_forward, lambda: index in prefetcher.cpu_computed and cpu.task is not None
+            )
+            return
+        for name, linear in self.linears.items():
             self._replace_forward(
                 linear,
-                lambda x, name=name: cpu_block.linear(name, x, self.tokens),
-                lambda: index in self.cpu_computed,
-                lambda x, name=name: cpu_block.observe(name, x),
+                lambda x, name=name: cpu.linear(name, x, prefetcher.tokens),
+                lambda: index in prefetcher.cpu_computed,
+                partial(cpu.observe, name),
             )
+
+    def call_each_module(self) -> None:
+        """Stop computing the block as a whole by the CPU, which still multiplies for linear modules; experts have none."""
+        if self.cpu.task is not None:
+            self.cpu.task, self.cpu.usable = None, bool(self.linears)
+            self._install_cpu(self.cpu)
 
     def _replace_forward(
         self,
@@ -455,16 +447,14 @@ class Prefetcher:
             observe(*args)
             return original(*args, **kwargs)
 
-        self.patches.set_attr(module, "forward", forward)
+        self.prefetcher.patches.set_attr(module, "forward", forward)
 
-    def modules_changed(self, modules: set[nn.Module]) -> None:
-        """Stop computing as a whole, by the CPU, blocks with one of `modules`, to which adapters or hooks were added: every module is
-        called from now on. The CPU still multiplies for linear modules."""
-        for index, cpu_block in self.cpu_blocks.items():
-            if modules.isdisjoint(self.modules[index].modules()):
-                continue
-            if isinstance(cpu_block, CpuExpertBlock):
-                cpu_block.usable = False
-            elif cpu_block.task is not None:
-                cpu_block.task = None
-                self._install_cpu_linears(index, cpu_block)
+
+def set_values(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    for parameter, each in zip(parameters, values):
+        set_data(parameter, each)
+
+
+def empty_values(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    with torch.inference_mode(False):  # a tensor of inference mode could not be used outside it
+        return [torch.empty(0, dtype=each.dtype, device=each.device) for each in parameters]

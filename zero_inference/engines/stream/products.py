@@ -35,7 +35,7 @@ ExpertProduct = Callable[[torch.Tensor, torch.Tensor, Epilogue | None, int], tor
 Products = Callable[[tuple[str, ...], torch.Tensor], Sequence[torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class CodesModule:
     """A module that can compute without its plain weights."""
 
@@ -44,6 +44,12 @@ class CodesModule:
     max_tokens: int  # of the longest pass in which multiplying codes is faster than dequantizing
     forward: Callable[..., torch.Tensor]  # computes the module from codes
     observe: Callable[..., None] = lambda *args: None  # takes the arguments of a call with plain weights
+    was_called: bool = False
+
+    def note_call(self, *args: Any) -> None:
+        """Note that the module was called with `args` and computed from plain weights."""
+        self.was_called = True
+        self.observe(*args)
 
 
 def modules_from_codes(
@@ -53,8 +59,9 @@ def modules_from_codes(
     scheme: GroupQuantization,
     packed_now: Callable[[str], Packed],
     mixtures: Mapping[str, FusedExperts],
-) -> BlockCodes:
-    """Return the modules of a block that short passes compute from codes: linear ones if the device has a kernel for them, and experts.
+) -> tuple[list[CodesModule], SharedInput]:
+    """Return the modules of a block that short passes compute from codes, linear ones if the device has a kernel for them, and experts;
+    and what linear ones with one input share.
 
     Args:
         examples: the quantized weights of the block by name, in one slot of each alignment.
@@ -92,36 +99,11 @@ def modules_from_codes(
             found.append(
                 CodesModule(module, weights, max_tokens, experts_forward(experts, first_product, last_product))
             )
-    return BlockCodes(found, linears.shared_input)
+    return found, linears.shared_input
 
 
 def weight_of(name: str) -> str:
     return f"{name}.weight" if name else "weight"
-
-
-class BlockCodes:
-    """The weights of a block that stay quantized in a short pass, because their modules multiply the codes."""
-
-    def __init__(self, found: Sequence[CodesModule] = (), shared_input: SharedInput | None = None):
-        self.found, self.shared_input = found, shared_input
-        self.max_tokens = {weight: each.max_tokens for each in found for weight in each.weights}
-        self.called: set[str] = set()
-
-    def observe(self, found: CodesModule, *args: Any) -> None:
-        """Note that a module was called with `args` and computed from plain weights."""
-        self.called.update(found.weights)
-        found.observe(*args)
-
-    def finish_observing(self) -> None:
-        """Exclude weights whose modules the block's first call did not call: the model itself reads those."""
-        self.max_tokens = {weight: tokens for weight, tokens in self.max_tokens.items() if weight in self.called}
-
-    def multiplies(self, weight: str, tokens: int) -> bool:
-        return tokens <= self.max_tokens.get(weight, 0)
-
-    def end_block(self) -> None:
-        if self.shared_input is not None:
-            self.shared_input.end_block()
 
 
 class SharedInput:

@@ -61,7 +61,7 @@ class RingBuffer:
         gathered: Mapping[int, Callable[[torch.Tensor], int]] | None = None,
     ):
         self.store, self.ranks, self.streams = store, ranks, streams
-        self.gathered = gathered or {}
+        self.gathered = dict(gathered or {})
         self.transfers, self.timeline, self.group = transfers, timeline, group
         slot_bytes = max(store.layouts[block].nbytes for block in blocks)
         self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=ranks.device) for _ in range(depth)]
@@ -147,6 +147,7 @@ class RingBuffer:
         self.streams.synchronize()
         self.pending.clear()
         self.slots.clear()
+        self.gathered.clear()
 
     def _jump_to(self, block: int) -> _Fetch:
         """Request `block`, which was not expected, and those after it: the model was called again after a call that failed midway."""
