@@ -1,17 +1,12 @@
-"""The package's house rules: what may import what.
-
-All is read from the sources; nothing is imported.
-"""
+"""The package's house rules: what may import what. All is read from the sources; nothing is imported."""
 
 from __future__ import annotations
 
 import ast
-from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 
-import pytest
 from conftest import ROOT
 
 PACKAGE = "zero_inference"
@@ -41,118 +36,51 @@ LAYERS = {
 }
 
 
-class Import(NamedTuple):
-    file: Path
-    line: int
-    importer: str
-    imported: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.importer} imports {self.imported}"
-
-
-def sources(root: Path) -> dict[str, Path]:
-    """The modules of the package below `root`, by dotted name."""
-    found = {}
-    for file in sorted((root / PACKAGE).rglob("*.py")):
-        parts = file.relative_to(root).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+@cache
+def imports() -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    """The modules that each module imports, by their parts ("zero_inference", "utils", "files"); a package's own is "__init__"."""
+    files = {file.relative_to(ROOT).with_suffix("").parts: file for file in (ROOT / PACKAGE).rglob("*.py")}
+    by_name = {".".join(parts).removesuffix(".__init__"): parts for parts in files}
+    return {
+        parts: {by_name[name] for node in ast.walk(ast.parse(file.read_text())) for name in named(node, parts, by_name)}
+        for parts, file in files.items()
+    }
 
 
-def imports(root: Path) -> list[Import]:
-    """Of modules of the package by each other, wherever in the file they stand; a module's name in a string is for import_module."""
-    modules = sources(root)
-    found = []
-    for importer, file in modules.items():
-        for node in ast.walk(ast.parse(file.read_text(), str(file))):
-            for imported in named_modules(node, importer, file, modules):
-                found.append(Import(file.relative_to(root), node.lineno, importer, imported))
-    return found
-
-
-def named_modules(node: ast.AST, importer: str, file: Path, modules: dict[str, Path]) -> Iterator[str]:
+def named(node: ast.AST, importer: tuple[str, ...], modules: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """The modules that a statement imports; a module's name in a string is for import_module."""
+    names = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
-        base = node.module or ""
-        if node.level:
-            parents = importer.split(".") + ["__init__"] * (file.name == "__init__.py")
-            base = ".".join([*parents[: -node.level], *([base] if base else [])])
+        base = ".".join([*importer[: -node.level], node.module or ""]).strip(".") if node.level else node.module
         names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base for alias in node.names]
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
         names = [node.value]
-    else:
-        return
-    yield from dict.fromkeys(name for name in names if name in modules)
+    return (name for name in names if name in modules)
 
 
-def upward(root: Path) -> list[str]:
-    """Imports of a layer by one below it, and of or by what is in no layer."""
+def test_every_module_is_in_a_layer_and_imports_none_above_it():
     order = list(LAYERS)
-    wrong = [
-        f"{file.relative_to(root)}:1: {module} is in no layer: give it a place in LAYERS"
-        for module, file in sources(root).items()
-        if module != PACKAGE and layer(module) not in order
+    layers = {parts: parts[1] for parts in imports() if parts != (PACKAGE, "__init__")}
+    assert set(layers.values()) == set(LAYERS) and len(layers) > 100
+    upward = [
+        f"{'.'.join(module)} imports {'.'.join(each)}"
+        for module, layer in layers.items()
+        for each in imports()[module]
+        if each in layers and order.index(layers[each]) > order.index(layer)
     ]
-    for each in imports(root):
-        lower, higher = layer(each.importer), layer(each.imported)
-        if {lower, higher} <= set(order) and order.index(higher) > order.index(lower):
-            wrong.append(f"{each}, and {higher} is above {lower}")
-    return wrong
+    assert not upward
 
 
-def layer(module: str) -> str:
-    return (module.split(".") + [""])[1]
-
-
-def cycles(root: Path) -> list[str]:
-    """The shortest ways from a module or package back to itself, of each folder's modules and packages among each other.
-
-    So a package may not import a module beside it that imports one of the package's either.
-    """
-    modules = sources(root)
-    following: dict[str, dict[str, Import]] = {}
-    for each in imports(root):
-        importer, imported = beside(place(each.importer, modules), place(each.imported, modules))
-        if importer != imported:
-            following.setdefault(importer, {}).setdefault(imported, each)
-    ways = {}
-    for start in following:
-        way = way_back(start, following)
-        if way:
-            ways.setdefault(frozenset(way), way)
-    return ["a cycle: " + "; ".join(map(str, way)) for way in ways.values()]
-
-
-def place(module: str, modules: dict[str, Path]) -> list[str]:
-    return module.split(".") + ["__init__"] * (modules[module].name == "__init__.py")
-
-
-def beside(first: list[str], second: list[str]) -> tuple[str, str]:
-    """What holds each of two modules in the innermost folder that holds both."""
-    shared = next((n for n, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)) - 1)
-    return ".".join(first[: shared + 1]), ".".join(second[: shared + 1])
-
-
-def way_back(start: str, following: dict[str, dict[str, Import]]) -> list[Import]:
-    ways, seen = deque((name, [each]) for name, each in following[start].items()), set()
-    while ways:
-        last, way = ways.popleft()
-        if last == start:
-            return way
-        if last not in seen:
-            seen.add(last)
-            ways.extend((name, [*way, each]) for name, each in following.get(last, {}).items())
-    return []
-
-
-@pytest.mark.parametrize("rule", [upward, cycles])
-def test_the_package_keeps_its_rules(rule):
-    wrong = rule(ROOT)
-    assert not wrong, "\n" + "\n".join(wrong)
-
-
-def test_every_layer_is_there():
-    there = {layer(module) for module in sources(ROOT)} - {""}
-    assert set(LAYERS) == there
+def test_no_modules_or_packages_of_a_folder_import_each_other_in_a_cycle():
+    """So a package may not import a module beside it that imports one of the package's either."""
+    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for module, imported in imports().items():
+        for each in imported - {module}:
+            shared = next(number for number, (a, b) in enumerate(zip(module, each)) if a != b)
+            graph.setdefault(module[: shared + 1], set()).add(each[: shared + 1])
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError("imports in a cycle: " + " <- ".join(".".join(parts) for parts in error.args[1])) from None
