@@ -61,20 +61,14 @@ def test_a_log_counts_only_where_there_is_no_record_of_its_name(tmp_path, report
     for name in ("Qwen2.5-x", get_filename("opt-66b", 7, 129, 33, False, True, 1, 2, False, True), "my own name"):
         write_log(tmp_path / f"{name}.log", record)
     write_record(tmp_path / "Qwen2.5-x.jsonl", record)
-    rows = report(words=["--format", "json", "--all-columns"], folder=tmp_path)
-    recorded, old, own = rows
+    recorded, old, own = report(words=["--format", "json", "--all-columns"], folder=tmp_path)
     assert recorded["total_throughput"] == 9.1234567 and recorded["file"] == "Qwen2.5-x.jsonl"
-    assert (old["engine"], old["world_size"], old["disk_offload"], old["weight_quantize"]) == (
-        "deepspeed",
-        2,
-        True,
-        True,
-    )
-    assert old["total_throughput"] == 9.123 and old["peak_gpu_bytes"] == 12 * GB and own["model"] == "my own name"
+    assert (old["total_throughput"], old["peak_gpu_bytes"], own["model"]) == (9.123, 12 * GB, "my own name")
 
 
-@pytest.mark.parametrize("cpu, disk", [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("kv, quantized", [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    "cpu, disk, kv, quantized", [(True, False, False, True), (False, True, True, False), (0, 0, 0, 0)]
+)
 def test_log_names_are_parsed_back(cpu, disk, kv, quantized):
     name = get_filename("org/my-bs3-model-7b", 24, 513, 31, cpu, disk, 2, 3, kv, quantized, prefix="stream")
     assert parse_log_name(name) == {
@@ -98,16 +92,8 @@ def test_folders_below_and_several_folders_are_read_once_each(tmp_path, report):
 
 
 def test_only_columns_that_tell_runs_apart_are_kept(report):
-    always = [
-        "model",
-        "engine",
-        "decode_throughput",
-        "fraction_of_limit",
-        "bound_by",
-        "prefill_latency_s",
-        "total_throughput",
-    ]
-    always = {*always, "decode_weights_gbps", "peak_gpu_bytes"}
+    always = {"model", "engine", "decode_throughput", "fraction_of_limit", "bound_by", "prefill_latency_s"}
+    always |= {"total_throughput", "decode_weights_gbps", "peak_gpu_bytes"}
     one, other = make_record(), make_record(quant_bits=4, timestamp="later", load_s=2.0)
     assert report(one, words=["--format", "json"])[0].keys() == always
     assert report(other, words=["--format", "json"])[0].keys() == {*always, "quant_bits", "weights"}
@@ -141,7 +127,7 @@ def test_a_table_has_the_shared_settings_above_and_the_fastest_run_first(report)
     assert note.startswith("#3 failed: asked 12 GiB, found [red]")
 
 
-@pytest.mark.parametrize("width", [40, 80, 100, 200])
+@pytest.mark.parametrize("width", [40, 80, 200])
 def test_a_narrow_terminal_hides_columns_and_says_which(report, width):
     records = [make_record(quant_bits=bits, prompt_len=length) for bits, length in ((4, 128), (16, 512))]
     lines = report(*records, width=width).splitlines()
@@ -149,11 +135,10 @@ def test_a_narrow_terminal_hides_columns_and_says_which(report, width):
     assert ("hidden for width" in " ".join(lines)) == (width < 80)
 
 
-@pytest.mark.parametrize("folder", ["h200-beside", "."])
-def test_tables_of_committed_folders_fit(report, folder):
-    for words in ([], ["--prediction"]):
-        lines = report(folder=RESULTS / folder, words=words).splitlines()
-        assert max(map(len, lines)) <= 100 and any("decode" in line for line in lines[:5])
+@pytest.mark.parametrize("words", [[], ["--prediction"]])
+def test_tables_of_all_committed_runs_fit(report, words):
+    lines = report(folder=RESULTS, words=words).splitlines()
+    assert max(map(len, lines)) <= 100 and any("decode" in line for line in lines[:5])
 
 
 def test_throughput_sorts_best_first_and_latency_ascending(report, capsys):
@@ -165,8 +150,7 @@ def test_throughput_sorts_best_first_and_latency_ascending(report, capsys):
     rows = report(*records, words=["--format", "json", "--sort", "total-throughput"])
     assert [row["batch_size"] for row in rows] == [3, 1, 2]
     rows = report(words=["--format", "json", "--sort", "prefill_latency_s"])
-    assert [row["batch_size"] for row in rows] == [1, 3, 2]
-    assert "load" in report(words=["--sort", "load_s"], width=50)
+    assert [row["batch_size"] for row in rows] == [1, 3, 2] and "load" in report(words=["--sort", "load_s"], width=50)
     with pytest.raises(SystemExit):
         console_main(["zero-inference", "report", ".", "--sort", "total-througput"])
     assert capsys.readouterr().err == "error: --sort total_througput: did you mean total_throughput?\n"
