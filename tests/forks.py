@@ -46,7 +46,6 @@ OTHERS = (
     "torch.distributed.fsdp",
     "PIL.Image",
     "asyncio",
-    "filelock",
     "http.cookiejar",
     "jinja2",
     "psutil",

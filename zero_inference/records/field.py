@@ -75,6 +75,7 @@ class Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take_declared(cls, data: Any, info: Any) -> Any:
+        """When reading: what is missing is None, what is not declared is left out, inline fields take from the same object."""
         if not info.context or isinstance(data, Part):
             return data
         if not isinstance(data, dict | None):
@@ -91,6 +92,7 @@ class Part(BaseModel):
     @field_validator("*", mode="wrap")
     @classmethod
     def _take_usable(cls, value: Any, handler: Any, info: Any) -> Any:
+        """When reading: a value of another kind is None, an empty list or an empty part."""
         if not info.context:
             return handler(value)
         try:
@@ -133,6 +135,7 @@ class KeyInfo(NamedTuple):
     unit: str
     meaning: str
     only_with: str | None
+    required: bool
 
 
 def list_keys(part: type[Part], under: str = "", only_with: str | None = None) -> Iterator[KeyInfo]:
@@ -145,23 +148,13 @@ def list_keys(part: type[Part], under: str = "", only_with: str | None = None) -
         below, condition = under, only_with
         if not declared.get("inline"):
             at, condition = f"{under}{field.alias or name}", declared["only_with"] or only_with
-            yield KeyInfo(at, declared["unit"], field.description or "", condition)
+            yield KeyInfo(at, declared["unit"], field.description or "", condition, declared["required"])
             below = f"{at}[]." if hint.startswith("list") or "[list" in hint else f"{at}."
         for inner in _parts_of(field.annotation):
             for each in list_keys(inner, below, condition):
                 if each.key not in seen:
                     seen.add(each.key)
                     yield each
-
-
-def required_keys(part: type[Part]) -> Iterator[str]:
-    """Yield the top-level keys that every record of a run that succeeded has, in the order in which they are written."""
-    for name, field in part.model_fields.items():
-        if _declared(field).get("inline"):
-            for inner in _parts_of(field.annotation):
-                yield from required_keys(inner)
-        elif _declared(field)["required"]:
-            yield field.alias or name
 
 
 def _parts_of(hint: Any) -> list[type[Part]]:

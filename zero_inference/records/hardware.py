@@ -46,9 +46,7 @@ class Rates(Part):
     cores_gb_per_s: float | None = key(
         "GB/s", f"read by the CPU while the link is busy: {_REACHED}", "cores_gbps", _CORES, default=None
     )
-    link_from: str = key(
-        "", "where `link_gbps` was measured: in `rounds` of copies or in the `loops`", default="rounds"
-    )
+    link_from: str = key("", "what measured `link_gbps`: `rounds` of copies, or the `loops`", default="rounds")
 
 
 class StepBounds(Part):
@@ -57,9 +55,7 @@ class StepBounds(Part):
     device_memory: float | None = key("s", "to read weights and KV cache", only_with="a known rate", default=None)
     matmul: float | None = key("s", "to compute the matrix products", only_with="a known rate", default=None)
     link: float | None = key("s", "to copy what crosses the link", only_with="a GPU and an offload", default=None)
-    link_and_cores: float | None = key(
-        "s", "to copy and to compute on the CPU, with the best split", only_with=_CORES, default=None
-    )
+    link_and_cores: float | None = key("s", "to copy and to compute, best split", only_with=_CORES, default=None)
     disk: float | None = key("s", "to read from disk", only_with="--disk-offload and a known rate", default=None)
 
 
@@ -102,9 +98,7 @@ class TracedLinkUse(Part):
     """Use of the link by an engine without a timeline, from a trace."""
 
     busy_s: float = key(*_BUSY)
-    idle_s: float = key(
-        "s", "time the link was not copying", only_with="--trace and a GPU, for engines other than stream"
-    )
+    idle_s: float = key("s", "time the link was not copying", only_with="--trace, a GPU, other engines than stream")
     copied_bytes: int = key(*_COPIED)
     gb_per_s_while_busy: float | None = key(*_RATE)
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from zero_inference.config.options import ENGINES
-from zero_inference.records.field import Number, Part, inline, key, required_keys
+from zero_inference.records.field import Number, Part, inline, key, list_keys
 from zero_inference.records.hardware import Environment, Limit, LinkUse, TracedLinkUse
 
 SCHEMA_VERSION = 1
@@ -55,9 +55,7 @@ class ExpertUse(Part):
 
     hit_rate: float = key("share", "choices (one token, one expert) whose expert was in device memory")
     saved_bytes_per_step: Number = key("byte", "experts that the CPU did not have to read because of that")
-    fetched_bytes_per_step: Number = key(
-        "byte", "experts that the device read over the link beside the CPU; also counted in `transfers`", default=0.0
-    )
+    fetched_bytes_per_step: Number = key("byte", "experts read over the link; also in `transfers`", default=0.0)
     loaded_bytes_per_step: Number | None = optional(
         "byte",
         "experts copied to the device to be kept there; also counted in `transfers`",
@@ -66,17 +64,13 @@ class ExpertUse(Part):
 
 
 class Loop(Part):
-    """One `generate` call; times are the maximum over ranks.
-
-    Attributes:
-        moved: average over this rank's steps; the record has the sum over ranks.
-        experts: use of the expert cache, None without one; the record has that of the last loop.
-    """
+    """One `generate` call; times are the maximum over ranks."""
 
     prefill_s: float = key("s", "time to first token, including its selection")
     decode_s: float = key("s", "time from the first token to the last")
     total_s: float = key("s", "prefill plus decode")
     step_s: list[float] = key("s", "time of each decode step")
+    # Of this rank; the record has the sum over ranks, and the expert cache of the last loop.
     moved: MovedPerStep = Field(default_factory=MovedPerStep.unknown, exclude=True)
     experts: ExpertUse | None = Field(None, exclude=True)
 
@@ -102,9 +96,7 @@ class DecodeSpread(Part):
     decode_latency_min_s: float | None = key("s", "decode latency of the fastest loop; null with one loop or G = 1")
     decode_latency_max_s: float | None = key("s", "decode latency of the slowest loop; null with one loop or G = 1")
     decode_spread: float | None = key("share", "(slowest - fastest) / median of the loops' decode latencies")
-    slowest_step_over_median: float | None = key(
-        "ratio", "slowest decode step / median step of its loop, over all loops"
-    )
+    slowest_step_over_median: float | None = key("ratio", "slowest decode step / median step of its loop, at most")
     slowest_step_at: SlowestStep | None = key("", "which step `slowest_step_over_median` is about")
 
 
@@ -164,9 +156,7 @@ class Request(Part):
     pin_memory: bool | None = key("", "weights in host memory are page-locked; as given if the run failed before")
     cpu_compute: str = key("", "--cpu-compute as given: auto, off, or the share of the weights in host memory")
     cpu_threads: int | None = key("threads", "--cpu-threads as given; null if the engine chose")
-    options: dict[str, Any] = key(
-        "", "every option that differs from its default, by name: typed, from --config, or chosen for auto"
-    )
+    options: dict[str, Any] = key("", "options that differ from their defaults, also from --config or chosen for auto")
     weights_place: str = key("", "where the weights are kept: cpu (host memory), disk or gpu, as in the log's name")
     chosen: AutoChoice | None = optional("", "what the plan chose for options given as auto; null if none")
 
@@ -176,9 +166,7 @@ class Measured(Part):
 
     model_bytes: Number = required("byte", "all parameters at 2 bytes each, see utils.model_bytes")
     cache_bytes: Number = required("byte", "KV cache at 2 bytes per element, see utils.cache_bytes")
-    hidden_bytes: Number = required(
-        "byte", "hidden states of all tokens at 2 bytes per element, see utils.hidden_bytes"
-    )
+    hidden_bytes: Number = required("byte", "hidden states at 2 bytes per element, see utils.hidden_bytes")
     weight_bytes: Number = required("byte", "exact size of the weights as stored, including scales")
     load_s: float = required("s", "time until every rank has its weights, without compiling (compile_s)")
     compile_s: float = key("s", "time spent compiling before the loops, or waiting for it; 0 if compiled before")
@@ -204,16 +192,10 @@ class Measured(Part):
         "decode_weights_gbps",
     )
     limit: Limit = required("", "the roofline of decoding on this machine, and how much of it was reached")
-    link_use: LinkUse | TracedLinkUse | None = key(
-        "", "the first rank's link in the decode steps; null if not observed"
-    )
+    link_use: LinkUse | TracedLinkUse | None = key("", "the first rank's link while decoding; null if not observed")
     device: str = key("", "cuda or cpu")
-    experts: ExpertUse | None = optional(
-        "", "the expert cache in the decode steps of the last loop", only_with=_EXPERTS
-    )
-    predicted: Predicted | None = optional(
-        "", "predicted before loading; `zero-inference report --prediction` compares it with the measurement"
-    )
+    experts: ExpertUse | None = optional("", "the expert cache while decoding, last loop", only_with=_EXPERTS)
+    predicted: Predicted | None = optional("", "predicted before loading; see `zero-inference report --prediction`")
 
 
 class CpuBackendUse(Part):
@@ -234,18 +216,14 @@ class CpuBackendUse(Part):
     crossing_s: float | None = key("s", "time of a hand-off while the link is busy")
     device_gb_per_s: float | None = optional("GB/s", "copy within device memory, read and written", "device_gbps")
     prompt_rows: int | None = optional("token", "most tokens of a prompt in which the CPU multiplies; 0 for none")
-    prompt_share: float | None = optional(
-        "share", "planned share of host memory's weights for the CPU in such a prompt"
-    )
+    prompt_share: float | None = optional("share", "`share` in such a prompt")
 
 
 class DecodeGraph(Part):
     """Use of CUDA graphs for decode steps, and a comparison of one step with and without; null if none was compared."""
 
     unused_because: str | None = key("", "why graphs are not used; null if they are")
-    difference: float | None = optional(
-        "share", "largest relative difference in logits and KV cache to a launched step"
-    )
+    difference: float | None = optional("share", "largest relative difference to a launched step in logits, KV cache")
     graph_s: float | None = optional("s", "time of that step as a graph")
     launched_s: float | None = optional("s", "time of that step launched kernel by kernel")
     graphs: int | None = optional("graphs", "graphs of a step: several if weights are copied between them")
@@ -264,9 +242,7 @@ class StreamPlacement(Part):
     fetched_bytes: Number = key("byte", "weights that are copied to the device in each decode step")
     computed_bytes: Number = key("byte", "weights the CPU reads in each decode step; of experts, the expected number")
     embedding_on_host: bool | None = optional("", "the input embedding is in page-locked host memory")
-    expert_slots: float | None = optional(
-        "experts", "experts per layer that device memory holds at once, averaged over layers", only_with=_EXPERTS
-    )
+    expert_slots: float | None = optional("experts", "experts in device memory, mean over layers", only_with=_EXPERTS)
     expert_slot_bytes: Number | None = optional("byte", "stored size of all those experts", only_with=_EXPERTS)
     cores: CpuBackendUse | None = optional("", "the CPU backend; null if it does not multiply", only_with=_CORES)
     no_attention_because: str | None = optional("", "why the CPU does not attend over the KV cache in host memory")
@@ -278,9 +254,7 @@ class EngineFacts(Part):
     """Facts about the loaded model, reported by its engine."""
 
     stream: StreamPlacement | None = optional("", "where the engine put the weights", only_with=_STREAM)
-    ds_config: dict[str, Any] | None = required(
-        "", "the resolved DeepSpeed configuration; null for other engines", default=None
-    )
+    ds_config: dict[str, Any] | None = required("", "as resolved; null for other engines than deepspeed", default=None)
     quantized_fraction: float | None = optional("share", "weights that are stored quantized", only_with=_QUANTIZED)
     not_quantized: list[str] | None = optional("", "names of weights that are not quantized", only_with=_QUANTIZED)
     norm_kernels_unused_because: str | None = optional("", "why the norm kernels are not used; null if they are")
@@ -319,9 +293,7 @@ class NormedChoiceScores(ChoiceScores):
 class ProgramScores(_Scores):
     """Scores of programs that were run against their tests."""
 
-    pass_at_k: dict[int, float] = key(
-        "share", "for each k: probability that one of k programs passes, mean over problems"
-    )
+    pass_at_k: dict[int, float] = key("share", "for each k: probability that one of k passes, mean over problems")
     stderr: dict[int, float | None] = key("share", "for each k: its standard error; null for a single problem")
     n: int = key("programs", "programs written for each problem")
     k: list[int] = key("", "the values of k in `pass_at_k`")
@@ -351,9 +323,7 @@ class Tasks(Part):
 
     mmlu: ChoiceScores | None = optional("", "likeliest of four answers", only_with="--quality mmlu")
     hellaswag: NormedChoiceScores | None = optional("", "likeliest of four endings", only_with="--quality hellaswag")
-    humaneval: ProgramScores | None = optional(
-        "", "generated programs that pass tests", only_with="--quality humaneval"
-    )
+    humaneval: ProgramScores | None = optional("", "programs that pass tests", only_with="--quality humaneval")
     perplexity: PerplexityScores | None = optional("", "how well a text is predicted", only_with="--quality perplexity")
 
 
@@ -373,7 +343,7 @@ class Result(Part):
     measured: Measured | None = inline(default=None)
     quality: Quality | None = inline(default=None)
     engine: EngineFacts | None = inline(default=None)
-    environment: Environment | None = key("", "the machine and library versions", required=True, default=None)
+    environment: Environment | None = required("", "the machine and library versions", default=None)
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Take the facts of a loaded model: fields of `EngineFacts`, and `norm_modules_patched`.
@@ -388,10 +358,8 @@ class Result(Part):
 class Record(Part):
     """One line of a .jsonl file: the keys that every record has come first, the others after them."""
 
-    schema_version: Literal[1] = key("", "version of this record format", required=True, default=SCHEMA_VERSION)
-    status: Literal["ok", "failed"] = key(
-        "", f"'{STATUS_OK}', or '{STATUS_FAILED}', with the reason in `error`", required=True
-    )
+    schema_version: Literal[1] = required("", "version of this record format", default=SCHEMA_VERSION)
+    status: Literal["ok", "failed"] = required("", "'ok', or 'failed', with the reason in `error`")
     request: Request = inline()
     result: Result = inline()
     error: str | None = key("", "why the run failed", only_with=f"status '{STATUS_FAILED}'", default=None)
@@ -418,7 +386,7 @@ class Record(Part):
         return data
 
 
-REQUIRED = tuple(required_keys(Record))
+REQUIRED = tuple(each.key for each in list_keys(Record) if each.required)
 
 
 def _options_of(argv: Any) -> dict[str, str]:

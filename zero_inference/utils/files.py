@@ -74,21 +74,9 @@ def hold_lock(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
         TimeoutError: another process, perhaps a stopped one, held the lock for `timeout_s` seconds.
         OSError: the file cannot be opened.
     """
-    from filelock import FileLock, Timeout  # 24 ms, which `--help` need not take
-
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=timeout_s, poll_interval=POLL_S)
-    except Timeout:
-        raise _lock_timeout(path, timeout_s) from None
-    try:
+    with path.open("ab") as file:  # closing it releases the lock
+        _lock(file.fileno(), path, timeout_s)
         yield
-    finally:
-        lock.release()
-
-
-def _lock_timeout(path: str | os.PathLike, timeout_s: float) -> TimeoutError:
-    return TimeoutError(errno.ETIMEDOUT, f"another process has kept it locked for {timeout_s:.0f} s", str(path))
 
 
 def append_bytes(path: str | os.PathLike, data: bytes, *, sync: bool = False, on_new_line: bool = False) -> None:
@@ -134,13 +122,13 @@ def _open_to_append(path: str | os.PathLike) -> Iterator[int]:
     The lock is on the log itself and not filelock's, so no file appears beside it. A process that waited for the lock of a file that
     was removed meanwhile opens it again.
     """
-    target, deadline = os.path.realpath(path), time.monotonic() + APPEND_LOCK_S
+    target = os.path.realpath(path)
     while True:
         fd, created = _open_or_create(target)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode) and not stat.S_ISCHR(os.fstat(fd).st_mode):
                 raise OSError(errno.EINVAL, "neither a file nor a device", str(path))
-            locked = _lock(fd, target, deadline)
+            locked = _lock(fd, target, APPEND_LOCK_S)
             if _is_at(target, fd):
                 try:
                     yield fd
@@ -169,15 +157,17 @@ def _is_at(path: str, fd: int) -> bool:
         return False
 
 
-def _lock(fd: int, path: str, deadline: float) -> bool:
+def _lock(fd: int, path: str | os.PathLike, timeout_s: float) -> bool:
     """Take an flock; False where the file system has none: O_APPEND alone separates writes there. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise _lock_timeout(path, APPEND_LOCK_S) from None
+                reason = f"another process has kept it locked for {timeout_s:.0f} s"
+                raise TimeoutError(errno.ETIMEDOUT, reason, str(path)) from None
             time.sleep(POLL_S)
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
