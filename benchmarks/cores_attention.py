@@ -9,13 +9,17 @@ line is one case. With --layouts position-major memory, whose rows of a head are
 from __future__ import annotations
 
 import argparse
-import threading
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.common.host_cores import busy_link
 from zero_inference.cpu.attention import LogitOptions, add_attention, run_attention
 from zero_inference.cpu.pool import CpuPool, choose_cpus
 from zero_inference.kv_cache.cpu_attention import blocks_for
@@ -92,59 +96,21 @@ def gb_per_s(flat: torch.Tensor, asked: argparse.Namespace, batch: int, threads:
     return 2 * batch * asked.kv_heads * asked.positions * asked.head_dim * dtype.itemsize / seconds / 1e9
 
 
-class Link:
-    """Copies from page-locked memory to the GPU, one behind the other, and their rate."""
-
-    def __init__(self) -> None:
-        self.host = host_empty((1 << 28,), torch.uint8, pinned=True)
-        self.device = torch.empty_like(self.host, device="cuda")
-        self.stream = torch.cuda.Stream()
-        self.rate = 0.0
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        ends = threading.Event()
-        copier = threading.Thread(target=self._copy, args=(ends,))
-        copier.start()
-        try:
-            time.sleep(0.1)
-            yield
-        finally:
-            ends.set()
-            copier.join()
-
-    def _copy(self, ends: threading.Event) -> None:
-        start, copies, before = time.perf_counter(), 0, None
-        while not ends.is_set():
-            with torch.cuda.stream(self.stream):
-                self.device.copy_(self.host, non_blocking=True)
-                done = torch.cuda.Event()
-                done.record()
-            if before is not None:  # one copy runs and one waits
-                before.synchronize()
-            before, copies = done, copies + 1
-        self.stream.synchronize()
-        self.rate = copies * self.host.numel() / (time.perf_counter() - start) / 1e9
-
-
 def main() -> None:
     asked = parse()
     most = len(choose_cpus(None))
     threads = asked.threads or sorted({1, max(1, most // 2), most})
     flat = memory(int(asked.gigabytes * 1e9) // 4096 * 4096)
-    link = Link() if asked.busy_link and torch.cuda.is_available() else None
-    if asked.busy_link and link is None:
-        print("no CUDA device: the link stays idle")
     print(f"{asked.heads} heads on {asked.kv_heads}, {asked.head_dim} wide, {asked.positions} positions, {asked.dtype}")
     print(f"{'batch':>5} {'threads':>7} {'layout':>15} {'GB/s':>7} {'a thread':>8} {'link GB/s':>9}")
     for batch in asked.batches:
         for count in threads:
             for major in (False, True) if asked.layouts else (False,):
-                for beside in (None, link) if link else (None,):
-                    with beside.busy() if beside else nullcontext():
+                for busy in (False, True) if asked.busy_link else (False,):
+                    with busy_link() if busy else nullcontext() as link:
                         rate = gb_per_s(flat, asked, batch, count, major)
                     name = "position-major" if major else f"blocks of {blocks_for(asked.positions)[1]}"
-                    shown = f"{beside.rate:9.1f}" if beside else f"{'idle':>9}"
+                    shown = f"{link.gb_per_s:9.1f}" if link else f"{'idle':>9}"
                     print(f"{batch:5} {count:7} {name:>15} {rate:7.1f} {rate / count:8.1f} {shown}", flush=True)
 
 

@@ -1,29 +1,23 @@
-"""Measure what each product form of csrc/cpu gains over the form that takes over without it, and over torch's own products.
+"""Measure what each product form of csrc/cpu gains over the form that takes over without it.
 
     python benchmarks/cpu_product_forms.py [--out FILE.tsv] [--threads N] [--seconds 340] [--formats ...] [--rows ...] [--shapes ...]
 
 One build (-DZERO_INFERENCE_MEASURE_FORMS) can leave out each of `VARIANTS` at run time. A cell is a weight format and a number of
-rows of x; all instruction sets, all variants that change something there and torch take turns in it, for --rounds rounds. A figure
-is GB/s (1e9 bytes) of stored weight bytes, the median; torch's is of the same weights in our bytes. A gain is the median over rounds
-of the ratio with / without. Weights are one layer's shapes in rotation, copied until they exceed --set-mb. torch runs in a process
-for each instruction set, restricted by environment variables.
+rows of x; all instruction sets and all variants that change something there take turns in it, for --rounds rounds. A figure is GB/s
+(1e9 bytes) of stored weight bytes, the median. A gain is the median over rounds of the ratio with / without. Weights are one layer's
+shapes in rotation, copied until they exceed --set-mb.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
-import functools
-import json
-import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,19 +48,9 @@ BIT = {name: 1 << index for index, name in enumerate(OPTIONAL)}
 TILE_FORMS = BIT["fixed_tiles"] | BIT["dequantized_tiles"] | BIT["tiles"] | BIT["split_tiles"]
 # Left out alone and together.
 VARIANTS: list[tuple[str, ...]] = [(name,) for name in OPTIONAL]
-VARIANTS += [
-    ("fixed_tiles", "dequantized_tiles"),
-]
+VARIANTS.append(("fixed_tiles", "dequantized_tiles"))
 WINS = 1.05
 MAX_ERROR = 0.02  # of the result's norm: bfloat16 values and x
-# Of torch's libraries, so that a process uses no better instructions.
-LIMITS = {
-    "avx2": dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2"),
-    "avx512": dict(
-        ATEN_CPU_CAPABILITY="avx512", ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16", MKL_ENABLE_INSTRUCTIONS="AVX512_E2"
-    ),
-    "amx": {},
-}
 
 
 def split_format(name: str) -> tuple[torch.dtype, int, int]:
@@ -129,14 +113,14 @@ class Weights:
 
 @dataclass
 class Figure:
-    """A product of one cell by one instruction set: with all forms (`without` is empty), without some, or by torch."""
+    """A product of one cell by one instruction set: with all forms (`without` is empty), or without those of `bits`."""
 
     weight: str
     rows: int
     instructions: str
     without: str
-    take: Callable[[float], float | None]  # GB/s, measured for so many seconds
-    rates: list[float] = field(default_factory=list)
+    bits: int
+    rates: list[float] = field(default_factory=list)  # GB/s
 
     @property
     def key(self) -> tuple[str, int, str, str]:
@@ -205,159 +189,41 @@ class Forms:
         return done.value / taken / 1e9
 
 
-class TorchProcess:
-    """torch's products with one instruction set, in a process of its own."""
-
-    def __init__(self, args: argparse.Namespace, instructions: str, cpus: list[int]) -> None:
-        environment = os.environ | LIMITS[instructions]
-        # Threads spin for a millisecond (a pause is 140 cycles on Sapphire Rapids), not into the next figure.
-        environment |= dict(
-            GOMP_SPINCOUNT="20000", OMP_NUM_THREADS=str(len(cpus)), GOMP_CPU_AFFINITY=" ".join(map(str, cpus))
-        )
-        command = [sys.executable, __file__, "--torch-process", "--set-mb", str(args.set_mb)]
-        command += ["--threads", str(len(cpus)), "--shapes", *(f"{rows}x{columns}" for rows, columns in args.shapes)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def rate(self, weight: str, rows: int, seconds: float) -> float | None:
-        """Return GB/s; None where torch has no such product, or three take longer than half a second."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps([weight, rows, seconds]), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"torch's process ended with code {self.process.wait()}")
-        answer = json.loads(line)
-        time.sleep(0.003)  # until its threads sleep
-        return answer
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
-def serve_torch(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
-    loaded = ""
-    products: list[tuple[tuple[int, int], Callable]] = []
-    slow_from: dict[str, int] = {}  # rows, by weight
-    warm = set()
-    for line in sys.stdin:
-        weight, rows, seconds = json.loads(line)
-        answer = None
-        if rows < slow_from.get(weight, 1 << 30):
-            if loaded != weight:
-                loaded, products = weight, []  # frees the previous weights first
-                products = list(torch_products(weight, args.shapes, copies_of(weight, args.shapes, args.set_mb)))
-            dtype = split_format(weight)[0]
-            x = {shape[1]: torch.randn(rows, shape[1]).to(dtype) for shape in args.shapes}
-            try:
-                with torch.inference_mode():
-                    if (weight, rows) not in warm:
-                        warm.add((weight, rows))
-                        if torch_time(products[:3], x, 0)[1] > 0.5:
-                            slow_from[weight] = rows
-                    done, taken = torch_time(products, x, seconds)
-                answer = sum(weight_bytes(weight, *shape) for shape in done) / taken / 1e9
-            except (AttributeError, RuntimeError) as error:
-                print(f"torch, {weight}, {rows} rows: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-                slow_from[weight] = rows
-        print(json.dumps(answer), flush=True)
-
-
-def torch_time(products: list, x: dict[int, torch.Tensor], seconds: float) -> tuple[list[tuple[int, int]], float]:
-    """Return the shapes that were multiplied, each of `products` once if `seconds` is 0, and the seconds taken."""
-    done: list[tuple[int, int]] = []
-    begin = time.perf_counter()
-    while len(done) < len(products) if seconds == 0 else time.perf_counter() - begin < seconds:
-        shape, multiply = products[len(done) % len(products)]
-        multiply(x[shape[1]])
-        done.append(shape)
-    return done, time.perf_counter() - begin
-
-
-def torch_products(
-    weight: str, shapes: list[tuple[int, int]], copies: int
-) -> Iterator[tuple[tuple[int, int], Callable]]:
-    """Yield shape and product of each weight; nothing in it must be right but its type and size."""
-    dtype, bits, group = split_format(weight)
-    aten = torch.ops.aten
-    values = torch.randn(1 << 20).mul_(0.02).to(dtype)
-    codes = torch.randint(-127, 128, (1 << 20,), dtype=torch.int8)
-
-    def repeated(block: torch.Tensor, *shape: int) -> torch.Tensor:
-        elements = math.prod(shape)
-        return block.repeat(-(-elements // len(block)))[:elements].view(shape)
-
-    for _ in range(copies):
-        for height, width in shapes:
-            if bits == 0:
-                plain = repeated(values, height, width)
-                yield (height, width), lambda x, plain=plain: torch.nn.functional.linear(x, plain)
-            elif bits == 8:  # a scale for each row, where ours have one for each group
-                wide, scale = repeated(codes, height, width), values[:height].abs()
-                yield (height, width), lambda x, wide=wide, scale=scale: aten._weight_int8pack_mm(x, wide, scale)
-            else:
-                packed = repeated(codes.view(torch.uint8), height, width // 2)
-                scales = repeated(values, width // group, height, 2)
-                yield (
-                    (height, width),
-                    lambda x, packed=packed, scales=scales: aten._weight_int4pack_mm_for_cpu(x, packed, group, scales),
-                )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("cpu_product_forms.tsv"), metavar="FILE")
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of x")
-    parser.add_argument("--instructions", nargs="+", default=list(LIMITS), choices=LIMITS)
+    parser.add_argument("--instructions", nargs="+", default=INSTRUCTIONS[1:], choices=INSTRUCTIONS[1:])
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS")
     parser.add_argument("--set-mb", type=int, default=420, help="least bytes of a format's weights, in 1e6")
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument("--seconds", type=float, default=340, help="of everything, compiling included; about")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--flags", default="", help="for the compiler, after the usual ones")
-    parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--torch-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.torch_process:
-        serve_torch(args)
-        return 0
     begin = time.monotonic()
     torch.set_num_threads(args.threads)
     forms = Forms(args)
     print(f"{processor()}, {args.threads} threads, torch {torch.__version__}, {', '.join(forms.sets)}", flush=True)
-    with contextlib.ExitStack() as stack:
-        torches = {}
-        for instructions in [] if args.no_torch else forms.sets:
-            torches[instructions] = TorchProcess(args, instructions, forms.cpus)
-            stack.callback(torches[instructions].close)
-        cells = list(find_cells(args, forms, torches))
-        count = sum(map(len, cells))
-        spent = time.monotonic() - begin
-        print(f"{count} figures in {len(cells)} cells, found in {spent:.0f} s", flush=True)
-        figures = measure(args, forms, cells, begin)
+    cells = list(find_cells(args, forms))
+    count = sum(map(len, cells))
+    print(f"{count} figures in {len(cells)} cells, found in {time.monotonic() - begin:.0f} s", flush=True)
+    figures = measure(args, forms, cells, begin)
     show_rates(args, figures)
     show_gains(find_gains(figures))
     print(f"{time.monotonic() - begin:.0f} s; all figures are in {args.out}")
     return 0
 
 
-def find_cells(args: argparse.Namespace, forms: Forms, torches: dict[str, TorchProcess]) -> Iterator[list[Figure]]:
+def find_cells(args: argparse.Namespace, forms: Forms) -> Iterator[list[Figure]]:
     for weight in args.formats:
         for rows in args.rows:
-            cell = []
-            for instructions in forms.sets:
-                for name, bits in forms.paths(weight, rows, instructions):
-                    take = functools.partial(forms.rate, rows, instructions, bits)
-                    cell.append(Figure(weight, rows, instructions, name, take))
-            for instructions, process in torches.items():
-                if weight in DTYPE_NAMES or weight.endswith("bf16"):
-                    take_torch = functools.partial(process.rate, weight, rows)
-                    cell.append(Figure(weight, rows, instructions, "torch", take_torch))
-            yield cell
+            yield [
+                Figure(weight, rows, instructions, name, bits)
+                for instructions in forms.sets
+                for name, bits in forms.paths(weight, rows, instructions)
+            ]
 
 
 def read_rate(args: argparse.Namespace, forms: Forms) -> float:
@@ -385,19 +251,14 @@ def measure(args: argparse.Namespace, forms: Forms, cells: list[list[Figure]], b
         if forms.weights is None or cell[0].rows == args.rows[0]:
             forms.weights = None
             forms.weights = Weights(weight, args.shapes, copies_of(weight, args.shapes, args.set_mb))
-            for figure in cell:
-                if figure.without == "torch":
-                    figure.take(0.001)  # makes its weights
             print(f"{weight}: the threads read {read_rate(args, forms):.1f} GB/s", flush=True)
         remaining = max(0.0, args.seconds - (time.monotonic() - begin))
         seconds = min(0.2, max(0.01, remaining / left / args.rounds - 0.005))
         for _ in range(args.rounds):
             for figure in cell:
-                rate = figure.take(seconds)
-                if rate is not None:
-                    figure.rates.append(rate)
+                figure.rates.append(forms.rate(figure.rows, figure.instructions, figure.bits, seconds))
         left -= len(cell)
-        figures += [figure for figure in cell if figure.rates]
+        figures += cell
         if cell[0].rows == args.rows[-1]:
             write(args, figures)  # what there is, should the time run out
             print(f"{weight}: {seconds * 1e3:.0f} ms each, {time.monotonic() - begin:.0f} s", flush=True)
@@ -413,7 +274,7 @@ def with_all(by_key: dict[tuple, Figure], weight: str, rows: int, instructions: 
 
 
 def find_gains(figures: list[Figure]) -> dict[tuple[str, int, str, str], float]:
-    """Return with / without, by weight, rows, instructions and what is left out; a whole set: "all" of it, and torch."""
+    """Return with / without, by weight, rows, instructions and what is left out; a whole set: "all" of it."""
     by_key = {figure.key: figure for figure in figures}
     gains = {}
     for figure in figures:
@@ -446,25 +307,22 @@ def write(args: argparse.Namespace, figures: list[Figure]) -> None:
 
 
 def show_rates(args: argparse.Namespace, figures: list[Figure]) -> None:
-    """Print GB/s by instruction set and M, ours and torch's."""
-    print("\nGB/s, ours / torch (of the weights in our bytes)")
-    print(f"{'weight':<15}{'set':<8}" + "".join(f"{rows:>15}" for rows in args.rows))
+    """Print GB/s by instruction set and M."""
+    print("\nGB/s")
+    print(f"{'weight':<15}{'set':<8}" + "".join(f"{rows:>8}" for rows in args.rows))
     by_key = {figure.key: figure for figure in figures}
     for weight in args.formats:
         for instructions in dict.fromkeys(figure.instructions for figure in figures):
-            texts = []
-            for rows in args.rows:
-                pair = with_all(by_key, weight, rows, instructions), by_key.get((weight, rows, instructions, "torch"))
-                texts.append(" / ".join("-" if figure is None else f"{figure.median:.1f}" for figure in pair))
-            print(f"{weight:<15}{instructions:<8}" + "".join(f"{text:>15}" for text in texts))
+            found = [with_all(by_key, weight, rows, instructions) for rows in args.rows]
+            texts = ["-" if figure is None else f"{figure.median:.1f}" for figure in found]
+            print(f"{weight:<15}{instructions:<8}" + "".join(f"{text:>8}" for text in texts))
 
 
 def show_gains(gains: dict[tuple[str, int, str, str], float]) -> None:
     """Print, for each variant and set, with / without in each cell; marks those that win by more than WINS anywhere."""
     groups: dict[tuple[str, str], list] = defaultdict(list)
     for (weight, rows, instructions, without), gain in gains.items():
-        if without != "torch":
-            groups[without, instructions].append((gain, weight, rows))
+        groups[without, instructions].append((gain, weight, rows))
     print(f"\nwith / without; * wins by more than {WINS - 1:.0%} somewhere; 'all' is a set against the next lower one")
     order = {"+".join(names): index for index, names in enumerate(VARIANTS)}
     for (without, instructions), found in sorted(

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 SHAPE = (5120, 20480)  # the second MLP matrix of OPT-13B
-REPEATS = 50
+SECONDS = 0.05
 CHECKED_GROUPS = (32, 64, 128, 2, 6, 24, 96)  # the last four: too small for a vector, or no power of two
 CHECKED_ROWS = (0, 1, 3, 33, 4099)  # groups
 OFFSETS = (0, 1)  # elements by which tensors are moved off their alignment
@@ -44,7 +43,6 @@ def main() -> int:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "shape": SHAPE,
-        "repeats": REPEATS,
         "checked": checked,
         "cases": measure(),
     }
@@ -98,6 +96,10 @@ def measure() -> list[dict]:
     import torch
 
     from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
+    from zero_inference.utils.timing import measure_median_s
+
+    def median_ms(work, *args) -> float:
+        return 1e3 * measure_median_s(torch.device("cuda"), lambda: work(*args), SECONDS)
 
     cases = []
     for dtype in (torch.float16, torch.bfloat16):
@@ -110,7 +112,7 @@ def measure() -> list[dict]:
                 packed = quantize(weight, scheme)
                 moved = scheme.stored_bytes(weight.numel(), dtype) + out.nbytes
                 median = median_ms(torch.ops.zero_inference.dequantize_groups, *packed, bits, group_size, out)
-                reference = median_ms(dequantize_reference, *packed, bits, group_size, out, repeats=5)
+                reference = median_ms(dequantize_reference, *packed, bits, group_size, out)
                 cases.append(
                     {
                         "dtype": str(dtype).removeprefix("torch."),
@@ -123,21 +125,6 @@ def measure() -> list[dict]:
                     }
                 )
     return cases
-
-
-def median_ms(work, *args, repeats: int = REPEATS) -> float:
-    """Median milliseconds of `work(*args)` on the current stream, after three that are not counted."""
-    import torch
-
-    for _ in range(3):
-        work(*args)
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, stop in pairs:
-        start.record()
-        work(*args)
-        stop.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in pairs)
 
 
 if __name__ == "__main__":

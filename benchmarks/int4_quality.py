@@ -166,34 +166,11 @@ def formats() -> Iterator[tuple[str, float, Callable | None]]:
 
     yield "bf16", 16, None
     yield "int8, groups of 64", 8.5, groups(8, 64)
-    yield "int4, groups of 64, extremes and one fit (before)", 4.5, lambda weight: extremes_and_one_fit(weight, 64)
     yield "int4, groups of 64", 4.5, groups(4, 64)
-    yield "int4, groups of 32, extremes and one fit (before)", 5, lambda weight: extremes_and_one_fit(weight, 32)
     yield "int4, groups of 32 (default)", 5, groups(4, 32)
     yield "GGUF Q4_0", 4.5, of_gguf("Q4_0")
     yield "GGUF Q4_1", 5, of_gguf("Q4_1")
     yield "GGUF Q4_K", 4.5, q4_k
-
-
-def extremes_and_one_fit(weight, size: int):
-    """What 4 bits were before: the better of a group's extremes and the least-squares fit to the codes that these give."""
-    import torch
-
-    values = weight.bfloat16().float().view(-1, size)
-    low, high = values.aminmax(dim=1, keepdim=True)
-
-    def restored(scale, minimum):
-        scale, minimum = scale.bfloat16().float(), minimum.bfloat16().float()
-        codes = ((values - minimum) / torch.where(scale == 0, 1, scale)).round_().clamp_(0, 15)
-        found = (codes * scale + minimum).bfloat16().float()
-        return found, (found - values).square().sum(1, keepdim=True), codes
-
-    plain, plain_error, codes = restored((high - low) / 15, low)
-    centered = codes - codes.mean(1, keepdim=True)
-    mean = values.mean(1, keepdim=True)
-    scale = (centered * (values - mean)).sum(1, keepdim=True) / centered.square().sum(1, keepdim=True)
-    fitted, fitted_error, _ = restored(scale, mean - scale.bfloat16().float() * codes.mean(1, keepdim=True))
-    return torch.where(fitted_error < plain_error, fitted, plain).view_as(weight)
 
 
 def q4_k(weight):

@@ -1,11 +1,10 @@
 """Compare predictions with the committed runs of one H200 or H100.
 
-    python benchmarks/predictions.py [PATTERN] [--machine FILE [--cores-of-runs]]
+    python benchmarks/predictions.py [PATTERN] [--machine FILE]
     python benchmarks/predictions.py --ranges
 
 Plans the records of one GPU under benchmarks/results whose path contains PATTERN; needs no GPU. The hardware profile is that of FILE, as
-`zero-inference link --save` wrote it, or else has the rates of the record itself: link, device memory, products, CPU beside the link. With
---cores-of-runs the CPU rates are those reached in the run, where the record has them: a shared host is faster or slower from hour to hour.
+`zero-inference link --save` wrote it, or else has the rates of the record itself: link, device memory, products, CPU beside the link.
 No record has the launch overhead; `LAUNCHES` is used for all. Figures are (measured - predicted) / predicted.
 
 --ranges prints the table `RANGES` of `zero_inference.planning.cost` from the runs of HOSTS, each planned for the profile of its host, and
@@ -39,7 +38,7 @@ from zero_inference.hardware.profile import (
     read_profile,
 )
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
-from zero_inference.models.spec import ModelSpec, resolve_model
+from zero_inference.models.spec import resolve_model
 from zero_inference.planning.cost import Range, compared_s
 from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.records.read import read_records
@@ -123,27 +122,6 @@ def machine_of(record: dict[str, Any]) -> HardwareProfile:
         launches=LAUNCHES,
         process_bytes=PROCESS_BYTES,
     )
-
-
-def with_cores_of_run(machine: HardwareProfile, record: dict[str, Any], spec: ModelSpec) -> HardwareProfile:
-    """Return `machine` with the CPU rates of the run; unchanged for mixtures, whose experts take time besides their bytes."""
-    cores, moved = (record.get("stream") or {}).get("cores") or {}, record.get("transfers") or {}
-    busy_s, planned = moved.get("cores_busy_s_per_step"), cores.get("of_step_gbps")
-    if not busy_s or not planned or machine.cores is None or spec.experts[0]:
-        return machine
-    times = moved["cores_bytes_per_step"] / busy_s / 1e9 / planned
-
-    def scaled(rates: Any, *names: str) -> Any:
-        return rates.model_copy(update={name: times * getattr(rates, name) for name in names})
-
-    products = tuple(scaled(each, "cores_gb_per_s", "cores_alone_gb_per_s") for each in machine.cores.products)
-    attention = tuple(scaled(each, "gb_per_s", "alone_gb_per_s") for each in machine.cores.attention)
-    found = machine.cores.model_copy(update={"products": products, "attention": attention})
-    return machine.model_copy(update={"cores": found})
-
-
-def spec_of(record: dict[str, Any]) -> ModelSpec:
-    return resolve_model(parse_options([*options_of(record), "--dry-run"]), "cuda")
 
 
 def plan_of(record: dict[str, Any], machine: Machine, empty_models: dict[Any, EmptyModel]) -> Plan:
@@ -268,11 +246,7 @@ def arguments() -> argparse.Namespace:
         "--machine", type=Path, metavar="FILE", help="plan for this machine, and not for the rates of each record"
     )
     parser.add_argument("--ranges", action="store_true", help="the ranges of predicted times, from all hosts")
-    parser.add_argument("--cores-of-runs", action="store_true", help="with the rates that the cores had in each run")
-    asked = parser.parse_args()
-    if asked.cores_of_runs and not asked.machine:
-        parser.error("--cores-of-runs: needs --machine, whose rates it corrects")
-    return asked
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -288,8 +262,6 @@ def main() -> None:
     for name, record in records(asked.pattern):
         try:
             machine = given or machine_of(record)
-            if asked.cores_of_runs:
-                machine = with_cores_of_run(machine, record, spec_of(record))
             plan = plan_of(record, Machine(machine), empty_models)
         except UsageError as error:  # the rates of FILE are those of other options
             print(f"{name[-48:]:48} not planned: {error}")

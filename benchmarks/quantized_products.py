@@ -7,15 +7,13 @@ Microseconds are those of one product among many that follow each other in a CUD
 many weights as the L2 cache cannot hold. GB/s are 10^9 stored bytes of the weight (codes, scales, minima) a second, the share is
 that of a copy inside the device, whose bytes read and written both count. `--sweep` times every launch of the fused operator
 instead, which is what csrc/launch_sizes.cuh is chosen from. `--experts` times what a layer of Qwen3-30B-A3B does with the experts
-that the device has, each part as kernels of PyTorch around the products and as our kernels do it, and the hand-off to the CPU,
-whose answer is there at once.
+that the device has, and the hand-off to the CPU, whose answer is there at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +34,7 @@ SHAPES = (  # rows, columns: Llama 13B, then 70B
 TOKENS = (1, 2, 4, 8, 16, 32)
 CACHES = 4  # times the L2 cache that the weights of one measurement fill at least
 LAUNCHES = 24  # of a graph, at least
-REPLAYS = 5
+SECONDS = 0.05  # of replays
 COLUMN_WARPS, SPLITS, CHUNK_STEPS = (1, 2, 4, 8), (1, 2, 4, 8), (2, 4)
 HIDDEN, INNER, EXPERTS_OF_TOKEN, SLOTS = 2048, 768, 8, 16  # Qwen3-30B-A3B; experts that the device has
 FIELDS = ("rows", "columns", "bits", "tokens", "what", "launch", "us", "gb_per_s", "share_of_copy")
@@ -193,56 +191,29 @@ def sweep(weights: Weights, counts: Sequence[int]) -> list[tuple[int, str, str, 
     return timed
 
 
-class Experts:
-    """Both weights of as many layers' experts as the L2 cache cannot hold, and both ways to compute with them."""
-
-    def __init__(self, bits: int, dtype, group_size: int):
-        import torch
-
-        from zero_inference.engines.stream.products import epilogue_of
-        from zero_inference.models.mlp import FusedExperts
-
-        self.bits, self.group_size = bits, group_size
-        self.form = FusedExperts("first", "last", "silu", SLOTS, True)
-        self.epilogue = epilogue_of(self.form)
-
-        def packed(rows: int, columns: int) -> tuple:
-            groups = rows * columns // group_size
-            codes = torch.randint(0, 256, (SLOTS, rows * columns * bits // 8), dtype=torch.uint8, device="cuda")
-            scale, minimum = (0.01 * torch.randn(SLOTS, groups, device="cuda").to(dtype) for _ in range(2))
-            return codes, scale, minimum
-
-        self.layers = [(packed(2 * INNER, HIDDEN), packed(HIDDEN, INNER)) for _ in range(5)]
-
-    def product(self, x, packed, rows: int, slot, epilogue=None, tokens: int = 0):
-        from zero_inference.kernels.experts import quantized_expert_linear
-
-        return quantized_expert_linear(x, *packed, self.bits, self.group_size, rows, slot, None, epilogue, tokens)
-
-    def first_apart(self, x, slot, layer):
-        pairs = x.repeat_interleave(EXPERTS_OF_TOKEN, 0)
-        product = self.product(pairs, layer[0], 2 * INNER, slot)
-        return self.form.combined(product.float()).to(x.dtype)
-
-    def first(self, x, slot, layer):
-        return self.product(x, layer[0], 2 * INNER, slot, self.epilogue)
-
-
 def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> list[tuple]:
-    """Print and return (tokens, hits of a token, bits, part, microseconds with PyTorch around the products, as it is)."""
+    """Print and return (tokens, hits of a token, bits, part, microseconds), with the experts of as many layers as the cache cannot hold."""
     import ctypes
 
     import torch
 
     from zero_inference.cpu.experts import WeightedRows
     from zero_inference.cpu.hand_off import StreamSide, allocate_local_buffers
+    from zero_inference.engines.stream.products import epilogue_of
+    from zero_inference.kernels.experts import quantized_expert_linear
+    from zero_inference.models.mlp import FusedExperts
 
-    experts, timed = Experts(bits, dtype, group_size), []
-    k, side, place = (
-        EXPERTS_OF_TOKEN,
-        StreamSide(torch.device("cuda")),
-        allocate_local_buffers(1 << 20, 1 << 20, pinned=True),
-    )
+    epilogue = epilogue_of(FusedExperts("first", "last", "silu", SLOTS, True))
+
+    def packed(rows: int, columns: int) -> tuple:
+        groups = rows * columns // group_size
+        codes = torch.randint(0, 256, (SLOTS, rows * columns * bits // 8), dtype=torch.uint8, device="cuda")
+        scale, minimum = (0.01 * torch.randn(SLOTS, groups, device="cuda").to(dtype) for _ in range(2))
+        return codes, scale, minimum, bits, group_size, rows
+
+    layers, timed = [(packed(2 * INNER, HIDDEN), packed(HIDDEN, INNER)) for _ in range(5)], []
+    k, side = EXPERTS_OF_TOKEN, StreamSide(torch.device("cuda"))
+    place = allocate_local_buffers(1 << 20, 1 << 20, pinned=True)
     arrived, done, stop = (place.flags.data_ptr() + 64 * flag for flag in range(3))
     ctypes.c_uint32.from_address(done).value = 1 << 30  # the CPU is done with every call
     source, target = place.output.data_ptr(), place.input.data_ptr()
@@ -250,58 +221,33 @@ def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> li
         x, weights = (torch.rand(tokens, n, device="cuda").to(dtype) for n in (HIDDEN, k))
         chosen = torch.stack([torch.randperm(SLOTS, device="cuda")[:k] for _ in range(tokens)])
         slot = torch.where(torch.arange(k, device="cuda") < hits, chosen, -1).view(-1)
-        hidden = experts.first(x, slot, experts.layers[0])
-        rows = experts.product(hidden, experts.layers[0][1], HIDDEN, slot, tokens=tokens)
         out, brought = torch.empty(tokens * HIDDEN, dtype=dtype, device="cuda"), [x, chosen, weights]
         places = [target + offset for offset in (0, x.nbytes, x.nbytes + chosen.nbytes)]
 
-        def by_pytorch(rows, weights=weights, tokens=tokens):
-            return (rows.view(tokens, k, -1) * weights.float().unsqueeze(-1)).sum(1)
+        def first(layer, x=x, slot=slot):
+            return quantized_expert_linear(x, *layer[0], slot, None, epilogue)
 
-        def pull_apart(rows, out=out):
-            total = by_pytorch(rows)
-            side.pull(out, source, done, stop, None)
-            return total.add_(out.view(total.shape)).to(out.dtype)
+        def last(layer, hidden, slot=slot, tokens=tokens):
+            return quantized_expert_linear(hidden, *layer[1], slot, tokens=tokens)
 
-        def push_apart(_, brought=brought, places=places):
-            for tensor, address in zip(brought, places):
-                side.push([tensor], [address], arrived)
-
-        def layer_apart(layer, x=x, slot=slot):
-            pull_apart(experts.product(experts.first_apart(x, slot, layer), layer[1], HIDDEN, slot))
-
-        def layer_now(layer, x=x, slot=slot, weights=weights, tokens=tokens, out=out):
-            rows = experts.product(experts.first(x, slot, layer), layer[1], HIDDEN, slot, tokens=tokens)
+        def pull(rows, weights=weights, out=out):
             side.pull(out, source, done, stop, WeightedRows(weights, rows))
 
+        hidden = first(layers[0])
+        rows = last(layers[0], hidden)
         parts = {
-            "first product": (
-                lambda layer, x=x, slot=slot: experts.first_apart(x, slot, layer),
-                lambda layer, x=x, slot=slot: experts.first(x, slot, layer),
-            ),
-            "last product": (
-                lambda layer, h=hidden, slot=slot: experts.product(h, layer[1], HIDDEN, slot),
-                lambda layer, h=hidden, slot=slot, n=tokens: experts.product(h, layer[1], HIDDEN, slot, tokens=n),
-            ),
-            "weighted sum": (
-                lambda _, rows=rows: by_pytorch(rows).to(rows.dtype),
-                lambda _, rows=rows, weights=weights: WeightedRows(weights, rows).total(),
-            ),
-            "push": (
-                push_apart,
-                lambda _, brought=brought, places=places: side.push(brought, places, arrived),
-            ),
-            "sum and pull": (
-                lambda _, rows=rows: pull_apart(rows),
-                lambda _, rows=rows, w=weights, out=out: side.pull(out, source, done, stop, WeightedRows(w, rows)),
-            ),
-            "products, sum and pull": (layer_apart, layer_now),
+            "first product": first,
+            "last product": lambda layer, last=last, hidden=hidden: last(layer, hidden),
+            "weighted sum": lambda _, rows=rows, weights=weights: WeightedRows(weights, rows).total(),
+            "push": lambda _, brought=brought, places=places: side.push(brought, places, arrived),
+            "sum and pull": lambda _, pull=pull, rows=rows: pull(rows),
+            "products, sum and pull": lambda layer, pull=pull, last=last, first=first: pull(last(layer, first(layer))),
         }
-        print(f"{tokens} tokens, {hits} of {k} experts of each here, int{bits}; us with PyTorch between, and now:")
-        for name, ways in parts.items():
-            apart, now = (microseconds(way, experts.layers) for way in ways)
-            print(f"  {name:24} {apart:6.1f} {now:6.1f}")
-            timed.append((tokens, hits, bits, name, f"{apart:.2f}", f"{now:.2f}"))
+        print(f"{tokens} tokens, {hits} of {k} experts of each here, int{bits}; us:")
+        for name, work in parts.items():
+            us = microseconds(work, layers)
+            print(f"  {name:24} {us:6.1f}")
+            timed.append((tokens, hits, bits, name, f"{us:.2f}"))
     return timed
 
 
@@ -309,26 +255,11 @@ def microseconds(work: Callable, inputs: list) -> float:
     """Of one `work(input)` among many in a CUDA graph, the inputs taken in turn; median of replays."""
     import torch
 
-    turns = -(-LAUNCHES // len(inputs)) * len(inputs)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work(inputs[0])
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for turn in range(turns):
-            work(inputs[turn % len(inputs)])
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / turns)
-    return statistics.median(times)
+    from zero_inference.utils.timing import capture_graph, measure_median_s
+
+    device, turns = torch.device("cuda"), -(-LAUNCHES // len(inputs)) * len(inputs)
+    graph = capture_graph(device, lambda: [work(inputs[turn % len(inputs)]) for turn in range(turns)])
+    return 1e6 * measure_median_s(device, graph, SECONDS) / turns
 
 
 def copy_gb_per_s() -> float:

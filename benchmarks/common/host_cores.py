@@ -7,6 +7,7 @@ import ctypes
 import platform
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import torch
@@ -67,33 +68,34 @@ def fill(memory: torch.Tensor, name: str, height: int, width: int) -> ctypes.Arr
 
 
 class Link:
-    """Copies to the GPU that go on until `stop`."""
+    """Copies to the GPU that go on until `stop`, and then their rate."""
 
     def __init__(self) -> None:
-        self.stop = False
+        self.stop, self.gb_per_s = False, 0.0
         self.source = torch.empty(2, LINK_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
         self.target = torch.empty(2, LINK_BLOCK_BYTES, dtype=torch.uint8, device="cuda")
 
     def run(self) -> None:
-        done = [torch.cuda.Event(blocking=True) for _ in range(2)]
-        for turn in range(1 << 40):
-            if self.stop:
-                return torch.cuda.synchronize()
-            if turn >= 2:
+        done, start, turn = [torch.cuda.Event(blocking=True) for _ in range(2)], time.perf_counter(), 0
+        while not self.stop:
+            if turn >= 2:  # one copy runs and one waits
                 done[turn % 2].synchronize()
             self.target[turn % 2].copy_(self.source[turn % 2], non_blocking=True)
             done[turn % 2].record()
+            turn += 1
+        torch.cuda.synchronize()
+        self.gb_per_s = turn * LINK_BLOCK_BYTES / (time.perf_counter() - start) / 1e9
 
 
 @contextlib.contextmanager
-def busy_link() -> Iterator[None]:
+def busy_link() -> Iterator[Link]:
     if not torch.cuda.is_available():
         raise SystemExit("--busy-link needs a CUDA device, and there is none")
     link = Link()
     thread = threading.Thread(target=link.run)
     thread.start()
     try:
-        yield
+        yield link
     finally:
         link.stop = True
         thread.join()
