@@ -272,6 +272,14 @@ class Finished:
 
 
 @pytest.fixture(scope="session")
+def cuda_kernels() -> None:
+    """The compiled library of csrc, loaded."""
+    from zero_inference.kernels.extension import load_extension, why_unavailable
+
+    assert load_extension(), why_unavailable()
+
+
+@pytest.fixture(scope="session")
 def fork_server():
     """modules -> the process that has imported them, and starts copies of itself."""
     return lambda modules: ForkServer(modules, ENVIRONMENT)

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from zero_inference import norms
 from zero_inference.norms import ops
 
 EPS = 1e-5
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over norm
-NAMES = (
-    "rms_norm",
-    "fused_add_rms_norm",
-    "layer_norm",
-    "fused_add_layer_norm",
-    "poly_norm",
-    "fused_mul_poly_norm",
-    "fused_mul_grouped_poly_norm",
-)
+NAMES = tuple(name for name in norms.__all__ if not name.endswith(("_ref", "_norms")))
 OFFSETS = {
     "mixed": lambda rows: [rows // 4, rows // 4, rows // 2, rows - rows // 8, rows - rows // 8],  # empty ones, padding
     "all in one": lambda rows: [0, 0, rows, rows, rows],
@@ -60,14 +53,12 @@ def arguments(
 
 
 def widened(values: list) -> list:
-    return [
-        value.detach().double().cpu().requires_grad_()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value.cpu()
-        if isinstance(value, torch.Tensor)
-        else value
-        for value in values
-    ]
+    def wide(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().double().cpu().requires_grad_() if value.is_floating_point() else value.cpu()
+
+    return [wide(value) for value in values]
 
 
 def run(function, values: list, grads: list[torch.Tensor] | None = None, seed: int = 1):

@@ -22,9 +22,7 @@ SETS = INSTRUCTIONS[: INSTRUCTIONS.index(best_instructions()) + 1]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}  # of the largest output: roundings of it
 
 
-def drawn(
-    batch=2, heads=4, kv_heads=4, new=1, positions=37, dim=64, value_dim=None, dtype=torch.float32, block=64, size=1.0
-):
+def drawn(batch, heads, kv_heads, new, positions, dim, value_dim=None, dtype=torch.float32, block=64, size=1.0):
     """query, keys, values as `attention` takes them; positions behind the last are NaN, so that reading them shows."""
     generator = torch.Generator().manual_seed(positions * 1009 + heads * 31 + dim)
     blocks = math.ceil(positions / block)
@@ -93,9 +91,8 @@ def test_masks(shape, dtype, instructions):
     seen = torch.rand((*shape, 2, 110), generator=generator) > 0.4
     seen[..., :66] &= torch.rand((*shape, 2, 1), generator=generator) > 0.5  # a first piece that some see nothing of
     seen[..., 104] = True
-    mask = (
-        seen if dtype == torch.bool else torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-    )
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float16).min)
+    mask = seen if dtype == torch.bool else added.to(dtype)
     assert_right(*drawn(3, 4, 2, 2, 107, 32, dtype=torch.float32), instructions, positions=107, mask=mask)
 
 
@@ -114,9 +111,7 @@ def test_large_logits_over_many_positions(dtype, instructions):
 @pytest.mark.parametrize("block", [64, 61, 7])
 @pytest.mark.parametrize("options", [{}, dict(window=700), dict(logits=LogitOptions(sinks=SINKS))])
 def test_parts_of_a_long_context_are_merged(options, block, dtype):
-    tensors = drawn(
-        1, 4, 1, 2, 1501, 64, dtype=dtype, block=block
-    )  # one head of keys: 8 threads get parts of its positions
+    tensors = drawn(1, 4, 1, 2, 1501, 64, dtype=dtype, block=block)  # 8 threads share the positions of the one key head
     assert_right(*tensors, threads=8, positions=1501, **options)
     mask = torch.ones((1, 1, 2, 1501), dtype=torch.bool)
     mask[..., :900] = False  # whole parts that are not seen

@@ -6,12 +6,13 @@ import time
 
 import pytest
 import torch
+from kernel_cases import quantized
+from kernel_cases import relative_error as error
 from torch.nn import functional
 
 from zero_inference.cpu.hand_off import DirectCalls
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, CpuPool, Stage, Weight, flag_bytes
 from zero_inference.cpu.products import Matrix
-from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 from zero_inference.models.mlp import ACTIVATIONS
 from zero_inference.utils.transfers import Transfers
 
@@ -31,10 +32,6 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
 
 def random(*shape: int, dtype=torch.float32) -> torch.Tensor:
     return (torch.randn(*shape) * shape[-1] ** -0.5).to(dtype)
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
 
 
 def test_every_activation_has_a_number_and_is_the_function_of_its_name(cores):
@@ -67,14 +64,12 @@ def test_a_gated_block_with_biases(dtype, bound, cores):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_products_of_one_input_side_by_side_from_codes(bits, cores):
     torch.manual_seed(0)
-    scheme = GroupQuantization(bits, 32)
     weights, kept, restored = [], [], []
     for rows in (33, 16, 5):
-        packed = quantize(random(rows, HIDDEN), scheme)
-        kept.append(packed)
-        weights.append(Weight(Matrix.groups(*packed, bits, 32, rows), None, 0))
-        restored.append(torch.empty(rows, HIDDEN))
-        dequantize_reference(*packed, bits, 32, restored[-1])
+        parts, plain_weight = quantized(random(rows, HIDDEN), bits, 32)
+        kept.append(parts)
+        restored.append(plain_weight)
+        weights.append(Weight(Matrix.groups(*parts, bits, 32, rows), None, 0))
     task = cores.add_block([Stage(weights)], torch.float32)
     for rows in (1, 9):
         x = torch.randn(rows, HIDDEN)
@@ -84,10 +79,7 @@ def test_products_of_one_input_side_by_side_from_codes(bits, cores):
 
 
 def test_a_half_of_the_rows_of_a_weight_is_where_it_lies(cores):
-    scheme = GroupQuantization(4, 32)
-    packed = quantize(random(64, HIDDEN), scheme)
-    whole = torch.empty(64, HIDDEN)
-    dequantize_reference(*packed, 4, 32, whole)
+    packed, whole = quantized(random(64, HIDDEN), 4, 32)
     matrix = Matrix.groups(*packed, 4, 32, 64)
     x = torch.randn(3, HIDDEN)
     for first in (0, 32):

@@ -9,11 +9,12 @@ import subprocess
 
 import pytest
 import torch
+from kernel_cases import quantized as packed
+from kernel_cases import relative_error, skip_without
 
 from zero_inference.cpu import library
 from zero_inference.cpu.library import INSTRUCTIONS
 from zero_inference.cpu.products import Matrix, linear_groups, multiply_rows
-from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
 
 # Rows of x: around what vectors, tiles and pairs of tiles take at once.
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65)
@@ -50,10 +51,7 @@ def use(request, monkeypatch):
     """A function that gives the name to ask for a set's kernels by, and skips the test where the processor lacks it."""
 
     def use(instructions: str) -> str:
-        best = library.best_instructions()
-        needed = "avx512" if instructions == EMULATED else instructions
-        if INSTRUCTIONS.index(needed) > INSTRUCTIONS.index(best):
-            pytest.skip(f"this processor has {best} at best")
+        skip_without("avx512" if instructions == EMULATED else instructions)
         if instructions == EMULATED:
             monkeypatch.setattr(library, "_library", request.getfixturevalue("emulated_library"))
             return "amx"
@@ -86,11 +84,11 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
     return in_vectors and matrix.group in (32, 64, 128, 256)
 
 
-def quantized(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Matrix, tuple, torch.Tensor]:
-    """The matrix, its tensors and what they stand for; without rounding that is `matrix.exact`."""
-    parts = quantize(weight, GroupQuantization(bits, group_size))
-    restored = torch.empty_like(weight)
-    dequantize_reference(*parts, bits, group_size, restored)
+def matrix_of(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Matrix, tuple, torch.Tensor]:
+    """The matrix, its tensors and what they stand for; without rounding that is `matrix.exact`. Plain for 0 bits."""
+    if not bits:
+        return Matrix.plain(weight), (weight,), weight
+    parts, restored = packed(weight, bits, group_size)
     matrix = Matrix.groups(*parts, bits, group_size, len(weight))
     codes, scale, minimum = parts
     codes = torch.stack([codes & 15, codes >> 4], 1) if bits == 4 else codes
@@ -108,8 +106,7 @@ def check(
     if multiplies_codes(matrix, restored.dtype, len(x), instructions):
         values = {FIXED_ERROR[x.dtype]: matrix.exact, UNROUNDED[restored.dtype]: restored}
     for most, weight in values.items():
-        expected = x.double() @ weight[first:last].double().T
-        error = float((out[:, : last - first] - expected).norm() / expected.norm())
+        error = relative_error(out[:, : last - first], x.double() @ weight[first:last].double().T)
         assert error <= most, (instructions, list(x.shape), matrix.bits, matrix.group, error)
     assert out[:, last - first :].isnan().all(), "written beside the rows"
 
@@ -129,7 +126,7 @@ def test_products_agree_with_float64(instructions, dtype, use):
             (32, 288, (1, 3, 6, 33)),
             (128, 640, (2, 8, 17, 64)),
         ):
-            matrix, kept, restored = quantized(a_weight(37, columns, dtype), bits, group_size)
+            matrix, kept, restored = matrix_of(a_weight(37, columns, dtype), bits, group_size)
             for count in counts:
                 check(matrix, restored, an_input(count, columns, dtype), name)
 
@@ -138,25 +135,10 @@ def test_products_agree_with_float64(instructions, dtype, use):
 @pytest.mark.parametrize("instructions", SETS)
 def test_any_group_size(instructions, dtype, use):
     name = use(instructions)
-    for bits, group_size in (
-        (8, 8),
-        (8, 48),
-        (8, 3),
-        (8, 96),
-        (4, 8),
-        (4, 48),
-        (4, 2),
-        (4, 96),
-        (4, 160),
-        (4, 192),
-        (4, 256),
-        (4, 4096),
-        (8, 224),
-        (8, 256),
-        (8, 512),
-    ):
+    sizes = {8: (3, 8, 48, 96, 224, 256, 512), 4: (2, 8, 48, 96, 160, 192, 256, 4096)}
+    for bits, group_size in [(bits, size) for bits, all_sizes in sizes.items() for size in all_sizes]:
         columns = group_size * (1 if group_size > 1000 else 13)
-        matrix, kept, restored = quantized(a_weight(19, columns, dtype), bits, group_size)
+        matrix, kept, restored = matrix_of(a_weight(19, columns, dtype), bits, group_size)
         for count in (1, 3, 6, 35):
             check(matrix, restored, an_input(count, columns, dtype), name)
 
@@ -166,8 +148,7 @@ def test_row_ranges_strides_and_threads(instructions, use):
     name = use(instructions)
     wide = an_input(18, 1500, torch.bfloat16)[:, 3:1283]  # a view: rows further apart than they are long
     for bits in (0, 4):
-        weight = a_weight(133, 1280, torch.bfloat16)
-        matrix, kept, restored = quantized(weight, 4, 64) if bits else (Matrix.plain(weight), (), weight)
+        matrix, kept, restored = matrix_of(a_weight(133, 1280, torch.bfloat16), bits, 64)
         for x in (wide[:1], wide[:3], wide):
             for rows in ((0, 1), (5, 38), (16, 32), (131, 133), (7, 7), (0, None)):
                 if rows[0] != rows[1]:
@@ -184,7 +165,7 @@ def test_an_input_that_several_threads_prepare(instructions, group_size, columns
     """Rows enough for several tasks, of which each thread prepares its part of the columns."""
     name = use(instructions)
     for bits in (8, 4):
-        matrix, kept, restored = quantized(a_weight(1203, columns, torch.bfloat16), bits, group_size)
+        matrix, kept, restored = matrix_of(a_weight(1203, columns, torch.bfloat16), bits, group_size)
         for count in (1, 6):
             x = an_input(count, columns, torch.float32)
             outs = [torch.full((count, 1203), float("nan")) for _ in range(2)]
@@ -199,8 +180,7 @@ def test_unaligned_weights(instructions, use):
     name = use(instructions)
     for dtype in (torch.float16, torch.bfloat16):
         for bits in (0, 8, 4):
-            weight = a_weight(21, 320, dtype)
-            matrix, kept, restored = quantized(weight, bits, 32) if bits else (Matrix.plain(weight), [weight], weight)
+            matrix, kept, restored = matrix_of(a_weight(21, 320, dtype), bits, 32)
             moved = [torch.zeros(part.nbytes + 1, dtype=torch.uint8) for part in kept]
             for place, part in zip(moved, kept, strict=True):
                 place[1:] = part.view(torch.uint8).view(-1)
@@ -243,10 +223,7 @@ def test_nothing_is_read_behind_the_end(instructions, use, at_the_end):
             (4, 128, 128),
             (4, 6, 66),
         ):
-            weight = a_weight(5, columns, dtype)
-            matrix, kept, restored = (
-                quantized(weight, bits, group_size) if bits else (Matrix.plain(weight), [weight], weight)
-            )
+            matrix, kept, restored = matrix_of(a_weight(5, columns, dtype), bits, group_size)
             for field, part in zip(("values", "scales", "minima"), kept):
                 setattr(matrix, field, at_the_end(part))
             for count in (1, 2, 4, 6, 9, 33):
@@ -260,7 +237,7 @@ def test_nothing_is_read_behind_the_end(instructions, use, at_the_end):
 def test_bfloat16_codes_count_as_the_values_that_a_device_restores(instructions, bits, group_size, use):
     name = use(instructions)
     columns = group_size * 3
-    matrix, kept, restored = quantized(a_weight(35, columns, torch.bfloat16), bits, group_size)
+    matrix, kept, restored = matrix_of(a_weight(35, columns, torch.bfloat16), bits, group_size)
     for rows in (torch.eye(columns), torch.eye(columns)[-6:]):
         out = torch.full((len(rows), 35), float("nan"))
         multiply_rows(matrix, rows.bfloat16(), 0, 35, out, name)
@@ -279,7 +256,7 @@ def test_bfloat16_codes_in_strips_of_rows(instructions, group_size, columns, use
     """More rows of x than 8, which int8 takes as codes up to 16: one to four tiles of x and more; ranges with whole strips and parts."""
     name = use(instructions)
     for bits in (8, 4):
-        matrix, kept, restored = quantized(a_weight(163, columns, torch.bfloat16), bits, group_size)
+        matrix, kept, restored = matrix_of(a_weight(163, columns, torch.bfloat16), bits, group_size)
         for count in (9, 16, 17, 32, 33, 48, 49, 64, 65, 100):
             rows = (0, None) if count in (9, 32, 49) else (130, 163) if count % 2 else (3, 67)
             check(matrix, restored, an_input(count, columns, torch.bfloat16), name, rows)
@@ -290,7 +267,7 @@ def test_bfloat16_codes_in_strips_of_rows(instructions, group_size, columns, use
 def test_restored_codes_in_strips_are_exact(instructions, bits, group_size, use):
     name = use(instructions)
     columns = group_size * (11 if group_size < 256 else 3)
-    matrix, kept, restored = quantized(a_weight(67, columns, torch.bfloat16), bits, group_size)
+    matrix, kept, restored = matrix_of(a_weight(67, columns, torch.bfloat16), bits, group_size)
     least = restored_from(bits)
     for count in (least, 40):
         for rows in torch.eye(columns).split(count):
@@ -304,7 +281,7 @@ def test_restored_codes_in_strips_are_exact(instructions, bits, group_size, use)
 def test_great_numbers_and_what_is_no_number(instructions, use):
     name = use(instructions)
     for bits in (8, 4):
-        matrix, kept, restored = quantized(a_weight(19, 128, torch.bfloat16), bits, 64)
+        matrix, kept, restored = matrix_of(a_weight(19, 128, torch.bfloat16), bits, 64)
         for count in (1, 3, 6, 12):
             x = torch.zeros(count, 128, dtype=torch.bfloat16)
             x[0, 5] = 1e34
@@ -331,9 +308,7 @@ def test_float16_keeps_its_range_and_precision(instructions, use):
 
 def test_linear_adds_a_bias_rounds_once_and_keeps_shapes():
     weight = a_weight(11, 96, torch.float32)
-    parts = quantize(weight, GroupQuantization(8, 32))
-    restored = torch.empty_like(weight)
-    dequantize_reference(*parts, 8, 32, restored)
+    parts, restored = packed(weight, 8, 32)
     for x_dtype in DTYPES:
         x = an_input(6, 96, x_dtype).view(2, 3, 96).transpose(0, 1)
         bias = a_weight(1, 11, torch.float32)[0]
@@ -345,7 +320,7 @@ def test_linear_adds_a_bias_rounds_once_and_keeps_shapes():
 
 def test_what_does_not_fit_is_refused():
     x, weight = torch.ones(2, 64), torch.ones(5, 64)
-    codes, scale, minimum = quantize(weight, GroupQuantization(4, 32))
+    codes, scale, minimum = packed(weight, 4, 32)[0]
     with pytest.raises(ValueError, match="contiguous"):
         Matrix.plain(weight.t())
     with pytest.raises(ValueError, match="codes must be torch.uint8, 160 elements"):
@@ -377,7 +352,7 @@ def test_the_kernels_of_each_compiler_that_is_here(compiler, monkeypatch):
     monkeypatch.setattr(library, "_library", library.open_library(library.find_or_build(print)))
     for dtype in DTYPES:
         weight = a_weight(37, 256, dtype)
-        matrix, _parts, restored = quantized(weight, 4, 32)
+        matrix, _parts, restored = matrix_of(weight, 4, 32)
         for count in (1, 5):
             x = an_input(count, 256, dtype)
             check(Matrix.plain(weight), weight, x, library.best_instructions())

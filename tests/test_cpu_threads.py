@@ -31,34 +31,31 @@ def machine(root: Path, cores: int, threads_of_core: int = 1, nodes: int = 1, qu
 
 
 def test_one_thread_a_physical_core_and_one_core_for_python(tmp_path):
-    allowed = machine(tmp_path, 8, threads_of_core=2)
-    assert choose_cpus(None, root=str(tmp_path), allowed=allowed) == list(range(1, 8))
-    assert choose_cpus(3, root=str(tmp_path), allowed=allowed) == [5, 6, 7]
-    assert choose_cpus(8, root=str(tmp_path), allowed=allowed) == list(range(8))
+    allowed, root = machine(tmp_path, 8, threads_of_core=2), str(tmp_path)
+    for threads, cpus in ((None, range(1, 8)), (3, range(5, 8)), (8, range(8))):
+        assert choose_cpus(threads, root=root, allowed=allowed) == list(cpus)
     with pytest.raises(UsageError, match="--cpu-threads 9: this process may use 8 physical cores"):
-        choose_cpus(9, root=str(tmp_path), allowed=allowed)
-
-
-def test_those_near_the_gpu_that_the_process_may_use(tmp_path):
-    allowed = machine(tmp_path, 8, nodes=2)
-    assert choose_cpus(None, [1], root=str(tmp_path), allowed=allowed) == [5, 6, 7]
-    assert choose_cpus(None, [1], root=str(tmp_path), allowed={0, 1, 6, 7}) == [7]
-    assert choose_cpus(None, [1], root=str(tmp_path), allowed={0, 1, 2}) == [1, 2]
-
-
-def test_threads_for_all_ranks_leave_the_python_of_each_a_core_near_its_gpu(tmp_path):
-    allowed, root = machine(tmp_path, 8, nodes=2), str(tmp_path)
-    assert choose_cpus(None, [0, 1], root, allowed) == [1, 2, 3, 5, 6, 7]
-    assert choose_cpus(None, [1, 1], root, allowed) == [6, 7], "of that node alone"
-    assert choose_cpus(None, [None, None, None], root, allowed) == [3, 4, 5, 6, 7]
-    assert choose_cpus(7, [0, 1], root, allowed) == [4, 1, 2, 3, 5, 6, 7]
-    assert choose_cpus(None, [0, 1], root, {0, 4}) == [0, 4], "Python and threads share what there is"
-
-
-def test_ranks_that_measure_by_themselves_share_the_cores(tmp_path):
-    allowed = machine(tmp_path, 8)
-    shares = [choose_rank_cpus(None, rank, 2, str(tmp_path), allowed) for rank in range(2)]
+        choose_cpus(9, root=root, allowed=allowed)
+    shares = [choose_rank_cpus(None, rank, 2, root, allowed) for rank in range(2)]  # ranks that measure by themselves
     assert shares == [[1, 2, 3], [5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    "threads, gpu_nodes, allowed, cpus",
+    [
+        (None, [1], range(8), [5, 6, 7]),
+        (None, [1], [0, 1, 6, 7], [7]),
+        (None, [1], [0, 1, 2], [1, 2]),  # none of that node
+        (None, [0, 1], range(8), [1, 2, 3, 5, 6, 7]),  # the Python of each rank has a core near its GPU
+        (None, [1, 1], range(8), [6, 7]),
+        (None, [None, None, None], range(8), [3, 4, 5, 6, 7]),
+        (7, [0, 1], range(8), [4, 1, 2, 3, 5, 6, 7]),
+        (None, [0, 1], [0, 4], [0, 4]),  # Python and threads share what there is
+    ],
+)
+def test_cpus_near_the_gpus_that_the_process_may_use(threads, gpu_nodes, allowed, cpus, tmp_path):
+    machine(tmp_path, 8, nodes=2)
+    assert choose_cpus(threads, gpu_nodes, str(tmp_path), set(allowed)) == cpus
 
 
 def test_the_node_of_a_gpu(tmp_path):

@@ -11,8 +11,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -95,7 +95,6 @@ torch.cuda.device_count = lambda: 1
 torch.cuda.get_device_capability = lambda index=0: (9, 0)
 torch.version.cuda = "13.0"
 cpp_extension.CUDA_HOME = sys.argv[1] or None
-{more}
 from zero_inference.kernels import extension
 said = []
 answers = [extension.load_extension(said.append) for _ in range(int(sys.argv[2]))]
@@ -118,8 +117,7 @@ exec c++ -shared -x c++ /dev/null -o "$2"
 """
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     answers: list[bool]
     reason: str | None
     said: list[str]
@@ -129,7 +127,7 @@ class Loaded:
 
 @pytest.fixture
 def load(fork_server, tmp_path):
-    """load(more="", toolkit=True, times=1, **environment): a fresh process that loads the library, `more` being run before it does."""
+    """load(toolkit=True, times=1, **environment): a fresh process that loads the library."""
     programs = tmp_path / "cuda" / "bin"
     programs.mkdir(parents=True)
     for name, text in (("nvcc", NVCC), ("c++", CXX)):
@@ -138,11 +136,9 @@ def load(fork_server, tmp_path):
     names = ("TORCH_EXTENSIONS_DIR", "PYTORCH_NVCC", extension.SWITCH)
     kept = {name: value for name, value in os.environ.items() if name not in names}
 
-    def start(
-        more: str = "", toolkit: bool = True, times: int = 1, stop: Callable | None = None, **environment: str
-    ) -> Loaded | None:
+    def start(toolkit=True, times=1, stop: Callable | None = None, **environment: str) -> Loaded | None:
         program, out, err = tmp_path / "loading.py", tmp_path / "out", tmp_path / "err"
-        program.write_text(LOADING.format(root=str(ROOT), more=more))
+        program.write_text(LOADING.format(root=str(ROOT)))
         out.write_text(""), err.write_text("")
         env = kept | {
             "XDG_CACHE_HOME": str(tmp_path),

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_cases import on_gpu, relative_error
 
 from zero_inference.kernels import decode_attention
-from zero_inference.kernels.extension import load_extension, why_unavailable
 
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 1e-5}  # of norms, relative
 MASKS = ("boolean", "added", "of each head", "of each query", "one for all")
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
-
-
-@pytest.fixture(scope="module")
-def kernel():
-    assert load_extension(), why_unavailable()
 
 
 class Case:
@@ -58,8 +52,7 @@ class Case:
     def check(self) -> None:
         found, exact = self.found(), self.exact()
         assert found.shape == exact.shape and found.dtype == self.query.dtype and found.is_contiguous()
-        error = (found.double() - exact).norm() / exact.norm()
-        assert error < BOUNDS[self.query.dtype], float(error)
+        assert relative_error(found, exact) < BOUNDS[self.query.dtype]
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -123,7 +116,7 @@ def test_on_a_cpu_nothing_goes_to_the_kernel():
 
 
 @on_gpu
-def test_on_a_gpu_what_it_can_compute_goes_to_the_kernel(kernel):
+def test_on_a_gpu_what_it_can_compute_goes_to_the_kernel():
     def case(*sizes, mask="added", dtype=torch.bfloat16):
         return Case(*sizes, dtype, mask, "cuda")
 
@@ -138,15 +131,8 @@ def test_on_a_gpu_what_it_can_compute_goes_to_the_kernel(kernel):
     assert which(case(2, 4, 2, 1, 9, (12, 12))) == []
     learned = case(2, 4, 4, 1, 9, (16, 16))
     learned.query.requires_grad_()
-    own = []
-    decode_attention.attend(
-        lambda *args, **more: own.append(args),
-        torch.nn.Module(),
-        learned.query,
-        learned.key,
-        learned.value,
-        learned.mask,
-    )
+    states, own = (learned.query, learned.key, learned.value, learned.mask), []
+    decode_attention.attend(lambda *args, **more: own.append(args), torch.nn.Module(), *states)
     assert own
 
 
@@ -171,7 +157,7 @@ SIZES = [  # batch, heads, key heads, queries, positions, widths
 @on_gpu
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_kernel_is_attention_in_float64(sizes, dtype, kernel):
+def test_the_kernel_is_attention_in_float64(sizes, dtype):
     for mask in MASKS:
         case = Case(*sizes, dtype, mask, "cuda")
         case.check()
@@ -182,7 +168,7 @@ def test_the_kernel_is_attention_in_float64(sizes, dtype, kernel):
 @on_gpu
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("kind", ["boolean", "added"])
-def test_keys_and_values_that_a_mask_hides_are_not_read(kind, dtype, kernel):
+def test_keys_and_values_that_a_mask_hides_are_not_read(kind, dtype):
     """Before a window, and past what a cache of fixed size holds: they are not numbers here."""
     case = Case(2, 16, 2, 1, 512, (128, 128), dtype, device="cuda")
     seen = torch.zeros(2, 1, 1, 512, dtype=torch.bool, device="cuda")
@@ -191,12 +177,11 @@ def test_keys_and_values_that_a_mask_hides_are_not_read(kind, dtype, kernel):
     exact = case.exact()
     for states in (case.key, case.value):
         states[:, :, :96] = states[:, :, 288:] = torch.nan
-    found = case.found().double()
-    assert ((found - exact).norm() / exact.norm()) < BOUNDS[dtype]
+    assert relative_error(case.found(), exact) < BOUNDS[dtype]
 
 
 @on_gpu
-def test_a_row_that_sees_nothing_is_zeros(kernel):
+def test_a_row_that_sees_nothing_is_zeros():
     case = Case(2, 8, 2, 1, 100, (64, 64), torch.float16, "boolean", "cuda")
     case.mask[1] = False
     found = case.found()
@@ -204,7 +189,7 @@ def test_a_row_that_sees_nothing_is_zeros(kernel):
 
 
 @on_gpu
-def test_a_graph_follows_the_mask(kernel):
+def test_a_graph_follows_the_mask():
     """As a decode step's graph repeats it: memory stays, the mask shows one position more."""
     case = Case(1, 32, 4, 1, 300, (128, 128), torch.bfloat16, device="cuda")
     case.mask = torch.zeros(1, 1, 1, 300, dtype=torch.bfloat16, device="cuda")
@@ -217,5 +202,4 @@ def test_a_graph_follows_the_mask(kernel):
     for length in (1, 16, 17, 299):
         case.mask.fill_(torch.finfo(torch.bfloat16).min)[..., :length] = 0
         graph.replay()
-        exact = case.exact()
-        assert (out.double() - exact).norm() / exact.norm() < BOUNDS[torch.bfloat16]
+        assert relative_error(out, case.exact()) < BOUNDS[torch.bfloat16]

@@ -10,19 +10,18 @@ import itertools
 import pytest
 import torch
 from conftest import VOCAB, build_model
+from kernel_cases import ON_GPU, on_gpu
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from zero_inference import load
 from zero_inference.kernels import rotary
-from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.rotary import Form, rotary_kernel, rotate, supported_forms
 from zero_inference.measure import session
 from zero_inference.models.mlp import RouterForm, choose_experts_reference, detect_routers, install_routing_kernel
 from zero_inference.models.prompts import greedy_config, reset_generation_config
 
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a CUDA device only")
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 AS_GIVEN, IN_ORDER = Form(1, False), Form(1, True)
@@ -42,7 +41,7 @@ FUNCTIONS = {
 @pytest.fixture(params=DEVICES)
 def device(request) -> torch.device:
     if request.param == "cuda":
-        assert load_extension(), why_unavailable()
+        request.getfixturevalue("cuda_kernels")
     return torch.device(request.param)
 
 
@@ -161,10 +160,9 @@ def test_routing_chooses_what_torch_does_sanitized(form, dtype, device):
             torch.testing.assert_close(weights, expected, rtol=eps, atol=0)
 
 
-@ON_GPU
+@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_routing_of_equal_logits_nan_and_infinities_stays_among_the_experts_sanitized(dtype):
-    assert load_extension(), why_unavailable()
     for (experts, k), (softmax_first, normalized) in itertools.product(SIZES[1:], FORMS.values()):
         rows = torch.stack([torch.full((experts,), value) for value in (0.0, torch.nan, torch.inf, -torch.inf)])
         mixed = torch.randn(3, experts)
@@ -257,9 +255,8 @@ def test_a_router_that_differs_a_little_keeps_its_code(device):
     assert model["one"].weight.grad is not None, "with gradients the router's own code computes"
 
 
-@ON_GPU
-def test_both_are_kernels_of_a_cuda_graph(device):
-    assert load_extension(), why_unavailable()
+@on_gpu
+def test_both_are_kernels_of_a_cuda_graph():
     from zero_inference.utils.timing import capture_graph
 
     cuda = torch.device("cuda")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_cases import on_gpu, quantized, relative_error, skip_without
 
-from zero_inference.cpu.library import INSTRUCTIONS, best_instructions
+from zero_inference.cpu.library import INSTRUCTIONS
 from zero_inference.cpu.products import quantize as quantize_on_cpu
 from zero_inference.kernels import quantization
-from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.quantization import GroupQuantization, dequantize, dequantize_reference, quantize
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -24,33 +24,28 @@ def weights(*shape: int, dtype: torch.dtype, seed: int = 3) -> torch.Tensor:
 
 
 def restored(weight: torch.Tensor, scheme: GroupQuantization) -> torch.Tensor:
-    out = torch.full_like(weight, float("nan"))
-    dequantize(*quantize(weight, scheme), scheme.bits, scheme.group_size, out)
-    return out
-
-
-def norm_error(found: torch.Tensor, weight: torch.Tensor) -> float:
-    return float((found.double() - weight.double()).norm() / weight.double().norm())
+    return quantized(weight, scheme.bits, scheme.group_size)[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_int4_by_hand(dtype):
-    # group 1: minimum -1, scale 0.5, codes 0 15 2 7; group 2: minimum 0, scale 2, codes 15 1 0 3
-    weight = torch.tensor([[-1.0, 6.5, 0.0, 2.5], [30.0, 2.0, 0.0, 6.0]], dtype=dtype)
-    codes, scale, minimum = quantize(weight, GroupQuantization(4, 4))
-    assert codes.tolist() == [0xF0, 0x72, 0x1F, 0x30]  # the even element in the low nibble
-    assert scale.tolist() == [0.5, 2.0] and minimum.tolist() == [-1.0, 0.0]
-    assert codes.dtype == torch.uint8 and scale.dtype == minimum.dtype == dtype
-    assert torch.equal(restored(weight, GroupQuantization(4, 4)), weight)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_by_hand(dtype):
-    weight = torch.tensor([[0.0, 63.75, 0.25, 32.0], [-2.0, 253.0, 0.0, 126.0]], dtype=dtype)
-    codes, scale, minimum = quantize(weight, GroupQuantization(8, 4))
-    assert codes.tolist() == [0, 255, 1, 128, 0, 255, 2, 128]
-    assert scale.tolist() == [0.25, 1.0] and minimum.tolist() == [0.0, -2.0]
-    assert torch.equal(restored(weight, GroupQuantization(8, 4)), weight)
+@pytest.mark.parametrize(
+    "bits, weight, codes, scale, minimum",
+    [
+        # the even element is in the low nibble: codes 0 15 2 7 and 15 1 0 3
+        (4, [[-1.0, 6.5, 0.0, 2.5], [30.0, 2.0, 0.0, 6.0]], [0xF0, 0x72, 0x1F, 0x30], [0.5, 2.0], [-1.0, 0.0]),
+        (
+            8,
+            [[0.0, 63.75, 0.25, 32.0], [-2.0, 253.0, 0.0, 126.0]],
+            [0, 255, 1, 128, 0, 255, 2, 128],
+            [0.25, 1],
+            [0, -2],
+        ),
+    ],
+)
+def test_codes_by_hand(bits, weight, codes, scale, minimum, dtype):
+    parts, out = quantized(torch.tensor(weight, dtype=dtype), bits, 4)
+    assert [part.tolist() for part in parts] == [codes, scale, minimum] and out.tolist() == weight
+    assert [part.dtype for part in parts] == [torch.uint8, dtype, dtype]
 
 
 def test_the_sum_is_rounded_once_and_the_product_on_its_own():
@@ -112,9 +107,7 @@ def test_no_group_is_worse_than_with_its_extremes_or_one_fit_to_them(bits, dtype
     scheme = GroupQuantization(bits, 32)
     extremes, fitted = extremes_and_one_fit(weight, scheme)
     for way in (quantize, quantize_on_cpu):
-        out = torch.empty_like(weight)
-        dequantize(*way(weight, scheme), bits, 32, out)
-        found = squared_errors(out, weight, 32)
+        found = squared_errors(quantized(weight, bits, 32, way)[1], weight, 32)
         assert bool((found <= torch.minimum(extremes, fitted) * 1.0001).all())
 
 
@@ -126,9 +119,7 @@ def test_four_bits_are_nearly_as_good_as_any_scale_and_minimum_make_them(group_s
     fitted = torch.minimum(*extremes_and_one_fit(weight, scheme)).sum().sqrt() / weight.float().norm()
     assert before < fitted, "what one fit gives is not what it is compared with"
     for way in (quantize, quantize_on_cpu):
-        out = torch.empty_like(weight)
-        dequantize(*way(weight, scheme), 4, group_size, out)
-        assert norm_error(out, weight) < most
+        assert relative_error(quantized(weight, 4, group_size, way)[1], weight) < most
 
 
 def test_weights_that_four_bits_hold_exactly_stay_exact():
@@ -137,17 +128,14 @@ def test_weights_that_four_bits_hold_exactly_stay_exact():
     codes[:, 0], codes[:, 1] = 0, 15
     weight = (codes * 2.0 ** torch.randint(-8, 2, (64, 1), generator=draw) - 1.0).bfloat16()
     for way in (quantize, quantize_on_cpu):
-        out = torch.empty_like(weight)
-        dequantize(*way(weight, GroupQuantization(4, 32)), 4, 32, out)
-        assert torch.equal(out, weight)
+        assert torch.equal(quantized(weight, 4, 32, way)[1], weight)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS[:3])
 @pytest.mark.parametrize("bits, group_size", [(8, 64), (8, 5), (4, 32), (4, 6), (4, 256)])
 def test_the_cpu_library_quantizes_as_well_as_pytorch(bits, group_size, instructions):
     """It adds in another order, so that of tries that are as good as each other another one may stay."""
-    if INSTRUCTIONS.index(instructions) > INSTRUCTIONS.index(best_instructions()):
-        pytest.skip(f"this processor does not have {instructions}")
+    skip_without(instructions)
     scheme = GroupQuantization(bits, group_size)
     for dtype in DTYPES:
         weight = weights(53, 3 * group_size, dtype=dtype)
@@ -168,19 +156,6 @@ def test_the_cpu_library_quantizes_as_well_as_pytorch(bits, group_size, instruct
                     errors.append(squared_errors(out, weight, group_size))
                 assert float(errors[0].sum()) <= 1.0001 * float(errors[1].sum())
                 assert not float(errors[0][: 5 * 3].sum())
-
-
-def test_the_cpu_library_refuses_what_pytorch_refuses():
-    for value in (float("nan"), float("inf"), -float("inf")):
-        for dtype in DTYPES:
-            weight = weights(40, 64, dtype=dtype)
-            weight[31, 5] = value
-            with pytest.raises(ValueError, match="NaN"):
-                quantize_on_cpu(weight, GroupQuantization(4, 32))
-    with pytest.raises(ValueError, match="range"):
-        quantize_on_cpu(torch.tensor([[3e38, -3e38] * 16]), GroupQuantization(8, 32))
-    with pytest.raises(ValueError, match="group size 32"):
-        quantize_on_cpu(torch.zeros(4, 40), GroupQuantization(8, 32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -216,26 +191,17 @@ def test_fused_experts_and_strided_weights_are_quantized_as_they_read():
     scheme = GroupQuantization(4, 32)
     assert scheme.can_quantize(experts)
     found = restored(experts, scheme)
-    assert found.shape == experts.shape
+    assert found.shape == experts.shape and restored(torch.empty(0, 64), scheme).shape == (0, 64)
     assert torch.equal(found[1], restored(experts[1], scheme))
     turned = experts.transpose(1, 2).contiguous().transpose(1, 2)
     assert all(torch.equal(*pair) for pair in zip(quantize(turned, scheme), quantize(experts, scheme)))
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_an_empty_weight_stays_empty(bits):
-    assert restored(torch.empty(0, 64), GroupQuantization(bits, 32)).shape == (0, 64)
 
 
 def test_sizes():
     scheme = GroupQuantization(4, 32)
     codes, scale, minimum = quantize(weights(6, 64, dtype=torch.float16), scheme)
     assert scheme.packed_bytes(384) == codes.numel() == 192
-    assert (
-        scheme.stored_bytes(384, torch.float16)
-        == sum(t.numel() * t.element_size() for t in (codes, scale, minimum))
-        == 240
-    )
+    assert scheme.stored_bytes(384, torch.float16) == codes.nbytes + scale.nbytes + minimum.nbytes == 240
     assert GroupQuantization(8, 32).packed_bytes(384) == 384
     with pytest.raises(ValueError, match="100 elements .* groups of 32"):
         scheme.packed_bytes(100)
@@ -247,24 +213,22 @@ def test_schemes_that_cannot_be(bits, group_size):
         GroupQuantization(bits, group_size)
 
 
-def test_what_cannot_be_quantized():
+@pytest.mark.parametrize("way", [quantize, quantize_on_cpu])
+def test_what_cannot_be_quantized(way):
     scheme = GroupQuantization(8, 32)
-    for unfit in (
-        torch.zeros(64),
-        torch.zeros(4, 40),
-        torch.zeros(4, 64, dtype=torch.int8),
-        torch.zeros(4, 64, dtype=torch.float64),
-    ):
+    kinds = torch.zeros(64), torch.zeros(4, 40), torch.zeros(4, 64).char(), torch.zeros(4, 64).double()
+    for unfit in kinds:
         assert not scheme.can_quantize(unfit)
         with pytest.raises(ValueError, match="group size 32"):
-            quantize(unfit, scheme)
+            way(unfit, scheme)
     for value in (float("nan"), float("inf"), -float("inf")):
-        weight = weights(4, 64, dtype=torch.bfloat16)
-        weight[2, 5] = value
-        with pytest.raises(ValueError, match="NaN"):
-            quantize(weight, scheme)
+        for dtype in DTYPES:
+            weight = weights(40, 64, dtype=dtype)
+            weight[31, 5] = value
+            with pytest.raises(ValueError, match="NaN"):
+                way(weight, GroupQuantization(4, 32))
     with pytest.raises(ValueError, match="range"):
-        quantize(torch.tensor([[3e38, -3e38] * 16]), scheme)
+        way(torch.tensor([[3e38, -3e38] * 16]), scheme)
 
 
 def test_dequantizing_refuses_what_does_not_fit():
@@ -305,25 +269,23 @@ def test_no_group_is_worse_than_with_deepspeeds_quantizer(bits, group_size, dtyp
     ours = restored(weight, GroupQuantization(bits, group_size))
     before, after = (squared_errors(each, weight, group_size) for each in (theirs, as_deepspeed))
     assert bool((after <= before * 1.0001 + 1e-12).all()) and torch.equal(as_deepspeed[:3], weight[:3])
-    assert norm_error(as_deepspeed, weight) <= norm_error(theirs, weight) * (0.95 if bits == 4 else 1.0)
-    assert norm_error(ours, weight) <= norm_error(theirs, weight)
-    assert norm_error(ours, weight) < {8: 0.008, 4: 0.085}[bits]
+    assert relative_error(as_deepspeed, weight) <= relative_error(theirs, weight) * (0.95 if bits == 4 else 1.0)
+    assert relative_error(ours, weight) <= relative_error(theirs, weight)
+    assert relative_error(ours, weight) < {8: 0.008, 4: 0.085}[bits]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
+@on_gpu
 def test_the_kernel_gives_the_bits_of_the_reference():
     from benchmarks.dequantize_speed import check
 
-    assert load_extension(), why_unavailable()
     checked, wrong = check()
     assert checked > 100 and not wrong, wrong[:5]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
+@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits, group_size", [(8, 64), (8, 5), (8, 300), (4, 32), (4, 64), (4, 6), (4, 128), (4, 2)])
 def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
-    assert load_extension(), why_unavailable()
     scheme = GroupQuantization(bits, group_size)
     for offset in (0.0, 0.5):
         weight = weights(700, 4 * group_size, dtype=dtype).cuda() + offset
@@ -334,9 +296,7 @@ def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
         expected = [part.cuda() for part in quantize(weight.cpu(), scheme)]
         found = quantize(weight, scheme)
         assert all(torch.isfinite(part).all() for part in found)
-        for new, old in zip(
-            found, expected
-        ):  # sums in another order may find another try the best: errors are compared below
+        for new, old in zip(found, expected):  # another try may be the best: errors are compared below
             assert float(torch.isclose(new.float(), old.float(), rtol=1e-5, atol=1e-7).float().mean()) > 0.9
         errors = []
         for codes, scale, minimum in (found, expected):
@@ -353,10 +313,9 @@ def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
             assert float(torch.isclose(new.float().cpu(), old.float(), rtol=1e-5, atol=1e-7).float().mean()) > 0.9
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
+@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_refuses_what_the_reference_refuses(dtype):
-    assert load_extension(), why_unavailable()
     for value in (float("nan"), float("inf"), -float("inf")):
         weight = weights(400, 64, dtype=dtype).cuda()
         weight[311, 5] = value

@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_cases import on_gpu
+from kernel_cases import relative_error as error
 from test_cpu_attention_cache import prompts, small_model
 from test_cpu_experts import HIDDEN, Mixture, a_choice
-from test_cpu_pool import error, plain, random
+from test_cpu_pool import plain, random
 from transformers import DynamicCache
 
 from zero_inference.cpu.experts import CHOICES, COUNTS, HITS, Expert, ExpertActivation, WeightedRows, add_experts
@@ -25,7 +27,6 @@ from zero_inference.cpu.hand_off import (
 from zero_inference.cpu.library import require_library
 from zero_inference.cpu.pool import FLAG_BYTES, STOP, CpuPool, CpuPoolProxy, Routing, Stage
 from zero_inference.errors import RunError
-from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.kv_cache.cpu_attention import CpuAttention, CpuAttentionCache
 from zero_inference.utils.transfers import Transfers
@@ -152,13 +153,9 @@ def test_attention_and_products_share_one_meeting(meet):
             assert error(out, x.double() @ weight.double().T) < 1e-6
 
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
 @pytest.fixture
 def of_gpu():
     """A place in page-locked memory and the stream of a GPU."""
-    assert load_extension(), why_unavailable()
     return allocate_local_buffers(1 << 20, 1 << 20, pinned=True), StreamSide(torch.device("cuda"))
 
 

@@ -5,26 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import VOCAB, build_model
+from kernel_cases import ON_GPU
 from norm_cases import NAMES, arguments, check_against_float64, norm_error, operator, plain, run
 
 from zero_inference.models.prompts import greedy_config, reset_generation_config
 from zero_inference.norms import patch_norms
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the norm kernels run on a CUDA device only")
+pytestmark = [ON_GPU, pytest.mark.usefixtures("cuda_kernels")]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DIMS = (1, 7, 255, 512, 1280, 2048, 4096, 5120, 8191, 13824, 65536)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    from zero_inference.kernels.extension import load_extension, why_unavailable
-
-    assert load_extension(), why_unavailable()
-
-
-def in_rows_of(raw: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same values `offset` elements into their memory."""
-    moved = torch.empty(raw.numel() + offset, dtype=raw.dtype, device=raw.device)[offset:].view_as(raw)
+def in_rows_of(raw: torch.Tensor) -> torch.Tensor:
+    """The same values one element into their memory."""
+    moved = torch.empty(raw.numel() + 1, dtype=raw.dtype, device=raw.device)[1:].view_as(raw)
     return moved.copy_(raw.detach()).requires_grad_()
 
 
@@ -49,10 +43,7 @@ def test_many_rows(name, dim, dtype):
 def test_misaligned_and_strided_sanitized(name, dtype):
     for dim in (64, 255, 4096):
         values = arguments(name, 9, dim, dtype, "cuda")
-        moved = [
-            in_rows_of(value, 1) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-            for value in values
-        ]
+        moved = [in_rows_of(each) if torch.is_tensor(each) and each.is_floating_point() else each for each in values]
         check_against_float64(name, moved)
         wide = torch.zeros(9, 2 * dim, dtype=dtype, device="cuda")
         wide[:, ::2] = values[0].detach()
@@ -97,9 +88,8 @@ def test_negative_and_falling_ends_read_no_other_memory(ends, dim):
     torch.cuda.synchronize()
     assert all(bool(tensor.isfinite().all()) for tensor in outputs + gradients)
     # each row was given the weights of one expert or none
-    alone = [plain("fused_mul_poly_norm")(x, mul, weight[expert], bias[expert], eps) for expert in range(5)] + [
-        torch.zeros_like(x)
-    ]
+    alone = [plain("fused_mul_poly_norm")(x, mul, weight[expert], bias[expert], eps) for expert in range(5)]
+    alone.append(torch.zeros_like(x))
     nearest = torch.stack([(outputs[0] - one).abs().amax(-1) for one in alone]).amin(0)
     assert float(nearest.max()) < 1e-3
     # the gradient of a bias is the sum of grad * mul over the expert's rows, cut to those that there are

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import FAMILIES, VOCAB, need_smollm2
+from kernel_cases import relative_error
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.deepspeed import quantization
@@ -30,15 +31,10 @@ def logits_of(config: RunConfig, ids: torch.Tensor) -> tuple[torch.Tensor, dict]
     loaded = plan_run(config, spec, ranks).load()
     try:
         with torch.no_grad():
-            return loaded.model(ids.to(loaded.device)).logits.float().cpu(), loaded.facts | {
-                "weight_bytes": loaded.weight_bytes
-            }
+            logits = loaded.model(ids.to(loaded.device)).logits.float().cpu()
+        return logits, loaded.facts | {"weight_bytes": loaded.weight_bytes}
     finally:
         loaded.close()
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 @functools.cache
@@ -54,9 +50,8 @@ def test_logits_stay_close(family, bits, checkpoints):
         need_smollm2()
     model = "smollm2-135m" if family == "smollm2" else str(checkpoints(family, lively=False))
     ids, exact = random_ids(5, 2, 24, VOCAB), exact_logits(model)
-    config = RunConfig(
-        model=model, dtype="float32", cpu_offload=True, quant_bits=bits, quant_group_size=GROUP.get(family, 32)
-    )
+    scheme = dict(quant_bits=bits, quant_group_size=GROUP.get(family, 32))
+    config = RunConfig(model=model, dtype="float32", cpu_offload=True, **scheme)
     found, facts = logits_of(config, ids)
     error = relative_error(found, exact)
     assert 0 < error < BOUND[bits], error
@@ -92,16 +87,14 @@ def test_a_float16_checkpoint_in_bfloat16_is_not_garbage(bits, checkpoints):
     folder = str(checkpoints("llama", "float16", lively=False))
     ids = random_ids(6, 2, 24, VOCAB)
     exact, _ = logits_of(RunConfig(model=folder, engine="resident", dtype="float32"), ids)
-    found, _ = logits_of(
-        RunConfig(model=folder, dtype="bfloat16", cpu_offload=True, quant_bits=bits, quant_group_size=16), ids
-    )
+    scheme = dict(quant_bits=bits, quant_group_size=16)
+    found, _ = logits_of(RunConfig(model=folder, dtype="bfloat16", cpu_offload=True, **scheme), ids)
     assert relative_error(found, exact) < BOUND[bits] + 0.02
 
 
 def test_stored_bytes_are_those_of_the_packed_format(checkpoints):
-    config = RunConfig(
-        model=str(checkpoints("llama")), dtype="float32", cpu_offload=True, quant_bits=4, quant_group_size=32
-    )
+    scheme = dict(quant_bits=4, quant_group_size=32)
+    config = RunConfig(model=str(checkpoints("llama")), dtype="float32", cpu_offload=True, **scheme)
     _, facts = logits_of(config, random_ids(5, 1, 4, VOCAB))
     hidden, inner, kv, layers = 64, 192, 16, 3
     matrices = 2 * VOCAB * hidden + layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)

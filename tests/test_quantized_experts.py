@@ -7,33 +7,23 @@ from functools import partial
 
 import pytest
 import torch
-from test_quantized_products import BOUNDS, on_gpu
+from kernel_cases import BOUNDS, ON_GPU, PackedWeights, on_gpu, relative_error
 
 from zero_inference.engines.stream.products import _multiply_experts, epilogue_of, experts_forward
 from zero_inference.kernels import experts
 from zero_inference.kernels.experts import expert_linear, quantized_expert_linear, quantized_expert_linear_reference
-from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.products import can_fuse
-from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.mlp import FusedExperts
 
 
-class Case:
+class Case(PackedWeights):
     """Random weights in groups, one behind the other, a row for each of `slots`, and the products in float64."""
 
     def __init__(self, slots, weights, rows, columns, bits, group_size, dtype, device="cpu", seed=1):
-        draw = torch.Generator(device).manual_seed(seed)
-        groups, bytes_of = rows * columns // group_size, rows * columns * bits // 8
-        self.codes = torch.randint(0, 256, (weights, bytes_of), dtype=torch.uint8, device=device, generator=draw)
-        self.scale = (0.01 + 0.01 * torch.rand(weights, groups, device=device, generator=draw)).to(dtype)
-        self.minimum = (0.05 * torch.randn(weights, groups, device=device, generator=draw) - 0.1).to(dtype)
-        self.x = torch.randn(len(slots), columns, device=device, generator=draw).to(dtype)
+        super().__init__(weights, rows, columns, bits, group_size, dtype, device, seed)
+        self.x = self.normal(len(slots), columns).to(dtype)
         self.slot = torch.tensor(slots, device=device, dtype=torch.int64)
-        self.bits, self.group_size, self.rows = bits, group_size, rows
-        self.plain = torch.empty(weights, rows, columns, dtype=dtype, device=device)
-        for each in range(weights):
-            parts = (self.codes[each], self.scale[each], self.minimum[each])
-            dequantize_reference(*parts, bits, group_size, self.plain[each])
 
     @property
     def arguments(self):
@@ -46,10 +36,7 @@ class Case:
                 assert not out[pair].count_nonzero(), pair
                 continue
             exact = self.plain[slot].double() @ self.x[pair].double()
-            assert float((out[pair].double() - exact).norm()) <= BOUNDS[self.x.dtype] * float(exact.norm()), (
-                pair,
-                slot,
-            )
+            assert relative_error(out[pair], exact) <= BOUNDS[self.x.dtype], (pair, slot)
 
 
 GATED = FusedExperts("first", "last", "silu", 5, True)
@@ -102,8 +89,8 @@ def test_experts_combine_their_first_product(form, biased, dtype):
     "device, dtype",
     [
         ("cpu", torch.float32),
-        pytest.param("cuda", torch.bfloat16, marks=on_gpu),
-        pytest.param("cuda", torch.float16, marks=on_gpu),
+        pytest.param("cuda", torch.bfloat16, marks=ON_GPU),
+        pytest.param("cuda", torch.float16, marks=ON_GPU),
     ],
 )
 @pytest.mark.parametrize("form", EXPERTS)
@@ -142,7 +129,7 @@ def test_a_module_of_experts_computes_the_weighted_sum(form, device, dtype):
             exact[token] += weights[token, place].double() * product
         out = forward(x, chosen, weights)
         assert out.dtype == dtype and out.shape == x.shape
-        assert float((out.double() - exact).norm()) <= 3 * BOUNDS[dtype] * float(exact.norm()), (tokens, k)
+        assert relative_error(out, exact) <= 3 * BOUNDS[dtype], (tokens, k)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -179,19 +166,11 @@ def test_what_does_not_fit_is_a_value_error():
         expert_linear(case.x, case.plain.float(), case.slot)
 
 
-# --- The kernel ---
-
-
-@pytest.fixture(scope="module")
-def library():
-    assert load_extension(), why_unavailable()
-
-
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128])
-def test_the_kernel_gives_the_products_of_float64(bits, group_size, dtype, library):
+def test_the_kernel_gives_the_products_of_float64(bits, group_size, dtype):
     unit = max(group_size, 128 // bits)
     for seed, (rows, columns) in enumerate(((1, unit), (37, 3 * unit), (130, 8 * unit), (1027, 2048 + unit))):
         for slots in ([0], [-1], [4, -1, 0, 4, 3], [1, 9, 2, -5], [i % 7 - 1 for i in range(40)]):
@@ -204,14 +183,14 @@ def test_the_kernel_gives_the_products_of_float64(bits, group_size, dtype, libra
             assert torch.equal(out, torch.ops.zero_inference.linear_groups_indexed(*case.arguments))
             case.slot[case.slot > 4] = -1
             reference = quantized_expert_linear_reference(*case.arguments)
-            assert float((out - reference).float().norm()) <= 2 * BOUNDS[dtype] * float(reference.float().norm())
+            assert relative_error(out, reference.double()) <= 2 * BOUNDS[dtype] or not reference.any()
 
 
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits, group_size", [(4, 16), (4, 32), (4, 64), (4, 128), (8, 32), (8, 128)])
 @pytest.mark.parametrize("form", EXPERTS)
-def test_the_kernel_combines_the_first_product_of_experts(form, bits, group_size, dtype, library):
+def test_the_kernel_combines_the_first_product_of_experts(form, bits, group_size, dtype):
     """With one block's rows and with many, columns in one block and split, pairs alone and together; rounded once."""
     experts, unit = EXPERTS[form], max(group_size, 128 // bits)
     for seed, (rows, columns) in enumerate(((2, unit), (74, 3 * unit), (130, 8 * unit), (1030, 2048 + unit))):
@@ -227,7 +206,7 @@ def test_the_kernel_combines_the_first_product_of_experts(form, bits, group_size
 
 
 @on_gpu
-def test_pairs_of_one_token_give_the_same_bits_as_pairs_of_many(library):
+def test_pairs_of_one_token_give_the_same_bits_as_pairs_of_many():
     """`tokens` decides whether a block looks for others with its weight, and nothing else."""
     case = Case([3, 1, -1, 0, 4, 2], 5, 260, 768, 4, 32, torch.bfloat16, "cuda")
     expected = quantized_expert_linear(*case.arguments)
@@ -238,7 +217,7 @@ def test_pairs_of_one_token_give_the_same_bits_as_pairs_of_many(library):
 
 @on_gpu
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_kernel_with_experts_of_real_models(bits, library):
+def test_the_kernel_with_experts_of_real_models(bits):
     """Rows and columns of Qwen3-30B-A3B and of Mixtral 8x7B."""
     for rows, columns in ((1536, 2048), (2048, 768), (28672, 4096), (4096, 14336)):
         case = Case([2, -1, 0, 2, 1, -1, 0, 1], 3, rows, columns, bits, 64, torch.bfloat16, "cuda")
@@ -249,7 +228,7 @@ def test_the_kernel_with_experts_of_real_models(bits, library):
 
 @on_gpu
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rows_with_the_same_weight_are_multiplied_together(bits, library):
+def test_rows_with_the_same_weight_are_multiplied_together(bits):
     """Up to eight or sixteen of them, in whatever order they come, and each as if it were alone."""
     draw = torch.Generator().manual_seed(3)
     for pairs, weights in ((5, 2), (16, 8), (64, 8), (100, 3), (256, 128), (1030, 2), (2500, 700)):
@@ -265,7 +244,7 @@ def test_rows_with_the_same_weight_are_multiplied_together(bits, library):
 
 @on_gpu
 @pytest.mark.parametrize("slots", [[1, 0, 1], [1, 1, 1, 1]])
-def test_rows_that_are_not_numbers_stay_alone(slots, library):
+def test_rows_that_are_not_numbers_stay_alone(slots):
     case = Case(slots, 2, 70, 512, 4, 32, torch.float16, "cuda")
     expected = quantized_expert_linear(*case.arguments)
     case.x[1] = float("nan")

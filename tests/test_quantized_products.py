@@ -7,49 +7,36 @@ import re
 import pytest
 import torch
 from conftest import ROOT
+from kernel_cases import BOUNDS, PackedWeights, on_gpu, relative_error
 from torch.nn import functional
 
 from zero_inference.kernels import products
 from zero_inference.kernels.experts import pairs_together
-from zero_inference.kernels.extension import load_extension, why_unavailable
 from zero_inference.kernels.products import FUSED_ROWS, quantized_linear, quantized_linear_reference
-from zero_inference.kernels.quantization import dequantize_reference
 
-BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 4e-3, torch.float32: 1e-5}  # relative, of norms
 GROUPS = products.FUSED_GROUP_SIZES
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
 
 
 class Case:
     """A random weight in groups, tokens for it, and the product in float64 of the weight as the reference restores it."""
 
     def __init__(self, tokens, rows, columns, bits, group_size, dtype, bias=False, device="cpu", seed=1):
-        draw = torch.Generator(device).manual_seed(seed)
-        groups = rows * columns // group_size
-        self.codes = torch.randint(
-            0, 256, (rows * columns * bits // 8,), dtype=torch.uint8, device=device, generator=draw
+        packed = PackedWeights(1, rows, columns, bits, group_size, dtype, device, seed)
+        self.codes, self.scale, self.minimum, self.weight = (
+            tensor[0] for tensor in (packed.codes, packed.scale, packed.minimum, packed.plain)
         )
-        self.scale = (0.01 + 0.01 * torch.rand(groups, device=device, generator=draw)).to(dtype)
-        self.minimum = (0.05 * torch.randn(groups, device=device, generator=draw) - 0.1).to(dtype)
-        self.x = torch.randn(tokens, columns, device=device, generator=draw).to(dtype)
-        self.bias = torch.randn(rows, device=device, generator=draw).to(dtype) if bias else None
+        self.x = packed.normal(tokens, columns).to(dtype)
+        self.bias = packed.normal(rows).to(dtype) if bias else None
         self.bits, self.group_size, self.rows = bits, group_size, rows
-        self.weight = torch.empty(rows, columns, dtype=dtype, device=device)
-        dequantize_reference(self.codes, self.scale, self.minimum, bits, group_size, self.weight)
 
     @property
     def arguments(self):
         return self.x, self.codes, self.scale, self.minimum, self.bits, self.group_size, self.rows, self.bias
 
-    def exact(self) -> torch.Tensor:
-        return functional.linear(
-            self.x.double(), self.weight.double(), None if self.bias is None else self.bias.double()
-        )
-
     def error(self, out: torch.Tensor) -> float:
         assert out.dtype == self.x.dtype and out.shape == (self.x.shape[0], self.rows)
-        exact = self.exact()
-        return float((out.double() - exact).norm() / exact.norm())
+        bias = None if self.bias is None else self.bias.double()
+        return relative_error(out, functional.linear(self.x.double(), self.weight.double(), bias))
 
     def fused(self, *launch: int) -> torch.Tensor:
         """The operator's answer in memory that held NaN before."""
@@ -117,19 +104,11 @@ def test_what_does_not_fit_is_a_value_error_either_way(monkeypatch):
                 quantized_linear(**(dict(zip(names, case.arguments)) | change))
 
 
-# --- The kernel ---
-
-
-@pytest.fixture(scope="module")
-def library():
-    assert load_extension(), why_unavailable()
-
-
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group_size", GROUPS)
-def test_products_are_those_of_float64(bits, group_size, dtype, library):
+def test_products_are_those_of_float64(bits, group_size, dtype):
     unit = max(group_size, 128 // bits)
     shapes = ((1, unit), (37, 3 * unit), (130, 8 * unit), (1027, 2048 + unit))
     for seed, (rows, columns) in enumerate(shapes):
@@ -145,7 +124,7 @@ def test_products_are_those_of_float64(bits, group_size, dtype, library):
 
 @on_gpu
 @pytest.mark.parametrize("bits, columns", [(4, 13824), (4, 5120), (8, 5120), (8, 8192)])
-def test_products_of_large_weights(bits, columns, library):
+def test_products_of_large_weights(bits, columns):
     for tokens in (1, 4, 8, 16, 32):
         case = Case(tokens, 5120, columns, bits, 64, torch.bfloat16, True, "cuda", tokens)
         first = case.fused()
@@ -155,7 +134,7 @@ def test_products_of_large_weights(bits, columns, library):
 
 @on_gpu
 @pytest.mark.parametrize("bits, group_size", [(4, 16), (4, 64), (8, 128)])
-def test_every_launch_gives_the_same_product(bits, group_size, library):
+def test_every_launch_gives_the_same_product(bits, group_size):
     splits = (1, 2, 4, 8) if torch.cuda.get_device_capability()[0] >= 9 else (1,)
     limit = torch.cuda.get_device_properties("cuda").shared_memory_per_block_optin
     if limit < products.GROUP_16_SHARED_BYTES:
@@ -171,7 +150,7 @@ def test_every_launch_gives_the_same_product(bits, group_size, library):
 
 
 @on_gpu
-def test_on_another_stream_and_in_a_graph(library):
+def test_on_another_stream_and_in_a_graph():
     case = Case(5, 515, 1024, 4, 64, torch.bfloat16, True, "cuda")
     expected = case.fused()
     stream = torch.cuda.Stream()
@@ -191,7 +170,7 @@ def test_on_another_stream_and_in_a_graph(library):
 
 
 @on_gpu
-def test_a_token_that_is_not_a_number_stays_alone(library):
+def test_a_token_that_is_not_a_number_stays_alone():
     for tokens in (2, 12, 25):
         case = Case(tokens, 70, 512, 4, 32, torch.float16, False, "cuda")
         expected = case.fused()
@@ -202,7 +181,7 @@ def test_a_token_that_is_not_a_number_stays_alone(library):
 
 
 @on_gpu
-def test_what_the_kernel_cannot_take_is_dequantized(library):
+def test_what_the_kernel_cannot_take_is_dequantized():
     def moved(tensor):
         memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
         memory[1:] = tensor.flatten()
@@ -228,7 +207,7 @@ def test_what_the_kernel_cannot_take_is_dequantized(library):
     torch.__version__.startswith("2.11."),
     reason="torch 2.11 with CUDA ended the process where this operator raised; `quantized_linear` refuses before it is called",
 )
-def test_the_operator_refuses_what_would_be_read_wrongly(library):
+def test_the_operator_refuses_what_would_be_read_wrongly():
     case = Case(4, 8, 256, 4, 64, torch.bfloat16, False, "cuda")
     x, codes, scale, minimum, *_ = case.arguments
     for arguments, message in (

@@ -1,0 +1,57 @@
+"""Packed weights and errors for tests of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from zero_inference.cpu.library import INSTRUCTIONS, best_instructions
+from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
+
+BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 4e-3, torch.float32: 1e-5}  # of `relative_error`
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on CUDA devices only")
+
+
+def on_gpu(test: Callable) -> Callable:
+    """Run a test on a CUDA device, with the compiled library."""
+    return ON_GPU(pytest.mark.usefixtures("cuda_kernels")(test))
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.detach().double() - exact).norm() / exact.double().norm())
+
+
+def skip_without(instructions: str) -> None:
+    """Skip the test where the processor lacks `instructions`."""
+    best = best_instructions()
+    if INSTRUCTIONS.index(instructions) > INSTRUCTIONS.index(best):
+        pytest.skip(f"this processor has {best} at best")
+
+
+def quantized(weight: torch.Tensor, bits: int, group_size: int, quantize: Callable = quantize) -> tuple:
+    """Return (codes, scale, minimum) of `weight`, and what they stand for."""
+    parts = quantize(weight, GroupQuantization(bits, group_size))
+    restored = torch.full_like(weight, float("nan"))
+    dequantize_reference(*parts, bits, group_size, restored)
+    return parts, restored
+
+
+class PackedWeights:
+    """Random weights [rows, columns] as codes, in the dtype of scales, and what these stand for: `plain` [count, rows, columns]."""
+
+    def __init__(self, count, rows, columns, bits, group_size, dtype, device="cpu", seed=1):
+        self.draw = torch.Generator(device).manual_seed(seed)
+        self.bits, self.group_size, self.rows, self.columns = bits, group_size, rows, columns
+        self.dtype, self.device = dtype, device
+        bytes_of, groups = rows * columns * bits // 8, rows * columns // group_size
+        self.codes = torch.randint(0, 256, (count, bytes_of), dtype=torch.uint8, device=device, generator=self.draw)
+        self.scale = (0.01 + 0.01 * torch.rand(count, groups, device=device, generator=self.draw)).to(dtype)
+        self.minimum = (0.05 * self.normal(count, groups) - 0.1).to(dtype)
+        self.plain = torch.empty(count, rows, columns, dtype=dtype, device=device)
+        for parts in zip(self.codes, self.scale, self.minimum, self.plain):
+            dequantize_reference(*parts[:3], bits, group_size, parts[3])
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, generator=self.draw)
