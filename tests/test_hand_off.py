@@ -11,9 +11,9 @@ import pytest
 import torch
 from kernel_cases import on_gpu
 from kernel_cases import relative_error as error
-from test_cpu_attention_cache import prompts, small_model
 from test_cpu_experts import HIDDEN, Mixture, a_choice
 from test_cpu_pool import plain, random
+from test_kv_cache import prompts, small_model
 from transformers import DynamicCache
 
 from zero_inference.cpu.experts import CHOICES, COUNTS, HITS, Expert, ExpertActivation, WeightedRows, add_experts

@@ -120,30 +120,24 @@ def played(monkeypatch, seed: int):
     yield machine
 
 
-def cache_of(layers: int, wraps: bool = True) -> list:
-    ring = host._DeviceSlots(True, True, Transfers(), wraps)
-    return [host._HostLayer(ring, LENGTH) for _ in range(layers)]
-
-
-def states_of(layer: int, start: int, end: int, generation: int = 0) -> tuple[Memory, Memory]:
-    """[batch, heads, new, head_dim], other numbers for each generation, layer, position and side."""
-    first = 1e5 * generation + 1000.0 * layer
-    numbers = [
-        torch.stack([torch.full((BATCH, HEADS, DIM), first + 10 * at + side) for at in range(start, end)], 2)
-        for side in (1, 2)
-    ]
-    return tuple(each.as_subclass(Memory) for each in numbers)
-
-
-def generations_agree(monkeypatch, layers: int, seed: int, generations: int = 2, sharing: int = 0) -> None:
-    """What attention reads of each layer in each pass, when its turn comes on the computing stream.
+def generations_agree(monkeypatch, layers: int, seed: int, sharing: int = 0, sizes: int = 1) -> None:
+    """What attention reads of each layer in each pass of two generations, when its turn comes on the computing stream.
 
     Args:
         sharing: layers behind the others, which read the keys and values of the last two of these in turn.
+        sizes: so many, of layers in turn.
     """
     wrong = []
+
+    def states_of(layer: int, start: int, end: int, generation: int = 0) -> tuple[Memory, Memory]:
+        """[batch, heads, new, head_dim], other numbers for each generation, layer, position and side."""
+        first, shape = 1e5 * generation + 1000.0 * layer, (BATCH, HEADS, DIM * (1 + layer % sizes))
+        sides = [[torch.full(shape, first + 10 * at + side) for at in range(start, end)] for side in (1, 2)]
+        return tuple(torch.stack(side, 2).as_subclass(Memory) for side in sides)
+
     with played(monkeypatch, seed) as machine:
-        cache = cache_of(layers, wraps=not sharing)
+        ring = host._DeviceSlots(True, True, Transfers(), wraps=not sharing)
+        cache = [host._HostLayer(ring, LENGTH) for _ in range(layers)]
 
         def attend(kept, layer: int, end: int, generation: int) -> None:
             expected = states_of(layer, 0, end, generation)
@@ -156,7 +150,7 @@ def generations_agree(monkeypatch, layers: int, seed: int, generations: int = 2,
             machine.ask(compare)
             machine.some()
 
-        for generation in range(generations):
+        for generation in range(2):
             start = 0
             for end in (3, 4, 5, 6, 8, 9):  # a prompt of three, tokens, and two at once
                 read = []
@@ -170,7 +164,7 @@ def generations_agree(monkeypatch, layers: int, seed: int, generations: int = 2,
                 for number in range(sharing):
                     attend(read[-1 - number % 2], layers - 1 - number % 2, end, generation)
                 start = end
-            cache[0].ring.wait()
+            ring.wait()
             for layer in cache:
                 layer.length = 0
         machine.run(lambda: not any(stream.work for stream in machine.streams))
@@ -185,16 +179,8 @@ def test_attention_reads_what_was_written_in_any_order_that_streams_allow(layers
 
 def test_layers_of_different_sizes_share_the_slots(monkeypatch):
     """These grow when a larger layer comes, in the first prompt, while smaller ones are on their way out of them."""
-    own = states_of
-
-    def states(layer: int, start: int, end: int, generation: int = 0) -> tuple[Memory, Memory]:
-        return tuple(
-            torch.cat([each] * (1 + layer % 3), -1).as_subclass(Memory) for each in own(layer, start, end, generation)
-        )
-
-    monkeypatch.setitem(globals(), "states_of", states)
     for seed in range(30):
-        generations_agree(monkeypatch, 7, seed)
+        generations_agree(monkeypatch, 7, seed, sizes=3)
 
 
 def test_layers_that_share_keys_and_values_read_them_before_their_slots_are_filled_again(monkeypatch):
@@ -209,23 +195,20 @@ def test_layers_that_share_keys_and_values_read_them_before_their_slots_are_fill
 
 
 @pytest.mark.parametrize(
-    "forgotten, layers", [("released", 7), ("written", 7), ("written", 1), ("appended", 7), ("filled", 7)]
+    "of, forgotten, layers",
+    [
+        (host._DeviceSlots, "released", 7),
+        (host._DeviceSlots, "written", 7),
+        (host._DeviceSlots, "written", 1),
+        (host._DeviceSlots, "appended", 7),
+        (host._Slot, "filled", 7),
+        (host._Slot, "written", 7),
+    ],
 )
-def test_the_order_that_is_asked_for_is_needed(forgotten, layers, monkeypatch):
-    """Without one of the events some order gives other keys or values: the test above would notice."""
-    without_event(monkeypatch, host._Slot if forgotten == "filled" else host._DeviceSlots, forgotten)
+def test_the_order_that_is_asked_for_is_needed(of, forgotten, layers, monkeypatch):
+    """Without one of the events some order gives other keys or values: the tests above would notice."""
+    never = SimpleNamespace(record=lambda stream: None, wait=lambda: lambda: True)
+    monkeypatch.setattr(of, forgotten, property(lambda self: never, lambda self, event: None), raising=False)
     with pytest.raises(AssertionError, match=r"\["):
         for seed in range(300):
             generations_agree(monkeypatch, layers, seed)
-
-
-def test_a_prompt_leaves_its_slot_before_another_layer_gets_it(monkeypatch):
-    without_event(monkeypatch, host._Slot, "written")
-    with pytest.raises(AssertionError, match=r"\["):
-        for seed in range(300):
-            generations_agree(monkeypatch, 7, seed)
-
-
-def without_event(monkeypatch, of: type, name: str) -> None:
-    never = SimpleNamespace(record=lambda stream: None, wait=lambda: lambda: True)
-    monkeypatch.setattr(of, name, property(lambda self: never, lambda self, event: None), raising=False)

@@ -19,9 +19,8 @@ from zero_inference.quality.evaluate import (
     format_scores,
     pass_at_k,
     pass_scores,
-    run_programs,
 )
-from zero_inference.quality.sandbox import Limits
+from zero_inference.quality.sandbox import Limits, run_programs
 
 LIMITS = Limits(wall_s=30.0, cpu_s=20)
 

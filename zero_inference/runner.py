@@ -31,8 +31,8 @@ from zero_inference.planning.changes import check_memory
 from zero_inference.planning.output import print_plan
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, plan_run
 from zero_inference.planning.search import choose
-from zero_inference.quality import evaluate as quality
-from zero_inference.quality.evaluate import score_run
+from zero_inference.quality.data import find_task_file
+from zero_inference.quality.evaluate import load_tasks, score_run
 from zero_inference.records.failure import leave_process_group, record_failures
 from zero_inference.records.hardware import Environment
 from zero_inference.records.schema import AutoChoice, Quality, Request, Result
@@ -87,8 +87,7 @@ def _run(
     config = with_prompt_length(config, spec)
     check_model(config, spec)
     config, chosen, empty_model = choose(config, spec, ranks, machine, progress.say)
-    questions = quality.load_tasks(config)
-    quality.check_lengths(config, spec.max_positions)
+    questions = load_tasks(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
         raise UsageError(f"--quality reads text, and {spec.name} has no tokenizer: add its files, or drop --quality.")
     if config.dry_run:
@@ -103,9 +102,8 @@ def _run(
         return None
     request = build_request(config, spec, ranks, argv, chosen)
     files = RunLog.at(log_path(config, ranks), request, Result(environment=Environment(**describe_environment())))
-    refuse_shared_files(
-        config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.find_data_files(config)
-    )
+    data_files = [find_task_file(task, config.quality_data) for task in config.quality]
+    refuse_shared_files(config, files, spec.snapshot.folder if spec.snapshot else spec.folder, data_files)
     files.check()
     with record_failures(config, ranks, files, release=close_all) as watch:
         start_process_group(ranks)

@@ -257,4 +257,5 @@ class QualityBenchmark:
                 raise UsageError("humaneval runs code that the model wrote: allow it with allow_code_execution=True.")
             check_isolation(self.settings.allow_unsafe_code)
         alone = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=self.device)
-        return evaluate({task: items}, self.model, self.tokenizer, self.device, alone, self.settings).scores[task]
+        scores, _ = evaluate({task: items}, self.model, self.tokenizer, self.device, alone, self.settings)
+        return scores[task]

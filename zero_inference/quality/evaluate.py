@@ -14,10 +14,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from math import comb
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,15 +25,8 @@ from zero_inference.config.checks import perplexity_window
 from zero_inference.config.run_config import RunConfig
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.errors import RunError, UsageError
-from zero_inference.quality.data import find_task_file, load_items
-from zero_inference.quality.sandbox import (
-    IsolationError,
-    Limits,
-    Outcome,
-    check_isolation,
-    isolation_problem,
-    run_program,
-)
+from zero_inference.quality.data import load_items
+from zero_inference.quality.sandbox import Limits, Outcome, check_isolation, isolation_problem, run_programs
 from zero_inference.records.schema import Quality, Tasks
 from zero_inference.records.write import RunLog
 from zero_inference.utils.files import write_atomically
@@ -101,7 +92,6 @@ class Scoring:
 
     lm: Any
     task: str
-    device: torch.device
     ranks: Ranks
     settings: QualitySettings
     progress: Progress
@@ -128,7 +118,7 @@ class Scoring:
             if calls_model:
                 patches.add_hooks(model.register_forward_pre_hook(announce, prepend=True))
             mine = score(items[ranks.rank :: ranks.world_size])
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.lm.device)
         while calls_model and any_rank_works(False):
             with torch.no_grad():
                 model(token, use_cache=False)
@@ -369,32 +359,6 @@ def build_program(item: dict, completion: str) -> str:
     return f"{item['prompt']}{completion}\n{item['test']}\ncheck({item['entry_point']})\n"
 
 
-def run_programs(
-    programs: list[str], limits: Limits, workers: int, shown: Task | None = None, allow_unsafe_code: bool = False
-) -> list[Outcome]:
-    """Return the outcome of each program, without its output: thousands of outputs would fill memory.
-
-    Raises:
-        RunError: a program could not be isolated.
-    """
-
-    def run(program: str) -> Outcome:
-        return replace(run_program(program, limits, allow_unsafe_code), output="")
-
-    outcomes: list[Outcome] = []
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for outcome in pool.map(run, programs):
-                outcomes.append(outcome)
-                if shown:
-                    shown.at(f"humaneval {len(outcomes)} of {len(programs)} programs run", len(outcomes))
-        except IsolationError as error:
-            raise RunError(
-                f"humaneval: a program could not be isolated ({error}), so no more programs are run."
-            ) from error
-    return outcomes
-
-
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the unbiased estimate of pass@k for one problem: 1 - C(n - c, k) / C(n, k), in whole numbers.
 
@@ -434,38 +398,23 @@ TASKS = {
 }
 
 
-@dataclass
-class Evaluation:
-    """`scores`: task -> scores as in the record; `items`: one dict for each item of each task, for --quality-items."""
+def load_tasks(config: RunConfig, positions: int | None) -> dict[str, list[dict]]:
+    """Return task -> its items, before a model is loaded.
 
-    scores: dict[str, dict[str, Any]] = field(default_factory=dict)
-    items: list[dict[str, Any]] = field(default_factory=list)
-
-
-def load_tasks(config: RunConfig) -> dict[str, list[dict]]:
-    """Return task -> its items. Raises UsageError for wrong data, or where programs cannot be isolated; both before a model is loaded."""
+    Raises:
+        UsageError: wrong data, programs cannot be isolated, or windows or programs longer than the model's `positions` (None: no limit).
+    """
     items = {task: load_items(task, config.quality_data, config.quality_limit) for task in config.quality}
     if "humaneval" in items:
         check_isolation(config.allow_unsafe_code)
-    return items
-
-
-def find_data_files(config: RunConfig) -> list[Path]:
-    """Return the file of each task. Raises UsageError as `find_task_file`."""
-    return [find_task_file(task, config.quality_data) for task in config.quality]
-
-
-def check_lengths(config: RunConfig, positions: int | None) -> None:
-    """Raise UsageError where windows or programs are longer than the model's `positions` (None: no such limit)."""
-    if positions is None:
-        return
-    if "perplexity" in config.quality:
+    if positions is not None and "perplexity" in items:
         perplexity_window(config.perplexity_window, config.perplexity_stride, positions)
-    if "humaneval" in config.quality and config.humaneval_tokens >= positions:
+    if positions is not None and "humaneval" in items and config.humaneval_tokens >= positions:
         raise UsageError(
             f"--humaneval-tokens {config.humaneval_tokens}: problem and program share the model's {positions} positions; "
             "use fewer."
         )
+    return items
 
 
 def score_run(
@@ -484,8 +433,8 @@ def score_run(
         seed=config.seed,
         allow_unsafe_code=config.allow_unsafe_code,
     )
-    evaluation = evaluate(tasks, loaded.model, tokenizer, loaded.device, ranks, settings, progress)
-    for task, scores in evaluation.scores.items():
+    by_task, items = evaluate(tasks, loaded.model, tokenizer, loaded.device, ranks, settings, progress)
+    for task, scores in by_task.items():
         if scores["truncated"]:
             progress.say(
                 f"warning: {task}: {scores['truncated']} sequences were longer than the model's context; "
@@ -493,8 +442,8 @@ def score_run(
             )
     if config.quality_items and ranks.is_first:
         with files.noting("items", config.quality_items), write_atomically(config.quality_items) as file:
-            file.write_text("".join(json.dumps(item) + "\n" for item in evaluation.items))
-    return Quality(by_task=Tasks.model_validate(evaluation.scores))
+            file.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return Quality(by_task=Tasks.model_validate(by_task))
 
 
 def evaluate(
@@ -505,28 +454,31 @@ def evaluate(
     ranks: Ranks,
     settings: QualitySettings,
     progress: Progress | None = None,
-) -> Evaluation:
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Score `model` on the checked items of each task. All ranks call it and get the same result.
+
+    Returns:
+        task -> scores as in the record, and one dict for each item of each task, for --quality-items.
 
     Raises:
         RunError: the model gives no scores, or programs cannot be run.
     """
     progress = progress or current_progress()
     lm = make_lm(model, tokenizer, device, settings.batch_size)
-    done = Evaluation()
+    scores: dict[str, dict[str, Any]] = {}
+    written: list[dict[str, Any]] = []
     for task, items in tasks.items():
         start = time.perf_counter()
         with progress.task("quality", ticking=True) as shown:
-            on = Scoring(lm, task, device, ranks, settings, progress, shown)
-            scores, details = TASKS[task](items, on)
-        scores |= {
+            on = Scoring(lm, task, ranks, settings, progress, shown)
+            scores[task], details = TASKS[task](items, on)
+        scores[task] |= {
             "batch_size": settings.batch_size,
             "truncated": ranks.total(on.truncated),
             "seconds": time.perf_counter() - start,
         }
-        done.scores[task] = scores
-        done.items += [{"task": task, "item": number, **detail} for number, detail in enumerate(details)]
-    return done
+        written += [{"task": task, "item": number, **detail} for number, detail in enumerate(details)]
+    return scores, written
 
 
 def format_scores(task: str, scores: dict) -> str:

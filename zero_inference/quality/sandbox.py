@@ -20,10 +20,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zero_inference.errors import UsageError
+from zero_inference.errors import RunError, UsageError
+from zero_inference.utils.progress import Task
 
 START_S = 30.0  # for the sandbox and the interpreter
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin")
@@ -145,6 +147,28 @@ def run_program(source: str, limits: Limits = Limits(), allow_unsafe_code: bool 
     if problem and not allow_unsafe_code:
         raise IsolationError(problem)
     return _run(source, limits, isolated=problem is None)
+
+
+def run_programs(
+    programs: list[str], limits: Limits, workers: int, shown: Task | None = None, allow_unsafe_code: bool = False
+) -> list[Outcome]:
+    """Return the outcome of each program, without its output: thousands of outputs would fill memory.
+
+    Raises:
+        RunError: a program could not be isolated.
+    """
+    outcomes: list[Outcome] = []
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for outcome in pool.map(lambda program: run_program(program, limits, allow_unsafe_code), programs):
+                outcomes.append(replace(outcome, output=""))
+                if shown:
+                    shown.at(f"humaneval {len(outcomes)} of {len(programs)} programs run", len(outcomes))
+        except IsolationError as error:
+            raise RunError(
+                f"humaneval: a program could not be isolated ({error}), so no more programs are run."
+            ) from error
+    return outcomes
 
 
 def _run(source: str, limits: Limits, isolated: bool) -> Outcome:
