@@ -44,11 +44,8 @@ def test_the_record_is_the_one_that_the_run_added(old, new, code, found, tmp_pat
     path.write_text("".join(json.dumps(record) + "\n" for record in old))
     text = "".join(json.dumps(record) + "\n" for record in new)
     program = "import sys; open(sys.argv[1], 'a').write(sys.argv[2]); print('said'); sys.exit(int(sys.argv[3]))"
-    ended = run_child(
-        [sys.executable, "-c", program, str(path), text, str(code)],
-        tmp_path / "output",
-        records=lambda: read_records(path),
-    )
+    command = [sys.executable, "-c", program, str(path), text, str(code)]
+    ended = run_child(command, tmp_path / "output", records=lambda: read_records(path))
     assert (ended.record, ended.code, ended.read_output()) == (found, code, "said\n")
 
 
@@ -88,12 +85,8 @@ RUN = (
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_group_ends_with_its_parent(number, tmp_path):
     """SIGKILL, as of the kernel when memory is short, left a run of `compare` or a sweep going for as long as it took."""
-    parent = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(ROOT), "sleep 1000 & sleep 1000; exit"],
-        cwd=tmp_path,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-c", RUN, str(ROOT), "sleep 1000 & sleep 1000; exit"]
+    parent = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 30
     started = []
     while [one.name() for one in started].count("sleep") < 2:
@@ -108,14 +101,8 @@ def test_the_group_ends_with_its_parent(number, tmp_path):
 
 @pytest.mark.parametrize("last, code", [("exit 7", 7), ("kill -15 $$", -15)])
 def test_the_exit_code_and_all_that_is_printed_come_back_and_nothing_goes_on(last, code, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(ROOT), f"sleep 1000 & echo $!; {last}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout == f"{code}\n"
+    command = [sys.executable, "-c", RUN, str(ROOT), f"sleep 1000 & echo $!; {last}"]
+    assert subprocess.check_output(command, cwd=tmp_path, text=True, timeout=60) == f"{code}\n"
     assert has_ended(tmp_path / "out")
 
 
@@ -167,14 +154,9 @@ def test_a_rank_ends_with_each_of_its_launchers_but_not_with_a_shell(killed, end
     (tmp_path / "bin" / "deepspeed").write_text(RUNNER)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
     words = [sys.executable, str(tmp_path / "bin" / "deepspeed"), sys.executable, "-c", RANK]
-    shell = subprocess.Popen(
-        ["sh", "-c", '"$@"; exit', "sh", *words],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = ["sh", "-c", '"$@"; exit', "sh", *words]
+    shell = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     try:
         rank = psutil.Process(int(shell.stdout.readline()))
         launch, run = rank.parents()[1:3]

@@ -9,7 +9,7 @@ import pytest
 
 from zero_inference.cli import console_main
 from zero_inference.utils import progress as progress_module
-from zero_inference.utils.format import GIB, format_duration, format_time_left
+from zero_inference.utils.format import GIB
 from zero_inference.utils.progress import Progress, current_progress, is_reporting, use_progress
 
 
@@ -111,19 +111,6 @@ def test_a_library_call_is_quiet_and_a_command_is_not(capsys):
         assert current_progress() is progress and is_reporting()
         current_progress().say("asked")
     assert lines(capsys) == ["asked"] and not is_reporting()
-
-
-@pytest.mark.parametrize(
-    "seconds, past, future",
-    [
-        (0.4, "0 s", ""),
-        (62, "1 min 2 s", ", about 62 s to go"),
-        (250, "4 min 10 s", ", about 4 min to go"),
-        (9000, "2 h 30 min", ", about 2 h to go"),
-    ],
-)
-def test_times_in_words(seconds, past, future):
-    assert format_duration(seconds) == past and format_time_left(seconds) == future
 
 
 def test_micro_is_quiet_when_fast_and_results_are_alone_on_stdout(capsys):

@@ -14,7 +14,7 @@ import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 from zero_inference.utils import ranks as group
-from zero_inference.measure import rates as measured_rates
+from zero_inference.measure import session
 from zero_inference.config.run_config import RunConfig
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import build_job, make_plan, plan_run
@@ -50,14 +50,19 @@ def disk_read_gb_per_s(folder, file_bytes):
     measured.append(real(folder, file_bytes))
     return measured[-1]
 
-real, measured_rates.disk_read_gb_per_s = measured_rates.disk_read_gb_per_s, disk_read_gb_per_s
+real, session.disk_read_gb_per_s = session.disk_read_gb_per_s, disk_read_gb_per_s
 config = RunConfig(model="opt-125m", dummy=True, disk_offload=True, offload_dir=sys.argv[1], batch_size=2).validate()
 group.start_process_group(ranks)
-rates = measured_rates.measure_rates(config, resolve_model(config, "cpu"), ranks, measured_rates.LinkRate(ranks), 1)
+rates = session.measure_rates(config, resolve_model(config, "cpu"), ranks, session.LinkRate(ranks), 1)
 print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rates.disk_gb_per_s}))
 group.stop_process_group()
 """
 )
+
+
+def environment(rank: int, per_node: int, port: str) -> dict[str, str]:
+    local = {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+    return without_gpus() | rank_variables(rank, 2, port) | local
 
 
 @pytest.fixture
@@ -73,11 +78,8 @@ def two_ranks(fork_server, tmp_path):
                 fork_server(PROGRAM),
                 [file, argument],
                 tmp_path,
-                outputs[rank],
-                outputs[rank],
-                without_gpus()
-                | rank_variables(rank, 2, port)
-                | {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)},
+                *[outputs[rank]] * 2,
+                environment(rank, per_node, port),
             ),
             (0, 1),
         )
@@ -146,11 +148,8 @@ def test_ranks_that_differ_are_refused_on_each(two_ranks, checkpoints, tmp_path)
     alike, loops, data, same, prompts, weights = first
     assert alike is None and same is None
     assert loops.startswith("rank 0 has --loops 2 and rank 1 has 3: ")
-    assert (
-        "rank 0 has --quality-data" in data
-        and "rank 0 has the prompts" in prompts
-        and "rank 0 has the weights" in weights
-    )
+    for text, what in ((data, "--quality-data"), (prompts, "the prompts"), (weights, "the weights")):
+        assert f"rank 0 has {what}" in text
 
 
 def test_ranks_that_were_started_with_different_lengths_end(fork_server, checkpoints, tmp_path):
@@ -158,17 +157,13 @@ def test_ranks_that_were_started_with_different_lengths_end(fork_server, checkpo
     options = "--engine stream --batch-size 2 --prompt-len 8 --loops 1 --warmup 0".split()
     command = [ROOT / "run_model.py", "--model", checkpoints("llama"), *options, "--log-dir", tmp_path / "logs"]
     port = free_port()
-    ranks = start_all(
-        lambda rank: start_python(
-            fork_server(PROGRAM),
-            [*command, "--gen-len", 4 + rank],
-            tmp_path,
-            tmp_path / "out",
-            tmp_path / f"{rank}.err",
-            without_gpus() | rank_variables(rank, 2, port),
-        ),
-        (0, 1),
-    )
+
+    def start(rank: int):
+        files = tmp_path / "out", tmp_path / f"{rank}.err"
+        words = [*command, "--gen-len", 4 + rank]
+        return start_python(fork_server(PROGRAM), words, tmp_path, *files, environment(rank, 2, port))
+
+    ranks = start_all(start, (0, 1))
     try:
         code = ranks[0].wait(timeout=100)
     finally:

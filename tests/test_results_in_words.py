@@ -33,21 +33,14 @@ def test_pages_show_what_the_run_of_their_example_prints(page, capsys):
     assert capsys.readouterr().out in (ROOT / page).read_text()
 
 
-@pytest.mark.parametrize(
-    "use, words",
-    [
-        (
-            LinkUse(
-                steps=4, busy_s=6.0, slot_wait_s=3.0, host_late_s=0.3, step_start_s=0.7, copied_bytes=1, ahead_bytes=0
-            ),
-            "40.0% of the time, mostly because the device computes longer than a layer copies",
-        ),
-        (
-            TracedLinkUse(busy_s=3.0, idle_s=1.0, copied_bytes=10**9, gb_per_s_while_busy=1 / 3),
-            "25.0% of the time, by the trace",
-        ),
-    ],
-)
+TIMELINE = dict(steps=4, busy_s=6.0, slot_wait_s=3.0, host_late_s=0.3, step_start_s=0.7, copied_bytes=1, ahead_bytes=0)
+TRACED = dict(busy_s=3.0, idle_s=1.0, copied_bytes=10**9, gb_per_s_while_busy=1 / 3)
+
+
+@pytest.mark.parametrize("use, words", [
+    (LinkUse(**TIMELINE), "40.0% of the time, mostly because the device computes longer than a layer copies"),
+    (TracedLinkUse(**TRACED), "25.0% of the time, by the trace"),
+])  # fmt: skip
 def test_an_idle_link_and_scores_are_printed(use, words, capsys):
     scores = {"accuracy": 0.5, "stderr": 0.25, "correct": 2, "total": 4, "outcomes": "0110", "accuracy_in_dtype": None}
     record = record_of("llama-2-13b", quality={"mmlu": scores | {"batch_size": 1, "truncated": 0, "seconds": 2.0}})
@@ -99,15 +92,11 @@ def test_options_are_named_where_the_record_shows_what_helps(measured, share, bo
 
 
 def test_what_the_cpu_reads(measured):
-    moved = MovedPerStep(
-        host_to_device_bytes_per_step=10**9,
-        device_to_host_bytes_per_step=0,
-        disk_read_bytes_per_step=0,
-        cores_bytes_per_step=4 * 10**9,
-        cores_busy_s_per_step=0.0125,
-    )
+    gb = 10**9
+    moved = replace(MovedPerStep.unknown(), host_to_device_bytes_per_step=gb, cores_bytes_per_step=4 * gb)
     loop = Loop(prefill_s=0.5, decode_s=0.1, total_s=0.6, step_s=[0.025] * 4)
     words = "each step: 0.931 GiB copied to the device, 3.73 GiB read by the CPU at 320 GB/s, busy 50%"
+    moved = replace(moved, cores_busy_s_per_step=0.0125)
     assert cores_in_words(moved, replace(measured, loops=[loop]), None) == words
 
 
