@@ -15,8 +15,8 @@
 
 #include "norm_forward.cuh"
 #include "poly_backward.cuh"
-#include "poly_forward.cuh"
 
+using namespace zero_inference;
 using namespace zero_inference::norms;
 #ifndef ELEMENT
 #define ELEMENT __nv_bfloat16

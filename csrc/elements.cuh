@@ -1,4 +1,4 @@
-// float <-> element, and whole words of elements.
+// float <-> element, vectors of elements, and copies into shared memory that a thread need not wait for (sm_80 on).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -6,8 +6,13 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace zero_inference {
+
+constexpr int kWarp = 32;
+template <typename T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T));  // elements of a 16-byte access
 
 template <typename T>
 struct Element;
@@ -52,6 +57,53 @@ struct Element<__nv_bfloat16> {
 template <typename T>
 __device__ __forceinline__ float rounded(float value) {
   return Element<T>::load(Element<T>::round(value));
+}
+
+// kVec neighbouring elements: one 16-byte access, or a single element where rows are not aligned.
+template <typename T, int kVec>
+struct Chunk {
+  static_assert(kVec == 1 || kVec == kVector<T>);
+  using Packed = std::conditional_t<kVec == 1, T, uint4>;
+  float value[kVec];
+
+  __device__ __forceinline__ void from(const Packed& packed) {
+    if constexpr (kVec == 1) {
+      value[0] = Element<T>::load(packed);
+    } else {
+      const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) Element<T>::unpack(words[i], value + i * (kVec / 4));
+    }
+  }
+  __device__ __forceinline__ Packed packed() const {
+    if constexpr (kVec == 1) {
+      return Element<T>::round(value[0]);
+    } else {
+      return make_uint4(Element<T>::pack(value), Element<T>::pack(value + kVec / 4), Element<T>::pack(value + kVec / 2),
+                        Element<T>::pack(value + 3 * kVec / 4));
+    }
+  }
+  __device__ __forceinline__ void load(const T* memory) { from(*reinterpret_cast<const Packed*>(memory)); }
+  __device__ __forceinline__ void store(T* memory) const { *reinterpret_cast<Packed*>(memory) = packed(); }
+};
+
+__device__ __forceinline__ uint4* dynamic_shared() {
+  extern __shared__ uint4 shared_memory[];
+  return shared_memory;
+}
+
+// 16 bytes, past the L1 cache: every byte is used once.
+__device__ __forceinline__ void copy_async(uint4* to_shared, const void* from_global) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from_global) : "memory");
+}
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the newest kNewest committed groups of this thread are there.
+template <int kNewest>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
 }
 
 }  // namespace zero_inference

@@ -1,44 +1,52 @@
-// What operators share on the host: the stream of PyTorch, checks of tensors, the type of their elements.
+// What operators share on the host: a tensor's device and data, the type of its elements. Python checks what it passes.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
-#include <cstdint>
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include "elements.cuh"
+#include "launch.cuh"
+#include "launch_sizes.cuh"
+
 namespace zero_inference {
 
-inline cudaStream_t current_stream(int32_t device) {
-  void* current = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
-  return static_cast<cudaStream_t>(current);
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// The device of a tensor, current until the end of a call, and PyTorch's current stream.
+class TensorDevice : public Device {
+ public:
+  explicit TensorDevice(const Tensor& tensor) : Device{tensor.get_device_index(), nullptr}, guard_(index) {
+    void* current = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &current));
+    stream = static_cast<cudaStream_t>(current);
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
+template <typename T>
+const T* read(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
 }
 
-// Calls run(T{}) with the element type of tensor `name`.
+template <typename T>
+T* write(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+// Calls run(T{}) with the element type of a tensor.
 template <typename Run>
-void with_element(const char* operation, const char* name, torch::headeronly::ScalarType dtype, const Run& run) {
-  using torch::headeronly::ScalarType;
+void with_element(ScalarType dtype, const Run& run) {
   if (dtype == ScalarType::Half) return run(__half{});
   if (dtype == ScalarType::BFloat16) return run(__nv_bfloat16{});
-  STD_TORCH_CHECK(dtype == ScalarType::Float, operation, ": ", name, " must be Half, BFloat16 or Float, found ",
+  STD_TORCH_CHECK(dtype == ScalarType::Float, "tensors must be Half, BFloat16 or Float, found ",
                   torch::headeronly::toString(dtype));
   run(float{});
-}
-
-inline void check_tensor(const char* operation, const char* name, const torch::stable::Tensor& tensor,
-                         torch::headeronly::ScalarType dtype, int64_t numel, const torch::stable::Tensor& like) {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == like.get_device_index(), operation, ": ", name,
-                  " must be on CUDA device ", like.get_device_index());
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == numel && tensor.is_contiguous(), operation, ": ", name,
-                  " must be ", torch::headeronly::toString(dtype), ", contiguous, of ", numel, " elements, found ",
-                  torch::headeronly::toString(tensor.scalar_type()), " of ", tensor.numel());
 }
 
 }  // namespace zero_inference

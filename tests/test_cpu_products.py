@@ -39,8 +39,8 @@ def emulated_library(tmp_path_factory) -> ctypes.CDLL:
     """The same sources, with the tile instructions in plain C++: two objects of their own, the others from the usual build."""
     folder = tmp_path_factory.mktemp("emulated")
     usual = library.find_or_build(print).parent
-    objects = [file for file in usual.glob("*.o") if file.stem not in ("product_amx", "instructions")]
-    sources = [file for file in library.sources() if file.stem in ("product_amx", "instructions")]
+    objects = [file for file in usual.glob("*.o") if file.stem not in ("amx", "instructions")]
+    sources = [file for file in library.sources() if file.stem in ("amx", "instructions")]
     parts = [*library.FLAGS, EMULATED_TILES, "-shared", *sources, *objects, "-o", folder / "emulated.so"]
     subprocess.run([*library.find_compiler(), *parts], check=True)
     return library.open_library(folder / "emulated.so")

@@ -14,36 +14,16 @@
 
 #include <cooperative_groups.h>
 
-#include <algorithm>
 #include <cfloat>
-#include <cstdint>
-#include <type_traits>
 
-#include <torch/csrc/stable/ops.h>
-
-#include "../alignment.cuh"
-#include "../elements.cuh"
-#include "../launch_sizes.cuh"
-#include "../norms/async_copy.cuh"
 #include "../operators.cuh"
 #include "../quantization/product.cuh"
 
+namespace zero_inference::attention {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using quantization::Pair;
 
-using namespace zero_inference::attention;  // launch sizes
-using zero_inference::aligned;
-using zero_inference::current_stream;
-using zero_inference::Element;
-using zero_inference::norms::copy_async;
-using zero_inference::norms::copy_commit;
-using zero_inference::norms::copy_wait;
-using zero_inference::norms::dynamic_shared;
-using zero_inference::quantization::Pair;
-
-constexpr int kWarp = 32;
 constexpr int kTile = 8;    // rows, keys or columns of a tensor core's product
 constexpr int kShares = 4;  // lanes that have parts of one row
 constexpr float kHidden = -INFINITY;
@@ -482,119 +462,69 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
 #endif
 }
 
-struct Device {
-  int index, processors, shared_bytes;
-};
-
 template <typename T, int kWidth, int kHalves>
-void launch(Task task, int64_t sequences, int64_t key_heads, const Device& device) {
+void launch_kernel(Task task, int64_t sequences, int64_t key_heads, const Device& device) {
   using S = Shape<T, kWidth, kHalves>;
   const auto kernel = attend<T, kWidth, kHalves>;
   cudaFuncAttributes attributes;
-  STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel));
   const bool clusters = attributes.ptxVersion >= 90;  // else the code has none
-  task.row_blocks = (task.group * task.queries + S::kRows - 1) / S::kRows;
-  const int64_t steps = (task.positions + S::kStep - 1) / S::kStep;
+  const int processors = device.processors(), most_shared_bytes = device.block_shared_bytes();
+  task.row_blocks = static_cast<int>(divided_up(task.group * task.queries, S::kRows));
+  const int64_t steps = divided_up(task.positions, S::kStep);
   const int64_t blocks = sequences * key_heads * task.row_blocks;
   task.splits = 1;
   int warps = kLeastThreads / kWarp;
-  while (clusters && task.splits < kSplits && !fills(blocks * task.splits, device.processors) && steps > task.splits * warps) {
+  while (clusters && task.splits < kSplits && !fills(blocks * task.splits, processors) && steps > task.splits * warps) {
     task.splits *= 2;
   }
-  if (are_few(blocks * task.splits, device.processors) && steps > task.splits * warps) warps = kMostThreads / kWarp;
-  while (warps > 1 && S::shared_bytes(warps) > device.shared_bytes) warps /= 2;
-  const int shared_bytes = S::shared_bytes(warps);
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_bytes));
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  STD_TORCH_CHECK(key_heads * task.row_blocks < kMostBlocks && sequences < kMostBlocks, "decode_attention: ", kMostBlocks - 1,
-                  " sequences and blocks of rows at most");
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned int>(task.splits);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned int>(task.splits), static_cast<unsigned int>(key_heads * task.row_blocks),
-                        static_cast<unsigned int>(sequences));
-  config.blockDim = dim3(static_cast<unsigned int>(warps * kWarp));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = current_stream(device.index);
-  config.attrs = &cluster;
-  config.numAttrs = task.splits > 1 ? 1 : 0;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, task));
+  if (are_few(blocks * task.splits, processors) && steps > task.splits * warps) warps = kMostThreads / kWarp;
+  while (warps > 1 && S::shared_bytes(warps) > most_shared_bytes) warps /= 2;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes));
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  launch_clusters(kernel, dim3(task.splits, key_heads * task.row_blocks, sequences), warps * kWarp, S::shared_bytes(warps),
+                  task.splits, device, task);
 }
 
 template <typename T>
 void launch_width(const Task& task, int64_t sequences, int64_t key_heads, const Device& device) {
   const int width = std::max(task.key_width, task.value_width);
   const bool few = task.group * task.queries <= kTile;
-  const auto run = width <= 64    ? (few ? launch<T, 64, 1> : launch<T, 64, 2>)
-                   : width <= 128 ? (few ? launch<T, 128, 1> : launch<T, 128, 2>)
-                                  : (few ? launch<T, 256, 1> : launch<T, 256, 2>);
+  const auto run = width <= 64    ? (few ? launch_kernel<T, 64, 1> : launch_kernel<T, 64, 2>)
+                   : width <= 128 ? (few ? launch_kernel<T, 128, 1> : launch_kernel<T, 128, 2>)
+                                  : (few ? launch_kernel<T, 256, 1> : launch_kernel<T, 256, 2>);
   run(task, sequences, key_heads, device);
 }
 
-// Rows of whole, aligned vectors; strides of dimensions of size one are ignored.
-Strides checked(const char* name, const Tensor& tensor, const Tensor& query, int64_t heads, int64_t positions) {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
-                      tensor.scalar_type() == query.scalar_type() && tensor.dim() == 4,
-                  "decode_attention: ", name, " must have four dimensions, and dtype and CUDA device of query");
-  STD_TORCH_CHECK(tensor.size(0) == query.size(0) && tensor.size(1) == heads && tensor.size(2) == positions,
-                  "decode_attention: ", name, " must be [", query.size(0), ", ", heads, ", ", positions, ", width], found [",
-                  tensor.size(0), ", ", tensor.size(1), ", ", tensor.size(2), ", ", tensor.size(3), "]");
-  const int64_t width = tensor.size(3);
-  STD_TORCH_CHECK(width > 0 && width <= kMostWidth && width % kTile == 0, "decode_attention: rows of ", name,
-                  " must have 8 to ", kMostWidth, " elements, a multiple of 8, found ", width);
+// Strides of dimensions of size one are ignored.
+Strides strides_of(const Tensor& tensor) {
   const auto stride = [&](int64_t dim) { return tensor.size(dim) > 1 ? tensor.stride(dim) : 0; };
-  const Strides strides = {stride(0), stride(1), stride(2)};
-  const int64_t vector = query.scalar_type() == ScalarType::Float ? 4 : 8;
-  STD_TORCH_CHECK(tensor.stride(3) == 1 && aligned(tensor.const_data_ptr(), 16) && strides.sequence % vector == 0 &&
-                      strides.head % vector == 0 && strides.position % vector == 0,
-                  "decode_attention: rows of ", name, " must be without gaps and begin on 16 bytes");
-  return strides;
-}
-
-Strides checked_mask(const Tensor& mask, const Tensor& query, int64_t positions) {
-  STD_TORCH_CHECK(mask.is_cuda() && mask.get_device_index() == query.get_device_index() && mask.dim() == 4 &&
-                      (mask.scalar_type() == ScalarType::Bool || mask.scalar_type() == query.scalar_type()),
-                  "decode_attention: mask must have four dimensions and the CUDA device of query, and be Bool or of its dtype");
-  for (int64_t dim = 0; dim < 3; ++dim) {
-    STD_TORCH_CHECK(mask.size(dim) == 1 || mask.size(dim) == query.size(dim), "decode_attention: mask must be expandable to [",
-                    query.size(0), ", ", query.size(1), ", ", query.size(2), ", ", positions, "]");
-  }
-  STD_TORCH_CHECK(mask.size(3) == positions && (positions == 1 || mask.stride(3) == 1),
-                  "decode_attention: rows of mask must have ", positions, " elements without gaps, found ", mask.size(3));
-  const auto stride = [&](int64_t dim) { return mask.size(dim) > 1 ? mask.stride(dim) : 0; };
   return {stride(0), stride(1), stride(2)};
 }
 
+// query [sequences, heads, queries, width], key and value [sequences, key heads, positions, width] of one dtype: rows of whole,
+// aligned vectors. mask: Bool or of that dtype, expandable to [sequences, heads, queries, positions].
 Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, double scale) {
-  const ScalarType dtype = query.scalar_type();
-  STD_TORCH_CHECK(query.is_cuda() && query.dim() == 4 && key.dim() == 4,
-                  "decode_attention: query and key must be [sequences, heads, positions, width] on a CUDA device");
   const int64_t sequences = query.size(0), heads = query.size(1), queries = query.size(2);
   const int64_t key_heads = key.size(1), positions = key.size(2);
-  STD_TORCH_CHECK(key_heads > 0 && heads % key_heads == 0, "decode_attention: ", heads, " heads cannot share ", key_heads,
-                  " key heads");
   STD_TORCH_CHECK(positions > 0 && positions < kMostPositions && heads * queries < kMostPositions,
                   "decode_attention: there must be positions; they, and heads times queries, must be fewer than ",
                   kMostPositions);
-  Task task = {};
-  task.query_strides = checked("query", query, query, heads, queries);
-  task.key_strides = checked("key", key, query, key_heads, positions);
-  task.value_strides = checked("value", value, query, key_heads, positions);
-  STD_TORCH_CHECK(query.size(3) == key.size(3), "decode_attention: rows of query and key must have one length, found ",
-                  query.size(3), " and ", key.size(3));
-  task.mask_strides = checked_mask(mask, query, positions);
-  task.mask_kind = mask.scalar_type() == ScalarType::Bool ? Mask::kBoolean : Mask::kAdded;
-  task.mask = mask.const_data_ptr();
-  const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
+  const TensorDevice device(query);
   const int64_t sizes[] = {sequences, queries, heads, value.size(3)};
   Tensor out = torch::stable::new_empty(query, sizes);
   if (out.numel() == 0) return out;
+  Task task = {};
   task.query = query.const_data_ptr();
   task.key = key.const_data_ptr();
   task.value = value.const_data_ptr();
+  task.mask = mask.const_data_ptr();
   task.out = out.mutable_data_ptr();
+  task.query_strides = strides_of(query);
+  task.key_strides = strides_of(key);
+  task.value_strides = strides_of(value);
+  task.mask_strides = strides_of(mask);
+  task.mask_kind = mask.scalar_type() == ScalarType::Bool ? Mask::kBoolean : Mask::kAdded;
   task.positions = static_cast<int>(positions);
   task.queries = static_cast<int>(queries);
   task.heads = static_cast<int>(heads);
@@ -602,10 +532,7 @@ Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& va
   task.key_width = static_cast<int>(key.size(3));
   task.value_width = static_cast<int>(value.size(3));
   task.scale = static_cast<float>(scale) * kLog2E;
-  Device device = {query.get_device_index(), 0, 0};
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, device.index));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index));
-  zero_inference::with_element("decode_attention", "query", dtype, [&](auto zero) {
+  with_element(query.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     task.hidden = std::is_same_v<T, float> ? -FLT_MAX : std::is_same_v<T, __half> ? -65504.0f : -3.3895313892515355e38f;
     launch_width<T>(task, sequences, key_heads, device);
@@ -613,6 +540,7 @@ Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& va
   return out;
 }
 
-}  // namespace
-
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("decode_attention", TORCH_BOX(&decode_attention)); }
+
+}  // namespace
+}  // namespace zero_inference::attention

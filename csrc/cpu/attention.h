@@ -10,7 +10,8 @@
 // block_positions * head_dim elements (16 KB at 64 positions of 128 float16), which hardware prefetchers follow; other strides
 // work too.
 //
-// These functions start no threads: the caller shares items out, and calls `merge` once all are done.
+// Independent items are attended by any thread: sequence, then head, then part; neighbours are adjacent in memory. With more
+// than one part the results of a group (sequence, head) are merged once all are done.
 
 #pragma once
 
@@ -60,29 +61,37 @@ struct Attention {
   Mask mask_kind;
 };
 
+// Positions per step of the online softmax: 32 KB of keys and values at 128 float16 stay in L1.
+constexpr int64_t kPiece = 64;
+constexpr int64_t kPadding = 16;  // floats; rows of queries and sums begin at a multiple of them
+
+static inline int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
+
+// The oldest visible position.
+static inline int64_t first_position(const Attention& a) {
+  const int64_t first = a.positions - a.tokens + 1 - a.window;
+  return a.window > 0 && first > 0 ? first : 0;
+}
+
+// Rows of queries that read the same keys and values.
+static inline int64_t rows_of(const Attention& a) { return a.heads / a.kv_heads * a.tokens; }
+
+// Partial result: weighted sums of all rows, then the largest logit and the sum of weights of each.
+static inline int64_t partial_floats(const Attention& a) { return rows_of(a) * padded(a.value_dim) + padded(2 * rows_of(a)); }
+
+// Offsets in a thread's scratch, in floats.
+struct Scratch {
+  int64_t query_stride, sum_stride, sums, largest, weights, floats;
+  explicit Scratch(const Attention& a) {
+    query_stride = padded(a.key_dim), sum_stride = padded(a.value_dim);
+    sums = rows_of(a) * query_stride;
+    largest = sums + rows_of(a) * sum_stride;
+    weights = largest + rows_of(a);
+    floats = sums + partial_floats(a);
+  }
+};
+
 // Parts per sequence and head, such that `threads` threads have enough items.
 int64_t attention_splits(const Attention& attention, int64_t threads);
-
-// Independent items: sequence, then head, then part; neighbours are adjacent in memory.
-int64_t attention_items(const Attention& attention, int64_t splits);
-
-// Scratch bytes of one thread; 64-byte aligned.
-size_t attention_scratch_bytes(const Attention& attention);
-
-// Bytes of partial results for `merge`; 0 with one split, which writes `out` itself. 64-byte aligned.
-size_t attention_partial_bytes(const Attention& attention, int64_t splits);
-
-// Computes items [first, last).
-void attend(const Attention& attention, Instructions instructions, int64_t splits, int64_t first, int64_t last, void* scratch,
-            void* partials);
-
-// Outputs of groups (sequence, head) [first, last) from all their parts; no-op with one split.
-void merge(const Attention& attention, Instructions instructions, int64_t splits, int64_t first, int64_t last, void* partials);
-
-struct AttentionKernels {
-  void (*attend)(const Attention& attention, int64_t splits, int64_t first, int64_t last, float* scratch, float* partials);
-  void (*merge)(const Attention& attention, int64_t splits, int64_t group, float* partials);
-};
-extern const AttentionKernels kAvx2Attention, kAvx512Attention;
 
 }  // namespace zero_inference::cpu

@@ -35,37 +35,8 @@ inline void store(T* to, Vector x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = lanes[i];
 }
 
-// Positions per step of the online softmax: 32 KB of keys and values at 128 float16 stay in L1.
-constexpr int64_t kPiece = 64;
-constexpr int64_t kLine = 64;     // bytes of a cache line
-constexpr int64_t kPadding = 16;  // floats; rows of queries and sums begin at a multiple of them
+constexpr int64_t kLine = 64;  // bytes of a cache line
 constexpr float kNothing = -__builtin_inff();
-
-inline int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
-
-// The oldest visible position.
-inline int64_t first_position(const Attention& a) {
-  const int64_t first = a.positions - a.tokens + 1 - a.window;
-  return a.window > 0 && first > 0 ? first : 0;
-}
-
-// Rows of queries that read the same keys and values.
-inline int64_t rows_of(const Attention& a) { return a.heads / a.kv_heads * a.tokens; }
-
-// Partial result: weighted sums of all rows, then the largest logit and the sum of weights of each.
-inline int64_t partial_floats(const Attention& a) { return rows_of(a) * padded(a.value_dim) + padded(2 * rows_of(a)); }
-
-// Offsets in a thread's scratch, in floats.
-struct Scratch {
-  int64_t query_stride, sum_stride, sums, largest, weights, floats;
-  explicit Scratch(const Attention& a) {
-    query_stride = padded(a.key_dim), sum_stride = padded(a.value_dim);
-    sums = rows_of(a) * query_stride;
-    largest = sums + rows_of(a) * sum_stride;
-    weights = largest + rows_of(a);
-    floats = sums + partial_floats(a);
-  }
-};
 
 template <typename T>
 inline const T* row_at(const Attention& a, const CachedRows& rows, int64_t sequence, int64_t head, int64_t position) {
@@ -442,27 +413,20 @@ void attend_items(const Attention& a, int64_t splits, int64_t first, int64_t las
   }
 }
 
+// Calls run(T{}) with the type of keys and values.
+template <typename Run>
+inline void with_type(Dtype dtype, const Run& run) {
+  if (dtype == Dtype::float32) return run(float{});
+  dtype == Dtype::float16 ? run(Float16{}) : run(BFloat16{});
+}
+
 inline void attend_with(const Attention& a, int64_t splits, int64_t first, int64_t last, float* scratch, float* partials) {
-  switch (a.dtype) {
-    case Dtype::float32:
-      return attend_items<float>(a, splits, first, last, scratch, partials);
-    case Dtype::float16:
-      return attend_items<Float16>(a, splits, first, last, scratch, partials);
-    case Dtype::bfloat16:
-      return attend_items<BFloat16>(a, splits, first, last, scratch, partials);
-  }
+  with_type(a.dtype, [&](auto zero) { attend_items<decltype(zero)>(a, splits, first, last, scratch, partials); });
 }
 
 inline void merge_group(const Attention& a, int64_t splits, int64_t group, float* partials) {
   float* const first = partials + group * splits * partial_floats(a);
-  switch (a.dtype) {
-    case Dtype::float32:
-      return Kernel<float>(a, group, nullptr).merge(splits, first);
-    case Dtype::float16:
-      return Kernel<Float16>(a, group, nullptr).merge(splits, first);
-    case Dtype::bfloat16:
-      return Kernel<BFloat16>(a, group, nullptr).merge(splits, first);
-  }
+  with_type(a.dtype, [&](auto zero) { Kernel<decltype(zero)>(a, group, nullptr).merge(splits, first); });
 }
 
 }  // namespace

@@ -1,11 +1,13 @@
-#include "elementwise.h"
-
-#include <cstring>
-
 // Else g++ does not vectorize most selections, because a comparison might trap.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-trapping-math")
 #endif
+
+#include "elementwise.h"
+
+#include <cstring>
+
+#include "floats.h"
 
 // One clone per instruction set, chosen at load time. Not by arch=, which matches that one processor only
 // (benchmarks/cpu_activations.cpp). Only for functions without a declaration in a header: clang 14 fails on others.
@@ -14,23 +16,10 @@
 #else
 #define ZI_FOR_EACH_CPU
 #endif
-#define ZI_INLINE static inline __attribute__((always_inline))
 
 namespace zero_inference::cpu {
 
 namespace {
-
-ZI_INLINE float from_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-ZI_INLINE uint32_t to_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
 
 // exp(x) = 2^n * exp(r), |r| <= ln(2) / 2, Taylor polynomial of degree 7: relative error below 3e-7. Clamped, without branches.
 ZI_INLINE float exponential(float x) {
@@ -67,30 +56,6 @@ ZI_INLINE float gelu_of(float x) {
 }
 
 ZI_INLINE float gelu_tanh_of(float x) { return 0.5f * x * (1.0f + tanh_of(0.79788456f * (x + 0.044715f * x * x * x))); }
-
-ZI_INLINE float half_to_float(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  // the exponent's bias differs by 112; subnormal numbers come out right, because the product normalises them
-  const float value = from_bits((half & 0x7fffu) << 13) * from_bits(239u << 23);
-  const uint32_t bits = (half & 0x7c00u) == 0x7c00u ? 0x7f800000u | (half & 0x3ffu) << 13 : to_bits(value);
-  return from_bits(bits | sign);
-}
-
-ZI_INLINE uint16_t float_to_half(float value) {
-  const uint32_t sign = (to_bits(value) >> 16) & 0x8000u;
-  const uint32_t bits = to_bits(value) & 0x7fffffffu;
-  // below 2^-14 half's numbers are 2^-24 apart, as float's are from 0.5 on: the sum rounds
-  const uint32_t small = to_bits(from_bits(bits) + 0.5f) - 0x3f000000u;
-  const uint32_t normal = (bits - (112u << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
-  const uint32_t large = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;  // not a number; or too large, from 65520 on
-  return static_cast<uint16_t>(sign | (bits >= 0x477ff000u ? large : bits < 0x38800000u ? small : normal));
-}
-
-ZI_INLINE uint16_t float_to_bfloat16(float value) {
-  const uint32_t bits = to_bits(value);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
-}
 
 namespace each_cpu {
 
@@ -143,10 +108,10 @@ ZI_FOR_EACH_CPU void add_bias(float* values, const void* bias, Dtype dtype, int6
     for (int64_t i = 0; i < count; ++i) values[i] += of[i];
   } else if (dtype == Dtype::bfloat16) {
     const uint16_t* of = static_cast<const uint16_t*>(bias);
-    for (int64_t i = 0; i < count; ++i) values[i] += from_bits(static_cast<uint32_t>(of[i]) << 16);
+    for (int64_t i = 0; i < count; ++i) values[i] += bfloat16_value(of[i]);
   } else {
     const uint16_t* of = static_cast<const uint16_t*>(bias);
-    for (int64_t i = 0; i < count; ++i) values[i] += half_to_float(of[i]);
+    for (int64_t i = 0; i < count; ++i) values[i] += float16_value(of[i]);
   }
 }
 
@@ -159,10 +124,10 @@ ZI_FOR_EACH_CPU void store(const float* values, void* out, Dtype dtype, int64_t 
     std::memcpy(out, values, count * sizeof(float));
   } else if (dtype == Dtype::bfloat16) {
     uint16_t* to = static_cast<uint16_t*>(out);
-    for (int64_t i = 0; i < count; ++i) to[i] = float_to_bfloat16(values[i]);
+    for (int64_t i = 0; i < count; ++i) to[i] = bfloat16_bits(values[i]);
   } else {
     uint16_t* to = static_cast<uint16_t*>(out);
-    for (int64_t i = 0; i < count; ++i) to[i] = float_to_half(values[i]);
+    for (int64_t i = 0; i < count; ++i) to[i] = float16_bits(values[i]);
   }
 }
 
@@ -189,7 +154,7 @@ void add_scaled(float* sums, const float* values, float factor, int64_t count) {
 float load(const void* value, Dtype dtype) {
   if (dtype == Dtype::float32) return *static_cast<const float*>(value);
   const uint16_t bits = *static_cast<const uint16_t*>(value);
-  return dtype == Dtype::bfloat16 ? from_bits(static_cast<uint32_t>(bits) << 16) : half_to_float(bits);
+  return dtype == Dtype::bfloat16 ? bfloat16_value(bits) : float16_value(bits);
 }
 
 void store(const float* values, void* out, Dtype dtype, int64_t count) { each_cpu::store(values, out, dtype, count); }

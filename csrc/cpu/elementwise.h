@@ -2,11 +2,19 @@
 
 #pragma once
 
-#include <cstdint>
-
-#include "block.h"
+#include "product.h"
 
 namespace zero_inference::cpu {
+
+enum class Activation : int32_t {
+  relu = 0,
+  silu = 1,
+  gelu = 2,
+  gelu_tanh = 3,
+  relu_squared = 4,
+  gelu_sigmoid = 5,
+  identity = 6
+};
 
 void activate(Activation activation, float* values, int64_t count);
 // values[i] *= factors[i] + offset

@@ -14,7 +14,6 @@
 
 #include "product.h"
 #include "task.h"
-#include "threads.h"
 
 namespace {
 

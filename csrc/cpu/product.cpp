@@ -2,7 +2,7 @@
 
 #include "product.h"
 
-#include "product_layout.h"
+#include "kernels.h"
 
 namespace zero_inference::cpu {
 
@@ -102,39 +102,28 @@ size_t scratch_bytes(const Matrix& matrix, int64_t count, Instructions instructi
   return static_cast<size_t>(4 * (kBlockBytes + kRowGap) + count * 4 * 64);
 }
 
-#if defined(__x86_64__)
-#define ZERO_INFERENCE_CHOOSE(function, ...)  \
-  switch (instructions) {                     \
-    case Instructions::portable:              \
-      return portable::function(__VA_ARGS__); \
-    case Instructions::avx2:                  \
-      return avx2::function(__VA_ARGS__);     \
-    case Instructions::avx512:                \
-      return avx512::function(__VA_ARGS__);   \
-    case Instructions::amx:                   \
-      break;                                  \
-  }                                           \
-  return amx::function(__VA_ARGS__);
-#else
-#define ZERO_INFERENCE_CHOOSE(function, ...) \
-  (void)instructions;                        \
-  return portable::function(__VA_ARGS__);
-#endif
-
 void prepare_input(const Matrix& matrix, int64_t count, Instructions instructions, const void* x, Dtype x_dtype, int64_t stride,
                    int64_t first, int64_t last, void* input) {
   const Layout layout = layout_of(matrix, count, instructions);
-  ZERO_INFERENCE_CHOOSE(prepare_input, layout, count, x, x_dtype, stride, first, last, matrix.columns, input)
+  PrepareInput* prepare = kernels_of(instructions).prepare_input;
+#if defined(__x86_64__)
+  if (in_tiles(layout)) prepare = prepare_input_in_tiles;
+#endif
+  prepare(layout, count, static_cast<const char*>(x), x_dtype, stride, first, last, matrix.columns, static_cast<char*>(input));
 }
 
 void product(const Matrix& matrix, int64_t count, Instructions instructions, const void* input, int64_t first, int64_t last,
              float* out, int64_t stride, void* scratch) {
   const Layout layout = layout_of(matrix, count, instructions);
-  ZERO_INFERENCE_CHOOSE(product, matrix, layout, count, input, first, last, out, stride, scratch)
+  Product* multiply = kernels_of(instructions).product;
+#if defined(__x86_64__)
+  if (in_tiles(layout)) multiply = product_in_tiles;
+#endif
+  multiply(matrix, layout, count, static_cast<const char*>(input), first, last, out, stride, static_cast<char*>(scratch));
 }
 
 uint64_t read_bytes_sum(const void* data, int64_t bytes, Instructions instructions) {
-  ZERO_INFERENCE_CHOOSE(read_bytes_sum, data, bytes)
+  return kernels_of(instructions).read_sum(static_cast<const char*>(data), bytes);
 }
 
 }  // namespace zero_inference::cpu

@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include "product_layout.h"
+#include "kernels.h"
 #include "product_panel.h"
 #include "product_vectors.h"
 #include "simd.h"
@@ -183,12 +183,27 @@ inline bool is_direct(const Matrix& matrix, const Layout& layout, int64_t count)
 void product_float32(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                      float* out, int64_t stride, char* scratch) {
   if (!is_direct(matrix, layout, count)) {
-    return product_in_vectors<Float32>(matrix, layout, count, input, first, last, out, stride, scratch);
+    return product_in_vectors(matrix, layout, count, input, first, last, out, stride, scratch);
   }
   const auto multiply = matrix.dtype == Dtype::float32   ? direct_of_dtype<Dtype::float32>
                         : matrix.dtype == Dtype::float16 ? direct_of_dtype<Dtype::float16>
                                                          : direct_of_dtype<Dtype::bfloat16>;
   multiply(matrix, layout, count, input, first, last, out, stride);
+}
+
+// With x in fixed point where the layout says so.
+template <PrepareInput* kFixed4, PrepareInput* kFixed8>
+void prepare_by_form(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
+                     int64_t last, int64_t columns, char* input) {
+  const auto prepare = layout.form == Form::float32 ? prepare_float32 : layout.bits == 4 ? kFixed4 : kFixed8;
+  prepare(layout, count, x, x_dtype, stride, first, last, columns, input);
+}
+
+template <Product* kFixed>
+void product_by_form(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
+                     float* out, int64_t stride, char* scratch) {
+  const auto multiply = layout.form == Form::fixed ? kFixed : product_float32;
+  multiply(matrix, layout, count, input, first, last, out, stride, scratch);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@
 namespace zero_inference::cpu {
 namespace {
 
-constexpr int64_t kBlockColumns = 64;
+constexpr int64_t kFixedColumns = 64;
 
 // 64 columns of a row of x. terms: h and l; for int4 even columns before odd ones.
 struct FixedBlock {

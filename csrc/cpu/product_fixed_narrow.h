@@ -212,7 +212,7 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
 }
 
 inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
-                             int64_t last, float* out, int64_t stride) {
+                             int64_t last, float* out, int64_t stride, char*) {
   const bool two_units = layout.x_groups == 1;  // in an x group
   const auto multiply = matrix.bits == 4 ? (two_units ? product_of_fixed<4, 2> : product_of_fixed<4, 1>)
                                          : (two_units ? product_of_fixed<8, 2> : product_of_fixed<8, 1>);

@@ -23,17 +23,17 @@ constexpr int64_t kChunkColumns = kChunkBytes * 8 / kBits;
 template <int kBits>
 void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                    int64_t last, int64_t columns, char* input) {
-  constexpr int64_t kParts = kChunkColumns<kBits> / kBlockColumns, kPartBytes = 64 / kParts;  // of a chunk, of a term's vector
-  const int64_t x_group = kBlockColumns / layout.x_groups, lanes = kLanes / kParts / layout.x_groups;
+  constexpr int64_t kParts = kChunkColumns<kBits> / kFixedColumns, kPartBytes = 64 / kParts;  // of a chunk, of a term's vector
+  const int64_t x_group = kFixedColumns / layout.x_groups, lanes = kLanes / kParts / layout.x_groups;
   for (int64_t m = 0; m < count; ++m) {
     char* const out = input + m * input_stride(layout);
     float* const sums = reinterpret_cast<float*>(out + sums_at(layout));
     const int64_t groups = last == columns ? round_up(columns / layout.group, kLanes) : last / layout.group;
     for (int64_t g = first / layout.group; g < groups; ++g) sums[g] = 0;
-    for (int64_t k = first; k < (last == columns ? layout.columns : last); k += kBlockColumns) {
+    for (int64_t k = first; k < (last == columns ? layout.columns : last); k += kFixedColumns) {
       FixedBlock block;
       fix_block<kBits>(layout, x + m * stride * bytes_of(x_dtype), x_dtype, k, columns, block);
-      const int64_t chunk = k / kChunkColumns<kBits>, part = k / kBlockColumns % kParts;
+      const int64_t chunk = k / kChunkColumns<kBits>, part = k / kFixedColumns % kParts;
       char* const to = out + chunk * kChunkColumns<kBits> * 2 + part * kPartBytes;
       for (int64_t i = 0; i < 2 * kParts; ++i) {  // by term, and half where the chunk has two blocks
         __builtin_memcpy(to + i * 64, block.terms[i / kParts] + i % kParts * kPartBytes, kPartBytes);
@@ -167,7 +167,7 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* in
 }
 
 inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
-                             int64_t last, float* out, int64_t stride) {
+                             int64_t last, float* out, int64_t stride, char*) {
   const auto multiply = count == 1   ? product_of_fixed<1>
                         : count == 2 ? product_of_fixed<2>
                         : count == 3 ? product_of_fixed<3>

@@ -1,10 +1,11 @@
-// Layout of the prepared input, scalar helpers, and the kernels that each instruction set exports.
+// Layout of the prepared input, and scalar helpers.
 //
 // Source files of several instruction sets include this, so everything is `static` and no template of the standard library is
 // used: the linker must not merge functions of different sets.
 
 #pragma once
 
+#include "floats.h"
 #include "product.h"
 
 namespace zero_inference::cpu {
@@ -30,8 +31,8 @@ enum Optional : uint32_t {
   kWideTables = 1 << 6,        // one for 64 columns or more
   kFourInputTiles = 1 << 7,    // 33 to 64 rows of x at once
   kStripPrefetch = 1 << 8,     // Prefetcher (product_strips.h)
-  kTiles = 1 << 9,             // bfloat16 (product_amx.cpp)
-  kSplitTiles = 1 << 10,       // float16 in two terms (product_amx.cpp)
+  kTiles = 1 << 9,             // bfloat16 (amx.cpp)
+  kSplitTiles = 1 << 10,       // float16 in two terms (amx.cpp)
   kDirect = 1 << 11,           // from registers (product_direct.h)
   kInPlace = 1 << 12,          // more than 4 rows of x without a panel (product_panel.h)
   kPrefetchInSteps = 1 << 13,  // product_panel.h
@@ -120,16 +121,12 @@ static inline int64_t sums_at(const Layout& layout) { return steps_at(layout) + 
 // Step (a power of two) and its inverse, such that values up to `most` (bits of a float32 without sign) fit 16 bits.
 static inline void find_step(uint32_t most, float& step, float& inverse) {
   constexpr float kOver = 32768.0f / 32639;  // 127 * 256 + 127 is the greatest number
-  float value;
-  __builtin_memcpy(&value, &most, 4);
-  value *= kOver;
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, 4);
+  const uint32_t bits = to_bits(from_bits(most) * kOver);
   const uint32_t exponent = bits >> 23;                 // 255 where the product is too large for float32
   const uint32_t from = exponent < 15 ? 15 : exponent;  // below, the step would be no normal number
   const uint32_t step_bits = most >= 0x7f800000u ? 0x7fc00000u : (from - 14) << 23, inverse_bits = (268 - from) << 23;
-  __builtin_memcpy(&step, &step_bits, 4);
-  __builtin_memcpy(&inverse, &inverse_bits, 4);
+  step = from_bits(step_bits);
+  inverse = from_bits(inverse_bits);
 }
 
 static inline bool in_tiles(const Layout& layout) {
@@ -153,65 +150,12 @@ static inline const char* values_at(const Matrix& matrix, int64_t row, int64_t c
   return static_cast<const char*>(matrix.values) + (matrix.bits ? element * matrix.bits / 8 : element * bytes_of(matrix.dtype));
 }
 
-#define ZERO_INFERENCE_KERNELS(name)                                                                                      \
-  namespace name {                                                                                                        \
-  void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_dtype, int64_t stride, int64_t first,    \
-                     int64_t last, int64_t columns, void* input);                                                         \
-  void product(const Matrix& matrix, const Layout& layout, int64_t count, const void* input, int64_t first, int64_t last, \
-               float* out, int64_t stride, void* scratch);                                                                \
-  uint64_t read_bytes_sum(const void* data, int64_t bytes);                                                               \
-  }
-ZERO_INFERENCE_KERNELS(portable)
-#if defined(__x86_64__)
-ZERO_INFERENCE_KERNELS(avx2)
-ZERO_INFERENCE_KERNELS(avx512)
-ZERO_INFERENCE_KERNELS(amx)  // the tile forms; the others are avx512's, and so is read_bytes_sum
-#endif
-#undef ZERO_INFERENCE_KERNELS
-
-static inline uint64_t words_sum(const char* p, int64_t bytes) {
-  uint64_t total = 0;
-  for (int64_t at = 0; at < bytes; at += 8) {
-    uint64_t word = 0;
-    __builtin_memcpy(&word, p + at, static_cast<size_t>(bytes - at < 8 ? bytes - at : 8));
-    total += word;
-  }
-  return total;
-}
-
 // Into L2: L1 holds the panel and x.
 static inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 2); }
 
-static inline float bfloat16_value(uint16_t bits) {
-  const uint32_t word = static_cast<uint32_t>(bits) << 16;
-  float value;
-  __builtin_memcpy(&value, &word, 4);
-  return value;
-}
-
-static inline float float16_value(uint16_t bits) {
-  const uint32_t magnitude = bits & 0x7fffu;
-  uint32_t word = magnitude << 13;
-  float value;
-  if (magnitude >= 0x7c00u) {  // an infinity or NaN
-    word |= 0x7f800000u;
-    __builtin_memcpy(&value, &word, 4);
-  } else {
-    __builtin_memcpy(&value, &word, 4);
-    value *= 0x1p112f;  // the difference of the exponents' biases; right for subnormal numbers too
-  }
-  return bits & 0x8000u ? -value : value;
-}
-
 static inline float element(const void* values, Dtype dtype, int64_t index) {
-  const char* const p = static_cast<const char*>(values) + index * bytes_of(dtype);
-  float value;
-  uint16_t bits;
-  if (dtype == Dtype::float32) {
-    __builtin_memcpy(&value, p, 4);
-    return value;
-  }
-  __builtin_memcpy(&bits, p, 2);
+  if (dtype == Dtype::float32) return static_cast<const float*>(values)[index];
+  const uint16_t bits = static_cast<const uint16_t*>(values)[index];
   return dtype == Dtype::float16 ? float16_value(bits) : bfloat16_value(bits);
 }
 

@@ -4,9 +4,6 @@
 // converted to a panel in L1, while the next block is prefetched: hardware prefetchers stop at a page of 4 KiB. Others are
 // multiplied in place, prefetched line by line: M = 8, bfloat16, two Zen 4 cores: 27.2 GB/s, through a panel 17.6
 // (benchmarks/results/cpu/avx512_products.txt).
-//
-// A Product has elements of kDtype (kBytes each, kBlock in a block); step adds the products of a vector, dequantize fills the
-// panel.
 
 #pragma once
 
@@ -18,55 +15,45 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr int kRows = 4;  // of the weight
+constexpr int64_t kBlockColumns = kBlockBytes / 4;
 
-struct Float32 {
-  static constexpr Dtype kDtype = Dtype::float32;
-  static constexpr int64_t kBytes = 4;
-  static constexpr int64_t kBlock = kBlockBytes / kBytes;
-
-  static Vector step(Vector total, const char* weight, const char* x) {
-    return multiply_add(load(reinterpret_cast<const float*>(weight)), load(reinterpret_cast<const float*>(x)), total);
-  }
-
-  template <Dtype kDtype>
-  static void dequantize_groups(const Matrix& matrix, int64_t row, int64_t k, int64_t count, float* out, const char* next) {
-    const Scales<kBlock / kLanes + 2> scales(matrix, row, k, count);
-    const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
-    int64_t left = left_in_group(matrix, k);
-    int64_t index = 0;
-    Group group = group_of<kDtype>(scales.scale[0], scales.minimum[0]);
-    const int64_t step = matrix.bits == 8 ? kLanes : 2 * kLanes;
-    for (int64_t i = 0; i < count; i += step, left -= step) {
-      if (left == 0) {
-        ++index;
-        left = matrix.group;
-        group = group_of<kDtype>(scales.scale[index], scales.minimum[index]);
-      }
-      if (matrix.bits == 8) {
-        prefetch(next + i);
-        store(out + i, dequantize_int8<kDtype>(codes + i, group));
-      } else {
-        prefetch(next + i / 2);
-        Vector even, odd;
-        dequantize_int4<kDtype>(codes + i / 2, group, even, odd);
-        store(out + i, even);
-        store(out + i + kLanes, odd);
-      }
+template <Dtype kDtype>
+inline void dequantize_groups(const Matrix& matrix, int64_t row, int64_t k, int64_t count, float* out, const char* next) {
+  const Scales<kBlockColumns / kLanes + 2> scales(matrix, row, k, count);
+  const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
+  int64_t left = left_in_group(matrix, k);
+  int64_t index = 0;
+  Group group = group_of<kDtype>(scales.scale[0], scales.minimum[0]);
+  const int64_t step = matrix.bits == 8 ? kLanes : 2 * kLanes;
+  for (int64_t i = 0; i < count; i += step, left -= step) {
+    if (left == 0) {
+      ++index;
+      left = matrix.group;
+      group = group_of<kDtype>(scales.scale[index], scales.minimum[index]);
+    }
+    if (matrix.bits == 8) {
+      prefetch(next + i);
+      store(out + i, dequantize_int8<kDtype>(codes + i, group));
+    } else {
+      prefetch(next + i / 2);
+      Vector even, odd;
+      dequantize_int4<kDtype>(codes + i / 2, group, even, odd);
+      store(out + i, even);
+      store(out + i + kLanes, odd);
     }
   }
+}
 
-  // Columns [k, k + count) of a row, padded with zeros.
-  static void dequantize(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
-                         char* panel, const char* next) {
-    float* const out = reinterpret_cast<float*>(panel);
-    if (matrix.bits == 0) return widen(matrix.dtype, values_at(matrix, row, k), count, padded, out, next);
-    if (!layout.vectors) return dequantize_one_by_one(matrix, row, k, count, padded, out);
-    if (matrix.dtype == Dtype::float32) dequantize_groups<Dtype::float32>(matrix, row, k, count, out, next);
-    if (matrix.dtype == Dtype::float16) dequantize_groups<Dtype::float16>(matrix, row, k, count, out, next);
-    if (matrix.dtype == Dtype::bfloat16) dequantize_groups<Dtype::bfloat16>(matrix, row, k, count, out, next);
-    for (int64_t i = count; i < padded; i += kLanes) store(out + i, zero());
-  }
-};
+// Columns [k, k + count) of a row to a panel, padded with zeros.
+inline void fill_panel(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
+                       float* out, const char* next) {
+  if (matrix.bits == 0) return widen(matrix.dtype, values_at(matrix, row, k), count, padded, out, next);
+  if (!layout.vectors) return dequantize_one_by_one(matrix, row, k, count, padded, out);
+  if (matrix.dtype == Dtype::float32) dequantize_groups<Dtype::float32>(matrix, row, k, count, out, next);
+  if (matrix.dtype == Dtype::float16) dequantize_groups<Dtype::float16>(matrix, row, k, count, out, next);
+  if (matrix.dtype == Dtype::bfloat16) dequantize_groups<Dtype::bfloat16>(matrix, row, k, count, out, next);
+  for (int64_t i = count; i < padded; i += kLanes) store(out + i, zero());
+}
 
 // A block of a weight; no rows after the last one.
 struct Part {
@@ -118,7 +105,7 @@ struct NoPrefetch {
 
 // kRows rows of the weight times kCount rows of x, added to sums [kCount][kRows] of vectors. kTurns: independent sums, to hide
 // latency.
-template <class Product, int kCount, int kTurns, class Prefetch>
+template <int kCount, int kTurns, class Prefetch>
 inline void multiply(const char* const* rows, const char* x, int64_t x_stride, int64_t bytes, float* sums, bool first,
                      Prefetch& prefetch) {
   Vector total[kTurns][kCount][kRows];
@@ -133,7 +120,8 @@ inline void multiply(const char* const* rows, const char* x, int64_t x_stride, i
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           const int64_t here = at + turn * kVectorBytes;
-          total[turn][m][r] = Product::step(total[turn][m][r], rows[r] + here, x + m * x_stride + here);
+          total[turn][m][r] = multiply_add(load(reinterpret_cast<const float*>(rows[r] + here)),
+                                           load(reinterpret_cast<const float*>(x + m * x_stride + here)), total[turn][m][r]);
         }
       }
     }
@@ -147,19 +135,19 @@ inline void multiply(const char* const* rows, const char* x, int64_t x_stride, i
   }
 }
 
-template <class Product, class Prefetch>
+template <class Prefetch>
 inline void multiply_all(const char* const* rows, const char* x, int64_t x_stride, int64_t count, int64_t bytes, float* sums,
                          bool first, Prefetch& prefetch) {
   int64_t m = 0;
   if constexpr (kTokens == 4) {
     for (; m + 4 <= count; m += 4) {
-      multiply<Product, 4, 1>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, prefetch);
+      multiply<4, 1>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, prefetch);
     }
   }
   for (; m + 2 <= count; m += 2) {
-    multiply<Product, 2, kTokens / 2>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, prefetch);
+    multiply<2, kTokens / 2>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, prefetch);
   }
-  if (m < count) multiply<Product, 1, 2>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, prefetch);
+  if (m < count) multiply<1, 2>(rows, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first, prefetch);
 }
 
 // Iterations of multiply_all.
@@ -168,26 +156,25 @@ inline int64_t steps_of(int64_t count, int64_t bytes) {
   return count / kTokens * vectors + (count % kTokens + 1) / 2 * vectors / 2;
 }
 
-template <class Product>
 inline void product_in_vectors(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
                                int64_t last, float* out, int64_t stride, char* scratch) {
   constexpr int64_t kPanelStride = kBlockBytes + kRowGap;
   float* const sums = reinterpret_cast<float*>(scratch + kRows * kPanelStride);
   const int64_t x_stride = input_stride(layout);
-  const bool as_it_lies = matrix.bits == 0 && matrix.dtype == Product::kDtype && !without(kInPlace);
-  for (Part part = Part::of(matrix, first, last, 0, Product::kBlock); part.rows > 0;) {
-    const Part next = part.next(matrix, last, Product::kBlock);
-    const int64_t padded = round_up(part.columns, kStep), bytes = padded * Product::kBytes;
-    const char* const x = input + part.k * Product::kBytes;
+  const bool as_it_lies = matrix.bits == 0 && matrix.dtype == Dtype::float32 && !without(kInPlace);
+  for (Part part = Part::of(matrix, first, last, 0, kBlockColumns); part.rows > 0;) {
+    const Part next = part.next(matrix, last, kBlockColumns);
+    const int64_t padded = round_up(part.columns, kStep), bytes = padded * 4;
+    const char* const x = input + part.k * 4;
     const char* rows[kRows];
     if (as_it_lies && part.columns == padded) {
       for (int r = 0; r < kRows; ++r) rows[r] = values_at(matrix, part.row + (r < part.rows ? r : 0), part.k);
       if (without(kPrefetchInSteps)) {
         NoPrefetch prefetch;
-        multiply_all<Product>(rows, x, x_stride, count, bytes, sums, part.k == 0, prefetch);
+        multiply_all(rows, x, x_stride, count, bytes, sums, part.k == 0, prefetch);
       } else {
         PrefetchInSteps prefetch(matrix, next, steps_of(count, bytes));
-        multiply_all<Product>(rows, x, x_stride, count, bytes, sums, part.k == 0, prefetch);
+        multiply_all(rows, x, x_stride, count, bytes, sums, part.k == 0, prefetch);
       }
     } else {
       for (int r = 0; r < kRows; ++r) {
@@ -196,10 +183,10 @@ inline void product_in_vectors(const Matrix& matrix, const Layout& layout, int64
         if (r >= part.rows) continue;
         const char* const next_values =
             r < next.rows ? values_at(matrix, next.row + r, next.k) : values_at(matrix, part.row, part.k);
-        Product::dequantize(matrix, layout, part.row + r, part.k, part.columns, padded, panel, next_values);
+        fill_panel(matrix, layout, part.row + r, part.k, part.columns, padded, reinterpret_cast<float*>(panel), next_values);
       }
       NoPrefetch prefetch;
-      multiply_all<Product>(rows, x, x_stride, count, bytes, sums, part.k == 0, prefetch);
+      multiply_all(rows, x, x_stride, count, bytes, sums, part.k == 0, prefetch);
     }
     if (part.ends_rows(matrix)) {
       for (int64_t m = 0; m < count; ++m) {

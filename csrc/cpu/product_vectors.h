@@ -109,5 +109,30 @@ inline void prepare_float32(const Layout& layout, int64_t count, const char* x, 
   }
 }
 
+// Sum of all 8-byte words, the last one padded with zeros.
+inline uint64_t read_sum(const char* p, int64_t bytes) {
+  typedef uint64_t Words __attribute__((vector_size(kVectorBytes)));
+  Words total[4] = {};
+  int64_t at = 0;
+  for (; at + 4 * kVectorBytes <= bytes; at += 4 * kVectorBytes) {
+#pragma GCC unroll 4
+    for (int64_t line = at; line < at + 4 * kVectorBytes; line += 64) prefetch(p + (line + 4096 < bytes ? line + 4096 : at));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      Words words;
+      __builtin_memcpy(&words, p + at + i * kVectorBytes, sizeof(words));
+      total[i] += words;
+    }
+  }
+  uint64_t result = 0;
+  for (int64_t i = 0; i < 4 * kVectorBytes / 8; ++i) result += total[i / (kVectorBytes / 8)][i % (kVectorBytes / 8)];
+  for (; at < bytes; at += 8) {
+    uint64_t word = 0;
+    __builtin_memcpy(&word, p + at, static_cast<size_t>(bytes - at < 8 ? bytes - at : 8));
+    result += word;
+  }
+  return result;
+}
+
 }  // namespace
 }  // namespace zero_inference::cpu

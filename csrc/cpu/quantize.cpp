@@ -6,10 +6,8 @@
 #include <cstring>
 
 #include "elementwise.h"
-#include "product.h"
-#include "quantize.h"
+#include "kernels.h"
 #include "task.h"
-#include "threads.h"
 
 namespace zero_inference::cpu {
 
@@ -18,14 +16,6 @@ namespace {
 constexpr int64_t kTaskElements = 1 << 16;  // that a thread takes at a time
 
 constexpr int kMaxLanes = 16;
-
-const GroupQuantizer& quantizer_for(Instructions instructions) {
-#if defined(__x86_64__)
-  if (instructions >= Instructions::avx512) return kAvx512Quantizer;
-  if (instructions == Instructions::avx2) return kAvx2Quantizer;
-#endif
-  return kPortableQuantizer;
-}
 
 // One group to every `stride`-th element of `out`; float16 as bits.
 void load(const void* weight, Dtype dtype, int64_t first, int64_t size, float* out, int stride) {
@@ -65,15 +55,16 @@ int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_
   const Dtype dtype = static_cast<Dtype>(dtype_number);
   const Instructions best = best_instructions();
   if (instructions > static_cast<int32_t>(best)) return -2;
-  const GroupQuantizer& quantizer = quantizer_for(instructions < 0 ? best : static_cast<Instructions>(instructions));
+  const Kernels& kernels = kernels_of(instructions < 0 ? best : static_cast<Instructions>(instructions));
+  const int lanes = kernels.lanes;
   const int64_t element = bytes_of(dtype);
-  const int64_t task = std::max<int64_t>(1, kTaskElements / (size * quantizer.lanes)) * quantizer.lanes;  // groups
+  const int64_t task = std::max<int64_t>(1, kTaskElements / (size * lanes)) * lanes;  // groups
   const int64_t tasks = (groups + task - 1) / task;
   std::atomic<int64_t> next{0};
   std::atomic<int32_t> result{0};
   const int64_t used = std::max<int64_t>(1, std::min<int64_t>(threads, tasks));
-  const size_t floats = static_cast<size_t>(size) * quantizer.lanes * sizeof(float);
-  const size_t thread_bytes = aligned(2 * floats + static_cast<size_t>(size) * quantizer.lanes);
+  const size_t floats = static_cast<size_t>(size) * lanes * sizeof(float);
+  const size_t thread_bytes = aligned(2 * floats + static_cast<size_t>(size) * lanes);
   Buffer memory;
   try {
     memory.reserve(thread_bytes * used);
@@ -82,22 +73,21 @@ int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_
   }
   const auto work = [&](int64_t thread) {
     float* const values = reinterpret_cast<float*>(static_cast<char*>(memory.get()) + thread * thread_bytes);
-    float* const centered = values + size * quantizer.lanes;
-    uint8_t* const lane_codes = reinterpret_cast<uint8_t*>(centered + size * quantizer.lanes);
+    float* const centered = values + size * lanes;
+    uint8_t* const lane_codes = reinterpret_cast<uint8_t*>(centered + size * lanes);
     float scales[kMaxLanes], minima[kMaxLanes];
     for (int64_t index = next++; index < tasks && result == 0; index = next++) {
       const int64_t end = std::min(groups, (index + 1) * task);
-      for (int64_t first = index * task; first < end; first += quantizer.lanes) {
-        const int64_t count = std::min<int64_t>(quantizer.lanes, end - first);
-        if (count < quantizer.lanes) std::memset(values, 0, floats);
-        for (int64_t lane = 0; lane < count; ++lane)
-          load(weight, dtype, (first + lane) * size, size, values + lane, quantizer.lanes);
-        if (!quantizer.quantize(values, centered, size, bits, dtype, divides != 0, lane_codes, scales, minima)) {
+      for (int64_t first = index * task; first < end; first += lanes) {
+        const int64_t count = std::min<int64_t>(lanes, end - first);
+        if (count < lanes) std::memset(values, 0, floats);
+        for (int64_t lane = 0; lane < count; ++lane) load(weight, dtype, (first + lane) * size, size, values + lane, lanes);
+        if (!kernels.quantize(values, centered, size, bits, dtype, divides != 0, lane_codes, scales, minima)) {
           result = 1;
           return;
         }
         for (int64_t lane = 0; lane < count; ++lane)
-          pack(lane_codes + lane, size, bits, codes + (first + lane) * size * bits / 8, quantizer.lanes);
+          pack(lane_codes + lane, size, bits, codes + (first + lane) * size * bits / 8, lanes);
         store(scales, static_cast<char*>(scale) + first * element, dtype, count);
         store(minima, static_cast<char*>(minimum) + first * element, dtype, count);
       }

@@ -2,10 +2,11 @@
 
 #pragma once
 
+#include "floats.h"
 #include "product.h"
-#include "quantize.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are not passed between files
 #pragma GCC optimize("no-trapping-math")
 #pragma GCC optimize("fp-contract=off")  // product and sum are rounded one after the other where weights are dequantized
@@ -35,7 +36,7 @@ struct QuantizeLanes {
   static inline Vector whole(Vector value) { return (value + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23: the sum is rounded
 
   // To nearest even.
-  static inline Vector rounded(Vector value, Dtype dtype) {
+  ZI_INLINE Vector rounded(Vector value, Dtype dtype) {
     const Bits bits = bits_of(value);
     if (dtype == Dtype::bfloat16) return (Vector)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
     if (dtype == Dtype::float32) return value;
@@ -146,7 +147,7 @@ struct QuantizeLanes {
     best.gain = better ? found.gain : best.gain;
   }
 
-  // See GroupQuantizer::quantize.
+  // See Kernels::quantize.
   static bool quantize(float* memory, float* scratch, int64_t size, int bits, Dtype dtype, bool divides, uint8_t* codes,
                        float* scales, float* minima) {
     Vector* const values = reinterpret_cast<Vector*>(memory);
@@ -225,3 +226,9 @@ struct QuantizeLanes {
 
 }  // namespace
 }  // namespace zero_inference::cpu
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC pop_options
+#else
+#pragma STDC FP_CONTRACT DEFAULT
+#endif

@@ -89,39 +89,6 @@ inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {
   odd = Vector{one[1], one[3], two[1], two[3]};
 }
 
-inline float from_bits(uint32_t bits) {
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-inline uint32_t to_bits(float value) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-inline uint16_t bfloat16_bits(float value) {
-  const uint32_t bits = to_bits(value);
-  const uint32_t rounded = value == value ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
-  return static_cast<uint16_t>(rounded >> 16);
-}
-
-inline uint16_t float16_bits(float value) {
-  const uint32_t sign = to_bits(value) >> 16 & 0x8000, bits = to_bits(value) & 0x7fffffff;
-  uint32_t half;
-  if (bits > 0x7f800000) {
-    half = 0x7e00;
-  } else if (bits >= 0x477ff000) {  // 65520 and more
-    half = 0x7c00;
-  } else if (bits < 0x38800000) {  // subnormal: the sum's last bit is 2^-24
-    half = to_bits(from_bits(bits) + 0.5f) - 0x3f000000;
-  } else {
-    half = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
-  }
-  return static_cast<uint16_t>(sign | half);
-}
-
 inline void store_float16(char* to, Vector x) {
   for (int i = 0; i < kLanes; ++i) {
     const uint16_t bits = float16_bits(x[i]);

@@ -15,7 +15,7 @@ namespace zero_inference::cpu {
 
 // Pointers stay valid until it is done.
 struct Call {
-  int64_t task;   // its number in `CpuPool`
+  int64_t task;   // from add_task
   int64_t count;  // rows of the input
   const void* input;
   void* output;
@@ -74,5 +74,8 @@ class Task {
   // Bytes of weights that the prepared call reads where its input decides; else 0.
   virtual int64_t chosen_bytes() const { return 0; }
 };
+
+// Adds a task to a CpuPool; returns its number.
+int64_t add_task(void* pool, std::unique_ptr<Task> task);
 
 }  // namespace zero_inference::cpu

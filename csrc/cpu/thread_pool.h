@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -53,5 +54,23 @@ class ThreadPool {
   const std::function<void(int)>* work_ = nullptr;
   bool ends_ = false;
 };
+
+// Calls work(thread) on up to `threads` threads of this call alone, so that a process may fork between two calls; the caller is
+// 0. The system may allow fewer, so `work` takes parts from a
+// counter and waits for no other thread to start.
+template <typename Work>
+void on_threads(int64_t threads, const Work& work) {
+  std::vector<std::thread> others;
+  others.reserve(static_cast<size_t>(threads));
+  for (int64_t thread = 1; thread < threads; ++thread) {
+    try {
+      others.emplace_back([&work, thread] { work(thread); });
+    } catch (const std::exception&) {
+      break;
+    }
+  }
+  work(0);
+  for (std::thread& other : others) other.join();
+}
 
 }  // namespace zero_inference::cpu

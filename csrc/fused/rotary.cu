@@ -8,20 +8,10 @@
 // schema is in zero_inference/kernels/rotary.py. PyTorch takes ten kernels for it: 22 us of a layer's decode step, all of it
 // launches that wait for each other.
 
-#include <cstdint>
-
-#include "../elements.cuh"
-#include "../launch_sizes.cuh"
 #include "../operators.cuh"
 
+namespace zero_inference::fused {
 namespace {
-
-using torch::stable::Tensor;
-using zero_inference::current_stream;
-using zero_inference::Element;
-using zero_inference::rounded;
-
-using namespace zero_inference::fused;  // launch sizes
 
 // Heads [batch, heads, tokens, head_dim], read and written; elements of a head are contiguous.
 template <typename T>
@@ -87,78 +77,40 @@ __global__ void __launch_bounds__(kRotaryThreads)
   out[unit + sizes.half] = Element<T>::round(__fadd_rn(second_cos, first_sin));
 }
 
-void check(const char* name, const Tensor& tensor, const Tensor& like, int64_t dimensions) {
-  STD_TORCH_CHECK(
-      tensor.is_cuda() && tensor.get_device_index() == like.get_device_index() && tensor.scalar_type() == like.scalar_type(),
-      "rotary_embedding: ", name, " must be ", torch::headeronly::toString(like.scalar_type()), " on CUDA device ",
-      like.get_device_index(), " like q");
-  STD_TORCH_CHECK(tensor.dim() == dimensions && tensor.stride(dimensions - 1) == 1, "rotary_embedding: ", name, " must have ",
-                  dimensions, " dimensions, the last one contiguous");
-}
-
 template <typename T>
 Heads<T> heads_of(const Tensor& in, const Tensor& out) {
-  return {static_cast<const T*>(in.const_data_ptr()),
-          static_cast<T*>(out.mutable_data_ptr()),
-          in.stride(0),
-          in.stride(1),
-          in.stride(2),
-          out.stride(0),
-          out.stride(1),
-          out.stride(2)};
+  return {read<T>(in), write<T>(out), in.stride(0), in.stride(1), in.stride(2), out.stride(0), out.stride(1), out.stride(2)};
 }
 
 template <typename T>
 Angles<T> angles_of(const Tensor& angles) {
-  return {static_cast<const T*>(angles.const_data_ptr()), angles.size(0) == 1 ? 0 : angles.stride(0), angles.stride(1)};
+  return {read<T>(angles), angles.size(0) == 1 ? 0 : angles.stride(0), angles.stride(1)};
 }
 
-template <typename T>
-void launch(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, const Tensor& q_out, const Tensor& k_out,
-            const Sizes& sizes, cudaStream_t stream) {
-  const unsigned int blocks = (sizes.all + kRotaryThreads - 1) / kRotaryThreads;
-  rotate<T><<<blocks, kRotaryThreads, 0, stream>>>(heads_of<T>(q, q_out), heads_of<T>(k, k_out), angles_of<T>(cos),
-                                                   angles_of<T>(sin), sizes);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
+// q, k and their outputs [batch, heads, tokens, head_dim]; cos and sin [1 or batch, tokens, rotated or half of it].
 void rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, int64_t rotated,
                       const Tensor& q_out, const Tensor& k_out) {
-  check("q", q, q, 4), check("k", k, q, 4), check("q_out", q_out, q, 4), check("k_out", k_out, q, 4);
-  check("cos", cos, q, 3), check("sin", sin, q, 3);
-  const int64_t batch = q.size(0), tokens = q.size(2), head_dim = q.size(3), width = cos.size(2);
-  STD_TORCH_CHECK(k.size(0) == batch && k.size(2) == tokens && k.size(3) == head_dim, "rotary_embedding: k must be [", batch,
-                  ", heads, ", tokens, ", ", head_dim, "] like q");
-  for (int i = 0; i < 4; ++i) {
-    STD_TORCH_CHECK(q_out.size(i) == q.size(i) && k_out.size(i) == k.size(i),
-                    "rotary_embedding: outputs must have the sizes of q and k");
-  }
-  for (const Tensor* angles : {&cos, &sin}) {
-    STD_TORCH_CHECK((angles->size(0) == 1 || angles->size(0) == batch) && angles->size(1) == tokens && angles->size(2) == width,
-                    "rotary_embedding: cos and sin must be [1 or ", batch, ", ", tokens, ", width]");
-  }
-  STD_TORCH_CHECK(rotated > 0 && rotated % 2 == 0 && rotated <= head_dim && (width == rotated || 2 * width == rotated),
-                  "rotary_embedding: rotated must be even, up to ", head_dim, ", and ", width, " or ", 2 * width, "; found ",
-                  rotated);
-  const int64_t heads = q.size(1) + k.size(1), units = head_dim - rotated / 2;
+  const int64_t batch = q.size(0), tokens = q.size(2), half = rotated / 2;
+  const int64_t heads = q.size(1) + k.size(1), units = q.size(3) - half;
   if (batch == 0 || tokens == 0 || heads == 0) return;
-  constexpr int64_t kMost = int64_t{1} << 31;  // so that sums of them stay unsigned ints
-  STD_TORCH_CHECK(batch < kMost && tokens < kMost && heads < kMost && units < kMost && batch * tokens < kMost / units / heads,
-                  "rotary_embedding: too many elements for one call");
-  const int64_t half = rotated / 2;
+  // so that sums of them stay unsigned ints
+  STD_TORCH_CHECK(batch * tokens < (int64_t{1} << 31) / units / heads, "rotary_embedding: too many elements for one call");
   const Sizes sizes = {static_cast<unsigned int>(batch * tokens * heads * units),
                        static_cast<unsigned int>(units),
                        static_cast<unsigned int>(heads),
                        static_cast<unsigned int>(q.size(1)),
                        static_cast<unsigned int>(tokens),
                        static_cast<unsigned int>(half),
-                       static_cast<unsigned int>(width == rotated ? half : 0)};
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  const cudaStream_t stream = current_stream(q.get_device_index());
-  zero_inference::with_element("rotary_embedding", "q", q.scalar_type(),
-                               [&](auto zero) { launch<decltype(zero)>(q, k, cos, sin, q_out, k_out, sizes, stream); });
+                       static_cast<unsigned int>(cos.size(2) == rotated ? half : 0)};
+  const TensorDevice device(q);
+  with_element(q.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    launch(rotate<T>, dim3(divided_up(sizes.all, kRotaryThreads)), kRotaryThreads, 0, device, heads_of<T>(q, q_out),
+           heads_of<T>(k, k_out), angles_of<T>(cos), angles_of<T>(sin), sizes);
+  });
 }
 
-}  // namespace
-
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("rotary_embedding", TORCH_BOX(&rotary_embedding)); }
+
+}  // namespace
+}  // namespace zero_inference::fused

@@ -4,26 +4,13 @@
 // A warp has a token, lane l experts l, l + 32, ...; sums have PyTorch's order. Experts are sorted by value, ties by id; NaN is
 // the largest, as in torch.topk.
 
-#include <cmath>
-#include <cstdint>
 #include <tuple>
 
-#include <torch/csrc/stable/ops.h>
-
-#include "../elements.cuh"
-#include "../launch_sizes.cuh"
 #include "../operators.cuh"
 
+namespace zero_inference::fused {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using zero_inference::current_stream;
-using zero_inference::Element;
-
-using namespace zero_inference::fused;  // launch sizes
-
-constexpr int kWarp = 32;
 constexpr unsigned int kAll = 0xffffffffu;
 constexpr int kMostExperts = 1024;
 
@@ -140,46 +127,33 @@ __global__ void __launch_bounds__(kRoutingThreads)
   }
 }
 
-struct Task {
-  int64_t tokens;
-  int experts, k;
-  bool softmax_first, normalized, in_float32;
-};
-
-template <typename T, int kEach = 1>
-void launch(const Tensor& logits, const Task& task, const Tensor& weights, const Tensor& numbers, cudaStream_t stream) {
-  if constexpr (kEach * kWarp < kMostExperts) {
-    if (task.experts > kEach * kWarp) return launch<T, 2 * kEach>(logits, task, weights, numbers, stream);
-  }
-  constexpr int64_t kTokens = kRoutingThreads / kWarp;
-  const unsigned int blocks = static_cast<unsigned int>((task.tokens + kTokens - 1) / kTokens);
-  choose<T, kEach><<<blocks, kRoutingThreads, 0, stream>>>(
-      static_cast<const T*>(logits.const_data_ptr()), task.tokens, task.experts, task.k, task.softmax_first, task.normalized,
-      task.in_float32, weights.mutable_data_ptr(), static_cast<int64_t*>(numbers.mutable_data_ptr()));
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
+// logits [tokens, experts], contiguous -> weights and int64 ids, [tokens, k].
 std::tuple<Tensor, Tensor> choose_experts(const Tensor& logits, int64_t k, bool softmax_first, bool normalized,
                                           bool in_float32) {
-  const ScalarType dtype = logits.scalar_type();
-  STD_TORCH_CHECK(logits.is_cuda() && logits.dim() == 2 && logits.is_contiguous(),
-                  "choose_experts: logits must be [tokens, experts], contiguous, on a CUDA device");
   const int64_t tokens = logits.size(0), experts = logits.size(1);
-  STD_TORCH_CHECK(experts <= kMostExperts && k > 0 && k <= experts && k <= kWarp && tokens < (int64_t{1} << 31),
-                  "choose_experts: 1 to ", kWarp, " of up to ", kMostExperts, " experts can be chosen; found ", k, " of ",
-                  experts);
-  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  STD_TORCH_CHECK(experts <= kMostExperts && k <= experts && k <= kWarp, "choose_experts: 1 to ", kWarp, " of up to ",
+                  kMostExperts, " experts can be chosen; found ", k, " of ", experts);
+  const TensorDevice device(logits);
   const int64_t sizes[] = {tokens, k};
-  const Tensor weights = torch::stable::new_empty(logits, sizes, in_float32 ? ScalarType::Float : dtype);
+  const Tensor weights = torch::stable::new_empty(logits, sizes, in_float32 ? ScalarType::Float : logits.scalar_type());
   const Tensor numbers = torch::stable::new_empty(logits, sizes, ScalarType::Long);
   if (tokens == 0) return {weights, numbers};
-  const Task task = {tokens, static_cast<int>(experts), static_cast<int>(k), softmax_first, normalized, in_float32};
-  const cudaStream_t stream = current_stream(logits.get_device_index());
-  zero_inference::with_element("choose_experts", "logits", dtype,
-                               [&](auto zero) { launch<decltype(zero)>(logits, task, weights, numbers, stream); });
+  with_element(logits.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const auto kernel = experts <= kWarp        ? choose<T, 1>
+                        : experts <= 2 * kWarp  ? choose<T, 2>
+                        : experts <= 4 * kWarp  ? choose<T, 4>
+                        : experts <= 8 * kWarp  ? choose<T, 8>
+                        : experts <= 16 * kWarp ? choose<T, 16>
+                                                : choose<T, 32>;
+    launch(kernel, dim3(divided_up(tokens, kRoutingThreads / kWarp)), kRoutingThreads, 0, device, read<T>(logits), tokens,
+           static_cast<int>(experts), static_cast<int>(k), softmax_first, normalized, in_float32, weights.mutable_data_ptr(),
+           write<int64_t>(numbers));
+  });
   return {weights, numbers};
 }
 
-}  // namespace
-
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("choose_experts", TORCH_BOX(&choose_experts)); }
+
+}  // namespace
+}  // namespace zero_inference::fused

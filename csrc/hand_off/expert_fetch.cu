@@ -8,18 +8,10 @@
 // A kernel reads host memory at 46 GB/s with one expert of 2.65 MB, at 50 with more, a copy engine at 55 (H100, PCIe 5); the
 // kernel needs no host thread that knows the routing.
 
-#include <cstdint>
-
-#include "../launch_sizes.cuh"
 #include "../operators.cuh"
 
+namespace zero_inference::hand_off {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using zero_inference::current_stream;
-
-using namespace zero_inference::hand_off;  // launch sizes
 
 enum State : int { kOther, kMissed, kIdle };  // idle: cached, not routed to
 
@@ -128,91 +120,44 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-void check(const char* name, const Tensor& tensor, const Tensor& like, ScalarType type = ScalarType::Long) {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == like.get_device_index() && tensor.is_contiguous() &&
-                      tensor.scalar_type() == type,
-                  name, " must be ",
-                  type == ScalarType::Long    ? "int64"
-                  : type == ScalarType::Float ? "float32"
-                                              : "uint8",
-                  ", contiguous, on CUDA device ", like.get_device_index());
-}
-
+// chosen, for_cpu, slot and fetched_slot int64 of one size; table int64 and uses float32 [>= experts]; quota int64 [experts +
+// 1]; fetched and fetched_into int64 of one size.
 void expert_division(const Tensor& chosen, const Tensor& table, const Tensor& uses, int64_t experts, const Tensor& quota,
                      double kept_use, bool keeps, const Tensor& for_cpu, const Tensor& slot, const Tensor& fetched_slot,
                      const Tensor& fetched, const Tensor& fetched_into) {
-  STD_TORCH_CHECK(chosen.is_cuda(), "expert_division: chosen must be on a CUDA device");
-  const Tensor* const all[] = {&chosen, &table, &quota, &for_cpu, &slot, &fetched_slot, &fetched, &fetched_into};
-  for (const Tensor* each : all) check("expert_division: each other tensor", *each, chosen);
-  check("expert_division: uses", uses, chosen, ScalarType::Float);
-  STD_TORCH_CHECK(
-      experts > 0 && experts <= kMostExperts && table.numel() >= experts && uses.numel() >= experts && quota.numel() > experts,
-      "expert_division: experts must be 1 to ", kMostExperts, ", and table, uses and quota have as many; found ", experts, ", ",
-      table.numel(), ", ", uses.numel(), " and ", quota.numel());
-  STD_TORCH_CHECK(for_cpu.numel() == chosen.numel() && slot.numel() == chosen.numel() &&
-                      fetched_slot.numel() == chosen.numel() && fetched.numel() == fetched_into.numel(),
-                  "expert_division: the first three outputs must be of ", chosen.numel(), " elements, and two of as many");
-  const torch::stable::accelerator::DeviceGuard guard(chosen.get_device_index());
-  const size_t shared_bytes = static_cast<size_t>(experts) * (sizeof(int) + sizeof(float));
-  divide<<<1, kThreads, shared_bytes, current_stream(chosen.get_device_index())>>>(
-      static_cast<const int64_t*>(chosen.const_data_ptr()), static_cast<int>(chosen.numel()),
-      static_cast<int64_t*>(table.mutable_data_ptr()), static_cast<float*>(uses.mutable_data_ptr()), static_cast<int>(experts),
-      static_cast<const int64_t*>(quota.const_data_ptr()), static_cast<float>(kept_use), keeps,
-      static_cast<int>(fetched.numel()), static_cast<int64_t*>(for_cpu.mutable_data_ptr()),
-      static_cast<int64_t*>(slot.mutable_data_ptr()), static_cast<int64_t*>(fetched_slot.mutable_data_ptr()),
-      static_cast<int64_t*>(fetched.mutable_data_ptr()), static_cast<int64_t*>(fetched_into.mutable_data_ptr()));
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  STD_TORCH_CHECK(experts > 0 && experts <= kMostExperts, "expert_division: experts must be 1 to ", kMostExperts, ", found ",
+                  experts);
+  const TensorDevice device(chosen);
+  const int shared_bytes = static_cast<int>(experts) * static_cast<int>(sizeof(int) + sizeof(float));
+  launch(divide, dim3(1), kThreads, shared_bytes, device, read<int64_t>(chosen), static_cast<int>(chosen.numel()),
+         write<int64_t>(table), write<float>(uses), static_cast<int>(experts), read<int64_t>(quota),
+         static_cast<float>(kept_use), keeps, static_cast<int>(fetched.numel()), write<int64_t>(for_cpu), write<int64_t>(slot),
+         write<int64_t>(fetched_slot), write<int64_t>(fetched), write<int64_t>(fetched_into));
 }
 
+// All int64; pieces [pieces, 4]; fetched_into of as many as fetched.
 void expert_fetch(const Tensor& fetched, const Tensor& fetched_into, const Tensor& pieces, bool in_vectors) {
-  STD_TORCH_CHECK(fetched.is_cuda(), "expert_fetch: fetched must be on a CUDA device");
-  check("expert_fetch: fetched", fetched, fetched);
-  check("expert_fetch: fetched_into", fetched_into, fetched);
-  check("expert_fetch: pieces", pieces, fetched);
-  STD_TORCH_CHECK(pieces.dim() == 2 && pieces.size(1) == 4 && fetched_into.numel() == fetched.numel(),
-                  "expert_fetch: pieces must be [pieces, 4], and fetched_into as many as fetched");
   if (fetched.numel() == 0 || pieces.numel() == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(fetched.get_device_index());
-  const cudaStream_t stream = current_stream(fetched.get_device_index());
+  const TensorDevice device(fetched);
   const dim3 grid(kFetchBlocks, static_cast<unsigned int>(fetched.numel()), static_cast<unsigned int>(pieces.size(0)));
-  const int64_t* const experts = static_cast<const int64_t*>(fetched.const_data_ptr());
-  const int64_t* const slots = static_cast<const int64_t*>(fetched_into.const_data_ptr());
-  const int64_t* const addresses = static_cast<const int64_t*>(pieces.const_data_ptr());
-  if (in_vectors) {
-    fetch<uint4><<<grid, kThreads, 0, stream>>>(experts, slots, addresses);
-  } else {
-    fetch<unsigned char><<<grid, kThreads, 0, stream>>>(experts, slots, addresses);
-  }
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(in_vectors ? fetch<uint4> : fetch<unsigned char>, grid, kThreads, 0, device, read<int64_t>(fetched),
+         read<int64_t>(fetched_into), read<int64_t>(pieces));
 }
 
+// table int64 [>= experts]; pieces int64 [pieces, 4]; block uint8.
 void expert_fill(const Tensor& table, int64_t experts, const Tensor& pieces, const Tensor& block, bool in_vectors) {
-  STD_TORCH_CHECK(table.is_cuda() && table.numel() >= experts, "expert_fill: table must be on a CUDA device, of ", experts,
-                  " experts or more");
-  check("expert_fill: table", table, table);
-  check("expert_fill: pieces", pieces, table);
-  check("expert_fill: block", block, table, ScalarType::Byte);
-  STD_TORCH_CHECK(pieces.dim() == 2 && pieces.size(1) == 4, "expert_fill: pieces must be [pieces, 4]");
   if (experts == 0 || pieces.numel() == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(table.get_device_index());
-  const cudaStream_t stream = current_stream(table.get_device_index());
+  const TensorDevice device(table);
   const int64_t parts = experts < kFillTurns ? kFillTurns / experts : 1;
-  const auto launch = [&](auto kernel) {
-    kernel<<<kFillBlocks, kThreads, 0, stream>>>(static_cast<const int64_t*>(table.const_data_ptr()), experts,
-                                                 static_cast<const int64_t*>(pieces.const_data_ptr()), pieces.size(0), parts,
-                                                 static_cast<char*>(block.mutable_data_ptr()));
-  };
-  in_vectors ? launch(fill<uint4>) : launch(fill<unsigned char>);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(in_vectors ? fill<uint4> : fill<unsigned char>, dim3(kFillBlocks), kThreads, 0, device, read<int64_t>(table), experts,
+         read<int64_t>(pieces), pieces.size(0), parts, write<char>(block));
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
   library.def(
       "expert_division(Tensor chosen, Tensor(a!) table, Tensor(b!) uses, int experts, Tensor quota, float kept_use, bool "
-      "keeps, "
-      "Tensor(c!) for_cpu, Tensor(d!) slot, Tensor(e!) fetched_slot, Tensor(f!) fetched, Tensor(g!) fetched_into) -> ()");
+      "keeps, Tensor(c!) for_cpu, Tensor(d!) slot, Tensor(e!) fetched_slot, Tensor(f!) fetched, Tensor(g!) fetched_into) -> "
+      "()");
   library.def("expert_fetch(Tensor fetched, Tensor fetched_into, Tensor pieces, bool in_vectors) -> ()");
   library.def("expert_fill(Tensor table, int experts, Tensor pieces, Tensor(a!) block, bool in_vectors) -> ()");
 }
@@ -222,3 +167,6 @@ STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) {
   library.impl("expert_fetch", TORCH_BOX(&expert_fetch));
   library.impl("expert_fill", TORCH_BOX(&expert_fill));
 }
+
+}  // namespace
+}  // namespace zero_inference::hand_off

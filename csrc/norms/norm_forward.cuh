@@ -7,7 +7,6 @@
 // transformers' Llama family does.
 #pragma once
 
-#include "../alignment.cuh"
 #include "rows.cuh"
 
 namespace zero_inference::norms {
@@ -81,7 +80,7 @@ __global__ void __launch_bounds__(S::kBlock) norm_forward_rows(const NormForward
 #pragma unroll
       for (int i = 0; i < kVector<T>; ++i) sum.value[i] += added.value[i];
       x.packed[v] = sum.packed();
-      store_vector(a.sum + start + S::column(v), x.packed[v]);
+      *reinterpret_cast<uint4*>(a.sum + start + S::column(v)) = x.packed[v];
       add_up(x.at(v));
     }
   } else {
@@ -143,7 +142,7 @@ __global__ void __launch_bounds__(kLoopThreads) norm_forward_loop(const NormForw
         residual.load(a.residual + start + column);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) x.value[i] += residual.value[i];
-        x.round_to_element();
+        x.from(x.packed());  // rounded
         x.store(a.sum + start + column);
       }
 #pragma unroll

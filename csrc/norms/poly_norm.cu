@@ -1,56 +1,36 @@
 // zero_inference::poly_norm and poly_norm_backward on CUDA; their schemas are in zero_inference/norms/ops.py.
 
+#include "call.cuh"
 #include "poly_backward.cuh"
-#include "poly_forward.cuh"
-#include "tensors.cuh"
 
+namespace zero_inference::norms {
 namespace {
 
-using namespace zero_inference::norms;
-
-struct Inputs {
-  const void *x, *mul, *weight, *bias, *offsets;
-  int64_t experts;
-};
-
-Inputs inputs_of(Call& call, const Tensor& x, const std::optional<Tensor>& mul, const Tensor& weight, const Tensor& bias,
-                 const std::optional<Tensor>& offsets) {
-  const int64_t numel = call.rows * call.columns;
-  Inputs inputs = {};
-  inputs.experts = offsets.has_value() ? offsets->numel() : 1;
-  inputs.x = call.input("x", x, numel);
-  inputs.mul = call.optional_input("mul", mul, numel);
-  inputs.weight = call.input("weight", weight, 3 * inputs.experts);
-  inputs.bias = call.input("bias", bias, inputs.experts);
-  if (offsets.has_value()) inputs.offsets = call.input("offsets", *offsets, inputs.experts, ScalarType::Int);
-  return inputs;
-}
-
 template <typename T>
-Poly<T> arguments(const Call& call, const Inputs& inputs, double eps) {
+Poly<T> arguments(Call& call, const Tensor& x, const std::optional<Tensor>& mul, const Tensor& weight, const Tensor& bias,
+                  const std::optional<Tensor>& offsets, double eps) {
   Poly<T> a = {};
-  a.x = static_cast<const T*>(inputs.x);
-  a.mul = static_cast<const T*>(inputs.mul);
-  a.weight = static_cast<const T*>(inputs.weight);
-  a.bias = static_cast<const T*>(inputs.bias);
-  a.offsets = static_cast<const int32_t*>(inputs.offsets);
+  a.x = call.input<T>(x);
+  a.mul = call.input<T>(mul);
+  a.weight = call.input<T>(weight);
+  a.bias = call.input<T>(bias);
+  a.offsets = call.input<int32_t>(offsets);
   a.rows = call.rows;
   a.columns = static_cast<int>(call.columns);
-  a.experts = static_cast<int>(inputs.experts);
+  a.experts = offsets.has_value() ? static_cast<int>(offsets->numel()) : 1;
   a.eps = static_cast<float>(eps);
   return a;
 }
 
 Tensor poly_norm(const Tensor& x, const std::optional<Tensor>& mul, const Tensor& weight, const Tensor& bias,
                  const std::optional<Tensor>& offsets, double eps) {
-  Call call("poly_norm", x);
-  const Inputs inputs = inputs_of(call, x, mul, weight, bias, offsets);
+  Call call(x);
   Tensor out = call.output_like(x);
-  call.with_type([&](auto zero) {
+  with_element(x.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    Poly<T> a = arguments<T>(call, inputs, eps);
-    a.out = static_cast<T*>(out.mutable_data_ptr());
-    poly_forward(a, call.device());
+    Poly<T> a = arguments<T>(call, x, mul, weight, bias, offsets, eps);
+    a.out = write<T>(out);
+    poly_forward(a, call);
   });
   return out;
 }
@@ -59,29 +39,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> poly_norm_backward(const Tensor& grad
                                                               const std::optional<Tensor>& mul, const Tensor& weight,
                                                               const Tensor& bias, const std::optional<Tensor>& offsets,
                                                               double eps) {
-  Call call("poly_norm_backward", x);
-  const Inputs inputs = inputs_of(call, x, mul, weight, bias, offsets);
-  const void* grads = call.input("grad", grad, call.rows * call.columns);
+  Call call(x);
+  const int64_t none[] = {0};
   Tensor grad_x = call.output_like(x);
-  Tensor grad_mul = mul.has_value() ? call.output_like(x) : call.empty_output();
+  Tensor grad_mul = mul.has_value() ? call.output_like(x) : torch::stable::new_empty(x, none);
   Tensor grad_weight = call.output_like(weight);
   Tensor grad_bias = call.output_like(bias);
-  call.with_type([&](auto zero) {
+  with_element(x.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    Poly<T> a = arguments<T>(call, inputs, eps);
-    a.grad = static_cast<const T*>(grads);
-    a.grad_x = static_cast<T*>(grad_x.mutable_data_ptr());
-    a.grad_mul = mul.has_value() ? static_cast<T*>(grad_mul.mutable_data_ptr()) : nullptr;
-    a.grad_weight = static_cast<T*>(grad_weight.mutable_data_ptr());
-    a.grad_bias = static_cast<T*>(grad_bias.mutable_data_ptr());
-    poly_backward(a, call.device(), [&](int64_t count) { return call.scratch(count); });
+    Poly<T> a = arguments<T>(call, x, mul, weight, bias, offsets, eps);
+    a.grad = call.input<T>(grad);
+    a.grad_x = write<T>(grad_x);
+    a.grad_mul = mul.has_value() ? write<T>(grad_mul) : nullptr;
+    a.grad_weight = write<T>(grad_weight);
+    a.grad_bias = write<T>(grad_bias);
+    poly_backward(a, call, [&](int64_t count) { return call.scratch(count); });
   });
   return {grad_x, grad_mul, grad_weight, grad_bias};
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) {
   library.impl("poly_norm", TORCH_BOX(&poly_norm));
   library.impl("poly_norm_backward", TORCH_BOX(&poly_norm_backward));
 }
+
+}  // namespace
+}  // namespace zero_inference::norms

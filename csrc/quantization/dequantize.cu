@@ -6,45 +6,15 @@
 // zero_inference/kernels/quantization.py. Code i is at bit `bits * i`, little-endian: the even element of an int4 pair has the
 // low nibble.
 
-#include <algorithm>
-#include <cstdint>
-
-#include "../alignment.cuh"
-#include "../elements.cuh"
-#include "../launch_sizes.cuh"
 #include "../operators.cuh"
 
+namespace zero_inference::quantization {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-using namespace zero_inference::quantization;  // launch sizes
-using zero_inference::aligned;
-using zero_inference::Element;
-using zero_inference::in_vectors;
-
-template <typename T>
-constexpr int kInStore = 16 / static_cast<int>(sizeof(T));  // elements of a 16-byte store
-
-template <int kBytes>
-struct CodeWord;
-template <>
-struct CodeWord<2> {
-  using type = unsigned short;
-};
-template <>
-struct CodeWord<4> {
-  using type = unsigned int;
-};
-template <>
-struct CodeWord<8> {
-  using type = unsigned long long;
-};
-
-// The codes of one 16-byte store.
-template <typename T, int kBits>
-using Codes = typename CodeWord<kInStore<T> * kBits / 8>::type;
+// The codes of one 16-byte store: 2, 4 or 8 bytes.
+template <typename T, int kBits, int kBytes = kVector<T> * kBits / 8>
+using CodesOfVector =
+    std::conditional_t<kBytes == 2, unsigned short, std::conditional_t<kBytes == 4, unsigned int, unsigned long long>>;
 
 __device__ __forceinline__ float restore(uint32_t code, float scale, float minimum) {
   return __fadd_rn(__fmul_rn(static_cast<float>(code), scale), minimum);
@@ -54,13 +24,12 @@ __device__ __forceinline__ float restore(uint32_t code, float scale, float minim
 // log2(vectors_in_group), negative if not a power of two.
 template <typename T, int kBits>
 __global__ void __launch_bounds__(kThreads)
-    dequantize_vectors(const Codes<T, kBits>* __restrict__ codes, const T* __restrict__ scale, const T* __restrict__ minimum,
-                       uint4* __restrict__ out, int64_t vectors, int64_t vectors_in_group, int shift) {
-  constexpr int kVector = kInStore<T>;
-  constexpr int kWordElements = kVector / 4;
+    dequantize_vectors(const CodesOfVector<T, kBits>* __restrict__ codes, const T* __restrict__ scale,
+                       const T* __restrict__ minimum, uint4* __restrict__ out, int64_t vectors, int64_t vectors_in_group,
+                       int shift) {
   constexpr int64_t kTile = kThreads * kUnroll;
   for (int64_t first = blockIdx.x * kTile + threadIdx.x; first < vectors; first += gridDim.x * kTile) {
-    Codes<T, kBits> packed[kUnroll] = {};
+    CodesOfVector<T, kBits> packed[kUnroll] = {};
     float scales[kUnroll] = {};
     float minima[kUnroll] = {};
 #pragma unroll
@@ -77,14 +46,13 @@ __global__ void __launch_bounds__(kThreads)
     for (int step = 0; step < kUnroll; ++step) {
       const int64_t vector = first + step * kThreads;
       if (vector < vectors) {
-        float values[kVector];
+        Chunk<T, kVector<T>> values;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
+        for (int i = 0; i < kVector<T>; ++i) {
           const uint32_t code = static_cast<uint32_t>(packed[step] >> (kBits * i)) & ((1u << kBits) - 1);
-          values[i] = restore(code, scales[step], minima[step]);
+          values.value[i] = restore(code, scales[step], minima[step]);
         }
-        out[vector] = make_uint4(Element<T>::pack(values), Element<T>::pack(values + kWordElements),
-                                 Element<T>::pack(values + 2 * kWordElements), Element<T>::pack(values + 3 * kWordElements));
+        out[vector] = values.packed();
       }
     }
   }
@@ -116,67 +84,39 @@ int log2_or_negative(int64_t value) {
   return (int64_t{1} << shift) == value ? shift : -1;
 }
 
-template <typename T, int kBits>
-void launch(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t group_size, const Tensor& out) {
-  constexpr int kVector = kInStore<T>;
-  const int32_t device = out.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = zero_inference::current_stream(device);
-  int processors = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const auto blocks = [processors](int64_t work, int64_t work_of_block) {
-    const int64_t wanted = (work + work_of_block - 1) / work_of_block;
-    return static_cast<unsigned int>(std::min<int64_t>(wanted, int64_t{processors} * kBlocksOfProcessor));
-  };
-
-  const int64_t numel = out.numel();
-  const T* scales = static_cast<const T*>(scale.const_data_ptr());
-  const T* minima = static_cast<const T*>(minimum.const_data_ptr());
-  if (in_vectors<T>(group_size, out.const_data_ptr()) && aligned(codes.const_data_ptr(), sizeof(Codes<T, kBits>))) {
-    const int64_t vectors = numel / kVector;
-    const unsigned int grid = blocks(vectors, kThreads * kUnroll);
-    dequantize_vectors<T, kBits><<<grid, kThreads, 0, stream>>>(
-        static_cast<const Codes<T, kBits>*>(codes.const_data_ptr()), scales, minima,
-        static_cast<uint4*>(out.mutable_data_ptr()), vectors, group_size / kVector, log2_or_negative(group_size / kVector));
-  } else {
-    const int64_t bytes = numel * kBits / 8;
-    const unsigned int grid = blocks(bytes, kThreads);
-    dequantize_bytes<T, kBits><<<grid, kThreads, 0, stream>>>(static_cast<const uint8_t*>(codes.const_data_ptr()), scales,
-                                                              minima, static_cast<T*>(out.mutable_data_ptr()), bytes,
-                                                              group_size);
-  }
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
+// Contiguous: codes uint8, scale and minimum in the dtype of out, one for each `group_size` of its elements.
 void dequantize_groups(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits, int64_t group_size,
                        const Tensor& out) {
-  const ScalarType dtype = out.scalar_type();
   const int64_t numel = out.numel();
-  STD_TORCH_CHECK(bits == 8 || bits == 4, "dequantize_groups: bits must be 8 or 4, found ", bits);
-  STD_TORCH_CHECK(group_size > 0 && (bits == 8 || group_size % 2 == 0),
-                  "dequantize_groups: group_size must be positive, and even ", "for 4 bits, found ", group_size, " for ", bits,
-                  " bits");
-  STD_TORCH_CHECK(numel % group_size == 0, "dequantize_groups: out must hold whole groups of ", group_size, ", found ", numel,
-                  " elements");
-  const auto check = [&](const char* name, const Tensor& tensor, ScalarType type, int64_t elements) {
-    zero_inference::check_tensor("dequantize_groups", name, tensor, type, elements, out);
-  };
-  check("out", out, dtype, numel);
-  check("codes", codes, ScalarType::Byte, numel * bits / 8);
-  check("scale", scale, dtype, numel / group_size);
-  check("minimum", minimum, dtype, numel / group_size);
   if (numel == 0) return;
-
-  zero_inference::with_element("dequantize_groups", "out", dtype, [&](auto zero) {
+  const TensorDevice device(out);
+  const auto blocks = [&](int64_t work, int64_t of_block) {
+    return dim3(std::min(divided_up(work, of_block), int64_t{device.processors()} * kBlocksOfProcessor));
+  };
+  const auto run = [&](auto zero, auto bits_of_code) {
     using T = decltype(zero);
-    bits == 8 ? launch<T, 8>(codes, scale, minimum, group_size, out) : launch<T, 4>(codes, scale, minimum, group_size, out);
+    constexpr int kBits = decltype(bits_of_code)::value;
+    using Word = CodesOfVector<T, kBits>;
+    if (in_vectors<T>(group_size, out.const_data_ptr()) && aligned(codes.const_data_ptr(), sizeof(Word))) {
+      const int64_t vectors = numel / kVector<T>, of_group = group_size / kVector<T>;
+      launch(dequantize_vectors<T, kBits>, blocks(vectors, kThreads * kUnroll), kThreads, 0, device, read<Word>(codes),
+             read<T>(scale), read<T>(minimum), write<uint4>(out), vectors, of_group, log2_or_negative(of_group));
+    } else {
+      const int64_t bytes = numel * kBits / 8;
+      launch(dequantize_bytes<T, kBits>, blocks(bytes, kThreads), kThreads, 0, device, read<uint8_t>(codes), read<T>(scale),
+             read<T>(minimum), write<T>(out), bytes, group_size);
+    }
+  };
+  with_element(out.scalar_type(), [&](auto zero) {
+    bits == 8 ? run(zero, std::integral_constant<int, 8>{}) : run(zero, std::integral_constant<int, 4>{});
   });
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
   library.def("dequantize_groups(Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("dequantize_groups", TORCH_BOX(&dequantize_groups)); }
+
+}  // namespace
+}  // namespace zero_inference::quantization

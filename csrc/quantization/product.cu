@@ -13,33 +13,15 @@
 
 #include <cooperative_groups.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstdint>
 #include <optional>
-#include <type_traits>
 
-#include <torch/csrc/stable/ops.h>
-
-#include "../alignment.cuh"
-#include "../launch_sizes.cuh"
-#include "../norms/async_copy.cuh"
 #include "../operators.cuh"
 #include "product.cuh"
 
+namespace zero_inference::quantization {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-using namespace zero_inference::quantization;
-using zero_inference::aligned;
-using zero_inference::norms::copy_commit;
-using zero_inference::norms::copy_wait;
-using zero_inference::norms::dynamic_shared;
-
-constexpr int kWarp = 32;
 constexpr int kWarps = kProductThreads / kWarp;
 constexpr int kWarpRows = kProductTiles * kTileRows;
 constexpr int kSlice = 128;  // columns: the unit in which blocks of a cluster split them, whole steps and whole groups
@@ -356,7 +338,7 @@ __device__ __forceinline__ void store_result(const AnyTask& task, int64_t first,
   const auto biased = [&](int local) {
     const float sum = sum_of(local);
     if (task.bias == nullptr) return sum;
-    return sum + Pair<T>::load(static_cast<const T*>(task.bias)[task.weight_row(first, local)]);
+    return sum + Element<T>::load(static_cast<const T*>(task.bias)[task.weight_row(first, local)]);
   };
   float value;
   if constexpr (std::is_same_v<AnyTask, Task>) {
@@ -373,7 +355,7 @@ __device__ __forceinline__ void store_result(const AnyTask& task, int64_t first,
     up = up > task.limit ? task.limit : up < -task.limit ? -task.limit : up;
     value = activated(task.activation, gate) * (up + task.up_offset);
   }
-  static_cast<T*>(task.out)[task.out_row(token) * rows + row] = Pair<T>::round(value);
+  static_cast<T*>(task.out)[task.out_row(token) * rows + row] = Element<T>::round(value);
 }
 
 // Adds sums of the block's warps, then of the cluster's blocks, each of which writes a part.
@@ -528,7 +510,7 @@ __device__ __forceinline__ void store_zeros(const Alone& task) {
   const int64_t first = static_cast<int64_t>(blockIdx.x / task.splits) * (task.block_rows() >> task.halved());
   const int64_t last = min(first + (task.block_rows() >> task.halved()), task.rows >> task.halved());
   for (int64_t row = first + threadIdx.x; row < last; row += kProductThreads) {
-    static_cast<T*>(task.out)[row] = Pair<T>::round(0.0f);
+    static_cast<T*>(task.out)[row] = Element<T>::round(0.0f);
   }
 }
 
@@ -570,34 +552,31 @@ __global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) 
   }
 }
 
-struct Device {
-  int index, processors;
-  int shared_bytes;  // of a block, for what `Task::shared_bytes` counts
+struct Limits {
+  int processors, shared_bytes;  // shared_bytes: of a block, for what `Task::shared_bytes` counts
 };
 
 // Queried once per device and kernel: whether it supports clusters (Hopper and later). Also allows all shared memory. 0: not
 // queried.
 enum Clusters : int { kUnknown = 0, kWithout = 1, kWith = 2 };
-constexpr int kDevices = 64;
 
 template <typename Kernel>
-Clusters clusters_of(Kernel kernel, const Device& device, std::atomic<int> (&known)[kDevices]) {
-  int answer = device.index < kDevices ? known[device.index].load(std::memory_order_relaxed) : kUnknown;
+Clusters clusters_of(Kernel kernel, int device, int shared_bytes, std::atomic<int> (&known)[kDevices]) {
+  int answer = device < kDevices ? known[device].load(std::memory_order_relaxed) : kUnknown;
   if (answer == kUnknown) {
     cudaFuncAttributes attributes;
-    STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_bytes));
-    STD_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel));
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
     answer = attributes.ptxVersion >= 90 ? kWith : kWithout;
-    if (device.index < kDevices) known[device.index].store(answer, std::memory_order_relaxed);
+    if (device < kDevices) known[device].store(answer, std::memory_order_relaxed);
   }
   return static_cast<Clusters>(answer);
 }
 
 // Fills parameters that are 0 from the table of launch sizes; if shared memory does not suffice, one warp per row range, which
 // needs least.
-void choose(Task& task, int step, const Device& device, bool clusters) {
+void choose(Task& task, int step, const Limits& device, bool clusters) {
   if (task.column_warps == 0) {
     task.column_warps = product_column_warps(task.tokens);
     Task least = task;
@@ -605,7 +584,7 @@ void choose(Task& task, int step, const Device& device, bool clusters) {
     least.chunk_steps = kProductLeastChunk;
     if (least.shared_bytes(step) > device.shared_bytes) task.column_warps = 1;
   }
-  const int64_t blocks = (task.rows + task.block_rows() - 1) / task.block_rows() * task.pairs;
+  const int64_t blocks = divided_up(task.rows, task.block_rows()) * task.pairs;
   if (task.splits == 0) {
     const int turns = (task.columns + step - 1) / step / task.column_warps;
     task.splits = 1;
@@ -623,92 +602,72 @@ void choose(Task& task, int step, const Device& device, bool clusters) {
 }
 
 template <typename T, int kBits, int kTokenTiles, int kGroups, Rows kRows = Rows::kAll>
-void launch(Task task, const Device& device, cudaStream_t stream) {
+void launch_kernel(Task task, const Device& device) {
   constexpr int kStep = Step<kBits>::kElements;
   static std::atomic<int> known[kDevices];
   const auto kernel = multiply<T, kBits, kTokenTiles, kGroups, kRows>;
-  const bool clusters = clusters_of(kernel, device, known) == kWith;
+  const Limits limits = {device.processors(), device.block_shared_bytes() - kFoundBytes};
+  const bool clusters = clusters_of(kernel, device.index, limits.shared_bytes, known) == kWith;
   STD_TORCH_CHECK(clusters || task.splits <= 1, "linear_groups: splits must be 1 on a device without clusters, found ",
                   task.splits);
-  choose(task, kStep, device, clusters);
+  choose(task, kStep, limits, clusters);
   const int shared_bytes = task.shared_bytes(kStep);
-  STD_TORCH_CHECK(shared_bytes <= device.shared_bytes, "linear_groups: needs ", shared_bytes,
-                  " bytes of shared memory a block, this device has ", device.shared_bytes, "; use dequantize_groups");
-  const int64_t blocks = (task.rows + task.block_rows() - 1) / task.block_rows() * task.splits;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned int>(task.splits);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned int>(blocks), static_cast<unsigned int>(task.pairs));
-  config.blockDim = dim3(kProductThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = task.splits > 1 ? 1 : 0;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, task));
+  STD_TORCH_CHECK(shared_bytes <= limits.shared_bytes, "linear_groups: needs ", shared_bytes,
+                  " bytes of shared memory a block, this device has ", limits.shared_bytes, "; use dequantize_groups");
+  const int64_t blocks = divided_up(task.rows, task.block_rows()) * task.splits;
+  launch_clusters(kernel, dim3(blocks, task.pairs), kProductThreads, shared_bytes, task.splits, device, task);
 }
 
 template <typename T, int kBits, int kGroups>
-void launch_tokens(const Task& task, const Device& device, cudaStream_t stream) {
+void launch_tokens(const Task& task, const Device& device) {
   if (task.slot != nullptr && task.tokens == 1) {
-    launch<T, kBits, 1, kGroups, Rows::kPair>(task, device, stream);
+    launch_kernel<T, kBits, 1, kGroups, Rows::kPair>(task, device);
   } else if (task.slot != nullptr && task.tokens <= kTileTokens) {
-    launch<T, kBits, 1, kGroups, Rows::kPairs>(task, device, stream);
+    launch_kernel<T, kBits, 1, kGroups, Rows::kPairs>(task, device);
   } else if (task.slot != nullptr) {
-    launch<T, kBits, 2, kGroups, Rows::kPairs>(task, device, stream);
+    launch_kernel<T, kBits, 2, kGroups, Rows::kPairs>(task, device);
   } else if (task.tokens <= kTileTokens) {
-    launch<T, kBits, 1, kGroups>(task, device, stream);
+    launch_kernel<T, kBits, 1, kGroups>(task, device);
   } else if (task.tokens <= 2 * kTileTokens) {
-    launch<T, kBits, 2, kGroups>(task, device, stream);
+    launch_kernel<T, kBits, 2, kGroups>(task, device);
   } else {
-    launch<T, kBits, 4, kGroups>(task, device, stream);
+    launch_kernel<T, kBits, 4, kGroups>(task, device);
   }
 }
 
 template <typename T>
-void launch_bits(const Task& task, int64_t bits, const Device& device, cudaStream_t stream) {
+void launch_bits(const Task& task, int64_t bits, const Device& device) {
   if (bits == 8) {
-    launch_tokens<T, 8, 1>(task, device, stream);
+    launch_tokens<T, 8, 1>(task, device);
   } else if (1 << task.group_shift >= Step<4>::kLaneElements) {
-    launch_tokens<T, 4, 1>(task, device, stream);
+    launch_tokens<T, 4, 1>(task, device);
   } else {
-    launch_tokens<T, 4, 2>(task, device, stream);
+    launch_tokens<T, 4, 2>(task, device);
   }
 }
 
 const void* checked(const char* name, const Tensor& tensor, ScalarType dtype, int64_t numel, const Tensor& x) {
-  zero_inference::check_tensor("linear_groups", name, tensor, dtype, numel, x);
-  STD_TORCH_CHECK(aligned(tensor.const_data_ptr(), kVectorBytes), "linear_groups: ", name, " must begin on ", kVectorBytes,
-                  " bytes");
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), "linear_groups: ", name,
+                  " must be on CUDA device ", x.get_device_index());
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == numel && tensor.is_contiguous() &&
+                      aligned(tensor.const_data_ptr(), kVectorBytes),
+                  "linear_groups: ", name, " must be ", torch::headeronly::toString(dtype), ", contiguous, of ", numel,
+                  " elements from an address of whole vectors of ", kVectorBytes, " bytes, found ",
+                  torch::headeronly::toString(tensor.scalar_type()), " of ", tensor.numel());
   return tensor.const_data_ptr();
-}
-
-int group_shift_of(int64_t group_size) {
-  for (int shift = 4; 1 << shift <= kLargestGroup; ++shift) {
-    if (group_size == 1 << shift) return shift;
-  }
-  return -1;
-}
-
-Device device_of(const Tensor& x) {
-  Device device = {x.get_device_index(), 0, 0};
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, device.index));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index));
-  device.shared_bytes -= kFoundBytes;
-  return device;
 }
 
 bool power_of_two_up_to(int64_t value, int64_t most) { return value > 0 && value <= most && (value & (value - 1)) == 0; }
 
-void launch_on(const Tensor& x, const Task& task, int64_t bits) {
-  const Device device = device_of(x);
-  const cudaStream_t stream = zero_inference::current_stream(device.index);
-  if (x.scalar_type() == ScalarType::Half) {
-    launch_bits<__half>(task, bits, device, stream);
-  } else {
-    launch_bits<__nv_bfloat16>(task, bits, device, stream);
-  }
+Tensor launch_on(const Tensor& x, Task task, int64_t bits, int64_t rows, int64_t columns) {
+  const TensorDevice device(x);
+  const int64_t sizes[] = {rows, columns};
+  Tensor out = torch::stable::new_empty(x, sizes);
+  if (out.numel() == 0) return out;
+  task.out = out.mutable_data_ptr();
+  x.scalar_type() == ScalarType::Half ? launch_bits<__half>(task, bits, device)
+                                      : launch_bits<__nv_bfloat16>(task, bits, device);
+  return out;
 }
 
 // A task of `weights` weights of `rows` rows, checked.
@@ -719,9 +678,9 @@ Task task_of(const Tensor& x, const Tensor& codes, const Tensor& scale, const Te
                   "linear_groups: x must be Half or BFloat16, found ", torch::headeronly::toString(dtype));
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2, "linear_groups: x must be [tokens, columns] on a CUDA device");
   const int64_t columns = x.size(1);
-  const int group_shift = group_shift_of(group_size);
   STD_TORCH_CHECK(bits == 8 || bits == 4, "linear_groups: bits must be 8 or 4, found ", bits);
-  STD_TORCH_CHECK(group_shift > 0, "linear_groups: group_size must be 16, 32, 64 or 128, found ", group_size);
+  STD_TORCH_CHECK(group_size >= 16 && power_of_two_up_to(group_size, kLargestGroup),
+                  "linear_groups: group_size must be 16, 32, 64 or 128, found ", group_size);
   STD_TORCH_CHECK(rows >= 0 && columns < (int64_t{1} << 30) && columns % group_size == 0 && columns * bits % 128 == 0,
                   "linear_groups: columns must be whole groups and whole vectors of 16 bytes, found ", columns);
   const int64_t groups = weights * rows * (columns / group_size);
@@ -732,7 +691,8 @@ Task task_of(const Tensor& x, const Tensor& codes, const Tensor& scale, const Te
   task.minimum = checked("minimum", minimum, dtype, groups, x);
   task.rows = rows;
   task.columns = static_cast<int>(columns);
-  task.group_shift = group_shift;
+  task.group_shift = 0;
+  while (1 << task.group_shift < group_size) ++task.group_shift;
   return task;
 }
 
@@ -756,13 +716,7 @@ Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, 
   task.chunk_steps = static_cast<int>(chunk_steps);
   task.pairs = 1;
 
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const int64_t sizes[] = {tokens, rows};
-  Tensor out = torch::stable::new_empty(x, sizes);
-  if (tokens == 0 || rows == 0) return out;
-  task.out = out.mutable_data_ptr();
-  launch_on(x, task, bits);
-  return out;
+  return launch_on(x, task, bits, tokens, rows);
 }
 
 // x [tokens, columns]; codes, scale, minimum and bias of `weights` weights of `rows` rows, concatenated; slot int64 [pairs], as
@@ -796,18 +750,13 @@ Tensor linear_groups_indexed(const Tensor& x, const Tensor& codes, const Tensor&
   task.limit = limit > 0 ? static_cast<float>(limit) : INFINITY;
   task.up_offset = static_cast<float>(up_offset);
 
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const int64_t sizes[] = {pairs, halved ? rows / 2 : rows};
-  Tensor out = torch::stable::new_empty(x, sizes);
-  if (pairs == 0) return out;
-  task.out = out.mutable_data_ptr();
-  launch_on(x, task, bits);
-  return out;
+  return launch_on(x, task, bits, pairs, halved ? rows / 2 : rows);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) {
   library.impl("linear_groups", TORCH_BOX(&linear_groups));
   library.impl("linear_groups_indexed", TORCH_BOX(&linear_groups_indexed));
 }
+
+}  // namespace
+}  // namespace zero_inference::quantization

@@ -2,11 +2,7 @@
 // from lanes to elements, which tests/test_quantized_products.py repeats on a CPU.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "../elements.cuh"
 
 namespace zero_inference::quantization {
 
@@ -44,8 +40,6 @@ struct Pair<__half> {
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(weight[0]), "r"(weight[1]), "r"(weight[2]), "r"(weight[3]), "r"(x0), "r"(x1));
   }
-  static __device__ __forceinline__ float load(__half value) { return __half2float(value); }
-  static __device__ __forceinline__ __half round(float value) { return __float2half_rn(value); }
 };
 
 template <>
@@ -60,8 +54,6 @@ struct Pair<__nv_bfloat16> {
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(weight[0]), "r"(weight[1]), "r"(weight[2]), "r"(weight[3]), "r"(x0), "r"(x1));
   }
-  static __device__ __forceinline__ float load(__nv_bfloat16 value) { return __bfloat162float(value); }
-  static __device__ __forceinline__ __nv_bfloat16 round(float value) { return __float2bfloat16_rn(value); }
 };
 
 // (word & mask) | bits in one instruction; of two constants the compiler makes two, on the busiest units.
@@ -106,8 +98,7 @@ struct Codes<__half, 8> {  // pairs 0-1, 2-3
 };
 
 template <>
-struct Codes<__nv_bfloat16,
-             8> {  // the same pairs; the code's upper bit decides whether the 128 has to go: -128 is 0x80 * 0x186
+struct Codes<__nv_bfloat16, 8> {  // the code's upper bit decides whether the 128 has to go: -128 is 0x80 * 0x186
   static __device__ __forceinline__ void numbers(uint32_t word, uint32_t (&pairs)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -3,24 +3,11 @@
 // Same algorithm as `_quantize_in_chunks` in zero_inference/kernels/quantization.py. Sums have another order than PyTorch's, so
 // of equally good candidates another may be chosen.
 
-#include <algorithm>
-#include <cstdint>
-#include <type_traits>
-
-#include "../elements.cuh"
-#include "../launch_sizes.cuh"
 #include "../operators.cuh"
 
+namespace zero_inference::quantization {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-using namespace zero_inference::quantization;  // launch sizes
-using zero_inference::Element;
-using zero_inference::rounded;
-
-constexpr int kWarp = 32;
 constexpr int kElementsOfLane = 8;  // of a group, at most; more lanes where it is longer
 constexpr unsigned int kAllLanes = 0xffffffffu;
 
@@ -238,63 +225,31 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename T, int kBits, int kLanes>
-void launch(const Tensor& weight, int64_t group_size, const Tensor& codes, const Tensor& scale, const Tensor& minimum,
-            const Tensor& refused, bool divides) {
-  const int32_t device = weight.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  int processors = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int64_t groups = weight.numel() / group_size;
-  const int64_t wanted = (groups + kThreads / kLanes - 1) / (kThreads / kLanes);
-  const auto grid = static_cast<unsigned int>(std::min<int64_t>(wanted, int64_t{processors} * kBlocksOfProcessor));
-  quantize_teams<T, kBits, kLanes><<<grid, kThreads, 0, zero_inference::current_stream(device)>>>(
-      static_cast<const T*>(weight.const_data_ptr()), static_cast<uint8_t*>(codes.mutable_data_ptr()),
-      static_cast<T*>(scale.mutable_data_ptr()), static_cast<T*>(minimum.mutable_data_ptr()),
-      static_cast<int*>(refused.mutable_data_ptr()), groups, group_size, divides);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-// `refused`, one int, becomes 1 where a group holds NaN, an infinity or too large a range; results of that group are
-// unspecified.
+// Contiguous: codes uint8, scale and minimum in the dtype of weight, one for each `group_size` of its elements. `refused`, one
+// int, becomes 1 where a group holds NaN, an infinity or too large a range; results of that group are unspecified.
 void quantize_groups(const Tensor& weight, int64_t bits, int64_t group_size, bool divides, const Tensor& codes,
                      const Tensor& scale, const Tensor& minimum, const Tensor& refused) {
-  const ScalarType dtype = weight.scalar_type();
-  const int64_t numel = weight.numel();
-  STD_TORCH_CHECK(bits == 8 || bits == 4, "quantize_groups: bits must be 8 or 4, found ", bits);
-  STD_TORCH_CHECK(group_size > 0 && (bits == 8 || group_size % 2 == 0),
-                  "quantize_groups: group_size must be positive, and even ", "for 4 bits, found ", group_size, " for ", bits,
-                  " bits");
-  STD_TORCH_CHECK(numel % group_size == 0, "quantize_groups: weight must hold whole groups of ", group_size, ", found ", numel,
-                  " elements");
-  const auto check = [&](const char* name, const Tensor& tensor, ScalarType type, int64_t elements) {
-    zero_inference::check_tensor("quantize_groups", name, tensor, type, elements, weight);
-  };
-  check("weight", weight, dtype, numel);
-  check("codes", codes, ScalarType::Byte, numel * bits / 8);
-  check("scale", scale, dtype, numel / group_size);
-  check("minimum", minimum, dtype, numel / group_size);
-  check("refused", refused, ScalarType::Int, 1);
-  if (numel == 0) return;
-
-  zero_inference::with_element("quantize_groups", "weight", dtype, [&](auto zero) {
+  const int64_t groups = weight.numel() / group_size;
+  if (groups == 0) return;
+  const TensorDevice device(weight);
+  with_element(weight.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const auto by_lanes = [&](auto lanes) {
+    const auto run = [&](auto lanes) {
       constexpr int kLanes = decltype(lanes)::value;
-      bits == 8 ? launch<T, 8, kLanes>(weight, group_size, codes, scale, minimum, refused, divides)
-                : launch<T, 4, kLanes>(weight, group_size, codes, scale, minimum, refused, divides);
+      const int64_t blocks = std::min(divided_up(groups, kThreads / kLanes), int64_t{device.processors()} * kBlocksOfProcessor);
+      launch(bits == 8 ? quantize_teams<T, 8, kLanes> : quantize_teams<T, 4, kLanes>, dim3(blocks), kThreads, 0, device,
+             read<T>(weight), write<uint8_t>(codes), write<T>(scale), write<T>(minimum), write<int>(refused), groups,
+             group_size, divides);
     };
     if (group_size <= kElementsOfLane * 8) {
-      by_lanes(std::integral_constant<int, 8>{});
+      run(std::integral_constant<int, 8>{});
     } else if (group_size <= kElementsOfLane * 16) {
-      by_lanes(std::integral_constant<int, 16>{});
+      run(std::integral_constant<int, 16>{});
     } else {
-      by_lanes(std::integral_constant<int, 32>{});
+      run(std::integral_constant<int, 32>{});
     }
   });
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
   library.def(
@@ -303,3 +258,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("quantize_groups", TORCH_BOX(&quantize_groups)); }
+
+}  // namespace
+}  // namespace zero_inference::quantization

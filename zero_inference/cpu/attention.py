@@ -219,7 +219,7 @@ def attention_reference(
     return weights @ all_values
 
 
-# A decoder layer's attention as a task of the pool (csrc/cpu/attention_task.cpp), which also stores the new keys and values; without masks.
+# A decoder layer's attention as a task of the pool (csrc/cpu/attention.cpp), which also stores the new keys and values; without masks.
 
 
 def add_attention(pool: CpuPool, keys: Tensor, values: Tensor, heads: int, logits: LogitOptions) -> int:

@@ -74,7 +74,7 @@ def add_experts(
     dtype: torch.dtype,
     counters: Tensor | None = None,
 ) -> Task:
-    """Add a task of csrc/cpu/experts.h, to be called with a `Routing`.
+    """Add a task of csrc/cpu/experts.cpp, to be called with a `Routing`.
 
     Args:
         experts: all of one shape and format; the caller keeps their weights alive.

@@ -1,4 +1,4 @@
-"""The CPU backend's thread pool: which CPUs its threads run on, and calls of the tasks that csrc/cpu/cpu_pool.h computes."""
+"""The CPU backend's thread pool: which CPUs its threads run on, and calls of the tasks that csrc/cpu/cpu_pool.cpp runs."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def _text(path: Path) -> str:
         return ""
 
 
-MAX_PRODUCTS = 8  # of a stage: kMaxProducts in csrc/cpu/block.h
-# The numbers of csrc/cpu/block.h for the names of zero_inference.models.mlp.
+MAX_PRODUCTS = 8  # of a stage: kMaxProducts in csrc/cpu/block.cpp
+# The numbers of csrc/cpu/elementwise.h and block.cpp for the names of zero_inference.models.mlp.
 _ACTIVATIONS = "relu", "silu", "gelu", "gelu_tanh", "relu_squared", "gelu_sigmoid", "identity"
 ACTIVATION_NUMBERS = {name: number for number, name in enumerate(_ACTIVATIONS)}
 COMBINATIONS = {"none": 0, "activation": 1, "gated": 2}
@@ -132,7 +132,7 @@ class _Statistics(ctypes.Structure):
 
 
 class Routing(NamedTuple):
-    """MoE routing: expert ids and weights per token (csrc/cpu/experts.h).
+    """MoE routing: expert ids and weights per token (csrc/cpu/experts.cpp).
 
     Attributes:
         experts: int64 [tokens, k]; ~e for an expert in the device's cache and ~(e + number of experts) for one that the device

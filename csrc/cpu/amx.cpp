@@ -15,13 +15,13 @@ ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx
 
 #include "simd_avx512.h"
 
+#include "kernels.h"
 #include "product_dequantized_tiles.h"
 #include "product_fixed_tiles.h"
-#include "product_layout.h"
 #include "product_tiles.h"
 #include "product_vectors.h"
 
-namespace zero_inference::cpu::amx {
+namespace zero_inference::cpu {
 
 namespace {
 
@@ -204,6 +204,12 @@ struct Tiles {
   }
 };
 
+template <int kTerms>
+void product_of_tiles(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
+                      float* out, int64_t stride, char* scratch) {
+  Tiles<kTerms>{matrix, layout, count, input, scratch, scratch + 2 * kPanelBytes}.product(first, last, out, stride);
+}
+
 // To nearest, ties away from zero.
 inline Vector round_to_bfloat16(Vector value) {
   const __m512i up = _mm512_add_epi32(_mm512_castps_si512(value), _mm512_set1_epi32(0x8000));
@@ -284,38 +290,25 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
 
 }  // namespace
 
-void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_dtype, int64_t stride, int64_t first,
-                   int64_t last, int64_t columns, void* input) {
-  if (!in_tiles(layout)) {
-    return avx512::prepare_input(layout, count, x, x_dtype, stride, first, last, columns, input);
-  }
-  const char* const rows = static_cast<const char*>(x);
-  char* const out = static_cast<char*>(input);
+void prepare_input_in_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
+                            int64_t last, int64_t columns, char* input) {
   last = last == columns ? layout.columns : last;
   const auto prepare = layout.form == Form::fixed_tiles   ? (layout.bits == 4 ? prepare_fixed_tiles<4> : prepare_fixed_tiles<8>)
                        : layout.form == Form::split_tiles ? prepare_tiles<2>
                                                           : prepare_tiles<1>;
-  prepare(layout, count, rows, x_dtype, stride, first, last, columns, out);
+  prepare(layout, count, x, x_dtype, stride, first, last, columns, input);
 }
 
-void product(const Matrix& matrix, const Layout& layout, int64_t count, const void* input, int64_t first, int64_t last,
-             float* out, int64_t stride, void* scratch) {
-  if (!in_tiles(layout)) return avx512::product(matrix, layout, count, input, first, last, out, stride, scratch);
-  const char* const x = static_cast<const char*>(input);
-  char* const panel = static_cast<char*>(scratch);
-  char* const sums = panel + 2 * kPanelBytes;
-  if (layout.form == Form::tiles) return Tiles<1>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
-  if (layout.form == Form::split_tiles)
-    return Tiles<2>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
-  if (layout.form == Form::dequantized_tiles) {
-    return product_of_dequantized(matrix, layout, count, x, first, last, out, stride, panel);
-  }
-  product_of_fixed(matrix, layout, count, x, first, last, out, stride, panel);
+void product_in_tiles(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
+                      float* out, int64_t stride, char* scratch) {
+  const auto multiply = layout.form == Form::tiles         ? product_of_tiles<1>
+                        : layout.form == Form::split_tiles ? product_of_tiles<2>
+                        : layout.form == Form::fixed_tiles ? product_of_fixed
+                                                           : product_of_dequantized;
+  multiply(matrix, layout, count, input, first, last, out, stride, scratch);
 }
 
-uint64_t read_bytes_sum(const void* data, int64_t bytes) { return avx512::read_bytes_sum(data, bytes); }
-
-}  // namespace zero_inference::cpu::amx
+}  // namespace zero_inference::cpu
 
 ZI_TARGET_END
 

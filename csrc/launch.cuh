@@ -1,22 +1,21 @@
-// Kernel launches and what they have to know of the device.
+// The device that kernels are launched on, their launches, and whether memory can be accessed in vectors. Without torch.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
-#include "../launch_sizes.cuh"
+namespace zero_inference {
 
-namespace zero_inference::norms {
-
-constexpr int kDevices = 64;
+constexpr int kDevices = 64;  // for which answers about kernels are kept
 
 inline void check_cuda(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("norm kernels: ") + cudaGetErrorString(error));
+  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 
 struct Device {
@@ -31,6 +30,23 @@ struct Device {
   int processors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   int block_shared_bytes() const { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 };
+
+// `splits`: neighbouring blocks of x that are one cluster.
+template <typename... Parameters, typename... Arguments>
+void launch_clusters(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, int splits, const Device& device,
+                     Arguments... arguments) {
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned int>(splits), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = device.stream;
+  config.attrs = &cluster;
+  config.numAttrs = splits > 1 ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
 
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, const Device& device,
@@ -53,11 +69,15 @@ int resident_blocks(Kernel kernel, int threads, int shared_bytes, const Device& 
   return blocks;
 }
 
-// Blocks of a kernel whose blocks take rows in turn, each reading a row in a loop.
-inline int64_t loop_blocks(int64_t rows, const Device& device) {
-  return std::min<int64_t>(rows, int64_t{device.processors()} * kLoopBlocks);
-}
-
 inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-}  // namespace zero_inference::norms
+// A null pointer is aligned: nothing is there to be accessed.
+inline bool aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+// Whether rows of `length` elements, one after the other from each of `pointers`, are whole aligned 16-byte vectors.
+template <typename T, typename... Pointers>
+bool in_vectors(int64_t length, Pointers... pointers) {
+  return length % static_cast<int64_t>(16 / sizeof(T)) == 0 && (aligned(pointers, 16) && ...);
+}
+
+}  // namespace zero_inference
