@@ -200,7 +200,7 @@ def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> li
     from zero_inference.cpu.experts import WeightedRows
     from zero_inference.cpu.hand_off import StreamSide, allocate_local_buffers
     from zero_inference.engines.stream.products import epilogue_of
-    from zero_inference.kernels.experts import quantized_expert_linear
+    from zero_inference.kernels.products import quantized_expert_linear
     from zero_inference.models.mlp import FusedExperts
 
     epilogue = epilogue_of(FusedExperts("first", "last", "silu", SLOTS, True))

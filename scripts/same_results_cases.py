@@ -15,36 +15,18 @@ ACCELERATE, RESIDENT = "--engine accelerate", "--engine resident"
 CPU, DISK = "--cpu-offload", "--disk-offload --offload-dir offload"
 DRY = "--dummy --dry-run"
 
+SIZES = dict(hidden_size=64, num_hidden_layers=3, max_position_embeddings=128)
 FAMILIES = {
-    "llama": {
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-    },
-    "opt": {
-        "hidden_size": 64,
-        "ffn_dim": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "word_embed_proj_dim": 64,
-        "max_position_embeddings": 128,
-        "do_layer_norm_before": True,
-    },
-    "mixtral": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-    },
+    "llama": dict(intermediate_size=192, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=False),
+    "opt": dict(ffn_dim=256, num_attention_heads=4, word_embed_proj_dim=64, do_layer_norm_before=True),
+    "mixtral": dict(
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    ),
 }
 QUESTIONS = (
     {"prompt": "What is the capital of Spain?", "choices": ["Paris", "Madrid", "Rome", "Oslo"], "answer": 1},
@@ -157,9 +139,8 @@ def _seeded_model(family: str):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(11)
-    config = AutoConfig.for_model(
-        family, **FAMILIES[family], vocab_size=320, pad_token_id=0, bos_token_id=1, eos_token_id=2
-    )
+    ids = dict(vocab_size=320, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family], **ids)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -20,7 +20,7 @@ def on_gpu(test: Callable) -> Callable:
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.detach().double() - exact).norm() / exact.double().norm())
+    return float((found.detach().double() - exact.detach()).norm() / exact.detach().double().norm())
 
 
 def skip_without(instructions: str) -> None:

@@ -10,9 +10,13 @@ import torch
 from kernel_cases import BOUNDS, ON_GPU, PackedWeights, on_gpu, relative_error
 
 from zero_inference.engines.stream.products import _multiply_experts, epilogue_of, experts_forward
-from zero_inference.kernels import experts
-from zero_inference.kernels.experts import expert_linear, quantized_expert_linear, quantized_expert_linear_reference
-from zero_inference.kernels.products import can_fuse
+from zero_inference.kernels import products
+from zero_inference.kernels.products import (
+    can_fuse,
+    expert_linear,
+    quantized_expert_linear,
+    quantized_expert_linear_reference,
+)
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.mlp import FusedExperts
 
@@ -140,7 +144,7 @@ def test_each_row_meets_its_weight(bits, group_size, dtype, monkeypatch):
     case.check(out)
     assert torch.equal(out, expert_linear(case.x, case.plain, case.slot))
     assert torch.equal(out, torch.ops.zero_inference.linear_groups_indexed(*case.arguments))
-    monkeypatch.setattr(experts, "GATHERED_BYTES", 2 * 37 * 4 * group_size * dtype.itemsize)  # two rows at a time
+    monkeypatch.setattr(products, "GATHERED_BYTES", 2 * 37 * 4 * group_size * dtype.itemsize)  # two rows at a time
     case.x.requires_grad_()  # nothing here has a gradient; a caller may not have said so
     case.check(quantized_expert_linear(*case.arguments))
     case.check(expert_linear(case.x, case.plain, case.slot))

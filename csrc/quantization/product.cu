@@ -35,7 +35,7 @@ constexpr int kRingVectors = kWarps * kProductStages * kProductTiles * 2 * kWarp
 constexpr int kSumsPad = 4;
 
 // Result of a pair: all rows; f of each; or f(gate) * up, with rows of gate first, up first, or interleaved. As in
-// zero_inference/kernels/experts.py.
+// zero_inference/kernels/products.py.
 enum Form : int { kPlain, kActivated, kGateFirst, kUpFirst, kInterleaved, kForms };
 
 // f, as `ACTIVATION_NUMBERS` of zero_inference/cpu/pool.py.

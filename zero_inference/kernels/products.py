@@ -1,17 +1,20 @@
-"""Linear layers with quantized weights.
+"""Products with quantized weights: linear layers, and the experts of a mixture.
 
-    out[m, n] = sum_k x[m, k] * weight[n, k] + bias[n],   weight[n, k] = code * scale + minimum, in the weight's dtype
+    linear layer    out[m, n] = sum_k x[m, k] * weight[n, k] + bias[n]
+    experts         out[p, n] = sum_k x[p // experts_per_token, k] * weight[slot[p], n, k] + bias[slot[p], n]
 
-For up to `FUSED_ROWS` tokens the fused operator (csrc/quantization/product.cu) multiplies with codes directly and never writes the weight:
-it reads a quarter or a half of a plain weight's bytes, which bound a decode step. For more tokens the weight is dequantized once for
-cuBLAS.
+A row p of experts is a pair of a token and an expert; it is zeros where slot[p] is negative. weight = code * scale + minimum, in the
+weight's dtype. The fused operators (csrc/quantization/product.cu) multiply with codes directly and never write the weight: they read a
+quarter or a half of a plain weight's bytes, which bound a decode step. Experts' operator reads no weight for negative slots, and each
+weight once for several rows that share it (`pairs_together`). Otherwise weights are dequantized first, of experts those of a few rows.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,22 +23,42 @@ from torch.nn import functional
 from zero_inference.kernels.extension import load_extension, operator_library
 from zero_inference.kernels.quantization import check_packed, dequantize, dequantize_reference, describe
 
-# All tokens that the fused operator can take in one call. With 32 it took 114 us for int4 weights of 28672 x 8192, where dequantizing first
-# took 288 us (h200-cores/quantized_products_bf16.tsv).
+# All tokens that the fused operator of linear layers can take in one call. With 32 it took 114 us for int4 weights of 28672 x 8192, where
+# dequantizing first took 288 us (h200-cores/quantized_products_bf16.tsv).
 FUSED_ROWS = 32
 FUSED_DTYPES = (torch.float16, torch.bfloat16)
 FUSED_GROUP_SIZES = (16, 32, 64, 128)
 ALIGNMENT = 16  # bytes: rows and tensors are read in vectors of this size
 # Shared memory of a block for the scales of groups of 16; devices with 99 KB (8.6, 8.9, 12.0) have less.
 GROUP_16_SHARED_BYTES = 132 << 10
+MAX_PAIRS = 65535  # in a call of the experts' operator: the second dimension of a grid
+GATHERED_BYTES = 128 << 20  # at once: enough to fill a device, little beside the memory that a run keeps free
+# Results of the experts' operator, as `Form` in csrc/quantization/product.cu: the product, f(product), or f(gate) * up with gate's rows
+# first in the weight, up's rows first, or both interleaved.
+PLAIN, ACTIVATED, GATE_FIRST, UP_FIRST, INTERLEAVED = range(5)
 
 LIBRARY = operator_library(__name__)
+WEIGHT = "Tensor x, Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, int rows"
 # The last three are launch sizes for tests and benchmarks, powers of two; 0 leaves them to csrc/launch_sizes.cuh: warps of a block that
 # split the columns (1 to 8), blocks that do (1 to 8), steps between barriers (2 to 64).
-SCHEMA = (
-    "(Tensor x, Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, int rows, Tensor bias, "
-    "int column_warps=0, int splits=0, int chunk_steps=0) -> Tensor"
+LIBRARY.define(
+    f"linear_groups({WEIGHT}, Tensor bias, int column_warps=0, int splits=0, int chunk_steps=0) -> Tensor",
 )
+# from `bias` on: see `quantized_expert_linear` and `Epilogue`
+LIBRARY.define(
+    f"linear_groups_indexed({WEIGHT}, Tensor slot, Tensor? bias=None, int form=0, int activation=0, float limit=0, "
+    "float up_offset=0, int tokens=0) -> Tensor"
+)
+
+
+class Epilogue(NamedTuple):
+    """Activation that is fused into the first product: f(product), or f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)."""
+
+    form: int  # `ACTIVATED` to `INTERLEAVED`
+    activation: int  # number of f in csrc/quantization/product.cu
+    limit: float  # 0 for none
+    up_offset: float
+    reference: Callable[[Tensor], Tensor]  # the same with PyTorch, of float32 [pairs, rows]
 
 
 def quantized_linear(
@@ -50,8 +73,8 @@ def quantized_linear(
 ) -> Tensor:
     """Return `functional.linear` of `x` with a quantized weight [rows, columns].
 
-    On a CUDA device, for up to `FUSED_ROWS` tokens and if `can_fuse`, this is one kernel on the current stream, bitwise reproducible;
-    otherwise the weight is dequantized into temporary memory.
+    For up to `FUSED_ROWS` tokens and if `can_fuse`, this is one kernel on the current stream, bitwise reproducible; otherwise the weight is
+    dequantized into temporary memory, once for cuBLAS.
 
     Args:
         x: float16, bfloat16 or float32 [..., columns].
@@ -81,7 +104,30 @@ def quantized_linear(
 
 
 @torch.no_grad()
-def quantized_linear_reference(
+def expert_linear(
+    x: Tensor, weight: Tensor, slot: Tensor, bias: Tensor | None = None, epilogue: Epilogue | None = None
+) -> Tensor:
+    """Return the product of each (token, expert) pair, with PyTorch.
+
+    Args:
+        x: [tokens, columns] in the weights' dtype.
+        weight: [slots, rows, columns].
+        slot: int64 [pairs], index of a weight, or negative for none; the same number of pairs for each token, in order.
+        bias: [slots, rows] in x's dtype.
+        epilogue: applied to each product.
+
+    Returns:
+        [pairs, rows] in x's dtype ([pairs, rows / 2] for gate and up); zeros for negative slots.
+    """
+    _check_pairs(x, slot, weight.shape[0], weight.shape[-1])
+    if weight.dim() != 3 or weight.dtype != x.dtype:
+        raise ValueError(f"weight must be {x.dtype} [slots, rows, columns], found {weight.dtype} {list(weight.shape)}")
+    weight_bytes = weight.shape[1] * weight.shape[2] * weight.element_size()
+    product = _gathered_products(x, slot, weight_bytes, weight.shape[1], lambda some: weight.index_select(0, some))
+    return _finish(product, slot, bias, epilogue)
+
+
+def quantized_expert_linear(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
@@ -89,38 +135,57 @@ def quantized_linear_reference(
     bits: int,
     group_size: int,
     rows: int,
+    slot: Tensor,
     bias: Tensor | None = None,
+    epilogue: Epilogue | None = None,
+    tokens: int = 0,
 ) -> Tensor:
-    """Return `quantized_linear` with PyTorch on any device: `dequantize_reference`, then `functional.linear`."""
-    weight = x.new_empty(rows, x.shape[-1])
-    dequantize_reference(codes, scale, minimum, bits, group_size, weight)
-    return functional.linear(x, weight, bias)
+    """Return `expert_linear` of quantized weights [rows, columns].
+
+    If `can_fuse`, this is one kernel on the current stream, bitwise reproducible. It rounds only its result; PyTorch also rounds the
+    product and the sum with the bias.
+
+    Args:
+        x: float16, bfloat16 or float32 [tokens, columns].
+        codes: uint8 [slots, rows * columns * bits / 8], each slot as `kernels.quantization.quantize` packs a weight.
+        scale, minimum: [slots, rows * columns / group_size], in x's dtype.
+        tokens: upper bound of the pairs with the same weight: a token has none twice; 0 for the rows of x.
+        others: as in `expert_linear`.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not match.
+    """
+    _check_pairs(x, slot, codes.shape[0], x.shape[-1])
+    check_packed(codes, scale, minimum, bits, group_size, rows, x.shape[-1], x.dtype, x.device, codes.shape[0])
+    fits = 0 < slot.numel() <= MAX_PAIRS and can_fuse(x, codes, scale, minimum, bits, group_size, bias)
+    if fits and (bias is None or bias.dtype == x.dtype):
+        x, slot = x.contiguous(), slot.contiguous()
+        if x.data_ptr() % ALIGNMENT == 0 and slot.data_ptr() % ALIGNMENT == 0:
+            numbers = (PLAIN, 0, 0.0, 0.0) if epilogue is None else epilogue[:4]
+            return torch.ops.zero_inference.linear_groups_indexed(
+                x, codes, scale, minimum, bits, group_size, rows, slot, bias, *numbers, tokens
+            )
+    product = quantized_expert_linear_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
+    return _finish(product, slot, bias, epilogue)
 
 
 def can_fuse(
     x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, bias: Tensor | None = None
 ) -> bool:
-    """Return whether the fused operator takes these arguments, for any number of tokens.
+    """Return whether the fused operators take these arguments, for any number of tokens.
 
-    It needs a CUDA device of capability 8.0 or newer, the compiled extension, 16-bit dtypes, groups of 16, 32, 64 or 128, and rows of codes
-    and tensors aligned to 16 bytes.
+    They need a CUDA device of capability 8.0 or newer, the compiled extension, 16-bit dtypes, groups of 16, 32, 64 or 128, and rows of
+    codes and tensors aligned to 16 bytes.
     """
-    columns = x.shape[-1]
     return (
         x.is_cuda
         and x.dtype in FUSED_DTYPES
         and group_size in FUSED_GROUP_SIZES
-        and columns * bits % (8 * ALIGNMENT) == 0
+        and x.shape[-1] * bits % (8 * ALIGNMENT) == 0
         and all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in (codes, scale, minimum, bias) if tensor is not None)
         and _device_can_fuse(x.device.index, group_size)
         and load_extension()
     )
-
-
-@functools.cache
-def no_bias(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the operator's argument for no bias: an empty tensor."""
-    return torch.empty(0, device=device, dtype=dtype)
 
 
 @functools.cache
@@ -130,10 +195,84 @@ def _device_can_fuse(index: int, group_size: int) -> bool:
     return properties.major >= 8 and enough
 
 
-def _without_kernel(x: Tensor, *others: Any) -> Tensor:
-    *weight, bias = others[:7]  # without launch sizes
-    return quantized_linear_reference(x, *weight, bias if bias.numel() else None)
+@functools.cache
+def no_bias(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the operator's argument for no bias: an empty tensor."""
+    return torch.empty(0, device=device, dtype=dtype)
 
 
-LIBRARY.define("linear_groups" + SCHEMA)
-LIBRARY.impl("linear_groups", _without_kernel, "CompositeExplicitAutograd")
+def pairs_together(pairs: int, weights: int) -> int:
+    """Return the most rows that the kernel multiplies with a weight that it reads once, as `product_pairs` in csrc/launch_sizes.cuh."""
+    return 1 if 4 * pairs <= weights else 8 if pairs <= 4 * weights else 16
+
+
+def _check_pairs(x: Tensor, slot: Tensor, slots: int, columns: int) -> None:
+    if x.dim() != 2 or x.shape[1] != columns:
+        raise ValueError(f"x must be [tokens, {columns}], found {list(x.shape)}")
+    tokens = x.shape[0]
+    divides = slot.dim() == 1 and (slot.numel() % tokens == 0 if tokens else slot.numel() == 0)
+    if slot.dtype != torch.int64 or not divides or slot.device != x.device:
+        raise ValueError(
+            f"slot must be int64 [{tokens} x k] on {x.device}, found {slot.dtype} {list(slot.shape)} on {slot.device}"
+        )
+    if slots < 1:
+        raise ValueError("at least one weight is needed")
+
+
+def _gathered_products(
+    x: Tensor, slot: Tensor, weight_bytes: int, rows: int, weights: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return [pairs, rows], a few pairs at a time; the host reads no value of `slot`, which it would have to wait for."""
+    x = x.repeat_interleave(slot.numel() // max(1, x.shape[0]), 0)  # [pairs, columns]
+    out = x.new_empty(x.shape[0], rows)
+    step = max(1, GATHERED_BYTES // max(1, weight_bytes))
+    for start in range(0, x.shape[0], step):
+        some = slot[start : start + step]
+        product = torch.bmm(weights(some.clamp(min=0)), x[start : start + step].unsqueeze(-1)).squeeze(-1)
+        torch.where((some >= 0).unsqueeze(-1), product, torch.zeros_like(product), out=out[start : start + step])
+    return out
+
+
+def _finish(product: Tensor, slot: Tensor, bias: Tensor | None, epilogue: Epilogue | None) -> Tensor:
+    """Add the bias to `product` [pairs, rows], except for negative slots, and apply the epilogue."""
+    if bias is not None:
+        product = product + torch.where((slot >= 0).unsqueeze(-1), bias[slot.clamp(min=0)], 0)
+    return product if epilogue is None else epilogue.reference(product.float()).to(product.dtype)
+
+
+@torch.no_grad()
+def quantized_linear_reference(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    minimum: Tensor,
+    bits: int,
+    group_size: int,
+    rows: int,
+    bias: Tensor,
+    *_: Any,
+) -> Tensor:
+    """Compute the operator of linear layers with PyTorch on any device."""
+    weight = x.new_empty(rows, x.shape[-1])
+    dequantize_reference(codes, scale, minimum, bits, group_size, weight)
+    return functional.linear(x, weight, bias if bias.numel() else None)
+
+
+@torch.no_grad()
+def quantized_expert_linear_reference(
+    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, slot: Tensor
+) -> Tensor:
+    """Compute the experts' operator with PyTorch on any device; only the CUDA kernel adds a bias and computes an epilogue."""
+    columns = x.shape[1]
+
+    def weights(some: Tensor) -> Tensor:
+        parts = (part.index_select(0, some).view(-1) for part in (codes, scale, minimum))
+        plain = x.new_empty(some.numel(), rows, columns)
+        dequantize_reference(*parts, bits, group_size, plain)
+        return plain
+
+    return _gathered_products(x, slot, rows * columns * x.element_size(), rows, weights)
+
+
+LIBRARY.impl("linear_groups", quantized_linear_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("linear_groups_indexed", quantized_expert_linear_reference, "CompositeExplicitAutograd")

@@ -17,6 +17,7 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from zero_inference.errors import UsageError
 from zero_inference.kernels.extension import load_extension
@@ -49,11 +50,11 @@ class GroupQuantization:
     def __post_init__(self) -> None:
         _check_scheme(self.bits, self.group_size)
 
-    def can_quantize(self, weight: torch.Tensor) -> bool:
+    def can_quantize(self, weight: Tensor) -> bool:
         """Return whether `weight` is a matrix (or fused experts, 3-D) of a dtype to quantize, with rows of whole groups."""
         return self.is_for(weight) and weight.dim() >= 2 and weight.shape[-1] % self.group_size == 0
 
-    def is_for(self, weight: torch.Tensor) -> bool:
+    def is_for(self, weight: Tensor) -> bool:
         """Return whether `weight` has `dtype`, or float16, bfloat16 or float32 if that is None."""
         return weight.dtype in (DTYPES if self.dtype is None else (self.dtype,))
 
@@ -69,9 +70,7 @@ class GroupQuantization:
 
 
 @torch.no_grad()
-def quantize(
-    weight: torch.Tensor, scheme: GroupQuantization, divides: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize(weight: Tensor, scheme: GroupQuantization, divides: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize `weight` on its device, with less than 256 MiB of temporary memory, and a copy if it is not contiguous.
 
     With the compiled extension a CUDA device uses one kernel (csrc/quantization/quantize.cu). It sums in another order, so among equally
@@ -96,12 +95,16 @@ def quantize(
             rows, scheme.bits, scheme.group_size, divides, codes, scale, minimum, refused
         )
         refuse_range(bool(refused), weight.dtype)
-    else:
-        _quantize_in_chunks(rows, scheme, codes, scale, minimum, divides)
+        return codes, scale, minimum
+    size = scheme.group_size
+    for start, stop in _chunks(rows.shape[0], size, rows.device):
+        chunk = _quantize_rows(rows[start:stop], scheme.bits, divides)
+        codes[scheme.packed_bytes(start * size) : scheme.packed_bytes(stop * size)] = _pack(chunk.codes, scheme.bits)
+        scale[start:stop], minimum[start:stop] = chunk.scale.view(-1), chunk.minimum.view(-1)
     return codes, scale, minimum
 
 
-def empty_groups(weight: torch.Tensor, scheme: GroupQuantization) -> tuple[torch.Tensor, ...]:
+def empty_groups(weight: Tensor, scheme: GroupQuantization) -> tuple[Tensor, ...]:
     """Return `weight` as [groups, group_size], with empty codes, scale and minimum; raise ValueError if it cannot be quantized."""
     if not scheme.can_quantize(weight):
         raise ValueError(
@@ -114,26 +117,7 @@ def empty_groups(weight: torch.Tensor, scheme: GroupQuantization) -> tuple[torch
     return rows, codes, scale, torch.empty_like(scale)
 
 
-def _quantize_in_chunks(
-    rows: torch.Tensor,
-    scheme: GroupQuantization,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    minimum: torch.Tensor,
-    divides: bool = False,
-) -> None:
-    """Fill the results of `quantize` from rows [groups, group_size], with PyTorch on any device."""
-    size = scheme.group_size
-    for start, stop in _chunks(rows.shape[0], size, rows.device):
-        chunk = _quantize_rows(rows[start:stop], scheme.bits, divides)
-        codes[scheme.packed_bytes(start * size) : scheme.packed_bytes(stop * size)] = _pack(chunk.codes, scheme.bits)
-        scale[start:stop] = chunk.scale.view(-1)
-        minimum[start:stop] = chunk.minimum.view(-1)
-
-
-def dequantize(
-    codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
-) -> None:
+def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, out: Tensor) -> None:
     """Dequantize into `out`: one kernel on the current stream of a CUDA device with the compiled extension, otherwise
     `dequantize_reference`, which gives the same bits; arguments as there."""
     if out.is_cuda and load_extension():
@@ -144,7 +128,7 @@ def dequantize(
 
 @torch.no_grad()
 def dequantize_reference(
-    codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
+    codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, out: Tensor
 ) -> None:
     """Dequantize into `out` with PyTorch, on any device, in chunks.
 
@@ -170,10 +154,10 @@ def dequantize_reference(
 
 
 class _Groups(NamedTuple):
-    codes: torch.Tensor  # float32 [groups, group_size], whole numbers
-    scale: torch.Tensor  # weight's dtype [groups, 1]
-    minimum: torch.Tensor  # weight's dtype [groups, 1]
-    error: torch.Tensor  # float32 [groups, 1], squared error of the dequantized weight
+    codes: Tensor  # float32 [groups, group_size], whole numbers
+    scale: Tensor  # weight's dtype [groups, 1]
+    minimum: Tensor  # weight's dtype [groups, 1]
+    error: Tensor  # float32 [groups, 1], squared error of the dequantized weight
 
 
 class _Fit(NamedTuple):
@@ -182,12 +166,12 @@ class _Fit(NamedTuple):
     gain: by how much they reduce the sum of squares of the centered values; 0 if all codes of a group are equal.
     """
 
-    step: torch.Tensor
-    mean_code: torch.Tensor
-    gain: torch.Tensor
+    step: Tensor
+    mean_code: Tensor
+    gain: Tensor
 
 
-def _quantize_rows(rows: torch.Tensor, bits: int, divides: bool) -> _Groups:
+def _quantize_rows(rows: Tensor, bits: int, divides: bool) -> _Groups:
     """Quantize rows [groups, group_size] of the weight's dtype."""
     values, dtype, largest = rows.float(), rows.dtype, (1 << bits) - 1
     low, high = values.aminmax(dim=1, keepdim=True)
@@ -195,7 +179,7 @@ def _quantize_rows(rows: torch.Tensor, bits: int, divides: bool) -> _Groups:
     mean = values.mean(dim=1, keepdim=True)
     centered = values - mean
 
-    def encode(scale: torch.Tensor, minimum: torch.Tensor, neighbours: int = 0) -> _Groups:
+    def encode(scale: Tensor, minimum: Tensor, neighbours: int = 0) -> _Groups:
         return _encode(values, scale, minimum, largest, divides, neighbours)
 
     def stored(fit: _Fit) -> _Groups:
@@ -230,7 +214,7 @@ def refuse_range(refused: bool, dtype: torch.dtype) -> None:
         raise ValueError(f"the weight holds NaN, an infinity, or a group whose range {dtype} cannot hold")
 
 
-def _stored_scale(step: torch.Tensor, dtype: torch.dtype, divides: bool) -> torch.Tensor:
+def _stored_scale(step: Tensor, dtype: torch.dtype, divides: bool) -> Tensor:
     """Return `step` rounded to `dtype`, or for `divides` its inverse, finite unless the step is 0.
 
     Below float16's normal numbers steps are rounded up: rounding to nearest could halve a step or make it 0.
@@ -242,14 +226,14 @@ def _stored_scale(step: torch.Tensor, dtype: torch.dtype, divides: bool) -> torc
     return step.to(dtype)
 
 
-def _finite_factor(factor: torch.Tensor, extent: torch.Tensor) -> torch.Tensor:
+def _finite_factor(factor: Tensor, extent: Tensor) -> Tensor:
     return torch.where((extent > 0) & factor.isinf(), torch.finfo(factor.dtype).max, factor)
 
 
 def _encode(
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    minimum: torch.Tensor,
+    values: Tensor,
+    scale: Tensor,
+    minimum: Tensor,
     largest: int,
     divides: bool,
     neighbours: int,
@@ -258,7 +242,7 @@ def _encode(
     scale32, minimum32 = scale.float(), minimum.float()
     shifted = values - minimum32
 
-    def differences(codes: torch.Tensor) -> torch.Tensor:
+    def differences(codes: Tensor) -> Tensor:
         restored = (codes / scale32).to(scale.dtype).float() if divides else codes * scale32
         return restored.add_(minimum32).to(scale.dtype).float().sub_(values)
 
@@ -281,7 +265,7 @@ def _better(old: _Groups, new: _Groups) -> _Groups:
     return _Groups(*(torch.where(better, *pair) for pair in zip(new, old)))
 
 
-def _fit(centered: torch.Tensor, codes: torch.Tensor) -> _Fit:
+def _fit(centered: Tensor, codes: Tensor) -> _Fit:
     """Regress the values minus their mean, [groups, group_size], on their codes."""
     mean_code = codes.mean(dim=1, keepdim=True)
     covariance = (codes * centered).sum(dim=1, keepdim=True)
@@ -290,7 +274,7 @@ def _fit(centered: torch.Tensor, codes: torch.Tensor) -> _Fit:
     return _Fit(step, mean_code, torch.where(variance > 0, covariance * step, 0))
 
 
-def _refit(best: _Fit, centered: torch.Tensor, inverse: torch.Tensor, shift: torch.Tensor, largest: int) -> _Fit:
+def _refit(best: _Fit, centered: Tensor, inverse: Tensor, shift: Tensor, largest: int) -> _Fit:
     """Return, for each group, the better of `best` and the fit to the rounded codes `inverse * centered + shift`."""
     codes = (centered * inverse).add_(shift).nan_to_num_(0.0).round_().clamp_(0, largest)
     found = _fit(centered, codes)
@@ -298,7 +282,7 @@ def _refit(best: _Fit, centered: torch.Tensor, inverse: torch.Tensor, shift: tor
     return _Fit(*(torch.where(better, *pair) for pair in zip(found, best)))
 
 
-def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def _pack(codes: Tensor, bits: int) -> Tensor:
     """Pack float32 codes [groups, group_size] into uint8 [groups * group_size * bits / 8]."""
     codes = codes.to(torch.uint8)
     if bits == 4:
@@ -306,7 +290,7 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.reshape(-1)
 
 
-def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def _unpack(packed: Tensor, bits: int) -> Tensor:
     """Unpack uint8 [groups, group_size * bits / 8] into float32 codes [groups, group_size]."""
     if bits == 8:
         return packed.float()
@@ -331,9 +315,9 @@ def _check_scheme(bits: int, group_size: int) -> None:
 
 
 def check_packed(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    minimum: torch.Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    minimum: Tensor,
     bits: int,
     group_size: int,
     rows: int,
@@ -364,7 +348,7 @@ def check_packed(
             )
 
 
-def describe(tensor: torch.Tensor) -> str:
+def describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
 
 

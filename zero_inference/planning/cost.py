@@ -23,7 +23,7 @@ from zero_inference.hardware.profile import (
     find_engine_overhead,
     product_time,
 )
-from zero_inference.kernels.experts import pairs_together
+from zero_inference.kernels.products import pairs_together
 from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
 from zero_inference.models.tracing import Operator, Pass
 from zero_inference.records.hardware import RATE_WORDS

@@ -20,9 +20,14 @@ from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout, 
 from zero_inference.engines.stream.placement import Placement, expert_memory
 from zero_inference.engines.stream.products import epilogue_of
 from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.kernels.experts import Epilogue, expert_linear, quantized_expert_linear
 from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES
+from zero_inference.kernels.products import (
+    FUSED_DTYPES,
+    FUSED_GROUP_SIZES,
+    Epilogue,
+    expert_linear,
+    quantized_expert_linear,
+)
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.transfers import ExpertCounts, Transfers

@@ -16,16 +16,20 @@ from zero_inference.cpu.experts import WeightedRows
 from zero_inference.cpu.library import DTYPES
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS
 from zero_inference.engines.stream.layout import BlockLayout, Packed
-from zero_inference.kernels.experts import (
+from zero_inference.kernels.extension import load_extension
+from zero_inference.kernels.products import (
     ACTIVATED,
+    ALIGNMENT,
+    FUSED_ROWS,
     GATE_FIRST,
     INTERLEAVED,
     UP_FIRST,
     Epilogue,
+    can_fuse,
+    no_bias,
     quantized_expert_linear,
+    quantized_linear,
 )
-from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.products import ALIGNMENT, FUSED_ROWS, can_fuse, no_bias, quantized_linear
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.mlp import FusedExperts
 
