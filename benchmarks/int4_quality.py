@@ -33,7 +33,7 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from zero_inference.models.smollm2 import smollm2_checkpoint
+    from zero_inference.models.built_in import smollm2_checkpoint
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048, help="of the text (default: 2048)")

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import zero_inference
 from zero_inference.hardware.spec import TABLE
-from zero_inference.models.preset_table import PRESET_FOLDER
+from zero_inference.models.built_in import PRESET_FOLDER
 from zero_inference.norms import rms_norm
 from zero_inference.report.page import FOLDER
 from zero_inference.kernels.extension import source_folder, sources

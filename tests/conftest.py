@@ -192,7 +192,7 @@ def plain_ids(folder: Path, ids, gen_len: int):
 def smollm2_folder() -> Path:
     """The checkpoint of the built-in model; skips where its package is not installed."""
     need_smollm2()
-    from zero_inference.models.smollm2 import smollm2_checkpoint
+    from zero_inference.models.built_in import smollm2_checkpoint
 
     return smollm2_checkpoint()
 

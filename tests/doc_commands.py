@@ -156,7 +156,7 @@ def _check_command(words: list[str]) -> None:
 
 def _check_console(options: list[str]) -> None:
     from zero_inference.architectures import command as compare
-    from zero_inference.architectures.arms import read_arms
+    from zero_inference.architectures.command import read_arms
     from zero_inference.cli import console_parser
     from zero_inference.config.run_config import config_from_args, parse_options
 

@@ -21,7 +21,7 @@ from benchmarks.predictions import HOSTS, ranges_of, ratios, within_others
 from benchmarks.traced_run import Kernel, main, print_kernels
 from zero_inference import runner
 from zero_inference.config.run_config import parse_options
-from zero_inference.models.preset_table import find_preset
+from zero_inference.models.built_in import find_preset
 from zero_inference.planning.cost import RANGES
 from zero_inference.planning.plan import Plan
 

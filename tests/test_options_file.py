@@ -8,7 +8,7 @@ import pytest
 import yaml
 from conftest import need_lm_eval
 
-from zero_inference.architectures.arms import read_arms, speed_only
+from zero_inference.architectures.command import read_arms, speed_only
 from zero_inference.cli import console_main, main
 from zero_inference.config.run_config import RunConfig, non_default_options, parse_options, save_options, shell_words
 from zero_inference.errors import UsageError

@@ -8,7 +8,7 @@ import torch
 import transformers
 from conftest import FAMILIES
 
-from zero_inference.architectures.arms import Arm, check_arm
+from zero_inference.architectures.command import Arm, check_arm
 from zero_inference.cli import main
 from zero_inference.config.options import FIELD_NAMES
 from zero_inference.config.run_config import RunConfig

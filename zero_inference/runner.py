@@ -23,8 +23,8 @@ from zero_inference.hardware.machine import Machine, resolve_machine
 from zero_inference.kernels.build import compile_s
 from zero_inference.measure import steadiness
 from zero_inference.measure.session import loaded_model, measure_run, summarize_measurement, write_trace
+from zero_inference.models.built_in import find_preset
 from zero_inference.models.checkpoint_files import checkpoint_files
-from zero_inference.models.preset_table import find_preset
 from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
 from zero_inference.planning.changes import check_memory

@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmarks.peers.gguf_file import tensors_of, write_random_gguf  # noqa: E402
-from zero_inference.models.preset_table import find_preset  # noqa: E402
+from zero_inference.models.built_in import find_preset  # noqa: E402
 
 TARGETS = {
     "llama-bench": "llama-bench",

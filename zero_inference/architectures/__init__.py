@@ -10,8 +10,8 @@ _HOMES = {
     "ArchitectureBenchmark": "benchmark",
     "BenchmarkResult": "benchmark",
     "QualityBenchmark": "benchmark",
-    "BenchmarkConfig": "comparison",
-    "compare_architectures": "comparison",
+    "BenchmarkConfig": "benchmark",
+    "compare_architectures": "benchmark",
     "summarize": "comparison",
 }
 __all__ = list(_HOMES)

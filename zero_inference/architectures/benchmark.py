@@ -1,20 +1,32 @@
-"""Benchmark one loaded transformers model: generation and batch throughput with memory and FLOPs, and quality."""
+"""Benchmark one transformers model, or several alternately: generation and batch throughput with memory and FLOPs, and quality."""
 
 from __future__ import annotations
 
 import contextlib
-import time
+import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from zero_inference.architectures.comparison import (
+    FAILED,
+    MIN_PAIRS,
+    SPEED,
+    alternate_runs,
+    build_frame,
+    percentile,
+    quality_rows,
+)
 from zero_inference.config.options import QUALITY_TASKS
 from zero_inference.errors import UsageError
 from zero_inference.measure.loops import is_steady
@@ -26,15 +38,10 @@ from zero_inference.quality.sandbox import check_isolation
 from zero_inference.utils import GB
 from zero_inference.utils.model_sizes import text_config
 from zero_inference.utils.ranks import Ranks
+from zero_inference.utils.timing import time_wall_s
 
 WARMUP_SPREAD = 0.05
 WARMUP_TRIES = 10
-MIN_SAMPLES = {50: 1, 95: 20, 99: 100}  # a percentile needs at least one sample beyond it
-
-
-def percentile(samples: Sequence[float], percent: int) -> float | None:
-    """Return the 50th, 95th or 99th percentile (interpolated); None below 1, 20 and 100 samples."""
-    return float(np.percentile(samples, percent)) if len(samples) >= MIN_SAMPLES[percent] else None
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,6 @@ class BenchmarkResult:
     flops: int
 
 
-@dataclass
-class Memory:
-    """`peak_bytes`: the model's weights and the peak allocated beside them; set when `measure_memory` ends."""
-
-    peak_bytes: int | None = None
-
-
 class ArchitectureBenchmark:
     """Times a transformers model on one device. The model is moved there and put into eval mode.
 
@@ -79,12 +79,12 @@ class ArchitectureBenchmark:
         self.seed = seed
 
     @contextlib.contextmanager
-    def measure_memory(self) -> Iterator[Memory]:
-        """Measure peak memory: parameters and buffers, plus the peak that torch allocated within the context.
+    def measure_memory(self) -> Iterator[SimpleNamespace]:
+        """Measure `peak_bytes`, set at the end of the context: parameters and buffers, plus the peak that torch allocated within it.
 
         On CUDA by the allocator's counters, on a CPU by the allocations that torch's profiler records, which slows the work.
         """
-        memory = Memory()
+        memory = SimpleNamespace(peak_bytes=None)
         unique = {each.data_ptr(): each.nbytes for each in (*self.model.parameters(), *self.model.buffers())}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -126,15 +126,11 @@ class ArchitectureBenchmark:
         batch, prompt_len = ids.shape
         self._check_positions(prompt_len + generation_length)
         settings, mask = greedy_config(generation_length), torch.ones_like(ids)
+        run = partial(self.model.generate, ids, attention_mask=mask, generation_config=settings)
         own = self.model.generation_config
         reset_generation_config(self.model)
         try:
-            return self._measure(
-                f"gen_p{prompt_len}_l{generation_length}",
-                lambda: self.model.generate(ids, attention_mask=mask, generation_config=settings),
-                batch * generation_length,
-                num_runs,
-            )
+            return self._measure(f"gen_p{prompt_len}_l{generation_length}", run, batch * generation_length, num_runs)
         finally:
             self.model.generation_config = own
 
@@ -163,31 +159,21 @@ class ArchitectureBenchmark:
         with torch.inference_mode():
             warmup_s: list[float] = []
             while len(warmup_s) < WARMUP_TRIES and not is_steady(warmup_s, WARMUP_SPREAD):
-                warmup_s.append(self._time(run))
+                warmup_s.append(time_wall_s(self.device, run))
             if not is_steady(warmup_s, WARMUP_SPREAD):
                 warnings.warn(
                     f"{name}: {WARMUP_TRIES} warm-up runs still differ by more than {WARMUP_SPREAD:.0%}", stacklevel=3
                 )
-            times_ms = [1e3 * self._time(run) for _ in range(num_runs)]
+            times_ms = [1e3 * time_wall_s(self.device, run) for _ in range(num_runs)]
             with self.measure_memory() as memory:
                 run()
             # The counter does not know the CPU's fused attention; plain products have as many FLOPs.
-            on_cpu = self.device.type == "cpu"
-            with sdpa_kernel(SDPBackend.MATH) if on_cpu else contextlib.nullcontext():
-                with FlopCounterMode(display=False) as counter:
-                    run()
+            plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else contextlib.nullcontext()
+            with plain, FlopCounterMode(display=False) as counter:
+                run()
         p50, p95, p99 = (percentile(times_ms, percent) for percent in (50, 95, 99))
         throughput = tokens / (float(np.median(times_ms)) / 1e3)
         return BenchmarkResult(name, throughput, p50, p95, p99, memory.peak_bytes / GB, counter.get_total_flops())
-
-    def _time(self, run: Callable[[], object]) -> float:
-        """Return the seconds of one run."""
-        synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda device: None
-        synchronize(self.device)
-        start = time.perf_counter()
-        run()
-        synchronize(self.device)
-        return time.perf_counter() - start
 
 
 def _check(**numbers: int) -> None:
@@ -210,15 +196,7 @@ class QualityBenchmark:
         ValueError: a k of pass@k above the number of samples.
     """
 
-    def __init__(
-        self,
-        model,
-        tokenizer,
-        *,
-        device: torch.device | str | None = None,
-        allow_code_execution: bool = False,
-        **settings,
-    ):
+    def __init__(self, model, tokenizer, *, device=None, allow_code_execution: bool = False, **settings):
         if tokenizer is None:
             raise UsageError("QualityBenchmark needs the model's tokenizer, and got None.")
         self.model, self.tokenizer = model, tokenizer
@@ -259,3 +237,94 @@ class QualityBenchmark:
         alone = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=self.device)
         scores, _ = evaluate({task: items}, self.model, self.tokenizer, self.device, alone, self.settings)
         return scores[task]
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """What `compare_architectures` runs for each model.
+
+    Attributes:
+        device: None takes the GPU if there is one.
+        generation: pairs (prompt tokens, tokens to generate).
+        batch: pairs (batch size, sequence length).
+        passes: passes over all models, in alternating order; fewer than 6 give no verdict.
+        generation_runs, batch_runs: runs in each pass.
+        quality: task -> its data, for `QualityBenchmark.evaluate_task`; scored in the first pass.
+        tokenizers: architecture -> tokenizer, for those tasks.
+    """
+
+    device: str | None = None
+    generation: Sequence[tuple[int, int]] = ((128, 32),)
+    batch: Sequence[tuple[int, int]] = ((4, 128),)
+    passes: int = MIN_PAIRS
+    generation_runs: int = 20
+    batch_runs: int = 50
+    quality: Mapping[str, Any] = field(default_factory=dict)
+    tokenizers: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.passes < 1:
+            raise ValueError(f"passes is {self.passes}, it must be at least 1")
+        if not (self.generation or self.batch or self.quality):
+            raise ValueError("nothing to do: give generation, batch or quality")
+
+
+def compare_architectures(
+    architectures: Mapping[str, torch.nn.Module | Callable[[], torch.nn.Module]],
+    benchmark_config: BenchmarkConfig | Mapping[str, Any],
+) -> pandas.DataFrame:
+    """Benchmark the architectures in the order A B B A A B ..., so that drift of the machine affects all alike.
+
+    Args:
+        architectures: name -> a model, moved to the device for its passes and back, or a function that builds one, called in each pass.
+        benchmark_config: a `BenchmarkConfig`, or its fields as a mapping.
+
+    Returns:
+        COLUMNS; `type` is "speed" (one row a configuration and pass, as in `BenchmarkResult`), "quality" (one row a task) or
+        "failed": an architecture that raised is not run again; the reason is in `error`.
+
+    Raises:
+        ValueError: no architecture, or nothing to run.
+    """
+    config = benchmark_config if isinstance(benchmark_config, BenchmarkConfig) else BenchmarkConfig(**benchmark_config)
+    if not architectures:
+        raise ValueError("no architectures to compare")
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rows: list[dict[str, Any]] = []
+    failed: set[str] = set()
+    for number, name in alternate_runs(list(architectures), config.passes):
+        if name in failed:
+            continue
+        run = {"architecture": name, "pass": number}
+        try:
+            rows += [run | row for row in _run_pass(name, architectures[name], device, config, number)]
+        except Exception as error:  # of the model's code; the other architectures go on
+            failed.add(name)
+            reason = str(error).strip().splitlines() or [""]
+            rows.append(run | {"type": FAILED, "error": f"{type(error).__name__}: {reason[0]}"})
+    return build_frame(rows)
+
+
+def _run_pass(
+    name: str, architecture: Any, device: torch.device, config: BenchmarkConfig, number: int
+) -> list[dict[str, Any]]:
+    """Return the rows of one pass. A given model is then moved back to its device; a built one is deleted, as the next needs the memory."""
+    given = isinstance(architecture, torch.nn.Module)
+    model = architecture if given else architecture()
+    home, training = next((each.device for each in model.parameters()), device), model.training
+    try:
+        benchmark = ArchitectureBenchmark(model, device)
+        results = [benchmark.benchmark_generation(*each, config.generation_runs) for each in config.generation]
+        results += [benchmark.benchmark_batch_throughput(*each, config.batch_runs) for each in config.batch]
+        rows = [{"type": SPEED, "config": result.name} | asdict(result) for result in results]
+        if config.quality and number == 0:
+            judge = QualityBenchmark(model, config.tokenizers[name])
+            rows += quality_rows({task: judge.evaluate_task(task, data) for task, data in config.quality.items()})
+        return rows
+    finally:
+        if given:
+            model.to(home).train(training)
+        del model
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()

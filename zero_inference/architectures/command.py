@@ -1,4 +1,4 @@
-"""`zero-inference compare`: run models, or configurations of one model, alternately, and print one table."""
+"""`zero-inference compare`: run models, or configurations of one model, alternately in processes of their own, and print one table."""
 
 from __future__ import annotations
 
@@ -6,26 +6,38 @@ import argparse
 import datetime
 import json
 import os
+import re
+import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_inference.architectures.arms import Arm, alternate_runs, check_arm, read_arms, run_arm
 from zero_inference.config.checks import batch_advice
+from zero_inference.config.options import DEFAULTS, QUALITY_FIELDS
 from zero_inference.config.parser import add_verbose, examples
-from zero_inference.config.run_config import RunConfig
-from zero_inference.errors import RunError, UsageError
-from zero_inference.records.schema import STATUS_OK
-from zero_inference.utils.format import FORMATS, PIPED_WIDTH, print_rows, shown_columns
-from zero_inference.utils.processes import exit_on_stop
+from zero_inference.config.run_config import RunConfig, expand_config_files
+from zero_inference.errors import ONLY_PLANNED, DoesNotFit, RunError, UsageError
+from zero_inference.records.read import read_records
+from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
+from zero_inference.utils.format import FORMATS, PIPED_WIDTH, file_stem, one_line, print_rows, shown_columns
+from zero_inference.utils.processes import ChildRun, exit_on_stop, isolated_ranks, last_error_line, run_child
 from zero_inference.utils.progress import Progress, use_progress
 
 WARMUP_SPREAD = 0.05
 WARMUP_TRIES = 10
 MAX_COUNT = 10_000  # rounds, warm-up loops, processes
+# Options that `compare` sets for every run.
+SET_BY_COMPARE = set("log-file log-dir dry-run json save-config warmup warmup-spread verbose local-rank".split())
+# Options that name an output file; two arms must not write the same.
+OUTPUT_FILES = ("quality_items", "trace")
+VERDICT = re.compile(r'"verdict": ("(?:[^"\\]|\\.)*")')  # of --dry-run --json
+# Fields of a record that the JSON output lists for each run.
+RUN_FACTS = "status timestamp prefill_throughput decode_throughput total_throughput".split()
+RUN_FACTS += "warmed_up warmup_total_s settling_s error".split()
 Runs = dict[str, list[tuple[int, dict[str, Any]]]]  # arm -> (pass, record) of each of its runs
 
 
@@ -105,12 +117,12 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
         check_arms(arms, extra, folder, args.num_gpus, progress)
         runs = run_arms(arms, args.rounds, extra, folder, args.num_gpus, progress)
 
-    from zero_inference.architectures import table
+    from zero_inference.architectures.comparison import arm_rows
 
-    rows = table.arm_rows(arms, runs, baseline)
+    rows = arm_rows(arms, runs, baseline)
     if args.format == "json":
         listed = [
-            {"arm": name, "pass": number, **table.run_facts(record)}
+            {"arm": name, "pass": number} | {key: record[key] for key in RUN_FACTS if record.get(key) is not None}
             for name, of_arm in runs.items()
             for number, record in of_arm
         ]
@@ -127,9 +139,9 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
 
 def make_log_folder(given: Path | None) -> Path:
     """Return the given folder, created if needed, or a new one in logs/. Raises UsageError if it cannot be created or written to."""
+    folder = given or Path("logs") / f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     try:
-        folder = make_new_folder(Path("logs")) if given is None else given
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=given is not None)
     except OSError as error:
         raise UsageError(
             f"the log folder {error.filename} cannot be created ({error.strerror}); choose another --log-dir."
@@ -137,20 +149,6 @@ def make_log_folder(given: Path | None) -> Path:
     if not os.access(folder, os.W_OK):
         raise UsageError(f"the log folder {folder} is not writable; choose another --log-dir.")
     return folder
-
-
-def make_new_folder(parent: Path) -> Path:
-    """Create a folder in `parent` named after the time, with a number if another comparison started in the same second."""
-    parent.mkdir(exist_ok=True)
-    name = f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    folder, number = parent / name, 1
-    while True:
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = parent / f"{name}_{number}"
 
 
 def check_arms(arms: list[Arm], extra: list[str], folder: Path, num_gpus: int, progress: Progress) -> None:
@@ -163,36 +161,170 @@ def check_arms(arms: list[Arm], extra: list[str], folder: Path, num_gpus: int, p
 
 def run_arms(arms: list[Arm], rounds: int, extra: list[str], folder: Path, num_gpus: int, progress: Progress) -> Runs:
     """Run all arms alternately; one that failed is not run again."""
-    by_name = {arm.name: arm for arm in arms}
-    runs: Runs = {name: [] for name in by_name}
-    order = alternate_runs(list(by_name), 2 * rounds)
+    from zero_inference.architectures.comparison import alternate_runs
+
+    runs: Runs = {arm.name: [] for arm in arms}
+    order = alternate_runs(arms, 2 * rounds)
     progress.say(f"compare: {len(order)} runs, {2 * rounds} of each arm; their output is in {folder}")
     with progress.task("compare", len(order), ticking=True) as task:
-        for count, (number, name) in enumerate(order):
-            if any(record["status"] != STATUS_OK for _, record in runs[name]):
+        for count, (number, arm) in enumerate(order):
+            if any(record["status"] != STATUS_OK for _, record in runs[arm.name]):
                 continue
-            run = f"run {count + 1} of {len(order)} ({name})"
+            run = f"run {count + 1} of {len(order)} ({arm.name})"
             task.at(run, count)
-            record = run_arm(by_name[name], extra, folder, number, num_gpus)
-            runs[name].append((number, record))
-            progress.say(f"compare: {run}: {_outcome(record)}")
+            record = run_arm(arm, extra, folder, number, num_gpus)
+            runs[arm.name].append((number, record))
+            if record["status"] == STATUS_OK:
+                phase = "total" if record["decode_throughput"] is None else "decode"
+                note = " (not settled)" if record.get("warmed_up") is False else ""
+                progress.say(f"compare: {run}: {record[f'{phase}_throughput']:.3f} token/s{note}")
+            else:
+                progress.say(f"compare: {run}: failed: {one_line(record['error'])}")
     return runs
 
 
-def _outcome(record: dict[str, Any]) -> str:
-    if record["status"] != STATUS_OK:
-        return f"failed: {' '.join(str(record['error']).split())}"
-    rate = record["decode_throughput"] if record["decode_throughput"] is not None else record["total_throughput"]
-    return f"{rate:.3f} token/s{' (not settled)' if record.get('warmed_up') is False else ''}"
-
-
 def print_table(rows: list[dict[str, Any]], baseline: str, format: str) -> None:
-    from zero_inference.architectures import table
+    from zero_inference.architectures.comparison import list_captions, list_columns
 
-    columns = table.list_columns(rows, compact=format != "csv")
+    columns = list_columns(rows, compact=format != "csv")
     if format != "csv":
         columns = shown_columns(rows, columns)
     print_rows(rows, columns, format, turn=True, piped_width=PIPED_WIDTH)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
-    for line in table.list_captions(rows, baseline) if format in ("table", "md") else ():
+    for line in list_captions(rows, baseline) if format in ("table", "md") else ():
         print(f"\n{line}" if format == "md" else textwrap.fill(line, width, subsequent_indent="  "))
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A name, its options of run_model.py, and the configuration that they give."""
+
+    name: str
+    options: tuple[str, ...]
+    config: RunConfig
+
+    @property
+    def file_stem(self) -> str:
+        return file_stem(self.name)
+
+
+def read_arms(
+    models: Sequence[str], texts: Sequence[str], shared: Sequence[str], config_of: Callable[[list[str]], RunConfig]
+) -> list[Arm]:
+    """Return the arms of `--model NAME` and `--arm "NAME=OPTIONS"`. `shared` options are for all; an arm's own override them.
+
+    Args:
+        config_of: returns the validated configuration of a list of run_model.py's options.
+
+    Raises:
+        UsageError: fewer than two arms, two of one name, or invalid options; names the arm.
+    """
+    short = [model.rstrip("/").rpartition("/")[2] or model for model in models]
+    named = [(name if short.count(name) == 1 else model, ["--model", model]) for name, model in zip(short, models)]
+    for text in texts:
+        name, equals, options = text.partition("=")
+        if not equals or not name.strip() or name.startswith("-") or not name.isprintable():
+            raise UsageError(f'--arm {text!r}: write a name, = and options, such as "int4=--model X --quant-bits 4".')
+        try:
+            named.append((name.strip(), shlex.split(options)))
+        except ValueError as error:
+            raise UsageError(f"--arm {text!r}: {error}.") from error
+    if len(named) < 2:
+        raise UsageError(f'two arms are needed, and {len(named)} given: add --model NAME or --arm "NAME=OPTIONS".')
+    arms = []
+    owners: dict[str, str] = {}  # of a name of files, or of an output file -> arm
+    for name, own in named:
+        try:
+            words = expand_config_files([*shared, *own])  # now, because a file may change while the arms run
+            if refused := SET_BY_COMPARE & {_option_name(word) for word in words}:
+                raise UsageError(
+                    f"--{min(refused)} is set by compare itself; drop it (compare has --log-dir and --warmup-tries)."
+                )
+            arms.append(arm := Arm(name, tuple(words), config_of(words)))
+        except UsageError as error:
+            raise UsageError(f"arm {name}: {error}") from error
+        if arm.file_stem in owners:
+            raise UsageError(
+                f"two arms are called {name}, or their names differ too little for separate files: name them with "
+                '--arm "NAME=--model ...".'
+            )
+        owners[arm.file_stem] = name
+        for option in OUTPUT_FILES:
+            file = getattr(arm.config, option)
+            if file and owners.setdefault(os.path.abspath(file), name) != name:
+                raise UsageError(
+                    f"arm {name}: --{option.replace('_', '-')} {file} is also written by arm "
+                    f"{owners[os.path.abspath(file)]}; give each arm its own file."
+                )
+    return arms
+
+
+def _option_name(word: str) -> str:
+    """Return the name of an option with hyphens, without its value; "" for another word."""
+    return word.partition("=")[0][2:].replace("_", "-") if word.startswith("--") else ""
+
+
+def speed_only(options: Sequence[str]) -> list[str]:
+    """Return `options` without those about scores, which are equal in every run: only the first run has them."""
+    takes_value = {name.replace("_", "-"): not isinstance(DEFAULTS[name], bool) for name in QUALITY_FIELDS}
+    found: list[str] = []
+    words = iter(options)
+    for word in words:
+        name = _option_name(word)
+        if name not in takes_value:
+            found.append(word)
+        elif takes_value[name] and "=" not in word:
+            next(words, None)
+    return found
+
+
+def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> str | None:
+    """Check an arm by --dry-run, in its own processes: a process that has used a GPU holds some of its memory until it ends.
+
+    Args:
+        extra, folder, ranks: as of `run_arm`; the plan goes to `<arm>-check.out` in the folder.
+
+    Returns:
+        The plan's verdict if it estimates that the arm does not fit, else None.
+
+    Raises:
+        UsageError: the run would be refused; names the arm and the reason.
+    """
+    command = isolated_ranks("zero_inference", ranks, "run", *arm.options, *extra, "--dry-run", "--json")
+    ended = run_child(command, folder / f"{arm.file_stem}-check.out")
+    text = ended.read_output()
+    verdict = json.loads(found[1]) if (found := VERDICT.search(text)) else ""
+    doubt = verdict if verdict.startswith(DoesNotFit.VERDICT) else None
+    if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
+        raise UsageError(f"arm {arm.name}: {failure_reason(ended)}")
+    if fails := next((line for line in text.splitlines() if line.startswith(ONLY_PLANNED)), None):
+        raise UsageError(f"arm {arm.name}: {fails.removeprefix(ONLY_PLANNED).strip()}")
+    return doubt
+
+
+def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: int = 1) -> dict[str, Any]:
+    """Run `zero-inference run` in its own processes; return the record, or `status` and `error` if there is none.
+
+    Args:
+        extra: options added to the arm's.
+        folder: for log, record and output: `<arm>-<number>.log`, `.jsonl` and `.out`.
+        number: the first run, 0, is the one that scores quality.
+        ranks: processes; several are started by torchrun.
+    """
+    log = folder / f"{arm.file_stem}-{number}.log"
+    record = log.with_suffix(".jsonl")
+    options = arm.options if number == 0 else speed_only(arm.options)
+    ended = run_child(
+        isolated_ranks("zero_inference", ranks, "run", *options, *extra, "--log-file", str(log)),
+        log.with_suffix(".out"),
+        records=lambda: read_records(record) if record.is_file() else [],
+    )
+    return ended.record or {"status": STATUS_FAILED, "error": failure_reason(ended)}
+
+
+def failure_reason(ended: ChildRun) -> str:
+    """Return the last error line of a run without a record."""
+    words = last_error_line(ended.read_output())
+    if words is None:
+        return f"exit code {ended.code}, without output"
+    return words.removeprefix("error: ") if words.startswith("error: ") else f"{words} (exit code {ended.code})"

@@ -1,26 +1,26 @@
-"""Benchmark several models in one process, and summarize a comparison: speedups and differences of scores, with their uncertainty.
+"""Summarize a comparison: speedups and differences of scores with their uncertainty; and the table of `zero-inference compare`.
 
-A comparison is a data frame with one row for each architecture, configuration and pass; `zero-inference compare` builds it from records.
-
-The steps of a run are not independent: they share the process, the clock rate and the machine's other users. So the unit is the run. Runs
-alternate (A B B A), and each is compared with the baseline's run of the same pass, next to it, so that drift cancels.
+A comparison is a data frame with one row for each architecture, configuration and pass. The steps of a run are not independent: they share
+the process, the clock rate and the machine's other users. So the unit is the run. Runs alternate (A B B A), and each is compared with the
+baseline's run of the same pass, next to it, so that drift cancels.
 """
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pandas
-import torch
 from scipy import stats
 
-from zero_inference.architectures.arms import alternate_runs
-from zero_inference.architectures.benchmark import ArchitectureBenchmark, QualityBenchmark
+from zero_inference.records.schema import STATUS_OK
+from zero_inference.utils.format import Column, decimals, format_gib_exact, format_percent, one_line
+
+if TYPE_CHECKING:
+    from zero_inference.architectures.command import Arm
 
 SPEED, QUALITY, FAILED = "speed", "quality", "failed"
 COLUMNS = (
@@ -31,6 +31,8 @@ SUMMARY = (
     "architecture type config runs throughput speedup speedup_low speedup_high memory_gb flops "
     "accuracy stderr accuracy_difference accuracy_difference_stderr verdict error"
 ).split()
+SPEED_KEYS = ("throughput", "speedup", "speedup_low", "speedup_high", "verdict")
+QUALITY_KEYS = ("accuracy", "stderr", "accuracy_difference", "accuracy_difference_stderr", "verdict")
 
 CONFIDENCE = 0.95
 # All ratios of n pairs of equal arms are on one side of 1 in 2 of 2^n cases; 6 is the first n where that is below 5%.
@@ -40,97 +42,19 @@ MIN_ITEMS = 30
 SCORE_CONFIDENCE = 0.97
 NO_DIFFERENCE, TOO_FEW_RUNS = "no difference", "too few runs"
 NO_ERROR, TOO_FEW_ITEMS = "no standard error", "too few items"
+MIN_SAMPLES = {50: 1, 95: 20, 99: 100}  # a percentile needs at least one sample beyond it
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class BenchmarkConfig:
-    """What `compare_architectures` runs for each model.
-
-    Attributes:
-        device: None takes the GPU if there is one.
-        generation: pairs (prompt tokens, tokens to generate).
-        batch: pairs (batch size, sequence length).
-        passes: passes over all models, in alternating order; fewer than 6 give no verdict.
-        generation_runs, batch_runs: runs in each pass.
-        quality: task -> its data, for `QualityBenchmark.evaluate_task`; scored in the first pass.
-        tokenizers: architecture -> tokenizer, for those tasks.
-    """
-
-    device: str | None = None
-    generation: Sequence[tuple[int, int]] = ((128, 32),)
-    batch: Sequence[tuple[int, int]] = ((4, 128),)
-    passes: int = MIN_PAIRS
-    generation_runs: int = 20
-    batch_runs: int = 50
-    quality: Mapping[str, Any] = field(default_factory=dict)
-    tokenizers: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self):
-        if self.passes < 1:
-            raise ValueError(f"passes is {self.passes}, it must be at least 1")
-        if not (self.generation or self.batch or self.quality):
-            raise ValueError("nothing to do: give generation, batch or quality")
+def alternate_runs(arms: Sequence[T], passes: int) -> list[tuple[int, T]]:
+    """Return (pass, arm) in the order to run: every other pass is reversed (A B, B A, A B, ...)."""
+    return [(number, arm) for number in range(passes) for arm in (arms if number % 2 == 0 else arms[::-1])]
 
 
-def compare_architectures(
-    architectures: Mapping[str, torch.nn.Module | Callable[[], torch.nn.Module]],
-    benchmark_config: BenchmarkConfig | Mapping[str, Any],
-) -> pandas.DataFrame:
-    """Benchmark the architectures in the order A B B A A B ..., so that drift of the machine affects all alike.
-
-    Args:
-        architectures: name -> a model, moved to the device for its passes and back, or a function that builds one, called in each pass.
-        benchmark_config: a `BenchmarkConfig`, or its fields as a mapping.
-
-    Returns:
-        COLUMNS; `type` is "speed" (one row a configuration and pass, as in `BenchmarkResult`), "quality" (one row a task) or
-        "failed": an architecture that raised is not run again; the reason is in `error`.
-
-    Raises:
-        ValueError: no architecture, or nothing to run.
-    """
-    config = benchmark_config if isinstance(benchmark_config, BenchmarkConfig) else BenchmarkConfig(**benchmark_config)
-    if not architectures:
-        raise ValueError("no architectures to compare")
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    rows: list[dict[str, Any]] = []
-    failed: set[str] = set()
-    for number, name in alternate_runs(list(architectures), config.passes):
-        if name in failed:
-            continue
-        run = {"architecture": name, "pass": number}
-        try:
-            rows += [run | row for row in _run_pass(name, architectures[name], device, config, number)]
-        except Exception as error:  # of the model's code; the other architectures go on
-            failed.add(name)
-            reason = str(error).strip().splitlines() or [""]
-            rows.append(run | {"type": FAILED, "error": f"{type(error).__name__}: {reason[0]}"})
-    return build_frame(rows)
-
-
-def _run_pass(
-    name: str, architecture: Any, device: torch.device, config: BenchmarkConfig, number: int
-) -> list[dict[str, Any]]:
-    """Return the rows of one pass. A given model is then moved back to its device; a built one is deleted, as the next needs the memory."""
-    given = isinstance(architecture, torch.nn.Module)
-    model = architecture if given else architecture()
-    home, training = next((each.device for each in model.parameters()), device), model.training
-    try:
-        benchmark = ArchitectureBenchmark(model, device)
-        results = [benchmark.benchmark_generation(*each, config.generation_runs) for each in config.generation]
-        results += [benchmark.benchmark_batch_throughput(*each, config.batch_runs) for each in config.batch]
-        rows = [{"type": SPEED, "config": result.name} | asdict(result) for result in results]
-        if config.quality and number == 0:
-            judge = QualityBenchmark(model, config.tokenizers[name])
-            rows += quality_rows({task: judge.evaluate_task(task, data) for task, data in config.quality.items()})
-        return rows
-    finally:
-        if given:
-            model.to(home).train(training)
-        del model
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+def percentile(samples: Sequence[float], percent: int) -> float | None:
+    """Return the 50th, 95th or 99th percentile (interpolated); None below 1, 20 and 100 samples."""
+    return float(np.percentile(samples, percent)) if len(samples) >= MIN_SAMPLES[percent] else None
 
 
 def quality_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -196,20 +120,8 @@ def summarize(frame: pandas.DataFrame, baseline: str) -> pandas.DataFrame:
 
 
 def speedup(candidate: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
-    """Return the median of candidate / baseline over pairs of runs, its distribution-free interval and the verdict.
-
-    Args:
-        candidate, baseline: rates above 0 (token/s), one for each run; entries of the same index ran next to each other.
-
-    Raises:
-        ValueError: no runs, lists of different lengths, or a rate that is not above 0.
-    """
-    if len(candidate) != len(baseline) or not len(candidate):
-        raise ValueError(f"{len(candidate)} runs against {len(baseline)}: each needs its partner of the same pass")
-    rates = np.array([candidate, baseline], dtype=float)
-    if not (np.isfinite(rates).all() and (rates > 0).all()):
-        raise ValueError("a rate is not above 0")
-    ratios = np.log(rates[0] / rates[1])
+    """Return the median of candidate / baseline over pairs of runs (token/s), its distribution-free interval and the verdict."""
+    ratios = np.log(np.array(candidate, dtype=float) / np.array(baseline, dtype=float))
     low, high = np.exp(stats.quantile_test(ratios, p=0.5).confidence_interval(CONFIDENCE))  # nan below MIN_PAIRS
     verdict = "faster" if low > 1 else "slower" if high < 1 else NO_DIFFERENCE
     return {
@@ -244,3 +156,128 @@ def _cautious_stderr(score: Mapping[str, Any]) -> float:
     n = score["total"]
     p = (score["accuracy"] * n + 1) / (n + 2)
     return max(score["stderr"], math.sqrt(p * (1 - p) / (n + 2)))
+
+
+# The table of `zero-inference compare`: one row for each arm, from the records of its runs.
+
+SETTINGS = {"model": "model", "engine": "engine", "dtype": "type", "quant_bits": "bits", "runs": "runs"}
+PHASES = ("decode", "prefill", "total")
+
+
+def arm_rows(
+    arms: Sequence[Arm], runs: Mapping[str, Sequence[tuple[int, dict[str, Any]]]], baseline: str
+) -> list[dict[str, Any]]:
+    """Return one row for each arm: JSON values under the names of `list_columns`, and `quality`: task -> its summary.
+
+    Throughputs are medians over runs, percentiles over the decode steps of all runs, peaks maxima. An arm with a failed run has `error` and
+    no speed.
+    """
+    # a row without speed, so that `summarize` knows the baseline even if all of its runs failed
+    measured: list[dict[str, Any]] = [{"architecture": baseline, "type": FAILED}]
+    good = {}
+    for arm in arms:
+        if all(record["status"] == STATUS_OK for _, record in runs[arm.name]):
+            good[arm.name] = [record for _, record in runs[arm.name]]
+            for number, record in runs[arm.name]:
+                run = {"architecture": arm.name, "pass": number}
+                for phase in PHASES:
+                    if (rate := record[f"{phase}_throughput"]) is not None:
+                        measured.append(run | {"type": SPEED, "config": phase, "throughput": rate})
+                measured += [run | row for row in quality_rows(record.get("quality") or {})]
+    summary = summarize(build_frame(measured), baseline).astype(object)
+    summary = summary.where(summary.notna(), None)  # JSON has no nan
+    expected = {record["output_ids_sha256"] for record in good.get(baseline, ())}
+    rows = []
+    for arm in arms:
+        row = {name: getattr(arm.config, name) for name in ("model", "engine", "quant_bits")}
+        row |= {"arm": arm.name, "runs": len(runs[arm.name])}
+        if arm.name not in good:
+            failed = next(record for _, record in runs[arm.name] if record["status"] != STATUS_OK)
+            rows.append(row | {"error": one_line(failed["error"])})
+            continue
+        records = good[arm.name]
+        steps = [step for record in records for loop in record["loops"] for step in loop["step_s"]]
+        row |= {"dtype": records[0]["dtype"], "step_samples": len(steps)}
+        row |= {f"step_p{each}_s": percentile(steps, each) for each in (50, 95, 99)}
+        for name in ("peak_gpu_bytes", "peak_host_bytes", "weight_bytes"):
+            row[name] = max((record[name] for record in records if record[name] is not None), default=None)
+        limits = [(record.get("limit") or {}).get("fraction_of_limit") for record in records]
+        shares = sorted(share for share in limits if share is not None)
+        row["fraction_of_limit"] = shares[len(shares) // 2] if shares else None
+        row["unsettled_runs"] = sum(record.get("warmed_up") is False for record in records) or None
+        row["same_ids"] = {record["output_ids_sha256"] for record in records} == expected
+        for each in summary[summary["architecture"] == arm.name].to_dict("records"):
+            if each["type"] == SPEED:
+                row |= {f"{each['config']}_{name}": each[name] for name in SPEED_KEYS}
+            elif each["type"] == QUALITY:
+                score = {name.removeprefix("accuracy_"): each[name] for name in QUALITY_KEYS}
+                row.setdefault("quality", {})[each["config"]] = score
+                row |= {f"{each['config']}_{name}": value for name, value in score.items()}
+        rows.append(row)
+    return rows
+
+
+def list_columns(rows: Sequence[Mapping[str, Any]], compact: bool) -> list[Column]:
+    """Return the columns. For people (`compact`) settings are there only if arms differ in them, and a speedup with its interval is one
+    column."""
+    columns = [Column("arm", "arm", dtype="string")]
+    for name, header in SETTINGS.items():
+        if not compact or len({row.get(name) for row in rows}) > 1:
+            columns.append(Column(name, header, dtype="string" if name in ("model", "engine", "dtype") else "Int64"))
+    for phase in PHASES:
+        if compact and phase == "total" and any(row.get("decode_throughput") for row in rows):
+            continue
+        columns.append(Column(f"{phase}_throughput", f"{phase} (token/s)", decimals(1 if phase == "prefill" else 3)))
+        if compact:
+            columns.append(Column(f"{phase}_speedup", f"{phase} speedup", of=partial(_format_ratio, phase)))
+        else:
+            columns += [Column(f"{phase}_{name}", name) for name in ("speedup", "speedup_low", "speedup_high")]
+        columns.append(Column(f"{phase}_verdict", f"{phase} verdict", dtype="string"))
+    columns += [] if compact else [Column("step_samples", "steps", dtype="Int64")]
+    columns += [
+        *(Column(f"step_p{each}_s", f"p{each} (ms)", lambda seconds: f"{1e3 * seconds:.2f}") for each in (50, 95, 99)),
+        Column("peak_gpu_bytes", "peak gpu (GiB)", format_gib_exact, "Int64"),
+        Column("peak_host_bytes", "peak host (GiB)", format_gib_exact, "Int64"),
+    ]
+    columns += [] if compact else [Column("weight_bytes", "stored weights (GiB)", format_gib_exact, "Int64")]
+    columns += [
+        Column("fraction_of_limit", "of limit", format_percent),
+        Column("unsettled_runs", "not settled", dtype="Int64"),
+        Column("same_ids", "same tokens", lambda same: "yes" if same else "no", "boolean"),
+    ]
+    for task in dict.fromkeys(task for row in rows for task in row.get("quality", {})):
+        columns += [
+            Column(f"{task}_accuracy", task, decimals(4)),
+            Column(f"{task}_stderr", f"{task} se", decimals(4)),
+            Column(f"{task}_difference", f"{task} difference", lambda value: f"{value:+.4f}"),
+            Column(f"{task}_difference_stderr", f"{task} difference se", decimals(4)),
+            Column(f"{task}_verdict", f"{task} verdict", dtype="string"),
+        ]
+    return [*columns, Column("error", "error", dtype="string")]
+
+
+def _format_ratio(phase: str, row: Mapping[str, Any]) -> str | None:
+    ratio, low, high = (row.get(f"{phase}_speedup{end}") for end in ("", "_low", "_high"))
+    if ratio is None:
+        return None
+    return f"{ratio:.3f}x" + (f" ({low:.3f} - {high:.3f})" if low is not None else "")
+
+
+def list_captions(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
+    """Return the lines below the table: what a speedup is, and why something has no verdict."""
+    if any(row["arm"] == baseline and row.get("error") for row in rows):
+        lines = [f"no speedup: the baseline {baseline} failed"]
+    else:
+        lines = [f"speedup: median over pairs of runs next to each other, against {baseline} (95% interval)"]
+    verdicts = {value for row in rows for key, value in row.items() if key.endswith("_verdict")}
+    reasons = {
+        TOO_FEW_RUNS: f"a verdict takes {MIN_PAIRS} runs of each arm, --rounds {MIN_PAIRS // 2}",
+        TOO_FEW_ITEMS: f"a verdict takes {MIN_ITEMS} items of each arm; use more data, or raise --quality-limit",
+        NO_ERROR: "scores of one item have no verdict",
+    }
+    lines += [f"{verdict}: {reason}" for verdict, reason in reasons.items() if verdict in verdicts]
+    if any(row.get("unsettled_runs") for row in rows):
+        lines.append("not settled: runs whose last warm-up loops still differed by 5% or more")
+    if any("quality" in row for row in rows):
+        lines.append("difference: against the baseline; se: standard error")
+    return lines

@@ -18,7 +18,7 @@ from torch.utils.benchmark import Timer
 from zero_inference.errors import UsageError, is_out_of_memory
 from zero_inference.hardware import bench_device
 from zero_inference.hardware.spec import find_card
-from zero_inference.models.preset_table import find_preset
+from zero_inference.models.built_in import find_preset
 from zero_inference.models.spec import max_positions
 from zero_inference.norms.patch import (
     apply_norm_kernels,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_inference.errors import RunError, UsageError
+from zero_inference.models.built_in import find_preset, similar_presets
 from zero_inference.models.checkpoint_files import WEIGHT_FILES, checkpoint_files, has_tokenizer, shard_names
-from zero_inference.models.preset_table import find_preset, similar_presets
 from zero_inference.utils.format import first_line
 from zero_inference.utils.progress import current_progress, is_reporting
 

@@ -13,6 +13,7 @@ import torch
 
 from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
+from zero_inference.models.built_in import SMOLLM2, Preset, find_preset, similar_presets, smollm2_checkpoint
 from zero_inference.models.checkpoint_files import (
     BlockScales,
     errors_as,
@@ -21,9 +22,7 @@ from zero_inference.models.checkpoint_files import (
     read_block_scales,
 )
 from zero_inference.models.hub import Snapshot, open_snapshot
-from zero_inference.models.preset_table import Preset, find_preset, similar_presets
 
-SMOLLM2 = "smollm2-135m"
 # Bounds of sizes in a config.json: far beyond any model, and small enough to be counted and laid out within seconds.
 BOUNDS = {
     "num_hidden_layers n_layer n_layers num_layers": (1, 4096),
@@ -117,8 +116,6 @@ def _locate(config: RunConfig) -> Path | Snapshot | Preset:
     """Return the folder or hub snapshot with the model's config.json; or, with --dummy, the preset of that name."""
     model, path = config.model, Path(os.path.expanduser(config.model))
     if model == SMOLLM2 or (model.lower() == SMOLLM2 and not path.is_dir()):
-        from zero_inference.models.smollm2 import smollm2_checkpoint
-
         return smollm2_checkpoint()
     if path.is_dir():
         if (path / "adapter_config.json").is_file():
