@@ -347,6 +347,7 @@ def test_one_round_has_one_warm_up_loop_in_each_run(monkeypatch, tmp_path):
 def test_the_table_of_recorded_runs(capsys):
     """Every format from the same records, which are made up here: 6 passes, a third as fast, scores with errors."""
     arms = read_arms([], ["fp16=--model x", "int4=--model x --quant-bits 4", "gone=--model y"], [], parse_options)
+    configs = {arm.name: arm.config for arm in arms}
 
     def record(slow: float, accuracy: float, number: int) -> dict:
         steps = [0.01 * slow * (1 + 0.001 * (number + step)) for step in range(10)]
@@ -361,7 +362,7 @@ def test_the_table_of_recorded_runs(capsys):
         "int4": [(n, record(3.0, 0.5, n)) for n in range(6)],
         "gone": [(0, {"status": "failed", "error": "does not fit:\n20 GB"})],
     }
-    rows = comparison.arm_rows(arms, runs, "fp16")
+    rows = comparison.arm_rows(configs, runs, "fp16")
     fp16, int4, gone = rows
     assert int4["decode_speedup"] == pytest.approx(1 / 3) and int4["decode_verdict"] == "slower"
     assert int4["same_ids"] is False and int4["prefill_verdict"] == "no difference"
@@ -377,7 +378,7 @@ def test_the_table_of_recorded_runs(capsys):
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100 and "not settled" in " ".join(printed.split())
     assert printed.split()[:4] == ["arm", "fp16", "int4", "gone"]
-    failed = comparison.arm_rows(arms, runs, "gone")
+    failed = comparison.arm_rows(configs, runs, "gone")
     assert comparison.list_captions(failed, "gone")[0] == "no speedup: the baseline gone failed"
     assert failed[0]["decode_throughput"] > 0 and failed[0]["decode_speedup"] is None
 

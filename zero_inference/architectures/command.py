@@ -119,7 +119,7 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
 
     from zero_inference.architectures.comparison import arm_rows
 
-    rows = arm_rows(arms, runs, baseline)
+    rows = arm_rows({arm.name: arm.config for arm in arms}, runs, baseline)
     if args.format == "json":
         listed = [
             {"arm": name, "pass": number} | {key: record[key] for key in RUN_FACTS if record.get(key) is not None}

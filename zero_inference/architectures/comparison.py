@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas
 from scipy import stats
 
+from zero_inference.config.run_config import RunConfig
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.utils.format import Column, decimals, format_gib_exact, format_percent, one_line
-
-if TYPE_CHECKING:
-    from zero_inference.architectures.command import Arm
 
 SPEED, QUALITY, FAILED = "speed", "quality", "failed"
 COLUMNS = (
@@ -165,7 +163,7 @@ PHASES = ("decode", "prefill", "total")
 
 
 def arm_rows(
-    arms: Sequence[Arm], runs: Mapping[str, Sequence[tuple[int, dict[str, Any]]]], baseline: str
+    configs: Mapping[str, RunConfig], runs: Mapping[str, Sequence[tuple[int, dict[str, Any]]]], baseline: str
 ) -> list[dict[str, Any]]:
     """Return one row for each arm: JSON values under the names of `list_columns`, and `quality`: task -> its summary.
 
@@ -175,11 +173,11 @@ def arm_rows(
     # a row without speed, so that `summarize` knows the baseline even if all of its runs failed
     measured: list[dict[str, Any]] = [{"architecture": baseline, "type": FAILED}]
     good = {}
-    for arm in arms:
-        if all(record["status"] == STATUS_OK for _, record in runs[arm.name]):
-            good[arm.name] = [record for _, record in runs[arm.name]]
-            for number, record in runs[arm.name]:
-                run = {"architecture": arm.name, "pass": number}
+    for arm in configs:
+        if all(record["status"] == STATUS_OK for _, record in runs[arm]):
+            good[arm] = [record for _, record in runs[arm]]
+            for number, record in runs[arm]:
+                run = {"architecture": arm, "pass": number}
                 for phase in PHASES:
                     if (rate := record[f"{phase}_throughput"]) is not None:
                         measured.append(run | {"type": SPEED, "config": phase, "throughput": rate})
@@ -188,14 +186,14 @@ def arm_rows(
     summary = summary.where(summary.notna(), None)  # JSON has no nan
     expected = {record["output_ids_sha256"] for record in good.get(baseline, ())}
     rows = []
-    for arm in arms:
-        row = {name: getattr(arm.config, name) for name in ("model", "engine", "quant_bits")}
-        row |= {"arm": arm.name, "runs": len(runs[arm.name])}
-        if arm.name not in good:
-            failed = next(record for _, record in runs[arm.name] if record["status"] != STATUS_OK)
+    for arm, config in configs.items():
+        row = {name: getattr(config, name) for name in ("model", "engine", "quant_bits")}
+        row |= {"arm": arm, "runs": len(runs[arm])}
+        if arm not in good:
+            failed = next(record for _, record in runs[arm] if record["status"] != STATUS_OK)
             rows.append(row | {"error": one_line(failed["error"])})
             continue
-        records = good[arm.name]
+        records = good[arm]
         steps = [step for record in records for loop in record["loops"] for step in loop["step_s"]]
         row |= {"dtype": records[0]["dtype"], "step_samples": len(steps)}
         row |= {f"step_p{each}_s": percentile(steps, each) for each in (50, 95, 99)}
@@ -206,7 +204,7 @@ def arm_rows(
         row["fraction_of_limit"] = shares[len(shares) // 2] if shares else None
         row["unsettled_runs"] = sum(record.get("warmed_up") is False for record in records) or None
         row["same_ids"] = {record["output_ids_sha256"] for record in records} == expected
-        for each in summary[summary["architecture"] == arm.name].to_dict("records"):
+        for each in summary[summary["architecture"] == arm].to_dict("records"):
             if each["type"] == SPEED:
                 row |= {f"{each['config']}_{name}": each[name] for name in SPEED_KEYS}
             elif each["type"] == QUALITY:
