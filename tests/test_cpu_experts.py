@@ -14,7 +14,7 @@ from zero_inference.cpu.library import INSTRUCTIONS
 from zero_inference.cpu.pool import CpuPool, Routing
 from zero_inference.cpu.products import Matrix
 from zero_inference.models.mlp import ACTIVATIONS
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 EXPERTS, HIDDEN, INNER = 6, 96, 160
 # of the result's norm; 16 bits round what goes in and out

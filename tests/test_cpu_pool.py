@@ -14,7 +14,7 @@ from zero_inference.cpu.hand_off import DirectCalls
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, CpuPool, Stage, Weight, flag_bytes
 from zero_inference.cpu.products import Matrix
 from zero_inference.models.mlp import ACTIVATIONS
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 HIDDEN, FFN = 96, 208
 

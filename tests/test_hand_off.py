@@ -29,7 +29,7 @@ from zero_inference.cpu.pool import FLAG_BYTES, STOP, CpuPool, CpuPoolProxy, Rou
 from zero_inference.errors import RunError
 from zero_inference.kv_cache.attention_patch import patch_attention
 from zero_inference.kv_cache.cpu_attention import CpuAttention, CpuAttentionCache
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 COLUMNS, ROWS = 64, 48
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero_inference.kv_cache import host
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 BATCH, HEADS, DIM, LENGTH = 2, 1, 3, 9
 

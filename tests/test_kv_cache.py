@@ -22,7 +22,7 @@ from zero_inference.kv_cache.host import HostKVCache
 from zero_inference.models.empty_model import build_on_meta, cache_class
 from zero_inference.models.prompts import greedy_config
 from zero_inference.models.spec import ModelSpec
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 SMALL = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=256)
 SIZES = dict(

@@ -23,7 +23,7 @@ from zero_inference.cpu.pool import ARRIVED, DONE, FLAG_BYTES, STOP, CpuPool, Ro
 from zero_inference.errors import RunError
 from zero_inference.utils.host_memory import SharedMemory, host_empty
 from zero_inference.utils.ranks import Ranks
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 SIGNAL_CHECK_US = 100_000  # while a rank waits, Python handles signals this often
 

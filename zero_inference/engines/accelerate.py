@@ -22,7 +22,7 @@ from zero_inference.models.empty_model import parameter_bytes
 from zero_inference.models.weights import load_weights, return_free_memory
 from zero_inference.utils.format import first_line
 from zero_inference.utils.patching import Patches
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 # torch's errors about a tensor on the meta device; other errors contain "metadata" or "meta-llama".
 META_TENSOR_ERROR = re.compile(

@@ -40,7 +40,7 @@ from zero_inference.records.hardware import LinkUse
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import Ranks
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 Progress = Callable[[int], None]
 MATMUL_WORKSPACE_BYTES = 32 << 20  # PyTorch's cuBLAS workspace on Hopper; smaller on other GPUs

@@ -60,7 +60,7 @@ from zero_inference.hardware.profile import (
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.utils.format import first_line
 from zero_inference.utils.ranks import Ranks
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 StoredFormat = tuple[torch.dtype, GroupQuantization | None]  # the second None for plain weights
 FORMATS: dict[WeightFormat, StoredFormat] = {

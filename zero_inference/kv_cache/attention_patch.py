@@ -30,7 +30,7 @@ from zero_inference.models.layers import decoder_layers, first_of_kind
 from zero_inference.models.tracing import tensors_in
 from zero_inference.utils.format import first_line
 from zero_inference.utils.patching import Patches, SharedPatch
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 FUNCTIONS = ("sdpa", "eager")  # other implementations have masks of another kind
 TRIAL_PROMPT, TRIAL_STEPS = 6, 2  # tokens of a sequence

@@ -27,7 +27,7 @@ from zero_inference.errors import RunError
 from zero_inference.kv_cache.device import Pair, PreallocatedCache, PreallocatedLayer
 from zero_inference.utils.host_memory import host_empty
 from zero_inference.utils.model_sizes import kv_width
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 CACHED_MASKS = 4  # a model has one or two kinds of masks in a pass
 MAX_BLOCK_POSITIONS = 64  # also the tile of the online softmax (csrc/cpu/attention_kernel.h)

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from zero_inference.kv_cache.device import Pair, PreallocatedCache, PreallocatedLayer, store
 from zero_inference.utils.host_memory import host_empty
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 # One is read while two are filled: with two, the link would idle until attention releases a slot.
 SLOTS = 3

@@ -12,8 +12,8 @@ from pydantic_core import from_json
 
 from zero_inference.records.field import as_number
 from zero_inference.utils import GB
+from zero_inference.utils.files import LOG_LINES
 from zero_inference.utils.format import printable
-from zero_inference.utils.log import LOG_LINES
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

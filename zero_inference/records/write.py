@@ -16,8 +16,7 @@ from zero_inference.config.run_config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK, Record, Request, Result
 from zero_inference.utils import write_benchmark_log
-from zero_inference.utils.files import append_bytes, check_appendable
-from zero_inference.utils.log import LOG_LINES
+from zero_inference.utils.files import LOG_LINES, append_bytes, check_appendable
 
 
 def append_record(path: str | os.PathLike[str], record: Record) -> None:

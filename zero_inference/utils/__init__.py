@@ -3,7 +3,7 @@
 Importing this package loads neither torch nor transformers.
 """
 
-from zero_inference.utils.log import GB, KB, MB, T, get_filename, write_benchmark_log
+from zero_inference.utils.files import GB, KB, MB, T, get_filename, write_benchmark_log
 from zero_inference.utils.model_sizes import cache_bytes, hidden_bytes, model_bytes
 
 __all__ = [

@@ -50,16 +50,12 @@ def _without_zero3() -> Iterator[None]:
     """Hide a live HfDeepSpeedConfig: under it from_config partitions parameters, each then has 0 elements."""
     from transformers.integrations import deepspeed as integration
 
-    reference = getattr(integration, "_hf_deepspeed_config_weak_ref", None)
-    live = reference() if reference is not None else None
-    if live is None:
-        yield
-        return
-    integration.unset_hf_deepspeed_config()
+    reference = integration._hf_deepspeed_config_weak_ref
+    integration._hf_deepspeed_config_weak_ref = None
     try:
         yield
     finally:
-        integration.set_hf_deepspeed_config(live)
+        integration._hf_deepspeed_config_weak_ref = reference
 
 
 def auto_class(config: Any) -> Any:
@@ -118,9 +114,8 @@ def kv_layers(config: Any) -> int:
 def kv_width(config: Any) -> int:
     """Return the elements of K, and as many of V, of one position in one layer: h for a text config that does not name its heads."""
     heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        return config.hidden_size
-    return _kv_heads(config, heads) * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // (heads or 1)
+    return _kv_heads(config, heads) * head_dim if heads else config.hidden_size
 
 
 def heads_of_key(config: Any) -> int:
@@ -130,10 +125,7 @@ def heads_of_key(config: Any) -> int:
 
 
 def _kv_heads(config: Any, heads: int) -> int:
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    if kv_heads is not None:
-        return kv_heads
     # Falcon-7B and StarCoder set a flag instead. Falcon's newer layout repeats K and V to all attention heads before it caches them.
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        return 1
-    return heads
+    one_for_all = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    return kv_heads if kv_heads is not None else 1 if one_for_all else heads

@@ -43,20 +43,13 @@ class Ranks:
 
     def maximum(self, values: list[float]) -> list[float]:
         """Return the element-wise maximum of `values` over all ranks."""
-        return self._reduce(values, torch.float64, dist.ReduceOp.MAX)
+        return [max(each) for each in zip(*self.gather_objects(values))]
 
     def minimum(self, value: float) -> float:
-        return -self.maximum([-value])[0]
+        return min(self.gather_objects(value))
 
     def total(self, value: int) -> int:
-        return self._reduce([value], torch.int64, dist.ReduceOp.SUM)[0]
-
-    def _reduce(self, values: list[Any], dtype: torch.dtype, operation: Any) -> list[Any]:
-        if self.world_size == 1:
-            return values
-        tensor = torch.tensor(values, dtype=dtype, device=self.device)
-        dist.all_reduce(tensor, op=operation)
-        return tensor.tolist()
+        return sum(self.gather_objects(value))
 
     def free_device_bytes(self, agreed: bool = False) -> int | None:
         """Return the free memory of this rank's device; None for a CPU.

@@ -53,7 +53,7 @@ from zero_inference.utils.patching import Patches, SharedPatch
 from zero_inference.utils.processes import defer_signals
 from zero_inference.utils.progress import SLOW_IMPORT_S, current_progress
 from zero_inference.utils.ranks import Ranks
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 
 @dataclass(frozen=True)

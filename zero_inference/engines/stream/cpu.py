@@ -23,7 +23,7 @@ from zero_inference.engines.stream.products import SharedInput
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.cpu_attention import CpuAttention, attention_hand_off_bytes
 from zero_inference.models.mlp import FusedExperts
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 
 class CpuBlock:

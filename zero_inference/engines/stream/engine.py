@@ -36,7 +36,7 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.models.weights import load_weights
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.utils.ranks import new_process_group
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 TOO_SHORT = "no generation was long enough to try a graph"
 

@@ -30,7 +30,7 @@ from zero_inference.kernels.products import (
 )
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.mlp import FusedExperts
-from zero_inference.utils.transfers import ExpertCounts, Transfers
+from zero_inference.utils.timing import ExpertCounts, Transfers
 
 # Decode passes in which the use count of an expert halves: between LRU, which hits more where recent tokens repeat, and LFU, which hits
 # more where they do not (benchmarks/results/cpu/expert_reuse.txt).

@@ -29,7 +29,7 @@ from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.ranks import Ranks
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 # Consecutive decode passes that are measured, counted from 1; the first one, after a prefill or a change, is left out.
 FIRST_PASS, LAST_PASS = 2, 7

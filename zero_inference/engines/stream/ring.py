@@ -22,7 +22,7 @@ from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.streams import DeviceStreams, Timeline
 from zero_inference.utils.ranks import Ranks
-from zero_inference.utils.transfers import Transfers
+from zero_inference.utils.timing import Transfers
 
 SIMULATED_PASSES = 4  # in a row, of which the last counts: the first ones begin with an empty ring
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
