@@ -286,7 +286,7 @@ def test_advice_takes_back_what_only_the_stream_engine_has(checkpoints):
     options = dict(engine="stream", gpu_memory=0, cpu_compute="0.5", cpu_threads=1)
     config = RunConfig(model=str(checkpoints("llama")), **options).validate()
     job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
-    disk = next(fields for fields in changes._changes(job.config, job) if "disk_offload" in fields)
+    disk = next(fields for fields in changes._changes(job) if "disk_offload" in fields)
     assert changes._options(job.config, disk) == (
         "--engine deepspeed --disk-offload instead of --gpu-memory --cpu-compute --cpu-threads"
     )

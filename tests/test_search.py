@@ -26,7 +26,6 @@ from zero_inference.planning.output import rows_of
 from zero_inference.planning.plan import make_plan
 from zero_inference.planning.search import (
     GOALS,
-    SearchSpace,
     choose,
     command_of,
     find_candidates,
@@ -68,17 +67,19 @@ def found():
     job = job_of(
         "--model opt-30b --dummy --prompt-len 128 --engine stream", replace(WITH_CORES, device_limit_bytes=24 * GIB)
     )
-    return find_candidates(job, SearchSpace(batch_sizes=(1, 8, 32)))
+    return find_candidates(job, batch_sizes=(1, 8, 32))
 
 
 def test_all_that_fits_is_a_candidate(found):
-    planned = {(each.config.engine, each.config.quant_bits, each.config.batch_size) for each in found.candidates}
+    planned = {
+        (each.job.config.engine, each.job.config.quant_bits, each.job.config.batch_size) for each in found.candidates
+    }
     assert {("stream", bits, batch) for bits in (16, 8, 4) for batch in (1, 8, 32)} <= planned
     assert ("deepspeed", 4, 8) in planned and ("accelerate", 16, 1) in planned
     assert "resident" in {plan.job.config.engine for plan in found.too_large} and ("resident", 16, 1) not in planned
-    assert not any(each.config.disk_offload for each in found.candidates), "something fits elsewhere"
-    for each, row in zip(found.candidates, rows_of(found.candidates)):
-        assert each.plan.fits and each.plan.weights.device_peak_bytes <= 24 * GIB
+    assert not any(each.job.config.disk_offload for each in found.candidates), "something fits elsewhere"
+    for each, row in zip(found.candidates, rows_of(found)):
+        assert each.fits and each.weights.device_peak_bytes <= 24 * GIB
         assert row["total_s"] == pytest.approx(each.times.prefill.seconds + 31 * each.times.step.seconds)
         assert row["total_tokens_per_s"] == pytest.approx(row["batch_size"] * 32 / row["total_s"])
 
@@ -94,15 +95,16 @@ def test_the_best_comes_first_by_each_goal(found):
     best = ranked(found.candidates, "throughput")
     slower = replace(best[0], measured_tokens_per_s=0.5)
     assert ranked([slower, best[1]], "throughput")[0] is best[1], "measured before predicted"
-    line = headline(found, [replace(best[0], measured_tokens_per_s=50.0), *best[1:]], "throughput", "opt-30b")
+    tried = replace(found, candidates=[replace(best[0], measured_tokens_per_s=50.0), *best[1:]])
+    line = headline(tried, "throughput")
     assert line.startswith("Fastest: ") and ": 50 token/s measured, predicted " in line and "For one sequence: " in line
 
 
 def test_a_command_asks_for_its_configuration(found):
     for each in found.candidates:
-        assert replace(parse_options(options_of(each.config)), dry_run=True) == each.config
-        launcher = "deepspeed --num_gpus 1 " if each.config.engine == "deepspeed" else "python "
-        assert command_of(each.config).startswith(launcher)
+        assert replace(parse_options(options_of(each.job.config)), dry_run=True) == each.job.config
+        launcher = "deepspeed --num_gpus 1 " if each.job.config.engine == "deepspeed" else "python "
+        assert command_of(each.job.config).startswith(launcher)
 
 
 def test_nothing_is_loaded_and_a_large_model_takes_seconds(monkeypatch, plan_json):
@@ -397,7 +399,7 @@ def test_faster_options_are_named_with_their_factor():
 
     def rate(options: str) -> float:
         found = plan(f"--model llama-2-13b --prompt-len 64 {options}")
-        return found.times.tokens_per_s(found.job.config.batch_size)
+        return found.tokens_per_s
 
     slow = plan("--model llama-2-13b --prompt-len 64 --cpu-offload --quant-bits 8")
     own = rate("--cpu-offload --quant-bits 8")
@@ -460,8 +462,10 @@ def test_the_best_are_tried(kept_here, copied_runs, tmp_path):
 
 
 def test_those_that_failed_come_last_and_are_not_on_the_front(found, monkeypatch):
-    monkeypatch.setattr(search, "_measured_tokens_per_s", lambda each, *_: None if each.config.quant_bits == 4 else 1.0)
-    best = ranked([each for each in found.candidates if each.config.batch_size == 1], "throughput")
+    monkeypatch.setattr(
+        search, "_measured_tokens_per_s", lambda each, *_: None if each.job.config.quant_bits == 4 else 1.0
+    )
+    best = ranked([each for each in found.candidates if each.job.config.batch_size == 1], "throughput")
     tried = search.verify(best, len(best), "throughput", lambda line: None)
     failed = [each.failed for each in tried]
     assert any(failed) and failed == sorted(failed) and not any(each.failed for each in pareto_front(tried))
@@ -485,12 +489,12 @@ def test_a_command_for_a_part_of_the_device_does_the_same_on_all_of_it(model):
     """Its ring has as many slots, and not as many as the whole device has room for."""
     part = replace(WITH_CORES, device_limit_bytes=12 * GIB)
     job = job_of(f"--model {model} --dummy --prompt-len 128 --engine stream", part)
-    found = find_candidates(job, SearchSpace(engines=("stream",), batch_sizes=(1, 8)))
+    found = find_candidates(job, engines=("stream",), batch_sizes=(1, 8))
     assert len(found.candidates) > 3
     for each in found.candidates:
-        again = planned(shlex.join(options_of(each.config)), WITH_CORES)
-        assert again.weights.device_peak_bytes == each.plan.weights.device_peak_bytes <= 12 * GIB
-        assert again.weights.placement.ring_depth == each.plan.weights.placement.ring_depth
+        again = planned(shlex.join(options_of(each.job.config)), WITH_CORES)
+        assert again.weights.device_peak_bytes == each.weights.device_peak_bytes <= 12 * GIB
+        assert again.weights.placement.ring_depth == each.weights.placement.ring_depth
         assert again.times == each.times
 
 

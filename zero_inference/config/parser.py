@@ -1,4 +1,4 @@
-"""The parser of every command: one-line errors with suggestions, help with examples."""
+"""The parser of every command: one-line errors with suggestions, help with examples, and what options of other tools are called here."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import Any, NoReturn
 
-from zero_inference.config.other_tools import OTHER_COMMANDS, other_option
-from zero_inference.config.values import not_among
+from zero_inference.config.option import not_among
 from zero_inference.errors import UsageError
 from zero_inference.utils.format import did_you_mean, printable
 
@@ -23,6 +22,53 @@ _REWORDED = (
     (re.compile(r"argument (?:-\w/)?(\S+): ignored explicit argument .*"), r"\1 takes no value"),
     (re.compile(r"argument (\S+): invalid (\S+) value: '(.*)'", re.DOTALL), r"\1 \3: no valid \2"),
 )
+# Our option -> options without dashes of llama.cpp, vLLM, transformers, DeepSpeed and accelerate; `option=value` where the value decides.
+OTHER_OPTIONS = {
+    "--gen-len G": "n n-predict max-new-tokens max-tokens output-len",
+    "--prompt-len P": "input-len n-prompt",
+    "--prompt-len P and --gen-len G, whose sum is the context": "c ctx-size max-length max-model-len seq-len",
+    "--prompt TEXT": "p",
+    "--prompts FILE": "f file dataset",
+    "--model NAME": "m hf-repo model-name-or-path model-path",
+    "--gpu-memory GIB with --engine stream": "ngl n-gpu-layers gpu-memory-utilization max-memory vram",
+    "--max-gpu-memory GIB": "ngl n-gpu-layers gpu-memory-utilization max-memory vram",
+    "--engine stream, whose experts in host memory are multiplied by the CPU": "cpu-moe n-cpu-moe",
+    "--cpu-threads N": "t threads num-threads",
+    "--batch-size B": "b batch max-num-seqs parallel",
+    "--num-gpus N": "tp tensor-parallel-size gpus",
+    "--cpu-offload": "offload=cpu cpu-offload-gb swap-space",
+    "--disk-offload": "offload=disk offload=nvme nvme",
+    "--cpu-offload or --disk-offload": "offload offload-device",
+    "--offload-dir DIR": "nvme-path offload-folder",
+    "--kv-offload": "nkvo",
+    "--quant-bits 8 or 4": "quantization quantize bits wbits",
+    "--quant-bits 4": "load-in-4bit",
+    "--quant-bits 8": "load-in-8bit",
+    "--dtype float16": "fp16 half",
+    "--dtype bfloat16": "bf16",
+    "--dummy": "load-format",
+    "--decode-graph off": "enforce-eager",
+    "--engine accelerate": "device-map",
+    "--loops N": "r repetitions num-iters",
+    "--rounds N": "r repetitions num-iters",
+    "--log-file FILE": "o output output-file output-json",
+    "--verbose 2": "v debug",
+    "--quality TASKS": "tasks",
+    "--quality-limit N": "limit",
+    "--machine NAME": "gpu hardware",
+}
+NOT_DONE = {  # the answer -> options that no command has
+    "runs decode greedily; from Python `load` gives a model whose `generate` samples": "temperature top-k top-p num-beams",
+    "CUDA_VISIBLE_DEVICES says which GPUs are used": "device main-gpu",
+    "HF_TOKEN in the environment has it": "hf-token token",
+    "a launcher gives it GPUs: deepspeed --num_gpus N run_model.py ...": "tp tensor-parallel-size gpus num-gpus",
+    "the newest commit is fetched; for another one give a local folder": "revision",
+}
+OTHER_COMMANDS = {
+    "search": "plan",
+    "bandwidth": "link",
+    **dict.fromkeys(("generate", "bench", "benchmark", "chat"), "run"),
+}
 
 
 class Formatter(argparse.HelpFormatter):
@@ -91,6 +137,21 @@ class Parser(argparse.ArgumentParser):
         if (other := OTHER_COMMANDS.get(str(value))) in action.choices:
             message = f"there is no command {value}; use {other}"
         raise argparse.ArgumentError(None, message)
+
+
+def other_option(name: str, value: str, known: Iterable[str]) -> str | None:
+    """Return what to type instead of an option of another tool, as the end of a sentence; None for an unknown name.
+
+    Args:
+        name: without the dashes.
+        value: its value, or "".
+        known: the options of the command, with their dashes.
+    """
+    known, spellings = set(known), {name, f"{name}={value.lower()}"}
+    for advice, theirs in OTHER_OPTIONS.items():
+        if spellings & set(theirs.split()) and advice.partition(" ")[0].rstrip(",") in known:
+            return f"use {advice}"
+    return next((answer for answer, theirs in NOT_DONE.items() if name in theirs.split()), None)
 
 
 def plain(message: str) -> str:

@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from zero_inference.config import checks
-from zero_inference.config.option import Option, hyphens
+from zero_inference.config.option import AUTO, Option, hyphens
 from zero_inference.config.options import (
-    AUTO,
     DEFAULTS,
     FIELD_NAMES,
     GROUPS,
@@ -21,8 +20,7 @@ from zero_inference.config.options import (
     UNTIL_PLANNED,
     Options,
 )
-from zero_inference.config.other_tools import other_option
-from zero_inference.config.parser import MODEL_GIVEN, Parser, plain
+from zero_inference.config.parser import MODEL_GIVEN, Parser, other_option, plain
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import did_you_mean, first_line
@@ -46,10 +44,7 @@ class RunConfig(Options):
 
 def make_config(given: Mapping[str, Any]) -> RunConfig:
     """Return the configuration for values by field name, from the shell, YAML or Python; None and missing values are defaults.
-
-    Raises:
-        UsageError: it cannot work.
-    """
+    Raises UsageError: it cannot work."""
     found = {name: OPTIONS[name].read(value) for name, value in given.items() if value is not None}
     if found.get("prompt"):
         found = {"batch_size": len(found["prompt"]), "prompt_len": LONGEST_PROMPT} | found
@@ -68,16 +63,16 @@ def non_default_options(config: RunConfig) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name in FIELD_NAMES:
-        value = getattr(config, name)
+        value, default = getattr(config, name), DEFAULTS[name]
+        if config.prompt:  # which give these
+            default = {"batch_size": None, "prompt_len": LONGEST_PROMPT}.get(name, default)
         if name in config.auto:
             found[hyphens(name)] = AUTO
         elif name == "auto" or name in OF_DRY_RUNS or (name == "cpu_offload" and config.engine == "stream"):
             continue
         elif name == "pin_memory" and value is not None:
             found[hyphens(name)] = int(value)
-        elif name == "prompt_len" and config.prompt:
-            found |= {} if value == LONGEST_PROMPT else {hyphens(name): value}
-        elif value != DEFAULTS[name] or (name == "batch_size" and config.prompt):
+        elif value != default:
             found[hyphens(name)] = list(value) if isinstance(value, tuple) else value
     return found
 
@@ -110,30 +105,24 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         if option.name != "model":
             option.add_to(groups[option.group])
     groups["output"].add_argument("--local-rank", type=int, metavar="N", help="set by the deepspeed launcher")
-    groups["plan and options in a file"].add_argument(
-        "--config",
-        action="append",
-        metavar="FILE",
-        help="read options from a YAML file with lines such as `batch-size: 8` and `cpu-offload: true`. Options that are typed win, and "
-        "--no-cpu-offload turns off what the file turns on. May be repeated: later files win",
+    text = (
+        "read options from a YAML file with lines such as `batch-size: 8` and `cpu-offload: true`. Options that are typed win, and "
+        "--no-cpu-offload turns off what the file turns on. May be repeated: later files win"
     )
+    groups["plan and options in a file"].add_argument("--config", action="append", metavar="FILE", help=text)
     parser._action_groups.append(parser._action_groups.pop(1))  # -h and --version
 
 
 def add_model(group: argparse._ActionsContainer, option: Option = OPTIONS["model"]) -> None:
     """Add the model as the first argument and as --model; `model_argument` gives the one that was used."""
-    group.add_argument(
-        MODEL_GIVEN, metavar="MODEL", nargs="?", help="the same as --model MODEL; write it first, before the options"
-    )
+    text = "the same as --model MODEL; write it first, before the options"
+    group.add_argument(MODEL_GIVEN, metavar="MODEL", nargs="?", help=text)
     option.add_to(group)
 
 
 def model_argument(args: argparse.Namespace) -> str | None:
     """Return the model that was given as the first argument or as --model; None without either.
-
-    Raises:
-        UsageError: both were given, and differ.
-    """
+    Raises UsageError: both were given, and differ."""
     first, named = getattr(args, MODEL_GIVEN), getattr(args, "model", None)
     if first is not None and named is not None and first != named:
         raise UsageError(f"two models were given, {first} and --model {named}: keep one of the two.")
@@ -174,57 +163,43 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     for path in args.config or ():
         found |= read_options(path)
     found |= {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
-    if (model := model_argument(args)) is not None:
-        found["model"] = model
-    return found
+    model = model_argument(args)
+    return found if model is None else found | {"model": model}
 
 
 def read_options(path: str) -> dict[str, Any]:
     """Return the values in a YAML file of options, by field name.
-
-    Raises:
-        UsageError: no such file, no mapping, an unknown option or a value that it cannot have; names the file and the key.
-    """
-    known = {hyphens(name): option for name, option in OPTIONS.items() if name != "save_config"}
-    found: dict[str, Any] = {}
-    for key, value in _read_mapping(path).items():
-        name = hyphens(str(key).strip().removeprefix("--"))
-        if name not in known:
-            near = other_option(name, str(value), {f"--{each}" for each in known}) or did_you_mean(name, known)
-            raise UsageError(f"--config {path}: there is no option {key}" + (f"; {near}" if near else "."))
-        option = known[name]
-        if option.name in found:
-            raise UsageError(f"--config {path}: {name} is there twice; keep one.")
-        if value is not None:
-            found[option.name] = option.read(value, f"--config {path}: {name}")
-    return found
-
-
-def _read_mapping(path: str) -> dict[Any, Any]:
+    Raises UsageError: no such file, no mapping, an unknown option or a value that it cannot have; names the file and the key."""
     import yaml
 
-    expanded = os.path.expanduser(path)
-    if not os.path.isfile(expanded):
+    if not os.path.isfile(expanded := os.path.expanduser(path)):
         raise UsageError(f"--config {path or repr('')}: no such file; --dry-run --save-config FILE writes one.")
     try:
         with open(expanded, encoding="utf-8-sig") as file:
-            found = yaml.safe_load(file)
+            mapping = yaml.safe_load(file) or {}
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"--config {path}: cannot be read ({first_line(error)}).") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         problem = " ".join(str(error).split())
         raise UsageError(f"--config {path}: not YAML ({problem}); write lines such as batch-size: 8.") from error
-    if not isinstance(found or {}, dict):
+    if not isinstance(mapping, dict):
         raise UsageError(f"--config {path}: not a mapping of options to values; write lines such as batch-size: 8.")
-    return found or {}
+    known = {hyphens(name): option for name, option in OPTIONS.items() if name != "save_config"}
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        name = hyphens(str(key).strip().removeprefix("--"))
+        if name not in known:
+            near = other_option(name, str(value), {f"--{each}" for each in known}) or did_you_mean(name, known)
+            raise UsageError(f"--config {path}: there is no option {key}" + (f"; {near}" if near else "."))
+        if known[name].name in found:
+            raise UsageError(f"--config {path}: {name} is there twice; keep one.")
+        if value is not None:
+            found[known[name].name] = known[name].read(value, f"--config {path}: {name}")
+    return found
 
 
 def save_options(path: str, options: Mapping[str, Any], command: str) -> None:
-    """Write `options` (names with hyphens) to a YAML file, with `command` in a comment on top.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
+    """Write `options` (names with hyphens) to a YAML file, with `command` in a comment on top. Raises RunError if it cannot be written."""
     import yaml
 
     text = yaml.safe_dump(dict(options), sort_keys=False, allow_unicode=True) if options else "{}\n"

@@ -10,6 +10,7 @@ from typing import Any
 from zero_inference.config.options import (
     DEFAULTS,
     MIN_RING_DEPTH,
+    OPTIONS,
     QUANT_BITS,
     QUANTIZING_ENGINES,
     SHARDING_ENGINES,
@@ -42,7 +43,7 @@ def fitting_plan(job: Job, fields: Fields) -> Plan | None:
 def changes_that_fit(job: Job) -> list[str]:
     """Return options to add so that `job` fits, each planned: single changes, or the cheapest pairs where none does. Only the mildest
     change of each kind (8 or 4 bits, smaller and smaller batches) is named."""
-    return list(_fitting(_changes(job.config, job), job)) or list(islice(_fitting(_pairs(job), job), MAX_PAIRS))
+    return list(_fitting(_changes(job), job)) or list(islice(_fitting(_pairs(job), job), MAX_PAIRS))
 
 
 def advice_to_fit(job: Job, changes: Sequence[str], shorter: bool = False) -> str:
@@ -54,12 +55,13 @@ def advice_to_fit(job: Job, changes: Sequence[str], shorter: bool = False) -> st
     return f"{'fewer or shorter sequences, ' * shorter}{more}, or a smaller model"
 
 
-def _changes(config: RunConfig, job: Job) -> list[Fields]:
-    """Return single changes to `config`, which is the job's or a changed one, the cheapest first.
+def _changes(job: Job) -> list[Fields]:
+    """Return single changes to the options of `job`, the cheapest first.
 
     First those that keep the tokens, then fewer bits, then a smaller batch, and last those that slow decoding several times:
     pageable memory ran at 0.17 of the speed of page-locked memory, the disk at 0.04 (README, one H200).
     """
+    config, ranks = job.config, job.ranks.world_size
     changes: list[Fields] = []
     if config.engine == "deepspeed" and config.offload == "gpu":
         changes.append({"cpu_offload": True})
@@ -73,11 +75,10 @@ def _changes(config: RunConfig, job: Job) -> list[Fields]:
         changes.append({"cpu_compute": "off", "cpu_threads": None})
     if config.engine in QUANTIZING_ENGINES:
         changes += [{"quant_bits": bits} for bits in (8, 4) if bits < config.quant_bits]
-    ranks = job.ranks.world_size
     rank_batch = config.batch_size // ranks
     while rank_batch := rank_batch // 2:
         changes.append({"batch_size": rank_batch * ranks})
-    if replace(job, config=config).pin_weights:
+    if job.pin_weights:
         changes.append({"pin_memory": 0})
     if not config.disk_offload:
         engine = config.engine if config.engine == "accelerate" else "deepspeed"
@@ -90,8 +91,8 @@ def _pairs(job: Job) -> list[Fields]:
     """Return pairs of changes of different options, the second possible after the first, the cheapest pairs first. A change costs its
     index in `_changes`, a pair the sum of both."""
     pairs: dict[frozenset, tuple[int, Fields]] = {}  # each once, in either order
-    for first_cost, first in enumerate(_changes(job.config, job)):
-        for second_cost, second in enumerate(_changes(replace(job.config, **first), job)):
+    for first_cost, first in enumerate(_changes(job)):
+        for second_cost, second in enumerate(_changes(replace(job, config=replace(job.config, **first)))):
             if not first.keys() & second.keys():
                 both = first | second
                 pairs.setdefault(frozenset(both.items()), (first_cost + second_cost, both))
@@ -109,17 +110,11 @@ def _fitting(choices: Iterable[Fields], job: Job) -> Iterator[str]:
 
 def _options(config: RunConfig, fields: Fields) -> str:
     """Return the options to add to a command, and those to drop: "--engine deepspeed --disk-offload instead of --gpu-memory"."""
-    add: Fields = {}
-    drop = []
-    for name, value in fields.items():
-        if value == getattr(config, name):
-            continue
-        if name in ("cpu_offload", *STREAM_OPTIONS) and value == DEFAULTS[name]:
-            if name != "cpu_offload" or config.engine != "stream":  # which implies it
-                drop.append(f"--{name.replace('_', '-')}")
-        else:
-            add[name] = value
-    return " ".join(shell_words(add)) + (f" instead of {' '.join(drop)}" if drop else "")
+    changed = {name: value for name, value in fields.items() if value != getattr(config, name)}
+    drop = [name for name in ("cpu_offload", *STREAM_OPTIONS) if name in changed and changed[name] == DEFAULTS[name]]
+    add = shell_words({name: value for name, value in changed.items() if name not in drop})
+    flags = [OPTIONS[name].flag for name in drop if name != "cpu_offload" or config.engine != "stream"]  # it implies it
+    return " ".join(add) + (f" instead of {' '.join(flags)}" if flags else "")
 
 
 @dataclass(frozen=True)
@@ -131,6 +126,12 @@ class Faster:
     times: float  # `tokens_per_s` as a multiple of that without them
     at_most: bool  # `tokens_per_s` is an upper bound
 
+    def in_words(self) -> str:
+        """Return a text such as "--quant-bits 4 gives at most 3.39 token/s (4.84 times as many)"."""
+        most = "at most " if self.at_most else ""
+        rate = f"{most}{significant(self.tokens_per_s)} token/s"
+        return f"{self.options} gives {rate} ({significant(self.times)} times as many)"
+
 
 def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
     """Return changes that are predicted to decode at least `MIN_SPEEDUP` times as fast: the best other engine, fewer bits, larger batch
@@ -141,7 +142,6 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
     config = plan.job.config
     if plan.times is None or plan.job.ranks.world_size > 1 or goal == "memory":
         return []
-    before = plan.times.tokens_per_s(config.batch_size)
     engines: list[Fields] = [
         {"engine": engine, "cpu_offload": engine == "stream", "disk_offload": False, "ds_config": None}
         for engine in ("stream", "resident")
@@ -154,25 +154,16 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
     found, engine_times = [], 1.0
     for choices in (engines, bits, batches):
         plans = [(fields, fitting_plan(plan.job, fields)) for fields in choices]
-        timed = [(fields, other.job.config, other.times) for fields, other in plans if other and other.times]
+        timed = [(fields, other) for fields, other in plans if other and other.times]
         if not timed:
             continue
-        fields, changed, times = max(timed, key=lambda each: each[2].tokens_per_s(each[1].batch_size))
-        rate = times.tokens_per_s(changed.batch_size)
-        if rate / before >= MIN_SPEEDUP * (engine_times if choices is bits else 1.0):
-            options = {name: value for name, value in fields.items() if name in UNTIL_PLANNED}
-            found.append(Faster(" ".join(shell_words(options)), rate, rate / before, times.at_least))
-            engine_times = rate / before if choices is engines else engine_times
+        fields, best = max(timed, key=lambda each: each[1].tokens_per_s)
+        times = best.tokens_per_s / plan.tokens_per_s
+        if times >= MIN_SPEEDUP * (engine_times if choices is bits else 1.0):
+            options = shell_words({name: value for name, value in fields.items() if name in UNTIL_PLANNED})
+            found.append(Faster(" ".join(options), best.tokens_per_s, times, bool(best.times.bounds_because)))
+            engine_times = times if choices is engines else engine_times
     return found
-
-
-def faster_in_words(found: Sequence[Faster]) -> str:
-    """Return a text such as "--quant-bits 4 gives 3.39 token/s (4.84 times as many), --batch-size 64 gives 38.3 token/s (54.7 times)"."""
-    return ", ".join(
-        f"{each.options} gives {'at most ' if each.at_most else ''}{significant(each.tokens_per_s)} token/s "
-        f"({significant(each.times)} times as many)"
-        for each in found
-    )
 
 
 def what_does_not_fit(plan: Plan) -> str:

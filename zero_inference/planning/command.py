@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_inference.config import values
 from zero_inference.config.checks import batch_advice
-from zero_inference.config.option import Option
-from zero_inference.config.options import GOALS, MAX_GIB, OPTIONS
+from zero_inference.config.option import SIZE_HELP, Option
+from zero_inference.config.options import MAX_GIB, OPTIONS
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig, add_model, model_argument
 from zero_inference.errors import UsageError
@@ -21,9 +20,8 @@ from zero_inference.utils.format import format_bytes
 from zero_inference.utils.progress import Progress, current_progress, importing, use_progress
 
 if TYPE_CHECKING:
-    from zero_inference.engines.base import Job
     from zero_inference.hardware.machine import Machine
-    from zero_inference.planning.search import Candidate, SearchResult
+    from zero_inference.planning.search import SearchResult
 
 SEVERAL = ("batch_size", "quant_bits", "engine", "num_gpus")  # options that take one value or a list
 GROUPS = {
@@ -36,81 +34,58 @@ GROUPS = {
     ),
 }
 _WORK, _SEARCH, _OUTPUT, _MACHINE = GROUPS
+HELP = {  # where it is not that of the same option of a run
+    "dummy": "random weights of the model's shape, as for run_model.py",
+    "dtype": "type to compute in",
+    "prompt_len": "tokens of each prompt",
+    "batch_size": "sequences over all GPUs, one or several numbers",
+    "quant_bits": "bits of a stored weight, one or several",
+    "engine": "engines to consider, one or several",
+    "kv_offload": "KV cache in host memory",
+    "goal": "what to rank by: token/s of decoding, seconds of a decode step, or device and host memory",
+    "verify": "run the N best for a few steps each, on this machine, and rank them by what was measured",
+    "num_gpus": "GPUs to use, one or several numbers that divide the batch",
+    "max_gpu_memory": f"use no more device memory than this; {SIZE_HELP}",
+    "max_host_memory": "use no more host memory than this",
+    "machine": "plan for another machine: a file that `zero-inference link --save FILE` wrote there, or a typical machine, with several "
+    "GPUs as in 2xrtx4090",
+    "assume": "plan for a machine described here, or for that of --machine with other figures, such as host=256GiB; see "
+    "run_model.py --help",
+}
 
 
-def _from_run(name: str, group: str, **changes: Any) -> Option:
-    """Return the option of a run, as `zero-inference plan` has it."""
-    return replace(OPTIONS[name], group=group, **changes)
+def _option(name: str, group: str, **changes: Any) -> Option:
+    """Return the option of a run with other attributes, or a new one."""
+    declared = OPTIONS.get(name) or Option(name, None, "")
+    return replace(declared, group=group, help=HELP.get(name, declared.help), **changes)
 
 
-def _open(name: str, group: str, text: str, all_values: str) -> Option:
-    """Return the option of a run with one or several values; all are tried where it is left out."""
-    return _from_run(name, group, help=text, default_help=all_values, default=None, until_planned=None)
+def _open(name: str, group: str, if_left_out: str, **changes: Any) -> Option:
+    """Return an option whose values are all tried where it is left out."""
+    return _option(name, group, default=None, default_help=if_left_out, until_planned=None, **changes)
 
 
-def _limit(place: str, text: str) -> Option:
-    return Option(f"max_{place}_memory", None, text, _MACHINE, values.size, "SIZE", default_help="all that is free")
-
-
-_ALL = (
-    _from_run("dummy", _WORK, help="random weights of the model's shape, as for run_model.py"),
-    _from_run("dtype", _WORK, help="type to compute in"),
-    _from_run("trust_remote_code", _WORK),
-    _from_run("prompt_len", _WORK, help="tokens of each prompt", default_help=None, least=1),
-    _from_run("gen_len", _WORK),
-    _open("batch_size", _WORK, "sequences over all GPUs, one or several numbers", "1 to 64"),
-    _open("quant_bits", _SEARCH, "bits of a stored weight, one or several", "16, 8 and 4"),
-    _open("engine", _SEARCH, "engines to consider, one or several", "all"),
-    Option(
-        "kv_offload",
-        None,
-        "KV cache in host memory",
-        _SEARCH,
-        values.on_off,
-        choices=("on", "off"),
-        default_help="both are tried",
-    ),
-    Option(
-        "goal",
-        "throughput",
-        "what to rank by: token/s of decoding, seconds of a decode step, or device and host memory",
-        _SEARCH,
-        choices=GOALS,
-    ),
-    Option(
-        "verify",
-        0,
-        "run the N best for a few steps each, on this machine, and rank them by what was measured",
-        _SEARCH,
-        values.whole_number,
-        "N",
-        least=0,
-    ),
-    Option(
-        "num_gpus",
-        None,
-        "GPUs to use, one or several numbers that divide the batch",
-        _MACHINE,
-        values.whole_number,
-        "N",
-        default_help="1, 2, 4 and so on, and all",
-    ),
-    _limit("gpu", f"use no more device memory than this; {values.SIZE_HELP}"),
-    _limit("host", "use no more host memory than this"),
-    _from_run(
-        "machine",
-        _MACHINE,
-        help="plan for another machine: a file that `zero-inference link --save FILE` wrote there, or a typical machine, with several "
-        "GPUs as in 2xrtx4090",
-    ),
-    _from_run(
-        "assume",
-        _MACHINE,
-        help="plan for a machine described here, or for that of --machine with other figures, such as host=256GiB; see "
-        "run_model.py --help",
-    ),
-)
-PLAN_OPTIONS = {each.name: each for each in _ALL}
+PLAN_OPTIONS = {
+    option.name: option
+    for option in (
+        _option("dummy", _WORK),
+        _option("dtype", _WORK),
+        _option("trust_remote_code", _WORK),
+        _option("prompt_len", _WORK, default_help=None, least=1),
+        _option("gen_len", _WORK),
+        _open("batch_size", _WORK, "1 to 64"),
+        _open("quant_bits", _SEARCH, "16, 8 and 4"),
+        _open("engine", _SEARCH, "all"),
+        _open("kv_offload", _SEARCH, "both are tried", kind="word", choices=("on", "off")),
+        _option("goal", _SEARCH, default="throughput", default_help=None),
+        _option("verify", _SEARCH, default=0, kind="int", least=0),
+        _open("num_gpus", _MACHINE, "1, 2, 4 and so on, and all", kind="int"),
+        _open("max_gpu_memory", _MACHINE, "all that is free", kind="size", metavar="SIZE"),
+        _open("max_host_memory", _MACHINE, "all that is free", kind="size", metavar="SIZE"),
+        _option("machine", _MACHINE),
+        _option("assume", _MACHINE),
+    )
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,9 +112,9 @@ def arguments_from_keywords(given: Mapping[str, Any]) -> argparse.Namespace:
         if value is None:
             continue
         option = PLAN_OPTIONS.get(name) or OPTIONS[name]
+        several = isinstance(value, (list, tuple, range, set))
         if name in SEVERAL:
-            several = value if isinstance(value, (list, tuple, range, set)) else [value]
-            found[name] = [option.read(each) for each in several]
+            found[name] = [option.read(each) for each in (value if several else [value])]
         else:
             found[name] = option.read(value)
     return argparse.Namespace(**found, plot=None)
@@ -162,22 +137,27 @@ def main(args: argparse.Namespace) -> int:
         with importing("torch and transformers", args.verbose > 0):
             from zero_inference.planning.output import print_answer
         say = current_progress().say
-        job, found, best = search(args, say)
+        found = search(args, say)
         garbage.resume_collections()
-        print_answer(args, job, found, best, say)
+        print_answer(args, found, say)
     return 0
 
 
-def search(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Job, SearchResult, list[Candidate]]:
-    """Plan what the options leave open; return the job, what was found, and the candidates, the best first.
+def search(args: argparse.Namespace, say: Callable[[str], None]) -> SearchResult:
+    """Plan what the options leave open; return what was found, the best candidates first.
     Raises UsageError: the options are invalid, or the model cannot be planned."""
     of_run = ("model", "dummy", "dtype", "trust_remote_code", "prompt_len", "gen_len", "machine", "assume")
     config = RunConfig(**{name: getattr(args, name) for name in of_run}, engine="stream", dry_run=True).validate()
-    _check(args)
+    if args.verify and (args.machine or args.assume):
+        raise UsageError("--verify runs configurations on this machine: drop it, or drop --machine and --assume.")
+    if args.plot is not None:
+        if args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+            raise UsageError(f"--plot {args.plot}: the name must end in .png, .pdf or .svg.")
+        check_output_file("--plot", str(args.plot))
     from zero_inference.hardware.machine import resolve_machine
     from zero_inference.models.spec import resolve_for_plan
     from zero_inference.planning.plan import build_job, check_model
-    from zero_inference.planning.search import SearchSpace, find_candidates, measure_if_unknown, ranked, verify
+    from zero_inference.planning.search import find_candidates, measure_if_unknown, ranked, verify
     from zero_inference.utils.ranks import detect_ranks
 
     ranks, machine = detect_ranks(), resolve_machine(args.machine, args.assume)
@@ -188,28 +168,14 @@ def search(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Job, S
     check_model(config, spec)
     world_sizes, limited = _world_sizes(args, machine.gpus()), _limit_memory(args, machine)
     measure_if_unknown(machine, say)
-    every = SearchSpace()
-    space = replace(
-        every,
-        engines=tuple(dict.fromkeys(args.engine or every.engines)),
-        quant_bits=tuple(dict.fromkeys(args.quant_bits or every.quant_bits)),
-        batch_sizes=tuple(dict.fromkeys(args.batch_size or every.batch_sizes)),
-        kv_offload=every.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
-        world_sizes=world_sizes,
-    )
-    job = build_job(config, spec, ranks, machine=limited)
-    found = find_candidates(job, space)
-    best = ranked(found.candidates, args.goal)
-    return job, found, verify(best, args.verify, args.goal, say) if args.verify and best else best
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.verify and (args.machine or args.assume):
-        raise UsageError("--verify runs configurations on this machine: drop it, or drop --machine and --assume.")
-    if args.plot is not None:
-        if args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
-            raise UsageError(f"--plot {args.plot}: the name must end in .png, .pdf or .svg.")
-        check_output_file("--plot", str(args.plot))
+    asked: dict[str, Any] = {"engines": args.engine, "quant_bits": args.quant_bits, "batch_sizes": args.batch_size}
+    asked["kv_offload"] = args.kv_offload and [args.kv_offload == "on"]
+    given: dict[str, Any] = {name: tuple(dict.fromkeys(choices)) for name, choices in asked.items() if choices}
+    found = find_candidates(build_job(config, spec, ranks, machine=limited), world_sizes=world_sizes, **given)
+    found.candidates = ranked(found.candidates, args.goal)
+    if args.verify and found.candidates:
+        found.candidates = verify(found.candidates, args.verify, args.goal, say)
+    return found
 
 
 def _limit_memory(args: argparse.Namespace, machine: Machine) -> Machine:

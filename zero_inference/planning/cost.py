@@ -1,6 +1,6 @@
 """The cost model: predicted seconds of a prefill, of a decode step and of loading, from a plan and the rates of a machine.
 
-    device_s  = sum over operators of max(bytes / memory rate + its weights (`WeightCost`), flops / matmul rate, launch_floor)
+    device_s  = sum over operators of max(bytes / memory rate + its weights (`weight_times`), flops / matmul rate, launch_floor)
     launch_s  = max(0, host_s - device_s - cpu_s) + selecting a token      the host launches while device and CPU work
     compute_s = device_s + cpu_s + launch_s
     pass_s    = max(compute_s, link_s, peers_s, disk_s)                    with a GPU and overlapping copies; their sum otherwise
@@ -84,6 +84,7 @@ class PassTime:
 class Times:
     """Predicted times of a generation that is not the first one after loading."""
 
+    batch_size: int
     prefill: PassTime  # until the first token
     step: PassTime  # a decode step at the mean length
     bounds_because: tuple[str, ...] = ()  # reasons why the times are lower bounds; empty where they are not
@@ -92,31 +93,28 @@ class Times:
     without_own_work: bool = False  # the engine's overhead is large and was not measured, so a run is slower
 
     @property
-    def at_least(self) -> bool:
-        return bool(self.bounds_because)
-
-    @property
     def left_out(self) -> list[str]:
         """Parts of a run that the times leave out, a few words each."""
         launches = [] if self.with_host else ["kernel launches (the host's time for them is not known)"]
         cpu = ["the CPU backend (its rate is not known; a run may be faster)"] if self.without_cores else []
         return launches + cpu
 
-    def tokens_per_s(self, batch_size: int) -> float:
-        """Return the token/s of decoding."""
-        return batch_size / self.step.seconds
+    @property
+    def tokens_per_s(self) -> float:  # of decoding
+        return self.batch_size / self.step.seconds
 
-    def tokens_per_s_range(self, batch_size: int) -> Range | None:
+    @property
+    def tokens_per_s_range(self) -> Range | None:
         step = self.step.range_s
-        return None if step is None else Range(batch_size / step.high, batch_size / step.low)
+        return None if step is None else Range(self.batch_size / step.high, self.batch_size / step.low)
 
-    def in_words(self, batch_size: int) -> str:
+    def in_words(self) -> str:
         """Return token/s, decode step and first token on one line."""
-        least, most = ("at least ", "at most ") if self.at_least else ("", "")
-        rates = self.tokens_per_s_range(batch_size)
+        least, most = ("at least ", "at most ") if self.bounds_because else ("", "")
+        rates = self.tokens_per_s_range
         within = f" ({' to '.join(map(significant, rates))})" if rates else ""
         return (
-            f"{most}{significant(self.tokens_per_s(batch_size))}{within} token/s "
+            f"{most}{significant(self.tokens_per_s)}{within} token/s "
             f"(decode step {least}{format_seconds(self.step.seconds)}, bound by {RATE_WORDS[self.step.bound_by]}), "
             f"first token {least}{seconds_in_words(self.prefill.seconds, self.prefill.range_s)}"
         )
@@ -158,7 +156,7 @@ def predict_times(plan: EnginePlan, machine: HardwareProfile) -> Times:
     if bounds_because:
         prefill, step = replace(prefill, kind=None), replace(step, kind=None)
     lacks_launches, lacks_cpu = machine.launches is None, plan.cost_terms.cpu_rate_unknown
-    return Times(prefill, step, bounds_because, not lacks_launches, lacks_cpu, lacks_overhead)
+    return Times(config.batch_size, prefill, step, bounds_because, not lacks_launches, lacks_cpu, lacks_overhead)
 
 
 def _overhead(plan: EnginePlan, machine: HardwareProfile) -> EngineOverhead | None:
@@ -174,12 +172,11 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
     job, terms, launches = plan.job, plan.cost_terms, machine.launches
     memory_name = "device_memory" if job.on_gpu else "host_memory"
     memory_gb_per_s, tflops = machine.device_gb_per_s, machine.matmul_tflops.get(job.spec.dtype_name)
-    if memory_gb_per_s is None:
-        raise _without_rate(f"{memory_name.replace('_', ' ')} (memory=)")
+    _seconds(1, memory_gb_per_s, f"{memory_name.replace('_', ' ')} (memory=)")  # refuses an unknown rate
     copy_s = copy_times(plan, machine, prefill)
     cpu = terms.prefill_cpu if prefill else terms.step_cpu
     tokens = job.rank_batch * job.config.prompt_len if prefill else job.rank_batch
-    weights = WeightCost(plan, machine, traced, tokens)
+    weights_s = weight_times(plan, machine, traced, tokens, cpu)
     launch_floor_s = (job.on_gpu and launches and launches.graph_operator_s) or 0.0  # an operator that moves little
 
     def memory_s(operator: Operator) -> float:
@@ -187,7 +184,7 @@ def pass_time(plan: EnginePlan, machine: HardwareProfile, traced: Pass, prefill:
             if terms.cpu_attention_layers:  # part of `cpu.wait_s`
                 return launch_floor_s
             return _decode_attention_s(plan, machine, operator, launch_floor_s)
-        return operator.nbytes * job.rank_batch / (memory_gb_per_s * 1e9) + weights.seconds(operator, cpu)
+        return operator.nbytes * job.rank_batch / (memory_gb_per_s * 1e9) + weights_s(operator)
 
     def matmul_s(operator: Operator) -> float:
         return operator.flops * job.rank_batch / (tflops * 1e12) if tflops else 0.0
@@ -280,8 +277,11 @@ class ByteCost(NamedTuple):
     call_s: float = 0.0
 
 
-class WeightCost:
-    """Seconds in which the device reads the weights of operators as they are stored, dequantizes them and multiplies with them.
+def weight_times(
+    plan: EnginePlan, machine: HardwareProfile, traced: Pass, tokens: int, cpu: CpuWork
+) -> Callable[[Operator], float]:
+    """Return a function of an operator: seconds in which the device reads its weights as they are stored, dequantizes them and multiplies
+    with them, without those that the CPU backend multiplies.
 
     For b bytes of weights in the model's dtype, stored as `ratio` * b bytes, and n `tokens` of all sequences of a rank. M is the memory
     rate; P(n), C(n) and R are measured: products with plain weights, with codes, and the engine's dequantization with one token's product.
@@ -291,82 +291,75 @@ class WeightCost:
         codes, dequantized first   (ratio + 1) b / M + b / P(n)  written once and read once
         by the engine's operator   b / R + b / P(n) - b / P(1)
     """
-
-    def __init__(self, plan: EnginePlan, machine: HardwareProfile, traced: Pass, tokens: int):
-        job, config, terms = plan.job, plan.job.config, plan.cost_terms
-        self.machine, self.terms = machine, terms
-        self.dtype = job.spec.dtype_name
-        self.format = f"int{config.quant_bits}" if config.quantized else self.dtype
-        self.memory_gb_per_s = machine.device_gb_per_s or float("inf")
-        self.device_codes = config.quantized and job.on_gpu
-        self.fused = config.quantized and tokens <= terms.fused_rows
+    job, config, terms, dtype = plan.job, plan.job.config, plan.cost_terms, plan.job.spec.dtype_name
+    layer_format = f"int{config.quant_bits}" if config.quantized else dtype
+    memory_gb_per_s = machine.device_gb_per_s or math.inf
+    device_codes, fused = config.quantized and job.on_gpu, config.quantized and tokens <= terms.fused_rows
+    if terms.quantizes_all:
+        ratio = plan.weight_bytes / max(1, job.sizes.parameter_bytes)
+    else:
         layer_bytes = traced.total("layer_bytes") + traced.total("expert_bytes")
-        if terms.quantizes_all:
-            self.ratio = plan.weight_bytes / max(1, job.sizes.parameter_bytes)
-        else:
-            other_bytes = job.sizes.parameter_bytes - layer_bytes - terms.head_plain_bytes + terms.head_stored_bytes
-            self.ratio = (plan.weight_bytes - other_bytes) / max(1, layer_bytes)
-        self.restored_gb_per_s = dequantize_gb_per_s(_overhead(plan, machine), self.dtype)
-        self.on_cpu = terms.dequantizes_on_cpu and not self.restored_gb_per_s
-        self.dequantized = 0.0  # ns per byte of all weights, chosen or not
-        if self.on_cpu:  # what a product with codes takes longer where there are too many tokens to multiply with codes
-            codes, plain = (product_time(machine, each, CPU_DEQUANTIZED_ROWS) for each in (self.format, self.dtype))
-            self.dequantized = (self.ratio + 1) / self.memory_gb_per_s
-            if codes is not None and plain is not None:
-                self.dequantized = max(0.0, self.ratio / codes.gb_per_s - 1 / plain.gb_per_s)
+        other_bytes = job.sizes.parameter_bytes - layer_bytes - terms.head_plain_bytes + terms.head_stored_bytes
+        ratio = (plan.weight_bytes - other_bytes) / max(1, layer_bytes)
+    restored_gb_per_s = dequantize_gb_per_s(_overhead(plan, machine), dtype)
+    on_cpu = terms.dequantizes_on_cpu and not restored_gb_per_s
 
-        number, chosen = job.spec.experts
-        share = chosen / number if number else 0.0
-        together = pairs_together(tokens * chosen, number) if number and self.fused else max(1, tokens)
-        self.expert_reads = mean_reads(tokens, share, together)
-        expert_tokens = max(1, round(tokens * share / self.expert_reads)) if number else tokens  # of one read
-        if self.device_codes and not self.fused:  # all experts are dequantized first, however few tokens one has
-            expert_tokens = max(expert_tokens, terms.fused_rows + 1)
-        self.layers, self.experts = self._stored(tokens), self._stored(expert_tokens)
-        self.outside = self.layers if terms.quantizes_all else self._plain(tokens)
-        self.head = self.outside
-        if terms.head_plain_bytes:  # quantized on its own, and multiplies the last token of each sequence
-            self.head = self._codes(job.rank_batch, "int8", terms.head_stored_bytes / terms.head_plain_bytes)
+    def plain(rows: int) -> ByteCost:
+        """Return the cost of a weight in the model's dtype that `rows` tokens use."""
+        found = product_time(machine, dtype, rows)
+        return ByteCost(1 / memory_gb_per_s) if found is None else ByteCost(1 / found.gb_per_s, found.call_s)
 
-    def seconds(self, operator: Operator, cpu: CpuWork) -> float:
-        """Return the seconds of the weights of `operator`, without those that the CPU backend multiplies."""
-        calls = bool(operator.flops) and not (self.fused and operator.same_input)  # a kernel of its own
-        is_head = operator.flops > 0 and 0 < self.terms.head_plain_bytes <= operator.outside_bytes
+    def codes(rows: int, weight_format: str, ratio: float) -> ByteCost:
+        found = product_time(machine, weight_format, rows)
+        if found and (terms.fused_rows or not device_codes):
+            return ByteCost(ratio / found.gb_per_s, found.call_s)
+        if not device_codes or rows <= terms.fused_rows:
+            return ByteCost(ratio / memory_gb_per_s)
+        product, call_s = plain(rows)
+        return ByteCost((ratio + 1) / memory_gb_per_s + product, call_s)
+
+    def stored(rows: int) -> ByteCost:
+        """Return the cost of a weight that is stored as the engine stores layers."""
+        if on_cpu:
+            return plain(rows)
+        if restored_gb_per_s:
+            return ByteCost(1 / restored_gb_per_s + max(0.0, plain(rows).ns_per_byte - plain(1).ns_per_byte))
+        return codes(rows, layer_format, ratio)
+
+    number, chosen = job.spec.experts
+    share = chosen / number if number else 0.0
+    together = pairs_together(tokens * chosen, number) if number and fused else max(1, tokens)
+    expert_reads = mean_reads(tokens, share, together)
+    expert_tokens = max(1, round(tokens * share / expert_reads)) if number else tokens  # of one read
+    if device_codes and not fused:  # all experts are dequantized first, however few tokens one has
+        expert_tokens = max(expert_tokens, terms.fused_rows + 1)
+    layers, experts = stored(tokens), stored(expert_tokens)
+    head = outside = layers if terms.quantizes_all else plain(tokens)
+    if terms.head_plain_bytes:  # quantized on its own, and multiplies the last token of each sequence
+        head = codes(job.rank_batch, "int8", terms.head_stored_bytes / terms.head_plain_bytes)
+    dequantize_ns = 0.0  # per byte of all weights, chosen or not
+    if on_cpu:  # what a product with codes takes longer where there are too many tokens to multiply with codes
+        dequantize_ns = (ratio + 1) / memory_gb_per_s
+        coded, uncoded = (product_time(machine, each, CPU_DEQUANTIZED_ROWS) for each in (layer_format, dtype))
+        if coded is not None and uncoded is not None:
+            dequantize_ns = max(0.0, ratio / coded.gb_per_s - 1 / uncoded.gb_per_s)
+
+    def seconds(operator: Operator) -> float:
+        calls = bool(operator.flops) and not (fused and operator.same_input)  # a kernel of its own
+        is_head = operator.flops > 0 and 0 < terms.head_plain_bytes <= operator.outside_bytes
         parts = (
-            (1.0, operator.outside_bytes, 1.0, self.head if is_head else self.outside),
-            (1 - cpu.layer_share, operator.layer_bytes, 1.0, self.layers),
-            # one kernel for all experts
-            (1 - cpu.expert_share, operator.expert_bytes, self.expert_reads, self.experts),
+            (1.0, operator.outside_bytes, 1.0, head if is_head else outside),
+            (1 - cpu.layer_share, operator.layer_bytes, 1.0, layers),
+            (1 - cpu.expert_share, operator.expert_bytes, expert_reads, experts),  # one kernel for all experts
         )
         products_s = sum(
             share * (reads * nbytes * cost.ns_per_byte / 1e9 + calls * cost.call_s)
             for share, nbytes, reads, cost in parts
             if nbytes
         )
-        return products_s + self.dequantized * (operator.layer_bytes + operator.expert_bytes) / 1e9
+        return products_s + dequantize_ns * (operator.layer_bytes + operator.expert_bytes) / 1e9
 
-    def _plain(self, rows: int) -> ByteCost:
-        """Return the cost of a weight in the model's dtype that `rows` tokens use."""
-        found = product_time(self.machine, self.dtype, rows)
-        return ByteCost(1 / self.memory_gb_per_s) if found is None else ByteCost(1 / found.gb_per_s, found.call_s)
-
-    def _stored(self, rows: int) -> ByteCost:
-        """Return the cost of a weight that is stored as the engine stores layers."""
-        product, call_s = self._plain(rows)
-        if self.on_cpu:
-            return ByteCost(product, call_s)
-        if self.restored_gb_per_s:
-            return ByteCost(1 / self.restored_gb_per_s + max(0.0, product - self._plain(1).ns_per_byte))
-        return self._codes(rows, self.format, self.ratio)
-
-    def _codes(self, rows: int, format: str, ratio: float) -> ByteCost:
-        found = product_time(self.machine, format, rows)
-        if found and (self.terms.fused_rows or not self.device_codes):
-            return ByteCost(ratio / found.gb_per_s, found.call_s)
-        if not self.device_codes or rows <= self.terms.fused_rows:
-            return ByteCost(ratio / self.memory_gb_per_s)
-        product, call_s = self._plain(rows)
-        return ByteCost((ratio + 1) / self.memory_gb_per_s + product, call_s)
+    return seconds
 
 
 def mean_reads(tokens: int, share: float, together: int) -> float:
@@ -382,14 +375,14 @@ def mean_reads(tokens: int, share: float, together: int) -> float:
 
 def copy_times(plan: EnginePlan, machine: HardwareProfile, prefill: bool) -> dict[str, float]:
     """Return the seconds of a pass's copies by key of `RATE_WORDS`. Raises NotPredictable where a rate is missing."""
-    job, terms, ranks = plan.job, plan.cost_terms, plan.job.ranks.world_size
+    job, config, terms, ranks = plan.job, plan.job.config, plan.cost_terms, plan.job.ranks.world_size
     fetched_bytes = terms.prefill_fetched_bytes if prefill else plan.fetched_bytes
+    beside_cpu_gb_per_s = terms.prefill_link_gb_per_s
+    if not prefill:  # the rate of all links
+        beside_cpu_gb_per_s = terms.link_beside_cpu_gb_per_s and terms.link_beside_cpu_gb_per_s / ranks
     kv_bytes: float = plan.copied_kv_bytes / ranks
     if prefill:
-        kv_bytes = job.kv_bytes(job.config.prompt_len) if job.on_gpu and job.config.kv_offload else 0
-    beside_cpu = terms.prefill_link_gb_per_s if prefill else terms.link_beside_cpu_gb_per_s
-    if beside_cpu is not None and not prefill:
-        beside_cpu /= ranks  # the rate of all links
+        kv_bytes = job.kv_bytes(config.prompt_len) if job.on_gpu and config.kv_offload else 0
 
     def link_s(nbytes: float, pinned: bool, gb_per_s: float | None = None) -> float:
         if not pinned:
@@ -399,16 +392,14 @@ def copy_times(plan: EnginePlan, machine: HardwareProfile, prefill: bool) -> dic
 
     weights_s = 0.0
     if job.on_gpu or terms.copies_within_host:
-        weights_s = link_s(fetched_bytes / ranks, plan.pinned or not job.on_gpu, beside_cpu)
-    pinned_kv = job.config.pin_kv_cache
-    kv_s = link_s(kv_bytes, pinned_kv, beside_cpu if pinned_kv and not prefill else None)
+        weights_s = link_s(fetched_bytes / ranks, plan.pinned or not job.on_gpu, beside_cpu_gb_per_s)
+    kv_s = link_s(kv_bytes, config.pin_kv_cache, beside_cpu_gb_per_s if config.pin_kv_cache and not prefill else None)
     peers_on_link_s, peers_s = exchange_s(plan, machine, fetched_bytes)
     weights_s += peers_on_link_s
     disk_gb_per_s = machine.disk_gb_per_s and machine.disk_gb_per_s * job.ranks.num_nodes
     return {
-        "link": max(weights_s, kv_s)
-        if prefill
-        else weights_s + kv_s,  # a prefill writes keys and values while weights arrive
+        # a prefill writes keys and values while weights arrive
+        "link": max(weights_s, kv_s) if prefill else weights_s + kv_s,
         "peers": peers_s,
         "disk": _seconds(plan.disk_bytes, disk_gb_per_s, "the disk (disk=)"),
     }
@@ -427,12 +418,8 @@ def exchange_s(plan: EnginePlan, machine: HardwareProfile, fetched_bytes: int) -
 
 def _seconds(nbytes: float, gb_per_s: float | None, name: str) -> float:
     if nbytes and not gb_per_s:
-        raise _without_rate(name)
-    return nbytes / (gb_per_s * 1e9) if nbytes and gb_per_s else 0.0
-
-
-def _without_rate(name: str) -> NotPredictable:
-    return NotPredictable(f"the rate of {name} is not known")
+        raise NotPredictable(f"the rate of {name} is not known")
+    return nbytes / (gb_per_s * 1e9) if nbytes else 0.0
 
 
 def predict_load_s(plan: EnginePlan, machine: HardwareProfile) -> float | None:

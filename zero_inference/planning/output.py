@@ -21,15 +21,14 @@ from zero_inference.planning.changes import (
     Faster,
     advice_to_fit,
     changes_that_fit,
-    faster_in_words,
     faster_than,
     what_does_not_fit,
 )
-from zero_inference.planning.cost import seconds_in_words
+from zero_inference.planning.cost import Times, seconds_in_words
 from zero_inference.planning.memory import HOST_MEMORY, log_sizes, without_page_locked
 from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.planning.roofline import planned_step_bound
-from zero_inference.planning.search import Candidate, SearchResult, pareto_front
+from zero_inference.planning.search import SearchResult, pareto_front
 from zero_inference.records.hardware import RATE_WORDS
 from zero_inference.utils.files import write_atomically
 from zero_inference.utils.format import (
@@ -59,51 +58,60 @@ COLUMNS = (
 )
 
 
-def print_answer(
-    args: argparse.Namespace, job: Job, found: SearchResult, best: Sequence[Candidate], say: Callable[[str], None]
-) -> None:
-    """Print the table, or the JSON object, of the candidates `best` in their order, and draw the picture if asked.
+def print_answer(args: argparse.Namespace, found: SearchResult, say: Callable[[str], None]) -> None:
+    """Print the table, or the JSON object, of what was found, and draw the picture if asked.
     Raises UsageError: nothing fits, or nothing is predicted and that was to be drawn or run."""
-    verdict = search.headline(found, best, args.goal, args.model)
+    best, verdict, machine = found.candidates, search.headline(found, args.goal), found.job.machine.profile()
     if not best and (not found.unknown or args.verify or args.plot):
         raise UsageError(verdict)
     if args.plot is not None:
         draw(best, args.plot, f"{args.model}, prompt {args.prompt_len}, {args.gen_len} new tokens: predicted")
         say(f"picture: {args.plot}")
-    rows = rows_of(best, found.unknown)
+    rows, plans = rows_of(found), [*best, *found.unknown]
     if args.json:
-        print(json.dumps(_answer_in_json(args, job, found, rows, verdict), indent=1))
+        names = ("model", "goal", "prompt_len", "gen_len", "max_gpu_memory", "max_host_memory")
+        answer = {name: getattr(args, name) for name in names} | {
+            "verdict": verdict,
+            "machine": machine and machine.in_words(),
+            "machine_source": machine and machine.source,
+            "configurations": rows[: len(best)],
+            "too_large": [what_does_not_fit(plan) for plan in found.too_large],
+            "not_predicted": {
+                "count": len(found.unknown),
+                "because": search.why_not_predicted(found.unknown) or None,
+                "configurations": rows[len(best) :],
+            },
+            "checkpoint_refused": checkpoint_refusal(args.model, args.dummy),
+        }
+        print(json.dumps(answer, indent=1))
         return
-    plans = [*(each.plan for each in best), *found.unknown]
     shown = len(plans) if args.all else min(SHOWN, len(best) or len(plans))
-    machine = job.machine.profile()
     where = f", on {machine.in_words()}" if machine else ""
     print(f"{verdict}\nPrompt {args.prompt_len}, {args.gen_len} new tokens{where}\n")
     cells = [_cells(row, plan) for row, plan in zip(rows[:shown], plans)]
     print_rows(cells, shown_columns(cells, COLUMNS), "table", gap=2)
     remarks = [f"{len(plans) - shown} more fit: --all shows them"] if shown < len(plans) else []
     remarks += ["*: no other has both a shorter step and more token/s"] if best else []
-    remarks += search.notes(job, found, best)
+    remarks += search.notes(found)
     print("\n".join([*remarks, *(f"does not fit: {what_does_not_fit(plan)}" for plan in found.too_large)]), end="\n\n")
     options = [f"--{name} {shlex.quote(value)}" for name in ("machine", "assume") if (value := getattr(args, name))]
-    where = " ".join(options)
+    comment = f"  # {' '.join(options)}" if options else ""  # only a dry run takes these options
     for row, plan in [(row, plan) for row, plan in zip(rows, plans) if not row["tried"]][:COMMANDS]:
-        print(f"{row['place']}. {plan.describe(work=True)}:")
-        # a comment, because only a dry run takes these options
-        print(f"   {row['command']}{f'  # {where}' if where else ''}")
+        print(f"{row['place']}. {plan.describe(work=True)}:\n   {row['command']}{comment}")
     print(f"For the details of one, add {' '.join(['--dry-run', *options])}.", flush=True)
 
 
-def rows_of(best: Sequence[Candidate], unknown: Sequence[Plan] = ()) -> list[dict[str, Any]]:
-    """Return the rows of the JSON object: of the `best`, those on their Pareto front marked, and of `unknown` without predictions."""
-    front = {id(each) for each in pareto_front(best)}
-    rows = [row_of(each.plan, each) | {"front": id(each) in front} for each in best]
-    return [{"place": number} | row for number, row in enumerate([*rows, *map(row_of, unknown)], 1)]
+def rows_of(found: SearchResult) -> list[dict[str, Any]]:
+    """Return the rows of the JSON object: of the candidates, those on their Pareto front marked, and of plans without predictions."""
+    front = set(map(id, pareto_front(found.candidates)))
+    rows = [row_of(plan, plan.times) | {"front": id(plan) in front} for plan in (*found.candidates, *found.unknown)]
+    return [{"place": number} | row for number, row in enumerate(rows, 1)]
 
 
-def row_of(plan: Plan, candidate: Candidate | None = None) -> dict[str, Any]:
-    """Return the row of a configuration; predicted values are None without a `candidate`."""
-    config, times = plan.job.config, candidate.times if candidate else None
+def row_of(plan: Plan, times: Times | None) -> dict[str, Any]:
+    """Return the row of a configuration, with its predicted `times`."""
+    config = plan.job.config
+    total_s = times and times.prefill.seconds + (config.gen_len - 1) * times.step.seconds
     return {
         "engine": config.engine,
         "quant_bits": config.quant_bits,
@@ -115,19 +123,19 @@ def row_of(plan: Plan, candidate: Candidate | None = None) -> dict[str, Any]:
         "host_bytes": next(need.needed_bytes for need in plan.needs if need.place == HOST_MEMORY),
         "prefill_s": times and times.prefill.seconds,
         "step_s": times and times.step.seconds,
-        "tokens_per_s": candidate and candidate.tokens_per_s,
-        "tokens_per_s_range": times and times.tokens_per_s_range(config.batch_size),
+        "tokens_per_s": times and times.tokens_per_s,
+        "tokens_per_s_range": times and times.tokens_per_s_range,
         "prefill_range_s": times and times.prefill.range_s,
         "step_range_s": times and times.step.range_s,
-        "at_most": times is not None and times.at_least,
-        "total_s": candidate and candidate.total_s,
-        "total_tokens_per_s": candidate and config.batch_size * config.gen_len / candidate.total_s,
-        "measured_tokens_per_s": candidate and candidate.measured_tokens_per_s,
+        "at_most": times is not None and bool(times.bounds_because),
+        "total_s": total_s,
+        "total_tokens_per_s": total_s and config.batch_size * config.gen_len / total_s,
+        "measured_tokens_per_s": plan.measured_tokens_per_s,
         "bound_by": times and times.step.bound_by,
         "bounds_because": times and list(times.bounds_because),
         "with_host": times and times.with_host,
         "without_cores": times and times.without_cores,
-        "tried": "failed" if candidate and candidate.failed else None,
+        "tried": "failed" if plan.failed else None,
         "front": False,
         "command": search.command_of(config, plan.job.ranks.world_size),
     }
@@ -154,27 +162,7 @@ def _cells(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
     }
 
 
-def _answer_in_json(
-    args: argparse.Namespace, job: Job, found: SearchResult, rows: list[dict[str, Any]], verdict: str
-) -> dict[str, Any]:
-    machine, predicted = job.machine.profile(), len(found.candidates)
-    names = ("model", "goal", "prompt_len", "gen_len", "max_gpu_memory", "max_host_memory")
-    return {name: getattr(args, name) for name in names} | {
-        "verdict": verdict,
-        "machine": machine and machine.in_words(),
-        "machine_source": machine and machine.source,
-        "configurations": rows[:predicted],
-        "too_large": [what_does_not_fit(plan) for plan in found.too_large],
-        "not_predicted": {
-            "count": len(found.unknown),
-            "because": search.why_not_predicted(found.unknown) or None,
-            "configurations": rows[predicted:],
-        },
-        "checkpoint_refused": checkpoint_refusal(args.model, args.dummy),
-    }
-
-
-def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
+def draw(candidates: Sequence[Plan], path: Path, title: str) -> None:
     """Draw latency against throughput as PNG, PDF or SVG, by the name of the file. Raises OSError."""
     import matplotlib
 
@@ -183,18 +171,20 @@ def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(9, 6))
 
-    def points(group: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+    def points(group: Sequence[Plan]) -> tuple[list[float], list[float]]:
         return [1e3 * each.times.step.seconds for each in group], [each.tokens_per_s for each in group]
 
-    def kind(each: Candidate) -> str:
-        return f"{each.config.engine}, {each.config.quant_bits} bits, {each.world_size} GPUs"
+    def kind(each: Plan) -> str:
+        return f"{each.job.config.engine}, {each.job.config.quant_bits} bits, {each.job.ranks.world_size} GPUs"
 
     for label in dict.fromkeys(map(kind, candidates)):
         axes.scatter(*points([each for each in candidates if kind(each) == label]), label=label, s=28)
     front = pareto_front(candidates)
     axes.plot(*points(front), color="black", linewidth=1, label="Pareto front")
     for each, *point in zip(front, *points(front)):
-        axes.annotate(f"batch {each.config.batch_size}", point, xytext=(4, 4), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            f"batch {each.job.config.batch_size}", point, xytext=(4, 4), textcoords="offset points", fontsize=8
+        )
     axes.set(xscale="log", yscale="log", xlabel="ms a step (latency of a token)", ylabel="token/s", title=title)
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=8)
@@ -215,22 +205,21 @@ def print_plan(job: Job, goal: str | None) -> None:
         except DoesNotFit as error:
             plan, refused = None, str(error)
         fits = plan is not None and plan.fits
-        faster = faster_than(plan, goal) if plan is not None and fits else []
+        faster = faster_than(plan, goal) if fits else []
         changes = [] if fits else changes_that_fit(job)
-    if plan is None or not fits:
+    if fits:
+        predicted = f"Predicted: {plan.times.in_words()}" if plan.times else ""
+        predicted = predicted or f"No speed is predicted: {plan.why_not_predicted}"
+        loading = "" if plan.load_s is None else f", loading {seconds_in_words(plan.load_s, plan.load_range_s)}"
+        verdict = f"{DoesNotFit.FITS} {predicted}{loading}."
+    else:
         short = [need.shortage() for need in without_page_locked(plan.needs) if not need.fits] if plan else []
         reason = f"It needs {' and '.join(short)}." if plan else refused
         verdict = f"{DoesNotFit.VERDICT} {reason} It would fit with {advice_to_fit(job, changes)}."
-    else:
-        loading = "" if plan.load_s is None else f", loading {seconds_in_words(plan.load_s, plan.load_range_s)}"
-        predicted = f"No speed is predicted: {plan.why_not_predicted}"
-        if plan.times is not None:
-            predicted = f"Predicted: {plan.times.in_words(job.config.batch_size)}"
-        verdict = f"{DoesNotFit.FITS} {predicted}{loading}."
     if job.config.json:
         print(json.dumps(_plan_in_json(job, plan, refused, verdict, changes, faster), indent=1), flush=True)
     else:
-        rows = [*_rows(job, plan), ("faster", faster_in_words(faster))]
+        rows = [*_rows(job, plan), ("faster", ", ".join(each.in_words() for each in faster))]
         print("\n".join([verdict, *(f"  {label:<15}{text}" for label, text in rows if text)]), flush=True)
     if not fits:
         raise DoesNotFit(f"--dry-run: {job.spec.name} does not fit as asked; the plan says where, and what would fit.")
@@ -254,8 +243,9 @@ def _rows(job: Job, plan: Plan | None) -> list[tuple[str, str]]:
     if plan is not None:
         rows += [("decode", line) for line in plan.weights.in_words()] + [("experts", plan.unchosen_experts or "")]
         if limit := _limit(plan):
-            rate = f"{significant(limit['decode_throughput'])} token/s by the rate of {RATE_WORDS[limit['bound_by']]} alone"
-            rows += [("limit", f"{'about' if plan.weights.cost_terms.depends_on_routing else 'at most'} {rate}")]
+            about = "about" if plan.weights.cost_terms.depends_on_routing else "at most"
+            rate, bound = significant(limit["decode_throughput"]), RATE_WORDS[limit["bound_by"]]
+            rows.append(("limit", f"{about} {rate} token/s by the rate of {bound} alone"))
         if plan.fits and plan.times:
             rows += [("bounds", "; ".join(plan.times.bounds_because)), ("not counted", "; ".join(plan.times.left_out))]
     return [*rows, ("options", shlex.join(shell_words(non_default_options(config))))]
@@ -285,7 +275,7 @@ def _plan_in_json(
     faster             options that are predicted to decode clearly faster; `times` of the token/s without them
     """
     weights, machine, times = plan and plan.weights, job.machine.profile(), plan and plan.times
-    fits, batch_size = plan is not None and plan.fits, job.config.batch_size
+    fits = plan is not None and plan.fits
     resolved = {
         "dtype": job.spec.dtype_name,
         "model_type": job.spec.config.model_type,
@@ -302,12 +292,12 @@ def _plan_in_json(
         "predicted": {
             "prefill_s": times and times.prefill.seconds,
             "decode_step_s": times and times.step.seconds,
-            "decode_throughput": times and times.tokens_per_s(batch_size),
+            "decode_throughput": times and times.tokens_per_s,
             "bound_by": times and times.step.bound_by,
             "load_s": plan and plan.load_s,
             "prefill_range_s": times and times.prefill.range_s,
             "decode_step_range_s": times and times.step.range_s,
-            "decode_throughput_range": times and times.tokens_per_s_range(batch_size),
+            "decode_throughput_range": times and times.tokens_per_s_range,
             "load_range_s": plan and plan.load_range_s,
             "bounds_because": list(times.bounds_because) if times else [],
             "left_out": times.left_out if times else [],

@@ -67,7 +67,6 @@ def check_model(config: RunConfig, spec: ModelSpec) -> None:
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 THIS_MACHINE = Machine()
-MOVED_BYTES = [f"{each}_bytes_per_step" for each in ("host_to_device", "device_to_host", "disk_read", "cores")]
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,8 @@ class Plan:
 
     job: Job
     weights: EnginePlan
+    measured_tokens_per_s: float | None = None  # of decoding, where `zero-inference plan --verify` ran it
+    failed: bool = False  # that run failed
 
     @functools.cached_property
     def needs(self) -> list[Need]:
@@ -87,6 +88,16 @@ class Plan:
     @property
     def fits(self) -> bool:
         return all(need.fits for need in self.needs)
+
+    @functools.cached_property
+    def _prediction(self) -> Times | str:
+        machine = self.job.machine.profile()
+        if machine is None:
+            return "there are no current measurements of this machine (zero-inference link --save makes them)"
+        try:
+            return predict_times(self.weights, machine)
+        except NotPredictable as error:
+            return str(error)
 
     @property
     def times(self) -> Times | None:
@@ -98,15 +109,31 @@ class Plan:
         """Why there are no `times`, in a few words; None if there are."""
         return self._prediction if isinstance(self._prediction, str) else None
 
-    @functools.cached_property
-    def _prediction(self) -> Times | str:
-        machine = self.job.machine.profile()
-        if machine is None:
-            return "there are no current measurements of this machine (zero-inference link --save makes them)"
-        try:
-            return predict_times(self.weights, machine)
-        except NotPredictable as error:
-            return str(error)
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted token/s of decoding."""
+        return self.job.config.batch_size / self.times.step.seconds
+
+    @property
+    def best_tokens_per_s(self) -> float:
+        """Measured token/s of decoding, else predicted."""
+        return self.measured_tokens_per_s or self.tokens_per_s
+
+    @property
+    def best_step_s(self) -> float:
+        """Measured seconds of a decode step, else predicted."""
+        return self.job.config.batch_size / self.best_tokens_per_s
+
+    @property
+    def lacks_overhead(self) -> bool:
+        """True where its speed is a bound because the overhead of its engine was not measured."""
+        return self.times.without_own_work and self.measured_tokens_per_s is None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes on all devices and in host memory."""
+        rank_bytes = self.weights.host_peak_bytes() + (self.weights.device_peak_bytes if self.job.on_gpu else 0)
+        return self.job.ranks.world_size * rank_bytes
 
     @property
     def load_s(self) -> float | None:
@@ -124,26 +151,26 @@ class Plan:
     def predicted(self) -> Predicted:
         """All predictions, for the record."""
         job, weights, times, steps = self.job, self.weights, self.times, self.job.config.gen_len - 1
-        prefill_range_s, step_range_s = (times.prefill.range_s, times.step.range_s) if times else (None, None)
         machine, moved, peak_host_bytes = job.machine.profile(), weights.moved_per_step(), None
         if machine is not None and machine.process_bytes is not None:
             libraries = machine.process_bytes + machine.library_bytes.get(job.config.engine, 0)
             peak_host_bytes = libraries - machine.measuring_bytes + weights.host_peak_bytes(machine.measuring_bytes)
             if job.on_gpu and not weights.measures_link_with_weights:
                 peak_host_bytes += LINK_BLOCK_BYTES  # the link is measured between loops, while all else is allocated
-        return Predicted(
-            load_s=self.load_s,
-            load_range_s=self.load_range_s and list(self.load_range_s),
-            prefill_s=times.prefill.seconds if times else None,
-            prefill_range_s=prefill_range_s and list(prefill_range_s),
-            decode_s=times.step.seconds * steps if times else None,
-            decode_range_s=step_range_s and [steps * each for each in step_range_s],
-            bound_by=times.step.bound_by if times else None,
-            weight_bytes=weights.weight_bytes,
-            peak_gpu_bytes=weights.device_peak_bytes if job.on_gpu else None,
-            peak_host_bytes=peak_host_bytes,
-            **{name: int(getattr(moved, name) or 0) for name in MOVED_BYTES},
-        )
+        values: dict[str, Any] = dict.fromkeys(Predicted.model_fields)
+        values |= {
+            "load_s": self.load_s,
+            "load_range_s": self.load_range_s,
+            "weight_bytes": weights.weight_bytes,
+            "peak_gpu_bytes": weights.device_peak_bytes if job.on_gpu else None,
+            "peak_host_bytes": peak_host_bytes,
+        }
+        if times is not None:
+            prefill, step = times.prefill, times.step
+            values |= {"prefill_s": prefill.seconds, "prefill_range_s": prefill.range_s, "bound_by": step.bound_by}
+            values["decode_s"] = step.seconds * steps
+            values["decode_range_s"] = step.range_s and [steps * each for each in step.range_s]
+        return Predicted(**values | {name: int(value or 0) for name, value in dict(moved).items() if name in values})
 
     @property
     def weights_place(self) -> str:
@@ -221,14 +248,14 @@ def make_plan(job: Job) -> Plan:
     Raises:
         UsageError: the engine cannot run it, the KV cache cannot be in host memory, or the model adds positions or takes no text.
     """
-    kind, sizes, problem = job.spec.config.model_type, job.sizes, None
+    sizes, problem = job.sizes, None
     if sizes.refuses_text is not None:
         sense = "audio" if hasattr(job.spec.config, "audio_config") else "images"
         problem = f"needs {sense} and does not run on text alone (transformers: {sizes.refuses_text.rstrip('.')})"
     elif sizes.added_positions:
         problem = f"puts {sizes.added_positions} positions of its own before each sequence, which no engine plans for"
     if problem is not None:
-        raise UsageError(f"--model {job.spec.name}: {kind} {problem}; run it in transformers.")
+        raise UsageError(f"--model {job.spec.name}: {job.spec.config.model_type} {problem}; run it in transformers.")
     if job.config.kv_offload:
         refuse_kv_offload(job.empty_model.model, job.window_only_in_cache)
     plan = _without_cpu_prefill_if_slower(Plan(job, engine_module(job.config.engine).plan(job)))

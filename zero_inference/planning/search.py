@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from zero_inference.hardware.machine import Machine
 from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.models.empty_model import EmptyModel
 from zero_inference.models.spec import ModelSpec, checkpoint_refusal
-from zero_inference.planning.changes import BATCH_SIZES
-from zero_inference.planning.cost import Times
+from zero_inference.planning.changes import BATCH_SIZES, Fields
 from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, plan_with
 from zero_inference.records.read import read_records
@@ -32,7 +31,7 @@ from zero_inference.utils.progress import current_progress
 from zero_inference.utils.ranks import Ranks
 
 # Offloads to try by engine; weights on disk only where nothing else fits.
-OFFLOADS: dict[str, tuple[dict[str, Any], ...]] = {
+OFFLOADS: dict[str, tuple[Fields, ...]] = {
     "stream": ({"cpu_offload": True},),
     "resident": ({},),
     "deepspeed": ({"cpu_offload": True}, {}, {"disk_offload": True}),
@@ -46,74 +45,10 @@ MAX_OTHERS = 5  # alternatives in the record of a choice
 FIRST = {"throughput": "Fastest", "latency": "Shortest decode step", "memory": "Least memory"}  # by goal
 
 
-@dataclass(frozen=True)
-class SearchSpace:
-    """Values to try."""
-
-    engines: tuple[str, ...] = tuple(OFFLOADS)
-    quant_bits: tuple[int, ...] = QUANT_BITS
-    batch_sizes: tuple[int, ...] = BATCH_SIZES
-    kv_offload: tuple[bool, ...] = (False, True)
-    offloads: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=lambda: OFFLOADS)  # options by engine
-    world_sizes: tuple[int, ...] | None = None  # numbers of ranks with a GPU each, ascending; None for the job's
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration that fits, with its predicted times."""
-
-    plan: Plan
-    times: Times
-    measured_tokens_per_s: float | None = None  # of decoding, where `verify` ran it
-    failed: bool = False  # `verify` ran it, and the run failed
-
-    @property
-    def config(self) -> RunConfig:
-        return self.plan.job.config
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Predicted token/s of decoding."""
-        return self.times.tokens_per_s(self.config.batch_size)
-
-    @property
-    def best_tokens_per_s(self) -> float:
-        """Measured token/s of decoding, else predicted."""
-        return self.measured_tokens_per_s or self.tokens_per_s
-
-    @property
-    def best_step_s(self) -> float:
-        """Measured seconds of a decode step, else predicted."""
-        return self.config.batch_size / self.best_tokens_per_s
-
-    @property
-    def lacks_overhead(self) -> bool:
-        """True where its speed is a bound because the overhead of its engine was not measured."""
-        return self.times.without_own_work and self.measured_tokens_per_s is None
-
-    @property
-    def total_s(self) -> float:
-        """Predicted seconds of a generation."""
-        return self.times.prefill.seconds + (self.config.gen_len - 1) * self.times.step.seconds
-
-    @property
-    def world_size(self) -> int:
-        return self.plan.job.ranks.world_size
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes on all devices and in host memory."""
-        weights = self.plan.weights
-        rank_bytes = weights.host_peak_bytes() + (weights.device_peak_bytes if self.plan.job.on_gpu else 0)
-        return self.world_size * rank_bytes
-
-    def command(self) -> str:
-        return command_of(self.config, self.world_size)
-
-
-@dataclass(frozen=True)
+@dataclass
 class SearchResult:
-    candidates: list[Candidate] = field(default_factory=list)  # configurations that fit and whose times are predicted
+    job: Job
+    candidates: list[Plan] = field(default_factory=list)  # configurations that fit and whose times are predicted
     unknown: list[Plan] = field(default_factory=list)  # plans that fit and whose times are unknown
     # plans that do not fit, the smallest of each engine and number of bits
     too_large: list[Plan] = field(default_factory=list)
@@ -130,20 +65,44 @@ def options_of(config: RunConfig) -> list[str]:
     return shell_words(non_default_options(config))
 
 
-def find_candidates(job: Job, space: SearchSpace) -> SearchResult:
-    """Plan all configurations of `space` for the model and machine of `job`, those with weights on disk only where no other fits."""
-    found = SearchResult()
-    jobs = [job] if space.world_sizes is None else [_with_ranks(job, count) for count in space.world_sizes]
+def find_candidates(
+    job: Job,
+    *,
+    engines: Collection[str] = tuple(OFFLOADS),
+    quant_bits: Collection[int] = QUANT_BITS,
+    batch_sizes: Collection[int] = BATCH_SIZES,
+    kv_offload: Sequence[bool] = (False, True),
+    offload: Fields | None = None,
+    world_sizes: Collection[int] | None = None,
+) -> SearchResult:
+    """Plan all configurations of these for the model and machine of `job`, those with weights on disk only where no other fits.
+
+    Args:
+        offload: options of where the weights are stored; by default those of OFFLOADS.
+        world_sizes: numbers of ranks with a GPU each, ascending; by default the job's.
+    """
+    found = SearchResult(job)
+    jobs = [job] if world_sizes is None else [_with_ranks(job, count) for count in world_sizes]
+    weights = [
+        {"engine": engine, "quant_bits": bits, "cpu_offload": False, "disk_offload": False} | each
+        for engine in engines
+        for bits in quant_bits
+        if bits == 16 or engine in QUANTIZING_ENGINES
+        for each in ([offload] if offload else OFFLOADS[engine])
+        if each or engine != "deepspeed" or job.on_gpu  # without a GPU, the device is host memory
+    ]
     for on_disk in (False, True):
-        for fields in _weight_options(job, space, on_disk):
+        for fields in (each for each in weights if each["disk_offload"] is on_disk):
+            if not on_disk:
+                fields["offload_dir"] = DEFAULTS["offload_dir"]
             too_large: list[Plan] = []
             for each in jobs:
-                part = _plan_batches(each, space, fields)
-                found.candidates.extend(part.candidates)
-                found.unknown.extend(part.unknown)
+                part = _plan_batches(each, fields, batch_sizes, kv_offload)
+                found.candidates += part.candidates
+                found.unknown += part.unknown
                 if part.candidates or part.unknown or part.too_large:
                     too_large = part.too_large  # of the most GPUs, of which each then needs the least
-            found.too_large.extend(too_large)
+            found.too_large += too_large
         if found.candidates or found.unknown:
             break
     return found
@@ -159,30 +118,18 @@ def _with_ranks(job: Job, count: int) -> Job:
     return replace(job, ranks=ranks, free_device_bytes=min(each for each in free if each is not None))
 
 
-def _weight_options(job: Job, space: SearchSpace, on_disk: bool) -> Iterator[dict[str, Any]]:
-    """Yield engine, bits and offload of each configuration."""
-    for engine in space.engines:
-        for bits in space.quant_bits if engine in QUANTIZING_ENGINES else {16} & set(space.quant_bits):
-            for offload in space.offloads[engine]:
-                if engine == "deepspeed" and not offload and not job.on_gpu and space.offloads is OFFLOADS:
-                    continue  # the same as in host memory
-                if bool(offload.get("disk_offload")) == on_disk:
-                    fields = {"engine": engine, "quant_bits": bits, "cpu_offload": False, "disk_offload": False}
-                    yield fields | offload | ({} if on_disk else {"offload_dir": DEFAULTS["offload_dir"]})
-
-
-def _plan_batches(job: Job, space: SearchSpace, fields: dict[str, Any]) -> SearchResult:
+def _plan_batches(job: Job, fields: Fields, batch_sizes: Collection[int], kv_offload: Sequence[bool]) -> SearchResult:
     """Plan the batches that divide over the ranks, from the smallest up, until one does not fit. A KV cache in host memory is a candidate
     where its batch fits only so, or decodes faster by `MIN_GAIN`: predictions are not more precise."""
-    found = SearchResult()
+    found = SearchResult(job)
     tokens_per_s_on_device: dict[int, float] = {}  # by batch
-    batch_sizes = sorted(size for size in space.batch_sizes if size % job.ranks.world_size == 0)
-    for kv_offload in space.kv_offload:
+    batch_sizes = sorted(size for size in batch_sizes if size % job.ranks.world_size == 0)
+    for on_host in kv_offload:
         for batch_size in batch_sizes:
-            if kv_offload and len(space.kv_offload) > 1 and not _kv_cache_is_large(job, batch_size):
+            if on_host and len(kv_offload) > 1 and not _kv_cache_is_large(job, batch_size):
                 continue
-            options = fields | {"batch_size": batch_size, "kv_offload": kv_offload}
-            if kv_offload and job.on_gpu and not job.config.kv_offload:  # else as the user chose
+            options = fields | {"batch_size": batch_size, "kv_offload": on_host}
+            if on_host and job.on_gpu and not job.config.kv_offload:  # else as the user chose
                 options |= {"pin_kv_cache": True, "async_kv_offload": True}
             refused = False
             try:
@@ -192,17 +139,16 @@ def _plan_batches(job: Job, space: SearchSpace, fields: dict[str, Any]) -> Searc
             except UsageError:
                 continue
             if refused or not plan.fits:
-                if batch_size == batch_sizes[0] and kv_offload == space.kv_offload[0]:
+                if batch_size == batch_sizes[0] and on_host == kv_offload[0]:
                     found.too_large.append(plan)
                 break
             if plan.times is None:
                 found.unknown.append(plan)
                 continue
-            candidate = Candidate(plan, plan.times)
-            if not kv_offload:
-                tokens_per_s_on_device[batch_size] = candidate.tokens_per_s
-            if not kv_offload or candidate.tokens_per_s >= MIN_GAIN * tokens_per_s_on_device.get(batch_size, 0.0):
-                found.candidates.append(candidate)
+            if not on_host:
+                tokens_per_s_on_device[batch_size] = plan.tokens_per_s
+            if not on_host or plan.tokens_per_s >= MIN_GAIN * tokens_per_s_on_device.get(batch_size, 0.0):
+                found.candidates.append(plan)
     return found
 
 
@@ -241,33 +187,34 @@ def _kv_cache_is_large(job: Job, batch_size: int) -> bool:
 
 
 # Sort keys by goal. Bounds without the engine's overhead say little about its speed, so they rank last.
-GOALS: dict[str, Callable[[Candidate], tuple[float, ...]]] = {
-    "throughput": lambda each: (each.lacks_overhead, -each.best_tokens_per_s, each.best_step_s),
-    "latency": lambda each: (each.lacks_overhead, each.best_step_s, -each.best_tokens_per_s),
-    "memory": lambda each: (float(each.memory_bytes), -each.best_tokens_per_s),
+GOALS: dict[str, Callable[[Plan], tuple[float, ...]]] = {
+    "throughput": lambda plan: (plan.lacks_overhead, -plan.best_tokens_per_s, plan.best_step_s),
+    "latency": lambda plan: (plan.lacks_overhead, plan.best_step_s, -plan.best_tokens_per_s),
+    "memory": lambda plan: (float(plan.memory_bytes), -plan.best_tokens_per_s),
 }
 
 
-def ranked(candidates: Sequence[Candidate], goal: str) -> list[Candidate]:
+def ranked(candidates: Sequence[Plan], goal: str) -> list[Plan]:
     """Return the best first and failed ones last; among equals those with more bits, then those with less memory."""
     return sorted(
-        candidates, key=lambda each: (each.failed, *GOALS[goal](each), -each.config.quant_bits, each.memory_bytes)
+        candidates,
+        key=lambda plan: (plan.failed, *GOALS[goal](plan), -plan.job.config.quant_bits, plan.memory_bytes),
     )
 
 
-def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
+def pareto_front(candidates: Sequence[Plan]) -> list[Plan]:
     """Return the candidates that no other beats in both step time and token/s, by step time. Bounds without overhead are left out where
     others are known."""
     good = [each for each in candidates if not each.failed]
     known = [each for each in good if not each.lacks_overhead] or good
-    front: list[Candidate] = []
+    front: list[Plan] = []
     for each in ranked(known, "latency"):
         if not front or each.best_tokens_per_s > front[-1].best_tokens_per_s:
             front.append(each)
     return front
 
 
-def verify(best: Sequence[Candidate], count: int, goal: str, say: Callable[[str], None]) -> list[Candidate]:
+def verify(best: Sequence[Plan], count: int, goal: str, say: Callable[[str], None]) -> list[Plan]:
     """Run the first `count` of `best` for a few steps, each in a process of its own, and return `best` with these ranked by their measured
     rates; failed ones come last. Raises RunError: all of them failed."""
     measured, failed, chosen = [], [], best[:count]
@@ -275,34 +222,37 @@ def verify(best: Sequence[Candidate], count: int, goal: str, say: Callable[[str]
         tempfile.TemporaryDirectory(prefix="zero-inference-plan-") as folder,
         current_progress().task("plan --verify", len(chosen), ticking=True) as task,
     ):
-        for number, candidate in enumerate(chosen, 1):
+        for number, plan in enumerate(chosen, 1):
             run = f"run {number} of {len(chosen)}"
             task.at(run, number - 1)
-            rate = _measured_tokens_per_s(candidate, Path(folder), number, say)
+            rate = _measured_tokens_per_s(plan, Path(folder), number, say)
             if rate is None:
-                failed.append(replace(candidate, failed=True))
+                failed.append(replace(plan, failed=True))
                 continue
-            say(f"{run}: {rate:.3g} token/s, predicted {candidate.tokens_per_s:.3g}: {candidate.command()}")
-            measured.append(replace(candidate, measured_tokens_per_s=rate))
+            say(
+                f"{run}: {rate:.3g} token/s, predicted {plan.tokens_per_s:.3g}: {command_of(plan.job.config, plan.job.ranks.world_size)}"
+            )
+            measured.append(replace(plan, measured_tokens_per_s=rate))
     if not measured:
         raise RunError(f"--verify {count}: every run failed; the reasons are above.")
     return ranked(measured, goal) + list(best[count:]) + failed
 
 
-def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say: Callable[[str], None]) -> float | None:
+def _measured_tokens_per_s(plan: Plan, folder: Path, number: int, say: Callable[[str], None]) -> float | None:
     """Return the rate of a run; None, and a line to `say`, where it failed."""
-    config = replace(candidate.config, gen_len=min(candidate.config.gen_len, TRIAL_TOKENS), dry_run=False, verbose=1)
-    options, log = [*options_of(config), "--loops", "1"], folder / f"{number}.log"
-    records = log.with_suffix(".jsonl")
+    config, gpus = plan.job.config, plan.job.ranks.world_size
+    trial = replace(config, gen_len=min(config.gen_len, TRIAL_TOKENS), dry_run=False, verbose=1)
+    words = [*options_of(trial), "--loops", "1", "--log-file", str(folder / f"{number}.log")]
+    records = folder / f"{number}.jsonl"
     ended = run_child(
-        isolated_ranks("zero_inference", candidate.world_size, "run", *options, "--log-file", str(log)),
+        isolated_ranks("zero_inference", gpus, "run", *words),
         folder / f"{number}.out",
         records=lambda: read_records(records) if records.exists() else [],
     )
     rate = (ended.record or {}).get("decode_throughput")
     if rate is None:
         reason = last_error_line(ended.read_output()) or f"exit code {ended.code}"
-        say(f"run {number} failed: {reason}: {candidate.command()}")
+        say(f"run {number} failed: {reason}: {command_of(config, gpus)}")
     return rate
 
 
@@ -325,58 +275,61 @@ def choose(
         return config, None, None
     options = ", ".join(f"--{name.replace('_', '-')} auto" for name in auto)
     measure_if_unknown(machine, say)
-    space = SearchSpace(
+    job = build_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
+    offload = {"cpu_offload": config.cpu_offload, "disk_offload": config.disk_offload}
+    by_plan = "engine" in auto
+    found = find_candidates(
+        job,
+        engines=tuple(OFFLOADS) if by_plan else (config.engine,),
         quant_bits=QUANT_BITS if "quant_bits" in auto else (config.quant_bits,),
         batch_sizes=BATCH_SIZES if "batch_size" in auto else (config.batch_size,),
-        kv_offload=(False, True) if "engine" in auto and not config.kv_offload else (config.kv_offload,),
+        kv_offload=(False, True) if by_plan and not config.kv_offload else (config.kv_offload,),
+        offload=None if by_plan else offload,
     )
-    if "engine" not in auto:  # only the offload that was asked for
-        offload = {"cpu_offload": config.cpu_offload, "disk_offload": config.disk_offload}
-        space = replace(space, engines=(config.engine,), offloads={config.engine: (offload,)})
-    job = build_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
-    found = find_candidates(job, space)
     if not found.candidates:
-        raise UsageError(f"{options}: {why_none(found, config.model)}")
+        raise UsageError(f"{options}: {why_none(found)}")
     best, *others = ranked(found.candidates, config.goal or "throughput")
     if config.goal is None:
-        best, *others = sorted([best, *others], key=lambda each: -each.config.quant_bits)
-    chosen = best.config
+        best, *others = sorted([best, *others], key=lambda each: -each.job.config.quant_bits)
+    chosen = best.job.config
     check_launch(chosen, ranks, machine)
     check_model(chosen, spec)
     options = f"--engine {chosen.engine} --quant-bits {chosen.quant_bits} --batch-size {chosen.batch_size}"
     options += " --kv-offload" if chosen.kv_offload else ""
-    say(f"chosen: {options}: predicted {best.times.in_words(chosen.batch_size)}")
+    say(f"chosen: {options}: predicted {best.times.in_words()}")
     choice = AutoChoice(
         options=list(auto),
         goal=config.goal,
         decode_throughput=best.tokens_per_s,
-        over=[f"{command_of(each.config)}: {each.tokens_per_s:.4g} token/s" for each in others[:MAX_OTHERS]],
+        over=[f"{command_of(each.job.config)}: {each.tokens_per_s:.4g} token/s" for each in others[:MAX_OTHERS]],
     )
     return chosen, choice, job.empty_model
 
 
-def headline(found: SearchResult, best: Sequence[Candidate], goal: str, model: str) -> str:
-    """Return the first of `best` and the best for a single sequence, with their speed, or why there is none."""
-    if not best:
-        return why_none(found, model)
+def headline(found: SearchResult, goal: str) -> str:
+    """Return the first candidate and the best for a single sequence, with their speed, or why there is none."""
+    if not found.candidates:
+        return why_none(found)
 
-    def speed(each: Candidate) -> str:
-        text = f"predicted {each.times.in_words(each.config.batch_size)}"
-        if each.measured_tokens_per_s is not None:
-            text = f"{significant(each.measured_tokens_per_s)} token/s measured, {text}"
-        return f"{format_bytes(each.memory_bytes)} of device and host memory, {text}" if goal == "memory" else text
+    def describe(plan: Plan) -> str:
+        text = f"predicted {plan.times.in_words()}"
+        if plan.measured_tokens_per_s is not None:
+            text = f"{significant(plan.measured_tokens_per_s)} token/s measured, {text}"
+        if goal == "memory":
+            text = f"{format_bytes(plan.memory_bytes)} of device and host memory, {text}"
+        return f"{plan.describe(work=True)}: {text}."
 
-    line = f"{FIRST[goal]}: {best[0].plan.describe(work=True)}: {speed(best[0])}."
-    singles = [each for each in best if each.config.batch_size == 1 and not each.failed]
-    if singles and best[0].config.batch_size > 1:
-        single = ranked(singles, "latency")[0]
-        line += f" For one sequence: {single.plan.describe(work=True)}: {speed(single)}."
+    best = found.candidates[0]
+    singles = [each for each in found.candidates if each.job.config.batch_size == 1 and not each.failed]
+    line = f"{FIRST[goal]}: {describe(best)}"
+    if singles and best.job.config.batch_size > 1:
+        line += f" For one sequence: {describe(ranked(singles, 'latency')[0])}"
     return line
 
 
-def notes(job: Job, found: SearchResult, best: Sequence[Candidate]) -> list[str]:
-    """Return what to know about the machine, the predictions of `best`, what is not predicted, and the checkpoint, a line each."""
-    machine = job.machine.profile()
+def notes(found: SearchResult) -> list[str]:
+    """Return what to know about the machine, the predictions, what is not predicted, and the checkpoint, a line each."""
+    machine, best, config = found.job.machine.profile(), found.candidates, found.job.config
     texts = [machine.caveat() if machine else None]
     for label, parts in (
         ("bounds, because", [reason for each in best for reason in each.times.bounds_because]),
@@ -385,10 +338,10 @@ def notes(job: Job, found: SearchResult, best: Sequence[Candidate]) -> list[str]
         texts += [f"{label} {'; '.join(dict.fromkeys(parts))}"] if parts else []
     if any(each.lacks_overhead for each in best):
         texts.append("engines whose overhead was not measured are ranked last")
-    texts += dict.fromkeys(each.plan.unchosen_experts for each in best)
+    texts += dict.fromkeys(each.unchosen_experts for each in best)
     if found.unknown and best:
         texts.append(f"fit, but not predicted: {len(found.unknown)}: {why_not_predicted(found.unknown)}")
-    return [text for text in (*texts, checkpoint_refusal(job.config.model, job.config.dummy)) if text]
+    return [text for text in (*texts, checkpoint_refusal(config.model, config.dummy)) if text]
 
 
 def why_not_predicted(plans: Sequence[Plan]) -> str:
@@ -396,8 +349,9 @@ def why_not_predicted(plans: Sequence[Plan]) -> str:
     return "; ".join(dict.fromkeys(reason for plan in plans if (reason := plan.why_not_predicted)))
 
 
-def why_none(found: SearchResult, model: str) -> str:
-    """Return why no configuration of `model` is predicted; where none fits, with the smallest machine that would be enough."""
+def why_none(found: SearchResult) -> str:
+    """Return why no configuration of the model is predicted; where none fits, with the smallest machine that would be enough."""
+    model = found.job.config.model
     if found.unknown:
         why = why_not_predicted(found.unknown)
         or_assume = ", or add it to --assume" if "=)" in why else ""  # it names a rate
@@ -413,19 +367,23 @@ def why_none(found: SearchResult, model: str) -> str:
         short = {need.place: max(0, need.with_reserve_bytes - (need.available_bytes or 0)) for need in plan.needs}
         return plan.job.ranks.world_size * short.pop(DEVICE_MEMORY, 0), sum(short.values())
 
-    available = {need.place: need.available_bytes for each in found.too_large for need in each.needs}
-    available.pop(PAGE_LOCKED, None)
-    free = ", ".join(f"{format_bytes(free)} of {place}" for place, free in available.items() if free is not None)
     plan = min(found.too_large, key=lacking_bytes)
     config, gpus = plan.job.config, plan.job.ranks.world_size
-    each = {DEVICE_MEMORY: f" on each of {gpus} GPUs"} if gpus > 1 else {}
     needs = [need for need in plan.needs if need.place != PAGE_LOCKED]
+    free = {need.place: need.available_bytes for each in found.too_large for need in each.needs}
+    free_parts = [
+        f"{format_bytes(nbytes)} of {place}"
+        for place, nbytes in free.items()
+        if place != PAGE_LOCKED and nbytes is not None
+    ]
+    of_each = {DEVICE_MEMORY: f" on each of {gpus} GPUs"} if gpus > 1 else {}
     parts = [
-        f"{format_gib_rounded_up(need.with_reserve_bytes)} of {need.place}{each.get(need.place, '')}" for need in needs
+        f"{format_gib_rounded_up(need.with_reserve_bytes)} of {need.place}{of_each.get(need.place, '')}"
+        for need in needs
     ]
     options = f"--engine {config.engine} --quant-bits {config.quant_bits} --batch-size {config.batch_size}"
     options += f" --gpu-memory 0 --ring-depth {MIN_RING_DEPTH}" if config.ring_depth else ""
     return (
-        f"none of {len(found.too_large)} ways to run {model} fits ({free}); the smallest machine that could run it has "
+        f"none of {len(found.too_large)} ways to run {model} fits ({', '.join(free_parts)}); the smallest machine that could run it has "
         f"{' and '.join(parts)} ({options})."
     )
