@@ -10,7 +10,7 @@ import torch
 from conftest import replace
 
 from zero_inference.hardware.bench_copies import rate_of
-from zero_inference.measure.session import LinkRate, LoopMonitor, update_cpu_rate, update_link_rate
+from zero_inference.measure.session import LinkMonitor, update_rates
 from zero_inference.planning import roofline
 from zero_inference.planning.roofline import StepWork
 from zero_inference.records.hardware import LinkUse, Rates
@@ -55,32 +55,39 @@ def test_a_rate_is_the_median_of_its_rounds_and_its_spread_leaves_the_outer_tent
     assert rate_of([50.0, 50.0]) == (50.0, 0.0)
 
 
+NOTHING = MovedPerStep.unknown()
+
+
 def test_the_links_rate_is_that_of_the_rounds_of_all_measurements():
-    link = LinkRate(ONE)
+    link = LinkMonitor(ONE)
     link.measure(seconds=0)
     first = list(link.rounds)
     link.measure(seconds=0)
     assert len(first) >= 3 and len(link.rounds) >= len(first) + 3 and link.rounds[: len(first)] == first
-    pooled = link.of_all()
+    pooled = link.rate()
     assert pooled == pytest.approx(rate_of(link.rounds), abs=2e-6)
     assert pooled.gb_per_s == pytest.approx(statistics.median(link.rounds), abs=2e-6)
-    assert update_link_rate(RATES, link) == replace(
+    assert update_rates(RATES, link, NOTHING) == replace(
         RATES, link_gb_per_s=pooled.gb_per_s, link_spread=pooled.spread_gb_per_s / pooled.gb_per_s
     )
 
 
+def after_loops(ranks, busy_s: float, copied_bytes: int, host_late_s: float = 0.0) -> LinkMonitor:
+    """Rounds between the loops in which somebody else used the host, and one loop."""
+    link = LinkMonitor(ranks)
+    link.rounds = [40.0, 40.0, 49.0, 50.0]
+    link.uses = [link_use(busy_s, host_late_s=host_late_s, copied_bytes=copied_bytes)]
+    return link
+
+
 def test_a_link_is_as_fast_as_the_loops_own_copies():
-    link = LinkRate(Three(0, 1, 0, 1, CPU))
-    link.rounds = [40.0, 40.0, 49.0, 50.0]  # somebody else used the host between the loops
-    rounds = update_link_rate(RATES, link)
-    assert rounds.link_gb_per_s == pytest.approx(3 * 44.5) and rounds.link_from == "rounds"
-    faster = update_link_rate(RATES, link, reached_gb_per_s=55.2)
-    assert (
-        faster.link_gb_per_s == pytest.approx(3 * 55.2)
-        and faster.link_spread == pytest.approx(9.7 / 55.2)
-        and faster.link_from == "loops"
-    )
-    assert update_link_rate(RATES, link, reached_gb_per_s=44.0) == update_link_rate(RATES, link)
+    three = Three(0, 1, 0, 1, CPU)
+    rounds = update_rates(RATES, after_loops(three, 1.0, 80 * 10**9, host_late_s=0.1), NOTHING)
+    assert rounds.link_gb_per_s == pytest.approx(3 * 44.5) and rounds.link_from == "rounds", "not busy all of the time"
+    faster = update_rates(RATES, after_loops(three, 2.0, int(110.4e9)), NOTHING)
+    assert faster.link_gb_per_s == pytest.approx(3 * 55.2) and faster.link_from == "loops"
+    assert faster.link_spread == pytest.approx(9.7 / 55.2)
+    assert update_rates(RATES, after_loops(three, 2.0, 88 * 10**9), NOTHING) == rounds
 
 
 def test_link_and_cores_are_as_fast_as_they_were_in_the_loops():
@@ -93,16 +100,14 @@ def test_link_and_cores_are_as_fast_as_they_were_in_the_loops():
         cores_busy_s_per_step=0.05,
     )
     planned = replace(RATES, link_beside_cores_gb_per_s=48.0, cores_gb_per_s=60.0)
-    found = update_cpu_rate(planned, ONE, moved, 53.0)
+    found = update_rates(planned, after_loops(ONE, 1.0, 53 * 10**9), moved)
     assert (found.link_beside_cores_gb_per_s, found.cores_gb_per_s) == (53.0, 80.0)
     limit = limit_of(rates=found, moved=moved, decode_s=4 * 0.06)
     assert limit.bound_by == "link" and limit.floor_step_s.link_and_cores == pytest.approx(7 / 133)
-    of_three = update_cpu_rate(planned, Three(0, 1, 0, 1, CPU), moved, 53.0)
+    of_three = update_rates(planned, after_loops(Three(0, 1, 0, 1, CPU), 1.0, 53 * 10**9), moved)
     assert (of_three.link_beside_cores_gb_per_s, of_three.cores_gb_per_s) == (159.0, 240.0)
-    slower = update_cpu_rate(planned, ONE, replace(moved, cores_busy_s_per_step=0.09), 0.0)
-    assert slower == planned and update_cpu_rate(RATES, ONE, moved, 53.0) == RATES, (
-        "cores that take no part have no rate"
-    )
+    slower = update_rates(planned, after_loops(ONE, 1.0, 0), replace(moved, cores_busy_s_per_step=0.09))
+    assert (slower.link_beside_cores_gb_per_s, slower.cores_gb_per_s) == (48.0, 60.0)
 
 
 class Uses:
@@ -120,16 +125,16 @@ def test_what_the_link_did_is_the_median_of_the_measured_loops():
         link_use(2.0, copied_bytes=copied, ahead_bytes=ahead)
         for copied, ahead in ((110 * 10**9, 5), (100 * 10**9, 7), (112 * 10**9, 1000))
     ]
-    around = LoopMonitor(LinkRate(ONE), Uses(*loops))
-    assert (around.reached_gb_per_s, around.ahead_bytes) == (0.0, 0), "nothing was measured yet"
+    around = LinkMonitor(ONE, timeline=Uses(*loops))
+    assert (around.copied_gb_per_s(), around.ahead_bytes()) == (0.0, 0), "nothing was measured yet"
     for _ in range(4):  # before each of three loops and behind the last
         around()
-    assert around.uses == loops and (around.reached_gb_per_s, around.ahead_bytes) == (55.0, 7)
-    assert around.last_use == loops[-1] and loops[-1].as_dict()["gbps_while_busy"] == 56.0
-    short = LoopMonitor(LinkRate(ONE), Uses(None, None))
+    assert around.uses == loops and (around.copied_gb_per_s(0.98), around.ahead_bytes()) == (55.0, 7)
+    assert loops[-1].as_dict()["gbps_while_busy"] == 56.0
+    short = LinkMonitor(ONE, timeline=Uses(None, None))
     for _ in range(3):
         short()
-    assert (short.reached_gb_per_s, short.ahead_bytes, short.last_use, short.peak_gpu_bytes) == (0.0, 0, None, None)
+    assert (short.copied_gb_per_s(), short.ahead_bytes(), short.uses, short.peak_gpu_bytes) == (0.0, 0, [], None)
 
 
 def test_the_link_does_not_owe_what_had_crossed_before_the_first_step():

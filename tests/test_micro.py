@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import functools
 import io
@@ -22,7 +23,7 @@ from zero_inference.cli import console_main
 from zero_inference.errors import RunError, UsageError
 from zero_inference.hardware import spec
 from zero_inference.micro import benchmarks
-from zero_inference.micro.benchmarks import BlockShape, elementwise_rows, layer_rows, make_norm_patch, matmul_rows
+from zero_inference.micro.benchmarks import BlockShape, build_block, make_norm_patch
 
 CPU = torch.device("cpu")
 WIDTHS = dict(hidden_size=48, intermediate_size=112, num_attention_heads=6)
@@ -37,10 +38,21 @@ SMALL = {
 }
 
 
-def small_block(name: str, device=CPU, dtype=torch.float32) -> benchmarks.Block:
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks are those of `SMALL`."""
     from transformers import AutoConfig
 
-    return benchmarks.build_block(name, device, dtype, AutoConfig.for_model(**SMALL[name]))
+    monkeypatch.setattr(benchmarks, "SHORT", {})
+    monkeypatch.setattr(benchmarks, "block_config", lambda name: AutoConfig.for_model(**SMALL[name]))
+
+
+def rows_of(benchmark, rates, **options) -> list[dict]:
+    default = dict(dtype=None, min_run_time=0.01, longest_call=math.inf, norm_kernels="off")
+    number, rows = benchmark(argparse.Namespace(**default | options), rates)
+    found = list(rows)
+    assert len(found) == number
+    return found
 
 
 def known_rates(**best: float) -> benchmarks.MachineRates:
@@ -66,8 +78,8 @@ def check_formulas(block: benchmarks.Block, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_formulas_are_what_the_counter_counts(name):
-    block = small_block(name)
+def test_formulas_are_what_the_counter_counts(name, small):
+    block = build_block(name, CPU, torch.float32)
     x = torch.randn(3, 7, block.shape.hidden)
     check_formulas(block, x)
     step = benchmarks.forward_and_backward(block, x)
@@ -79,7 +91,7 @@ def test_formulas_are_what_the_counter_counts(name):
 def test_formulas_of_the_published_sizes(name):
     """On the meta device, where nothing is computed; the classical blocks have the formulas of CONTRACT, section 8."""
     meta, b, s = torch.device("meta"), 2, 128
-    block = benchmarks.build_block(name, meta, torch.float16)
+    block = build_block(name, meta, torch.float16)
     h, shape = block.shape.hidden, block.shape
     check_formulas(block, torch.empty(b, s, h, device=meta, dtype=torch.float16))
     if not name.startswith("llama"):
@@ -88,12 +100,12 @@ def test_formulas_of_the_published_sizes(name):
         assert {part: shape.operations(part, b, s) for part in counts} == counts
 
 
-def test_causal_share_and_seeded_blocks_in_the_dtype():
+def test_causal_share_and_seeded_blocks_in_the_dtype(small):
     causal, full = (BlockShape(8, 8, 8, 32, causal=causal) for causal in (True, False))
     pairs = sum(range(5))  # of 5 tokens each leaves out those after it
     assert causal.skippable(3, 5) == pytest.approx(3 * 4 * 8 * pairs / causal.operations("layer", 3, 5))
     assert full.skippable(3, 5) == 0
-    one, two = (small_block("llama", dtype=torch.bfloat16).module.state_dict() for _ in range(2))
+    one, two = (build_block("llama", CPU, torch.bfloat16).module.state_dict() for _ in range(2))
     assert all(torch.equal(one[key], two[key]) and one[key].dtype == torch.bfloat16 for key in one)
     assert torch.get_default_dtype() == torch.float32
 
@@ -124,29 +136,29 @@ def test_a_machine_of_known_rate(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", product)
     monkeypatch.setattr(benchmarks, "Timer", functools.partial(benchmarks.Timer, timer=lambda: clock[0]))
-    (row,) = matmul_rows(known_rates(bf16=1e-9), [100], ["bf16"], 0.4, math.inf)
+    (row,) = rows_of(benchmarks.matmul, known_rates(bf16=1e-9), sizes=[100], dtype=["bf16"], min_run_time=0.4)
     assert row["time_s"] == pytest.approx(0.05) and row["tflops"] == pytest.approx(2e6 / 0.05 / 1e12)
     assert ((100, 100),) * 3 + (torch.bfloat16,) * 3 in products and clock[0] > 0.4
 
 
-def test_shares_follow_from_the_time_and_the_best_rate_seen():
+def test_shares_follow_from_the_time_and_the_best_rate_seen(small):
     """A first product that came out slow, as on a busy machine, is no ceiling."""
     rates = known_rates(fp32=1e-9, bf16=1e-9)
     rates.card = spec.Card("a card", (), {"fp32": spec.Rate(0.5, "")}, spec.Rate(40.0, ""), None, None)
     rates.copy_gb_per_s = 20.0
     best = 1e-9
-    for row in matmul_rows(rates, [16, 256, 32], ["fp32"], 0.02, math.inf):
+    for row in rows_of(benchmarks.matmul, rates, sizes=[16, 256, 32], dtype=["fp32"]):
         assert row["tflops"] == pytest.approx(2 * row["n"] ** 3 / row["time_s"] / 1e12)
         best = max(best, row["tflops"])
         assert row["best_tflops"] == best and row["of_measured"] == pytest.approx(row["tflops"] / best)
         assert row["of_datasheet"] == pytest.approx(row["tflops"] / 0.5)
-    (row,) = elementwise_rows(rates, [1 << 12], 0.02)
+    (row,) = rows_of(benchmarks.elementwise, rates, sizes=[1 << 12])
     assert row["gflops"] == pytest.approx(4096 / row["time_s"] / 1e9) and row["gbps"] == pytest.approx(
         8 * row["gflops"]
     )
     assert row["of_measured"] == pytest.approx(row["gbps"] / 20)
     assert row["of_datasheet"] == pytest.approx(row["gbps"] / 40)
-    (row,) = layer_rows(rates, ["opt"], [8], [2], "bf16", 0.01, math.inf, build=small_block)
+    (row,) = rows_of(benchmarks.layer, rates, blocks=["opt"], seq=[8], batch=[2], dtype="bf16")
     assert row["best_tflops"] == max(row[key] for key in row if key.endswith("_tflops")) and row["of_measured"] <= 1
     assert row["of_datasheet"] is None
 
@@ -170,33 +182,32 @@ def test_what_would_take_too_long_is_predicted_and_not_begun(monkeypatch, capsys
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_norm_kernels_have_rows_of_their_own(name, monkeypatch):
+def test_norm_kernels_have_rows_of_their_own(name, monkeypatch, small):
     """No kernel runs here: the trial on the device is taken as good, and operators compute the reference."""
     monkeypatch.setattr(benchmarks, "prepare_norm_kernels", lambda *arguments: None)
     patch = make_norm_patch("cuda", CPU, ["bert", name])
-    plain, patched = small_block(name), small_block(name)
+    plain, patched, bert = (build_block(each, CPU, torch.float32) for each in (name, name, "bert"))
     x = torch.randn(2, 7, plain.shape.hidden)
-    assert patch(patched) == 2 and patch(small_block("bert")) == 0
+    assert patch(patched) == 2 and patch(bert) == 0
     with torch.no_grad():
         torch.testing.assert_close(patched.parts["layer"](x), plain.parts["layer"](x))
-    rows = list(
-        layer_rows(known_rates(fp32=1.0), [name, "bert"], [8], [1, 2], "fp32", 0.01, math.inf, patch, small_block)
-    )
+    sizes = dict(blocks=[name, "bert"], seq=[8], batch=[1, 2])
+    rows = rows_of(benchmarks.layer, known_rates(fp32=1.0), dtype="fp32", norm_kernels="cuda", **sizes)
     assert [(row["block"], row["norms"], row["batch"], row.get("norm_modules_patched")) for row in rows] == [
         *((name, "torch", batch, None) for batch in (1, 2)),
         *((name, "cuda", batch, 2) for batch in (1, 2)),
         *(("bert", "torch", batch, None) for batch in (1, 2)),
     ]
-    for before, after in itertools.pairwise(rows[::2][:2]):
+    for before, after in zip(rows[:2], rows[2:4]):
         assert after["norm_speedup"] == pytest.approx(before["forward_s"] / after["forward_s"])
         assert "norm_speedup" not in before and "dense_tflops" not in after
 
 
-def test_norm_kernels_that_can_patch_nothing_are_an_error(monkeypatch):
+def test_norm_kernels_that_can_patch_nothing_are_an_error(monkeypatch, small):
     monkeypatch.setattr(benchmarks, "prepare_norm_kernels", lambda *arguments: None)
     with pytest.raises(UsageError, match="--norm-kernels cuda: the family bert is not in the table"):
         make_norm_patch("cuda", CPU, ["bert", "t5"])
-    block = small_block("llama")
+    block = build_block("llama", CPU, torch.float32)
     block.module.input_layernorm = torch.nn.RMSNorm(48)
     with pytest.raises(RunError, match="--norm-kernels cuda: llama with a .*RMSNorm is not in the table"):
         make_norm_patch("cuda", CPU, ["llama"])(block)
@@ -279,14 +290,8 @@ def test_bad_usage(words, error, capsys):
 
 
 def test_help_answers_without_torch():
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "zero_inference", "micro", "layer", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-X", "importtime", "-m", "zero_inference", "micro", "layer", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0 and "--norm-kernels" in done.stdout
-    assert not {"torch", "matplotlib", "pandas"} & {
-        line.rpartition("|")[2].strip() for line in done.stderr.splitlines()
-    }
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not {"torch", "matplotlib", "pandas"} & imported

@@ -53,7 +53,7 @@ def disk_read_gb_per_s(folder, file_bytes):
 real, session.disk_read_gb_per_s = session.disk_read_gb_per_s, disk_read_gb_per_s
 config = RunConfig(model="opt-125m", dummy=True, disk_offload=True, offload_dir=sys.argv[1], batch_size=2).validate()
 group.start_process_group(ranks)
-rates = session.measure_rates(config, resolve_model(config, "cpu"), ranks, session.LinkRate(ranks), 1)
+rates = session.measure_rates(config, resolve_model(config, "cpu"), session.LinkMonitor(ranks), 1)
 print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rates.disk_gb_per_s}))
 group.stop_process_group()
 """

@@ -41,10 +41,10 @@ def tick_s(monkeypatch):
 def test_copies_at_once_count_the_bytes_of_all(monkeypatch, tick_s):
     monkeypatch.setattr(bench_copies, "uncached_block_bytes", lambda: 1 << 20)
     one = (1 << 20) / tick_s / 1e9
-    assert bench_copies.host_to_device_rounds(CPU, pinned=True, seconds=0) == pytest.approx([one] * 3)
+    assert bench_copies.host_to_device_rounds(CPU, seconds=0) == pytest.approx([one] * 3)
     assert copy_gb_per_s(lane_from(CPU), seconds=0) == pytest.approx(one)
     assert copy_gb_per_s(lane_to(CPU), lane_from(CPU), seconds=0) == pytest.approx(2 * one)
-    assert len(bench_copies.host_to_device_rounds(CPU, pinned=True, seconds=99 * tick_s)) > 20, "as long as was asked"
+    assert len(bench_copies.host_to_device_rounds(CPU, seconds=99 * tick_s)) > 20, "as long as was asked"
 
 
 def test_a_round_copies_the_bytes_that_it_counts(monkeypatch):
@@ -77,9 +77,7 @@ def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch, t
     assert torch.equal(next(blocks), seen[0]) and seen[0].data_ptr() == layers[0].data_ptr(), (
         "around again, where they lie"
     )
-    rates = bench_copies.host_to_device_rounds(
-        CPU, pinned=True, seconds=0, sources=bench_copies.blocks_of(layers[1:], CPU)
-    )
+    rates = bench_copies.host_to_device_rounds(CPU, seconds=0, sources=bench_copies.blocks_of(layers[1:], CPU))
     copied = [rate * tick_s * 1e9 for rate in rates]
     assert copied == pytest.approx([1000, 400, 1000]), "the bytes that were copied, behind a first round of 1000"
     assert bench_copies.blocks_of(layers[2:3], CPU) is None and bench_copies.blocks_of([], CPU) is None

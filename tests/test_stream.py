@@ -25,7 +25,7 @@ from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.hardware import bench_copies
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.measure.loops import measure_loops
-from zero_inference.measure.session import TRACED_TOKENS, LinkRate, link_use_in, output_ids_sha256
+from zero_inference.measure.session import TRACED_TOKENS, LinkMonitor, link_use_in, output_ids_sha256
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.plan import plan_run
@@ -118,7 +118,7 @@ def test_the_link_is_measured_from_the_page_locked_layers_and_leaves_them_as_the
     pinned = loaded.facts["stream"]["streamed_layers"] if ranks.device.type == "cuda" else 0
     assert len(loaded.pinned_memory) == pinned
     assert all(share.is_pinned() for share in loaded.pinned_memory)
-    link = LinkRate(ranks, loaded.pinned_memory)
+    link = LinkMonitor(ranks, loaded.pinned_memory)
     for _ in range(2):
         assert torch.equal(generate(loaded, spec, ranks, loops=1).output_ids, expected)
         link.measure(seconds=0)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -88,10 +88,10 @@ def copy_gb_per_s(*lanes: Lane, seconds: float = 0.5) -> float:
 
 
 def host_to_device_rounds(
-    device: torch.device, pinned: bool, seconds: float = 0.5, sources: Iterator[torch.Tensor] | None = None
+    device: torch.device, seconds: float = 0.5, sources: Iterator[torch.Tensor] | None = None
 ) -> list[float]:
-    """Return GB/s of three or more rounds of copies from host memory to `device`; arguments and errors as of `lane_to`."""
-    return _rounds([lane_to(device, pinned, sources)], seconds)
+    """Return GB/s of three or more rounds of copies from page-locked memory to `device`; arguments and errors as of `lane_to`."""
+    return _rounds([lane_to(device, sources=sources)], seconds)
 
 
 def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor] | None:
@@ -191,36 +191,10 @@ class BusyLink:
             end.record()
         return start, end
 
-    def rate(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Wait for a round of `COPIES`, and return its GB/s."""
+    def rate(self, start: torch.cuda.Event, end: torch.cuda.Event, copies: int = COPIES) -> float:
+        """Wait for a round, and return its GB/s."""
         end.synchronize()
-        return COPIES * BLOCK_BYTES / start.elapsed_time(end) / 1e6
-
-
-class CpuWork(Protocol):
-    def one(self) -> int:
-        """Do the next piece of work, and return the bytes that it reads."""
-
-
-def rate_alone(work: CpuWork, seconds: float) -> float:
-    """Return GB/s over `seconds`, after two pieces of warm-up."""
-    for _ in range(2):
-        work.one()
-    start, moved = time.perf_counter(), 0
-    while (spent := time.perf_counter() - start) < seconds:
-        moved += work.one()
-    return moved / spent / 1e9
-
-
-def rates_together(work: CpuWork, link: BusyLink) -> tuple[float, float]:
-    """Return GB/s of the link and of the CPU while both are busy."""
-    work.one()
-    events = link.begin()
-    start, moved = time.perf_counter(), 0
-    while not events[1].query():
-        moved += work.one()
-    spent = time.perf_counter() - start
-    return link.rate(*events), moved / spent / 1e9
+        return copies * BLOCK_BYTES / start.elapsed_time(end) / 1e6
 
 
 def random_bytes(count: int) -> torch.Tensor:
@@ -272,25 +246,19 @@ def disk_read_gb_per_s(folder: Path, file_bytes: int = MAX_FILE_BYTES) -> float:
     """
     round_bytes = THREADS * CHUNK_BYTES
     file_bytes = min(MAX_FILE_BYTES, max(1, -(-file_bytes // round_bytes)) * round_bytes)
+    failure = f"cannot create a file in {folder}"
     try:
-        created, name = tempfile.mkstemp(prefix="read-test-", dir=folder)
-        os.close(created)
+        with tempfile.NamedTemporaryFile(prefix="read-test-", dir=folder) as created:
+            failure = f"no direct reads in {folder}"
+            file = os.open(created.name, os.O_RDWR | os.O_DIRECT)
+        try:
+            if shutil.disk_usage(folder).free < file_bytes:
+                raise RunError(f"{folder} has less than {format_bytes(file_bytes)} free")
+            return _write_and_read(file, file_bytes)
+        finally:
+            os.close(file)
     except OSError as error:
-        raise RunError(f"cannot create a file in {folder} ({error.strerror})") from error
-    try:
-        file = os.open(name, os.O_RDWR | os.O_DIRECT)
-    except OSError as error:
-        raise RunError(f"no direct reads in {folder} ({error.strerror})") from error
-    finally:
-        os.unlink(name)
-    try:
-        if shutil.disk_usage(folder).free < file_bytes:
-            raise RunError(f"{folder} has less than {format_bytes(file_bytes)} free")
-        return _write_and_read(file, file_bytes)
-    except OSError as error:
-        raise RunError(f"no direct reads in {folder} ({error.strerror})") from error
-    finally:
-        os.close(file)
+        raise RunError(f"{failure} ({error.strerror})") from error
 
 
 def _write_and_read(file: int, file_bytes: int) -> float:

@@ -37,13 +37,7 @@ from zero_inference.cpu.pool import (
 )
 from zero_inference.cpu.products import Matrix
 from zero_inference.errors import RunError, UsageError
-from zero_inference.hardware.bench_copies import (
-    BusyLink,
-    random_bytes,
-    rate_alone,
-    rates_together,
-    uncached_block_bytes,
-)
+from zero_inference.hardware.bench_copies import COPIES, BusyLink, random_bytes, uncached_block_bytes
 from zero_inference.hardware.bench_device import device_copy_gb_per_s
 from zero_inference.hardware.profile import (
     ATTENTION_HEAD_DIM,
@@ -145,7 +139,7 @@ def measure_products_gb_per_s(
     """Return GB/s of stored bytes multiplied while the link is idle, for each (format, rows) in `wanted`."""
     with contextlib.closing(CpuPool(cpus, SPIN_US)) as pool:
         products = products_of_formats(pool, {name: FORMATS[name] for name, _ in wanted}, COLUMNS)
-        return {(name, rows): rate_alone(products[name].calls(rows), PRODUCTS_S) for name, rows in wanted}
+        return {(name, rows): products[name].calls(rows).gb_per_s_alone(PRODUCTS_S) for name, rows in wanted}
 
 
 class CpuProducts:
@@ -249,9 +243,29 @@ class CpuCalls:
         self.calls, self.nbytes, self.memory, self.out = calls, nbytes, memory, out
         self._next = itertools.cycle(calls)
 
-    def one(self) -> int:
+    def one(self) -> None:
         next(self._next)()
-        return self.nbytes
+
+    def gb_per_s_alone(self, seconds: float) -> float:
+        """Return GB/s over `seconds`, after two calls that warm up."""
+        for _ in range(2):
+            self.one()
+        start, count = time.perf_counter(), 0
+        while (spent_s := time.perf_counter() - start) < seconds:
+            self.one()
+            count += 1
+        return count * self.nbytes / spent_s / 1e9
+
+    def beside(self, link: BusyLink, copies: int = COPIES) -> tuple[float, float]:
+        """Return GB/s of a round of copies, and the seconds of a call while they run."""
+        self.one()
+        events = link.begin(copies)
+        start, count = time.perf_counter(), 0
+        while not events[1].query():
+            self.one()
+            count += 1
+        spent_s = time.perf_counter() - start
+        return link.rate(*events, copies), spent_s / max(1, count)
 
 
 def product_calls(
@@ -392,13 +406,13 @@ class CpuBench:
     def visit(self, products: CpuProducts, rows: int, samples: dict[str, list[float]]) -> None:
         """Append to `samples` rates of `products` with `rows` rows, by the fields of `CpuProductRate`."""
         calls = products.calls(rows)
-        samples["cores_alone_gb_per_s"].append(rate_alone(calls, ALONE_S))
-        links, cores = zip(*(rates_together(calls, self.link) for _ in range(VISIT_ROUNDS)))
+        samples["cores_alone_gb_per_s"].append(calls.gb_per_s_alone(ALONE_S))
+        links, times_s = zip(*(calls.beside(self.link) for _ in range(VISIT_ROUNDS)))
+        cores = [calls.nbytes / call_s / 1e9 for call_s in times_s]
         samples["link_gb_per_s"] += links
         samples["cores_gb_per_s"] += cores
-        call_s, expert_s = self.call_overhead_s(products, rows, statistics.fmean(cores))
-        samples["call_s"].append(call_s)
-        samples["expert_s"].append(expert_s)
+        for name, seconds in zip(("call_s", "expert_s"), self.call_overhead_s(products, rows, statistics.fmean(cores))):
+            samples[name].append(seconds)
 
     def call_overhead_s(self, products: CpuProducts, rows: int, cores_gb_per_s: float) -> tuple[float, float]:
         """Return what calls take beyond their bytes: the time of a call grows linearly from that of hardly any width, but for a step at
@@ -410,21 +424,12 @@ class CpuBench:
         task, weights = narrow_feed_forward(self.pool, products.dtype, self.columns)
         narrow = product_calls(self.pool, [task], weights, products.dtype, rows)
         short, long, experts = products.calls(rows, short=True), products.calls(rows), products.expert_calls(rows)
-        narrow_s, short_s, experts_s = map(self._call_s, (narrow, short, experts))
+        narrow_s, short_s, experts_s = (each.beside(self.link, OVERHEAD_COPIES)[1] for each in (narrow, short, experts))
         if long.nbytes <= short.nbytes:  # rows of the weight are so long that both have `WIDTH_STEP` of them
             return 0.0, 0.0
         byte_s = (long.nbytes / (cores_gb_per_s * 1e9) - short_s) / (long.nbytes - short.nbytes)
         call_s = short_s - narrow_s - short.nbytes * byte_s
         return call_s, (experts_s - short_s - (experts.nbytes - short.nbytes) * byte_s) / CHOSEN
-
-    def _call_s(self, calls: CpuCalls) -> float:
-        calls.one()
-        count, (_, end) = 0, self.link.begin(OVERHEAD_COPIES)
-        start = time.perf_counter()
-        while not end.query():
-            calls.one()
-            count += 1
-        return (time.perf_counter() - start) / max(1, count)
 
     @functools.cached_property
     def key_values(self) -> torch.Tensor:
@@ -435,8 +440,9 @@ class CpuBench:
     def attention(self, name: WeightFormat, heads: int) -> CpuAttentionRate:
         """Measure CPU attention with `heads` query heads per key head, in a third of a second."""
         calls = attention_calls(self.pool, FORMATS[name][0], heads, self.key_values)
-        alone = rate_alone(calls, ATTENTION_ALONE_S)
-        beside = statistics.median(rates_together(calls, self.link)[1] for _ in range(ATTENTION_ROUNDS))
+        alone = calls.gb_per_s_alone(ATTENTION_ALONE_S)
+        beside_s = statistics.median(calls.beside(self.link)[1] for _ in range(ATTENTION_ROUNDS))
+        beside = calls.nbytes / beside_s / 1e9
         # faster than alone: other programs used the host meanwhile
         return CpuAttentionRate(format=name, heads=heads, gb_per_s=min(alone, beside), alone_gb_per_s=alone)
 

@@ -1,4 +1,7 @@
-"""Measure the hardware profile of this machine for `zero-inference link --save` and for the cache."""
+"""Measure this machine: the rooflines that `zero-inference link` reports, with facts about links and host, and its hardware profile.
+
+Names of rooflines are keys of the JSON.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ from zero_inference.hardware.bench_device import LaunchBench, measure_loading, p
 from zero_inference.hardware.profile import (
     MEASURED_WITH,
     CpuProfile,
+    CpuWorkload,
     DeviceProductRate,
     EngineOverhead,
     Gpu,
@@ -43,7 +47,6 @@ from zero_inference.hardware.profile import (
 )
 from zero_inference.hardware.spec import LANE_RATES, link_gb_per_s
 from zero_inference.kernels import extension
-from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.utils.environment import (
     CpuContention,
@@ -68,6 +71,16 @@ from zero_inference.utils.ranks import Ranks, detect_ranks
 
 EXPECTED_SHARE = 0.8  # of a link's rate; packet headers take the rest (an H200 has 55.5 of 63.0 GB/s)
 SMI_FIELDS = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
+CPU_PRODUCTS: tuple[tuple[WeightFormat, int], ...] = tuple(
+    (name, rows) for name in ("bfloat16", "int4") for rows in (1, 8, 32)
+)
+CPU_ROWS = (*ROWS, 128)
+# From FUSED_ROWS + 1 tokens on, codes are dequantized before they are multiplied; from some hundred on operations bind.
+GPU_ROWS = (*ROWS, FUSED_ROWS + 1, 128, 512, 2048, 8192)
+ENGINES_TIMEOUT_S = 600  # of what takes 30 s unless kernels are compiled
+
+T = TypeVar("T")
+Say = Callable[[str], None]  # takes warnings
 
 
 @dataclass(frozen=True)
@@ -100,21 +113,29 @@ def read_gpu_link(device: torch.device, root: str = "/") -> GpuLink:
     pci_id = "{:04x}:{:02x}:{:02x}.0".format(*place)
     folder = Path(root) / "sys/bus/pci/devices" / pci_id
     command = ["nvidia-smi", "-i", pci_id, f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
-    try:
+    answer = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        answer = ""
     numbers = [int(word) if word.strip().isdigit() else None for word in answer.split(",")]
     source = "nvidia-smi" if len(numbers) == 4 else None
     generation, generation_max, width, width_max = numbers if source else [None] * 4
-    generations = {f"{rate:.1f} GT/s PCIe": number for number, (rate, _) in LANE_RATES.items()}
-    own_width = _read(folder / "max_link_width")
-    own = generations.get(_read(folder / "max_link_speed")), int(own_width) if own_width in ("4", "8", "16") else None
-    generation_max, width_max = (
-        max(filter(None, pair), default=None) for pair in zip((generation_max, width_max), own)
+    own_generation = own_width = None
+    with contextlib.suppress(OSError):
+        speed = (folder / "max_link_speed").read_text().strip()
+        generations = {f"{rate:.1f} GT/s PCIe": number for number, (rate, _) in LANE_RATES.items()}
+        own_generation = generations.get(speed)
+        lanes = (folder / "max_link_width").read_text().strip()
+        own_width = int(lanes) if lanes in ("4", "8", "16") else None
+    return GpuLink(
+        name=gpu.name,
+        pci_id=pci_id,
+        generation=generation,
+        generation_max=max(filter(None, (generation_max, own_generation)), default=None),
+        width=width,
+        width_max=max(filter(None, (width_max, own_width)), default=None),
+        numa_node=numa_node_of_gpu(*place, root),
+        source=source,
     )
-    node = numa_node_of_gpu(*place, root)
-    return GpuLink(gpu.name, pci_id, generation, generation_max, width, width_max, node, source)
 
 
 def read_host() -> dict[str, Any]:
@@ -170,19 +191,6 @@ def memlock_warnings(host: dict[str, Any]) -> list[str]:
     ]
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-OF_HOST_WEIGHTS = "decode with weights in host memory"
-CPU_PRODUCTS: tuple[tuple[WeightFormat, int], ...] = tuple(
-    (name, rows) for name in ("bfloat16", "int4") for rows in (1, 8, 32)
-)
-
-
 @dataclass(frozen=True)
 class Roofline:
     """A rate that bounds speed, in GB/s or TFLOP/s (decimal) by the end of its name."""
@@ -196,54 +204,52 @@ class Roofline:
 def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
     """Return the rooflines of the link (without a GPU: host memory), the CPU, the device and `disk`."""
     device, on_gpu = ranks.device, ranks.device.type == "cuda"
+    decode = "decode with weights in host memory"
     found: list[Roofline] = []
 
-    def add(name: str, what: str, bounds: str, measure: Callable[[], float]) -> None:
-        found.append(Roofline(name, what, bounds, measure))
+    def add(name: str, what: str, bounds: str, measure: Callable[..., float], *args: Any) -> None:
+        found.append(Roofline(name, what, bounds, functools.partial(measure, *args)))
 
-    def copies(*lanes: Callable[[torch.device], Lane]) -> Callable[[], float]:
-        return lambda: copy_gb_per_s(*(lane(device) for lane in lanes))
+    def copies(*lanes: Callable[[torch.device], Lane]) -> float:
+        return copy_gb_per_s(*(lane(device) for lane in lanes))
 
     if on_gpu:
-        pageable = copies(functools.partial(lane_to, pinned=False))
-        add("host_to_device_pinned_gbps", "host to GPU, page-locked", OF_HOST_WEIGHTS, copies(lane_to))
-        add("host_to_device_pageable_gbps", "host to GPU, pageable", "the same with --pin-memory 0", pageable)
-        add("device_to_host_pinned_gbps", "GPU to host, page-locked", "KV cache with --kv-offload", copies(lane_from))
-        add("both_directions_gbps", "both ways at once, summed", "weights and KV cache", copies(lane_to, lane_from))
-        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        if ranks.world_size == 1 and len(devices) > 1:
+        pageable = functools.partial(lane_to, pinned=False)
+        add("host_to_device_pinned_gbps", "host to GPU, page-locked", decode, copies, lane_to)
+        add("host_to_device_pageable_gbps", "host to GPU, pageable", "the same with --pin-memory 0", copies, pageable)
+        add("device_to_host_pinned_gbps", "GPU to host, page-locked", "KV cache with --kv-offload", copies, lane_from)
+        add("both_directions_gbps", "both ways at once, summed", "weights and KV cache", copies, lane_to, lane_from)
+        devices = _visible_devices(ranks)
+        if len(devices) > 1:
             what = f"host to all {len(devices)} GPUs at once, summed"
             add("all_devices_gbps", what, "decode of several ranks", lambda: copy_gb_per_s(*map(lane_to, devices)))
     else:
-        add("host_memory_copy_gbps", "host memory copy", OF_HOST_WEIGHTS, copies(lane_to))
-        add("host_memory_two_copies_gbps", "two copies at once, summed", "KV cache", copies(lane_to, lane_from))
+        add("host_memory_copy_gbps", "host memory copy", decode, copies, lane_to)
+        add("host_memory_two_copies_gbps", "two copies at once, summed", "KV cache", copies, lane_to, lane_from)
     if load_library() is not None:
         cpus = bench_cpu.cpus_of_rank(ranks)
         cores = f"{len(cpus)} cores"
-        read = functools.partial(bench_cpu.measure_read_gb_per_s, cpus)
-        add("cores_read_gbps", f"host memory read by {cores}", "what the cores can multiply", read)
+        read = f"host memory read by {cores}"
+        add("cores_read_gbps", read, "what the cores can multiply", bench_cpu.measure_read_gb_per_s, cpus)
         products = functools.cache(lambda: bench_cpu.measure_products_gb_per_s(cpus, CPU_PRODUCTS))
         for name, rows in CPU_PRODUCTS:
-            what = f"{name} x {rows} tokens, {cores}"
-            measure = lambda key=(name, rows): products()[key]  # noqa: E731
-            add(f"cores_{name}_{rows}_rows_gbps", what, f"decode of batch {rows} on the cores", measure)
-        if on_gpu and load_extension():  # it has the kernels of the hand-off
-            work = bench_cpu.CpuWorkload(torch.bfloat16, None, rows=1, columns=bench_cpu.COLUMNS)
+            what, bounds = f"{name} x {rows} tokens, {cores}", f"decode of batch {rows} on the cores"
+            add(f"cores_{name}_{rows}_rows_gbps", what, bounds, lambda *key: products()[key], name, rows)
+        if on_gpu and extension.load_extension():  # it has the kernels of the hand-off
+            work = CpuWorkload(torch.bfloat16, None, rows=1, columns=bench_cpu.COLUMNS)
             beside = functools.partial(bench_cpu.measure_concurrent_rates, device, cpus, work)
             what = f"bfloat16 x 1 tokens, {cores}, link busy"
-            add("cores_beside_link_gbps", what, OF_HOST_WEIGHTS, lambda: beside().cores_gb_per_s)
+            add("cores_beside_link_gbps", what, decode, lambda: beside().cores_gb_per_s)
             what = "host to GPU, while the cores multiply"
-            add("link_beside_cores_gbps", what, OF_HOST_WEIGHTS, lambda: beside().link_gb_per_s)
-    copy = functools.partial(bench_device.device_copy_gb_per_s, device)
+            add("link_beside_cores_gbps", what, decode, lambda: beside().link_gb_per_s)
     what = f"copy in {'GPU' if on_gpu else 'host'} memory, read + write"
-    add("device_copy_gbps", what, "decode with weights on the device", copy)
+    add("device_copy_gbps", what, "decode with weights on the device", bench_device.device_copy_gb_per_s, device)
     for dtype in (torch.bfloat16, torch.float16 if on_gpu else torch.float32):
-        kind = str(dtype).removeprefix("torch.")
-        product = functools.partial(bench_device.matmul_tflops, device, dtype)
-        add(f"matmul_{kind}_tflops", f"matrix product in {kind}", "prefill, and large batches", product)
+        kind, bounds = str(dtype).removeprefix("torch."), "prefill, and large batches"
+        add(f"matmul_{kind}_tflops", f"matrix product in {kind}", bounds, bench_device.matmul_tflops, device, dtype)
     if disk is not None:
-        read_disk = functools.partial(bench_copies.disk_read_gb_per_s, disk)
-        add("disk_read_gbps", f"direct reads from {disk}", "decode with --disk-offload", read_disk)
+        reads = f"direct reads from {disk}"
+        add("disk_read_gbps", reads, "decode with --disk-offload", bench_copies.disk_read_gb_per_s, disk)
     return found
 
 
@@ -256,19 +262,19 @@ def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[dict[str, dict[s
         for number, roofline in enumerate(wanted):
             task.at(f"rate {number + 1} of {len(wanted)} ({roofline.what})", number)
             ranks.barrier()
+            measuring = 1 if roofline.name == "disk_read_gbps" else ranks.world_size
             value = None
             try:
-                if ranks.is_first or roofline.name != "disk_read_gbps":
+                if ranks.rank < measuring:
                     value = roofline.measure()
             except (RunError, torch.OutOfMemoryError) as error:  # a failure must not hide the other rates
                 failures.append(f"not measured: {roofline.what}: {first_line(error)}")
             if ranks.device.type == "cuda":
                 torch.cuda.empty_cache()
             summed = ranks.total(round((value or 0) * 1e6)) / 1e6  # int64 sums: to 1e-6 of a unit
-            count = 1 if roofline.name == "disk_read_gbps" else ranks.world_size
             results[roofline.name] = {
                 "value": value,
-                "all_ranks": summed if ranks.total(int(value is not None)) == count else None,
+                "all_ranks": summed if ranks.total(int(value is not None)) == measuring else None,
                 "unit": "TFLOP/s" if roofline.name.endswith("tflops") else "GB/s",
                 "what": roofline.what,
                 "bounds": roofline.bounds,
@@ -286,9 +292,10 @@ def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
     for index, gpu in enumerate(gpus):  # the first is the one that was measured
         warnings += link_warnings(gpu, host, pinned if index == 0 else None)
     warnings += memlock_warnings(host)
-    rows = ranks.gather_objects(
-        {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host["numa_nodes"]}
-    )
+    node = platform.node()
+    if ranks.num_nodes > 1:
+        warnings = [f"{node}: {line}" for line in warnings]
+    rows = ranks.gather_objects({"node": node, "gpus": gpus, "warnings": warnings, "numa_nodes": host["numa_nodes"]})
     return {
         "device": ranks.device.type,
         "world_size": ranks.world_size,
@@ -300,23 +307,21 @@ def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
         ],
         "host": host,
         "numa_nodes_of_ranks": [row["numa_nodes"] for row in rows],
-        "warnings": list(
-            dict.fromkeys(
-                f"{row['node']}: {line}" if ranks.num_nodes > 1 else line for row in rows for line in row["warnings"]
-            )
-        ),
+        "warnings": list(dict.fromkeys(line for row in rows for line in row["warnings"])),
     }
 
 
+def _visible_devices(ranks: Ranks) -> list[torch.device]:
+    """Return this rank's GPU, or all visible GPUs with one rank."""
+    if ranks.world_size > 1:
+        return [ranks.device]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
 def _gpu_links(ranks: Ranks) -> list[GpuLink]:
-    """Read the link of this rank's GPU, or of all visible GPUs with one rank, each while it is busy."""
-    if ranks.device.type != "cuda":
-        return []
-    devices = [ranks.device]
-    if ranks.world_size == 1:
-        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    """Read the link of each GPU while it is busy."""
     links = []
-    for device in devices:
+    for device in _visible_devices(ranks) if ranks.device.type == "cuda" else ():
         busy = None
         with contextlib.suppress(RunError, torch.OutOfMemoryError), torch.cuda.device(device):
             busy = BusyLink(device)
@@ -341,8 +346,8 @@ def print_report(report: dict[str, Any]) -> None:
     print_rows(list(report["ceilings"].values()), columns, "table", piped_width=PIPED_WIDTH)
     for gpu in report["gpus"]:
         shown = {name: "?" if value is None else value for name, value in gpu.items()}
-        print("GPU {pci_id} ({name}), rank {rank}, NUMA node {numa_node}:".format(**shown))
         print(
+            "GPU {pci_id} ({name}), rank {rank}, NUMA node {numa_node}:\n"
             "  PCI Express generation {generation} of {generation_max}, {width} of {width_max} lanes".format(**shown)
             + (f", {gpu['limit_gbps']:.1f} GB/s" if gpu["limit_gbps"] else "")
         )
@@ -356,16 +361,6 @@ def print_report(report: dict[str, Any]) -> None:
     )
     for line in report["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
-
-
-CPU_ROWS = (*ROWS, 128)
-# From FUSED_ROWS + 1 tokens on, codes are dequantized before they are multiplied; from some hundred on operations bind.
-GPU_ROWS = (*ROWS, FUSED_ROWS + 1, 128, 512, 2048, 8192)
-
-ENGINES_TIMEOUT_S = 600  # of what takes 30 s unless kernels are compiled
-
-T = TypeVar("T")
-Say = Callable[[str], None]  # takes warnings
 
 
 def measure_and_cache(say: Say) -> None:
@@ -415,30 +410,30 @@ def measure_this_machine(ranks: Ranks, disk: Path | None, say: Say) -> tuple[dic
         device_products = _device_products(ranks.device, say)
         task.at("step 5 of 5, loading of weights", 4)
         loading = _or_warn(say, lambda: measure_loading(ranks.device))
-        found = {name: each["value"] for name, each in report["ceilings"].items() if each["value"] is not None}
-        environment = describe_environment()
-        dtypes = {name: found.get(f"matmul_{name}_tflops") for name in ("bfloat16", "float16", "float32")}
-        return report, HardwareProfile(
-            source="measured",
-            measured_with=MEASURED_WITH,
-            name=f"{platform.node()}, {environment['cpu_model']}",
-            measured_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            versions=rate_versions(environment),
-            gpus=gpus,
-            host_memory_bytes=host_memory_bytes,
-            disk_free_bytes=None if disk is None else shutil.disk_usage(disk).free,
-            link_gb_per_s=found.get("host_to_device_pinned_gbps" if on_gpu else "host_memory_copy_gbps"),
-            pageable_link_gb_per_s=found.get("host_to_device_pageable_gbps"),
-            device_gb_per_s=found.get("device_copy_gbps"),
-            device_products=device_products,
-            matmul_tflops={name: value for name, value in dtypes.items() if value is not None},
-            disk_gb_per_s=found.get("disk_read_gbps"),
-            cores=cpu,
-            launches=launch_bench.result(),
-            loading=loading,
-            others_cpu_share=round(contention.share(), 3),  # last: it covers all measurements
-            **basics,
-        )
+    found = {name: each["value"] for name, each in report["ceilings"].items() if each["value"] is not None}
+    dtypes = {name: f"matmul_{name}_tflops" for name in ("bfloat16", "float16", "float32")}
+    environment = describe_environment()
+    return report, HardwareProfile(
+        source="measured",
+        measured_with=MEASURED_WITH,
+        name=f"{platform.node()}, {environment['cpu_model']}",
+        measured_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        versions=rate_versions(environment),
+        gpus=gpus,
+        host_memory_bytes=host_memory_bytes,
+        disk_free_bytes=None if disk is None else shutil.disk_usage(disk).free,
+        link_gb_per_s=found.get("host_to_device_pinned_gbps" if on_gpu else "host_memory_copy_gbps"),
+        pageable_link_gb_per_s=found.get("host_to_device_pageable_gbps"),
+        device_gb_per_s=found.get("device_copy_gbps"),
+        device_products=device_products,
+        matmul_tflops={name: found[key] for name, key in dtypes.items() if key in found},
+        disk_gb_per_s=found.get("disk_read_gbps"),
+        cores=cpu,
+        launches=launch_bench.result(),
+        loading=loading,
+        others_cpu_share=round(contention.share(), 3),  # last: it covers all measurements
+        **basics,
+    )
 
 
 def measure_basics(ranks: Ranks, say: Say) -> tuple[LaunchBench, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""From a plan to a loaded model, its timed loops, and their summary for the record."""
+"""From a plan to a loaded model, its timed loops and the rates of the hardware around them, and their summary for the record."""
 
 from __future__ import annotations
 
@@ -48,101 +48,77 @@ from zero_inference.utils.progress import Progress
 from zero_inference.utils.ranks import Ranks
 
 MIN_BUSY_SHARE = 0.98  # of a link that limits the steps
+TRACED_TOKENS = 4
 
 
-class LinkRate:
-    """The rate of the links of all ranks, measured at the same time, in rounds over the run.
+class LinkMonitor:
+    """Measures the links of all ranks at the same time, in rounds over the run, and what the loops show of this rank's link and device.
 
     Rates drift: without any engine two GPUs copied at 55.0 and then at 53.6 GB/s each within a minute
     (benchmarks/results/h200-x2/gather_speed.txt), so one measurement before the loops may be too low or too high.
 
     Args:
         sources: page-locked tensors, uint8 [bytes], that the engine copies from: the rate depends on the location of the source.
+
+    Attributes:
+        rounds: GB/s of this rank's rounds of copies.
+        uses: the use of the link in each loop; empty for an engine without a timeline, and for loops of fewer than two decode steps.
+        peak_gpu_bytes: peak device memory of this rank during the loops; None without a GPU.
     """
 
-    def __init__(self, ranks: Ranks, sources: Sequence[torch.Tensor] = ()):
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, sources: Sequence[torch.Tensor] = (), timeline: Timeline | None = None):
+        self.ranks, self.device, self.timeline = ranks, ranks.device, timeline
         self.sources = blocks_of(sources, ranks.device)
         self.rounds: list[float] = []
+        self.uses: list[LinkUse] = []
+        self.peak_gpu_bytes = 0 if self.device.type == "cuda" else None
+        self.in_loop = False
 
     def measure(self, seconds: float) -> None:
         """Add rounds for about `seconds`. All ranks call it together.
 
-        Raises:
-            torch.OutOfMemoryError, RunError: the first measurement found no memory, or none that may be page-locked. Later ones, between
-                loops, are skipped then.
+        Raises torch.OutOfMemoryError or RunError if the first measurement finds no memory, or none that may be page-locked. Later ones,
+        between loops, are skipped then.
         """
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)  # an engine may still be filling its buffers
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # an engine may still be filling its buffers
         self.ranks.barrier()
         try:
-            self.rounds += host_to_device_rounds(self.ranks.device, pinned=True, seconds=seconds, sources=self.sources)
+            self.rounds += host_to_device_rounds(self.device, seconds, self.sources)
         except (torch.OutOfMemoryError, RunError):
             if not self.rounds:
                 raise
 
-    def of_all(self) -> Rate:
-        """Return the sum over the ranks, which call it together."""
+    def rate(self) -> Rate:
+        """Return the rate of the rounds, the sum over the ranks, which call it together."""
         return Rate(*(_sum_over_ranks(self.ranks, value) for value in rate_of(self.rounds)))
 
-
-class LoopMonitor:
-    """Called before each measured loop and after the last: measures the link, and reads the rate of the loop's own copies and the peak of
-    device memory, which the measurement must not raise.
-
-    Attributes:
-        peak_gpu_bytes: peak device memory of this rank during the loops; None without a GPU.
-        uses: the use of this rank's link in each loop; empty for an engine without a timeline, and for loops of fewer than two decode
-            steps.
-    """
-
-    def __init__(self, link: LinkRate, timeline: Timeline | None = None):
-        self.link, self.device, self.timeline = link, link.ranks.device, timeline
-        self.peak_gpu_bytes = 0 if self.device.type == "cuda" else None
-        self.uses: list[LinkUse] = []
-        self.in_loop = False
-
     def __call__(self) -> None:
+        """Measure before each loop and after the last, and read what the loop did before; its peak of memory must not count the
+        measurement."""
         if self.in_loop:
-            use = self.timeline.link_use() if self.timeline is not None else None
-            if use is not None:
+            if self.timeline is not None and (use := self.timeline.link_use()) is not None:
                 self.uses.append(use)
             if self.peak_gpu_bytes is not None:
                 self.peak_gpu_bytes = max(self.peak_gpu_bytes, torch.cuda.max_memory_allocated(self.device))
         self.in_loop = True
         if self.peak_gpu_bytes is not None:
-            self.link.measure(seconds=0.2)
+            self.measure(seconds=0.2)
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    @property
-    def reached_gb_per_s(self) -> float:
-        """GB/s of this rank's copies, the median over loops with a link busy for `MIN_BUSY_SHARE`; 0 without any.
+    def copied_gb_per_s(self, min_busy_share: float = 0.0) -> float:
+        """Return the GB/s of this rank's copies while they ran, the median over the loops with a link so busy; 0 without any."""
+        return _median([use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share >= min_busy_share])
 
-        Ranks add up these rates: links that are idle part of the time do not run at once, and would add up to too much.
-        """
-        return _median([use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share > MIN_BUSY_SHARE])
-
-    @property
-    def while_busy_gb_per_s(self) -> float:
-        """GB/s of the copies in all loops, while they ran."""
-        return _median([use.gb_per_s_while_busy or 0.0 for use in self.uses])
-
-    @property
     def ahead_bytes(self) -> int:
-        """Bytes of a loop's decode steps that this rank had copied before the first of them."""
+        """Return the bytes of a loop's decode steps that this rank had copied before the first of them."""
         return int(_median([use.ahead_bytes for use in self.uses]))
-
-    @property
-    def last_use(self) -> LinkUse | None:
-        """The use of this rank's link in the last loop; None if unknown."""
-        return self.uses[-1] if self.uses else None
 
 
 def measure_rates(
     config: RunConfig,
     spec: ModelSpec,
-    ranks: Ranks,
-    link: LinkRate,
+    link: LinkMonitor,
     weight_bytes: int,
     cores: CpuBackendUse | None = None,
 ) -> Rates:
@@ -151,21 +127,21 @@ def measure_rates(
     All ranks copy at the same time, as in a run, and all nodes read, each a file as large as all weights if `disk_read_gb_per_s` takes
     one of that size.
     """
-    kind = ranks.device.type
+    ranks, device, kind = link.ranks, link.device, link.device.type
     link.measure(seconds=timing.LINK_S[kind])
-    rate = link.of_all()
+    rate = link.rate()
     # a CPU may multiply the few rows of a step faster than many, as it does in float16
     rows = () if kind == "cuda" else (config.batch_size // ranks.world_size,)
     copy_gb_per_s: float | None = 2 * rate.gb_per_s / ranks.world_size
     if kind == "cuda":
-        copy_gb_per_s = _unless_out_of_memory(lambda: device_copy_gb_per_s(ranks.device))
+        copy_gb_per_s = _unless_out_of_memory(lambda: device_copy_gb_per_s(device))
     return Rates(
         link_gb_per_s=rate.gb_per_s,
         link_spread=rate.spread_gb_per_s / rate.gb_per_s,
         link_kind="host to device, pinned" if kind == "cuda" else HOST_COPY,
         device_copy_gb_per_s=copy_gb_per_s,
         matmul_tflops=_unless_out_of_memory(
-            lambda: matmul_tflops(ranks.device, spec.dtype, seconds=timing.PRODUCT_S[kind], rows=rows)
+            lambda: matmul_tflops(device, spec.dtype, seconds=timing.PRODUCT_S[kind], rows=rows)
         ),
         disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if config.disk_offload else None,
         link_beside_cores_gb_per_s=None if cores is None else cores.link_gb_per_s,
@@ -173,39 +149,30 @@ def measure_rates(
     )
 
 
-def update_link_rate(rates: Rates, link: LinkRate, reached_gb_per_s: float = 0.0) -> Rates:
-    """Return `rates` with the link rate (sum of all ranks) of `link`'s rounds or of the loops, whichever is faster: other programs may
-    use the host just between the loops. All ranks call it together.
+def update_rates(rates: Rates, link: LinkMonitor, moved: MovedPerStep) -> Rates:
+    """Return `rates` after the loops, which `moved` this in a step of this rank. All ranks call it together.
 
-    Args:
-        reached_gb_per_s: `LoopMonitor.reached_gb_per_s` of this rank; if it is 0 on any rank, the rounds alone count.
+    The link's rate is that of the rounds or of the loops, whichever is faster: other programs may use the host just between the loops. Link
+    and CPU together are as fast as in the loops if the plan's measurement was slower: the CPU prefetches while it waits.
     """
-    rate = link.of_all()
-    unknown_on_any = link.ranks.maximum([float(not reached_gb_per_s)])[0]
-    loops_gb_per_s = 0.0 if unknown_on_any else _sum_over_ranks(link.ranks, reached_gb_per_s)
+    ranks, rate = link.ranks, link.rate()
+    # links that are idle part of the time do not run at once, and would add up to too much
+    own_gb_per_s = link.copied_gb_per_s(MIN_BUSY_SHARE)
+    unknown_on_any = ranks.maximum([float(not own_gb_per_s)])[0]
+    loops_gb_per_s = 0.0 if unknown_on_any else _sum_over_ranks(ranks, own_gb_per_s)
     link_gb_per_s, source = max((rate.gb_per_s, "rounds"), (loops_gb_per_s, "loops"))
-    spread = rate.spread_gb_per_s / link_gb_per_s
-    return rates.model_copy(update={"link_gb_per_s": link_gb_per_s, "link_from": source, "link_spread": spread})
-
-
-def update_cpu_rate(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per_s: float) -> Rates:
-    """Return `rates` with those of link and CPU together in the loops, where they exceed those measured for the plan: the CPU prefetches
-    while it waits, and other programs' use of memory changes within minutes. All ranks call it together.
-
-    Args:
-        moved: of a step of this rank.
-        link_gb_per_s: rate of this rank's copies in the loops, 0 if unknown.
-    """
-    if rates.cores_gb_per_s is None or rates.link_beside_cores_gb_per_s is None:
-        return rates
-    links_gb_per_s, cpu_bytes = _sum_over_ranks(ranks, link_gb_per_s), ranks.total(int(moved.cores_bytes_per_step or 0))
-    cpu_gb_per_s = cpu_bytes / moved.cores_busy_s_per_step / 1e9 if moved.cores_busy_s_per_step else 0.0
-    return rates.model_copy(
-        update={
-            "cores_gb_per_s": max(rates.cores_gb_per_s, cpu_gb_per_s),
-            "link_beside_cores_gb_per_s": max(rates.link_beside_cores_gb_per_s, links_gb_per_s),
-        }
-    )
+    updated = {
+        "link_gb_per_s": link_gb_per_s,
+        "link_from": source,
+        "link_spread": rate.spread_gb_per_s / link_gb_per_s,
+    }
+    if rates.cores_gb_per_s is not None and rates.link_beside_cores_gb_per_s is not None:
+        links_gb_per_s = _sum_over_ranks(ranks, link.copied_gb_per_s())
+        cpu_bytes = ranks.total(int(moved.cores_bytes_per_step or 0))
+        cpu_gb_per_s = cpu_bytes / moved.cores_busy_s_per_step / 1e9 if moved.cores_busy_s_per_step else 0.0
+        updated["cores_gb_per_s"] = max(rates.cores_gb_per_s, cpu_gb_per_s)
+        updated["link_beside_cores_gb_per_s"] = max(rates.link_beside_cores_gb_per_s, links_gb_per_s)
+    return rates.model_copy(update=updated)
 
 
 def _median(values: Sequence[float]) -> float:
@@ -237,25 +204,16 @@ def _unless_out_of_memory(measure: Callable[[], float]) -> float | None:
         return None
 
 
-TRACED_TOKENS = 4
-
-
 @contextlib.contextmanager
 def loaded_model(
     plan: Plan, progress: Progress, compared: bool = True
 ) -> Iterator[tuple[LoadedModel, float, Callable[[], None]]]:
     """Load the model of `plan` with our kernels, and release it at the end of the block.
 
-    Args:
-        compared: keep reference layers in host memory, for `compare`.
+    Yields the model, the seconds that loading took without compiling, and `compare`: to be called before the model is used, it compares
+    a decoder layer of each kind with transformers' implementation, unless `compared` is False.
 
-    Yields:
-        the model, the seconds that loading took without compiling, and `compare`: to be called before the model is used, it compares
-        a decoder layer of each kind with transformers' implementation.
-
-    Raises:
-        UsageError: --norm-kernels cuda, and they cannot be used.
-        RunError: loading failed, or a layer differs.
+    Raises UsageError (--norm-kernels cuda, and they cannot be used) or RunError (loading failed, or a layer differs).
     """
     job, norm_kernels = plan.job, plan.job.config.norm_kernels
     unused_because = prepare_norm_kernels(norm_kernels, job.spec.config.model_type, job.ranks.device, progress.say)
@@ -310,7 +268,7 @@ class Session:
     forced_tokens: torch.Tensor | None  # see `measure_loops`
     measurement: Measurement
     rates: Rates
-    monitor: LoopMonitor
+    link: LinkMonitor
 
 
 def measure_run(
@@ -322,11 +280,10 @@ def measure_run(
         compare: of `loaded_model`; called after the first measurement of the hardware, before a pass takes memory.
     """
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
-    link = LinkRate(ranks, loaded.pinned_memory)
-    rates = measure_rates(config, job.spec, ranks, link, loaded.weight_bytes, loaded.cpu_backend)
+    link = LinkMonitor(ranks, loaded.pinned_memory, loaded.timeline)
+    rates = measure_rates(config, job.spec, link, loaded.weight_bytes, loaded.cpu_backend)
     compare()
     return_free_memory()  # of the measurement
-    monitor = LoopMonitor(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
     make_cache = loaded.cache_factory(config)
     forced_tokens = None
@@ -342,7 +299,7 @@ def measure_run(
             ranks,
             make_cache,
             forced_tokens,
-            between_loops=monitor,
+            between_loops=link,
             progress=task.at,
             warmup_spread=config.warmup_spread,
         )
@@ -351,10 +308,8 @@ def measure_run(
             f"warning: not settled: after {config.warmup} warm-up loops the last ones still differ by more than "
             f"{config.warmup_spread:.0%}"
         )
-    rates = update_link_rate(rates, link, monitor.reached_gb_per_s)
-    if job.on_gpu:
-        rates = update_cpu_rate(rates, ranks, measurement.loops[-1].moved, monitor.while_busy_gb_per_s)
-    return Session(plan, loaded, own, make_cache, forced_tokens, measurement, rates, monitor)
+    rates = update_rates(rates, link, measurement.loops[-1].moved)
+    return Session(plan, loaded, own, make_cache, forced_tokens, measurement, rates, link)
 
 
 def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
@@ -362,12 +317,7 @@ def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
 
     An engine with a timeline writes that of the last loop. For others up to `TRACED_TOKENS` tokens are generated under PyTorch's profiler,
     which slows the host down: Kineto records the copies of any engine, and spans around the decoder layers show which layer they belong to.
-
-    Returns:
-        `link_use_in` of that generation; None with a timeline.
-
-    Raises:
-        OSError: it cannot be written.
+    Returns `link_use_in` of that generation; None with a timeline. Raises OSError: it cannot be written.
     """
     job, loaded = session.plan.job, session.loaded
     if loaded.timeline is not None:
@@ -434,7 +384,7 @@ def link_use_in(events: list[dict]) -> TracedLinkUse | None:
 
 def summarize_measurement(session: Session, load_s: float, compile_s: float) -> Measured:
     """Return the measured part of the record, as sums and maxima over all ranks; they call it together."""
-    job, loaded, measurement, monitor = session.plan.job, session.loaded, session.measurement, session.monitor
+    job, loaded, measurement, link = session.plan.job, session.loaded, session.measurement, session.link
     config, ranks = job.config, job.ranks
     batch, steps = config.batch_size, config.gen_len - 1
     prefill_s, decode_s, total_s = (
@@ -451,10 +401,10 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
     )
     all_read = steps and not job.sizes.chooses_experts
     work = roofline.step_work(job, loaded.weight_bytes, moved.cores_bytes_per_step or 0)
-    ahead_bytes = ranks.total(monitor.ahead_bytes)
+    ahead_bytes = ranks.total(link.ahead_bytes())
     limit = roofline.decode_roofline(session.rates, moved, ahead_bytes, work, job.on_gpu, steps, decode_s)
     peak_gpu_bytes, host_bytes, compile_s = ranks.maximum(
-        [float(monitor.peak_gpu_bytes or 0), float(peak_host_bytes()), compile_s]
+        [float(link.peak_gpu_bytes or 0), float(peak_host_bytes()), compile_s]
     )
     return Measured(
         **log_sizes(job),
@@ -473,13 +423,13 @@ def summarize_measurement(session: Session, load_s: float, compile_s: float) -> 
         decode_throughput=batch * steps / decode_s if steps else None,
         total_latency_s=total_s,
         total_throughput=batch * config.gen_len / total_s,
-        peak_gpu_bytes=int(peak_gpu_bytes) if monitor.peak_gpu_bytes is not None else None,
+        peak_gpu_bytes=int(peak_gpu_bytes) if link.peak_gpu_bytes is not None else None,
         peak_host_bytes=int(host_bytes),
         output_ids_sha256=output_ids_sha256(measurement.output_ids),
         transfers=moved,
         decode_weights_gb_per_s=loaded.weight_bytes * steps / decode_s / 1e9 if all_read else None,
         limit=limit,
-        link_use=monitor.last_use,
+        link_use=link.uses[-1] if link.uses else None,
         device=str(ranks.device.type),
         experts=measurement.loops[-1].experts,
         predicted=session.plan.predicted,

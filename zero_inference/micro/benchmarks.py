@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,19 +25,26 @@ from zero_inference.norms.patch import (
     family_refusal,
     prepare_norm_kernels,
 )
+from zero_inference.utils.environment import describe_environment
 from zero_inference.utils.model_sizes import kv_width
 from zero_inference.utils.progress import current_progress
+from zero_inference.utils.timing import time_wall_s
+
+Row = dict[str, Any]
+Benchmark = tuple[int, Iterator[Row]]  # the number of rows, and the rows
+Call = Callable[[torch.Tensor], torch.Tensor]
+Size = TypeVar("Size")
 
 # Kind of product -> dtype of its operands. tf32 is float32 in memory, rounded to 10 bits of mantissa in the tensor cores.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 # Sizes of the products that give the matrix rate. A CPU is often fastest with matrices that fit its cache; a size is skipped if one
 # product is expected to take longer than PROBE_CALL_S.
 PROBE_SIZES = {"cuda": (2048, 8192), "cpu": (256, 512, 1024, 2048)}
 PROBE_CALL_S = 0.2
-# A call that is expected to be shorter is timed; a longer one is only predicted.
-CHEAP_CALL_S = 0.5
-Size = TypeVar("Size")
+CHEAP_CALL_S = 0.5  # a call that is expected to be shorter is timed; a longer one is only predicted
+FORWARD_AND_BACKWARD = 3  # the backward pass has two products, for inputs and weights, per product of the forward pass
+PARTS = ("dense", "dense_activation", "feed_forward", "attention")
+FIRST_TOKENS = 16
 
 
 def median_s(action: Callable[[], object], min_run_time: float) -> float:
@@ -55,14 +61,9 @@ def once_s(device: torch.device, action: Callable[[], object]) -> float:
     """
     if device.type == "cuda":
         action()
-        torch.cuda.synchronize(device)
     calls: list[float] = []
     while len(calls) < 3 and sum(calls) < CHEAP_CALL_S:
-        start = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        calls.append(time.perf_counter() - start)
+        calls.append(time_wall_s(device, action))
     return min(calls)
 
 
@@ -88,22 +89,13 @@ def precision(kind: str) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def kinds_of(device: torch.device) -> tuple[str, ...]:
-    """Return the kinds of products that `device` supports; on a GPU tf32 and bf16 need compute capability 8.0."""
-    if device.type == "cpu":
-        return tuple(kind for kind in DTYPES if kind != "tf32")
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return ("fp32", "fp16")
-    return tuple(DTYPES)
-
-
 class MachineRates:
-    """Rates of this machine, measured at first use, and its datasheet (`card`; None for a CPU or an unknown GPU).
-
-    Args:
-        device: of `--device`; None for the GPU if there is one, else the CPU.
+    """Rates of this machine, measured at first use, and its datasheet.
 
     Attributes:
+        device: that of `--device`; without one the GPU if there is one, else the CPU.
+        kinds: of products that it supports.
+        card: None for a CPU or an unknown GPU.
         best: best TFLOP/s (1e12) of this process so far by kind of product.
     """
 
@@ -111,16 +103,22 @@ class MachineRates:
         if device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda: torch sees no GPU here; use --device cpu.")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.card = find_card(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         self.best: dict[str, float] = {}
-
-    @property
-    def device_name(self) -> str:
         if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device)
-        from zero_inference.utils.environment import describe_environment
+            self.device_name = torch.cuda.get_device_name(self.device)
+            self.card = find_card(self.device_name)
+            recent = torch.cuda.get_device_capability(self.device) >= (8, 0)
+            self.kinds = tuple(DTYPES) if recent else ("fp32", "fp16")
+        else:
+            self.device_name = f"{describe_environment()['cpu_model']}, {torch.get_num_threads()} threads"
+            self.card = None
+            self.kinds = tuple(kind for kind in DTYPES if kind != "tf32")
 
-        return f"{describe_environment()['cpu_model']}, {torch.get_num_threads()} threads"
+    def require(self, kinds: Sequence[str]) -> None:
+        for kind in kinds:
+            if kind not in self.kinds:
+                name = "GPU" if self.device.type == "cuda" else "CPU"
+                raise UsageError(f"--dtype {kind}: this {name} does not support it; use {', '.join(self.kinds)}.")
 
     def best_tflops(self, kind: str, seen: float = 0.0) -> float:
         """Return `best` of the kind, `seen` and a few products of PROBE_SIZES included. So no share of it exceeds 1."""
@@ -140,215 +138,14 @@ class MachineRates:
         """GB/s (1e9 bytes) of a copy inside the device's memory."""
         return bench_device.device_copy_gb_per_s(self.device)
 
-    def datasheet_tflops(self, kind: str) -> float | None:
-        rate = self.card.tflops.get(kind) if self.card else None
-        return rate.value if rate else None
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """Widths of a block.
-
-    Attributes:
-        hidden: h, of the input and the output.
-        query: all query heads together, `heads * head_dim`.
-        key: all key heads together; less than `query` with grouped queries. Values are as wide.
-        inner: of the feed-forward part.
-        matrices: of the feed-forward part: 2, or 3 with a gate.
-        causal: whether a token sees only those before it.
-    """
-
-    hidden: int
-    query: int
-    key: int
-    inner: int
-    matrices: int = 2
-    causal: bool = False
-
-    def operations(self, part: str, b: int, s: int) -> int:
-        """Return the operations of a part of `Block.parts` for b sequences of s tokens."""
-        dense = 2 * b * s * self.hidden * self.inner  # 8 b s h^2 in the classical block
-        projections = 2 * b * s * self.hidden * (2 * self.query + 2 * self.key)  # 8 b s h^2
-        attention = projections + 4 * b * self.query * s**2  # and the scores, 4 b h s^2
-        feed_forward = self.matrices * dense
-        counts = {"dense": dense, "dense_activation": dense, "feed_forward": feed_forward, "attention": attention}
-        return (counts | {"layer": attention + feed_forward})[part]
-
-    def skippable(self, b: int, s: int) -> float:
-        """Return the share of a layer that a causal kernel may skip: scores of `s (s - 1) / 2` pairs of `s^2`; 0 if not causal."""
-        return 2 * b * self.query * s * (s - 1) / self.operations("layer", b, s) if self.causal else 0.0
-
-
-Call = Callable[[torch.Tensor], torch.Tensor]
-BERT_LARGE = dict(model_type="bert", hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
-GPT2_MEDIUM = dict(model_type="gpt2", n_embd=1024, n_head=16, n_layer=24)
-T5_LARGE = dict(model_type="t5", d_model=1024, d_kv=64, d_ff=4096, num_heads=16, num_layers=24)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block and its parts; each part takes hidden states [batch, seq, hidden] of the block's dtype and device.
-
-    Attributes:
-        family: transformers' model_type, which the module of a block does not have.
-        module: the whole block, in eval mode (no dropout), its parameters requiring gradients.
-        parts: `layer`, `attention`, `feed_forward`, `dense` (the first matrix of the feed-forward part), `dense_activation`.
-    """
-
-    name: str
-    family: str
-    shape: BlockShape
-    module: nn.Module
-    parts: dict[str, Call]
-
-
-def _bert(config) -> tuple[nn.Module, dict[str, Call]]:
-    from transformers.models.bert.modeling_bert import BertLayer
-
-    block = BertLayer(config, layer_idx=1)
-    return block, {
-        "layer": block,
-        "attention": lambda x: block.attention(x)[0],
-        "feed_forward": block.feed_forward_chunk,
-        "dense": block.intermediate.dense,
-        "dense_activation": block.intermediate,
-    }
-
-
-def _gpt2(config) -> tuple[nn.Module, dict[str, Call]]:
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-
-    block = GPT2Block(config, layer_idx=1)
-    mlp = block.mlp
-    return block, {
-        "layer": block,
-        "attention": lambda x: block.attn(x)[0],
-        "feed_forward": mlp,
-        "dense": mlp.c_fc,
-        "dense_activation": lambda x: mlp.act(mlp.c_fc(x)),
-    }
-
-
-def _t5(config) -> tuple[nn.Module, dict[str, Call]]:
-    from transformers.models.t5.modeling_t5 import T5Block
-
-    block = T5Block(config, layer_idx=1)
-    inner = block.layer[-1].DenseReluDense
-
-    @functools.cache
-    def bias(seq: int) -> torch.Tensor:  # blocks after the first get the first one's position bias
-        weight = inner.wi.weight
-        return torch.randn(1, config.num_heads, seq, seq, device=weight.device, dtype=weight.dtype)
-
-    return block, {
-        "layer": lambda x: block(x, position_bias=bias(x.shape[1]))[0],
-        "attention": lambda x: block.layer[0](x, position_bias=bias(x.shape[1]))[0],
-        "feed_forward": block.layer[-1],
-        "dense": inner.wi,
-        "dense_activation": lambda x: inner.act(inner.wi(x)),
-    }
-
-
-def _opt(config) -> tuple[nn.Module, dict[str, Call]]:
-    from transformers.models.opt.modeling_opt import OPTDecoderLayer
-
-    block = OPTDecoderLayer(config, layer_idx=1)
-    return block, {
-        "layer": block,
-        "attention": lambda x: block.self_attn(x)[0],
-        "feed_forward": lambda x: block.fc2(block.activation_fn(block.fc1(x))),
-        "dense": block.fc1,
-        "dense_activation": lambda x: block.activation_fn(block.fc1(x)),
-    }
-
-
-def _llama(config) -> tuple[nn.Module, dict[str, Call]]:
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-
-    block, rotary = LlamaDecoderLayer(config, layer_idx=1), LlamaRotaryEmbedding(config)
-    mlp = block.mlp
-
-    @functools.cache
-    def angles(seq: int):  # computed once a model, not once a block
-        weight = mlp.gate_proj.weight
-        return rotary(weight, torch.arange(seq, device=weight.device)[None])
-
-    return block, {
-        "layer": lambda x: block(x, position_embeddings=angles(x.shape[1])),
-        "attention": lambda x: block.self_attn(x, position_embeddings=angles(x.shape[1]))[0],
-        "feed_forward": mlp,
-        "dense": mlp.gate_proj,
-        "dense_activation": lambda x: mlp.act_fn(mlp.gate_proj(x)),
-    }
-
-
-# model_type -> function that builds the block, and whether its attention is causal.
-FAMILIES: dict[str, tuple[Callable, bool]] = {
-    "bert": (_bert, False),
-    "gpt2": (_gpt2, True),
-    "t5": (_t5, False),
-    "opt": (_opt, True),
-    "llama": (_llama, True),
-}
-OWN = {"bert-large": BERT_LARGE, "gpt2-medium": GPT2_MEDIUM, "t5-large": T5_LARGE}
-SHORT = {"opt": "opt-13b", "llama": "llama-3.1-8b"}
-DEFAULT_BLOCKS = ("bert-large", "gpt2-medium", "t5-large", "opt-13b", "llama-3.1-8b")
-CPU_BLOCKS = (*DEFAULT_BLOCKS[:3], "opt-1.3b", "llama-3.2-1b")  # a step of opt-13b takes seconds there
-
-
-def block_config(name: str):
-    """Return the transformers config of block `name`. Raises UsageError for a name that is no block."""
-    from transformers import AutoConfig
-
-    name = SHORT.get(name, name)
-    if name in OWN:
-        return AutoConfig.for_model(**OWN[name])
-    preset = find_preset(name)
-    if preset is None or preset.config["model_type"] not in FAMILIES:
-        raise UsageError(
-            f"--blocks {name}: there is no such block; take {', '.join((*DEFAULT_BLOCKS, *SHORT))}, "
-            "or a preset of the OPT and Llama families."
-        )
-    return preset.to_config()
-
-
-def shape_of(config) -> BlockShape:
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    names = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
-    inner = next(
-        (size for name in names if isinstance(size := getattr(config, name, None), int)), 4 * config.hidden_size
-    )
-    return BlockShape(
-        hidden=config.hidden_size,
-        query=heads * width,
-        key=kv_width(config),
-        inner=inner,
-        matrices=3 if config.model_type == "llama" else 2,
-        causal=FAMILIES[config.model_type][1],
-    )
-
-
-def build_block(name: str, device: torch.device, dtype: torch.dtype, config=None, seed: int = 0) -> Block:
-    """Return block `name` with seeded random weights on `device` in `dtype`; `config` replaces that of the name."""
-    config = config if config is not None else block_config(name)
-    config._attn_implementation = "sdpa"  # what from_pretrained chooses for all of these families
-    torch.manual_seed(seed)
-    make, _ = FAMILIES[config.model_type]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # an opt-175b block in float32 first would need twice the memory
-    try:
-        with torch.device(device):
-            module, parts = make(config)
-    finally:
-        torch.set_default_dtype(before)
-    return Block(name, config.model_type, shape_of(config), module.eval(), parts)
-
-
-Row = dict[str, Any]
-Benchmark = tuple[int, Iterator[Row]]  # the number of rows, and the rows
-# The backward pass has two products, for inputs and weights, per product of the forward pass.
-FORWARD_AND_BACKWARD = 3
+    def shares(self, kind: str, tflops: float, best: float) -> Row:
+        """Return the shares of the datasheet's and of the best measured rate as values of a row."""
+        datasheet = self.card.tflops.get(kind) if self.card else None
+        return {
+            "of_datasheet": tflops / datasheet.value if datasheet else None,
+            "of_measured": tflops / best,
+            "best_tflops": best,
+        }
 
 
 def measure_row(row: Row, measure: Callable[..., Row], *args: Any) -> Row:
@@ -368,23 +165,10 @@ def skip(seconds: float, longest_call_s: float, what: str) -> Row | None:
     return {"skipped": f"{what} is expected to take {seconds:.1f} s, longer than --longest-call {longest_call_s:g}"}
 
 
-def check_kinds(kinds: Sequence[str], device: torch.device) -> None:
-    for kind in kinds:
-        if kind not in kinds_of(device):
-            name = "GPU" if device.type == "cuda" else "CPU"
-            raise UsageError(f"--dtype {kind}: this {name} does not support it; use {', '.join(kinds_of(device))}.")
-
-
 def matmul(args: argparse.Namespace, rates: MachineRates) -> Benchmark:
-    kinds = args.dtype or kinds_of(rates.device)
-    check_kinds(kinds, rates.device)
-    return len(kinds) * len(args.sizes), matmul_rows(rates, args.sizes, kinds, args.min_run_time, args.longest_call)
-
-
-def matmul_rows(
-    rates: MachineRates, sizes: Sequence[int], kinds: Sequence[str], min_run_time: float, longest_call_s: float
-) -> Iterator[Row]:
-    """Yield a row of [n, n] x [n, n] for every kind and size: `2 n^3 / t`, and its share of the datasheet's rate and of the best one."""
+    """Return a row of [n, n] x [n, n] for every kind and size: `2 n^3 / t`, and its share of the datasheet's rate and of the best one."""
+    kinds = args.dtype or rates.kinds
+    rates.require(kinds)
 
     def product(size: int, kind: str) -> Callable[[], object]:
         # random values: zeros are multiplied faster
@@ -398,34 +182,24 @@ def matmul_rows(
             expected_s = predict_s(
                 lambda size: once_s(rates.device, product(size, kind)), lambda size: 2 * size**3, doubled
             )
-            if skipped := skip(expected_s, longest_call_s, "one product"):
+            if skipped := skip(expected_s, args.longest_call, "one product"):
                 return skipped
-            seconds = median_s(product(n, kind), min_run_time)
-        tflops, datasheet = 2 * n**3 / seconds / 1e12, rates.datasheet_tflops(kind)
+            seconds = median_s(product(n, kind), args.min_run_time)
+        tflops = 2 * n**3 / seconds / 1e12
         best = rates.best_tflops(kind, seen=tflops)
-        return {
-            "time_s": seconds,
-            "tflops": tflops,
-            "of_datasheet": tflops / datasheet if datasheet else None,
-            "of_measured": tflops / best,
-            "best_tflops": best,
-        }
+        return {"time_s": seconds, "tflops": tflops, **rates.shares(kind, tflops, best)}
 
-    for kind, n in itertools.product(kinds, sizes):
-        yield measure_row({"dtype": kind, "n": n}, measure, n, kind)
+    cases = list(itertools.product(kinds, args.sizes))
+    return len(cases), (measure_row({"dtype": kind, "n": n}, measure, n, kind) for kind, n in cases)
 
 
 def elementwise(args: argparse.Namespace, rates: MachineRates) -> Benchmark:
-    return len(args.sizes), elementwise_rows(rates, args.sizes, args.min_run_time)
-
-
-def elementwise_rows(rates: MachineRates, sizes: Sequence[int], min_run_time: float) -> Iterator[Row]:
-    """Yield a row per size of a float32 vector: `n / t` FLOP/s and `8 n / t` bytes/s, and their share of the memory bandwidth."""
+    """Return a row per size of a float32 vector: `n / t` FLOP/s and `8 n / t` bytes/s, and their share of the memory bandwidth."""
 
     def measure(n: int) -> Row:
         a = torch.randn(n, device=rates.device)
         out = torch.empty_like(a)  # a new one would cost a CPU mostly page faults
-        seconds = median_s(lambda: torch.mul(a, 1.2, out=out), min_run_time)
+        seconds = median_s(lambda: torch.mul(a, 1.2, out=out), args.min_run_time)
         gb_per_s = 8 * n / seconds / 1e9
         return {
             "time_s": seconds,
@@ -435,18 +209,18 @@ def elementwise_rows(rates: MachineRates, sizes: Sequence[int], min_run_time: fl
             "of_measured": gb_per_s / rates.copy_gb_per_s,
         }
 
-    for n in sizes:
-        yield measure_row({"n": n}, measure, n)
-
-
-PARTS = ("dense", "dense_activation", "feed_forward", "attention")
-FIRST_TOKENS = 16
+    return len(args.sizes), (measure_row({"n": n}, measure, n) for n in args.sizes)
 
 
 def layer(args: argparse.Namespace, rates: MachineRates) -> Benchmark:
-    on_gpu = rates.device.type == "cuda"
+    """Return a row per block, length and batch, in TFLOP/s (1e12) by the formulas of `BlockShape`.
+
+    For blocks whose norms have kernels of this package the rows are repeated with these: times of the whole block, the number of replaced
+    norms and the speedup of the forward. Parts such as attention contain no norms, so they are not timed again.
+    """
+    device, on_gpu = rates.device, rates.device.type == "cuda"
     kind = args.dtype or ("fp16" if on_gpu else "fp32")
-    check_kinds([kind], rates.device)
+    rates.require([kind])
     names = [SHORT.get(name, name) for name in args.blocks or (DEFAULT_BLOCKS if on_gpu else CPU_BLOCKS)]
     families = []
     for name in names:
@@ -455,49 +229,26 @@ def layer(args: argparse.Namespace, rates: MachineRates) -> Benchmark:
         positions = max_positions(config)
         if positions and max(args.seq) > positions:
             raise UsageError(f"--seq {max(args.seq)}: {name} has {positions} positions; shorten it.")
-    patch = make_norm_patch(args.norm_kernels, rates.device, families)
-    blocks = len(names) + (sum(family_refusal(each) is None for each in families) if patch else 0)
-    rows = layer_rows(rates, names, args.seq, args.batch, kind, args.min_run_time, args.longest_call, patch)
-    return blocks * len(args.seq) * len(args.batch), rows
-
-
-def layer_rows(
-    rates: MachineRates,
-    names: Sequence[str],
-    seqs: Sequence[int],
-    batches: Sequence[int],
-    kind: str,
-    min_run_time: float,
-    longest_call_s: float,
-    patch_norms: Callable[[Block], int] | None = None,
-    build: Callable[..., Block] = build_block,
-) -> Iterator[Row]:
-    """Yield a row per block, length and batch, in TFLOP/s (1e12) by the formulas of `BlockShape`.
-
-    If `patch_norms` replaces norms of a block, the rows are repeated with this package's norm kernels: times of the whole block, the
-    number of replaced norms and the speedup of the forward. Parts such as attention contain no norms, so they are not timed again.
-    """
+    patch_norms = make_norm_patch(args.norm_kernels, device, families)
+    sizes = list(itertools.product(args.seq, args.batch))
 
     def measure(block: Block, seq: int, batch: int, parts: Sequence[str]) -> Row:
-        expected_s = predict_step_s(rates.device, block, seq, batch, kind)
-        if skipped := skip(expected_s, longest_call_s, "forward + backward"):
+        expected_s = predict_step_s(device, block, seq, batch, kind)
+        if skipped := skip(expected_s, args.longest_call, "forward + backward"):
             return skipped
-        x = torch.randn(batch, seq, block.shape.hidden, device=rates.device, dtype=DTYPES[kind])
+        x = torch.randn(batch, seq, block.shape.hidden, device=device, dtype=DTYPES[kind])
         seconds, tflops = {}, {}
         with torch.no_grad():
             for part in ("layer", *parts):
-                seconds[part] = median_s(functools.partial(block.parts[part], x), min_run_time)
+                seconds[part] = median_s(functools.partial(block.parts[part], x), args.min_run_time)
                 tflops[part] = block.shape.operations(part, batch, seq) / seconds[part] / 1e12
-        step_s = median_s(forward_and_backward(block, x), min_run_time)
+        step_s = median_s(forward_and_backward(block, x), args.min_run_time)
         step_tflops = FORWARD_AND_BACKWARD * block.shape.operations("layer", batch, seq) / step_s / 1e12
-        datasheet = rates.datasheet_tflops(kind)
         best = rates.best_tflops(kind, seen=max(step_tflops, *tflops.values()))
         return {
             "forward_s": seconds["layer"],
             "forward_tflops": tflops["layer"],
-            "of_datasheet": tflops["layer"] / datasheet if datasheet else None,
-            "of_measured": tflops["layer"] / best,
-            "best_tflops": best,
+            **rates.shares(kind, tflops["layer"], best),
             "forward_backward_s": step_s,
             "forward_backward_tflops": step_tflops,
             **{f"{part}_s": seconds[part] for part in parts},
@@ -506,27 +257,31 @@ def layer_rows(
             "skippable": block.shape.skippable(batch, seq),
         }
 
-    for name in names:
-        with precision(kind):
-            block = build(name, rates.device, DTYPES[kind])
-            plain_s: dict[tuple[int, int], float | None] = {}
-            for norms in ("torch", "cuda"):
-                patched = patch_norms(block) if norms == "cuda" and patch_norms else 0
-                if norms == "cuda" and not patched:
-                    continue
-                for seq, batch in itertools.product(seqs, batches):
-                    row: Row = {"block": block.name, "dtype": kind, "norms": norms, "seq": seq, "batch": batch}
-                    row = measure_row(row, measure, block, seq, batch, () if patched else PARTS)
-                    if patched:
-                        row["norm_modules_patched"] = patched
-                        if (before_s := plain_s[seq, batch]) and "forward_s" in row:
-                            row["norm_speedup"] = before_s / row["forward_s"]
-                    else:
-                        plain_s[seq, batch] = row.get("forward_s")
+    def rows_of(block: Block, norms: str, parts: Sequence[str]) -> Iterator[Row]:
+        for seq, batch in sizes:
+            row: Row = {"block": block.name, "dtype": kind, "norms": norms, "seq": seq, "batch": batch}
+            yield measure_row(row, measure, block, seq, batch, parts)
+            if on_gpu:
+                torch.cuda.empty_cache()
+
+    def rows() -> Iterator[Row]:
+        for name in names:
+            with precision(kind):
+                block = build_block(name, device, DTYPES[kind])
+                plain_s: list[float | None] = []
+                for row in rows_of(block, "torch", PARTS):
+                    plain_s.append(row.get("forward_s"))
                     yield row
-                    if rates.device.type == "cuda":
-                        torch.cuda.empty_cache()
-        del block
+                if patch_norms and (patched := patch_norms(block)):
+                    for row, before_s in zip(rows_of(block, "cuda", ()), plain_s):
+                        row["norm_modules_patched"] = patched
+                        if before_s and "forward_s" in row:
+                            row["norm_speedup"] = before_s / row["forward_s"]
+                        yield row
+            del block
+
+    blocks = len(names) + (sum(family_refusal(each) is None for each in families) if patch_norms else 0)
+    return blocks * len(sizes), rows()
 
 
 def predict_step_s(device: torch.device, block: Block, seq: int, batch: int, kind: str) -> float:
@@ -559,8 +314,7 @@ def forward_and_backward(block: Block, x: torch.Tensor) -> Callable[[], object]:
 def make_norm_patch(norm_kernels: str, device: torch.device, families: Sequence[str]) -> Callable[[Block], int] | None:
     """Return a function that installs our norm kernels in a block and returns the number of norms; None without kernels.
 
-    Raises:
-        UsageError: `cuda`, and no block's norms have kernels, or the kernels are unavailable.
+    Raises UsageError: `cuda`, and no block's norms have kernels, or the kernels are unavailable.
     """
     if norm_kernels == "off" or (norm_kernels == "auto" and device.type != "cuda"):
         return None
@@ -576,3 +330,188 @@ def make_norm_patch(norm_kernels: str, device: torch.device, families: Sequence[
         return facts["norm_modules_patched"]
 
     return patch
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Widths of a block. Only products count as operations, a multiplication and an addition as two, as in `torch.utils.flop_counter`, and
+    causal attention counts in full.
+
+    The classical block (Vaswani et al. 2017: one head size for queries, keys and values, an inner layer of 4 h) needs
+    `24 b s h^2 + 4 b h s^2` operations for b sequences of s tokens and hidden size h.
+
+    Attributes:
+        hidden: h, of the input and the output.
+        query: all query heads together, `heads * head_dim`.
+        key: all key heads together; less than `query` with grouped queries. Values are as wide.
+        inner: of the feed-forward part.
+        matrices: of the feed-forward part: 2, or 3 with a gate.
+        causal: whether a token sees only those before it.
+    """
+
+    hidden: int
+    query: int
+    key: int
+    inner: int
+    matrices: int = 2
+    causal: bool = False
+
+    def operations(self, part: str, b: int, s: int) -> int:
+        """Return the operations of a part of `Block.parts` for b sequences of s tokens."""
+        dense = 2 * b * s * self.hidden * self.inner  # 8 b s h^2 in the classical block
+        projections = 2 * b * s * self.hidden * (2 * self.query + 2 * self.key)  # 8 b s h^2
+        attention = projections + 4 * b * self.query * s**2  # and the scores, 4 b h s^2
+        feed_forward = self.matrices * dense
+        counts = {"dense": dense, "dense_activation": dense, "feed_forward": feed_forward, "attention": attention}
+        return (counts | {"layer": attention + feed_forward})[part]
+
+    def skippable(self, b: int, s: int) -> float:
+        """Return the share of a layer that a causal kernel may skip: scores of `s (s - 1) / 2` pairs of `s^2`; 0 if not causal."""
+        return 2 * b * self.query * s * (s - 1) / self.operations("layer", b, s) if self.causal else 0.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a well-known model (transformers' module with random weights) and its parts.
+
+    Attributes:
+        family: transformers' model_type, which the module of a block does not have.
+        module: the whole block, in eval mode (no dropout), its parameters requiring gradients.
+        parts: `layer`, `attention`, `feed_forward`, `dense` (the first matrix of the feed-forward part), `dense_activation`; each takes
+            hidden states [batch, seq, hidden] of the block's dtype and device.
+    """
+
+    name: str
+    family: str
+    shape: BlockShape
+    module: nn.Module
+    parts: dict[str, Call]
+
+
+# Published dimensions (Devlin et al. 2018, gpt2-medium, the encoder of Raffel et al. 2020); the other blocks are presets of this package.
+OWN: dict[str, dict[str, Any]] = {
+    "bert-large": dict(model_type="bert", hidden_size=1024, num_attention_heads=16, intermediate_size=4096),
+    "gpt2-medium": dict(model_type="gpt2", n_embd=1024, n_head=16, n_layer=24),
+    "t5-large": dict(model_type="t5", d_model=1024, d_kv=64, d_ff=4096, num_heads=16, num_layers=24),
+}
+SHORT = {"opt": "opt-13b", "llama": "llama-3.1-8b"}
+DEFAULT_BLOCKS = (*OWN, "opt-13b", "llama-3.1-8b")
+CPU_BLOCKS = (*OWN, "opt-1.3b", "llama-3.2-1b")  # a step of opt-13b takes seconds there
+CAUSAL = {"bert": False, "gpt2": True, "t5": False, "opt": True, "llama": True}  # by family
+
+
+def build_parts(config: Any) -> tuple[nn.Module, dict[str, Call]]:
+    """Return a block of one of the families of `CAUSAL`, and its parts."""
+    block: Any
+    calls: tuple[
+        Call, Call, Call, Call, Call
+    ]  # the layer, its attention and feed-forward, the latter's first matrix and activation
+    match config.model_type:
+        case "bert":
+            from transformers.models.bert.modeling_bert import BertLayer
+
+            block = BertLayer(config, layer_idx=1)
+            first = block.intermediate
+            calls = (
+                block,
+                lambda x: block.attention(x)[0],
+                block.feed_forward_chunk,
+                first.dense,
+                first.intermediate_act_fn,
+            )
+        case "gpt2":
+            from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+            block = GPT2Block(config, layer_idx=1)
+            mlp = block.mlp
+            calls = block, lambda x: block.attn(x)[0], mlp, mlp.c_fc, mlp.act
+        case "t5":
+            from transformers.models.t5.modeling_t5 import T5Block
+
+            block = T5Block(config, layer_idx=1)
+            inner = block.layer[-1].DenseReluDense
+
+            @functools.cache
+            def bias(seq: int) -> torch.Tensor:  # blocks after the first get the first one's position bias
+                weight = inner.wi.weight
+                return torch.randn(1, config.num_heads, seq, seq, device=weight.device, dtype=weight.dtype)
+
+            calls = (
+                lambda x: block(x, position_bias=bias(x.shape[1]))[0],
+                lambda x: block.layer[0](x, position_bias=bias(x.shape[1]))[0],
+                block.layer[-1],
+                inner.wi,
+                inner.act,
+            )
+        case "opt":
+            from transformers.models.opt.modeling_opt import OPTDecoderLayer
+
+            block = OPTDecoderLayer(config, layer_idx=1)
+            calls = (
+                block,
+                lambda x: block.self_attn(x)[0],
+                lambda x: block.fc2(block.activation_fn(block.fc1(x))),
+                block.fc1,
+                block.activation_fn,
+            )
+        case "llama":
+            from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+            block, rotary = LlamaDecoderLayer(config, layer_idx=1), LlamaRotaryEmbedding(config)
+
+            @functools.cache
+            def angles(seq: int):  # computed once a model, not once a block
+                weight = block.mlp.gate_proj.weight
+                return rotary(weight, torch.arange(seq, device=weight.device)[None])
+
+            calls = (
+                lambda x: block(x, position_embeddings=angles(x.shape[1])),
+                lambda x: block.self_attn(x, position_embeddings=angles(x.shape[1]))[0],
+                block.mlp,
+                block.mlp.gate_proj,
+                block.mlp.act_fn,
+            )
+    layer, attention, feed_forward, dense, activation = calls
+    parts = {"layer": layer, "attention": attention, "feed_forward": feed_forward, "dense": dense}
+    return block, parts | {"dense_activation": lambda x: activation(dense(x))}
+
+
+def block_config(name: str) -> Any:
+    """Return the transformers config of block `name`. Raises UsageError for a name that is no block."""
+    from transformers import AutoConfig
+
+    name = SHORT.get(name, name)
+    if name in OWN:
+        return AutoConfig.for_model(**OWN[name])
+    preset = find_preset(name)
+    if preset is None or preset.config["model_type"] not in CAUSAL:
+        raise UsageError(
+            f"--blocks {name}: there is no such block; take {', '.join((*DEFAULT_BLOCKS, *SHORT))}, "
+            "or a preset of the OPT and Llama families."
+        )
+    return preset.to_config()
+
+
+def build_block(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Block:
+    """Return block `name` with seeded random weights on `device` in `dtype`."""
+    config = block_config(name)
+    config._attn_implementation = "sdpa"  # what from_pretrained chooses for all of these families
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # an opt-175b block in float32 first would need twice the memory
+    try:
+        with torch.device(device):
+            module, parts = build_parts(config)
+    finally:
+        torch.set_default_dtype(before)
+    heads, family = config.num_attention_heads, config.model_type
+    inner = (getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "d_ff", "n_inner"))
+    shape = BlockShape(
+        hidden=config.hidden_size,
+        query=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+        key=kv_width(config),
+        inner=next((size for size in inner if isinstance(size, int)), 4 * config.hidden_size),
+        matrices=3 if family == "llama" else 2,
+        causal=CAUSAL[family],
+    )
+    return Block(name, family, shape, module.eval(), parts)
