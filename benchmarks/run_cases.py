@@ -136,20 +136,21 @@ def sizes(case, plot: bool, hiddens: list[int] | None) -> list[tuple[int, int, i
 
 def say_size(times, table: Path | None, config: tuple[int, int, int]) -> None:
     """What was measured at a size, on stderr and, where there is one, in the table so far."""
-    from common import bench_framework as bench
+    from common.tables import write_table
 
     say(
         f"{times.title} {' x '.join(map(str, config))}: "
         + ", ".join(f"{provider} {times.of(config, provider):.1f} us" for provider in times.providers)
     )
     if table is not None:
-        bench.write_table(table, times)
+        write_table(table, times)
 
 
 def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> None:
     """Time both passes and write tables or plots; `workers` (none for plots) compile ahead, the first times by CUDA graph."""
     from common import bench_framework as bench
-    from common import graph_times
+    from common import graph_times, tables
+    from common.times import forget_compiled
 
     folder = args.save_path / case.name / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,9 +179,9 @@ def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> 
             benchmark.run(print_data=True, save_path=str(folder))
             for left_over in (f"{file}.png", "results.html"):  # perf_report's own drawing knows one size only
                 (folder / left_over).unlink(missing_ok=True)
-            bench.draw_speedups(
+            tables.draw_speedups(
                 [config[2] for config in configs],
-                bench.speedups_of(times, configs),
+                tables.speedups_of(times, configs),
                 f"{case.name}, {name}, {direction}",
                 folder / f"{file}.png",
             )
@@ -192,12 +193,12 @@ def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> 
             timed[path] = times
         if args.profile:
             for config in (configs[0], configs[-1]):
-                bench.write_traces(times, config, folder / "traces")
+                tables.write_traces(times, config, folder / "traces")
     for path, times in timed.items():  # last, as the least important
         graph_times.add_graph_times(times, configs, workers[0])
-        bench.write_table(path, times)
+        tables.write_table(path, times)
         say(f"{times.title}: {len(times.graph_us)} times by CUDA graph")
-    bench.forget_compiled()
+    forget_compiled()
 
 
 if __name__ == "__main__":

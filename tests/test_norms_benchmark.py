@@ -13,8 +13,9 @@ from conftest import ROOT, without_gpus
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import run_cases  # noqa: E402
 from cases import CASES  # noqa: E402
-from common import bench_framework, graph_times  # noqa: E402
+from common import graph_times, tables  # noqa: E402
 from common.diff_engine import WrongResult, calculate_diff  # noqa: E402
+from common.times import Times  # noqa: E402
 from common.worker import Worker  # noqa: E402
 
 
@@ -50,11 +51,11 @@ def test_a_wrong_kernel_is_told(wrong, monkeypatch, capsys):
 SIZE, LARGE = (4096, 1, 1024), (4096, 8, 8192)
 
 
-def measured(*, case="rms", backward=False, **us) -> bench_framework.Times:
+def measured(*, case="rms", backward=False, **us) -> Times:
     """Times of two sizes as if they had been measured; the second takes a hundred times as long."""
     on_cpu, build_inputs = copy.copy(CASES[case]), CASES[case].build_inputs
     on_cpu.build_inputs = lambda *args: build_inputs(*args, "cpu")
-    times = bench_framework.Times(on_cpu, torch.bfloat16, 1e-6, peers=False, backward=backward)
+    times = Times(on_cpu, torch.bfloat16, 1e-6, peers=False, backward=backward)
     times.providers = list(us)
     for name, value in us.items():
         times.us |= {(SIZE, name): value, (LARGE, name): 100 * value}
@@ -65,11 +66,11 @@ def measured(*, case="rms", backward=False, **us) -> bench_framework.Times:
 def test_columns_of_the_table(tmp_path):
     path = tmp_path / "rms-bf16-fwd-perf.csv"
     times = measured(naive=40.0, compiled=20.0, cuda=8.0, liger=float("nan"))
-    bench_framework.write_table(path, times)
+    tables.write_table(path, times)
     first = path.read_text().splitlines()[0]
     assert "graph" not in first
     times.graph_us = {(SIZE, "cuda"): 7.5}
-    bench_framework.write_table(path, times)
+    tables.write_table(path, times)
     header, row, large = (line.split(",") for line in path.read_text().splitlines())
     assert ",".join(header[:11]) == (
         "dim,batch_size,seq_len,Naive (us),Compiled (us),Cuda (us),SpeedUp (us),"
@@ -87,6 +88,7 @@ def test_columns_of_the_table(tmp_path):
 CHILD = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
+from common.times import Times  # noqa: E402
 from common.worker import serve
 
 def answer(asked):
@@ -130,7 +132,7 @@ def test_times_by_cuda_graph():
     try:
         for name in ("rms", "add_layer", "mul_poly", "grouped_mul_poly"):
             for backward in (False, True):
-                times = bench_framework.Times(CASES[name], torch.bfloat16, 1e-6, peers=False, backward=backward)
+                times = Times(CASES[name], torch.bfloat16, 1e-6, peers=False, backward=backward)
                 times.us = {((1024, 1, 256), provider): 1.0 for provider in times.providers}
                 graph_times.add_graph_times(times, [(1024, 1, 256)], worker)
                 assert set(times.graph_us) == set(times.us) and all(
@@ -161,10 +163,10 @@ def test_without_a_device_it_says_so():
 
 
 def test_geometric_mean_and_image(tmp_path):
-    assert bench_framework.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    assert tables.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
     times = measured(naive=40.0, compiled=20.0, cuda=8.0, liger=float("nan"), backward=True)
-    speedups = bench_framework.speedups_of(times, [SIZE, LARGE])
+    speedups = tables.speedups_of(times, [SIZE, LARGE])
     assert speedups == {"Compiled": [2.0, 2.0], "Cuda": [5.0, 5.0]}, "what failed is not drawn"
-    bench_framework.draw_speedups([SIZE[2], LARGE[2]], speedups, "rms", tmp_path / "image.png")
+    tables.draw_speedups([SIZE[2], LARGE[2]], speedups, "rms", tmp_path / "image.png")
     assert (tmp_path / "image.png").read_bytes()[:4] == b"\x89PNG"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from common.diff_engine import DiffCase, random_tensor
-from common.peers import found
+from common.diff_engine import DiffCase, installed
 
 from zero_inference.norms import fused_add_layer_norm
 
@@ -18,15 +17,8 @@ class AddLayerCase(DiffCase):
     name = "add_layer"
     forward_tensors, backward_tensors = 4, 4
 
-    def build_inputs(self, hidden, bs, sl, dtype, eps, device="cuda"):
-        torch.manual_seed(0)
-        return {
-            "x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-            "residual": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-            "weight": random_tensor(hidden, dtype=dtype, device=device),
-            "bias": random_tensor(hidden, dtype=dtype, device=device),
-            "eps": eps,
-        }
+    def shapes(self, x):
+        return {"x": x, "residual": x, "weight": x[-1:], "bias": x[-1:]}
 
     def make_naive(self, inputs):
         return add_then_norm
@@ -44,13 +36,7 @@ class AddLayerCase(DiffCase):
 
             return run
 
-        return found({"liger": with_liger})
-
-    def forward(self, obj, inputs):
-        return obj(inputs["x"], inputs["residual"], inputs["weight"], inputs["bias"], inputs["eps"])
-
-    def grad_inputs(self, inputs):
-        return [inputs["x"], inputs["residual"], inputs["weight"], inputs["bias"]]
+        return installed({"liger": with_liger})
 
 
 CASE = AddLayerCase()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from common.diff_engine import DiffCase, random_tensor
-from common.peers import found
+from common.diff_engine import DiffCase, installed
 
 from zero_inference.norms import fused_add_rms_norm, fused_add_rms_norm_ref
 
@@ -13,14 +12,8 @@ class AddRMSCase(DiffCase):
     name = "add_rms"
     forward_tensors, backward_tensors = 4, 4
 
-    def build_inputs(self, hidden, bs, sl, dtype, eps, device="cuda"):
-        torch.manual_seed(0)
-        return {
-            "x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-            "residual": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-            "weight": random_tensor(hidden, dtype=dtype, device=device),
-            "eps": eps,
-        }
+    def shapes(self, x):
+        return {"x": x, "residual": x, "weight": x[-1:]}
 
     def make_naive(self, inputs):
         return fused_add_rms_norm_ref
@@ -46,13 +39,7 @@ class AddRMSCase(DiffCase):
 
             return lambda x, residual, weight, eps: rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True)
 
-        return found({"torch": with_torch, "liger": with_liger, "quack": with_quack})
-
-    def forward(self, obj, inputs):
-        return obj(inputs["x"], inputs["residual"], inputs["weight"], inputs["eps"])
-
-    def grad_inputs(self, inputs):
-        return [inputs["x"], inputs["residual"], inputs["weight"]]
+        return installed({"torch": with_torch, "liger": with_liger, "quack": with_quack})
 
 
 CASE = AddRMSCase()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from common.diff_engine import DiffCase, random_tensor
+from common.diff_engine import DiffCase
 
 from zero_inference.norms import fused_mul_grouped_poly_norm, fused_mul_grouped_poly_norm_ref
 
@@ -16,33 +16,23 @@ class GroupedMulPolyCase(DiffCase):
     compiles_cuda = True
     grouped = True
 
+    def shapes(self, x):
+        return {"x": x, "mul": x, "weight": (EXPERTS, 3), "bias": (EXPERTS, 1)}
+
     def build_inputs(self, hidden, bs, sl, dtype, eps, device="cuda"):
         """The tokens fall to the experts at random, none to every eighth; the last 1 in 64 rows are padding."""
-        torch.manual_seed(0)
-        rows = bs * sl
+        inputs, rows = super().build_inputs(hidden, bs, sl, dtype, eps, device), bs * sl
         shares = torch.rand(EXPERTS)
         shares[::8] = 0.0
         offsets = (shares.cumsum(0) / shares.sum() * (rows - rows // 64)).round().to(torch.int32)
-        return {
-            "x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-            "mul": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-            "weight": random_tensor(EXPERTS, 3, dtype=dtype, device=device),
-            "bias": random_tensor(EXPERTS, 1, dtype=dtype, device=device),
-            "offsets": offsets.to(device),
-            "eps": eps,
-        }
+        eps = inputs.pop("eps")
+        return {**inputs, "offsets": offsets.to(device), "eps": eps}
 
     def make_naive(self, inputs):
         return fused_mul_grouped_poly_norm_ref
 
     def make_cuda(self, inputs):
         return fused_mul_grouped_poly_norm
-
-    def forward(self, obj, inputs):
-        return obj(inputs["x"], inputs["mul"], inputs["weight"], inputs["bias"], inputs["offsets"], inputs["eps"])
-
-    def grad_inputs(self, inputs):
-        return [inputs["x"], inputs["mul"], inputs["weight"], inputs["bias"]]
 
 
 CASE = GroupedMulPolyCase()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from common.diff_engine import DiffCase, random_tensor
-from common.peers import found
+from common.diff_engine import DiffCase, installed
 
 from zero_inference.norms import layer_norm
 
@@ -13,14 +12,8 @@ class LayerCase(DiffCase):
     name = "layer"
     forward_tensors, backward_tensors = 2, 3
 
-    def build_inputs(self, hidden, bs, sl, dtype, eps, device="cuda"):
-        torch.manual_seed(0)
-        return {
-            "x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-            "weight": random_tensor(hidden, dtype=dtype, device=device),
-            "bias": random_tensor(hidden, dtype=dtype, device=device),
-            "eps": eps,
-        }
+    def shapes(self, x):
+        return {"x": x, "weight": x[-1:], "bias": x[-1:]}
 
     def make_naive(self, inputs):
         return lambda x, weight, bias, eps: torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
@@ -34,13 +27,7 @@ class LayerCase(DiffCase):
 
             return liger_layer_norm
 
-        return found({"liger": with_liger})
-
-    def forward(self, obj, inputs):
-        return obj(inputs["x"], inputs["weight"], inputs["bias"], inputs["eps"])
-
-    def grad_inputs(self, inputs):
-        return [inputs["x"], inputs["weight"], inputs["bias"]]
+        return installed({"liger": with_liger})
 
 
 CASE = LayerCase()

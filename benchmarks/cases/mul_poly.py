@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from common.diff_engine import DiffCase, random_tensor
-from common.peers import found
+from common.diff_engine import DiffCase, installed
 
 from zero_inference.norms import fused_mul_poly_norm, fused_mul_poly_norm_ref
 
@@ -13,15 +11,8 @@ class MulPolyCase(DiffCase):
     name = "mul_poly"
     forward_tensors, backward_tensors = 3, 5
 
-    def build_inputs(self, hidden, bs, sl, dtype, eps, device="cuda"):
-        torch.manual_seed(0)
-        return {
-            "x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-            "mul": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-            "weight": random_tensor(3, dtype=dtype, device=device),
-            "bias": random_tensor(1, dtype=dtype, device=device),
-            "eps": eps,
-        }
+    def shapes(self, x):
+        return {"x": x, "mul": x, "weight": (3,), "bias": (1,)}
 
     def make_naive(self, inputs):
         return fused_mul_poly_norm_ref
@@ -36,13 +27,7 @@ class MulPolyCase(DiffCase):
             # its gradient of the bias is a scalar
             return lambda x, mul, weight, bias, eps: liger_poly_norm(x, weight, bias.view(()), eps, False) * mul
 
-        return found({"liger": with_liger})
-
-    def forward(self, obj, inputs):
-        return obj(inputs["x"], inputs["mul"], inputs["weight"], inputs["bias"], inputs["eps"])
-
-    def grad_inputs(self, inputs):
-        return [inputs["x"], inputs["mul"], inputs["weight"], inputs["bias"]]
+        return installed({"liger": with_liger})
 
 
 CASE = MulPolyCase()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from common.diff_engine import DiffCase, random_tensor
-from common.peers import found
+from common.diff_engine import DiffCase, installed
 
 from zero_inference.norms import rms_norm, rms_norm_ref
 
@@ -13,13 +12,8 @@ class RMSCase(DiffCase):
     name = "rms"
     forward_tensors, backward_tensors = 2, 3
 
-    def build_inputs(self, hidden, bs, sl, dtype, eps, device="cuda"):
-        torch.manual_seed(0)
-        return {
-            "x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-            "weight": random_tensor(hidden, dtype=dtype, device=device),
-            "eps": eps,
-        }
+    def shapes(self, x):
+        return {"x": x, "weight": x[-1:]}
 
     def make_naive(self, inputs):
         return rms_norm_ref
@@ -41,13 +35,7 @@ class RMSCase(DiffCase):
 
             return lambda x, weight, eps: rmsnorm(x, weight, eps=eps)
 
-        return found({"torch": with_torch, "liger": with_liger, "quack": with_quack})
-
-    def forward(self, obj, inputs):
-        return obj(inputs["x"], inputs["weight"], inputs["eps"])
-
-    def grad_inputs(self, inputs):
-        return [inputs["x"], inputs["weight"]]
+        return installed({"torch": with_torch, "liger": with_liger, "quack": with_quack})
 
 
 CASE = RMSCase()

@@ -1,156 +1,89 @@
 """Timing of a case over `triton.testing.perf_report`: one benchmark a pass, one line a provider.
 
-How times are taken is in times.py, what is kept of them in tables.py; the names of both are here too.
+How times are taken is in times.py, what is kept of them in tables.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
 from .diff_engine import DiffCase
-from .tables import (
-    FIRST_LINES,
-    LINE_NAMES,
-    X_NAMES,
-    draw_speedups,
-    geometric_mean,
-    speedup,
-    speedups_of,
-    write_table,
-    write_traces,
-)
-from .times import REP_MS, WARMUP_MS, Config, Times, forget_compiled, problem_of
-
-__all__ = [
-    "Times",
-    "draw_speedups",
-    "forget_compiled",
-    "geometric_mean",
-    "make_bwd_benchmark_for_case",
-    "make_bwd_benchmark_plot_for_case",
-    "make_fwd_benchmark_for_case",
-    "make_fwd_benchmark_plot_for_case",
-    "problem_of",
-    "speedups_of",
-    "write_table",
-    "write_traces",
-]
+from .tables import FIRST_LINES, LINE_NAMES, X_NAMES, speedup
+from .times import REP_MS, WARMUP_MS, Config, Times
 
 
-def make_fwd_benchmark_for_case(
-    *,
-    case: DiffCase,
-    configs: list[Config],
-    plot_name: str,
-    dtype: torch.dtype,
-    eps: float = 1e-6,
-    peers: bool = False,
-    warmup_ms: float = WARMUP_MS,
-    rep_ms: float = REP_MS,
-):
-    """A `perf_report` benchmark of the forward pass: columns in us, and `SpeedUp`, naive over cuda.
+def _maker(report: Callable, backward: bool) -> Callable:
+    """Return a function that makes a `perf_report` benchmark of a pass; backward passes have the gradients of everything that has one.
 
     Its attribute `times` is a Times; run it with `benchmark.run(print_data=True, save_path=...)`.
     """
-    return _table(case, configs, plot_name, Times(case, dtype, eps, peers, False, warmup_ms, rep_ms))
+
+    def make(
+        *,
+        case: DiffCase,
+        configs: list[Config],
+        plot_name: str,
+        dtype: torch.dtype,
+        eps: float = 1e-6,
+        peers: bool = False,
+        warmup_ms: float = WARMUP_MS,
+        rep_ms: float = REP_MS,
+    ):
+        return report(configs, plot_name, Times(case, dtype, eps, peers, backward, warmup_ms, rep_ms))
+
+    return make
 
 
-def make_bwd_benchmark_for_case(
-    *,
-    case: DiffCase,
-    configs: list[Config],
-    plot_name: str,
-    dtype: torch.dtype,
-    eps: float = 1e-6,
-    peers: bool = False,
-    warmup_ms: float = WARMUP_MS,
-    rep_ms: float = REP_MS,
-):
-    """The same of the backward pass alone, with the gradients of everything that has one."""
-    return _table(case, configs, plot_name, Times(case, dtype, eps, peers, True, warmup_ms, rep_ms))
-
-
-def make_fwd_benchmark_plot_for_case(
-    *,
-    case: DiffCase,
-    configs: list[Config],
-    plot_name: str,
-    dtype: torch.dtype,
-    eps: float = 1e-6,
-    peers: bool = False,
-    warmup_ms: float = WARMUP_MS,
-    rep_ms: float = REP_MS,
-):
-    """Speedups over naive by sequence length: one line a provider."""
-    return _speedups(case, configs, plot_name, Times(case, dtype, eps, peers, False, warmup_ms, rep_ms))
-
-
-def make_bwd_benchmark_plot_for_case(
-    *,
-    case: DiffCase,
-    configs: list[Config],
-    plot_name: str,
-    dtype: torch.dtype,
-    eps: float = 1e-6,
-    peers: bool = False,
-    warmup_ms: float = WARMUP_MS,
-    rep_ms: float = REP_MS,
-):
-    """The same of the backward pass."""
-    return _speedups(case, configs, plot_name, Times(case, dtype, eps, peers, True, warmup_ms, rep_ms))
-
-
-def _table(case: DiffCase, configs: list[Config], plot_name: str, times: Times):
-    from triton.testing import Benchmark, perf_report
-
+def _table(configs: list[Config], plot_name: str, times: Times):
+    """Columns in us, and `SpeedUp`, naive over cuda."""
     lines = FIRST_LINES + [provider for provider in times.providers if provider not in FIRST_LINES]
 
-    @perf_report(
-        Benchmark(
-            x_names=X_NAMES,
-            x_vals=configs,
-            line_arg="provider",
-            line_vals=lines,
-            line_names=[LINE_NAMES[line] for line in lines],
-            ylabel="us",
-            plot_name=plot_name,
-            args={},
-        )
-    )
-    def benchmark(dim: int, batch_size: int, seq_len: int, provider: str) -> float:
+    def value(provider: str, dim: int, batch_size: int, seq_len: int) -> float:
         config = (dim, batch_size, seq_len)
-        value = speedup(times, config) if provider == "speedup" else times.of(config, provider)
+        found = speedup(times, config) if provider == "speedup" else times.of(config, provider)
         if provider == lines[-1]:
             times.on_size(config)
-        return value
+        return found
 
-    benchmark.times = times
-    return benchmark
+    return _benchmark(times, value, X_NAMES, configs, lines, "us", plot_name)
 
 
-def _speedups(case: DiffCase, configs: list[Config], plot_name: str, times: Times):
-    from triton.testing import Benchmark, perf_report
-
+def _speedups(configs: list[Config], plot_name: str, times: Times):
+    """Speedups over naive by sequence length: one line a provider."""
     lines = [provider for provider in times.providers if provider != "naive"]
     by_length = {config[2]: config for config in configs}
 
-    @perf_report(
-        Benchmark(
-            x_names=["seq_len"],
-            x_vals=list(by_length),
-            line_arg="provider",
-            line_vals=lines,
-            line_names=[LINE_NAMES[line] for line in lines],
-            ylabel="speedup",
-            plot_name=plot_name,
-            args={},
-        )
-    )
-    def benchmark(seq_len: int, provider: str) -> float:
-        value = speedup(times, by_length[seq_len], provider)
+    def value(provider: str, seq_len: int) -> float:
+        found = speedup(times, by_length[seq_len], provider)
         if provider == lines[-1]:
             times.on_size(by_length[seq_len])
-        return value
+        return found
 
+    return _benchmark(times, value, ["seq_len"], list(by_length), lines, "speedup", plot_name)
+
+
+def _benchmark(
+    times: Times,
+    value: Callable[..., float],
+    x_names: list[str],
+    x_vals: Sequence[Any],
+    lines: list[str],
+    unit: str,
+    plot_name: str,
+):
+    from triton.testing import Benchmark, perf_report
+
+    names = [LINE_NAMES[line] for line in lines]
+    of = dict(line_arg="provider", line_vals=lines, line_names=names, ylabel=unit, plot_name=plot_name, args={})
+    benchmark = perf_report(Benchmark(x_names=x_names, x_vals=x_vals, **of))(value)
     benchmark.times = times
     return benchmark
+
+
+make_fwd_benchmark_for_case = _maker(_table, backward=False)
+make_bwd_benchmark_for_case = _maker(_table, backward=True)
+make_fwd_benchmark_plot_for_case = _maker(_speedups, backward=False)
+make_bwd_benchmark_plot_for_case = _maker(_speedups, backward=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ class WrongResult(Exception):
 
 
 class DiffCase(ABC):
-    """One kernel to check and to time.
+    """One kernel to check and to time. Providers take the inputs in their order.
 
     Attributes:
         name: of the case, on the command line and in file names.
@@ -37,10 +38,17 @@ class DiffCase(ABC):
     grouped = False
 
     @abstractmethod
+    def shapes(self, x: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the inputs that get gradients, by name; `x` is [bs, sl, hidden]."""
+
     def build_inputs(
         self, hidden: int, bs: int, sl: int, dtype: torch.dtype, eps: float, device: str = "cuda"
     ) -> Inputs:
-        """Random inputs and weights; x [bs, sl, hidden]. Tensors that get gradients require them."""
+        """Random inputs and weights. Tensors that get gradients require them."""
+        torch.manual_seed(0)
+        shapes = self.shapes((bs, sl, hidden))
+        tensors = {name: torch.randn(*shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+        return {name: tensor.requires_grad_() for name, tensor in tensors.items()} | {"eps": eps}
 
     @abstractmethod
     def make_naive(self, inputs: Inputs) -> Provider:
@@ -54,13 +62,22 @@ class DiffCase(ABC):
         """Other libraries that are installed, by name."""
         return {}
 
-    @abstractmethod
     def forward(self, obj: Provider, inputs: Inputs) -> Tensor | tuple[Tensor, ...]:
         """Call a provider."""
+        return obj(*inputs.values())
 
-    @abstractmethod
     def grad_inputs(self, inputs: Inputs) -> list[Tensor]:
         """All tensors that get gradients: activations, weights and biases."""
+        return [each for each in inputs.values() if isinstance(each, Tensor) and each.requires_grad]
+
+
+def installed(makers: dict[str, Callable[[], Provider]]) -> dict[str, Provider]:
+    """Return the peers of `makers` (which import what they need) that can be made here."""
+    peers = {}
+    for name, make in makers.items():
+        with contextlib.suppress(ImportError):
+            peers[name] = make()
+    return peers
 
 
 def calculate_diff(
@@ -116,11 +133,6 @@ def calculate_diff(
 
 def dtype_name(dtype: torch.dtype) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-
-
-def random_tensor(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Normally distributed, with gradient."""
-    return torch.randn(*shape, dtype=dtype, device=device).requires_grad_()
 
 
 def _widened(value: Any) -> Any:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, require_library
+from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, fields, require_library
 from zero_inference.cpu.pool import Call, CpuPool
 from zero_inference.errors import RunError
 
@@ -23,30 +24,29 @@ MASKS = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  
 
 
 class _CachedRows(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("block", "batch", "head", "position")]
+    _fields_ = fields(c_void_p, "data") + fields(c_int64, "block batch head position")
 
 
 class _TokenRows(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "token")]
+    _fields_ = fields(c_int64, "batch head token")
 
 
 class AttentionArguments(ctypes.Structure):
     """`Attention` of csrc/cpu/attention.h, field by field."""
 
-    _fields_ = (
-        [(name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "tokens", "positions", "block_positions")]
-        + [(name, ctypes.c_int64) for name in ("key_dim", "value_dim", "window")]
-        + [("queries", ctypes.c_void_p), ("query_strides", _TokenRows), ("keys", _CachedRows), ("values", _CachedRows)]
-        + [("out", ctypes.c_void_p), ("out_strides", _TokenRows), ("mask", ctypes.c_void_p)]
-        + [("mask_strides", _TokenRows), ("slopes", ctypes.c_void_p), ("sinks", ctypes.c_void_p)]
-        + [("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("dtype", ctypes.c_int32)]
-        + [("mask_kind", ctypes.c_int32)]
-    )
+    _fields_ = [
+        *fields(c_int64, "batch heads kv_heads tokens positions block_positions key_dim value_dim window"),
+        *[("queries", c_void_p), ("query_strides", _TokenRows), *fields(_CachedRows, "keys values"), ("out", c_void_p)],
+        *[("out_strides", _TokenRows), ("mask", c_void_p), ("mask_strides", _TokenRows)],
+        *fields(c_void_p, "slopes sinks"),
+        *fields(ctypes.c_float, "scale softcap"),
+        *fields(ctypes.c_int32, "dtype mask_kind"),
+    ]
 
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """A layer's treatment of logits; tensors are float32 [heads] on the CPU.
+    """A layer's treatment of logits; tensors are float32 [heads] on the CPU, made contiguous.
 
     Attributes:
         scale: of the products; None: 1 / sqrt(key_dim).
@@ -60,20 +60,19 @@ class LogitOptions:
     sinks: Tensor | None = None
     slopes: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("sinks", "slopes"):
+            if (tensor := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tensor.contiguous())
+
     def scale_for(self, key_dim: int) -> float:
         return 1 / math.sqrt(key_dim) if self.scale is None else self.scale
-
-    def per_head(self) -> tuple[Tensor | None, ...]:
-        """Return sinks and slopes, contiguous."""
-        return tuple(None if each is None else each.contiguous() for each in (self.sinks, self.slopes))
 
 
 PLAIN_LOGITS = LogitOptions()
 
 
-def _layer_arguments(
-    keys: Tensor, values: Tensor, heads: int, logits: LogitOptions, sinks: Tensor | None, slopes: Tensor | None
-) -> AttentionArguments:
+def _layer_arguments(keys: Tensor, values: Tensor, heads: int, logits: LogitOptions) -> AttentionArguments:
     """Return the arguments that all calls of a layer share: addresses of the tensors, which must outlive the result."""
     _, batch, kv_heads, block_positions, key_dim = keys.shape
     return AttentionArguments(
@@ -87,8 +86,8 @@ def _layer_arguments(
         values=_CachedRows(values.data_ptr(), *values.stride()[:4]),
         scale=logits.scale_for(key_dim),
         softcap=logits.softcap,
-        slopes=None if slopes is None else slopes.data_ptr(),
-        sinks=None if sinks is None else sinks.data_ptr(),
+        slopes=None if logits.slopes is None else logits.slopes.data_ptr(),
+        sinks=None if logits.sinks is None else logits.sinks.data_ptr(),
         dtype=DTYPES[keys.dtype],
     )
 
@@ -132,10 +131,9 @@ def attention(
         positions = keys.shape[0] * keys.shape[3]
     _check(query, keys, values, logits, positions, mask)
     query, keys, values = _with_contiguous_rows(query), _with_contiguous_rows(keys), _with_contiguous_rows(values)
-    per_head = logits.per_head()
     batch, heads, new, _ = query.shape
     out = query.new_empty((batch, new, heads, values.shape[4])).transpose(1, 2)
-    arguments = _layer_arguments(keys, values, heads, logits, *per_head)
+    arguments = _layer_arguments(keys, values, heads, logits)
     arguments.tokens, arguments.positions, arguments.window = new, positions, window
     arguments.queries, arguments.query_strides = query.data_ptr(), _TokenRows(*query.stride()[:3])
     arguments.out, arguments.out_strides = out.data_ptr(), _TokenRows(*out.stride()[:3])
@@ -156,24 +154,22 @@ def _check(
 ) -> None:
     given = {"query": query, "keys": keys, "values": values, "mask": mask, **vars(logits)}
     tensors = {name: tensor for name, tensor in given.items() if torch.is_tensor(tensor)}
-    fits = query.dim() == 4 and keys.dim() == values.dim() == 5 and keys.shape[:4] == values.shape[:4]
-    if fits:
-        (batch, heads, new, dim), (blocks, key_batch, kv_heads, block_positions, key_dim) = query.shape, keys.shape
-        fits = (
-            (batch, dim) == (key_batch, key_dim)
-            and heads % kv_heads == 0
-            and new <= positions <= blocks * block_positions
-            and query.dtype in DTYPES
-            and query.dtype == keys.dtype == values.dtype
-            and all(tensor.device.type == "cpu" for tensor in tensors.values())
-            and all(
-                each is None or (each.dtype == torch.float32 and each.shape == (heads,))
-                for each in (logits.sinks, logits.slopes)
-            )
-        )
-    if fits and mask is not None:
-        expands = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
-        fits = expands and mask.shape[2] == new and mask.shape[3] >= positions and mask.dtype in MASKS
+    (batch, heads, new, dim), kept = query.shape, keys.shape  # [blocks, batch, kv_heads, positions per block, key_dim]
+    per_head = [each for each in (logits.sinks, logits.slopes) if each is not None]
+    fits = (
+        len(kept) == values.dim() == 5
+        and kept[:4] == values.shape[:4]
+        and (batch, dim) == (kept[1], kept[4])
+        and heads % kept[2] == 0
+        and new <= positions <= kept[0] * kept[3]
+        and query.dtype in DTYPES
+        and query.dtype == keys.dtype == values.dtype
+        and all(tensor.device.type == "cpu" for tensor in tensors.values())
+        and all(each.dtype == torch.float32 and each.shape == (heads,) for each in per_head)
+    )
+    if mask is not None:
+        sizes = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2] == new
+        fits &= sizes and mask.shape[3] >= positions and mask.dtype in MASKS
     if not fits:
         found = ", ".join(f"{name} {each.dtype} {list(each.shape)} {each.device}" for name, each in tensors.items())
         raise ValueError(f"CPU attention over {positions} positions: these do not match: {found}")
@@ -228,9 +224,8 @@ def add_attention(pool: CpuPool, keys: Tensor, values: Tensor, heads: int, logit
     Raises:
         RunError: not enough memory to attend to all positions for one token.
     """
-    per_head = logits.per_head()
-    layer = _layer_arguments(keys, values, heads, logits, *per_head)
-    pool.references += [tensor for tensor in (keys, values, *per_head) if tensor is not None]
+    layer = _layer_arguments(keys, values, heads, logits)
+    pool.references += [each for each in (keys, values, logits.sinks, logits.slopes) if each is not None]
     task = pool.library.zero_inference_cpu_pool_add_attention(
         pool.handle, ctypes.byref(layer), INSTRUCTIONS.index(pool.instructions)
     )

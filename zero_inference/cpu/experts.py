@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_inference.cpu.library import DTYPES, INSTRUCTIONS
+from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, fields
 from zero_inference.cpu.pool import ACTIVATION_NUMBERS, CpuPool, Task
 from zero_inference.cpu.products import Matrix
 from zero_inference.kernels.extension import load_extension
@@ -54,17 +54,11 @@ CHOICES, HITS, UNREAD, FETCHED = range(COUNTS)
 
 
 class _Expert(ctypes.Structure):
-    _fields_ = [
-        *((name, Matrix) for name in ("gate", "up", "down")),
-        *((name, ctypes.c_void_p) for name in ("gate_bias", "up_bias", "down_bias")),
-    ]
+    _fields_ = fields(Matrix, "gate up down") + fields(ctypes.c_void_p, "gate_bias up_bias down_bias")
 
 
 class _Activation(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("activation", "bias_dtype", "interleaved")),
-        *((name, ctypes.c_float) for name in ("limit", "up_offset")),
-    ]
+    _fields_ = fields(ctypes.c_int32, "activation bias_dtype interleaved") + fields(ctypes.c_float, "limit up_offset")
 
 
 def add_experts(

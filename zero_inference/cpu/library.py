@@ -87,6 +87,11 @@ def sources() -> list[Path]:
     return sorted((source_folder() / CPU_SOURCES).glob("*.cpp"))
 
 
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return fields of one C type for a ctypes.Structure."""
+    return [(name, kind) for name in names.split()]
+
+
 def _run_all(commands: list[list[str]]) -> None:
     """Run `commands` in parallel, in process groups that end with this process; wait for all before raising the first failure."""
     with ExitStack() as groups:

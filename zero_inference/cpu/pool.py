@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, best_instructions, require_library
+from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, best_instructions, fields, require_library
 from zero_inference.cpu.products import Matrix
 from zero_inference.errors import RunError, UsageError
 from zero_inference.utils import environment
@@ -104,8 +104,8 @@ DONE, STOP, ARRIVED = 0, 1, 2  # indices of the flags with one rank; rank r has 
 # waking a thread takes 0.05 ms.
 SPIN_US = 20_000
 TOO_MANY_THREADS = (
-    "{} CPU threads could not be started: the limit of processes (ulimit -u, a container's pids.max) or of memory allows fewer; raise "
-    "it, or lower --cpu-threads."
+    "{} CPU threads could not be started: the limit of processes (ulimit -u, a container's pids.max) or of memory allows fewer; raise it, "
+    "or lower --cpu-threads."
 )
 
 
@@ -113,22 +113,20 @@ class _Stage(ctypes.Structure):
     _fields_ = [
         ("matrices", Matrix * MAX_PRODUCTS),
         ("biases", ctypes.c_void_p * MAX_PRODUCTS),
-        *((name, ctypes.c_int32) for name in ("products", "combine", "activation", "bias_dtype")),
+        *fields(ctypes.c_int32, "products combine activation bias_dtype"),
     ]
 
 
 class Call(ctypes.Structure):
     _fields_ = [
-        ("task", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-        ("input", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
+        *fields(ctypes.c_int64, "task count"),
+        *fields(ctypes.c_void_p, "input output"),
         ("extra", ctypes.c_int64 * 4),
     ]
 
 
 class _Statistics(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("calls", "busy_ns", "late_ns", "chosen_bytes")]
+    _fields_ = fields(ctypes.c_int64, "calls busy_ns late_ns chosen_bytes")
 
 
 class Routing(NamedTuple):

@@ -12,7 +12,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, best_instructions, load_library, require_library
+from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, best_instructions, fields, load_library, require_library
 from zero_inference.kernels import quantization
 from zero_inference.kernels.quantization import GroupQuantization, check_packed, describe
 
@@ -30,11 +30,11 @@ class Matrix(ctypes.Structure):
         dtype: a value of `DTYPES`: of the plain weight, or of scales and minima.
     """
 
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("values", "scales", "minima")]
-        + [(name, ctypes.c_int64) for name in ("rows", "columns", "group")]
-        + [(name, ctypes.c_int32) for name in ("bits", "dtype")]
-    )
+    _fields_ = [
+        *fields(ctypes.c_void_p, "values scales minima"),
+        *fields(ctypes.c_int64, "rows columns group"),
+        *fields(ctypes.c_int32, "bits dtype"),
+    ]
 
     def rows_view(self, first: int, rows: int) -> Matrix:
         """Return `rows` rows from row `first` on, in the same memory."""
