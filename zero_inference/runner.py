@@ -24,7 +24,7 @@ from zero_inference.kernels.build import compile_s
 from zero_inference.measure import steadiness
 from zero_inference.measure.session import loaded_model, measure_run, summarize_measurement, write_trace
 from zero_inference.models.built_in import find_preset
-from zero_inference.models.checkpoint_files import checkpoint_files
+from zero_inference.models.checkpoint_files import find_shards
 from zero_inference.models.prompts import eos_token_ids, prompt_excerpts, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_for_plan, resolve_model
 from zero_inference.planning.changes import check_memory
@@ -244,7 +244,7 @@ def compared_options(config: RunConfig, spec: ModelSpec, ranks: Ranks, questions
 
 def compared_inputs(spec: ModelSpec, ids: torch.Tensor) -> dict[str, Any]:
     """Return digests of the prompts `ids` and of the files of the weights (names, sizes and samples)."""
-    files = [] if spec.dummy else checkpoint_files(spec.checkpoint_folder())
+    files = [] if spec.dummy else find_shards(spec.checkpoint_folder())[0]
     return {"the prompts": _digest(ids.tolist()), "the weights": _digest([_sample(file) for file in files])}
 
 

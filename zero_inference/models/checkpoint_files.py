@@ -58,18 +58,20 @@ def read_block_scales(name: str, quantization: dict[str, Any]) -> BlockScales:
     bitsandbytes = "bitsandbytes" if "load_in_8bit" in quantization else None
     method = quantization.get("quant_method") or bitsandbytes or "its config.json names no method"
     size = quantization.get("weight_block_size", (128, 128))
-    sides = size if isinstance(size, (list, tuple)) else ()
-    found = None if method == "fp8" else (method, "fp8 with block scales")
+    unread = []
+    if method != "fp8":
+        unread.append((method, "fp8 with block scales"))
     for key, readable in READ.items():
         if (quantization.get(key) or readable[0]) not in readable:
-            found = found or (f"fp8 with {key} {quantization[key]!r}", repr(readable[0]))
-    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        found = found or (f"fp8 with weight_block_size {size!r}", "blocks of [rows, columns]")
-    if found:
+            unread.append((f"fp8 with {key} {quantization[key]!r}", repr(readable[0])))
+    if not isinstance(size, list | tuple) or [type(side) for side in size] != [int, int] or min(size) < 1:
+        unread.append((f"fp8 with weight_block_size {size!r}", "blocks of [rows, columns]"))
+    if unread:
+        found, expected = unread[0]
         raise UsageError(
-            f"--model {name}: its weights are quantized ({found[0]}), and only {found[1]} is read; {INSTEAD}."
+            f"--model {name}: its weights are quantized ({found}), and only {expected} is read; {INSTEAD}."
         )
-    return BlockScales(*sides)
+    return BlockScales(*size)
 
 
 def dequantize_tensors(
@@ -150,43 +152,31 @@ WEIGHT_FILES = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: safetensors before PyTorch's, one file before shards. Raises RunError if one is missing."""
-    found = _find_weights(folder)
+def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the weight files of a folder, safetensors before PyTorch's, one file before shards; and the index of shards, key -> file.
+
+    Raises RunError if one is missing, or the index is damaged or names a file outside its folder.
+    """
+    found = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if found is None:
+        raise RunError(f"{folder}: has neither model.safetensors nor pytorch_model.bin, nor an index of them.")
     if found.suffix != ".json":
-        return [found]
-    names = shard_names(found)
+        return [found], {}
+    index = read_index(found)
+    names = sorted(set(index.values()))
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise RunError(
             f"{folder}: {found.name} names {shorten_names(missing)}, which is missing; fetch the checkpoint again."
         )
-    return [folder / name for name in names]
+    return [folder / name for name in names], index
 
 
-def shard_names(index: Path) -> list[str]:
-    """Return the names of the files that an index lists. Raises RunError if it is damaged or names a file outside its folder."""
-    return sorted(set(_read_index(index).values()))
-
-
-def _find_weights(folder: Path) -> Path:
-    for path in (folder / name for name in WEIGHT_FILES):
-        if path.is_file():
-            return path
-    raise RunError(f"{folder}: has neither model.safetensors nor pytorch_model.bin, nor an index of them.")
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    try:
+def read_index(index: Path) -> dict[str, str]:
+    with _damage_as_run_error(index, "no index of weight files"):
         found = json.loads(index.read_bytes())["weight_map"]
         names = set(found.values())
         if not names:
             raise ValueError("it names none")
-    except OSError as error:
-        raise RunError(f"{index}: cannot be read ({error.strerror}).") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(
-            f"{index}: damaged, or no index of weight files ({first_line(error)}); fetch it again."
-        ) from error
     for name in names:
         # NAME_MAX of Linux
         if not isinstance(name, str) or {"/", ".."} & {*Path(name).parts} or len(name.encode(errors="replace")) > 255:
@@ -216,15 +206,25 @@ def errors_as(kind: type[Exception], problem: str, remedy: str = ".") -> Iterato
         raise kind(f"{problem} ({first_line(error)}){remedy}") from error
 
 
+@contextmanager
+def _damage_as_run_error(path: Path, what: str) -> Iterator[None]:
+    with errors_as(RunError, f"{path}: damaged, or {what}", "; fetch it again."):
+        try:
+            yield
+        except OSError as error:
+            if error.strerror:
+                raise RunError(f"{path}: cannot be read ({error.strerror}).") from error
+            raise
+
+
 class Shards:
     """The tensors of a checkpoint folder; float8 weights are dequantized to `dtype`."""
 
     def __init__(self, folder: Path, fp8_blocks: BlockScales | None, dtype: Any):
         self.folder, self._blocks, self._dtype = folder, fp8_blocks, dtype
         self.file_of: dict[str, Path] = {}  # by key
-        weights = _find_weights(folder)
-        index = _read_index(weights) if weights.suffix == ".json" else {}
-        for path in checkpoint_files(folder):
+        paths, index = find_shards(folder)
+        for path in paths:
             with ExitStack() as files:
                 for key in _open(path, files):
                     listed = folder / index[key] if key in index else None
@@ -239,10 +239,9 @@ class Shards:
     @contextmanager
     def open(self, keys: list[str]) -> Iterator[dict[str, Any]]:
         """Yield key -> tensor, read when it is indexed. Files are closed afterwards: mapped pages count as memory of the process."""
-        paths = {key: self.file_of[key] for key in keys}
         with ExitStack() as files:
-            readers = {path: _open(path, files) for path in dict.fromkeys(paths.values())}
-            tensors = {key: readers[path][key]() for key, path in paths.items()}
+            readers = {path: _open(path, files) for path in dict.fromkeys(self.file_of[key] for key in keys)}
+            tensors = {key: readers[self.file_of[key]][key]() for key in keys}
             yield dequantize_tensors(tensors, self._blocks, self._dtype, self.folder)
 
     def with_scale(self, key: str) -> list[str]:
@@ -273,7 +272,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
     """Return key -> function that returns its tensor, valid while `files` is open."""
     from safetensors import safe_open
 
-    try:
+    with _damage_as_run_error(path, "not a weight file"):
         if path.suffix == ".safetensors":
             opened = files.enter_context(safe_open(path, framework="pt", device="cpu"))
             return {key: partial(opened.get_slice, key) for key in opened.keys()}
@@ -282,11 +281,3 @@ def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
         if other := [str(key) for key, value in state.items() if not (isinstance(key, str) and torch.is_tensor(value))]:
             raise RunError(f"{path}: {shorten_names(other)} is not a named tensor; save the model's state_dict alone.")
         return {key: partial(state.get, key) for key in state}
-    except RunError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        if isinstance(error, OSError) and error.strerror:
-            raise RunError(f"{path}: cannot be read ({error.strerror}).") from error
-        raise RunError(f"{path}: damaged or not a weight file ({first_line(error)}); fetch it again.") from error

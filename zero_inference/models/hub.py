@@ -6,13 +6,13 @@ import glob
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.built_in import find_preset, similar_presets
-from zero_inference.models.checkpoint_files import WEIGHT_FILES, checkpoint_files, has_tokenizer, shard_names
+from zero_inference.models.checkpoint_files import WEIGHT_FILES, find_shards, has_tokenizer, read_index
 from zero_inference.utils.format import first_line
 from zero_inference.utils.progress import current_progress, is_reporting
 
@@ -52,11 +52,9 @@ class Snapshot:
 
     def fetch_weights(self) -> Path:
         """Fetch one complete set of weights, of the first kind in `WEIGHT_FILES`, and return the folder."""
-        try:
-            checkpoint_files(self.folder)
+        with suppress(RunError):
+            find_shards(self.folder)
             return self.folder  # a commit does not change
-        except RunError:
-            pass
         with _hub_errors(self.asked, self.name, "its weights", self.unreachable):
             _need_listing(self.name, self.folder.name)
             for name in WEIGHT_FILES:
@@ -68,11 +66,11 @@ class Snapshot:
                 raise UsageError(
                     f"--model {self.asked}: {self.name} has no {single} (nor their index) on the hub; {ANOTHER}."
                 )
-            names = shard_names(found) if found.suffix == ".json" else [name]
+            names = sorted(set(read_index(found).values())) if found.suffix == ".json" else [name]
             current_progress().say(f"fetching the weights of {self.name} ...")
             self._fetch([glob.escape(name) for name in names])
             try:
-                checkpoint_files(self.folder)
+                find_shards(self.folder)
             except RunError as error:
                 raise UsageError(f"--model {self.asked}: the repository is not complete: {error}") from error
         return self.folder

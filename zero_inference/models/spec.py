@@ -56,8 +56,7 @@ class ModelSpec:
 
     @property
     def experts(self) -> tuple[int, int]:
-        """Number of experts in a layer (0 for a dense model), and of experts that a token chooses."""
-        return _experts_of(self.text_config)
+        return count_experts(self.text_config)
 
     @property
     def dtype_name(self) -> str:
@@ -72,7 +71,8 @@ class ModelSpec:
         return self.snapshot.fetch_weights() if self.snapshot else self.folder
 
 
-def _experts_of(text_config: Any) -> tuple[int, int]:
+def count_experts(text_config: Any) -> tuple[int, int]:
+    """Return the number of experts in a layer (0 for a dense model), and of experts that a token chooses."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     number = next((number for name in names if (number := getattr(text_config, name, None))), 0)
     return number, getattr(text_config, "num_experts_per_tok", None) or number
@@ -98,7 +98,7 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
     else:
         model_config = _load_config(source.folder if isinstance(source, Snapshot) else source, config)
     quantization = pop_quantization_config(model_config)
-    is_mixture = _experts_of(model_config.get_text_config(decoder=True))[0] > 0
+    is_mixture = count_experts(model_config.get_text_config(decoder=True))[0] > 0
     return ModelSpec(
         name=config.model,
         config=model_config,

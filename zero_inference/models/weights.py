@@ -56,7 +56,7 @@ def load_weights(
     """
 
     def take(name: str, parameter: nn.Parameter) -> None:
-        nbytes = parameter.numel() * parameter.element_size()
+        nbytes = parameter.nbytes
         for each in (*_observers, adopt):
             each(name, parameter)
         progress(nbytes)
@@ -85,11 +85,10 @@ def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, std_of_e
     embedding = None if std_of_embeddings == WEIGHT_STD else model.get_input_embeddings().weight
     names = parameter_names(model)
     for name, parameter in list(model.named_parameters()):
-        nbytes = parameter.numel() * parameter.element_size()
-        untrimmed_bytes += nbytes
+        untrimmed_bytes += parameter.nbytes
         if untrimmed_bytes >= TRIMMED_BYTES:
             return_free_memory()
-            untrimmed_bytes = nbytes
+            untrimmed_bytes = parameter.nbytes
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         fill_dummy(values, name, seed, std_of_embeddings if parameter is embedding else WEIGHT_STD)
         drawn = nn.Parameter(values, requires_grad=False)
@@ -114,7 +113,7 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt) -> None:
             missing, unexpected = _convert_tensors(model, tensors, mapping, spec.dtype, shards.folder)
         del tensors
         unset &= missing
-        unused += unexpected
+        unused += [key for key in unexpected if not _is_announced(key, model, spec)]
         for names in ties:  # put what was read under one name under the others
             read = next((p for name in names if (p := model.get_parameter(name)).device.type != "meta"), None)
             if read is not None:
@@ -131,11 +130,7 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt) -> None:
             "model, or a shard is missing."
         )
     buffers = [name for name, _ in model.named_buffers() if name in unset]
-    unused = [key for key in unused if not _is_announced(key, model, spec)]
-    for names, problem in (
-        (buffers, "initial values stay, no tensor for"),
-        (unused, "ignored, no parameter for"),
-    ):
+    for names, problem in ((buffers, "initial values stay, no tensor for"), (unused, "ignored, no parameter for")):
         if names and not (dist.is_initialized() and dist.get_rank()):
             logger.warning("warning: %s: %s %s.", shards.folder, problem, shorten_names(names))
 
@@ -145,8 +140,7 @@ def _is_announced(key: str, model, spec: ModelSpec) -> bool:
     model of which only the language model is built."""
     fields = [item for config in (spec.config, spec.text_config) for item in vars(config).items()]
     if any(MULTI_TOKEN.search(name) and value for name, value in fields):
-        layer = _layer_of(key, model)
-        if "mtp" in key.split(".") or layer is not None and layer >= len(find_layers(model)[1]):
+        if "mtp" in key.split(".") or _layer_of(key, model) >= len(find_layers(model)[1]):
             return True
     if model.config is spec.config:
         return False
@@ -155,12 +149,12 @@ def _is_announced(key: str, model, spec: ModelSpec) -> bool:
     return next((part for part in key.split(".") if part not in prefixes), "") not in own
 
 
-def _layer_of(key: str, model) -> int | None:
-    """Return the index of the decoder layer that a checkpoint's key names, which the model may not have."""
+def _layer_of(key: str, model) -> int:
+    """Return the index of the decoder layer that a checkpoint's key names, which the model may not have; -1 for other keys."""
     prefix, _ = find_layers(model)
     prefixes = "|".join(re.escape(name) for name in (prefix, prefix.removeprefix(model.base_model_prefix + ".")))
     found = re.match(rf"(?:{prefixes})\.(\d+)\.", key)
-    return None if found is None else int(found.group(1))
+    return int(found.group(1)) if found else -1
 
 
 def _resolve_ties(model, shards: Shards, mapping: list) -> list[list[str]]:
@@ -170,19 +164,18 @@ def _resolve_ties(model, shards: Shards, mapping: list) -> list[list[str]]:
     stored_as = _checkpoint_keys(model, mapping, shards.file_of, {name for names in tied for name in names})
     for names in tied:
         # in the model's order: the others are tied to its first name
-        present = [stored_as[name] for name in names if name in stored_as]
-        with shards.open([stored for key in present for stored in shards.with_scale(key)]) as tensors:
-            equal = len(present) < 2 or all(torch.equal(tensors[present[0]][:], tensors[key][:]) for key in present[1:])
+        first, *others = [stored_as[name] for name in names if name in stored_as] or [""]
+        with shards.open([stored for key in (first, *others) for stored in shards.with_scale(key)]) as tensors:
+            equal = all(torch.equal(tensors[first][:], tensors[key][:]) for key in others)
         if equal:
             ties.append(names)
-            for key in present[1:]:
-                for stored in shards.with_scale(key):
-                    del shards.file_of[stored]
-            continue
-        model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = False
-        for name in names[1:]:
-            own = nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
-            set_tensor(model, [name], own)
+            for stored in [stored for key in others for stored in shards.with_scale(key)]:
+                del shards.file_of[stored]
+        else:
+            model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = False
+            for name in names[1:]:
+                own = nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
+                set_tensor(model, [name], own)
     return ties
 
 
@@ -228,8 +221,7 @@ def _convert_tensors(
     unexpected = sorted(key for key in info.unexpected_keys if not OUTDATED_BUFFERS.search(key))
     for key in unexpected:
         # layers after the model's last one are ignored, as in transformers: DeepSeek-V3 stores its multi-token prediction there
-        layer = _layer_of(key, model)
-        if layer is not None and layer < len(find_layers(model)[1]):
+        if 0 <= _layer_of(key, model) < len(find_layers(model)[1]):
             raise RunError(
                 f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
                 f"checkpoint is another model's, or quantized in an unsupported format; {INSTEAD}."
@@ -253,12 +245,16 @@ def return_free_memory() -> None:
 
 def fill_dummy(tensor: torch.Tensor, name: str, seed: int, std: float = WEIGHT_STD) -> torch.Tensor:
     """Fill `tensor` in place and return it: matrices N(0, std^2), norm weights 1 + N(0, 0.02^2), biases N(0, 0.02^2)."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = _seeded(f"{seed}:{name}".encode(), tensor.device)
     tensor.normal_(0.0, std if tensor.dim() > 1 else WEIGHT_STD, generator=generator)
     if tensor.dim() == 1 and not name.endswith("bias"):
         tensor.add_(1.0)
     return tensor
+
+
+def _seeded(seed: bytes, device: torch.device | str = "cpu") -> torch.Generator:
+    number = int.from_bytes(hashlib.sha256(seed).digest()[:8], "little") >> 1
+    return torch.Generator(device=device).manual_seed(number)
 
 
 def embedding_std(text_config: Any) -> float:
@@ -279,8 +275,7 @@ def draw_tokens(prompts: torch.Tensor, count: int, vocab_size: int, seed: int) -
     """Return the tokens int64 [B, count] to feed after `prompts` int64 [B, P]; a row depends on its prompt and `seed` alone."""
     rows = []
     for prompt in prompts.cpu():
-        digest = hashlib.sha256(seed.to_bytes(8, "little") + prompt.numpy().tobytes()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        generator = _seeded(seed.to_bytes(8, "little") + prompt.numpy().tobytes())
         repeats = (torch.rand(count, generator=generator) < REPEATED).tolist()
         fresh = torch.randint(vocab_size, (count,), generator=generator).tolist()
         back = torch.randint(RECENT, (count,), generator=generator).tolist()

@@ -32,6 +32,7 @@ from zero_inference.engines.deepspeed.plan import (
     StoredWeight,
     WeightMemory,
     build_ds_config,
+    locate,
     measure_memory,
     min_disk_bytes,
     offload_device,
@@ -282,11 +283,14 @@ class ParameterStore:
 
     def add(self, name: str, parameter: torch.nn.Parameter) -> None:
         parameter.data = parameter.data.to(self.plan.job.ranks.device)
-        if self.plan.stored[name].quantized:
+        # a head is untied after the plan, where the checkpoint has other values for it
+        stored = self.plan.stored.get(name) or StoredWeight(name, parameter, parameter.numel(), False, None, 1)
+        if stored.quantized:
             quantize_parameter(parameter, self.plan.settings)
         self.weight_bytes += parameter.nbytes
         self.context._convert_to_deepspeed_param(parameter)
-        if self.plan.memory.locations[name] == "host":
+        ranks = self.plan.job.ranks.world_size
+        if locate(stored, self.plan.ds_config, self.plan.job.spec.dtype, ranks) == "host":
             self._allocate_host_partition(parameter)
         parameter.partition(has_been_updated=True)
 
