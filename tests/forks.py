@@ -149,7 +149,7 @@ class ForkServer:
         """Of the socket on which the process listens, which is started where no test process has done so."""
         base = None if tuple(self.modules) == OTHERS else ForkServer(OTHERS, self.env).path()
         folder, anchor = session()
-        # The first is one for all. What pytest says of each test process is no reason for another.
+        # What pytest says of each test process is no reason for another server.
         env = {} if base is None else {name: value for name, value in self.env.items() if not name.startswith("PYTEST")}
         key = hashlib.sha256(json.dumps([list(self.modules), sorted(env.items())]).encode()).hexdigest()[:12]
         path = os.path.join(folder, key)

@@ -55,54 +55,42 @@ def _handler(hub: Hub):
             asks_api = parts[:2] == ["api", "models"]
             name, rest = "/".join(parts[2:4] if asks_api else parts[:2]), parts[4:] if asks_api else parts[2:]
             with_token = self.headers.get("Authorization", "").startswith("Bearer ")
-            folder = hub.root / name
+            folder, file = hub.root / name, "/".join(rest[2:])
             if name.startswith("broken/"):
-                return self.send(501, b"")
-            if not folder.is_dir():
-                return self.send(
-                    404 if with_token else 401,
-                    b"",
-                    {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
-                )
-            if asks_api:
-                return self.list_files(folder, rest)
-            if name.startswith("locked/") and not (name.endswith("/weights") and rest[-1] == "config.json"):
-                return self.send(
-                    403 if with_token else 401,
-                    b"",
-                    {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"},
-                )
-            file = "/".join(rest[2:])
-            if not (folder / file).is_file():
-                return self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": hub.commit})
-            content = (folder / file).read_bytes()
-            if self.command == "GET":
-                hub.files.append(file)
-            self.send(200, content, {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": hub.commit})
+                self.send(501)
+            elif not folder.is_dir():
+                self.refuse(404 if with_token else 401, "RepoNotFound", "Repository not found")
+            elif asks_api:
+                self.list_files(folder, rest)
+            elif name.startswith("locked/") and not (name.endswith("/weights") and rest[-1] == "config.json"):
+                self.refuse(403 if with_token else 401, "GatedRepo", "Access is restricted")
+            elif not (folder / file).is_file():
+                self.refuse(404, "EntryNotFound", "Entry not found")
+            else:
+                content = (folder / file).read_bytes()
+                if self.command == "GET":
+                    hub.files.append(file)
+                self.send(200, content, {"ETag": f'"{hashlib.sha256(content).hexdigest()}"'})
 
         def list_files(self, folder: Path, rest: list[str]) -> None:
-            paths = sorted(path for path in folder.rglob("*") if path.is_file())
+            files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+            names = [{"rfilename": name} for name in files]
+            answer: object = {"id": folder.name, "sha": hub.commit, "siblings": names}
             if rest[:1] == ["tree"]:
+                contents = {name: path.read_bytes() for name, path in files.items()}
                 answer = [
-                    {
-                        "type": "file",
-                        "path": str(path.relative_to(folder)),
-                        "size": path.stat().st_size,
-                        "oid": hashlib.sha1(path.read_bytes()).hexdigest(),
-                    }
-                    for path in paths
+                    {"type": "file", "path": name, "size": len(each), "oid": hashlib.sha1(each).hexdigest()}
+                    for name, each in contents.items()
                 ]
-            else:
-                answer = {
-                    "id": folder.name,
-                    "sha": hub.commit,
-                    "siblings": [{"rfilename": str(path.relative_to(folder))} for path in paths],
-                }
             self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
-        def send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        def refuse(self, status: int, code: str, message: str) -> None:
+            self.send(status, headers={"X-Error-Code": code, "X-Error-Message": message})
+
+        def send(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
             self.send_response(status)
-            for key, value in {**(headers or {}), "Content-Length": str(len(content))}.items():
+            more = {"X-Repo-Commit": hub.commit, "Content-Length": str(len(content))}
+            for key, value in {**(headers or {}), **more}.items():
                 self.send_header(key, value)
             self.end_headers()
             if self.command != "HEAD":
