@@ -37,9 +37,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("COLUMNS", None)  # tables follow it, and a parallel run of tests sets it
-os.environ["ZERO_INFERENCE_MACHINE"] = (
-    "/nowhere/machine.json"  # what the user has measured must not change what is tested
-)
+os.environ["ZERO_INFERENCE_MACHINE"] = "/nowhere/machine.json"  # what the user has measured changes no test
 # A shell's background job ignores the first, nohup the second, and so would the runs that tests interrupt or hang up.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -66,18 +64,8 @@ LONGEST = tuple(
         "damaged_checkpoints mixed_dtypes hub quality sweep html_report operators norms_patch examples humaneval cpu_threads errors"
     ).split()
 )
-SIZES = dict(
-    hidden_size=64,
-    intermediate_size=192,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    tie_word_embeddings=False,
-)
-PLAIN = {
-    name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-}
+PLAIN = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=128)
+SIZES = dict(PLAIN, intermediate_size=192, num_key_value_heads=2, tie_word_embeddings=False)
 FAMILIES = {
     "opt": dict(PLAIN, model_type="opt", ffn_dim=256, word_embed_proj_dim=64, do_layer_norm_before=True),
     "bloom": dict(model_type="bloom", hidden_size=64, n_layer=3, n_head=4),
@@ -90,8 +78,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def short_full_collections():
-    """What lives before a file's tests, above all what was imported, is kept out of their full collections, which would take longer than
-    many a test."""
+    """A full collection of what was imported would take longer than many a test."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -182,10 +169,9 @@ def plain_ids(folder: Path, ids, gen_len: int):
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     reset_generation_config(model)
+    options = dict(attention_mask=torch.ones_like(ids), generation_config=greedy_config(gen_len))
     with torch.no_grad():
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy_config(gen_len))[
-            :, ids.shape[1] :
-        ]
+        return model.generate(ids, **options)[:, ids.shape[1] :]
 
 
 @pytest.fixture(scope="session")
@@ -210,7 +196,6 @@ def readable(smollm2_folder, tmp_path_factory):
 
 
 def need_packages(what: str, *packages: str) -> None:
-    """Skip where one of the `packages` that `what` needs is not installed."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{what} needs the package {package}, which is not installed")
@@ -241,12 +226,8 @@ def without_gpus() -> dict[str, str]:
     deepspeed's launcher gives its ranks a CUDA_VISIBLE_DEVICES of its own making, so tests/no_gpu empties it again as each
     Python process starts. What this process chose for DeepSpeed on a GPU is not handed on.
     """
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "no_gpu"), os.environ.get("PYTHONPATH")])),
-    }
+    path = os.pathsep.join(filter(None, [str(ROOT / "tests" / "no_gpu"), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
     if not too_few_gpus(1):
         environment.pop("TORCH_EXTENSIONS_DIR", None)
     return environment
@@ -292,9 +273,7 @@ def copy_python(fork_server, tmp_path_factory, monkeypatch):
     def use(modules: tuple[str, ...]) -> None:
         if too_few_gpus(1):
             copier = Copier(fork_server(modules), tmp_path_factory.mktemp("copier") / "python")
-            monkeypatch.setenv(
-                "PATH", str(PROGRAMS) + os.pathsep + os.environ["PATH"]
-            )  # which lie beside the usual one
+            monkeypatch.setenv("PATH", str(PROGRAMS), prepend=os.pathsep)  # which lie beside the usual one
             monkeypatch.setattr(sys, "executable", str(copier.path))
 
     return use
@@ -341,11 +320,9 @@ def run_model(tmp_path, fork_server):
         each = [rank_variables(rank, ranks, port) for rank in range(ranks)] if launcher == "by hand" else [{}]
         with tempfile.TemporaryDirectory(dir=tmp_path) as kept:
             out, err = Path(kept, "out"), Path(kept, "err")
+            words = launch_words(launcher, ranks, port)
             started = start_all(
-                lambda own: start_python(
-                    server, command, tmp_path, out, err, environment | own, launch_words(launcher, ranks, port)
-                ),
-                each,
+                lambda own: start_python(server, command, tmp_path, out, err, environment | own, words), each
             )
             codes = wait_for_all(started, timeout)
             stdout, stderr = (path.read_text(errors="replace") for path in (out, err))
@@ -387,15 +364,9 @@ def start_python(
     command = list(map(str, command))
     if server is not None and not launch and too_few_gpus(1):
         return server.start(command, env, cwd, out, err, session)
+    words = [*(launch or [sys.executable]), *command]
     with out.open("ab") as stdout, err.open("ab") as stderr:
-        return subprocess.Popen(
-            [*(launch or [sys.executable]), *command],
-            stdout=stdout,
-            stderr=stderr,
-            cwd=cwd,
-            env=env,
-            start_new_session=session,
-        )
+        return subprocess.Popen(words, stdout=stdout, stderr=stderr, cwd=cwd, env=env, start_new_session=session)
 
 
 def free_port() -> str:

@@ -38,19 +38,8 @@ from typing import Any, NoReturn
 QUICKLY = "measure_quickly"  # among modules
 # These read nothing of the environment that a test may change. The hub's libraries, which do, come in only where nothing is changed.
 OTHERS = (
-    "numpy",
-    "scipy.optimize",
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "PIL.Image",
-    "asyncio",
-    "http.cookiejar",
-    "jinja2",
-    "psutil",
-    "regex",
-    "yaml",
+    *("numpy", "scipy.optimize", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"),
+    *("PIL.Image", "asyncio", "http.cookiejar", "jinja2", "psutil", "regex", "yaml"),
 )
 OURS = (
     "transformers.modeling_utils",
@@ -214,11 +203,8 @@ def start_copy(
 
 
 def measure_quickly() -> dict[str, Any]:
-    """Without a GPU a run measures how fast it copies in host memory, with blocks for which this machine's caches are too small (a
-    gigabyte where they are large), and how fast it multiplies, which takes longer than a small model's run. From here on this
-    process takes small blocks and small matrices, and as few of them as it may.
-
-    Returns what it took before, by module and name.
+    """From here on this process measures rates of host memory and of products with few small blocks and matrices: else that takes longer
+    than a small model's run. Returns what it took before, by module and name.
     """
     before = {}
     for place, value in QUICK.items():
@@ -231,14 +217,8 @@ def measure_quickly() -> dict[str, Any]:
 
 def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
     """What a launcher on this machine alone would set."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def wait_for_all(processes: list[Process], timeout: float) -> list[int]:

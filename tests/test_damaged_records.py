@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 import json
 import random
 import sys
@@ -34,10 +34,8 @@ NAMES = ("run", "ds-x-bs1-prompt2-gen3-n1x1-cpu", f"ds-x-bs{10**30}-prompt2-gen3
 
 @pytest.fixture(scope="module")
 def sweep():
-    spec = importlib.util.spec_from_file_location("sweep", ROOT / "scripts" / "sweep.py")
-    module = sys.modules["sweep"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(ROOT / "scripts"))
+    return importlib.import_module("sweep")
 
 
 def places(value, above=()):
