@@ -14,9 +14,16 @@ from typing import Any
 
 import torch
 
-from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, refuse_written_weights
-from zero_inference.engines.cost_terms import CostTerms
-from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, write
+from zero_inference.engines.base import (
+    CostTerms,
+    EnginePlan,
+    Footprint,
+    Job,
+    LoadedModel,
+    Progress,
+    refuse_written_weights,
+)
+from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, reserve
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.empty_model import parameter_bytes
 from zero_inference.models.weights import load_weights, return_free_memory
@@ -141,11 +148,14 @@ def _write_weights(model: torch.nn.Module, folder: Path) -> None:
     Raises:
         RunError: the file system has no space for it, or refuses it.
     """
-    index = {}
+    files, index = {}, {}
     for name, tensor in model.state_dict().items():
         index[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        write(folder / f"{name}.dat", tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    write(folder / "index.json", json.dumps(index).encode())
+        files[f"{name}.dat"] = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    for name, data in (files | {"index.json": memoryview(json.dumps(index).encode())}).items():
+        reserve(folder / name, max(1, data.nbytes))
+        with open(folder / name, "r+b") as file:
+            file.write(data)
 
 
 class _CountedWeights(Mapping):

@@ -9,7 +9,6 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from zero_inference.errors import RunError, UsageError
@@ -83,25 +82,13 @@ def check_offload_folder(folder: Path, needed_bytes: int) -> None:
 
 def reserve(path: Path, nbytes: int) -> None:
     """Create the file `path` with `nbytes` allocated, so that writing it cannot find the disk full. Raises RunError."""
-    with _disk_full_errors(path, nbytes):
+    try:
         # not mode "ab": without fallocate in the file system, glibc writes into each block, which O_APPEND prevents
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
         finally:
             os.close(descriptor)
-
-
-def write(path: Path, data: bytes | memoryview) -> None:
-    """Write a new file. Raises RunError."""
-    with _disk_full_errors(path, memoryview(data).nbytes), open(path, "wb") as file:
-        file.write(data)
-
-
-@contextlib.contextmanager
-def _disk_full_errors(path: Path, nbytes: int) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         raise RunError(
             f"the offload folder has no space for {format_bytes(nbytes)} more: {error.strerror} ({path}); "

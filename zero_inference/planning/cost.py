@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from zero_inference.engines.base import EnginePlan
-from zero_inference.engines.cost_terms import CpuWork
+from zero_inference.engines.base import CpuWork, EnginePlan
 from zero_inference.hardware.profile import (
     dequantize_gb_per_s,
     device_attention_s,

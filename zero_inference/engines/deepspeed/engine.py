@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress, refuse_written_weights
-from zero_inference.engines.cost_terms import CostTerms
+from zero_inference.engines.base import CostTerms, EnginePlan, Job, LoadedModel, Progress, refuse_written_weights
 from zero_inference.engines.deepspeed.modules import (
     build_modules,
     check_aio,

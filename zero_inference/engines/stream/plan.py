@@ -17,8 +17,7 @@ import torch
 
 from zero_inference.config.options import GROUP_SIZES, MIN_RING_DEPTH
 from zero_inference.cpu.products import quantize
-from zero_inference.engines.base import EnginePlan, Footprint, Job
-from zero_inference.engines.cost_terms import CostTerms, CpuWork
+from zero_inference.engines.base import CostTerms, CpuWork, EnginePlan, Footprint, Job
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.engines.stream.cpu_plan import (
     FETCH_RATE,
