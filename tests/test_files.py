@@ -11,8 +11,9 @@ from conftest import write_record
 from test_report import make_record
 
 from zero_inference.cli import console_main
+from zero_inference.errors import UsageError
 from zero_inference.utils import write_benchmark_log
-from zero_inference.utils.files import check_replaceable, extensions_folder, hold_lock, models_folder, write_atomically
+from zero_inference.utils.files import check_output_file, extensions_folder, hold_lock, models_folder, write_atomically
 
 
 def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path):
@@ -35,11 +36,11 @@ def test_only_what_can_be_replaced_may_be(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     for bad in ("pipe", "loop", "nowhere/x", "x" * 256, "", "/dev/null"):
-        with pytest.raises(OSError):
-            check_replaceable(tmp_path / bad)
+        with pytest.raises(UsageError, match="--html .* cannot be written"):
+            check_output_file("--html", tmp_path / bad)
     (tmp_path / "empty").touch()
     for good in ("new", "empty", "x" * 255):
-        check_replaceable(tmp_path / good)
+        check_output_file("--html", tmp_path / good)
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop", "empty"}
 
 

@@ -103,7 +103,7 @@ def test_what_the_cpu_reads(measured):
 def test_the_record_of_a_gpu_is_written_as_it_was(tmp_path):
     (old,) = read_records(next(DOCS.glob("*llama-2-13b*.jsonl")))
     record = Record.read(old)
-    files = RunLog.at(tmp_path / "run.log", record.request, record.result)
+    files = RunLog(tmp_path / "run.log", record.request, record.result)
     files.write()
     new = json.loads((tmp_path / "run.jsonl").read_text())
     assert not files.unwritten and old.keys() <= new.keys() and list(new["limit"]) == list(old["limit"])

@@ -17,7 +17,7 @@ from zero_inference.engines import resident
 from zero_inference.records import write
 from zero_inference.records.read import parse_log, read_records
 from zero_inference.utils import files, write_benchmark_log
-from zero_inference.utils.files import append_bytes, check_appendable, check_replaceable
+from zero_inference.utils.files import append_bytes, check_appendable, check_output_file
 
 SHORT = "--engine resident --prompt-len 4 --gen-len 2 --loops 1 --warmup 0 --dtype float32".split()
 
@@ -126,9 +126,9 @@ def test_a_check_leaves_no_file_and_takes_none_away(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_size == 0
     append_bytes(path, b"a\n")
     check_appendable(path)
-    check_replaceable(path)
+    check_output_file("--trace", path)
     assert path.read_bytes() == b"a\n"
-    check_replaceable(tmp_path / "trace.json")
+    check_output_file("--trace", tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()
 
 

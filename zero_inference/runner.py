@@ -101,7 +101,7 @@ def _run(
             print_plan(job, chosen.goal if chosen else None)
         return None
     request = build_request(config, spec, ranks, argv, chosen)
-    files = RunLog.at(log_path(config, ranks), request, Result(environment=Environment(**describe_environment())))
+    files = RunLog(log_path(config, ranks), request, Result(environment=Environment(**describe_environment())))
     data_files = [find_task_file(task, config.quality_data) for task in config.quality]
     refuse_shared_files(config, files, spec.snapshot.folder if spec.snapshot else spec.folder, data_files)
     files.check()

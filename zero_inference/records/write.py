@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import from_json, to_json
 
@@ -37,7 +37,7 @@ def as_json(record: Record) -> dict[str, Any]:
 
 @dataclass
 class RunLog:
-    """Writes a run's four-line log to `log` and its record to `record`.
+    """Writes a run's four-line log to `log` and its record beside it.
 
     Attributes:
         request: the part of the record that is known before the run.
@@ -46,28 +46,29 @@ class RunLog:
     """
 
     log: Path
-    record: Path
     request: Request
     result: Result
     unwritten: list[str] = field(default_factory=list)
 
-    @classmethod
-    def at(cls, log: Path, request: Request, result: Result | None = None) -> RunLog:
-        """Return the log at `log` with the record next to it; raises UsageError if the log has the record's name."""
-        return cls(log, cls._beside(log), request, result or Result())
+    @property
+    def record(self) -> Path:
+        """The record's file; UsageError if the log has the name of a folder or a record."""
+        if not self.log.name:
+            raise UsageError(f"--log-file {self.log} is a folder; name a file, or use --log-dir.")
+        if self.log.suffix == ".jsonl":
+            raise UsageError(
+                f"--log-file {self.log}: the record beside the log ends in .jsonl; end the log's name in .log."
+            )
+        return (
+            self.log.with_suffix(".jsonl")
+            if self.log.suffix == ".log"
+            else self.log.with_name(self.log.name + ".jsonl")
+        )
 
     def move(self, log: Path, request: Request) -> None:
-        """Change the paths and the request before anything is written; raises UsageError as `at` and `check` do."""
-        self.log, self.record, self.request = log, self._beside(log), request
+        """Change the log and the request before anything is written; raises UsageError as `check` does."""
+        self.log, self.request = log, request
         self.check()
-
-    @staticmethod
-    def _beside(log: Path) -> Path:
-        if not log.name:
-            raise UsageError(f"--log-file {log} is a folder; name a file, or use --log-dir.")
-        if log.suffix == ".jsonl":
-            raise UsageError(f"--log-file {log}: the record beside the log ends in .jsonl; end the log's name in .log.")
-        return log.with_suffix(".jsonl") if log.suffix == ".log" else log.with_name(log.name + ".jsonl")
 
     def check(self) -> None:
         """Raise UsageError if one of the files cannot be written: better now than after the measurement."""
@@ -94,17 +95,19 @@ class RunLog:
         with self.noting("log", self.log):
             write_benchmark_log(self.log, *sizes_and_times.values())
         with self.noting("record", self.record):
-            append_record(self.record, Record(status=STATUS_OK, request=self.request, result=self.result))
+            append_record(self.record, self._as_record(STATUS_OK))
 
     def as_written(self) -> dict[str, Any]:
         """Return the record of a run that succeeded, as `write` appends it."""
-        return as_json(Record(status=STATUS_OK, request=self.request, result=self.result))
+        return as_json(self._as_record(STATUS_OK))
 
     def write_failure(self, reason: str) -> None:
         """Append the record of a run that failed."""
         with self.noting("record", self.record):
-            failed = Record(status=STATUS_FAILED, request=self.request, result=self.result, error=reason)
-            append_record(self.record, failed)
+            append_record(self.record, self._as_record(STATUS_FAILED, reason))
+
+    def _as_record(self, status: Literal["ok", "failed"], error: str | None = None) -> Record:
+        return Record(status=status, request=self.request, result=self.result, error=error)
 
     @contextmanager
     def noting(self, what: str, path: str | Path) -> Iterator[None]:

@@ -193,27 +193,16 @@ def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def check_replaceable(path: str | os.PathLike) -> None:
-    """Raise OSError if `write_atomically` cannot write `path` now, or must not: no regular file, or logs or records of runs.
-
-    Makes no folders and leaves no files. Several processes may check one path at the same time.
-    """
-    if os.path.lexists(path) and not os.path.isfile(path):  # also a dangling link: its target is not what was named
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    with contextlib.suppress(FileNotFoundError), open(path, "r+b") as there:
-        if there.read(max(map(len, RESULT_PREFIXES))).startswith(RESULT_PREFIXES):
-            raise OSError(errno.EEXIST, "it holds what runs have measured", str(path))
-    _make_part(path)[0].unlink()
-
-
 def check_output_file(option: str, path: str | os.PathLike) -> None:
-    """Check before a run that its output can be written to `path` (see `check_replaceable`).
-
-    Raises:
-        UsageError: it cannot; names `option`.
-    """
+    """Raise UsageError that names `option` if `write_atomically` cannot write `path` now, or must not: no regular file, or logs or records
+    of runs. Makes no folders and leaves no files; several processes may check one path at the same time."""
     try:
-        check_replaceable(path)
+        if os.path.lexists(path) and not os.path.isfile(path):  # also a dangling link: its target is not what was named
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        with contextlib.suppress(FileNotFoundError), open(path, "r+b") as there:
+            if there.read(max(map(len, RESULT_PREFIXES))).startswith(RESULT_PREFIXES):
+                raise OSError(errno.EEXIST, "it holds what runs have measured", str(path))
+        _make_part(path)[0].unlink()
     except OSError as error:
         raise UsageError(
             f"{option} {path} cannot be written ({error.strerror}); name another file, in a folder that can be written."
