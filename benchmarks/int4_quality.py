@@ -41,28 +41,27 @@ def main() -> None:
     parser.add_argument("--head", action="store_true", help="with the output head in 16 and in 8 bits")
     args = parser.parse_args()
 
-    lines = [] if args.head else random_errors()
-    print(*lines, sep="\n", flush=True)
+    lines: list[str] = []
+
+    def show(*new: str) -> None:
+        lines.extend(new)
+        print(*new, sep="\n", flush=True)
+        if args.out:
+            args.out.write_text("\n".join(lines) + "\n")
+
+    if not args.head:
+        show(*random_errors())
     folder = smollm2_checkpoint()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = text_ids(AutoTokenizer.from_pretrained(folder), args.tokens)
-    head = [
+    show(
         f"smollm2-135m, {ids.numel()} tokens of pydoc_data.topics (Python {platform.python_version()}) in windows of {WINDOW}",
         "weights: relative error of the matrices of all decoder layers together, least and most of one; logits: relative error",
         "perplexity with its standard error over windows; the last column is its ratio to 16 bits, in pairs of windows",
         "",
         "| channels | format | bits a weight | weights | least | most | logits | perplexity | to 16 bits |",
         "|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += head
-    print(*head, sep="\n", flush=True)
-
-    def show(line: str) -> None:
-        lines.append(line)
-        print(line, flush=True)
-        if args.out:
-            args.out.write_text("\n".join(lines) + "\n")
-
+    )
     published = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     rounded_head = next(rounding for name, _, rounding in formats() if name == HEAD)
     for channels in ("mixed",) if args.head else ("mixed", "as published"):
@@ -71,17 +70,16 @@ def main() -> None:
         else:
             model.load_state_dict(published, strict=False)
         plain = {name: weight.clone() for name, weight in matrices(model)}
-        plain_head = model.lm_head.weight.detach().clone()
-        if args.head:
-            model.lm_head.weight = torch.nn.Parameter(plain_head.clone())
+        heads = {"": model.lm_head.weight.detach().clone()}
+        if args.head:  # untied
+            model.lm_head.weight = torch.nn.Parameter(heads[""].clone())
+            heads[", head int8"] = rounded_head(heads[""])
         exact, exact_loss = evaluate(model, ids)
-        for (name, bits, rounding), of_head in itertools.product(formats(), ("", ", head int8")[: 1 + args.head]):
+        for (name, bits, rounding), of_head in itertools.product(formats(), heads):
             if args.head and name not in WITH_HEADS:
                 continue
-            if of_head:
-                model.lm_head.weight.data = rounded_head(plain_head)
-            elif args.head:
-                model.lm_head.weight.data = plain_head.clone()
+            if args.head:
+                model.lm_head.weight.data = heads[of_head].clone()
             errors = []
             for weight_name, weight in matrices(model):
                 with torch.no_grad():

@@ -269,12 +269,7 @@ def predicted_and_measured(record: dict[str, Any]) -> tuple[tuple[float, float],
     return (predicted, record["decode_throughput"]), first_token
 
 
-TABLES = {
-    "results": results_table,
-    "planned": planned_table,
-    "big-models": big_models_table,
-    "readme": readme_table,
-}
+TABLES = {"results": results_table, "planned": planned_table, "big-models": big_models_table, "readme": readme_table}
 
 if __name__ == "__main__":
     main()

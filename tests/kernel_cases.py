@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_inference.cpu.library import INSTRUCTIONS, best_instructions
 from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize
@@ -21,6 +22,18 @@ def on_gpu(test: Callable) -> Callable:
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.detach().double() - exact.detach()).norm() / exact.detach().double().norm())
+
+
+class SeenOperators(TorchDispatchMode):
+    """Records name and arguments of the operators that are called within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple[str, tuple]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls.append((str(function), args))
+        return function(*args, **(kwargs or {}))
 
 
 def skip_without(instructions: str) -> None:

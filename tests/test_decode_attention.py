@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import on_gpu, relative_error
+from kernel_cases import SeenOperators, on_gpu, relative_error
 
 from zero_inference.kernels import decode_attention
 
@@ -90,21 +90,11 @@ def test_what_it_does_not_take_is_refused(change):
 
 def which(case: Case, **options) -> list[str]:
     """Return what computes `case`: "own", "kernel" or, for rows of one product, nothing."""
-    asked = []
-
-    def own(*args, **more):
-        asked.append("own")
-        return None, None
-
-    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "decode_attention" in str(function):
-                asked.append("kernel")
-            return function(*args, **(kwargs or {}))
-
-    with Seen(), torch.no_grad():
-        decode_attention.attend(own, torch.nn.Module(), case.query, case.key, case.value, case.mask, **options)
-    return asked[:1]
+    own = []
+    states = case.query, case.key, case.value, case.mask
+    with SeenOperators() as seen, torch.no_grad():
+        decode_attention.attend(lambda *args, **more: own.append("own") or (None, None), None, *states, **options)
+    return own or ["kernel" for name, _ in seen.calls if "decode_attention" in name]
 
 
 def test_on_a_cpu_nothing_goes_to_the_kernel():

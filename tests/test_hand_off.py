@@ -17,13 +17,7 @@ from test_kv_cache import prompts, small_model
 from transformers import DynamicCache
 
 from zero_inference.cpu.experts import CHOICES, COUNTS, HITS, Expert, ExpertActivation, WeightedRows, add_experts
-from zero_inference.cpu.hand_off import (
-    HandOff,
-    HostSide,
-    RankExchange,
-    StreamSide,
-    allocate_local_buffers,
-)
+from zero_inference.cpu.hand_off import HandOff, HostSide, RankExchange, StreamSide, allocate_local_buffers
 from zero_inference.cpu.library import require_library
 from zero_inference.cpu.pool import FLAG_BYTES, STOP, CpuPool, CpuPoolProxy, Routing, Stage
 from zero_inference.errors import RunError

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from conftest import FAMILIES, VOCAB, build_model
+from kernel_cases import SeenOperators
 from torch import nn
 
 from zero_inference.cli import main
@@ -92,23 +93,13 @@ def test_hooks_fire_and_each_norm_runs_once(family):
 
 
 def test_the_fused_pair_is_one_operator():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.names = []
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.names.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     model = build_model("llama")
     patch_norms(model)
-    with torch.no_grad(), Count() as count:
+    with torch.no_grad(), SeenOperators() as seen:
         model(IDS)
-    assert count.names.count("zero_inference.add_rms_norm.default") == 3
-    assert count.names.count("zero_inference.rms_norm.default") == 4
+    names = [name for name, _ in seen.calls]
+    assert names.count("zero_inference.add_rms_norm.default") == 3
+    assert names.count("zero_inference.rms_norm.default") == 4
 
 
 def test_training_and_copies():

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from conftest import ROOT
-from kernel_cases import BOUNDS, PackedWeights, on_gpu, relative_error
+from kernel_cases import BOUNDS, PackedWeights, SeenOperators, on_gpu, relative_error
 from torch.nn import functional
 
 from zero_inference.kernels import products
@@ -70,18 +70,13 @@ def test_gradients_go_through_the_plain_weight():
 def test_up_to_so_many_tokens_the_operator_is_asked(monkeypatch):
     asked = []
 
-    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "linear_groups" in str(function):
-                asked.append(args[0].shape)
-            return function(*args, **(kwargs or {}))
-
     for allowed in (False, True):
         monkeypatch.setattr(products, "can_fuse", lambda *_, allowed=allowed: allowed)
         for tokens in (1, FUSED_ROWS, FUSED_ROWS + 1):
             case = Case(tokens, 7, 64, 4, 32, torch.bfloat16)
-            with Seen():
+            with SeenOperators() as seen:
                 assert case.error(quantized_linear(*case.arguments)) < BOUNDS[torch.bfloat16]
+            asked += [args[0].shape for name, args in seen.calls if "linear_groups" in name]
     assert asked == [(1, 64), (FUSED_ROWS, 64)]
     text = (ROOT / "csrc" / "launch_sizes.cuh").read_text()
     assert int(re.search(r"kProductTokens = (\d+)", text)[1]) >= FUSED_ROWS

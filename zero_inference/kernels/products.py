@@ -41,9 +41,7 @@ LIBRARY = operator_library(__name__)
 WEIGHT = "Tensor x, Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, int rows"
 # The last three are launch sizes for tests and benchmarks, powers of two; 0 leaves them to csrc/launch_sizes.cuh: warps of a block that
 # split the columns (1 to 8), blocks that do (1 to 8), steps between barriers (2 to 64).
-LIBRARY.define(
-    f"linear_groups({WEIGHT}, Tensor bias, int column_warps=0, int splits=0, int chunk_steps=0) -> Tensor",
-)
+LIBRARY.define(f"linear_groups({WEIGHT}, Tensor bias, int column_warps=0, int splits=0, int chunk_steps=0) -> Tensor")
 # from `bias` on: see `quantized_expert_linear` and `Epilogue`
 LIBRARY.define(
     f"linear_groups_indexed({WEIGHT}, Tensor slot, Tensor? bias=None, int form=0, int activation=0, float limit=0, "

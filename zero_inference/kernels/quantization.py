@@ -230,14 +230,7 @@ def _finite_factor(factor: Tensor, extent: Tensor) -> Tensor:
     return torch.where((extent > 0) & factor.isinf(), torch.finfo(factor.dtype).max, factor)
 
 
-def _encode(
-    values: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    largest: int,
-    divides: bool,
-    neighbours: int,
-) -> _Groups:
+def _encode(values: Tensor, scale: Tensor, minimum: Tensor, largest: int, divides: bool, neighbours: int) -> _Groups:
     """Return the nearest codes for a stored scale and minimum, with their error."""
     scale32, minimum32 = scale.float(), minimum.float()
     shifted = values - minimum32
