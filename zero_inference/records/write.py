@@ -37,18 +37,12 @@ def as_json(record: Record) -> dict[str, Any]:
 
 @dataclass
 class RunLog:
-    """Writes a run's four-line log to `log` and its record beside it.
-
-    Attributes:
-        request: the part of the record that is known before the run.
-        result: filled during the run, so that a failure loses nothing that is known.
-        unwritten: messages about files that could not be written.
-    """
+    """Writes a run's four-line log to `log` and its record beside it."""
 
     log: Path
-    request: Request
-    result: Result
-    unwritten: list[str] = field(default_factory=list)
+    request: Request  # known before the run
+    result: Result  # filled during the run, so that a failure loses nothing that is known
+    unwritten: list[str] = field(default_factory=list)  # messages about files that could not be written
 
     @property
     def record(self) -> Path:

@@ -16,17 +16,11 @@ from zero_inference.utils.format import Column, decimals, one_line, three_digits
 
 @dataclass(frozen=True)
 class RunColumn(Column):
-    """A column of runs, or of another table that fits the terminal.
+    """A column of runs, or of another table that fits the terminal."""
 
-    Attributes:
-        shown: `always`, where runs differ (`differs`), where any run has a value (`present`), or with --all-columns only (`detail`).
-        best_first: sorted in descending order.
-        rank: where the terminal is too narrow, columns of the highest rank are hidden first; 0 stays.
-    """
-
-    shown: str = "always"
-    best_first: bool = False
-    rank: int = 0
+    shown: str = "always"  # or where runs differ (`differs`), any has a value (`present`), or --all-columns (`detail`)
+    best_first: bool = False  # sorted in descending order
+    rank: int = 0  # where the terminal is too narrow, columns of the highest rank are hidden first; 0 stays
 
 
 def _gib(value: float) -> str:

@@ -169,18 +169,13 @@ class Plot:
 
 @dataclass(frozen=True)
 class Row:
-    """A bar with its texts left and right above it.
-
-    Attributes:
-        limit: where an upright line stands; nan for none.
-        error: length of an error bar to each side.
-    """
+    """A bar with its texts left and right above it."""
 
     label: str
     text: str
     value: float
-    limit: float = math.nan
-    error: float = 0.0
+    limit: float = math.nan  # where an upright line stands
+    error: float = 0.0  # length of an error bar to each side
 
 
 def _all_figures(runs: Sequence[Run]) -> list[tuple[Plot, str]]:

@@ -34,22 +34,15 @@ def find(value: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """A record, where it was read, and what follows from it. Unknown values are None.
-
-    Attributes:
-        weight_quantize: from a log's name, which does not have the bits.
-        number: row in the table, from 1.
-        options: `SPEED_OPTIONS` in which the runs of the report differ.
-        work: model, batch and lengths, as far as the runs of the report differ in them.
-    """
+    """A record, where it was read, and what follows from it. Unknown values are None."""
 
     record: Record
     file: str | None = None
     folder: str | None = None
-    weight_quantize: bool | None = None
-    number: int = 0
-    options: str = ""
-    work: str = ""
+    weight_quantize: bool | None = None  # from a log's name, which does not have the bits
+    number: int = 0  # row in the table, from 1
+    options: str = ""  # `SPEED_OPTIONS` in which the runs of the report differ
+    work: str = ""  # model, batch and lengths, as far as the runs of the report differ in them
 
     @classmethod
     def read(cls, data: Mapping[str, Any], file: str | None = None, folder: str | None = None) -> Run:

@@ -178,23 +178,14 @@ PIPED_WIDTH = 100  # of a table if stdout is not a terminal
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, from which reading, printing and sorting follow.
+    """A column of a table, from which reading, printing and sorting follow."""
 
-    Attributes:
-        name: key of a row, and the name in csv and json.
-        header: what people read above it, with the unit.
-        show: text of a value in SI units.
-        dtype: Int64, Float64, boolean or string; numbers are right-aligned.
-        of: value of a row that is no mapping; None looks `name` up.
-        whole: texts are not folded where a terminal is too narrow for the table.
-    """
-
-    name: str
-    header: str
-    show: Callable[[Any], str] = one_line
-    dtype: str = "Float64"
-    of: Callable[[Any], Any] | None = None
-    whole: bool = False
+    name: str  # key of a row, and the name in csv and json
+    header: str  # for people, with the unit
+    show: Callable[[Any], str] = one_line  # text of a value in SI units
+    dtype: str = "Float64"  # Int64, Float64, boolean or string; numbers are right-aligned
+    of: Callable[[Any], Any] | None = None  # value of a row that is no mapping; None looks `name` up
+    whole: bool = False  # texts are not folded where a terminal is too narrow for the table
 
     @property
     def numeric(self) -> bool:

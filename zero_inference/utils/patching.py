@@ -15,15 +15,11 @@ _sharing = threading.RLock()  # the garbage collector may unload a model in any 
 
 
 class SharedPatch:
-    """A replacement for an entry of a table, which all users share.
-
-    Attributes:
-        before: the replaced value; None if there was no entry.
-        users: `Patches` that are not closed.
-    """
+    """A replacement for an entry of a table, which all users share."""
 
     def __init__(self, before: Any):
-        self.before, self.users = before, 0
+        self.before = before  # the replaced value; None if there was no entry
+        self.users = 0  # `Patches` that are not closed
 
 
 Shared = TypeVar("Shared", bound=SharedPatch)

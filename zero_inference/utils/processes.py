@@ -143,16 +143,11 @@ ERROR_LINE = re.compile(r"(?i:([\w.]+: )?error: )|[\w.]*(Error|Exception): *\S")
 
 @dataclass(frozen=True)
 class ChildRun:
-    """The outcome of a child run.
+    """The outcome of a child run."""
 
-    Attributes:
-        code: exit code, negative after a signal; None after a timeout.
-        record: the record it wrote; None without one, or if it contradicts the exit code.
-    """
-
-    code: int | None
+    code: int | None  # negative after a signal; None after a timeout
     output: Path
-    record: Record | None = None
+    record: Record | None = None  # None without one, or if it contradicts the exit code
 
     def read_output(self) -> str:
         return self.output.read_text(errors="replace")
@@ -318,11 +313,7 @@ def defer_signals() -> Iterator[None]:
 
 
 def run_command(options: Sequence[str], launched_ranks: int | None = None) -> str:
-    """Return the shell command that runs with `options` in the current folder.
-
-    Args:
-        launched_ranks: number of ranks for the deepspeed launcher; None starts a single process without a launcher.
-    """
+    """Return the shell command that runs with `options` in the current folder; `launched_ranks` are of the deepspeed launcher."""
     in_clone = Path(SCRIPT).is_file()
     if launched_ranks is None:
         words = ["python", SCRIPT] if in_clone else ["zero-inference", "run"]

@@ -22,11 +22,7 @@ SLOW_IMPORT_S = 2.0
 
 
 class Progress:
-    """The progress output of a command. Only the first rank enables it.
-
-    Args:
-        clock: seconds, as time.monotonic.
-    """
+    """The progress output of a command. Only the first rank enables it."""
 
     def __init__(self, enabled: bool, clock: Callable[[], float] = time.monotonic):
         self.enabled, self.clock = enabled, clock
@@ -117,11 +113,7 @@ class Progress:
 
 
 class Task:
-    """A long piece of work: how far it is, and how long it still takes. See `Progress.task`.
-
-    Attributes:
-        done: units that are finished.
-    """
+    """A long piece of work: how far it is, and how long it still takes. See `Progress.task`."""
 
     def __init__(self, progress: Progress, name: str, total: float | None, after_s: float | None = None):
         self.progress, self.name, self.total, self.done = progress, name, total, 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -52,11 +51,7 @@ class Ranks:
         return sum(self.gather_objects(value))
 
     def free_device_bytes(self, agreed: bool = False) -> int | None:
-        """Return the free memory of this rank's device; None for a CPU.
-
-        Args:
-            agreed: return the minimum over all ranks; a collective, for decisions that must be equal on all.
-        """
+        """Return the free memory of this rank's device; None for a CPU. `agreed` is the minimum over all ranks, by a collective."""
         if self.device.type != "cuda":
             return None
         free = torch.cuda.mem_get_info(self.device)[0]
@@ -84,10 +79,7 @@ class Ranks:
 
 
 def detect_ranks(local_rank: int | None = None) -> Ranks:
-    """Return the ranks by the launcher's environment. Starts nothing.
-
-    Args:
-        local_rank: of `--local_rank`; the environment's LOCAL_RANK overrides it.
+    """Return the ranks by the launcher's environment, whose LOCAL_RANK overrides `local_rank`. Starts nothing.
 
     Raises:
         UsageError: the values contradict each other.
@@ -175,12 +167,7 @@ def hold_process_group(ranks: Ranks) -> Callable[[], None]:
     if dist.is_initialized() and not _users:
         _users += 1  # the caller's, which stays
     start_process_group(ranks)
-    _users += 1
-
-    @functools.cache  # a second call does nothing
-    def release() -> None:
-        global _users
-        _users -= 1
-        stop_process_group()
-
-    return release
+    releases = contextlib.ExitStack()  # so that a second call does nothing
+    releases.callback(stop_process_group)
+    releases.enter_context(keep_process_group())
+    return releases.close

@@ -80,22 +80,17 @@ class ExpertCounts(NamedTuple):
 
 @dataclass
 class Transfers:
-    """Bytes moved so far by this rank; the code that moves them adds to the counters.
-
-    Attributes:
-        cpu_bytes: bytes of weights, keys and values that the CPU read from host memory.
-        cores_counts: returns the bytes that only the CPU backend can count: experts that tokens chose.
-        cores_busy_s: returns the seconds that the CPU has computed; None without a CPU backend, or if another rank counts.
-        expert_counts: returns the totals of the expert cache; None without one.
-    """
+    """Bytes moved so far by this rank; the code that moves them adds to the counters."""
 
     host_to_device_bytes: int = 0
     device_to_host_bytes: int = 0
     disk_read_bytes: int = 0
-    cpu_bytes: int = 0
-    cores_counts: Callable[[], int] | None = None
-    cores_busy_s: Callable[[], float] | None = None
-    expert_counts: Callable[[], ExpertCounts] | None = None
+    cpu_bytes: int = 0  # of weights, keys and values that the CPU read from host memory
+    cores_counts: Callable[[], int] | None = (
+        None  # bytes that only the CPU backend can count: experts that tokens chose
+    )
+    cores_busy_s: Callable[[], float] | None = None  # of the CPU backend; None without one, or if another rank counts
+    expert_counts: Callable[[], ExpertCounts] | None = None  # totals of the expert cache; None without one
 
     def snapshot(self) -> tuple[int, int, int, int]:
         """Return bytes so far: host to device, device to host, read from disk, read by the CPU."""

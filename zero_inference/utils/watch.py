@@ -36,11 +36,7 @@ STORE = -1  # beside the ranks: the process that holds the store
 class PeerWatch:
     """Watches the other ranks of a run and its launchers, from `start` to `stop`.
 
-    Args:
-        report: called with the reason before the process ends, to write a record and remove files; its result is printed.
-
-    Attributes:
-        store: this run's key-value store, None with one rank.
+    `report` is called with the reason before the process ends, to write a record and remove files; its result is printed.
     """
 
     def __init__(self, ranks: Ranks, report: Callable[[str], str]):
