@@ -31,6 +31,8 @@ START_S = 30.0  # for the sandbox and the interpreter
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin")
 DEVICES = ("null", "zero", "random", "urandom")
 NOBODY = "65534"  # user and group inside
+# By RLIMIT_* name. A core limit of 1 byte, unlike 0, keeps the kernel from starting the core dump handler.
+FIXED_LIMITS = {"NPROC": 0, "CORE": 1, "NOFILE": 64, "MEMLOCK": 0, "MSGQUEUE": 0}
 
 # System calls that reach what namespaces and resource limits do not cover: AUDIT_ARCH_*, then the numbers. One process without threads:
 # fork, vfork, clone, clone3 (RLIMIT_NPROC does not hold for root); further namespaces: unshare, setns; memory outside RLIMIT_AS: shmget,
@@ -84,11 +86,6 @@ class Limits:
     file_bytes: int = 16 << 20
     disk_bytes: int = 32 << 20
     output_bytes: int = 64 << 10
-
-    def resource_limits(self) -> dict[str, int]:
-        """Return RLIMIT_* name -> value. A core limit of 1 byte, unlike 0, keeps the kernel from starting the core dump handler."""
-        limits = {"CPU": self.cpu_s, "AS": self.memory_bytes, "FSIZE": self.file_bytes}
-        return limits | {"NPROC": 0, "CORE": 1, "NOFILE": 64, "MEMLOCK": 0, "MSGQUEUE": 0}
 
 
 @dataclass(frozen=True)
@@ -175,63 +172,57 @@ def _run(source: str, limits: Limits, isolated: bool) -> Outcome:
     secret = secrets.token_hex(16)
     result_out, result_in = os.pipe()  # "+" when the program starts, the secret when it has ended
     os.set_blocking(result_out, False)
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="zero-inference-") as folder,
-            tempfile.TemporaryFile() as task,
-            tempfile.TemporaryFile() as output,
-            tempfile.TemporaryFile() as call_filter,
-        ):
-            settings = {
-                "source": source,
-                "secret": secret,
-                "result_fd": result_in,
-                "paths": _package_folders(),
-                "limits": limits.resource_limits(),
-                "die_with_parent": not isolated,
-            }
-            task.write(json.dumps(settings).encode())
-            task.seek(0)
-            command = [_interpreter(), "-I", "-S", "-B", "-c", _DRIVER]
-            if isolated:
-                call_filter.write(_call_filter())
-                call_filter.seek(0)
-                command = [*_bwrap_command(limits, call_filter.fileno()), *command]
-            process = subprocess.Popen(
-                command,
-                stdin=task,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(result_in, call_filter.fileno()),
-                env={},
-                cwd=folder,
-                start_new_session=True,
-            )
-            os.close(result_in)
-            result_in = -1
-            status = None
-            try:
-                started = select.select([result_out], [], [], START_S)[0] and os.read(result_out, 1) == b"+"
-                if started:
-                    status = process.wait(limits.wall_s)
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # bwrap, and with it everything inside
-                process.wait()
-            output.seek(0)
-            data = output.read(limits.output_bytes + 1)
-            text = data[: limits.output_bytes].decode(errors="replace")
-            if not started:
-                raise IsolationError(text.strip()[-200:] or f"the interpreter did not start within {START_S:g} s")
-            finished = b""
-            with contextlib.suppress(BlockingIOError):
-                finished = os.read(result_out, 4096)
-    finally:
-        os.close(result_out)
-        if result_in >= 0:
-            os.close(result_in)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, result_out)
+        closing = stack.enter_context(contextlib.ExitStack())  # of our copy of what the program writes to
+        closing.callback(os.close, result_in)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-inference-"))
+        task, output, call_filter = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        settings = {
+            "source": source,
+            "secret": secret,
+            "result_fd": result_in,
+            "paths": _package_folders(),
+            "limits": {"CPU": limits.cpu_s, "AS": limits.memory_bytes, "FSIZE": limits.file_bytes, **FIXED_LIMITS},
+            "die_with_parent": not isolated,
+        }
+        task.write(json.dumps(settings).encode())
+        task.seek(0)
+        command = [_interpreter(), "-I", "-S", "-B", "-c", _DRIVER]
+        if isolated:
+            call_filter.write(_call_filter())
+            call_filter.seek(0)
+            command = [*_bwrap_command(limits, call_filter.fileno()), *command]
+        process = subprocess.Popen(
+            command,
+            stdin=task,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(result_in, call_filter.fileno()),
+            env={},
+            cwd=folder,
+            start_new_session=True,
+        )
+        closing.close()
+        status = None
+        try:
+            started = select.select([result_out], [], [], START_S)[0] and os.read(result_out, 1) == b"+"
+            if started:
+                status = process.wait(limits.wall_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # bwrap, and with it everything inside
+            process.wait()
+        output.seek(0)
+        data = output.read(limits.output_bytes + 1)
+        text = data[: limits.output_bytes].decode(errors="replace")
+        if not started:
+            raise IsolationError(text.strip()[-200:] or f"the interpreter did not start within {START_S:g} s")
+        finished = b""
+        with contextlib.suppress(BlockingIOError):
+            finished = os.read(result_out, 4096)
     if status is None:
         return Outcome(False, f"still running after {limits.wall_s:g} s", text)
     if len(data) > limits.output_bytes:
@@ -261,10 +252,10 @@ def _bwrap_command(limits: Limits, filter_fd: int) -> list[str]:
         command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     has_size = _has_tmpfs_size()
     command += [*(["--size", str(limits.disk_bytes)] if has_size else []), "--tmpfs", "/tmp"]
-    hidden = _hidden_homes()
+    hidden, python_paths = _homes_and_python()
     for home in hidden:
         command += ["--tmpfs", home]
-    for path in _python_paths(hidden):
+    for path in python_paths:
         command += ["--ro-bind", path, path]
     for path in [*hidden, "/", *([] if has_size else ["/tmp"])]:
         command += ["--remount-ro", path]
@@ -277,40 +268,32 @@ def _has_tmpfs_size() -> bool:
     return "--size" in subprocess.run(["bwrap", "--help"], capture_output=True, text=True).stdout
 
 
-def _homes() -> set[Path]:
-    homes = {os.path.expanduser("~")}
+def _homes_and_python() -> tuple[list[str], list[str]]:
+    """Return the home folders, to be hidden, and the paths of the interpreter, its libraries and packages that SYSTEM does not show.
+
+    Not hidden is a home that holds the system's folders or /tmp; not shown is a home or its parent.
+    """
+    names = {os.path.expanduser("~")}
     with contextlib.suppress(KeyError):  # a user of a container without an account
-        homes.add(pwd.getpwuid(os.getuid()).pw_dir)
-    return {Path(home).resolve() for home in homes}
-
-
-def _hidden_homes() -> list[str]:
-    """Return the home folders, which are empty in the sandbox; not one that holds the system's folders or /tmp."""
-    return sorted(
-        str(home)
-        for home in _homes()
-        if home.is_dir() and not any(Path(path).is_relative_to(home) for path in (*SYSTEM, "/tmp"))
-    )
-
-
-def _python_paths(hidden: list[str]) -> list[str]:
-    """Return the interpreter, its libraries and packages as far as SYSTEM does not show them; never a home folder or its parent."""
+        names.add(pwd.getpwuid(os.getuid()).pw_dir)
+    homes = {Path(name).resolve() for name in names}
+    hidden = [
+        home
+        for home in sorted(homes)
+        if home.is_dir() and not any(Path(each).is_relative_to(home) for each in (*SYSTEM, "/tmp"))
+    ]
     prefix = os.path.dirname(os.path.dirname(_interpreter()))
     installed = {"installed_base": prefix, "platbase": prefix}
     libraries = [sysconfig.get_path(name, vars=installed) for name in ("stdlib", "platstdlib")]
     paths = {_interpreter(), *libraries, *map(os.path.dirname, libraries), *_package_folders()}
-    paths |= {os.path.realpath(path) for path in paths}
     shown = list(SYSTEM)
-    for path in sorted(path for path in paths if os.path.exists(path)):
-        if not any(home.is_relative_to(path) for home in _homes()) and not _is_shown(Path(path), shown, hidden):
+    for path in sorted(filter(os.path.exists, paths | {os.path.realpath(path) for path in paths})):
+        around = [home for home in hidden if Path(path).is_relative_to(home)]
+        outer = [each for each in shown if Path(path).is_relative_to(each)]
+        is_shown = any(not any(home.is_relative_to(each) for home in around) for each in outer)
+        if not is_shown and not any(home.is_relative_to(path) for home in homes):
             shown.append(path)
-    return shown[len(SYSTEM) :]
-
-
-def _is_shown(path: Path, shown: list[str], hidden: list[str]) -> bool:
-    """Return True if one of `shown` contains `path` with no hidden home in between."""
-    homes = [Path(home) for home in hidden if path.is_relative_to(home)]
-    return any(path.is_relative_to(outer) and not any(home.is_relative_to(outer) for home in homes) for outer in shown)
+    return list(map(str, hidden)), shown[len(SYSTEM) :]
 
 
 def _interpreter() -> str:
