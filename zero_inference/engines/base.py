@@ -42,17 +42,13 @@ MATMUL_WORKSPACE_BYTES = 32 << 20  # PyTorch's cuBLAS workspace on Hopper; small
 
 @dataclass(frozen=True)
 class Job:
-    """A run as an engine sees it, with the sizes that follow from its options.
-
-    Attributes:
-        free_device_bytes: of the rank with the least where ranks are connected; None for a CPU, where the device is host memory.
-    """
+    """A run as an engine sees it, with the sizes that follow from its options."""
 
     config: RunConfig
     spec: ModelSpec
     ranks: Ranks
     empty_model: EmptyModel
-    free_device_bytes: int | None
+    free_device_bytes: int | None  # of the connected rank with the least; None for a CPU, whose device is host memory
     group: Any = None  # result of the engine's `connect`; None where this rank plans alone
     machine: Machine = Machine()
 
@@ -143,30 +139,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank's weights.
-
-    Attributes:
-        gathered: part of `device` that is an upper bound, mostly weights that are there for a moment; the rest is exact.
-        loading: peak host memory while weights are loaded, if known to exceed what stays; includes `device` without a GPU.
-    """
+    """Bytes of one rank's weights."""
 
     device: int = 0
-    gathered: int = 0
+    gathered: int = 0  # part of `device` that is an upper bound, mostly weights that are there for a moment
     host: int = 0
     pinned: int = 0  # part of `host`
     disk: int = 0
-    loading: int = 0
+    loading: int = 0  # peak host memory of loading, if known to exceed what stays; with `device` where there is no GPU
 
 
 class CpuWork(NamedTuple):
-    """Work of the CPU backend in one pass.
+    """Work of the CPU backend in one pass."""
 
-    Attributes:
-        layer_share, expert_share: share (0 to 1) of the bytes of decoder layers without experts, and of experts, that it multiplies.
-    """
-
-    layer_share: float = 0.0
-    expert_share: float = 0.0
+    layer_share: float = 0.0  # share (0 to 1) of the bytes of decoder layers without experts that it multiplies
+    expert_share: float = 0.0  # the same of experts
     wait_s: float = 0.0  # seconds that the device waits for it
 
 

@@ -34,8 +34,7 @@ MAX_BLOCK_POSITIONS = 64  # also the tile of the online softmax (csrc/cpu/attent
 
 
 def window_of(mask: Tensor) -> int:
-    """Return how many of the last positions the new token sees, if `mask` [batch, heads, new, positions] is such a window of one token;
-    else 0."""
+    """Return how many of the last positions one new token sees by `mask` [batch, heads, new, positions]; 0 if it is no such window."""
     if mask.shape[2] != 1:
         return 0
     visible = mask.flatten(0, 2)
@@ -58,16 +57,8 @@ class CpuAttentionCache(PreallocatedCache):
     """Preallocated KV cache in host memory, with attention on the CPU from the second pass on.
 
     Args:
-        max_length: positions to allocate: prompt plus generated tokens.
-        pinned: page-lock the host memory (needs CUDA).
-        asynchronous: write the prompt's keys and values without waiting for them (needs `pinned`).
         attend: computes attention of a layer whose `new_states` are set, as `CpuAttention` does.
-        config, kind, raises: as of `PreallocatedCache`.
-
-    Attributes:
-        pending: the layer whose new keys and values are on their way from `update` to the attention function.
-        masks: the latest masks of the model, each with the result of `mask_on_host`.
-        in_flight: the prompt's keys and values are being copied to the host, on a stream of their own.
+        others, raises: as of `HostKVCache`.
     """
 
     def __init__(
@@ -82,10 +73,10 @@ class CpuAttentionCache(PreallocatedCache):
     ):
         self.max_length, self.pinned, self.asynchronous, self.transfers = max_length, pinned, asynchronous, transfers
         self.attend = attend
-        self.masks: list[tuple[Tensor, int, Tensor | None]] = []
-        self.pending: CpuAttentionLayer | None = None
-        self.write_stream: torch.cuda.Stream | None = None
-        self.in_flight = False
+        self.masks: list[tuple[Tensor, int, Tensor | None]] = []  # the latest, with results of `mask_on_host`
+        self.pending: CpuAttentionLayer | None = None  # its new states are on their way to the attention function
+        self.write_stream: torch.cuda.Stream | None = None  # of prompts
+        self.in_flight = False  # a prompt is being copied to the host
         super().__init__(config, kind)
 
     def new_layer(self) -> PreallocatedLayer:
@@ -130,19 +121,13 @@ class CpuAttentionCache(PreallocatedCache):
 
 
 class CpuAttentionLayer(PreallocatedLayer):
-    """Keys and values of one layer in host memory.
-
-    Attributes:
-        new_states: new keys and values, [batch, kv_heads, new, dim], where the model computes; not in `stored` yet.
-        stored: keys and values, [blocks, batch, kv_heads, positions per block, dim].
-        logits: to be set before the first `attend`.
-    """
+    """Keys and values of one layer in host memory; `stored` are [blocks, batch, kv_heads, positions per block, dim]."""
 
     def __init__(self, cache: CpuAttentionCache, max_length: int):
         super().__init__(max_length)
         self.cache = cache
-        self.logits: LogitOptions | None = None
-        self.new_states: Pair | None = None
+        self.logits: LogitOptions | None = None  # to be set before the first `attend`
+        self.new_states: Pair | None = None  # [batch, kv_heads, new, dim] where the model computes; not in `stored` yet
 
     def allocate(self, *states: Tensor) -> None:
         blocks, positions = blocks_for(self.max_length)

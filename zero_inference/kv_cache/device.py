@@ -109,20 +109,14 @@ def with_state_of(own: Any, ours: T, replaced: tuple[str, ...]) -> T:
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """Keys and values of one layer, allocated at the first tokens for `max_length` positions.
+    """Keys and values of one layer, allocated at the first tokens for `max_length` positions."""
 
-    transformers sees a full-attention layer: sliding windows are in its masks.
-
-    Attributes:
-        stored: memory of keys and values, None before the first tokens.
-    """
-
-    is_sliding = False
+    is_sliding = False  # transformers sees a full-attention layer: sliding windows are in its masks
 
     def __init__(self, max_length: int):
         super().__init__()
         self.max_length, self.length = max_length, 0
-        self.stored: Pair | None = None
+        self.stored: Pair | None = None  # memory; None before the first tokens
         self.dtype: Any = None
         self.device: Any = None
 
@@ -243,12 +237,8 @@ class DeviceKVCache(PreallocatedCache):
     """Keys and values on the device that computes, [batch, heads, max_length, head_dim] per layer.
 
     Args:
-        config: the transformers config.
-        max_length: positions per sequence to allocate.
+        max_length: positions per sequence to allocate; later those of the current generation.
         rows: sequences to allocate for; None: as many as the first tokens have. See `begin`.
-
-    Attributes:
-        max_length: positions per sequence in the current generation.
     """
 
     def __init__(self, config: Any, max_length: int, rows: int | None = None):
@@ -288,18 +278,13 @@ class DeviceKVCache(PreallocatedCache):
 
 
 class _DeviceLayer(PreallocatedLayer):
-    """Keys and values of one layer on the device, `stored` [batch, heads, max_length, head_dim].
-
-    Attributes:
-        memory: that `stored` views, flat; empty before the first tokens.
-        write_position: of the next token while a graph is captured.
-    """
+    """Keys and values of one layer on the device, `stored` [batch, heads, max_length, head_dim]."""
 
     def __init__(self, max_length: int, rows: int | None):
         super().__init__(max_length)
         self.rows, self.planned_length = rows, max_length
-        self.memory: list[Tensor] = []
-        self.write_position: Tensor | None = None
+        self.memory: list[Tensor] = []  # that `stored` views, flat; empty before the first tokens
+        self.write_position: Tensor | None = None  # of the next token while a graph is captured
 
     def allocate(self, *states: Tensor) -> None:
         if not self.memory:  # zeros: a mask hides unfilled positions, but a NaN there would spread

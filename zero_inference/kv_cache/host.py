@@ -59,17 +59,14 @@ class HostKVCache(PreallocatedCache):
 
 
 class _HostLayer(PreallocatedLayer):
-    """Keys and values of one layer in host memory; `stored` are views of `rows`.
+    """Keys and values of one layer in host memory; `stored` are views of `rows` by `sizes`: batch, heads, head_dim of each."""
 
-    Attributes:
-        rows: [positions, elements], all keys of a position and then all values.
-        index: among the layers with keys and values, in the order of their first tokens.
-        sizes: batch, heads, head_dim of keys and of values.
-    """
+    rows: Tensor  # [positions, elements], all keys of a position and then all values
 
     def __init__(self, ring: _DeviceSlots, max_length: int):
         super().__init__(max_length)
-        self.ring, self.index = ring, -1
+        self.ring = ring
+        self.index = -1  # among the layers with keys and values, in the order of their first tokens
 
     def allocate(self, *states: Tensor) -> None:
         self.sizes = tuple((one.shape[0], one.shape[1], one.shape[3]) for one in states)
@@ -95,16 +92,12 @@ class _HostLayer(PreallocatedLayer):
 
 
 class _Slot:
-    """Device memory for the rows of one layer at a time.
-
-    Attributes:
-        filled: event after a layer's rows were copied from host memory.
-        written: event after a prompt's rows were copied to host memory.
-    """
+    """Device memory for the rows of one layer at a time."""
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device):
         self.memory = torch.empty(elements, dtype=dtype, device=device)
-        self.filled, self.written = torch.cuda.Event(), torch.cuda.Event()
+        self.filled = torch.cuda.Event()  # a layer's rows were copied from host memory
+        self.written = torch.cuda.Event()  # a prompt's rows were copied to host memory
         self.views: dict[tuple, tuple[Tensor, Pair]] = {}  # by the sizes of layers
 
     def views_for(self, layer: _HostLayer) -> tuple[Tensor, Pair]:
@@ -120,19 +113,15 @@ class _DeviceSlots:
 
     Args:
         wraps: the last layers of a step prefetch the first ones of the next.
-
-    Attributes:
-        layers: those with keys and values, in the order of computation.
-        filled: by layer index, the slot that its rows are in or being copied to.
     """
 
     def __init__(self, pinned: bool, asynchronous: bool, transfers: Transfers, wraps: bool = True):
         self.wraps = wraps
         self.pinned, self.asynchronous, self.transfers = pinned, asynchronous, transfers
-        self.layers: list[_HostLayer] = []
+        self.layers: list[_HostLayer] = []  # those with keys and values, in the order of computation
         self.slots: list[_Slot] = []
         self.next_slot = 0
-        self.filled: dict[int, _Slot] = {}
+        self.filled: dict[int, _Slot] = {}  # by layer index, the slot that its rows are in or being copied to
         self.fetch_stream: torch.cuda.Stream | None = None
         self.write_stream: torch.cuda.Stream | None = None
 

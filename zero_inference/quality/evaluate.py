@@ -41,28 +41,18 @@ TOP_P = 0.95  # for several samples, as in the Codex paper
 
 @dataclass(frozen=True)
 class QualitySettings:
-    """Settings of all tasks.
+    """Settings of all tasks."""
 
-    Attributes:
-        batch_size: sequences in one forward pass of a rank.
-        samples: programs for each humaneval problem; one is greedy, several are drawn at `temperature`.
-        new_tokens: most tokens of a program.
-        ks: the k of pass@k, none larger than `samples`; () takes those of 1, 10 and 100 that are allowed.
-        window, stride: of perplexity, in tokens; None takes the model's context length (at most 1024) and half the window.
-        limits: of each program.
-        allow_unsafe_code: run programs with `limits` alone where they cannot be isolated.
-    """
-
-    batch_size: int = 1
-    samples: int = 1
+    batch_size: int = 1  # sequences in one forward pass of a rank
+    samples: int = 1  # programs for each humaneval problem; one is greedy, several are drawn at `temperature`
     temperature: float = 0.8
-    new_tokens: int = 512
-    ks: tuple[int, ...] = ()
-    window: int | None = None
-    stride: int | None = None
+    new_tokens: int = 512  # most tokens of a program
+    ks: tuple[int, ...] = ()  # of pass@k, none larger than `samples`; () takes those of 1, 10 and 100 that are allowed
+    window: int | None = None  # of perplexity, in tokens; None takes the model's context length, at most 1024
+    stride: int | None = None  # None takes half the window
     seed: int = 0
-    limits: Limits = Limits()
-    allow_unsafe_code: bool = False
+    limits: Limits = Limits()  # of each program
+    allow_unsafe_code: bool = False  # run programs with `limits` alone where they cannot be isolated
 
     def resolved_ks(self) -> tuple[int, ...]:
         return self.ks or tuple(k for k in DEFAULT_KS if k <= self.samples)
@@ -83,20 +73,15 @@ class Request(NamedTuple):
 
 @dataclass
 class Scoring:
-    """The context of a task.
+    """The context of a task."""
 
-    Attributes:
-        lm: lm-eval's HFLM over the loaded model, from `make_lm`.
-        truncated: sequences so far that were longer than the model's context.
-    """
-
-    lm: Any
+    lm: Any  # lm-eval's HFLM over the loaded model, from `make_lm`
     task: str
     ranks: Ranks
     settings: QualitySettings
     progress: Progress
     shown: Task
-    truncated: int = 0
+    truncated: int = 0  # sequences so far that were longer than the model's context
 
     def over_ranks(self, items: list, score: Callable[[list], list], calls_model: bool = True) -> list:
         """Return a result for each item, on every rank: each scores every n-th, as neighbours often take equally long.
@@ -360,17 +345,9 @@ def build_program(item: dict, completion: str) -> str:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k for one problem: 1 - C(n - c, k) / C(n, k), in whole numbers.
+    """Return the unbiased estimate of pass@k for one problem, of whose `n` samples `c` passed: 1 - C(n - c, k) / C(n, k).
 
-    Source: Chen et al., Evaluating Large Language Models Trained on Code (2021), equation 1.
-
-    Args:
-        n: samples drawn.
-        c: samples that passed, 0 to n.
-        k: samples of which one has to pass, 1 to n.
-
-    Raises:
-        ValueError: c or k out of its range.
+    Source: Chen et al., Evaluating Large Language Models Trained on Code (2021), equation 1. Raises ValueError for c or k out of its range.
     """
     if not 0 <= c <= n:
         raise ValueError(f"c = {c} samples passed of n = {n}: it has to be 0 to n")

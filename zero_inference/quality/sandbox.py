@@ -71,21 +71,14 @@ drive()
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one program.
+    """Limits of one program."""
 
-    Attributes:
-        wall_s: seconds from its first statement to its end; `cpu_s` bounds its CPU time, in whole seconds.
-        memory_bytes: address space.
-        file_bytes: largest file, stdout and stderr included; `disk_bytes` is the size of /tmp, which is in memory.
-        output_bytes: of stdout and stderr together; more is a failure.
-    """
-
-    wall_s: float = 10.0
-    cpu_s: int = 10
-    memory_bytes: int = 1 << 30
-    file_bytes: int = 16 << 20
-    disk_bytes: int = 32 << 20
-    output_bytes: int = 64 << 10
+    wall_s: float = 10.0  # seconds from its first statement to its end
+    cpu_s: int = 10  # whole seconds of CPU time
+    memory_bytes: int = 1 << 30  # address space
+    file_bytes: int = 16 << 20  # largest file, stdout and stderr included
+    disk_bytes: int = 32 << 20  # size of /tmp, which is in memory
+    output_bytes: int = 64 << 10  # of stdout and stderr together; more is a failure
 
 
 @dataclass(frozen=True)

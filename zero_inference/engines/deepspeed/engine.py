@@ -58,12 +58,7 @@ from zero_inference.utils.timing import Transfers
 
 @dataclass(frozen=True)
 class DeepSpeedPlan(EnginePlan):
-    """
-    Attributes:
-        ds_config: the resolved configuration; its `nvme_path` is the offload folder, not yet this process' subfolder.
-    """
-
-    ds_config: dict[str, Any]
+    ds_config: dict[str, Any]  # as resolved; `nvme_path` is the offload folder, not yet this process' subfolder
     settings: dict | None  # of quantization; None for 16 bits
     stored: dict[str, StoredWeight]  # by name of the parameter
     memory: WeightMemory
@@ -232,8 +227,7 @@ def compile_dequantization(ranks: Ranks, say: Callable[[str], None]) -> None:
 def _prepare_environment(verbose: int, ranks: Ranks | None) -> None:
     """Set DeepSpeed's log level, build folder, and GPU architectures (it cannot parse names such as 9.0a).
 
-    Args:
-        ranks: of this machine; None if the plan is for another one, where nothing is built.
+    `ranks` is None in plans for another machine, for which nothing is built.
     """
     device = ranks.device if ranks is not None else torch.device("cpu")
     os.environ.setdefault("DS_ACCELERATOR", device.type)
@@ -249,20 +243,12 @@ def _prepare_environment(verbose: int, ranks: Ranks | None) -> None:
 
 
 class ParameterStore:
-    """Quantizes parameters on the device one by one and partitions them under ZeRO-3; counts the bytes that ZeRO-3 then fetches.
-
-    Args:
-        context: DeepSpeed's `zero.Init`.
-
-    Attributes:
-        transfers: byte counters, updated in each pass after `count_transfers`.
-        weight_bytes: parameters so far, as stored, over all ranks.
-    """
+    """Quantizes parameters on the device one by one and partitions them under ZeRO-3; counts the bytes that ZeRO-3 then fetches."""
 
     def __init__(self, context, plan: DeepSpeedPlan):
-        self.context, self.plan = context, plan
-        self.transfers = Transfers()
-        self.weight_bytes = 0
+        self.context, self.plan = context, plan  # the context is DeepSpeed's `zero.Init`
+        self.transfers = Transfers()  # updated in each pass after `count_transfers`
+        self.weight_bytes = 0  # parameters so far, as stored, over all ranks
         self.swapper = context.param_swapper if offload_device(plan.ds_config) == "nvme" else None
         if self.swapper is not None:
             _make_swapper_safe(self.swapper)
@@ -307,9 +293,9 @@ class ParameterStore:
 
     def count_transfers(self, model) -> None:
         """Count bytes where ZeRO-3 fetches: host partitions at a gather, NVMe partitions at a swap-in."""
-        transfers, swapper = self.transfers, self.swapper
         if offload_device(self.plan.ds_config) == "none":
             return
+        transfers, swapper = self.transfers, self.swapper
 
         def counted(gather):
             def call(params, *args, **kwargs):

@@ -49,11 +49,7 @@ class StoredWeight(NamedTuple):
 
 
 def stored_weights(model: nn.Module, settings: dict | None, dtype: torch.dtype) -> list[StoredWeight]:
-    """Return the parameters of a (meta) model in the order in which they are loaded.
-
-    Args:
-        settings: of quantization; None for 16 bits.
-    """
+    """Return the parameters of a (meta) model in the order in which they are loaded; `settings` of quantization are None for 16 bits."""
     quantized = choose_quantized(model, settings, dtype) if settings else set()
     layer_of = {id(p): index for index, layer in enumerate(decoder_layers(model)[1]) for p in layer.parameters()}
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -233,17 +229,10 @@ class ModulePeak(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightMemory:
-    """
-    Attributes:
-        locations: by name of a parameter, from `locate`.
-        fetched_parameters: parameters that a step gathers, counted once for each use: offloaded ones, or without offload those that are
-            sharded.
-    """
-
-    locations: dict[str, str]
+    locations: dict[str, str]  # by name of a parameter, from `locate`
     stored_bytes: int  # all ranks' weights
     fetched_bytes: dict[str, int]  # by location, counted once for each module that uses a weight
-    fetched_parameters: int
+    fetched_parameters: int  # that a step gathers, once for each use: offloaded ones, or without offload sharded ones
     peaks: tuple[ModulePeak, ...]  # for each module of a pass, in order
     footprint: Footprint
 
@@ -361,31 +350,23 @@ def simulate_fetches(modules: list[list[StoredWeight]], zero: dict[str, Any]) ->
         modules: the parameters of each module in turn, without persistent ones.
     """
     queue = deque((index, weight) for index, module in enumerate(modules) for weight in module)
-    live_bytes: dict[int, int] = {}  # by id of the parameter
-    last_use: dict[int, int] = {}  # index of the last module that a parameter was prefetched for
-    live_numel, found = 0, []
-
-    def gather(weight: StoredWeight) -> int:
-        """Return the elements that become live."""
-        if id(weight.parameter) in live_bytes:
-            return 0
-        live_bytes[id(weight.parameter)] = weight.nbytes
-        return weight.numel
-
+    live: dict[str, StoredWeight] = {}
+    last_use: dict[str, int] = {}  # index of the last module that a parameter was prefetched for
+    found = []
     for index, module in enumerate(modules):
-        live_numel += sum(gather(weight) for weight in module)
+        live |= {weight.name: weight for weight in module}
         while queue and queue[0][0] <= index:
             queue.popleft()
+        live_numel = sum(weight.numel for weight in live.values())
         limit = min(zero["stage3_max_live_parameters"] - live_numel, zero["stage3_prefetch_bucket_size"])
         prefetched = 0
         while queue and prefetched < limit:
             used_at, weight = queue.popleft()
-            last_use[id(weight.parameter)] = used_at
-            prefetched += gather(weight)
-        live_numel += prefetched
-        found.append(sum(live_bytes.values()))
+            last_use[weight.name] = used_at
+            prefetched += weight.numel * (weight.name not in live)
+            live[weight.name] = weight
+        found.append(sum(weight.nbytes for weight in live.values()))
         for weight in module:
-            key = id(weight.parameter)
-            if last_use.get(key, index) <= index and live_bytes.pop(key, None) is not None:
-                live_numel -= weight.numel
+            if last_use.get(weight.name, index) <= index:
+                live.pop(weight.name, None)
     return found
