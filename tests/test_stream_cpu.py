@@ -321,8 +321,9 @@ def test_a_model_may_write_what_stays_on_the_device(read_otherwise):
         with torch.no_grad():
             found = model(ids.to(model.device), use_cache=False).logits.cpu()
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
-        with pytest.raises(UsageError, match="cannot be changed"):
+        with pytest.raises(UsageError, match="cannot be changed"), torch.no_grad():
             model.rwkv.blocks[0].attention.key.weight.mul_(2)
+            model(ids.to(model.device), use_cache=False)
 
 
 class Twice(LlamaDecoderLayer):

@@ -10,9 +10,9 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,46 +41,162 @@ MAX_LENGTH = 2048  # tokens of a sequence without `max_length`
 APPENDING_MODES = ("greedy_search", "sample")  # modes of generation that only append to keys and values
 SUPPORTED_ADAPTERS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding")
 OWN_HOOKS = ("transformers.", "zero_inference.")  # packages whose hooks change no results
+ENGINES = ("zero_inference.", "deepspeed.", "accelerate.")  # packages whose code places weights
 CANNOT_MOVE = "the engine has placed the weights, and they cannot be moved or cast: load the model again."
 _DEEPSPEED_LOCK = threading.RLock()  # DeepSpeed has one stack of running modules for the whole process
 _of_parent: list[_State] = []  # in a forked child: the parent's models, whose release would free what the parent uses
 
 
-class ModuleGuard:
-    """Notices modules of a loaded model that were replaced, wrapped or hooked, and weights that were changed.
+def load_model(config: RunConfig, max_length: int | None, scoring: bool) -> Any:
+    """Plan, load and return a PlacedModel; see `zero_inference.load`."""
+    releases, progress = ExitStack(), Progress(enabled=config.verbose > 0)
+    with preserve_process_state(config.verbose), contextlib.closing(progress):
+        plan = _plan(config, max_length, scoring, progress)
+        garbage.resume_collections()
+        try:
+            if plan.job.config.engine == "deepspeed":
+                releases.callback(hold_process_group(plan.job.ranks))
+            loaded, _, compare = releases.enter_context(loaded_model(plan, progress))
+            compare()
+            return _make_usable(plan, loaded, releases)
+        except BaseException as error:
+            releases.close()
+            free_memory()
+            if isinstance(error, Exception) and not isinstance(error, (UsageError, RunError)):
+                raise RunError(explain_failure(error, plan.job.config, plan.job.ranks)) from error
+            raise
 
-    Engines compute some blocks without calling the modules inside: on CPU workers, several products at once, or in CUDA graphs.
 
-    Args:
-        frozen: weights may not change, other than `writable`.
-        on_change: called with the modules inside which the engine has to call every module from now on.
+def _plan(config: RunConfig, max_length: int | None, scoring: bool, progress: Progress) -> Plan:
+    machine, ranks = Machine(), detect_ranks()
+    if ranks.world_size > 1:
+        raise UsageError(
+            f"zero_inference.load() works in one process, and {ranks.world_size} were started: start one without a launcher."
+        )
+    check_launch(config, ranks, machine)
+    spec = resolve_model(config, ranks.device.type)
+    if max_length is None:
+        max_length = min(MAX_LENGTH, spec.max_positions or MAX_LENGTH)
+    elif spec.max_positions is not None and max_length > spec.max_positions:
+        raise UsageError(f"max_length={max_length}: {spec.name} has {spec.max_positions} positions; use at most that.")
+    if max_length < 2:
+        raise UsageError(f"max_length={max_length}: a sequence is a prompt and at least one new token; use 2 or more.")
+    # a prompt as long as a sequence may be, as a prefill's memory grows with it
+    config = replace(config, prompt_len=max_length - 1, gen_len=1).validate()
+    check_model(config, spec)
+    config, _, empty_model = choose(config, spec, ranks, machine, progress.say)
+    if not spec.dummy:
+        spec.checkpoint_folder()  # fetched now: time on the network is not time to load
+    job = build_job(config, spec, ranks, empty_model=empty_model)
+    if job.free_device_bytes is not None and scoring:
+        # logits [rows, length, vocabulary], two float32 copies of them that a log-softmax makes, and the KV cache, which a plain call fills
+        logits = config.batch_size * config.positions * spec.text_config.vocab_size * (spec.dtype.itemsize + 8)
+        kv_bytes = job.state_bytes() + (0 if config.kv_offload else job.kv_bytes())
+        job = replace(job, free_device_bytes=max(0, job.free_device_bytes - logits - kv_bytes))
+    plan = make_plan(job)
+    plan.check()
+    check_memory(plan)
+    return plan
+
+
+def _make_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
+    """Make the loaded transformers model a PlacedModel: a subclass of its class, with checks, a lock, a tokenizer and a placement."""
+    from transformers import GenerationConfig
+
+    model, config, spec = loaded.model, plan.job.config, plan.job.spec
+    disable_cudnn_attention()
+    folder = spec.snapshot.fetch_tokenizer() if spec.snapshot else spec.folder
+    if not spec.dummy and folder is not None and Path(folder, "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    else:
+        model.generation_config = GenerationConfig.from_model_config(spec.config)
+    model.tokenizer = load_tokenizer(spec)
+    if model.tokenizer is not None:
+        model.tokenizer.padding_side = "left"
+        if model.tokenizer.pad_token is None:
+            model.tokenizer.pad_token = model.tokenizer.eos_token
+    model.max_length = config.positions
+    model.placement = [
+        f"engine {config.engine}, {config.quant_bits} bits: weights {plan.weights.describe_location()}",
+        *plan.weights.in_words(),
+        f"memory for {config.batch_size} x {config.positions} tokens; keys and values "
+        f"{'in host memory' if config.kv_offload else 'where the model computes'}",
+    ]
+    kind = type(model)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # transformers looks these up
+    model.__class__ = type(kind.__name__, (PlacedModel, kind), names)
+    state = model._state = _State(plan.job, loaded, releases)
+    patches, original = releases.enter_context(Patches()), model.forward
+
+    @functools.wraps(original)  # generate looks at its arguments
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        """The same as `model(...)`, for wrappers that call `model.forward(...)`: with hooks, checks and the lock."""
+        if state.forward_thread == threading.get_ident():
+            return original(*args, **kwargs)
+        return model(*args, **kwargs)
+
+    patches.set_attr(model, "forward", forward)
+    # before the engine's own hook, which begins a pass
+    patches.add_hooks(model.register_forward_pre_hook(state.pre_forward, with_kwargs=True, prepend=True))
+    LOADED.add(model)
+    return model
+
+
+class _State:
+    """The engine, lock and KV cache of a loaded model, and what its modules and weights were: changed ones are noticed before each call.
+
+    Engines compute some blocks without calling the modules inside: on CPU workers, several products at once, or in CUDA graphs. They are
+    told in which modules others were replaced, wrapped or hooked since, and call each module there from then on.
+
+    Attributes:
+        job: as planned, for `batch_size` sequences of `positions` tokens.
+        releases: closes the engine, then releases the process group.
+        forward_thread: the thread that holds the lock, while it is in the model's own forward.
+        cache: of the last generation; the next one reuses its memory.
+        frozen: weights may not change, other than those that the model itself writes.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        frozen: bool,
-        on_change: Callable[[set[torch.nn.Module]], None],
-        writable: Sequence[torch.nn.Parameter] = (),
-    ):
-        modules = list(model.modules())
-        self.model, self.frozen, self.on_change, self.known = model, frozen, on_change, set(modules)
+    def __init__(self, job: Job, loaded: LoadedModel, releases: ExitStack):
+        self.job, self.config, self.loaded, self.releases = job, job.config, loaded, releases
+        self.lock = _DEEPSPEED_LOCK if job.config.engine == "deepspeed" else threading.RLock()
+        self.pid, self.calling, self.forward_thread = os.getpid(), False, 0
+        self.cache: Any = None
+        self.cache_rows = 0
+        self.preallocated = loaded.preallocated_cache and supports_preallocated(loaded.model)
+        self.frozen = job.config.engine != "resident"
+        modules = list(loaded.model.modules())
+        self.modules = set(modules)
         self.children = [(m, m._modules, name, child) for m in modules for name, child in m._modules.items()]
-        hooked = [(m, hooks) for m in modules if m is not model for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        hooked = [(m, hooks) for m in modules[1:] for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self.hooks = [(m, hooks, set(hooks)) for m, hooks in hooked]
-        self.reported: set[torch.nn.Module] = set()
+        self.changed_modules: set[nn.Module] = set()
         self.adapters: list[Any] = []
         self.versions: dict[int, int] = {}  # by id; accelerate makes new parameters in each pass
-        free = set(map(id, writable))
-        named = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items()] if frozen else []
+        free = set(map(id, loaded.writable))
+        named = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items()] if self.frozen else []
         self.parameters = [(holder, name) for holder, name, p in named if p is not None and id(p) not in free]
         for holder, name in self.parameters:
             parameter = dict.__getitem__(holder, name)  # DeepSpeed's [] fetches it
-            freeze(parameter)
+            parameter.__class__ = FrozenParameter
             self.versions[id(parameter)] = parameter._version
 
-    def check(self) -> None:
-        """Report modules that were changed since the last call to the engine; called before each call.
+    @contextlib.contextmanager
+    def call(self, model: Any) -> Iterator[None]:
+        """Let one thread at a time call the model, after `check_changes`."""
+        with self.lock:
+            outermost, self.calling = not self.calling, True
+            try:
+                if outermost:
+                    _state_of(model)  # another thread may have unloaded it
+                    self.check_changes()
+                # a backward pass would miss weights that have left the device
+                with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+                    yield
+            finally:
+                self.calling = not outermost
+
+    def check_changes(self) -> None:
+        """Report modules that were changed since the last call to the engine.
         Raises UsageError: weights were changed or replaced, or an adapter cannot be computed with them."""
         for holder, name in self.parameters:
             parameter = dict.get(holder, name)
@@ -94,67 +210,15 @@ class ModuleGuard:
                 origins = [getattr(hook, "__module__", None) or "" for key, hook in hooks.items() if key not in own]
                 if not all(origin.startswith(OWN_HOOKS) for origin in origins):
                     new.add(module)
-        changed = not new <= self.reported
+        changed = not new <= self.changed_modules
         if self.frozen and changed:
-            added = set(self.model.modules()) - self.known
+            added = set(self.loaded.model.modules()) - self.modules
             self.adapters = [m for m in added if type(m).__module__.startswith("peft.")]
         for adapter in self.adapters:
             _refuse_other_adapters(adapter)
         if changed:
-            self.on_change(new)
-            self.reported |= new
-
-
-def _refuse_other_adapters(module: Any) -> None:
-    """Raise UsageError for a module of PEFT that needs more of its base layer than its product."""
-    kind, reason = f"{type(module).__module__}.{type(module).__qualname__}", None
-    if hasattr(module, "base_layer"):
-        variants = getattr(module, "lora_variant", None)
-        if kind not in SUPPORTED_ADAPTERS or variants:
-            reason = f"adapter {kind}{' with a variant' if variants else ''}: LoRA on linear modules and embeddings works here"
-        elif any(p.is_meta for name, p in module.named_parameters() if not name.startswith("base_layer.")):
-            reason = "this adapter's weights were lost on the meta device, where accelerate has the model's"
-    elif hasattr(module, "original_module"):
-        reason = "this adapter replaces whole modules (modules_to_save), and their weights are the engine's"
-    if reason is not None:
-        raise UsageError(
-            f"{reason}; merge the adapter into the plain model (merge_and_unload), save that, and load it, or use engine='resident'."
-        )
-
-
-@dataclass
-class _State:
-    """The engine, KV cache, guard and lock of a loaded model."""
-
-    job: Job  # as planned, for `batch_size` sequences of `positions` tokens
-    loaded: LoadedModel
-    releases: ExitStack  # closes the engine, then releases the process group
-    guard: ModuleGuard
-    lock: Any = field(default_factory=threading.RLock)  # held by the thread that calls the model
-    pid: int = field(default_factory=os.getpid)  # the process that loaded the model
-    calling: bool = False  # whether the thread that holds the lock is in a call
-    forward_thread: int = 0  # that thread, while it is in the model's own forward
-    cache: Any = None  # of the last generation; the next one reuses its memory
-    cache_rows: int = 0
-
-    def __post_init__(self) -> None:
-        self.config = self.job.config
-        self.preallocated = self.loaded.preallocated_cache and supports_preallocated(self.loaded.model)
-
-    @contextlib.contextmanager
-    def call(self, model: Any) -> Iterator[None]:
-        """Let one thread at a time call the model, after `guard.check`."""
-        with self.lock:
-            outermost, self.calling = not self.calling, True
-            try:
-                if outermost:
-                    _state_of(model)  # another thread may have unloaded it
-                    self.guard.check()
-                # a backward pass would miss weights that have left the device
-                with torch.set_grad_enabled(torch.is_grad_enabled() and not self.guard.frozen):
-                    yield
-            finally:
-                self.calling = not outermost
+            self.loaded.modules_changed(new)
+            self.changed_modules |= new
 
     def check_size(self, rows: int, length: int) -> None:
         """Raise UsageError if `rows` sequences of `length` tokens exceed the planned memory."""
@@ -210,7 +274,7 @@ class _State:
             cache = self._next_cache(rows, returned=merged.return_dict_in_generate is True)
             if cache is not None:
                 call["past_key_values"] = cache
-        return {name: _to_device(value, self.loaded.device) for name, value in call.items()}
+        return {name: self._to_device(value) for name, value in call.items()}
 
     def _next_cache(self, rows: int, returned: bool) -> Any:
         """Return an empty cache for `rows` sequences, not used again if it is `returned` to the caller; None for transformers' own."""
@@ -239,121 +303,38 @@ class _State:
         inputs = _first_batch((*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")))
         if inputs is None:
             return None
-        cache, device = kwargs.get("past_key_values"), self.loaded.device
+        cache = kwargs.get("past_key_values")
         past = cache.get_seq_length() if cache is not None else 0
         self.check_size(inputs.shape[0], past + inputs.shape[1])
         if not past and self.loaded.timeline is not None:
             self.loaded.timeline.restart()
         if self.config.kv_offload and cache is None and kwargs.get("use_cache") is not False:
             kwargs = {**kwargs, "past_key_values": self._host_cache()}
-        moved = {name: _to_device(value, device) for name, value in kwargs.items()}
-        return tuple(_to_device(value, device) for value in args), moved
+        return tuple(map(self._to_device, args)), {name: self._to_device(value) for name, value in kwargs.items()}
 
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    return value.to(device) if torch.is_tensor(value) else value
+    def _to_device(self, value: Any) -> Any:
+        return value.to(self.loaded.device) if torch.is_tensor(value) else value
 
 
 def _first_batch(values: Iterable[Any]) -> torch.Tensor | None:
     return next((value for value in values if torch.is_tensor(value) and value.dim() >= 2), None)
 
 
-def load_model(config: RunConfig, max_length: int | None, scoring: bool) -> Any:
-    """Plan, load and return a PlacedModel; see `loading.load`."""
-    releases, progress = ExitStack(), Progress(enabled=config.verbose > 0)
-    with preserve_process_state(config.verbose), contextlib.closing(progress):
-        plan = _plan(config, max_length, scoring, progress)
-        garbage.resume_collections()
-        try:
-            if plan.job.config.engine == "deepspeed":
-                releases.callback(hold_process_group(plan.job.ranks))
-            loaded, _, compare = releases.enter_context(loaded_model(plan, progress))
-            compare()
-            return _make_usable(plan, loaded, releases)
-        except BaseException as error:
-            releases.close()
-            free_memory()
-            if isinstance(error, Exception) and not isinstance(error, (UsageError, RunError)):
-                raise RunError(explain_failure(error, plan.job.config, plan.job.ranks)) from error
-            raise
-
-
-def _plan(config: RunConfig, max_length: int | None, scoring: bool, progress: Progress) -> Plan:
-    machine, ranks = Machine(), detect_ranks()
-    if ranks.world_size > 1:
+def _refuse_other_adapters(module: Any) -> None:
+    """Raise UsageError for a module of PEFT that needs more of its base layer than its product."""
+    kind, reason = f"{type(module).__module__}.{type(module).__qualname__}", None
+    if hasattr(module, "base_layer"):
+        variants = getattr(module, "lora_variant", None)
+        if kind not in SUPPORTED_ADAPTERS or variants:
+            reason = f"adapter {kind}{' with a variant' if variants else ''}: LoRA on linear modules and embeddings works here"
+        elif any(p.is_meta for name, p in module.named_parameters() if not name.startswith("base_layer.")):
+            reason = "this adapter's weights were lost on the meta device, where accelerate has the model's"
+    elif hasattr(module, "original_module"):
+        reason = "this adapter replaces whole modules (modules_to_save), and their weights are the engine's"
+    if reason is not None:
         raise UsageError(
-            f"zero_inference.load() works in one process, and {ranks.world_size} were started: start one without a launcher."
+            f"{reason}; merge the adapter into the plain model (merge_and_unload), save that, and load it, or use engine='resident'."
         )
-    check_launch(config, ranks, machine)
-    spec = resolve_model(config, ranks.device.type)
-    if max_length is None:
-        max_length = min(MAX_LENGTH, spec.max_positions or MAX_LENGTH)
-    elif spec.max_positions is not None and max_length > spec.max_positions:
-        raise UsageError(f"max_length={max_length}: {spec.name} has {spec.max_positions} positions; use at most that.")
-    if max_length < 2:
-        raise UsageError(f"max_length={max_length}: a sequence is a prompt and at least one new token; use 2 or more.")
-    # a prompt as long as a sequence may be, as a prefill's memory grows with it
-    config = replace(config, prompt_len=max_length - 1, gen_len=1).validate()
-    check_model(config, spec)
-    config, _, empty_model = choose(config, spec, ranks, machine, progress.say)
-    if not spec.dummy:
-        spec.checkpoint_folder()  # fetched now: time on the network is not time to load
-    job = build_job(config, spec, ranks, empty_model=empty_model)
-    if job.free_device_bytes is not None and scoring:
-        # logits [rows, length, vocabulary], two float32 copies of them that a log-softmax makes, and the KV cache, which a plain call fills
-        logits = config.batch_size * config.positions * spec.text_config.vocab_size * (spec.dtype.itemsize + 8)
-        kv_bytes = job.state_bytes() + (0 if config.kv_offload else job.kv_bytes())
-        job = replace(job, free_device_bytes=max(0, job.free_device_bytes - logits - kv_bytes))
-    plan = make_plan(job)
-    plan.check()
-    check_memory(plan)
-    return plan
-
-
-def _make_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
-    """Make the loaded transformers model a PlacedModel: a subclass of its class, with checks, a lock, a tokenizer and a placement."""
-    from transformers import GenerationConfig
-
-    model, job, spec = loaded.model, plan.job, plan.job.spec
-    disable_cudnn_attention()
-    folder = spec.snapshot.fetch_tokenizer() if spec.snapshot else spec.folder
-    if not spec.dummy and folder is not None and Path(folder, "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    else:
-        model.generation_config = GenerationConfig.from_model_config(spec.config)
-    model.tokenizer = load_tokenizer(spec)
-    if model.tokenizer is not None:
-        model.tokenizer.padding_side = "left"
-        if model.tokenizer.pad_token is None:
-            model.tokenizer.pad_token = model.tokenizer.eos_token
-    model.max_length = job.config.positions
-    model.placement = [
-        f"engine {job.config.engine}, {job.config.quant_bits} bits: weights {plan.weights.describe_location()}",
-        *plan.weights.in_words(),
-        f"memory for {job.config.batch_size} x {job.config.positions} tokens; keys and values "
-        f"{'in host memory' if job.config.kv_offload else 'where the model computes'}",
-    ]
-    kind = type(model)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # transformers looks these up
-    model.__class__ = type(kind.__name__, (PlacedModel, kind), names)
-    guard = ModuleGuard(model, job.config.engine != "resident", loaded.modules_changed, loaded.writable)
-    state = model._state = _State(job, loaded, releases, guard)
-    if job.config.engine == "deepspeed":
-        state.lock = _DEEPSPEED_LOCK
-    patches, original = releases.enter_context(Patches()), model.forward
-
-    @functools.wraps(original)  # generate looks at its arguments
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        """The same as `model(...)`, for wrappers that call `model.forward(...)`: with hooks, checks and the lock."""
-        if state.forward_thread == threading.get_ident():
-            return original(*args, **kwargs)
-        return model(*args, **kwargs)
-
-    patches.set_attr(model, "forward", forward)
-    # before the engine's own hook, which begins a pass
-    patches.add_hooks(model.register_forward_pre_hook(state.pre_forward, with_kwargs=True, prepend=True))
-    LOADED.add(model)
-    return model
 
 
 def _state_of(model: Any) -> _State:
@@ -405,7 +386,7 @@ class PlacedModel:
         state = _state_of(self)
         with state.lock:
             found = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
-            state.guard.check()
+            state.check_changes()
         return found
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -417,10 +398,10 @@ class PlacedModel:
         converted, state = fn(probe), _state_of(self)
         if (converted.dtype, converted.device) != (probe.dtype, probe.device):
             raise UsageError(CANNOT_MOVE)
-        if not state.guard.frozen:
+        if not state.frozen:
             return super()._apply(fn, recurse)  # type: ignore[misc]
-        for module in set(self.modules()) - state.guard.known:  # type: ignore[attr-defined]
-            torch.nn.Module._apply(module, fn, recurse=False)
+        for module in set(self.modules()) - state.modules:  # type: ignore[attr-defined]
+            nn.Module._apply(module, fn, recurse=False)
         return self
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -432,7 +413,7 @@ class PlacedModel:
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Resize embeddings, with engine="resident". Raises UsageError with other engines, unless nothing changes."""
-        if _state_of(self).guard.frozen and (args or kwargs):
+        if _state_of(self).frozen and (args or kwargs):
             raise refusal("resize_token_embeddings()")
         return super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]
 
@@ -468,10 +449,8 @@ class PlacedModel:
         self.unload()
 
     def __del__(self) -> None:
-        try:
+        with contextlib.suppress(Exception):  # at the interpreter's exit modules may be gone
             self.unload()
-        except Exception:  # at the interpreter's exit modules may be gone
-            pass
 
 
 @atexit.register
@@ -480,34 +459,26 @@ def unload_all() -> None:
         model.unload()
 
 
-ENGINES = ("zero_inference.", "deepspeed.", "accelerate.")  # modules whose code places weights
-UNCHANGED = "change the checkpoint (or merge the adapter into it) and load that, or use engine='resident'"
-# Names with one underscore at the end that change no values.
-HARMLESS = {"requires_grad_", "rename_", "share_memory_", "detach_", "sparse_resize_", "sparse_resize_and_clear_"}
-OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
-WRITING = {name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")} - HARMLESS
-WRITING |= {"__setitem__", *(f"__i{name}__" for name in OPERATORS)}
-
-
-def freeze(parameter: nn.Parameter) -> None:
-    """Let only engines write `parameter`; other code that does gets a UsageError."""
-    parameter.__class__ = FrozenParameter
+def refusal(what: str) -> UsageError:
+    return UsageError(
+        f"{what}: the engine has placed the weights, and they cannot be changed; change the checkpoint (or merge the adapter into it) "
+        "and load that, or use engine='resident'."
+    )
 
 
 class FrozenParameter(nn.Parameter):
-    """A parameter whose values, in place or by `data`, only engines may write. Operators take it as any parameter."""
+    """A parameter whose `data` only engines may set. Writes into its memory are noticed by its version, before the next call."""
 
     # else each operator would call Python
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @property
     def data(self) -> torch.Tensor:
-        values = torch.Tensor.data.__get__(self)
         if _caller_is_engine():
-            return values
-        if not values.numel():
+            return torch.Tensor.data.__get__(self)
+        if not self.numel():
             raise refusal("`data` of a parameter was read, which is fetched only for its pass")
-        return values.as_subclass(_FrozenValues)
+        return self.detach()  # shares the version, which `data` does not
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
@@ -519,51 +490,10 @@ class FrozenParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter with the present values."""
-        plain = torch.Tensor.data.__get__(self)
-        memo[id(self)] = nn.Parameter(copy.deepcopy(plain), self.requires_grad)
+        memo[id(self)] = nn.Parameter(copy.deepcopy(torch.Tensor.data.__get__(self)), self.requires_grad)
         return memo[id(self)]
 
 
-class _FrozenValues(torch.Tensor):
-    """`data` of a frozen parameter, and views of it: reading works, writing raises UsageError."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        out = (kwargs or {}).get("out")
-        if (name in WRITING and isinstance(args[0], _FrozenValues)) or isinstance(out, _FrozenValues):
-            raise refusal(f"`{name}` on `data` of a parameter")
-        result = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(result, _FrozenValues) and not _share_memory(result, args[0]):
-            return result.as_subclass(torch.Tensor)
-        return result
-
-
-def refusal(what: str) -> UsageError:
-    return UsageError(f"{what}: the engine has placed the weights, and they cannot be changed; {UNCHANGED}.")
-
-
-def _share_memory(one: torch.Tensor, other: Any) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.is_tensor(other) and one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
 def _caller_is_engine() -> bool:
-    """Return whether the caller of this property or method is an engine's code."""
+    """Return whether the caller of this property is an engine's code."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith(ENGINES)
-
-
-def _refusing(name: str) -> Any:
-    own = getattr(torch.Tensor, name)
-
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _caller_is_engine():
-            return own(self, *args, **kwargs)
-        raise refusal(f"`{name}` on a parameter")
-
-    return method
-
-
-for _name in WRITING:
-    if hasattr(torch.Tensor, _name):
-        setattr(FrozenParameter, _name, _refusing(_name))

@@ -11,7 +11,7 @@ The rates are a run's own: `zero-inference link --save` measures them. The const
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -119,7 +119,7 @@ class Times:
         )
 
 
-def seconds_in_words(seconds: float, range_s: Range | None) -> str:
+def seconds_in_words(seconds: float, range_s: Sequence[float] | None) -> str:
     """Return a text such as "0.123 s (0.11 s to 0.14 s)"."""
     return format_seconds(seconds) + (f" ({' to '.join(map(format_seconds, range_s))})" if range_s else "")
 

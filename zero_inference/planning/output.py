@@ -210,7 +210,8 @@ def print_plan(job: Job, goal: str | None) -> None:
     if fits:
         predicted = f"Predicted: {plan.times.in_words()}" if plan.times else ""
         predicted = predicted or f"No speed is predicted: {plan.why_not_predicted}"
-        loading = "" if plan.load_s is None else f", loading {seconds_in_words(plan.load_s, plan.load_range_s)}"
+        load_s, range_s = plan.predicted.load_s, plan.predicted.load_range_s
+        loading = "" if load_s is None else f", loading {seconds_in_words(load_s, range_s)}"
         verdict = f"{DoesNotFit.FITS} {predicted}{loading}."
     else:
         short = [need.shortage() for need in without_page_locked(plan.needs) if not need.fits] if plan else []
@@ -294,11 +295,11 @@ def _plan_in_json(
             "decode_step_s": times and times.step.seconds,
             "decode_throughput": times and times.tokens_per_s,
             "bound_by": times and times.step.bound_by,
-            "load_s": plan and plan.load_s,
+            "load_s": plan and plan.predicted.load_s,
             "prefill_range_s": times and times.prefill.range_s,
             "decode_step_range_s": times and times.step.range_s,
             "decode_throughput_range": times and times.tokens_per_s_range,
-            "load_range_s": plan and plan.load_range_s,
+            "load_range_s": plan and plan.predicted.load_range_s,
             "bounds_because": list(times.bounds_because) if times else [],
             "left_out": times.left_out if times else [],
             "unknown_because": plan.why_not_predicted if plan and fits else None,

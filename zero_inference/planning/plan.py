@@ -22,7 +22,7 @@ from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.models.empty_model import EmptyModel, build_empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.norms.patch import check_norm_kernels_option
-from zero_inference.planning.cost import RANGES, NotPredictable, Range, Times, predict_load_s, predict_times
+from zero_inference.planning.cost import RANGES, NotPredictable, Times, predict_load_s, predict_times
 from zero_inference.planning.memory import Need, memory_needs
 from zero_inference.records.schema import Predicted
 from zero_inference.utils.ranks import Ranks
@@ -135,18 +135,6 @@ class Plan:
         rank_bytes = self.weights.host_peak_bytes() + (self.weights.device_peak_bytes if self.job.on_gpu else 0)
         return self.job.ranks.world_size * rank_bytes
 
-    @property
-    def load_s(self) -> float | None:
-        """Predicted seconds of loading the weights; None where unknown."""
-        machine = self.job.machine.profile()
-        return None if machine is None else predict_load_s(self.weights, machine)
-
-    @property
-    def load_range_s(self) -> Range | None:
-        """Range of `load_s`; None where that is unknown, and without a GPU."""
-        load_s = self.load_s if self.job.on_gpu else None
-        return None if load_s is None else RANGES["load"].of(load_s)
-
     @functools.cached_property
     def predicted(self) -> Predicted:
         """All predictions, for the record."""
@@ -157,10 +145,11 @@ class Plan:
             peak_host_bytes = libraries - machine.measuring_bytes + weights.host_peak_bytes(machine.measuring_bytes)
             if job.on_gpu and not weights.measures_link_with_weights:
                 peak_host_bytes += LINK_BLOCK_BYTES  # the link is measured between loops, while all else is allocated
+        load_s = None if machine is None else predict_load_s(weights, machine)
         values: dict[str, Any] = dict.fromkeys(Predicted.model_fields)
         values |= {
-            "load_s": self.load_s,
-            "load_range_s": self.load_range_s,
+            "load_s": load_s,
+            "load_range_s": RANGES["load"].of(load_s) if job.on_gpu and load_s is not None else None,
             "weight_bytes": weights.weight_bytes,
             "peak_gpu_bytes": weights.device_peak_bytes if job.on_gpu else None,
             "peak_host_bytes": peak_host_bytes,
