@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, VOCAB
+from test_split import split_of
 from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load
 from test_stream_cpu import prefetcher_of
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
@@ -15,7 +16,7 @@ from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 from zero_inference.engines.stream import cpu_plan, expert_cache
 from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.blocks import Block
-from zero_inference.engines.stream.cpu_plan import best_split, fetch_quota
+from zero_inference.engines.stream.cpu_plan import fetch_quota
 from zero_inference.engines.stream.expert_cache import USE_DECAY, dispatch
 from zero_inference.engines.stream.layout import BlockLayout, StoredParameter, TensorSpan
 from zero_inference.engines.stream.placement import ROUTING_SKEW, Placement, plan_placement
@@ -36,7 +37,7 @@ def kept(mixtures, monkeypatch):  # noqa: F811
 
     As without a GPU, the plan fetches no missed experts, which would take memory from the slots, and divides no prompts."""
     monkeypatch.setattr(cpu_plan, "fetch_quota", lambda placement, rates: ())
-    monkeypatch.setattr(stream_plan, "plan_short_prompts", lambda job, placement, plan, *others: (placement, plan))
+    monkeypatch.setattr(stream_plan, "plan_short_prompts", lambda job, placement, plan: (placement, plan))
     opened = []
 
     def open_one(family: str, slots: int, bits: int = 16, share: str = "1", **options):
@@ -450,7 +451,7 @@ def test_experts_are_fetched_only_where_that_promises_enough():
     plan = plan_placement(blocks, layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2)
     for cores, share in ((100.0, 128 / (128 + 8.69)), (200.0, 1.0)):
         rates = ConcurrentRates(1, 50.0, 50.0, cores, cores, cores, 0.0, 1e9)
-        split = best_split(plan.with_cpu_shares(1.0, 0.0), rates, 0, False)
+        split = split_of(plan.with_cpu_shares(1.0, 0.0), rates)
         assert split.of_experts == pytest.approx(share, rel=1e-4) and split.of_others == 0
 
 

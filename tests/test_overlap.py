@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from zero_inference.engines.stream.blocks import Block
@@ -53,16 +55,16 @@ def placed(sizes: list[int], computed: set[int], depth: int) -> Placement:
 def test_the_blocks_of_a_plan_take_their_parts_of_the_time():
     found = placed([100, 300] * 4, {1, 3, 5}, depth=8)
     cpu_s = {1: 6 * MS, 3: 6 * MS, 5: 6 * MS}
-    assert overlapped_step_s(found, cpu_s, 10 * MS, 26 * MS, False) == pytest.approx(26 * MS)
+    assert overlapped_step_s(found, cpu_s, 10 * MS, 26 * MS) == pytest.approx(26 * MS)
     tight = placed([100, 300] * 4, {1, 3, 5}, depth=2)
-    late = overlapped_step_s(tight, cpu_s, 20 * MS, 26 * MS, False)
+    late = overlapped_step_s(tight, cpu_s, 20 * MS, 26 * MS)
     assert 26 * MS < late < 46 * MS, "7 of 8 parts wait for what takes the link 8.6 ms"
-    assert overlapped_step_s(found, {}, 0.0, 5.0, False) == 5.0 and overlapped_step_s(found, {}, 5.0, 0.0, True) == 5.0
+    assert overlapped_step_s(found, {}, 0.0, 5.0) == 5.0 and overlapped_step_s(found, {}, 5.0, 0.0) == 5.0
     nothing = placed([100] * 4, {0, 1, 2, 3}, depth=4)
-    assert overlapped_step_s(nothing, {}, 3.0, 4.0, False) == 4.0
+    assert overlapped_step_s(nothing, {}, 3.0, 4.0) == 4.0
 
 
 def test_slots_that_steps_go_round_in():
     found = placed([100] * 10, {0, 1, 2}, depth=6)
-    assert slots_in_steps(found, False) == 6
-    assert slots_in_steps(found, True) == 4, "7 blocks fill 4 slots in two rounds, the last but one"
+    assert slots_in_steps(found) == 6
+    assert slots_in_steps(replace(found, graphs=True)) == 4, "7 blocks fill 4 slots in two rounds, the last but one"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import FAMILIES, VOCAB, build_model, plain_ids
 from test_families import with_stream_weights
+from test_split import split_of
 from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load
 from test_stream_cpu import prefetcher_of
 from torch import nn
@@ -17,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zero_inference.engines.stream import layout, prefetch, products
 from zero_inference.engines.stream.blocks import find_blocks
-from zero_inference.engines.stream.cpu_plan import best_split
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import experts_in_groups
@@ -335,8 +335,8 @@ def test_the_cpu_gets_experts_first_and_then_what_the_link_would_be_late_with():
 
     assert placement(10**9).read_bytes(1) == pytest.approx(2 * 10**9 / 8)
     # the CPU reads 0.25 GB of experts in 2.5 ms, the link the 1 GB of the others in 20: of those the CPU takes so much that both end
-    split = best_split(placement(10**9), rates, 0, False)
+    split = split_of(placement(10**9), rates)
     assert split.of_experts == 1 and split.of_others == pytest.approx((20 - 2.5) / (20 + 10))
     # 0.05 GB take the link 1 ms: it also sends some of the experts, all of which it would send in 40
-    split = best_split(placement(5 * 10**7), rates, 0, False)
+    split = split_of(placement(5 * 10**7), rates)
     assert split.of_experts == pytest.approx((1 + 40) / (40 + 2.5)) and split.of_others == 0

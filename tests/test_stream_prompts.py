@@ -32,7 +32,7 @@ def short(monkeypatch):
     """short(share, rows): plans have the CPU multiply this share in prompts of up to `rows` tokens, as a machine with a GPU may."""
 
     def set_share(share: float, rows: int) -> None:
-        def placed(job, placement, plan, scheme, graphs):
+        def placed(job, placement, plan):
             return placement.with_prompt_share(share), replace(plan, prompt_rows=rows, prompt_share=share)
 
         monkeypatch.setattr(stream_plan, "plan_short_prompts", placed)

@@ -350,7 +350,9 @@ def test_the_cores_work_beside_the_link():
     weights = plan.weights
     alone = times_of("--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0 --cpu-compute off", machine)[1]
     assert times.step.seconds < 0.6 * alone.step.seconds
-    waits_s = weights.placement.computed_bytes / 100e9 + sum(map(len, weights.placement.calls.values())) * 1e-4
+    blocks = [weights.placement.blocks[index] for index in weights.placement.cpu_computed]
+    hand_offs = sum(1 if block.feed_forward else 2 for block in blocks)
+    waits_s = weights.placement.computed_bytes / 100e9 + hand_offs * 1e-4
     assert weights.cost_terms.step_cpu.wait_s == pytest.approx(waits_s) and times.step.seconds > waits_s
     assert times.step.seconds >= (weights.fetched_bytes + weights.cpu_bytes) / 150e9, "never faster than both together"
     alone = without_short_prompts(plan)

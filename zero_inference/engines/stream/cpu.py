@@ -16,9 +16,9 @@ from zero_inference.cpu.products import Matrix
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan, hand_off_bytes
-from zero_inference.engines.stream.expert_cache import ExpertCache, ExpertCaches, multiplies_many
+from zero_inference.engines.stream.expert_cache import ExpertCache, ExpertCaches
 from zero_inference.engines.stream.layout import BlockLayout, BlockStore, StoredParameter
-from zero_inference.engines.stream.placement import Placement
+from zero_inference.engines.stream.placement import Placement, multiplies_many
 from zero_inference.engines.stream.products import SharedInput
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.cpu_attention import CpuAttention, attention_hand_off_bytes
@@ -200,10 +200,9 @@ class CpuBackend:
         job: Job,
         placement: Placement,
         store: BlockStore,
-        scheme: GroupQuantization | None,
         transfers: Transfers,
     ):
-        self.plan, self.placement, self.store, self.scheme = plan, placement, store, scheme
+        self.plan, self.placement, self.store, self.scheme = plan, placement, store, placement.scheme
         self.dtype, self.decode_rows = job.spec.dtype, plan.decode_rows
         self.max_rows = max(plan.decode_rows, plan.prompt_rows)
         # blocks that may be CPU-computed at any time
@@ -215,7 +214,7 @@ class CpuBackend:
         ranks, count = job.ranks, job.ranks.world_size
         self.experts: ExpertCaches | None = None  # with one rank
         if placement.expert_slots or placement.quota:
-            self.experts = ExpertCaches(placement, store, scheme, ranks.device, transfers)
+            self.experts = ExpertCaches(placement, store, ranks.device, transfers)
         if count == 1 and not job.on_gpu:
             self.pool = CpuPool(plan.cpus, spin_us=0)
             self.calls: DirectCalls | HandOff = DirectCalls(self.pool, transfers)

@@ -8,13 +8,11 @@ import torch
 
 from zero_inference.cpu.pool import FLAG_BYTES
 from zero_inference.engines.base import Job
-from zero_inference.engines.stream.expert_cache import multiplies_many
 from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement
 from zero_inference.engines.stream.ring import overlapped_step_s, prefill_bytes
 from zero_inference.errors import UsageError
 from zero_inference.hardware.profile import ConcurrentRates, CpuWorkload
 from zero_inference.kernels.products import FUSED_ROWS
-from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.attention_patch import why_cpu_cannot_attend
 from zero_inference.records.schema import CpuBackendUse
 from zero_inference.utils.format import three_digits
@@ -36,9 +34,9 @@ MIN_AHEAD_SHARE, MIN_BUSY_SHARE = 0.03, 0.7
 # Predicted speedup from which `auto` uses the CPU: less is within the spread of two measurements.
 MIN_GAIN = 1.05
 # While the CPU multiplies, kernels read page-locked memory at `FETCH_RATE` of the rate of copies (H100 hosts: 36 of 44 GB/s, 43 of 45, and
-# 46 of 51 where they gather blocks for a prompt, h100-prompts/host2). Experts that are fetched for one pass: the time of the product with
+# 46 of 51 where they gather blocks for a prompt, h100-prompts/host2). Experts that are fetched in one pass: the time of the product with
 # their last weights, and their greatest number, which bounds their memory.
-FETCH_RATE, STAGED_PRODUCTS_S, MAX_STAGED = 0.9, 15e-6, 16
+FETCH_RATE, FETCHED_PRODUCTS_S, MAX_FETCHES = 0.9, 15e-6, 16
 
 # The device's time for a mixture's prompt, relative to writing and reading its weights (1.8 to 2.3 in predicted times of Qwen3-30B-A3B).
 MIXTURE_SLOWNESS = 2.0
@@ -66,15 +64,24 @@ class CpuPlan:
         """Return the bytes of page-locked memory that take the link as long as the keys and values that cross it."""
         return 0.0 if self.attends else self.kv_bytes * self.kv_slowness
 
-    def attention_s(self, rates: ConcurrentRates) -> float:
-        return self.kv_bytes / (rates.attention_gb_per_s(self.link_rests) * 1e9) if self.attends else 0.0
+    @property
+    def attention_gb_per_s(self) -> float | None:
+        return self.rates.attention_gb_per_s(self.link_rests) if self.rates and self.attends else None
+
+    @property
+    def attention_s(self) -> float:
+        """Seconds of attention over keys and values in host memory, without hand-offs."""
+        return self.kv_bytes / (self.attention_gb_per_s * 1e9) if self.attention_gb_per_s else 0.0
+
+    def hand_offs_of_attention_s(self, placement: Placement) -> float:
+        return placement.layers * self.rates.hand_off_s if self.attends else 0.0
 
     def waited_s(self, placement: Placement) -> float:
         """Return the seconds of a decode step in which the device waits for the CPU, hand-offs included; 0 without rates."""
         if self.rates is None:
             return 0.0
-        hand_offs_s = placement.layers * self.rates.hand_off_s if self.attends else 0.0
-        return sum(cpu_block_s(placement, self.rates).values()) + self.attention_s(self.rates) + hand_offs_s
+        blocks_s = sum(cpu_block_s(placement, self.rates).values())
+        return blocks_s + self.attention_s + self.hand_offs_of_attention_s(placement)
 
     def facts(self, computed_bytes: int) -> CpuBackendUse:
         of_both = ("link_alone_gb_per_s", "link_gb_per_s", "cores_gb_per_s", "cores_alone_gb_per_s")
@@ -88,7 +95,7 @@ class CpuPlan:
             prompt_share=self.prompt_share,
             attends=self.attends,
             of_step_gb_per_s=self.of_step_gb_per_s(computed_bytes),
-            attention_gb_per_s=self.rates.attention_gb_per_s(self.link_rests) if self.rates and self.attends else None,
+            attention_gb_per_s=self.attention_gb_per_s,
             crossing_s=None if self.rates is None else self.rates.hand_off_s,
             **{name: getattr(self.rates, name, None) for name in names},
         )
@@ -99,7 +106,7 @@ class CpuPlan:
         if rates is None or not computed_bytes + attention_bytes:
             return None
         products_s = computed_bytes / (rates.cores_gb_per_s * 1e9)
-        return (computed_bytes + attention_bytes) / (products_s + self.attention_s(rates)) / 1e9
+        return (computed_bytes + attention_bytes) / (products_s + self.attention_s) / 1e9
 
 
 def why_no_cpu_compute(job: Job) -> str | None:
@@ -148,9 +155,7 @@ def multiplies_codes(job: Job) -> bool:
     return not job.on_gpu and job.config.quantized and job.config.cpu_share is None and job.ranks.world_size == 1
 
 
-def plan_cpu(
-    job: Job, placement: Placement, scheme: GroupQuantization | None, graphs: bool, may_attend: bool = True
-) -> tuple[Placement, CpuPlan | str]:
+def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[Placement, CpuPlan | str]:
     """Return `placement` with CPU-computed blocks, and the plan for them; or why the CPU would not help.
 
     Raises:
@@ -172,7 +177,7 @@ def plan_cpu(
     else:
         text = job.spec.text_config
         heads = heads_of_key(text) if can_attend else 0
-        work = CpuWorkload(job.spec.dtype, scheme, job.rank_batch, text.hidden_size, heads)
+        work = CpuWorkload(job.spec.dtype, placement.scheme, job.rank_batch, text.hidden_size, heads)
         found = job.machine.concurrent_rates(job.ranks, cpus, work)
     rates = found if isinstance(found, ConcurrentRates) else None
     placement = replace(placement, few_tokens=ranks * job.rank_batch)
@@ -210,7 +215,7 @@ def plan_cpu(
         return placement.with_budget_used(), replace(plan, share=share)
     if isinstance(found, str):
         return placement, found
-    best = best_split(placement.with_cpu_shares(1.0, 0.0), found, kv_bytes, can_attend, kv_slowness)
+    best = best_split(placement.with_cpu_shares(1.0, 0.0), plan)
     if not (best.of_experts or best.of_others or best.attends):
         cpu_rate, link_rate = three_digits(found.cores_gb_per_s), three_digits(found.link_gb_per_s)
         return placement, f"they would hardly help ({cpu_rate} GB/s beside a link at {link_rate} GB/s)"
@@ -219,14 +224,12 @@ def plan_cpu(
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
     placed = [placement.with_cpu_shares(share, best.of_others) for share in experts]
     placed = [with_fetched_experts(each).with_budget_used() for each in placed]
-    placement = min(placed, key=lambda each: decode_step_s(each, plan, graphs))
+    placement = min(placed, key=lambda each: decode_step_s(each, plan))
     share = placement.nbytes_of(placement.cpu_computed) / max(1, placement.host_bytes)
     return placement, replace(plan, share=share)
 
 
-def plan_short_prompts(
-    job: Job, placement: Placement, plan: CpuPlan, scheme: GroupQuantization | None, graphs: bool
-) -> tuple[Placement, CpuPlan]:
+def plan_short_prompts(job: Job, placement: Placement, plan: CpuPlan) -> tuple[Placement, CpuPlan]:
     """Return both with the blocks that the CPU computes in prompts of up to the planned length; unchanged where there are none.
 
     Rates of quantized weights are measured with bfloat16 scales. Others are far slower, float16 because AMX then takes 8 rows at a time:
@@ -235,7 +238,7 @@ def plan_short_prompts(
     if not job.on_gpu or job.ranks.world_size > 1 or plan.rates is None or plan.attends:
         return placement, plan
     tokens, blocks = job.rank_batch * job.config.prompt_len, placement.prompt_candidates
-    not_measured = scheme is not None and job.spec.dtype != torch.bfloat16
+    not_measured = placement.scheme is not None and job.spec.dtype != torch.bfloat16
     if not blocks or tokens <= plan.decode_rows or not_measured:
         return placement, plan
     experts = placement.blocks[blocks[0]].experts
@@ -246,7 +249,8 @@ def plan_short_prompts(
         return placement, plan
     measured = max(1, round(min(rows, MEASURED_ROWS)))
     width = job.spec.text_config.hidden_size
-    rates = job.machine.concurrent_rates(job.ranks, plan.cpus, CpuWorkload(job.spec.dtype, scheme, measured, width))
+    work = CpuWorkload(job.spec.dtype, placement.scheme, measured, width)
+    rates = job.machine.concurrent_rates(job.ranks, plan.cpus, work)
     if isinstance(rates, str):
         return placement, plan
     slower, hidden_bytes = max(1.0, rows / measured), tokens * width * job.spec.dtype.itemsize
@@ -259,7 +263,7 @@ def plan_short_prompts(
     )
     asked = 1.0 if job.config.cpu_share is None else job.config.cpu_share
     most = min(1.0, asked * placement.host_bytes / placement.nbytes_of(blocks))
-    found = prompt_split(placement, rates, tokens, multiplies_many(scheme), most, graphs)
+    found = prompt_split(placement, rates, tokens, most)
     if not found.prompt_cpu_computed:
         return placement, plan
     share = found.nbytes_of(found.prompt_cpu_computed) / found.host_bytes
@@ -274,24 +278,30 @@ def spare_slots(job: Job, depth: int) -> int | None:
 
 
 def cpu_block_s(placement: Placement, rates: ConcurrentRates) -> dict[int, float]:
-    return {
-        block: sum(
-            each.nbytes / (rates.cores_gb_per_s * 1e9) + rates.call_overhead_s(each.nbytes, each.experts)
-            for each in calls
-        )
-        for block, calls in placement.calls.items()
-    }
+    """Return the seconds of each CPU-computed block in a decode step, hand-offs included."""
+    hand_offs_s, rate = _hand_offs_s(placement, rates), rates.cores_gb_per_s * 1e9
+    return {block: seconds + placement.read_bytes(block) / rate for block, seconds in hand_offs_s.items()}
 
 
-def decode_step_s(placement: Placement, plan: CpuPlan, graphs: bool) -> float:
+def _hand_offs_s(placement: Placement, rates: ConcurrentRates) -> dict[int, float]:
+    """Return the seconds of hand-offs by CPU-computed block: one for a feed-forward or a layer's experts, two for attention, whose
+    projections are before and after what the device computes."""
+    found = {}
+    for index in sorted(placement.cpu_computed):
+        block, nbytes = placement.blocks[index], placement.read_bytes(index)
+        experts = nbytes / placement.layouts[index].stored_bytes * block.experts.num_experts if block.experts else 0.0
+        calls = 1 if block.feed_forward or block.experts else min(2, len(block.linears))
+        found[index] = calls * rates.call_overhead_s(nbytes / max(1, calls), experts)
+    return found
+
+
+def decode_step_s(placement: Placement, plan: CpuPlan) -> float:
     """Return the seconds of a decode step in which link, CPU and the device's reads of resident blocks wait for each other."""
     rates = plan.rates
     assert rates is not None
     others_s = plan.waited_s(placement) + placement.nbytes_of(placement.resident) / (rates.device_gb_per_s * 1e9)
     sent = placement.nbytes_of(placement.streamed) + placement.fetched_expert_bytes + plan.carried_bytes
-    return overlapped_step_s(
-        placement, cpu_block_s(placement, rates), sent / (rates.link_gb_per_s * 1e9), others_s, graphs
-    )
+    return overlapped_step_s(placement, cpu_block_s(placement, rates), sent / (rates.link_gb_per_s * 1e9), others_s)
 
 
 def hand_off_bytes(placement: Placement, rows: int, element_bytes: int) -> tuple[int, int]:
@@ -336,7 +346,7 @@ def bytes_to_move(plan: CpuPlan, placement: Placement, step: MeasuredStep) -> in
     if link_ahead_s < 0 and plan.attends:  # the work of CPU attention grows with each token
         return 0
     link_rate, cpu_rate = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
-    planned_s = placement.computed_bytes / cpu_rate + plan.attention_s(rates)
+    planned_s = placement.computed_bytes / cpu_rate + plan.attention_s
     if busy_s and planned_s and not placement.expert_blocks:  # of experts it is unknown which bytes were read
         cpu_rate *= planned_s / busy_s
     return int(link_ahead_s * link_rate * cpu_rate / (link_rate + cpu_rate))
@@ -350,22 +360,22 @@ class Split:
     step_s: float  # seconds of link or CPU in a decode step, whichever are more
 
 
-def best_split(
-    placement: Placement, rates: ConcurrentRates, kv_bytes: int, can_attend: bool, kv_slowness: float = 1.0
-) -> Split:
+def best_split(placement: Placement, plan: CpuPlan) -> Split:
     """Return the split with which link and CPU end a step at the same time; nothing for the CPU where it would gain less than `MIN_GAIN`.
 
     Args:
-        kv_bytes, kv_slowness: as of `CpuPlan`, whose CPU could attend over them if `can_attend`.
+        placement: with all experts CPU-computed.
+        plan: its rates, and its keys and values, over which the CPU may attend if `plan.attends`.
     """
-    carried = kv_bytes * kv_slowness
-    sent = placement.host_bytes - placement.expert_budget + carried  # without the CPU, resident layers use that memory
+    rates, not_attending = plan.rates, replace(plan, attends=False)
+    # without the CPU, resident layers use the memory of the expert cache
+    sent = placement.host_bytes - placement.expert_budget + not_attending.carried_bytes
     alone = Split(0.0, 0.0, False, sent / (rates.link_alone_gb_per_s * 1e9))
     found = []
-    for attends in (False, True)[: 1 + can_attend]:
-        hand_offs_s = _hand_offs_s(placement.with_cpu_shares(1.0, 1.0), rates)
+    for each in (not_attending, plan)[: 1 + plan.attends]:
+        hand_offs_s = sum(_hand_offs_s(placement.with_cpu_shares(1.0, 1.0), rates).values())
         for _ in range(2):  # fewer blocks have fewer hand-offs, which leaves the CPU more time
-            split, hand_offs_s = _balanced(placement, rates, kv_bytes, carried, attends, hand_offs_s)
+            split, hand_offs_s = _balanced(placement, each, hand_offs_s)
             found.append(split)
     best = min(found, key=lambda split: split.step_s)
     return best if alone.step_s >= MIN_GAIN * best.step_s else alone
@@ -387,19 +397,17 @@ def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]
     def seconds(missed: int, fetched: int) -> float:
         left = missed - fetched
         cpu_s = rates.call_overhead_s(left * size, left) + left * size / cpu
-        return max(cpu_s, ahead_s + fetched * size / link + STAGED_PRODUCTS_S) if fetched else cpu_s
+        return max(cpu_s, ahead_s + fetched * size / link + FETCHED_PRODUCTS_S) if fetched else cpu_s
 
     most = max(min(form.num_experts, placement.few_tokens * form.top_k) for form in forms)
     quota = tuple(
-        min(range(min(missed, MAX_STAGED) + 1), key=lambda fetched: seconds(missed, fetched))
+        min(range(min(missed, MAX_FETCHES) + 1), key=lambda fetched: seconds(missed, fetched))
         for missed in range(most + 1)
     )
     return quota if any(quota) else ()
 
 
-def prompt_split(
-    placement: Placement, rates: ConcurrentRates, tokens: int, uses_cache: bool, most: float, graphs: bool
-) -> Placement:
+def prompt_split(placement: Placement, rates: ConcurrentRates, tokens: int, most: float) -> Placement:
     """Return `placement` with the blocks that the CPU computes in short prompts, so that link and CPU end together; unchanged where that
     is predicted to gain less than `MIN_GAIN`.
 
@@ -412,12 +420,12 @@ def prompt_split(
 
     def times(found: Placement) -> tuple[float, float]:
         """Return the seconds of the link, and of device and CPU."""
-        now = found.for_short_prompt(tokens, uses_cache)
+        now = found.for_short_prompt(tokens)
         by_device = [layout for block, layout in enumerate(found.layouts) if block not in found.prompt_cpu_computed]
         device_bytes = sum(each.stored_bytes + times_plain * each.dequantized_bytes for each in by_device)
         device_s = slowness * device_bytes / (rates.device_gb_per_s * 1e9)
-        cpu_s = now.computed_bytes / (rates.cores_gb_per_s * 1e9) + _hand_offs_s(now, rates)
-        return prefill_bytes(found, graphs) / (rates.link_gb_per_s * 1e9), device_s + cpu_s
+        cpu_s = sum(cpu_block_s(now, rates).values())
+        return prefill_bytes(found) / (rates.link_gb_per_s * 1e9), device_s + cpu_s
 
     alone_s, device_s = times(placement)
     least_s, most_s = times(placement.with_prompt_share(1.0))
@@ -427,9 +435,7 @@ def prompt_split(
     return found if without_s >= MIN_GAIN * max(times(found)) else placement
 
 
-def _balanced(
-    placement: Placement, rates: ConcurrentRates, kv_bytes: int, carried: float, attends: bool, hand_offs_s: float
-) -> tuple[Split, float]:
+def _balanced(placement: Placement, plan: CpuPlan, hand_offs_s: float) -> tuple[Split, float]:
     """Return the split that balances T = max(S / B_link, R / B_cpu + D / B_device + h), and the seconds of its hand-offs.
 
     S are the bytes sent, R those that the CPU reads, D those of resident blocks, which the device reads while the CPU waits (its reads of
@@ -437,19 +443,16 @@ def _balanced(
     would be sent, so they come first: other blocks are CPU-computed only where the link is still later with all experts on the CPU. With an
     expert cache the CPU reads less than R, which assumes evenly used experts; then experts are streamed only where that gains `MIN_GAIN`.
     """
+    rates = plan.rates
     link, cpu = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
     experts = placement.expert_blocks
     of_experts, read_of_experts = placement.nbytes_of(experts), sum(map(placement.read_bytes, experts))
     of_others = placement.host_bytes - of_experts
     most_of_others = (placement.nbytes_of(placement.computable) - of_experts) / of_others if of_others else 0.0
-    sent_s = (placement.host_bytes + (0 if attends else carried)) / link  # if the CPU computes nothing
+    sent_s = (placement.host_bytes + plan.carried_bytes) / link  # if the CPU computes nothing
     resident = sum(map(placement.read_bytes, placement.resident))
     cpu_s = hand_offs_s + resident / (rates.device_gb_per_s * 1e9)
-    if attends:
-        cpu_s += (
-            kv_bytes / (rates.attention_gb_per_s(link_rests=not placement.host_bytes) * 1e9)
-            + placement.layers * rates.hand_off_s
-        )
+    cpu_s += plan.attention_s + plan.hand_offs_of_attention_s(placement)
     first = second = 0.0
     if experts:
         first = _share(sent_s - cpu_s, of_experts / link + read_of_experts / cpu, 1.0)
@@ -460,13 +463,9 @@ def _balanced(
     if of_others and first == (1.0 if experts else 0.0):
         second = _share(sent_s - cpu_s, of_others / link + of_others / cpu, most_of_others)
         sent_s, cpu_s = sent_s - second * of_others / link, cpu_s + second * of_others / cpu
-    needed_s = _hand_offs_s(placement.with_cpu_shares(first, second), rates)
+    needed_s = sum(_hand_offs_s(placement.with_cpu_shares(first, second), rates).values())
     cpu_s += needed_s - hand_offs_s
-    return Split(first, second, attends, max(sent_s, cpu_s)), needed_s
-
-
-def _hand_offs_s(placement: Placement, rates: ConcurrentRates) -> float:
-    return sum(rates.call_overhead_s(each.nbytes, each.experts) for calls in placement.calls.values() for each in calls)
+    return Split(first, second, plan.attends, max(sent_s, cpu_s)), needed_s
 
 
 def _share(ahead_s: float, all_s: float, most: float) -> float:

@@ -49,26 +49,26 @@ def check(plan: StreamPlan) -> None:
 
 
 def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedModel:
-    job, placement, scheme = plan.job, plan.placement, plan.scheme
+    job, placement = plan.job, plan.placement
     model, ranks = job.empty_model.model, job.ranks
     store = BlockStore(placement.layouts, set(placement.resident), ranks, plan.pinned, placement.cpu_computed)
     prefix, layers = decoder_layers(model)
-    weights = _WeightLoader(plan, prefix, store)
+    weights = _WeightLoader(plan, store)
     load_weights(model, job.spec, job.config.seed, ranks.device, weights.adopt, progress)
     store.complete()
     # more than was planned where a checkpoint unties what config.json ties
-    outside = (p.nbytes for name, p in model.named_parameters() if name not in weights.block_of)
+    outside = (p.nbytes for name, p in model.named_parameters() if name not in plan.stored)
     placement.outside_bytes = sum(outside) + plan.cost_terms.head_stored_bytes
     model.to(ranks.device)  # buffers
     if job.on_gpu:
         torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the rest stays unusable
     transfers = Transfers()
-    cpu = None if plan.cpu is None else CpuBackend(plan.cpu, job, placement, store, scheme, transfers)
+    cpu = None if plan.cpu is None else CpuBackend(plan.cpu, job, placement, store, transfers)
     with contextlib.ExitStack() as failed:
         if cpu is not None:
             # its threads, and the affinity of this one, must not outlive a load that runs out of memory
             failed.callback(cpu.close)
-        prefetcher = Prefetcher(model, placement, store, scheme, ranks, transfers, job.group, cpu)
+        prefetcher = Prefetcher(model, placement, store, ranks, transfers, job.group, cpu)
         failed.pop_all()
     closing = contextlib.ExitStack()  # runs in reverse order
     if weights.embedding is not None:
@@ -115,7 +115,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         pinned_memory=[store.buffers[block] for block in placement.in_host_memory] if plan.pinned else (),
         steps_to_settle=steps_to_settle,
         modules_changed=modules_changed,
-        writable=[p for name, p in layers.named_parameters(prefix) if name not in weights.block_of],
+        writable=[p for name, p in layers.named_parameters(prefix) if name not in plan.stored],
     )
 
 
@@ -146,25 +146,16 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
             "decode_graph": None if graphs_off else DecodeGraph(unused_because=plan.no_graph or TOO_SHORT),
         }
     }
-    return facts if plan.scheme is None else facts | _quantized_share(plan, model)
+    return facts if placement.scheme is None else facts | _quantized_share(plan, model)
 
 
 class _WeightLoader:
-    """Stores each parameter as it is read: in its block, the embedding in host memory, the head's codes, or as it is on the device.
+    """Stores each parameter as it is read: in its block, the embedding in host memory, the head's codes, or as it is on the device."""
 
-    Attributes:
-        block_of: full name of a parameter -> its block, and its name there.
-    """
-
-    def __init__(self, plan: StreamPlan, prefix: str, store: BlockStore):
+    def __init__(self, plan: StreamPlan, store: BlockStore):
         self.plan, self.store = plan, store
         self.packed_head: tuple[torch.Tensor, ...] = ()
         self.embedding: HostEmbedding | None = None
-        self.block_of = {
-            block.full_name(prefix, stored.name): (index, stored.name)
-            for index, (block, layout) in enumerate(zip(plan.placement.blocks, plan.placement.layouts))
-            for stored in layout.parameters
-        }
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
         plan, device, table = self.plan, self.store.ranks.device, self.plan.placement.embedding
@@ -173,9 +164,8 @@ class _WeightLoader:
         elif table is not None and name == table.weight:
             module = plan.job.empty_model.model.get_submodule(table.module)
             self.embedding = HostEmbedding(module, parameter.data, self.store.pinned)
-        elif name in self.block_of:
-            block, own_name = self.block_of[name]
-            self.store.put(block, own_name, parameter.data, plan.scheme)
+        elif name in plan.stored:
+            self.store.put(*plan.stored[name], parameter.data, plan.placement.scheme)
         else:
             parameter.data = parameter.data.to(device)
             return
@@ -184,22 +174,18 @@ class _WeightLoader:
 
 def _quantized_share(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
     """Return the quantized share of all elements, and the names of matrices that are not quantized, as fields of the record."""
-    placement, packed = plan.placement, set()
-    prefix, _ = decoder_layers(model)
+    embedding = plan.placement.embedding
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if placement.embedding is not None:
-        embedding = model.get_submodule(placement.embedding.module)
-        shapes[placement.embedding.weight] = embedding.num_embeddings, embedding.embedding_dim
+    shapes |= {
+        name: stored.plain.shape for name, (_, stored) in plan.stored.items()
+    }  # empty until their block is called
+    if embedding is not None:
+        module = model.get_submodule(embedding.module)
+        shapes[embedding.weight] = module.num_embeddings, module.embedding_dim
     if plan.head is not None:
         shapes[plan.head.name] = plan.head.shape
-        packed.add(plan.head.name)
-    for block, layout in zip(placement.blocks, placement.layouts):
-        for stored in layout.parameters:
-            name = block.full_name(prefix, stored.name)
-            shapes[name] = stored.plain.shape  # the parameter is empty until its block is called
-            if stored.packed is not None:
-                packed.add(name)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    packed = {name for name in shapes if plan.quantized(name) is not None}
     skipped = [name for name, shape in shapes.items() if name not in packed and len(shape) > 1]
     share = sum(sizes[name] for name in packed) / sum(sizes.values())
     return {"quantized_fraction": share, "not_quantized": skipped}

@@ -21,13 +21,7 @@ from zero_inference.engines.stream.placement import Placement, expert_memory
 from zero_inference.engines.stream.products import epilogue_of
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.products import (
-    FUSED_DTYPES,
-    FUSED_GROUP_SIZES,
-    Epilogue,
-    expert_linear,
-    quantized_expert_linear,
-)
+from zero_inference.kernels.products import Epilogue, expert_linear, quantized_expert_linear
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.timing import ExpertCounts, Transfers
@@ -36,11 +30,6 @@ from zero_inference.utils.timing import ExpertCounts, Transfers
 # more where they do not (benchmarks/results/cpu/expert_reuse.txt).
 HALF_LIFE_PASSES = 32
 USE_DECAY = 0.5 ** (1 / HALF_LIFE_PASSES)  # factor of the use counts per pass
-
-
-def multiplies_many(scheme: GroupQuantization | None) -> bool:
-    """Return whether the device multiplies cached experts with many tokens as stored, without a copy of a weight per token and expert."""
-    return scheme is not None and scheme.dtype in FUSED_DTYPES and scheme.group_size in FUSED_GROUP_SIZES
 
 
 class _ExpertWeights:
@@ -328,10 +317,8 @@ class ExpertCache:
 
     def products(self, x: torch.Tensor, dispatched: Dispatch, weights: torch.Tensor) -> WeightedRows:
         """Return outputs of cached and fetched experts for x [tokens, hidden], with their `weights` [tokens, k]."""
-        rows = []
         arrived = self._fetch(dispatched) if self.max_fetches else None
-        if self.owns_slots:
-            rows.append(self.rows(x, dispatched.slot))
+        rows = [self.rows(x, dispatched.slot)] if self.owns_slots else []
         if arrived is not None:
             rows.append(self.rows(x, dispatched.fetched_slot, arrived))
         return WeightedRows(weights.contiguous(), *(each.to(x.dtype) for each in rows))
@@ -369,40 +356,33 @@ class ExpertCache:
 class ExpertCaches:
     """The caches of all blocks whose experts the CPU multiplies, where the device caches or fetches some."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        store: BlockStore,
-        scheme: GroupQuantization | None,
-        device: torch.device,
-        transfers: Transfers,
-    ):
-        self.transfers, streams = transfers, DeviceStreams(device)
-        slots_of, max_fetches = placement.expert_slots, max(placement.quota, default=0)
+    def __init__(self, placement: Placement, store: BlockStore, device: torch.device, transfers: Transfers):
+        self.transfers, streams, slots_of = transfers, DeviceStreams(device), placement.expert_slots
+        max_fetches = max(placement.quota, default=0)
         indices = sorted(placement.cpu_experts if max_fetches else slots_of)
-        mixtures = [placement.blocks[index].experts for index in indices]
         # [blocks, columns]: a column for each expert, and one more for pairs without an expert
-        columns = 1 + max(experts.num_experts for experts in mixtures)
-        tables = torch.full((len(mixtures), columns), -1, dtype=torch.int64, device=device)
-        uses = torch.zeros(len(mixtures), columns, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(len(mixtures), COUNTS, dtype=torch.int64)
+        columns = 1 + max(placement.blocks[index].experts.num_experts for index in indices)
+        tables = torch.full((len(indices), columns), -1, dtype=torch.int64, device=device)
+        uses = torch.zeros(len(indices), columns, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(len(indices), COUNTS, dtype=torch.int64)
         self.sizes = [placement.expert_bytes(index) for index in indices]
         quota = torch.tensor([*placement.quota, *[0] * columns][:columns], device=device)
         fetching = FetchConfig(quota, max_fetches, streams, streams.stream())
         shared = torch.zeros(placement.staging_bytes, dtype=torch.uint8, device=device)
-        self.by_block = {
-            index: ExpertCache(
-                experts,
+        self.by_block: dict[int, ExpertCache] = {}
+        for index, table, use, counters in zip(indices, tables, uses, self.counters):
+            self.by_block[index] = ExpertCache(
+                placement.blocks[index].experts,
                 placement.layouts[index],
                 slots_of.get(index, max_fetches),
                 store.buffers[index],
-                scheme,
-                *rows,
+                placement.scheme,
+                table,
+                use,
+                counters,
                 fetching,
                 None if index in slots_of else shared,
             )
-            for index, experts, rows in zip(indices, mixtures, zip(tables, uses, self.counters))
-        }
         transfers.expert_counts = self.counts
 
     def counts(self) -> ExpertCounts:

@@ -193,18 +193,17 @@ class BlockStore:
         if read_whole and ranks.world_size > 1:
             self._share(sorted(read_whole))
 
-    def put(self, block: int, name: str, values: torch.Tensor, scheme: GroupQuantization | None) -> None:
-        """Store parameter `name` of `block`, quantized on the device if its layout says so.
+    def put(self, block: int, stored: StoredParameter, values: torch.Tensor, scheme: GroupQuantization | None) -> None:
+        """Store a parameter of `block`, quantized on the device if its layout says so.
 
         Raises:
             RunError: host memory is exhausted or may not be page-locked, or `values` have another shape or dtype than was laid out.
         """
-        stored = self.layouts[block][name]
         values = values.mT if stored.transposed else values
         found, expected = (tuple(values.shape), values.dtype), (stored.plain.shape, stored.plain.dtype)
         if found != expected:
             raise RunError(
-                f"block {block}: {name} is {found[1]} {list(found[0])}, expected is {expected[1]} "
+                f"block {block}: {stored.name} is {found[1]} {list(found[0])}, expected is {expected[1]} "
                 f"{list(expected[0])}; use weights that match the model's config.json."
             )
         tensors = (values,) if stored.packed is None else quantize(values.to(self.ranks.device), scheme)

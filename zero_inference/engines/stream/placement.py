@@ -16,6 +16,8 @@ from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.layout import BlockLayout, aligned
 from zero_inference.engines.stream.vocabulary import EmbeddingTable
 from zero_inference.errors import DoesNotFit
+from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES
+from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.format import format_bytes
 
@@ -40,14 +42,6 @@ CACHE_HIT_EXPONENT = 0.47
 MIN_CACHED_SHARE = 1 / 8
 
 
-@dataclass(frozen=True)
-class CpuCall:
-    """The stored bytes that a call of the CPU backend is expected to read, and the number of experts, if it is for experts."""
-
-    nbytes: float
-    experts: float = 0.0
-
-
 @dataclass
 class Placement:
     """The placement of every block. A decode pass has few tokens, that of a short prompt more; a long pass is computed by the device."""
@@ -66,6 +60,8 @@ class Placement:
     free_bytes: int | None = None  # device memory for blocks, ring, workspace and fetched experts; None: unlimited
     embedding: EmbeddingTable | None = None  # the input embedding if it is in host memory
     gathers: bool = True  # a kernel may assemble experts in a prefill from the expert cache and page-locked memory
+    scheme: GroupQuantization | None = None  # None where weights keep 16 bits
+    graphs: bool = False  # decode steps are CUDA graphs, so each block has the same slot in every step
 
     @property
     def streamed(self) -> list[int]:
@@ -154,18 +150,6 @@ class Placement:
         """Stored bytes that the CPU reads in a decode pass; of experts, those that are expected to be chosen."""
         return round(sum(map(self.read_bytes, self.cpu_computed)))
 
-    @property
-    def calls(self) -> dict[int, list[CpuCall]]:
-        """Calls of the CPU backend in a decode pass, by block, each a hand-off: one for a feed-forward or a layer's experts, two for
-        attention, whose projections are before and after what the device computes."""
-        found = {}
-        for index in sorted(self.cpu_computed):
-            block, nbytes = self.blocks[index], self.read_bytes(index)
-            experts = nbytes / self.layouts[index].stored_bytes * block.experts.num_experts if block.experts else 0.0
-            calls = 1 if block.feed_forward or block.experts else min(2, len(block.linears))
-            found[index] = [CpuCall(nbytes / calls, experts)] * calls
-        return found
-
     def read_bytes(self, block: int) -> float:
         """Return the stored bytes that the CPU reads of `block` in a decode pass: of experts, the misses that are not fetched."""
         stored, experts = self.layouts[block].stored_bytes, self.blocks[block].experts
@@ -180,9 +164,7 @@ class Placement:
     def expert_slots(self) -> dict[int, int]:
         """Number of cached experts by CPU-computed block of experts. Each block with a cache has at least as many slots as experts may be
         fetched at once, because these go there. Where the budget is too small for that, some blocks have none."""
-        if not self.expert_budget:
-            return {}
-        blocks = [block for block in self.expert_blocks if block in self.cpu_computed]
+        blocks = sorted(self.cpu_experts)
         numbers = [self.blocks[block].experts.num_experts for block in blocks]
         sizes = [self.expert_bytes(block) for block in blocks]
         slots = share_out(numbers, sizes, self.expert_budget)
@@ -265,9 +247,9 @@ class Placement:
     def with_prompt_share(self, share: float) -> Placement:
         return replace(self, prompt_cpu_computed=frozenset(self._spread_by_kind(self.prompt_candidates, share)))
 
-    def for_short_prompt(self, tokens: int, uses_cache: bool) -> Placement:
+    def for_short_prompt(self, tokens: int) -> Placement:
         """Return the placement whose decode pass is this one's pass of a short prompt."""
-        slots = self.expert_slots if uses_cache else {}
+        slots = self.expert_slots if multiplies_many(self.scheme) else {}
         budget = sum(slots[block] * self.expert_bytes(block) for block in self.prompt_cpu_computed & slots.keys())
         return replace(self, cpu_computed=self.prompt_cpu_computed, few_tokens=tokens, quota=(), expert_budget=budget)
 
@@ -360,10 +342,39 @@ def plan_placement(
     Raises:
         DoesNotFit: the device does not hold what the options name, or not two slots of the largest layer.
     """
-    left = None if free_bytes is None else max(0, free_bytes - max(layout.workspace_bytes for layout in layouts))
+    workspace_bytes = max(layout.workspace_bytes for layout in layouts)
+    left = None if free_bytes is None else max(0, free_bytes - workspace_bytes)
+    largest, total = max(layout.nbytes for layout in layouts), sum(layout.nbytes for layout in layouts)
 
-    def place(gib: float | None, slots: int | None) -> Placement:
-        return _place(blocks, layouts, outside_bytes, left, gib, slots, ranks)
+    def place(gib: float | None, depth: int | None) -> Placement:
+        """Return the placement for these options, whether or not it fits."""
+        slots = depth or default_ring_depth(layouts, ranks)
+        if gib is not None:
+            budget = int(gib * GIB)
+        elif left is None:
+            budget = 0
+        elif left >= total:
+            budget = total
+        else:
+            slots = depth or max(MIN_RING_DEPTH, min(slots, left // largest))
+            budget = left - slots * largest
+        caches_experts = ranks == 1 and budget < total and any(block.experts is not None for block in blocks)
+        layers: dict[int, list[int]] = {}  # blocks that become resident together
+        for index, block in enumerate(blocks):
+            if not (caches_experts and block.experts is not None):
+                layers.setdefault(block.layer, []).append(index)
+        members = list(layers.values())
+        chosen = spread([sum(layouts[block].nbytes for block in layer) for layer in members], budget)
+        resident = sorted(block for index in chosen for block in members[index])
+        host = sorted(set(range(len(layouts))).difference(resident))
+        of_experts = max(0, budget - sum(layouts[block].nbytes for block in resident)) if caches_experts else 0
+        placed = Placement(blocks, layouts, resident, host, min(slots, len(host)), outside_bytes)
+        placed = replace(placed, expert_budget=of_experts, free_bytes=None if left is None else left + workspace_bytes)
+        if left is not None and depth is None and placed.ring_depth > MIN_RING_DEPTH:
+            # --gpu-memory comes first, the ring gets what it leaves
+            fitting = (left - placed.reserved_bytes) // placed.slot_bytes
+            placed = replace(placed, ring_depth=max(MIN_RING_DEPTH, min(placed.ring_depth, fitting)))
+        return placed
 
     def fits(found: Placement) -> bool:
         return left is None or found.reserved_bytes + found.ring_depth * found.slot_bytes <= left
@@ -391,57 +402,15 @@ def default_ring_depth(layouts: Sequence[BlockLayout], ranks: int) -> int:
     """Return the number of ring slots whose copies last `RING_COVERED_S`, and one more. Each rank copies its share of a block over its own
     link, so a slot covers that much less time.
 
-    `_place` reduces it to the device memory there is, and `plan._plan_with_cpu` where the CPU computes.
+    `plan_placement` reduces it to the device memory there is, and `plan._plan_with_cpu` where the CPU computes.
     """
     mean_bytes = sum(layout.nbytes for layout in layouts) / len(layouts)  # streamed blocks may be the small ones
     return max(DEFAULT_RING_DEPTH, 1 + math.ceil(RING_COVERED_S * RING_LINK_GB_PER_S * 1e9 * ranks / mean_bytes))
 
 
-def _place(
-    blocks: Sequence[Block],
-    layouts: list[BlockLayout],
-    outside_bytes: int,
-    left: int | None,
-    gib: float | None,
-    depth: int | None,
-    ranks: int,
-) -> Placement:
-    """Return the placement for the arguments of `plan_placement`, whether or not it fits; `left` is `free_bytes` without the workspace."""
-    largest, total = max(layout.nbytes for layout in layouts), sum(layout.nbytes for layout in layouts)
-    slots = depth or default_ring_depth(layouts, ranks)
-    if gib is not None:
-        budget = int(gib * GIB)
-    elif left is None:
-        budget = 0
-    elif left >= total:
-        budget = total
-    else:
-        slots = depth or max(MIN_RING_DEPTH, min(slots, left // largest))
-        budget = left - slots * largest
-    caches_experts = ranks == 1 and budget < total and any(block.experts is not None for block in blocks)
-    layers: dict[int, list[int]] = {}  # blocks that become resident together
-    for index, block in enumerate(blocks):
-        if not (caches_experts and block.experts is not None):
-            layers.setdefault(block.layer, []).append(index)
-    members = list(layers.values())
-    sizes = [sum(layouts[b].nbytes for b in layer) for layer in members]
-    resident = sorted(block for index in spread(sizes, budget) for block in members[index])
-    host = sorted(set(range(len(layouts))).difference(resident))
-    placed = Placement(
-        blocks,
-        layouts,
-        resident,
-        host,
-        min(slots, len(host)),
-        outside_bytes,
-        expert_budget=max(0, budget - sum(layouts[b].nbytes for b in resident)) if caches_experts else 0,
-        free_bytes=None if left is None else left + max(layout.workspace_bytes for layout in layouts),
-    )
-    if left is not None and depth is None and placed.ring_depth > MIN_RING_DEPTH:
-        # --gpu-memory comes first, the ring gets what it leaves
-        fitting = (left - placed.reserved_bytes) // placed.slot_bytes
-        placed = replace(placed, ring_depth=max(MIN_RING_DEPTH, min(placed.ring_depth, fitting)))
-    return placed
+def multiplies_many(scheme: GroupQuantization | None) -> bool:
+    """Return whether the device multiplies cached experts with many tokens as stored, without a copy of a weight per token and expert."""
+    return scheme is not None and scheme.dtype in FUSED_DTYPES and scheme.group_size in FUSED_GROUP_SIZES
 
 
 def expert_memory(layout: BlockLayout, experts: FusedExperts, count: int) -> tuple[int, int]:

@@ -11,14 +11,13 @@ import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from zero_inference.config.options import GROUP_SIZES, MIN_RING_DEPTH
 from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import CostTerms, CpuWork, EnginePlan, Footprint, Job
-from zero_inference.engines.stream.blocks import lay_out_blocks
+from zero_inference.engines.stream.blocks import Block, lay_out_blocks
 from zero_inference.engines.stream.cpu_plan import (
     FETCH_RATE,
     CpuPlan,
@@ -33,9 +32,8 @@ from zero_inference.engines.stream.cpu_plan import (
     why_no_cpu_compute,
 )
 from zero_inference.engines.stream.cuda_graph import why_no_graph
-from zero_inference.engines.stream.expert_cache import multiplies_many
-from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, plan_placement
+from zero_inference.engines.stream.layout import BlockLayout, StoredParameter
+from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, multiplies_many, plan_placement
 from zero_inference.engines.stream.ring import overlapped_step_s, prefill_bytes
 from zero_inference.engines.stream.vocabulary import (
     HEAD_BITS,
@@ -46,7 +44,7 @@ from zero_inference.engines.stream.vocabulary import (
 )
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.kernels.extension import load_extension
-from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
+from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.format import format_bytes, three_digits
@@ -64,7 +62,6 @@ SLOWER_ATTENTION = "a step with CPU attention is predicted to take longer"
 @dataclass(frozen=True)
 class StreamPlan(EnginePlan):
     placement: Placement
-    scheme: GroupQuantization | None  # None where weights keep 16 bits
     cpu: CpuPlan | None = None  # None if the CPU computes nothing
     no_cpu: str | None = None  # why it computes nothing; None if it does, or if nothing is in host memory
     no_graph: str | None = None  # why decode steps are not CUDA graphs; None if they may be
@@ -73,7 +70,7 @@ class StreamPlan(EnginePlan):
 
     def prepare(self) -> None:
         job = self.job
-        if (self.scheme is not None or self.cpu is not None) and job.on_gpu:
+        if (self.placement.scheme is not None or self.cpu is not None) and job.on_gpu:
             load_extension(None if job.ranks.is_first and job.config.verbose > 0 else lambda line: None)
 
     @property
@@ -82,9 +79,9 @@ class StreamPlan(EnginePlan):
         return self.footprint.device + self.job.cache_device_bytes + activations + RESERVE_BYTES
 
     def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        if name not in self._packed:
+        if (quantized := self.quantized(name)) is None:
             return values
-        scheme, transposed = self._packed[name]
+        scheme, transposed = quantized
         values = values.to(self.job.ranks.device)  # as the store does
         values = values.mT if transposed else values
         restored = torch.empty_like(values, memory_format=torch.contiguous_format)
@@ -93,16 +90,21 @@ class StreamPlan(EnginePlan):
         return restored.mT if transposed else restored
 
     @functools.cached_property
-    def _packed(self) -> dict[str, tuple[GroupQuantization, bool]]:
-        """Return by name of each quantized matrix how it is stored, and whether it is transposed."""
+    def stored(self) -> dict[str, tuple[int, StoredParameter]]:
+        """Index of its block, and layout there, by the full name of each parameter of a block."""
         prefix, _ = decoder_layers(self.job.empty_model.model)
-        head = {} if self.head is None else {self.head.name: (self.head.scheme, False)}
-        return head | {
-            block.full_name(prefix, stored.name): (self.scheme, stored.transposed)
-            for block, layout in zip(self.placement.blocks, self.placement.layouts)
+        return {
+            block.full_name(prefix, stored.name): (index, stored)
+            for index, (block, layout) in enumerate(zip(self.placement.blocks, self.placement.layouts))
             for stored in layout.parameters
-            if stored.packed is not None
         }
+
+    def quantized(self, name: str) -> tuple[GroupQuantization, bool] | None:
+        """Return how parameter `name` is quantized, and whether it is stored transposed; None if it is not quantized."""
+        if self.head is not None and name == self.head.name:
+            return self.head.scheme, False
+        _, stored = self.stored.get(name, (0, None))
+        return None if stored is None or stored.packed is None else (self.placement.scheme, stored.transposed)
 
     @functools.cached_property
     def cost_terms(self) -> CostTerms:
@@ -114,25 +116,25 @@ class StreamPlan(EnginePlan):
         if profile is not None and profile.link_gb_per_s is not None and placement.gathered:
             prefill_link_gb_per_s = FETCH_RATE * profile.link_gb_per_s
         if cpu is not None and cpu.prompt_rates is not None:
-            in_prompt = placement.for_short_prompt(cpu.prompt_rows, multiplies_many(self.scheme))
+            in_prompt = placement.for_short_prompt(cpu.prompt_rows)
             prefill_link_gb_per_s = cpu.prompt_rates.link_gb_per_s
             prefill_cpu_s = sum(cpu_block_s(in_prompt, cpu.prompt_rates).values())
             prefill_cpu = CpuWork(*self._cpu_shares(in_prompt), prefill_cpu_s)
         several = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
         unknown_there = not job.machine.is_here and profile is not None and profile.cores is None
         asks_for_cpu = job.on_gpu and placement.host_bytes and cpu is None and job.config.cpu_share is None
-        fused = job.on_gpu and job.config.group_size in FUSED_GROUP_SIZES and job.spec.dtype in FUSED_DTYPES
+        fused = job.on_gpu and (placement.scheme is None or multiplies_many(placement.scheme))
         prompt_tokens = job.rank_batch * job.config.prompt_len
         return CostTerms(
-            prefill_fetched_bytes=prefill_bytes(placement, self.graphs) + prompt_tokens * placement.row_bytes,
+            prefill_fetched_bytes=prefill_bytes(placement) + prompt_tokens * placement.row_bytes,
             chosen_expert_bytes=round(placement.fetched_expert_bytes),
             prefill_link_gb_per_s=prefill_link_gb_per_s,
             link_beside_cpu_gb_per_s=rates.link_gb_per_s if rates and cpu_gb_per_s else None,
             cpu_beside_link_gb_per_s=cpu_gb_per_s,
             copies_within_host=True,
             fetches=len(placement.in_host_memory),
-            resident_quantized_blocks=0 if self.scheme is None else len(placement.resident),
-            graphs=self.graphs,
+            resident_quantized_blocks=0 if placement.scheme is None else len(placement.resident),
+            graphs=placement.graphs,
             fused_rows=FUSED_ROWS if fused else 0,
             head_plain_bytes=0 if self.head is None else self.head.plain_bytes,
             head_stored_bytes=0 if self.head is None else self.head.stored_bytes,
@@ -163,7 +165,7 @@ class StreamPlan(EnginePlan):
 
     @property
     def why_whole_layers(self) -> str:
-        blocks, _, _ = _laid_out(self.job, self.scheme, divided=True)
+        blocks, _, _ = _laid_out(self.job, divided=True)
         if not any(block.experts is not None and block.computable for block in blocks or ()):
             return "the CPU does not multiply experts of this form"
         if self.cpu:
@@ -181,10 +183,6 @@ class StreamPlan(EnginePlan):
     @property
     def measures_link_with_weights(self) -> bool:
         return self.pinned and self.placement.host_bytes > 0
-
-    @property
-    def graphs(self) -> bool:
-        return self.no_graph is None and self.job.on_gpu
 
     def _cpu_shares(self, placement: Placement) -> tuple[float, float]:
         """Return the shares of blocks without experts, and of experts, that the CPU multiplies for a GPU, which multiplies cached experts
@@ -215,7 +213,7 @@ class StreamPlan(EnginePlan):
 
     def overlapped_s(self, link_s: float, others_s: float) -> float:
         cpu_s = {} if self.cpu is None or self.cpu.rates is None else cpu_block_s(self.placement, self.cpu.rates)
-        return overlapped_step_s(self.placement, cpu_s, link_s, others_s, self.graphs)
+        return overlapped_step_s(self.placement, cpu_s, link_s, others_s)
 
     def in_words(self) -> list[str]:
         placement, on_gpu, lines = self.placement, self.job.on_gpu, []
@@ -279,19 +277,15 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
             that it cannot compute.
     """
     config, model = job.config, job.empty_model.model
-    scheme = None
-    if config.quantized:
-        scheme = GroupQuantization(config.quant_bits, config.group_size, job.spec.dtype)
-    no_graph, no_cpu_at_all = why_no_graph(job), why_no_cpu_compute(job)
-    no_cpu = no_cpu_at_all
+    no_cpu = no_cpu_at_all = why_no_cpu_compute(job)
     placement: Placement | None = None
     cpu: CpuPlan | None = None
     if no_cpu is None:
-        placement, cpu, no_cpu = _plan_with_cpu(job, scheme, job.on_gpu and not no_graph, may_attend)
+        placement, cpu, no_cpu = _plan_with_cpu(job, may_attend)
     if placement is None:
-        placement = _place(job, scheme, divided=False)
-    if _reads_group_sizes(job, placement):
-        no_graph = no_graph or why_no_graph(job, in_groups=True)
+        placement = _place(job, divided=False)
+    no_graph = why_no_graph(job, in_groups=_reads_group_sizes(job, placement))
+    placement = replace(placement, graphs=job.on_gpu and no_graph is None)
     host, pinned = placement.host_bytes // job.ranks.world_size + placement.embedding_bytes, job.pin_weights
     attends = cpu is not None and cpu.attends
     no_cpu_attention = None
@@ -303,12 +297,11 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         Footprint(device=placement.device_bytes, host=host, pinned=host if pinned else 0),
         pinned,
         placement,
-        scheme,
         cpu,
         no_cpu,
         no_graph,
         no_cpu_attention,
-        _head(job, scheme, placement.layouts),
+        _head(job, placement.layouts),
         weight_bytes=placement.stored_bytes,
         fetched_bytes=placement.nbytes_of(placement.streamed)
         + round(placement.fetched_expert_bytes)
@@ -319,12 +312,10 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     )
 
 
-def _plan_with_cpu(
-    job: Job, scheme: GroupQuantization | None, graphs: bool, may_attend: bool
-) -> tuple[Placement | None, CpuPlan | None, str | None]:
+def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement | None, CpuPlan | None, str | None]:
     """Return (placement of divided layers, what the CPU computes of it, None), or (None, None, why the CPU computes nothing); the reason is
     None if nothing is in host memory."""
-    config, divided = job.config, _place(job, scheme, divided=True)
+    config, divided = job.config, _place(job, divided=True)
     if not divided.in_host_memory and not config.kv_offload:
         if config.cpu_share is not None:
             raise UsageError(
@@ -332,52 +323,48 @@ def _plan_with_cpu(
                 "--gpu-memory, or drop --cpu-compute."
             )
         return None, None, None
-    placed, cpu = plan_cpu(job, divided, scheme, graphs, may_attend)
+    placed, cpu = plan_cpu(job, divided, may_attend)
     if isinstance(cpu, str):
         return None, None, cpu
     given = config.ring_depth is not None or config.gpu_memory is not None
     one_gpu = job.free_device_bytes is not None and job.ranks.world_size == 1
     if one_gpu and not given and cpu.automatic and cpu.rates is not None:
         # where the CPU multiplies most of host memory's weights, no step waits for the link: resident layers gain more than ring slots
-        slots, best_s = placed.ring_depth, decode_step_s(placed, cpu, graphs)
+        slots, best_s = placed.ring_depth, decode_step_s(placed, cpu)
         for depth in (each for each in RING_DEPTHS_WITH_CPU if each < slots):
-            other, other_cpu = plan_cpu(job, _place(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend)
-            if (
-                isinstance(other_cpu, CpuPlan)
-                and (step_s := decode_step_s(other, other_cpu, graphs)) < SHORTER * best_s
-            ):
+            other, other_cpu = plan_cpu(job, _place(job, divided=True, depth=depth), may_attend)
+            if isinstance(other_cpu, CpuPlan) and (step_s := decode_step_s(other, other_cpu)) < SHORTER * best_s:
                 placed, cpu, best_s = other, other_cpu, step_s
-    placed = without_spare_slots(job, placed, scheme)
+    if not placed.streamed and config.ring_depth is None and placed.ring_depth > DEFAULT_RING_DEPTH:
+        # more slots would not make decode steps faster, and their memory can hold experts
+        other = replace(_place(job, divided=True, depth=DEFAULT_RING_DEPTH), few_tokens=placed.few_tokens)
+        other = other.with_cpu_shares(1.0, 1.0).with_quota(placed.quota, spare_slots(job, other.ring_depth))
+        other = other.with_budget_used()
+        placed = placed if other.streamed else other
     needed = placed.host_bytes + placed.embedding_bytes + job.kv_host_bytes
     if cpu.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
         return None, None, "host memory has no space for the experts in the GPU's cache as well"
-    return *plan_short_prompts(job, placed, cpu, scheme, graphs), None
+    return *plan_short_prompts(job, placed, cpu), None
 
 
-def without_spare_slots(job: Job, placement: Placement, scheme: GroupQuantization | None) -> Placement:
-    """Return `placement` with at most `DEFAULT_RING_DEPTH` slots if decode steps stream nothing: more slots would not make them faster, and
-    their memory can hold experts."""
-    if placement.streamed or job.config.ring_depth is not None or placement.ring_depth <= DEFAULT_RING_DEPTH:
-        return placement
-    other = replace(_place(job, scheme, divided=True, depth=DEFAULT_RING_DEPTH), few_tokens=placement.few_tokens)
-    other = other.with_cpu_shares(1.0, 1.0).with_quota(placement.quota, spare_slots(job, other.ring_depth))
-    other = other.with_budget_used()
-    return placement if other.streamed else other
+def _scheme(job: Job) -> GroupQuantization | None:
+    config = job.config
+    return GroupQuantization(config.quant_bits, config.group_size, job.spec.dtype) if config.quantized else None
 
 
-def _laid_out(job: Job, scheme: GroupQuantization | None, divided: bool) -> Any:
+def _laid_out(job: Job, divided: bool) -> tuple[list[Block], list[BlockLayout], int]:
     """Return blocks, their layouts and the bytes of all other parameters, as `lay_out_blocks` (cached), with the head as it is stored."""
-    ranks = job.ranks.world_size
+    scheme, ranks = _scheme(job), job.ranks.world_size
     blocks, layouts, outside_bytes = job.empty_model.cached(
         ("blocks", scheme, ranks, divided), lambda: lay_out_blocks(job.empty_model.model, scheme, ranks, divided)
     )
-    head = _head(job, scheme, layouts)
+    head = _head(job, layouts)
     return blocks, layouts, outside_bytes if head is None else outside_bytes - head.plain_bytes + head.stored_bytes
 
 
-def _head(job: Job, scheme: GroupQuantization | None, layouts: Sequence[BlockLayout]) -> HeadWeight | None:
+def _head(job: Job, layouts: Sequence[BlockLayout]) -> HeadWeight | None:
     """Return the output head if it is to be quantized: with layers whose workspace holds rows of it."""
-    if scheme is None:
+    if not job.config.quantized:
         return None
     given, default = job.config.quant_group_size, GROUP_SIZES[HEAD_BITS]
     sizes = default if given is None else given, default
@@ -395,10 +382,11 @@ def _reads_group_sizes(job: Job, placement: Placement) -> bool:
     return job.on_gpu and job.rank_batch > FUSED_ROWS and any(0 < each.group < each.plain.shape[0] for each in stored)
 
 
-def _place(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Placement:
+def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
     """Place whole layers, or blocks of layers if `divided`. The input embedding is in host memory unless everything fits on the device."""
     config, ranks = job.config, job.ranks.world_size
-    blocks, layouts, all_outside_bytes = _laid_out(job, scheme, divided)
+    graphs = job.on_gpu and why_no_graph(job) is None
+    blocks, layouts, all_outside_bytes = _laid_out(job, divided)
 
     def place(embedding: EmbeddingTable | None) -> Placement:
         outside_bytes = all_outside_bytes - (0 if embedding is None else embedding.nbytes)
@@ -413,7 +401,8 @@ def _place(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int
             )
         slots = depth or config.ring_depth
         placement = plan_placement(blocks, layouts, outside_bytes, left_bytes, config.gpu_memory, slots, ranks, others)
-        return replace(placement, embedding=embedding, gathers=job.pin_weights or not job.on_gpu)
+        gathers = job.pin_weights or not job.on_gpu
+        return replace(placement, embedding=embedding, gathers=gathers, scheme=_scheme(job), graphs=graphs)
 
     embedding = find_host_embedding(job)
     if embedding is None:

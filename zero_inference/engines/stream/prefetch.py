@@ -25,7 +25,7 @@ from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import CodesModule, SharedInput, experts_in_groups, modules_from_codes
 from zero_inference.engines.stream.ring import RingBuffer
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams, Timeline
-from zero_inference.kernels.quantization import GroupQuantization, dequantize
+from zero_inference.kernels.quantization import dequantize
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.ranks import Ranks
@@ -115,14 +115,14 @@ class Prefetcher:
         model: nn.Module,
         placement: Placement,
         store: BlockStore,
-        scheme: GroupQuantization | None,
         ranks: Ranks,
         transfers: Transfers,
         group: Any = None,
         cpu: CpuBackend | None = None,
     ):
         streams = DeviceStreams(ranks.device)
-        self.store, self.scheme, self.placement, self.transfers, self.cpu = store, scheme, placement, transfers, cpu
+        self.store, self.placement, self.transfers, self.cpu = store, placement, transfers, cpu
+        self.scheme = placement.scheme
         self.timeline = Timeline(streams, [f"layer {each.layer} {each.module}".strip() for each in placement.blocks])
         self.workspace = torch.empty(placement.workspace_bytes, dtype=torch.uint8, device=ranks.device)
         caches: dict[int, ExpertCache] = {} if cpu is None or cpu.experts is None else cpu.experts.by_block

@@ -255,14 +255,11 @@ class BlockTimes:
     work_s: float  # seconds of device and CPU
 
 
-def overlapped_step_s(
-    found: Placement, cpu_s: Mapping[int, float], link_s: float, others_s: float, fixed_slots: bool
-) -> float:
+def overlapped_step_s(found: Placement, cpu_s: Mapping[int, float], link_s: float, others_s: float) -> float:
     """Return the seconds of a decode step, given those of the link and those of device and CPU.
 
     Args:
         cpu_s: CPU seconds by block; the rest of `others_s` is spread evenly over all blocks.
-        fixed_slots: each block is in the same slot in every pass.
     """
     fetched = set(found.streamed)
     if not fetched or not link_s or not others_s:
@@ -275,22 +272,22 @@ def overlapped_step_s(
         BlockTimes(of_byte * found.layouts[block].nbytes if block in fetched else None, scale * seconds)
         for block, seconds in enumerate(work_s)
     ]
-    return simulate_passes(blocks, slots_in_steps(found, fixed_slots), fixed_slots)
+    return simulate_passes(blocks, slots_in_steps(found), found.graphs)
 
 
-def slots_in_steps(found: Placement, fixed_slots: bool) -> int:
+def slots_in_steps(found: Placement) -> int:
     """Return the slots of the ring buffer that decode steps use."""
-    return slots_in_use(len(found.streamed), found.ring_depth) if fixed_slots and found.streamed else found.ring_depth
+    return slots_in_use(len(found.streamed), found.ring_depth) if found.graphs and found.streamed else found.ring_depth
 
 
-def prefill_bytes(found: Placement, fixed_slots: bool) -> int:
+def prefill_bytes(found: Placement) -> int:
     """Return the bytes of blocks that cross the link in a prefill.
 
     The ring buffer still holds the first blocks of a decode step, from the previous generation; those that the prefill does not need soon
     are dropped. Cached experts do not cross again.
     """
     order = [block for block in found.in_host_memory if block not in found.prompt_cpu_computed]
-    prefetched = set(found.streamed[: slots_in_steps(found, fixed_slots)]).intersection(order[: found.ring_depth])
+    prefetched = set(found.streamed[: slots_in_steps(found)]).intersection(order[: found.ring_depth])
     return found.nbytes_of(order) - found.gathered_bytes - found.nbytes_of(prefetched)
 
 
