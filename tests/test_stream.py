@@ -480,7 +480,7 @@ def test_idle_time_goes_to_who_caused_it():
         """Its slot was free at `free`, and before that used by a block that `begun`, in a pass that began at `pass_start`."""
         freed_by = None if begun is None else BlockSpan(0, Moment(begun), Moment(pass_start))
         timeline.copies.append(
-            Copy(0, 10, free and Moment(free), freed_by, Moment(start), Moment(end), timeline.pass_index, first)
+            Copy(0, 10, free and Moment(free), freed_by, Moment(start), Moment(end), None, timeline.pass_index, first)
         )
 
     def use(first=1):
@@ -507,7 +507,7 @@ def test_what_crossed_before_the_first_decode_step_counts_by_its_share_of_time()
     timeline = Timeline(DeviceStreams(torch.device("cpu")))
 
     def fetched(nbytes, start, end):
-        timeline.record_copy(0, nbytes, None, None, Moment(start), Moment(end))
+        timeline.record_copy(Copy(0, nbytes, None, None, Moment(start), Moment(end)))
 
     timeline.begin_pass(0)
     fetched(1, 0, 10)  # the prefill's own

@@ -68,7 +68,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         if cpu is not None:
             # its threads, and the affinity of this one, must not outlive a load that runs out of memory
             failed.callback(cpu.close)
-        prefetcher = Prefetcher(model, placement, store, ranks, transfers, job.group, cpu)
+        prefetcher = Prefetcher(model, placement, store, transfers, job.group, cpu)
         failed.pop_all()
     closing = contextlib.ExitStack()  # runs in reverse order
     if weights.embedding is not None:

@@ -28,7 +28,6 @@ from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams, 
 from zero_inference.kernels.quantization import dequantize
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.patching import Patches
-from zero_inference.utils.ranks import Ranks
 from zero_inference.utils.timing import Transfers
 
 # Consecutive decode passes that are measured, counted from 1; the first one, after a prefill or a change, is left out.
@@ -115,11 +114,11 @@ class Prefetcher:
         model: nn.Module,
         placement: Placement,
         store: BlockStore,
-        ranks: Ranks,
         transfers: Transfers,
         group: Any = None,
         cpu: CpuBackend | None = None,
     ):
+        ranks = store.ranks
         streams = DeviceStreams(ranks.device)
         self.store, self.placement, self.transfers, self.cpu = store, placement, transfers, cpu
         self.scheme = placement.scheme
@@ -129,8 +128,7 @@ class Prefetcher:
         self.ring = None
         if blocks := placement.in_host_memory:
             gathered = {index: caches[index].gather for index in placement.gathered}
-            depth, timeline = placement.ring_depth, self.timeline
-            self.ring = RingBuffer(store, blocks, depth, ranks, streams, transfers, timeline, group, gathered)
+            self.ring = RingBuffer(store, blocks, placement.ring_depth, self.timeline, transfers, group, gathered)
         self.rebalancer = Rebalancer(cpu if self.ring is not None else None, self.timeline)
         self.on_placement_changed: Callable[[Placement], None] = lambda placement: None
 

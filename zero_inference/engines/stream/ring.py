@@ -13,15 +13,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zero_inference.engines.stream.layout import BlockStore
 from zero_inference.engines.stream.placement import Placement
-from zero_inference.engines.stream.streams import DeviceStreams, Timeline
-from zero_inference.utils.ranks import Ranks
+from zero_inference.engines.stream.streams import Copy, Timeline
 from zero_inference.utils.timing import Transfers
 
 SIMULATED_PASSES = 4  # in a row, of which the last counts: the first ones begin with an empty ring
@@ -53,16 +52,14 @@ class RingBuffer:
         store: BlockStore,
         blocks: Sequence[int],
         depth: int,
-        ranks: Ranks,
-        streams: DeviceStreams,
-        transfers: Transfers,
         timeline: Timeline,
+        transfers: Transfers,
         group: Any = None,
         gathered: Mapping[int, Callable[[torch.Tensor], int]] | None = None,
     ):
-        self.store, self.ranks, self.streams = store, ranks, streams
-        self.gathered = dict(gathered or {})
-        self.transfers, self.timeline, self.group = transfers, timeline, group
+        self.store, self.timeline, self.transfers, self.group = store, timeline, transfers, group
+        self.ranks, self.streams, self.gathered = store.ranks, timeline.streams, dict(gathered or {})
+        ranks, streams = self.ranks, self.streams
         slot_bytes = max(store.layouts[block].nbytes for block in blocks)
         self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=ranks.device) for _ in range(depth)]
         self.last_use: list[Any] = [None] * depth  # by slot: the event after it
@@ -232,9 +229,8 @@ class RingBuffer:
                 _all_gather(buffer, own_part if buffer.is_cuda else own_part.clone(), group=self.group)
             arrived = self.streams.record_event(self.gather_stream)
             all_gather = begun, arrived
-        self.timeline.record_copy(
-            block, link_bytes, self.last_use[slot], self.last_span[slot], start, copied, all_gather
-        )
+        free, freed_by = self.last_use[slot], self.last_span[slot]
+        self.timeline.record_copy(Copy(block, link_bytes, free, freed_by, start, copied, all_gather))
         self.pending.append(_Fetch(block, slot, arrived))
         return True
 
@@ -249,8 +245,7 @@ def slots_in_use(blocks: int, slots: int) -> int:
     return max(range(min(fewest, slots), slots + 1), key=lambda count: (blocks % count or count, count))
 
 
-@dataclass(frozen=True)
-class BlockTimes:
+class BlockTimes(NamedTuple):
     copy_s: float | None  # seconds of the link; None for a block that is not streamed
     work_s: float  # seconds of device and CPU
 

@@ -39,11 +39,10 @@ class HostEvent:
 
 
 class HostStream:
-    def wait_event(self, event: HostEvent) -> None:
+    def wait(self, other: Any) -> None:
         pass
 
-    def wait_stream(self, stream: HostStream) -> None:
-        pass
+    wait_event = wait_stream = wait
 
 
 class DeviceStreams:
@@ -158,9 +157,9 @@ class Copy:
     freed_by: BlockSpan | None  # the computation that used the slot before; None for an empty slot
     start: Any
     end: Any
-    pass_index: int  # index of the pass in which it was requested, 0 for the prefill
-    first: bool  # whether it was the first request of this pass
     gather: tuple[Any, Any] | None = None  # start and end of the all-gather after it; None for one rank
+    pass_index: int = 0  # of the pass in which it was requested, 0 for the prefill
+    first: bool = False  # the first request of this pass
 
 
 def _clamp(value: float, upper: float) -> float:
@@ -204,18 +203,9 @@ class Timeline:
         finally:
             self.is_paused = False
 
-    def record_copy(
-        self,
-        block: int,
-        nbytes: int,
-        slot_free: Any,
-        freed_by: BlockSpan | None,
-        start: Any,
-        end: Any,
-        gather: tuple[Any, Any] | None = None,
-    ) -> None:
-        first = self.requested == 0
-        self.copies.append(Copy(block, nbytes, slot_free, freed_by, start, end, self.pass_index, first, gather))
+    def record_copy(self, copy: Copy) -> None:
+        copy.pass_index, copy.first = self.pass_index, self.requested == 0
+        self.copies.append(copy)
         self.requested += 1
 
     def block_reached(self) -> Any:
