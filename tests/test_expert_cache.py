@@ -46,7 +46,7 @@ def kept(mixtures, monkeypatch):  # noqa: F811
         placement = prefetcher_of(loaded).placement
         loaded.close()
         experts = placement.expert_blocks
-        others = set(range(len(placement.layouts))) - set(experts)
+        others = set(range(len(placement.blocks))) - set(experts)
         budget = placement.nbytes_of(others) + slots * sum(placement.expert_bytes(block) for block in experts)
         found = load(folder, cpu_compute=share, gpu_memory=(budget + 0.5) / 2**30, **FORMS[bits], **options)
         opened.append(found[0])
@@ -155,13 +155,14 @@ def test_a_long_pass_fetches_what_is_in_no_slot(family, bits, slots, kept, fetch
     prefetcher, cache = prefetcher_of(loaded), cache_of(loaded)
     caches = cache.by_block.items()
     crosses = {
-        index: prefetcher.placement.layouts[index].stored_bytes - slots * each.expert_bytes for index, each in caches
+        index: prefetcher.placement.blocks[index].layout.stored_bytes - slots * each.expert_bytes
+        for index, each in caches
     }
     assert prefetcher.ring.gathered.keys() == crosses.keys()
     tables = []
     for turn in range(3):
         for index, each in cache.by_block.items():
-            layout, host = prefetcher.placement.layouts[index], prefetcher.store.buffers[index]
+            layout, host = prefetcher.placement.blocks[index].layout, prefetcher.store.buffers[index]
             block = torch.full((layout.nbytes,), 255, dtype=torch.uint8, device=loaded.device)
             assert each.gather(block) == crosses[index]
             for piece in (piece for stored in layout.parameters for piece in stored.pieces):
@@ -220,11 +221,11 @@ def test_the_quota_ends_link_and_cpu_together():
 def test_fetched_experts_take_no_more_memory_than_the_device_has():
     """With --gpu-memory: what attention leaves of its 700 bytes, 300, and what is free beside ring and workspace. Each of an expert's two
     weights takes 100 bytes, and together they begin at a multiple of 256."""
-    blocks, layouts = a_mixture()
+    blocks = a_mixture()
     budget, quota = (700 + 0.5) / 2**30, tuple(range(9))
     for free, most in ((None, 8), (1 << 30, 8), (100 + 700 + 2 * 1600 + 1000, 5), (100 + 700 + 2 * 1600, 0)):
-        layouts[0].workspace_bytes = 100
-        plan = plan_placement(blocks, layouts, 0, free, budget, 2).with_cpu_shares(1.0, 1.0)
+        blocks[0].layout.workspace_bytes = 100
+        plan = plan_placement(blocks, 0, free, budget, 2).with_cpu_shares(1.0, 1.0)
         staged = plan.with_quota(quota, None).with_budget_used()
         assert max(staged.quota, default=0) == most, free
         assert free is None or staged.device_bytes <= free
@@ -305,7 +306,7 @@ def test_with_all_experts_kept_the_cpu_reads_none(mixtures, kept):  # noqa: F811
     loaded, spec, ranks = kept("qwen3_moe", 7, share="0.3")
     placement = prefetcher_of(loaded).placement
     assert list(placement.expert_slots.values()) == [8] and len(placement.streamed) == 1
-    assert len(placement.resident) == len(placement.layouts) - 2
+    assert len(placement.resident) == len(placement.blocks) - 2
     assert placement.resident_bytes <= placement.reserved_bytes
     found = generate(loaded, spec, ranks)
     assert torch.equal(found.output_ids, mixtures("qwen3_moe")[1])
@@ -401,21 +402,22 @@ def test_device_memory_is_taken_as_planned(kept):
 # --- Where memory goes ---
 
 
-def a_mixture(layers: int = 4, number: int = 8, chosen: int = 2) -> tuple[list[Block], list[BlockLayout]]:
+def a_mixture(layers: int = 4, number: int = 8, chosen: int = 2) -> list[Block]:
     """Layers of 100 bytes of attention and experts of 200 bytes."""
     names = ("first", "last")
     experts = FusedExperts(*names, "silu", number, True, top_k=chosen)
     pieces = [StoredParameter(name, TensorSpan(0, (number, 25, 1), torch.float32)) for name in names]
-    layouts, blocks = [], []
+    blocks = []
     for layer in range(layers):
-        layouts += [BlockLayout([], 100, 100), BlockLayout(pieces, 200 * number, 200 * number)]
-        blocks += [Block(layer, "attention", ("a",), ("a",)), Block(layer, "experts", names, experts=experts)]
-    return blocks, layouts
+        of_experts = BlockLayout(pieces, 200 * number, 200 * number)
+        blocks.append(Block(layer, "attention", ("a",), ("a",), layout=BlockLayout([], 100, 100)))
+        blocks.append(Block(layer, "experts", names, experts=experts, layout=of_experts))
+    return blocks
 
 
 def residency_of(budget: int, ranks: int = 1) -> Placement:
-    blocks, layouts = a_mixture()
-    plan = plan_placement(blocks, layouts, 0, None, (budget + 0.5) / 2**30, 2, ranks)
+    blocks = a_mixture()
+    plan = plan_placement(blocks, 0, None, (budget + 0.5) / 2**30, 2, ranks)
     return plan.with_cpu_shares(1.0, 1.0).with_budget_used()
 
 
@@ -435,8 +437,8 @@ def test_blocks_that_every_token_uses_come_first():
 
 def test_each_block_keeps_as_many_experts_as_it_may_fetch_or_none():
     """Of four blocks' experts, 200 bytes each, the device keeps 13; blocks that keep none share the memory of what they fetch."""
-    blocks, layouts = a_mixture()
-    plan = plan_placement(blocks, layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2)
+    blocks = a_mixture()
+    plan = plan_placement(blocks, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2)
     plan = plan.with_cpu_shares(1.0, 1.0)
     for most, slots, staging in ((0, [3, 3, 4, 3], 0), (3, [3, 3, 4, 3], 0), (4, [4], 1024), (8, [], 2048)):
         quota = tuple(min(most, missed) for missed in range(9)) if most else ()
@@ -447,8 +449,8 @@ def test_each_block_keeps_as_many_experts_as_it_may_fetch_or_none():
 
 def test_experts_are_fetched_only_where_that_promises_enough():
     """A token reads 869 of 6400 bytes of experts; a CPU four times as fast as the link gains 4% by leaving some."""
-    blocks, layouts = a_mixture()
-    plan = plan_placement(blocks, layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2)
+    blocks = a_mixture()
+    plan = plan_placement(blocks, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2)
     for cores, share in ((100.0, 128 / (128 + 8.69)), (200.0, 1.0)):
         rates = ConcurrentRates(1, 50.0, 50.0, cores, cores, cores, 0.0, 1e9)
         split = split_of(plan.with_cpu_shares(1.0, 0.0), rates)
@@ -466,9 +468,9 @@ def test_as_many_choices_hit_as_text_gave():
                 continue
             number, chosen = choices[record["model_type"]]
             stays = bool(use.get("fetched_bytes_per_step")) and "prompt_rows" in record["stream"]["cores"]
-            blocks, layouts = a_mixture(8, number, chosen)
+            blocks = a_mixture(8, number, chosen)
             budget = 8 * 100 + round(8 * kept) * 200
-            plan = plan_placement(blocks, layouts, 0, None, (budget + 0.5) / 2**30, 2)
+            plan = plan_placement(blocks, 0, None, (budget + 0.5) / 2**30, 2)
             plan = plan.with_cpu_shares(1.0, 1.0)
             plan = plan.with_quota((0,) + chosen * (1,), None) if stays else plan.with_budget_used()
             assert sum(plan.expert_slots.values()) == round(8 * kept)
@@ -483,8 +485,8 @@ def test_as_many_choices_hit_as_text_gave():
 @pytest.mark.parametrize("quota", [(), (0, *8 * [1])])
 def test_no_more_choices_hit_than_there_are_slots(quota):
     """64 sequences choose all 8 experts of a layer, of which 4 are kept."""
-    blocks, layouts = a_mixture(8, 8, 2)
-    plan = plan_placement(blocks, layouts, 0, None, (8 * 100 + 8 * 4 * 200 + 0.5) / 2**30, 2)
+    blocks = a_mixture(8, 8, 2)
+    plan = plan_placement(blocks, 0, None, (8 * 100 + 8 * 4 * 200 + 0.5) / 2**30, 2)
     plan = replace(plan.with_cpu_shares(1.0, 1.0), few_tokens=64).with_quota(quota, None)
     assert set(plan.expert_slots.values()) == {4}
     assert plan.computed_bytes + plan.fetched_expert_bytes == pytest.approx(8 * 4 * 200, rel=1e-3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from zero_inference.cpu.experts import COUNTS
+from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.expert_cache import USE_DECAY, ExpertCache, FetchConfig
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.streams import DeviceStreams
@@ -45,10 +46,11 @@ def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
         if packed:
             dequantize_reference(*parts, bits, 32, weight)
         exact[name] = weight.double()
+    block = Block(0, "experts", tuple(weights), experts=form, layout=layout)
     rows = torch.full((NUMBER + 1,), -1), torch.zeros(NUMBER + 1), torch.zeros(COUNTS, dtype=torch.int64)
     streams = DeviceStreams(torch.device("cpu"))
     fetching = FetchConfig(torch.arange(NUMBER + 1).clamp(max=1), 1, streams, streams.stream())
-    slots = ExpertCache(form, layout, SLOTS, buffer, scheme, *rows, fetching)
+    slots = ExpertCache(block, SLOTS, buffer, scheme, *rows, fetching)
     assert slots.nbytes == SLOTS * slots.expert_bytes
     return slots, buffer, exact
 

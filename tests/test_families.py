@@ -167,10 +167,10 @@ def with_stream_weights(model: nn.Module, device: torch.device | str = "cpu") ->
         device: where they are quantized; a GPU finds other codes than a CPU for some groups.
     """
     model, scheme = copy.deepcopy(model), GroupQuantization(4, GROUP, torch.float32)
-    blocks, layouts, _ = lay_out_blocks(model, scheme, 1, False)
+    blocks, _ = lay_out_blocks(model, scheme, 1, False)
     _, layers = decoder_layers(model)
-    for block, layout in zip(blocks, layouts):
-        for stored in layout.parameters:
+    for block in blocks:
+        for stored in block.layout.parameters:
             if stored.packed is not None:
                 values = block.of(layers[block.layer]).get_parameter(stored.name).data
                 values = values.mT if stored.transposed else values

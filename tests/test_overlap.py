@@ -47,9 +47,9 @@ def test_blocks_with_places_wait_for_their_own_slot():
 
 def placed(sizes: list[int], computed: set[int], depth: int) -> Placement:
     layouts = [BlockLayout(nbytes=size, stored_bytes=size) for size in sizes]
-    blocks = [Block(index, "", ()) for index in range(len(sizes))]
+    blocks = [Block(index, "", (), layout=layout) for index, layout in enumerate(layouts)]
     host = list(range(len(sizes)))
-    return Placement(blocks, layouts, [], host, depth, 0, cpu_computed=frozenset(computed))
+    return Placement(blocks, [], host, depth, 0, cpu_computed=frozenset(computed))
 
 
 def test_the_blocks_of_a_plan_take_their_parts_of_the_time():

@@ -12,7 +12,7 @@ from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan, Split, best_split
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.placement import Placement
-from zero_inference.engines.stream.prefetch import LAST_PASS, MAX_MEASUREMENTS, MeasuredStep, Rebalancer, bytes_to_move
+from zero_inference.engines.stream.prefetch import LAST_PASS, MAX_MEASUREMENTS, Rebalancer, bytes_to_move
 from zero_inference.hardware.profile import AttentionRates, ConcurrentRates
 from zero_inference.models.mlp import Mlp
 from zero_inference.records.hardware import LinkUse
@@ -24,11 +24,13 @@ FORWARD = Mlp(("up_proj",), "down_proj", "relu", False)
 def placement(attention: int = GB, mlp: int = 2 * GB, layers: int = 10, computable: bool = True) -> Placement:
     """`layers` layers of two blocks, a feed-forward after attention, all in host memory."""
     linears = ("q_proj", "o_proj") if computable else ()
-    attn = [Block(layer, "self_attn", (), linears) for layer in range(layers)]
-    mlps = [Block(layer, "mlp", (), linears, FORWARD if computable else None) for layer in range(layers)]
+    layouts = BlockLayout([], attention, attention), BlockLayout([], mlp, mlp)
+    attn = [Block(layer, "self_attn", (), linears, layout=layouts[0]) for layer in range(layers)]
+    mlps = [
+        Block(layer, "mlp", (), linears, FORWARD if computable else None, layout=layouts[1]) for layer in range(layers)
+    ]
     blocks = [block for pair in zip(attn, mlps) for block in pair]
-    layouts = [BlockLayout([], size, size) for _ in range(layers) for size in (attention, mlp)]
-    return Placement(blocks, layouts, [], list(range(2 * layers)), 3, 0)
+    return Placement(blocks, [], list(range(2 * layers)), 3, 0)
 
 
 def rates(link=50.0, cores=100.0, read=110.0, alone=55.0, hand_off_s=0.0, device=4000.0) -> ConcurrentRates:
@@ -107,7 +109,7 @@ def test_keys_and_values_are_attended_where_that_is_faster():
 
 def test_keys_and_values_alone():
     """All weights on the device: the CPU attends, or the link carries."""
-    nothing = Placement([Block(0, "", ())], [BlockLayout([], GB, GB)], [0], [], 0, 0)
+    nothing = Placement([Block(0, "", (), layout=BlockLayout([], GB, GB))], [0], [], 0, 0)
     assert split_of(nothing, rates(), 10 * GB, True).attends
     assert not split_of(nothing, rates(read=20.0), 10 * GB, True).attends
     slower = replace(rates(), attended=AttentionRates(beside_link_gb_per_s=20.0, alone_gb_per_s=100.0))
@@ -120,18 +122,18 @@ def test_keys_and_values_alone():
 @pytest.mark.parametrize(
     "step, moved",
     [
-        (MeasuredStep(0.2, 0.14, 0.16, 0.0), 2 * GB),  # the link is 0.06 s ahead: 2 GB take it 0.04 s, the CPU 0.02
-        (MeasuredStep(0.2, 0.14, 0.16, 0.03), GB),  # but they would be, too, if the device never waited for it
-        (MeasuredStep(0.2, 0.2, 0.16, 0.03), -GB),
-        (MeasuredStep(0.2, 0.2, 0.08, 0.03), -1.2 * GB),  # they are twice as fast as was measured
-        (MeasuredStep(0.2, 0.197, 0.16, 0.001), 0),
-        (MeasuredStep(0.2, 0.14, 0.06, 0.0), 0),  # Python is late
+        ((0.2, 0.14, 0.16, 0.0), 2 * GB),  # the link is 0.06 s ahead: 2 GB take it 0.04 s, the CPU 0.02
+        ((0.2, 0.14, 0.16, 0.03), GB),  # but they would be, too, if the device never waited for it
+        ((0.2, 0.2, 0.16, 0.03), -GB),
+        ((0.2, 0.2, 0.08, 0.03), -1.2 * GB),  # they are twice as fast as was measured
+        ((0.2, 0.197, 0.16, 0.001), 0),
+        ((0.2, 0.14, 0.06, 0.0), 0),  # Python is late
     ],
 )
 def test_who_is_done_first_gets_more_of_the_work(step, moved):
     placed = placement(GB // 10, GB // 5, 100).with_cpu_shares(0, 16 / 30)
     plan = CpuPlan((-1,), 16 / 30, 1, rates(), automatic=True)
-    found = bytes_to_move(plan, placed, step)
+    found = bytes_to_move(plan, placed, *step)
     assert found == pytest.approx(moved, rel=0.01)
     after = placed.rebalanced(found, range(200))
     nbytes = placed.nbytes_of(placed.cpu_computed) - after.nbytes_of(after.cpu_computed)
@@ -142,8 +144,8 @@ def test_a_cpu_that_attends_gets_no_more_work():
     """Their keys and values are fewer in the first steps than later."""
     placed = fine(16 / 30)
     plan = CpuPlan((-1,), 16 / 30, 1, rates(), attends=True, kv_bytes=GB, automatic=True)
-    assert bytes_to_move(plan, placed, MeasuredStep(0.2, 0.2, 0.16, 0.03)) == 0
-    assert bytes_to_move(plan, placed, MeasuredStep(0.2, 0.14, 0.16, 0.0)) > 0
+    assert bytes_to_move(plan, placed, 0.2, 0.2, 0.16, 0.03) == 0
+    assert bytes_to_move(plan, placed, 0.2, 0.14, 0.16, 0.0) > 0
 
 
 def test_rates_of_attention():

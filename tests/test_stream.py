@@ -410,28 +410,28 @@ print((memory("VmHWM") - before - on_device) / loaded.weight_bytes, loaded.weigh
         assert stored > 100e6 and ratio < bound, (bits, ratio)
 
 
-def layers_of(*sizes, workspace=0) -> tuple[list[Block], list[BlockLayout]]:
+def layers_of(*sizes, workspace=0) -> list[Block]:
     """Layers of these sizes, each one block."""
     layouts = [BlockLayout(nbytes=size, stored_bytes=size, workspace_bytes=workspace) for size in sizes]
-    return [Block(layer, "", ()) for layer in range(len(sizes))], layouts
+    return [Block(layer, "", (), layout=layout) for layer, layout in enumerate(layouts)]
 
 
 def test_resident_layers_are_spread_evenly_and_the_device_is_not_overfilled():
     gib = 1 << 30
-    plan = plan_placement(*layers_of(*[gib] * 8), 0, None, 4, 2)
+    plan = plan_placement(layers_of(*[gib] * 8), 0, None, 4, 2)
     assert plan.resident == [1, 3, 5, 7] and plan.in_host_memory == [0, 2, 4, 6] and plan.ring_depth == 2
-    everything = plan_placement(*layers_of(*[gib] * 8), gib, 9 * gib, None, None)
+    everything = plan_placement(layers_of(*[gib] * 8), gib, 9 * gib, None, None)
     assert everything.in_host_memory == [] and everything.ring_depth == 0 and everything.device_bytes == 9 * gib
-    tight = plan_placement(*layers_of(*[gib] * 8), 0, 5 * gib, None, None)
+    tight = plan_placement(layers_of(*[gib] * 8), 0, 5 * gib, None, None)
     assert tight.resident_bytes + tight.ring_depth * tight.slot_bytes <= 5 * gib and tight.ring_depth >= 2
     eight = layers_of(*[gib] * 8)
     with pytest.raises(DoesNotFit, match="^2 ring slots of 1 GiB each do not fit into the .* left for them.$"):
-        plan_placement(*eight, 0, int(1.5 * gib), None, None)
+        plan_placement(eight, 0, int(1.5 * gib), None, None)
     with pytest.raises(DoesNotFit, match="--gpu-memory 4.9 or less"):
-        plan_placement(*eight, 0, 6 * gib, 6, None)
+        plan_placement(eight, 0, 6 * gib, 6, None)
     with pytest.raises(DoesNotFit, match="--ring-depth 4 or less"):
-        plan_placement(*eight, 0, 6 * gib, 2, 5)
-    squeezed = plan_placement(*eight, 0, 6 * gib, 3, None)
+        plan_placement(eight, 0, 6 * gib, 2, 5)
+    squeezed = plan_placement(eight, 0, 6 * gib, 3, None)
     assert len(squeezed.resident) == 3 and squeezed.ring_depth == 3, "an automatic ring gives way"
 
 
@@ -440,25 +440,25 @@ def test_plans_fit_and_their_advice_works(seed):
     draw = random.Random(seed)
     for _ in range(100):
         sizes = [draw.randint(1, 40) << 26 for _ in range(draw.randint(2, 24))]
-        blocks, layouts = layers_of(*sizes, workspace=draw.choice([0, 1 << 27]))
+        blocks = layers_of(*sizes, workspace=draw.choice([0, 1 << 27]))
         free, depth = draw.randint(1 << 28, 40 << 30), draw.choice([None, None, 2, 3, 9])
         wanted = draw.choice([None, 0, draw.randint(0, 300) / 10])
         try:
-            plan = plan_placement(blocks, layouts, 0, free, wanted, depth)
+            plan = plan_placement(blocks, 0, free, wanted, depth)
         except DoesNotFit as error:
             advice = dict(re.findall(r"--(gpu-memory|ring-depth) ([0-9.]*[0-9])", str(error).partition("; use ")[2]))
             if not advice:
-                assert 2 * max(layout.nbytes for layout in layouts) + layouts[0].workspace_bytes > free
+                assert 2 * max(sizes) + blocks[0].layout.workspace_bytes > free
                 continue
             gib = float(advice["gpu-memory"]) if "gpu-memory" in advice else wanted
-            plan = plan_placement(blocks, layouts, 0, free, gib, int(advice.get("ring-depth", depth or 0)) or None)
-        assert plan.device_bytes <= free and len(plan.resident) + len(plan.in_host_memory) == len(layouts)
+            plan = plan_placement(blocks, 0, free, gib, int(advice.get("ring-depth", depth or 0)) or None)
+        assert plan.device_bytes <= free and len(plan.resident) + len(plan.in_host_memory) == len(blocks)
 
 
 def test_the_ring_covers_as_much_time_over_several_links():
     layers = layers_of(*[630 << 20] * 40)
     for ranks in (1, 2, 4):
-        ahead = plan_placement(*layers, 0, None, 0, None, ranks).ring_depth - 1
+        ahead = plan_placement(layers, 0, None, 0, None, ranks).ring_depth - 1
         assert 0.05 <= ahead * (630 << 20) / ranks / 55e9 < 0.065
 
 

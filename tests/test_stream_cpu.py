@@ -374,8 +374,8 @@ def test_what_is_read_outside_of_its_layer_is_in_no_block():
 
     model = a_llama(LlamaDecoderLayer)
     model.model.__class__ = Model
-    blocks, layouts, outside = lay_out_blocks(model, None, 1, divided=False)
-    held = {(block.layer, stored.name) for block, layout in zip(blocks, layouts) for stored in layout.parameters}
+    blocks, outside = lay_out_blocks(model, None, 1, divided=False)
+    held = {(block.layer, stored.name) for block in blocks for stored in block.layout.parameters}
     names = [name for name, _ in model.model.layers[0].named_parameters()]
     missing = {(layer, name) for layer in range(3) for name in names} - held
     assert missing == {(1, "post_attention_layernorm.weight")}

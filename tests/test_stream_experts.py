@@ -148,7 +148,7 @@ def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_a
         monkeypatch.setattr(layout, "GROUP_BYTES", at_once * one + one // 2)
         loaded, spec, ranks = load(folder, cpu_compute="off", ring_depth=2, quant_bits=4, quant_group_size=32)
         prefetcher = prefetcher_of(loaded)
-        quantized = [stored for each in prefetcher.placement.layouts for stored in each.parameters if stored.packed]
+        quantized = [stored for each in prefetcher.blocks for stored in each.layout.parameters if stored.packed]
         assert {each.group for each in quantized} == {0, at_once}
         others = [each.plain.nbytes for each in quantized if not each.group]
         assert prefetcher.workspace.numel() == max(at_once * one, *others)
@@ -329,9 +329,9 @@ def test_the_cpu_gets_experts_first_and_then_what_the_link_would_be_late_with():
     def placement(of_others: int) -> Placement:
         model = a_model("mixtral", num_hidden_layers=1, num_experts_per_tok=1)
         attention, mixture = find_blocks(model, set(), divided=True)
-        blocks = [attention, replace(mixture, experts=experts)]
         layouts = [BlockLayout([], size, size) for size in (of_others, 2 * 10**9)]
-        return Placement(blocks, layouts, [], [0, 1], 2, 0)
+        blocks = [replace(attention, layout=layouts[0]), replace(mixture, experts=experts, layout=layouts[1])]
+        return Placement(blocks, [], [0, 1], 2, 0)
 
     assert placement(10**9).read_bytes(1) == pytest.approx(2 * 10**9 / 8)
     # the CPU reads 0.25 GB of experts in 2.5 ms, the link the 1 GB of the others in 20: of those the CPU takes so much that both end

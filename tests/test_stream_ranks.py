@@ -59,7 +59,7 @@ for options in cases:
         cpu_bytes=found.loops[-1].moved.cores_bytes_per_step,
         to_device=found.loops[-1].moved.host_to_device_bytes_per_step,
         stream={{name: loaded.facts["stream"][name] for name in ("computed_bytes", "fetched_bytes")}},
-        shared=sum(prefetcher.placement.layouts[block].nbytes for block in prefetcher.placement.cpu_computed),
+        shared=sum(prefetcher.blocks[index].layout.nbytes for index in prefetcher.placement.cpu_computed),
         host_bytes=prefetcher.placement.host_bytes,
         private=sum(buffer.numel() for block, buffer in prefetcher.store.buffers.items() if block not in prefetcher.store.shared),
         mapped=mapped(),

@@ -27,7 +27,7 @@ def always_plain(monkeypatch):
 
 
 def layouts_of(model: nn.Module, divided: bool) -> list[layout.BlockLayout]:
-    return lay_out_blocks(model, GroupQuantization(4, 32, torch.float32), 1, divided)[1]
+    return [block.layout for block in lay_out_blocks(model, GroupQuantization(4, 32, torch.float32), 1, divided)[0]]
 
 
 @pytest.mark.parametrize(("share", "gpu_memory"), [("off", 0), ("off", 1), ("0.5", 0)])
@@ -77,7 +77,7 @@ def test_what_the_model_may_read_itself_is_plain_for_its_block(mlp, own, share, 
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", mlp)
     loaded, spec, ranks = load(folder, cpu_compute=share, **INT4)
     prefetcher = prefetcher_of(loaded)
-    parameters = [stored for each in prefetcher.placement.layouts for stored in each.parameters if stored.packed]
+    parameters = [stored for each in prefetcher.blocks for stored in each.layout.parameters if stored.packed]
     assert {stored.name.split(".")[-2] for stored in parameters if not stored.module_only} == {own}
     assert prefetcher.workspace.numel() == 2 * 64 * 192 * 4, "that one, and the largest of the others"
     seen: list[bool] = []

@@ -49,7 +49,7 @@ def test_streamed_weights_take_what_the_link_takes():
     plan, times = times_of("--model opt-13b --engine stream --gpu-memory 0")
     assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 55e9) and times.step.bound_by == "link"
     placement = plan.weights.placement
-    assert (len(placement.layouts), placement.ring_depth) == (40, 6)
+    assert (len(placement.blocks), placement.ring_depth) == (40, 6)
     ring = 5 * placement.slot_bytes  # that 40 blocks go through in turn, each into the same one in every step
     assert times.prefill.seconds == pytest.approx((plan.weights.fetched_bytes - ring) / 55e9), (
         "the ring is full when it begins"

@@ -15,7 +15,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -55,6 +55,7 @@ class Block:
     transposed: tuple[str, ...] = ()  # matrices [in, out], which are stored as [out, in]
     module_only: tuple[str, ...] = ()  # dequantized for each call of their module, which alone reads them, once
     mixtures: tuple[tuple[str, FusedExperts], ...] = ()  # (name, formula) of the modules of experts in the block
+    layout: BlockLayout = field(default_factory=BlockLayout)  # shared by blocks of layers of one kind
 
     @property
     def computable(self) -> bool:
@@ -70,8 +71,8 @@ class Block:
 
 def lay_out_blocks(
     model: nn.Module, scheme: GroupQuantization | None, ranks: int, divided: bool
-) -> tuple[list[Block], list[BlockLayout], int]:
-    """Return the blocks of the decoder layers of a meta model, their layouts, and the bytes of all other parameters.
+) -> tuple[list[Block], int]:
+    """Return the blocks of the decoder layers of a meta model, and the bytes of all other parameters.
 
     Raises:
         UsageError: the model has no list of decoder layers, or the group size does not divide the columns of a matrix.
@@ -80,9 +81,9 @@ def lay_out_blocks(
     outside_layers = _parameters_outside_layers(model, layers)
     blocks = find_blocks(model, outside_layers, divided)
     same_as = {} if outside_layers else first_of_kind(model)
-    by_kind: dict[tuple[int, str], BlockLayout] = {}  # blocks of layers of one kind share a layout
-    layouts, in_blocks = [], set()
-    for block in blocks:
+    by_kind: dict[tuple[int, str], BlockLayout] = {}
+    in_blocks = set()
+    for index, block in enumerate(blocks):
         module = block.of(layers[block.layer])
         parameters = [(name, module.get_parameter(name)) for name in block.parameters]
         in_blocks |= {id(parameter) for _, parameter in parameters}
@@ -96,8 +97,8 @@ def lay_out_blocks(
                     raise group_size_refusal(scheme.group_size, full_name, tuple(matrix.shape))
             fused = [experts.weights_in(name) for name, experts in block.mixtures]
             by_kind[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed, block.module_only, fused)
-        layouts.append(by_kind[key])
-    return blocks, layouts, _nbytes(p for p in model.parameters() if id(p) not in in_blocks)
+        blocks[index] = replace(block, layout=by_kind[key])
+    return blocks, _nbytes(p for p in model.parameters() if id(p) not in in_blocks)
 
 
 def find_blocks(model: nn.Module, outside_layers: set[int], divided: bool) -> list[Block]:

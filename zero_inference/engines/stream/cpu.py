@@ -36,10 +36,11 @@ class CpuBlock:
 
     usable = True
 
-    def __init__(self, block: Block, module: nn.Module, layout: BlockLayout, buffer: torch.Tensor, backend: CpuBackend):
+    def __init__(self, block: Block, module: nn.Module, buffer: torch.Tensor, backend: CpuBackend):
         self.backend = backend
         self.weights = {
-            name: _weight(module.get_submodule(name), name, layout, buffer, backend.scheme) for name in block.linears
+            name: _weight(module.get_submodule(name), name, block.layout, buffer, backend.scheme)
+            for name in block.linears
         }
         self.tasks: dict[tuple[str, ...], Task] = {}
         self.shared_input = SharedInput()
@@ -127,18 +128,15 @@ class CpuExperts(CpuBlock):
     """A CPU-computed block of experts as one task; the device multiplies those in the block's cache meanwhile, if there is one."""
 
     def __init__(
-        self,
-        block: Block,
-        module: nn.Module,
-        layout: BlockLayout,
-        buffer: torch.Tensor,
-        backend: CpuBackend,
-        cache: ExpertCache | None,
+        self, block: Block, module: nn.Module, buffer: torch.Tensor, backend: CpuBackend, cache: ExpertCache | None
     ):
-        super().__init__(block, module, layout, buffer, backend)
+        super().__init__(block, module, buffer, backend)
         form, self.cache, self.device_multiplies_many = block.experts, cache, multiplies_many(backend.scheme)
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
-        experts, counters = _experts(form, layout, buffer, backend.scheme), None if cache is None else cache.counters
+        experts, counters = (
+            _experts(form, block.layout, buffer, backend.scheme),
+            None if cache is None else cache.counters,
+        )
         self.task = add_experts(backend.pool, experts, activation, backend.dtype, counters)
         backend.pool.reserve(self.task, backend.max_rows, form.top_k)
 
@@ -236,11 +234,11 @@ class CpuBackend:
             ranks.barrier()  # until the first rank has cleared the flags
 
     def block(self, index: int, module: nn.Module) -> CpuBlock:
-        block, layout, buffer = self.placement.blocks[index], self.placement.layouts[index], self.store.whole(index)
+        block, buffer = self.placement.blocks[index], self.store.whole(index)
         if block.experts is None:
-            return CpuBlock(block, module, layout, buffer, self)
+            return CpuBlock(block, module, buffer, self)
         cache = None if self.experts is None else self.experts.by_block.get(index)
-        return CpuExperts(block, module, layout, buffer, self, cache)
+        return CpuExperts(block, module, buffer, self, cache)
 
     def attention(self) -> CpuAttention:
         return CpuAttention(self.calls, self.python_cpus)

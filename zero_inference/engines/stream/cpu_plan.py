@@ -61,7 +61,7 @@ class CpuPlan:
 
     @property
     def carried_bytes(self) -> float:
-        """Return the bytes of page-locked memory that take the link as long as the keys and values that cross it."""
+        """Bytes of page-locked memory that take the link as long as the keys and values that cross it."""
         return 0.0 if self.attends else self.kv_bytes * self.kv_slowness
 
     @property
@@ -84,8 +84,7 @@ class CpuPlan:
         return blocks_s + self.attention_s + self.hand_offs_of_attention_s(placement)
 
     def facts(self, computed_bytes: int) -> CpuBackendUse:
-        of_both = ("link_alone_gb_per_s", "link_gb_per_s", "cores_gb_per_s", "cores_alone_gb_per_s")
-        names = (*of_both, "read_gb_per_s", "device_gb_per_s")
+        names = "link_alone link cores cores_alone read device"
         return CpuBackendUse(
             threads=len(self.cpus),
             instructions=self.instructions,
@@ -97,7 +96,7 @@ class CpuPlan:
             of_step_gb_per_s=self.of_step_gb_per_s(computed_bytes),
             attention_gb_per_s=self.attention_gb_per_s,
             crossing_s=None if self.rates is None else self.rates.hand_off_s,
-            **{name: getattr(self.rates, name, None) for name in names},
+            **{f"{name}_gb_per_s": getattr(self.rates, f"{name}_gb_per_s", None) for name in names.split()},
         )
 
     def of_step_gb_per_s(self, computed_bytes: int) -> float | None:
@@ -140,7 +139,6 @@ def why_no_cpu_compute(job: Job) -> str | None:
 
 
 def why_no_cpu_attention(job: Job) -> str | None:
-    """Return why the CPU cannot attend over keys and values in host memory, in a few words; None where it can."""
     if job.ranks.world_size > 1:
         return "several ranks, each with keys and values of its own"
     if not job.empty_model.is_empty and CPU_ATTENTION_TRIAL not in job.empty_model.cache:
@@ -289,7 +287,7 @@ def _hand_offs_s(placement: Placement, rates: ConcurrentRates) -> dict[int, floa
     found = {}
     for index in sorted(placement.cpu_computed):
         block, nbytes = placement.blocks[index], placement.read_bytes(index)
-        experts = nbytes / placement.layouts[index].stored_bytes * block.experts.num_experts if block.experts else 0.0
+        experts = nbytes / block.layout.stored_bytes * block.experts.num_experts if block.experts else 0.0
         calls = 1 if block.feed_forward or block.experts else min(2, len(block.linears))
         found[index] = calls * rates.call_overhead_s(nbytes / max(1, calls), experts)
     return found
@@ -308,7 +306,9 @@ def hand_off_bytes(placement: Placement, rows: int, element_bytes: int) -> tuple
     """Return the bytes of the largest input and output of a block's hand-off with `rows` rows."""
     widths = [0]  # elements of input rows, and of all output rows of a block together
     for index in placement.in_host_memory:
-        shapes = [each.plain.shape[-2:] for each in placement.layouts[index].parameters if len(each.plain.shape) >= 2]
+        shapes = [
+            each.plain.shape[-2:] for each in placement.blocks[index].layout.parameters if len(each.plain.shape) >= 2
+        ]
         widths += [sum(shape[0] for shape in shapes), *(shape[1] for shape in shapes)]
     hidden_bytes = max(widths) * rows * element_bytes
     top_k = max((block.experts.top_k for block in placement.blocks if block.experts), default=0)
@@ -321,27 +321,23 @@ def _is_alone(job: Job) -> bool:
     return job.ranks.world_size > 1 and job.group is None
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """Measured seconds of a decode step."""
-
-    step_s: float  # the whole step
-    link_s: float  # its copies at the measured rate: in the first steps the link is also busy filling the ring
-    cpu_busy_s: float  # the CPU multiplied
-    waited_s: float  # the device waited for blocks, and the CPU was idle
-
-
-def bytes_to_move(plan: CpuPlan, placement: Placement, step: MeasuredStep) -> int:
+def bytes_to_move(
+    plan: CpuPlan, placement: Placement, step_s: float, link_s: float, busy_s: float, waited_s: float
+) -> int:
     """Return the bytes to move from the CPU to the link so that both end a step together; negative: from the link to the CPU.
 
     In a step the device computes, waits for the CPU, and waits for the link. Device and CPU alone would take `step_s - waited_s`, the link
     alone `link_s`: the link is ahead by the difference. A moved byte reduces it by its time on the link plus its time on the CPU.
+
+    Args:
+        link_s: the step's copies at the measured rate: in the first steps the link is also busy filling the ring.
+        busy_s: the CPU multiplied.
+        waited_s: the device waited for blocks, and the CPU was idle.
     """
-    rates, busy_s = plan.rates, step.cpu_busy_s
-    link_ahead_s = step.step_s - step.waited_s - step.link_s
-    if rates is None or abs(link_ahead_s) <= MIN_AHEAD_SHARE * step.step_s:
+    rates, link_ahead_s = plan.rates, step_s - waited_s - link_s
+    if rates is None or abs(link_ahead_s) <= MIN_AHEAD_SHARE * step_s:
         return 0
-    if link_ahead_s > 0 and busy_s < MIN_BUSY_SHARE * step.step_s:
+    if link_ahead_s > 0 and busy_s < MIN_BUSY_SHARE * step_s:
         return 0
     if link_ahead_s < 0 and plan.attends:  # the work of CPU attention grows with each token
         return 0
@@ -421,7 +417,7 @@ def prompt_split(placement: Placement, rates: ConcurrentRates, tokens: int, most
     def times(found: Placement) -> tuple[float, float]:
         """Return the seconds of the link, and of device and CPU."""
         now = found.for_short_prompt(tokens)
-        by_device = [layout for block, layout in enumerate(found.layouts) if block not in found.prompt_cpu_computed]
+        by_device = [each.layout for block, each in enumerate(found.blocks) if block not in found.prompt_cpu_computed]
         device_bytes = sum(each.stored_bytes + times_plain * each.dequantized_bytes for each in by_device)
         device_s = slowness * device_bytes / (rates.device_gb_per_s * 1e9)
         cpu_s = sum(cpu_block_s(now, rates).values())

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, WeightedRows
+from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout, BlockStore, TensorSpan, aligned
 from zero_inference.engines.stream.placement import Placement, expert_memory
 from zero_inference.engines.stream.products import epilogue_of
@@ -218,8 +219,7 @@ class ExpertCache:
 
     def __init__(
         self,
-        experts: FusedExperts,
-        layout: BlockLayout,
+        block: Block,
         count: int,
         buffer: torch.Tensor,
         scheme: GroupQuantization | None,
@@ -229,10 +229,11 @@ class ExpertCache:
         fetching: FetchConfig,
         shared: torch.Tensor | None = None,
     ):
+        experts, layout = block.experts, block.layout
         self.experts, self.scheme, self.epilogue = experts, scheme, epilogue_of(experts)
         self.table, self.uses, self.counters, self.owns_slots = table, uses, counters, shared is None
         self.fetching, self.max_fetches = fetching, min(fetching.max_fetches, experts.num_experts)
-        first, second = expert_memory(layout, experts, count)
+        first, second = expert_memory(block, count)
         memory = torch.zeros(first + second, dtype=torch.uint8, device=table.device) if shared is None else shared
         self.gate_up = _ExpertWeights(layout, experts.gate_up, experts.gate_up_bias, count, buffer, memory[:first])
         self.down = _ExpertWeights(layout, experts.down, experts.down_bias, count, buffer, memory[first:])
@@ -372,8 +373,7 @@ class ExpertCaches:
         self.by_block: dict[int, ExpertCache] = {}
         for index, table, use, counters in zip(indices, tables, uses, self.counters):
             self.by_block[index] = ExpertCache(
-                placement.blocks[index].experts,
-                placement.layouts[index],
+                placement.blocks[index],
                 slots_of.get(index, max_fetches),
                 store.buffers[index],
                 placement.scheme,

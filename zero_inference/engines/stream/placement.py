@@ -13,12 +13,11 @@ from functools import cached_property
 
 from zero_inference.config.options import MIN_RING_DEPTH
 from zero_inference.engines.stream.blocks import Block
-from zero_inference.engines.stream.layout import BlockLayout, aligned
+from zero_inference.engines.stream.layout import aligned
 from zero_inference.engines.stream.vocabulary import EmbeddingTable
 from zero_inference.errors import DoesNotFit
 from zero_inference.kernels.products import FUSED_DTYPES, FUSED_GROUP_SIZES
 from zero_inference.kernels.quantization import GroupQuantization
-from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.format import format_bytes
 
 GIB = 1 << 30
@@ -47,7 +46,6 @@ class Placement:
     """The placement of every block. A decode pass has few tokens, that of a short prompt more; a long pass is computed by the device."""
 
     blocks: Sequence[Block]
-    layouts: list[BlockLayout]
     resident: list[int]  # indices of blocks, in order
     in_host_memory: list[int]  # all others
     ring_depth: int  # slots of the ring buffer, 0 if nothing is in host memory
@@ -64,8 +62,7 @@ class Placement:
     graphs: bool = False  # decode steps are CUDA graphs, so each block has the same slot in every step
 
     @property
-    def streamed(self) -> list[int]:
-        """Blocks that cross the link in a decode pass."""
+    def streamed(self) -> list[int]:  # in a decode pass
         return [block for block in self.in_host_memory if block not in self.cpu_computed]
 
     @property
@@ -73,13 +70,11 @@ class Placement:
         return [block for block in self.in_host_memory if self.blocks[block].computable]
 
     @property
-    def expert_blocks(self) -> list[int]:
-        """The `computable` blocks that are experts of a mixture."""
+    def expert_blocks(self) -> list[int]:  # those of the `computable` ones
         return [block for block in self.computable if self.blocks[block].experts is not None]
 
     @property
-    def cpu_experts(self) -> frozenset[int]:
-        """The `expert_blocks` that the CPU multiplies in a decode pass."""
+    def cpu_experts(self) -> frozenset[int]:  # that the CPU multiplies in a decode pass
         return self.cpu_computed.intersection(self.expert_blocks)
 
     @property
@@ -100,24 +95,22 @@ class Placement:
     # Bytes
 
     def nbytes_of(self, blocks: Iterable[int]) -> int:
-        return sum(self.layouts[block].nbytes for block in blocks)
+        return sum(self.blocks[block].layout.nbytes for block in blocks)
 
     @property
     def slot_bytes(self) -> int:
-        return max((self.layouts[block].nbytes for block in self.in_host_memory), default=0)
+        return max((self.blocks[block].layout.nbytes for block in self.in_host_memory), default=0)
 
     @property
     def workspace_bytes(self) -> int:
-        return max(layout.workspace_bytes for layout in self.layouts)
+        return max(block.layout.workspace_bytes for block in self.blocks)
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes of resident blocks and cached experts."""
+    def resident_bytes(self) -> int:  # of resident blocks and cached experts
         return self.nbytes_of(self.resident) + self.expert_slot_bytes
 
     @property
-    def reserved_bytes(self) -> int:
-        """Device memory that is set apart for resident blocks and the expert cache."""
+    def reserved_bytes(self) -> int:  # for resident blocks and the expert cache
         return self.nbytes_of(self.resident) + self.expert_budget
 
     @property
@@ -129,17 +122,15 @@ class Placement:
         return 0 if self.embedding is None else self.embedding.nbytes
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes that each token of a pass reads of the input embedding in host memory."""
+    def row_bytes(self) -> int:  # that each token of a pass reads of the input embedding in host memory
         return 0 if self.embedding is None else self.embedding.row_bytes
 
     @property
     def stored_bytes(self) -> int:
-        return self.outside_bytes + self.embedding_bytes + sum(layout.stored_bytes for layout in self.layouts)
+        return self.outside_bytes + self.embedding_bytes + sum(block.layout.stored_bytes for block in self.blocks)
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes of weights, slots and workspace on the device of each rank."""
+    def device_bytes(self) -> int:  # of weights, slots and workspace, on the device of each rank
         slots = self.ring_depth * self.slot_bytes + self.staging_bytes
         return self.outside_bytes + self.resident_bytes + self.workspace_bytes + slots
 
@@ -152,7 +143,7 @@ class Placement:
 
     def read_bytes(self, block: int) -> float:
         """Return the stored bytes that the CPU reads of `block` in a decode pass: of experts, the misses that are not fetched."""
-        stored, experts = self.layouts[block].stored_bytes, self.blocks[block].experts
+        stored, experts = self.blocks[block].layout.stored_bytes, self.blocks[block].experts
         if experts is None:
             return stored
         missed = self._missed(block)
@@ -175,7 +166,7 @@ class Placement:
         return {block: count for block, count in zip(blocks, slots) if count}
 
     def expert_bytes(self, block: int) -> int:
-        layout, experts = self.layouts[block], self.blocks[block].experts
+        layout, experts = self.blocks[block].layout, self.blocks[block].experts
         return sum(piece.nbytes for name in experts.parameters for piece in layout[name].pieces) // experts.num_experts
 
     @property
@@ -202,7 +193,7 @@ class Placement:
         if not self.quota:
             return 0
         blocks, count = self.cpu_experts - self.expert_slots.keys(), max(self.quota)
-        sizes = (sum(expert_memory(self.layouts[block], self.blocks[block].experts, count)) for block in blocks)
+        sizes = (sum(expert_memory(self.blocks[block], count)) for block in blocks)
         return max(sizes, default=0)
 
     @property
@@ -211,23 +202,24 @@ class Placement:
         return sum(self._fetched(block, self._missed(block)) * self.expert_bytes(block) for block in self.cpu_experts)
 
     def _missed(self, block: int) -> float:
-        """Return how many experts of `block` a decode pass is expected to choose that are not cached.
-
-        Hit rates were measured with one sequence. Many sequences choose nearly all experts, of which no more hit than there are slots.
-        """
-        experts, slots = self.blocks[block].experts, self.expert_slots.get(block, 0)
-        cached, chosen = slots / experts.num_experts, experts.num_experts * experts.share_read(self.few_tokens)
+        """Return how many experts of `block` a decode pass is expected to choose that are not cached."""
+        experts, slots, chosen = self.blocks[block].experts, self.expert_slots.get(block, 0), self._chosen(block)
+        cached = slots / experts.num_experts
         exponent = 1 + ROUTING_SKEW * (experts.num_experts / max(1, experts.top_k) - 1) ** 0.5
         share = 1 - cached**CACHE_HIT_EXPONENT if any(self.quota) else (1 - cached) ** exponent
+        # hit rates were measured with one sequence; many choose nearly all experts, of which no more hit than there are slots
         return max(chosen * share, chosen - slots)
+
+    def _chosen(self, block: int) -> float:
+        experts = self.blocks[block].experts
+        return experts.num_experts * experts.share_read(self.few_tokens)
 
     def _fetched(self, block: int, missed: float) -> float:
         """Return how many of `missed` experts the device fetches: into a cache, no more than it has slots whose experts were not chosen."""
         if not self.quota or block not in self.cpu_computed:
             return 0.0
-        experts, room = self.blocks[block].experts, missed
-        if slots := self.expert_slots.get(block):
-            room = min(missed, slots - (experts.num_experts * experts.share_read(self.few_tokens) - missed))
+        hits, slots = self._chosen(block) - missed, self.expert_slots.get(block)
+        room = min(missed, slots - hits) if slots else missed
         return max(0.0, min(room, self.quota[round(missed)]))
 
     # Other placements of the same blocks
@@ -237,8 +229,7 @@ class Placement:
         return replace(self, cpu_computed=frozenset(self._spread_evenly(self.in_host_memory, share)))
 
     def with_cpu_shares(self, of_experts: float, of_others: float) -> Placement:
-        """Return the placement with a share of the experts' bytes and one of the others' CPU-computed: feed-forwards first, because they
-        take one hand-off each, attention's projections two or more."""
+        """Return the placement with a share of the experts' bytes and one of the others' CPU-computed."""
         experts = set(self.expert_blocks)
         others = [block for block in self.in_host_memory if block not in experts]
         chosen = {*self._spread_evenly(self.expert_blocks, of_experts), *self._spread_by_kind(others, of_others)}
@@ -287,7 +278,7 @@ class Placement:
     def with_budget_used(self) -> Placement:
         """Return the placement with evenly spread streamed blocks made resident, where the expert cache leaves memory for them."""
         streamed, left = self.streamed, self.expert_budget - self.expert_slot_bytes
-        chosen = {streamed[index] for index in spread([self.layouts[block].nbytes for block in streamed], left)}
+        chosen = {streamed[index] for index in spread([self.blocks[block].layout.nbytes for block in streamed], left)}
         host = [block for block in self.in_host_memory if block not in chosen]
         return replace(
             self,
@@ -298,7 +289,7 @@ class Placement:
         )
 
     def _spread_by_kind(self, blocks: Sequence[int], share: float, feed_forwards_last: bool = False) -> set[int]:
-        """Return about `share` of the bytes of `blocks`, from feed-forwards or from other blocks first."""
+        """Return about `share` of the bytes of `blocks`, feed-forwards first: each takes one hand-off, attention's projections two."""
         wanted, chosen = share * self.nbytes_of(blocks), set()
         for feed_forward in (not feed_forwards_last, feed_forwards_last):
             kind = [block for block in blocks if (self.blocks[block].feed_forward is not None) is feed_forward]
@@ -312,7 +303,7 @@ class Placement:
         wanted = taken = 0.0
         able = set(self.computable)
         for block in blocks:
-            size = self.layouts[block].nbytes
+            size = self.blocks[block].layout.nbytes
             wanted += share * size
             if block in able and taken + size / 2 <= wanted:
                 chosen.add(block)
@@ -322,7 +313,6 @@ class Placement:
 
 def plan_placement(
     blocks: Sequence[Block],
-    layouts: list[BlockLayout],
     outside_bytes: int,
     free_bytes: int | None,
     gpu_memory_gib: float | None,
@@ -342,13 +332,14 @@ def plan_placement(
     Raises:
         DoesNotFit: the device does not hold what the options name, or not two slots of the largest layer.
     """
-    workspace_bytes = max(layout.workspace_bytes for layout in layouts)
+    workspace_bytes = max(block.layout.workspace_bytes for block in blocks)
     left = None if free_bytes is None else max(0, free_bytes - workspace_bytes)
-    largest, total = max(layout.nbytes for layout in layouts), sum(layout.nbytes for layout in layouts)
+    sizes = [block.layout.nbytes for block in blocks]
+    largest, total = max(sizes), sum(sizes)
 
     def place(gib: float | None, depth: int | None) -> Placement:
         """Return the placement for these options, whether or not it fits."""
-        slots = depth or default_ring_depth(layouts, ranks)
+        slots = depth or default_ring_depth(blocks, ranks)
         if gib is not None:
             budget = int(gib * GIB)
         elif left is None:
@@ -364,11 +355,11 @@ def plan_placement(
             if not (caches_experts and block.experts is not None):
                 layers.setdefault(block.layer, []).append(index)
         members = list(layers.values())
-        chosen = spread([sum(layouts[block].nbytes for block in layer) for layer in members], budget)
+        chosen = spread([sum(sizes[index] for index in layer) for layer in members], budget)
         resident = sorted(block for index in chosen for block in members[index])
-        host = sorted(set(range(len(layouts))).difference(resident))
-        of_experts = max(0, budget - sum(layouts[block].nbytes for block in resident)) if caches_experts else 0
-        placed = Placement(blocks, layouts, resident, host, min(slots, len(host)), outside_bytes)
+        host = sorted(set(range(len(blocks))).difference(resident))
+        of_experts = max(0, budget - sum(sizes[index] for index in resident)) if caches_experts else 0
+        placed = Placement(blocks, resident, host, min(slots, len(host)), outside_bytes)
         placed = replace(placed, expert_budget=of_experts, free_bytes=None if left is None else left + workspace_bytes)
         if left is not None and depth is None and placed.ring_depth > MIN_RING_DEPTH:
             # --gpu-memory comes first, the ring gets what it leaves
@@ -384,27 +375,28 @@ def plan_placement(
         return found
     needed = [f"{format_bytes(found.reserved_bytes)} of resident layers"] if found.reserved_bytes else []
     needed += [f"{found.ring_depth} ring slots of {format_bytes(found.slot_bytes)} each"] if found.ring_depth else []
-    advice = ""  # the smallest change of options that fits
-    for slots in range((depth or MIN_RING_DEPTH) - 1, MIN_RING_DEPTH - 1, -1):
-        if not advice and fits(place(gpu_memory_gib, slots)):
-            advice = f"; use --ring-depth {slots} or less"
-    for slots in dict.fromkeys((depth, MIN_RING_DEPTH)):
-        for tenths in range(int(found.reserved_bytes * 10 / GIB), -1, -1):
-            if not advice and fits(place(tenths / 10, slots)):
-                with_depth = f" with --ring-depth {slots}" if slots != depth else ""
-                advice = f"; use --gpu-memory {tenths / 10:g} or less{with_depth}"
+    # the smallest change of options that fits
+    fewer = range((depth or MIN_RING_DEPTH) - 1, MIN_RING_DEPTH - 1, -1)
+    advice = [f"--ring-depth {slots} or less" for slots in fewer if fits(place(gpu_memory_gib, slots))]
+    for slots in dict.fromkeys((depth, MIN_RING_DEPTH)) if not advice else ():
+        with_depth = f" with --ring-depth {slots}" if slots != depth else ""
+        tenths = range(int(found.reserved_bytes * 10 / GIB), -1, -1)
+        advice += [
+            f"--gpu-memory {each / 10:g} or less{with_depth}" for each in tenths if fits(place(each / 10, slots))
+        ]
     raise DoesNotFit(
-        f"{' and '.join(needed)} do not fit into the {format_bytes(left)} of device memory left for them{others}{advice}."
+        f"{' and '.join(needed)} do not fit into the {format_bytes(left)} of device memory left for them{others}"
+        f"{'; use ' + advice[0] if advice else ''}."
     )
 
 
-def default_ring_depth(layouts: Sequence[BlockLayout], ranks: int) -> int:
+def default_ring_depth(blocks: Sequence[Block], ranks: int) -> int:
     """Return the number of ring slots whose copies last `RING_COVERED_S`, and one more. Each rank copies its share of a block over its own
     link, so a slot covers that much less time.
 
     `plan_placement` reduces it to the device memory there is, and `plan._plan_with_cpu` where the CPU computes.
     """
-    mean_bytes = sum(layout.nbytes for layout in layouts) / len(layouts)  # streamed blocks may be the small ones
+    mean_bytes = sum(block.layout.nbytes for block in blocks) / len(blocks)  # streamed blocks may be the small ones
     return max(DEFAULT_RING_DEPTH, 1 + math.ceil(RING_COVERED_S * RING_LINK_GB_PER_S * 1e9 * ranks / mean_bytes))
 
 
@@ -413,11 +405,12 @@ def multiplies_many(scheme: GroupQuantization | None) -> bool:
     return scheme is not None and scheme.dtype in FUSED_DTYPES and scheme.group_size in FUSED_GROUP_SIZES
 
 
-def expert_memory(layout: BlockLayout, experts: FusedExperts, count: int) -> tuple[int, int]:
+def expert_memory(block: Block, count: int) -> tuple[int, int]:
     """Return the device bytes of `count` experts: of gate and up, and of down, with biases."""
+    experts = block.experts
 
     def nbytes(*names: str) -> int:
-        pieces = [piece for name in filter(None, names) for piece in layout[name].pieces]
+        pieces = [piece for name in filter(None, names) for piece in block.layout[name].pieces]
         return sum(aligned(count * (piece.nbytes // experts.num_experts)) for piece in pieces)
 
     return nbytes(experts.gate_up, experts.gate_up_bias), nbytes(experts.down, experts.down_bias)

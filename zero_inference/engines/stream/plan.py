@@ -21,7 +21,6 @@ from zero_inference.engines.stream.blocks import Block, lay_out_blocks
 from zero_inference.engines.stream.cpu_plan import (
     FETCH_RATE,
     CpuPlan,
-    MeasuredStep,
     bytes_to_move,
     cpu_block_s,
     decode_step_s,
@@ -32,7 +31,7 @@ from zero_inference.engines.stream.cpu_plan import (
     why_no_cpu_compute,
 )
 from zero_inference.engines.stream.cuda_graph import why_no_graph
-from zero_inference.engines.stream.layout import BlockLayout, StoredParameter
+from zero_inference.engines.stream.layout import StoredParameter
 from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, multiplies_many, plan_placement
 from zero_inference.engines.stream.ring import overlapped_step_s, prefill_bytes
 from zero_inference.engines.stream.vocabulary import (
@@ -95,8 +94,8 @@ class StreamPlan(EnginePlan):
         prefix, _ = decoder_layers(self.job.empty_model.model)
         return {
             block.full_name(prefix, stored.name): (index, stored)
-            for index, (block, layout) in enumerate(zip(self.placement.blocks, self.placement.layouts))
-            for stored in layout.parameters
+            for index, block in enumerate(self.placement.blocks)
+            for stored in block.layout.parameters
         }
 
     def quantized(self, name: str) -> tuple[GroupQuantization, bool] | None:
@@ -165,8 +164,8 @@ class StreamPlan(EnginePlan):
 
     @property
     def why_whole_layers(self) -> str:
-        blocks, _, _ = _laid_out(self.job, divided=True)
-        if not any(block.experts is not None and block.computable for block in blocks or ()):
+        blocks, _ = _laid_out(self.job, divided=True)
+        if not any(block.experts is not None and block.computable for block in blocks):
             return "the CPU does not multiply experts of this form"
         if self.cpu:
             return "the CPU multiplies only a part of them"
@@ -201,13 +200,9 @@ class StreamPlan(EnginePlan):
         if cpu is None or cpu.rates is None or cpu.attends or not cpu.automatic or not placement.streamed:
             return link_s, others_s
         link_rate, cpu_rate = cpu.rates.link_gb_per_s * 1e9, cpu.rates.cores_gb_per_s * 1e9
-        step = MeasuredStep(
-            step_s=max(link_s, others_s),
-            link_s=link_s,
-            cpu_busy_s=placement.computed_bytes / cpu_rate,
-            waited_s=max(0.0, link_s - others_s),
-        )
-        after = placement.rebalanced(bytes_to_move(cpu, placement, step), placement.computable)
+        busy_s, waited_s = placement.computed_bytes / cpu_rate, max(0.0, link_s - others_s)
+        nbytes = bytes_to_move(cpu, placement, max(link_s, others_s), link_s, busy_s, waited_s)
+        after = placement.rebalanced(nbytes, placement.computable)
         nbytes = placement.nbytes_of(placement.cpu_computed) - placement.nbytes_of(after.cpu_computed)
         return link_s + nbytes / link_rate, others_s - nbytes / cpu_rate
 
@@ -238,7 +233,7 @@ class StreamPlan(EnginePlan):
         """Describe what the CPU computes in decode steps, at which rates, and in which prompts."""
         placement, rates, tasks = self.placement, cpu.rates, []
         if placement.cpu_computed:
-            stored = format_bytes(sum(placement.layouts[block].stored_bytes for block in placement.cpu_computed))
+            stored = format_bytes(sum(placement.blocks[block].layout.stored_bytes for block in placement.cpu_computed))
             chosen = f" (the chosen experts of {stored})" if placement.cpu_experts else ""
             tasks.append(f"multiplies {format_bytes(placement.computed_bytes)}{chosen}")
         if cpu.attends:
@@ -301,7 +296,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         no_cpu,
         no_graph,
         no_cpu_attention,
-        _head(job, placement.layouts),
+        _head(job, placement.blocks),
         weight_bytes=placement.stored_bytes,
         fetched_bytes=placement.nbytes_of(placement.streamed)
         + round(placement.fetched_expert_bytes)
@@ -352,17 +347,17 @@ def _scheme(job: Job) -> GroupQuantization | None:
     return GroupQuantization(config.quant_bits, config.group_size, job.spec.dtype) if config.quantized else None
 
 
-def _laid_out(job: Job, divided: bool) -> tuple[list[Block], list[BlockLayout], int]:
-    """Return blocks, their layouts and the bytes of all other parameters, as `lay_out_blocks` (cached), with the head as it is stored."""
+def _laid_out(job: Job, divided: bool) -> tuple[list[Block], int]:
+    """Return blocks and the bytes of all other parameters, as `lay_out_blocks` (cached), with the head as it is stored."""
     scheme, ranks = _scheme(job), job.ranks.world_size
-    blocks, layouts, outside_bytes = job.empty_model.cached(
+    blocks, outside_bytes = job.empty_model.cached(
         ("blocks", scheme, ranks, divided), lambda: lay_out_blocks(job.empty_model.model, scheme, ranks, divided)
     )
-    head = _head(job, layouts)
-    return blocks, layouts, outside_bytes if head is None else outside_bytes - head.plain_bytes + head.stored_bytes
+    head = _head(job, blocks)
+    return blocks, outside_bytes if head is None else outside_bytes - head.plain_bytes + head.stored_bytes
 
 
-def _head(job: Job, layouts: Sequence[BlockLayout]) -> HeadWeight | None:
+def _head(job: Job, blocks: Sequence[Block]) -> HeadWeight | None:
     """Return the output head if it is to be quantized: with layers whose workspace holds rows of it."""
     if not job.config.quantized:
         return None
@@ -371,14 +366,14 @@ def _head(job: Job, layouts: Sequence[BlockLayout]) -> HeadWeight | None:
     head = job.empty_model.cached(
         ("head", job.spec.dtype, sizes), lambda: find_head(job.empty_model.model, job.spec.dtype, sizes)
     )
-    fits = head is not None and head.row_bytes <= max(layout.workspace_bytes for layout in layouts)
+    fits = head is not None and head.row_bytes <= max(block.layout.workspace_bytes for block in blocks)
     return head if fits else None
 
 
 def _reads_group_sizes(job: Job, placement: Placement) -> bool:
     """Return whether the host has to read row counts in a decode step, because experts are dequantized in several groups."""
-    layouts = (layout for block, layout in enumerate(placement.layouts) if block not in placement.cpu_computed)
-    stored = (each for layout in layouts for each in layout.parameters)
+    on_device = (block for index, block in enumerate(placement.blocks) if index not in placement.cpu_computed)
+    stored = (each for block in on_device for each in block.layout.parameters)
     return job.on_gpu and job.rank_batch > FUSED_ROWS and any(0 < each.group < each.plain.shape[0] for each in stored)
 
 
@@ -386,7 +381,7 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
     """Place whole layers, or blocks of layers if `divided`. The input embedding is in host memory unless everything fits on the device."""
     config, ranks = job.config, job.ranks.world_size
     graphs = job.on_gpu and why_no_graph(job) is None
-    blocks, layouts, all_outside_bytes = _laid_out(job, divided)
+    blocks, all_outside_bytes = _laid_out(job, divided)
 
     def place(embedding: EmbeddingTable | None) -> Placement:
         outside_bytes = all_outside_bytes - (0 if embedding is None else embedding.nbytes)
@@ -400,7 +395,7 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
                 f"and a reserve ({format_bytes(RESERVE_BYTES)}), of {format_bytes(job.free_device_bytes)} free"
             )
         slots = depth or config.ring_depth
-        placement = plan_placement(blocks, layouts, outside_bytes, left_bytes, config.gpu_memory, slots, ranks, others)
+        placement = plan_placement(blocks, outside_bytes, left_bytes, config.gpu_memory, slots, ranks, others)
         gathers = job.pin_weights or not job.on_gpu
         return replace(placement, embedding=embedding, gathers=gathers, scheme=_scheme(job), graphs=graphs)
 

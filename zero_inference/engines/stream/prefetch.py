@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zero_inference.engines.stream.cpu import CpuBackend, CpuBlock
-from zero_inference.engines.stream.cpu_plan import CpuPlan, MeasuredStep, bytes_to_move
+from zero_inference.engines.stream.cpu_plan import CpuPlan, bytes_to_move
 from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.layout import BlockStore, BlockViews, Packed, StoredParameter
 from zero_inference.engines.stream.placement import Placement
@@ -91,7 +91,7 @@ class Rebalancer:
         if not plan.attends and plan.rates is not None:  # keys and values cross the link at the same time
             both_bytes = streamed_bytes + plan.carried_bytes
             link_s = max(link_s, both_bytes / (plan.rates.link_alone_gb_per_s * 1e9))
-        return bytes_to_move(plan, placement, MeasuredStep(step_s, link_s, busy_s, waited_s))
+        return bytes_to_move(plan, placement, step_s, link_s, busy_s, waited_s)
 
 
 # Runs its argument, host work between two CUDA graphs of a step, now and in every replay
@@ -147,7 +147,8 @@ class Prefetcher:
         self.patches.add_hooks(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
         shared_views: dict[int, BlockViews] = {}  # by layout, of the ring's slots
         self.blocks: list[HookedBlock] = []
-        for index, (block, layout) in enumerate(zip(placement.blocks, placement.layouts)):
+        for index, block in enumerate(placement.blocks):
+            layout = block.layout
             if index in store.resident:
                 views = BlockViews(layout, [store.buffers[index]], self.workspace)
             else:
@@ -265,7 +266,8 @@ class HookedBlock:
         self, prefetcher: Prefetcher, index: int, module: nn.Module, views: BlockViews, cache: ExpertCache | None
     ):
         self.prefetcher, self.index, self.module, self.views, self.cache = prefetcher, index, module, views, cache
-        self.block, self.layout = prefetcher.placement.blocks[index], prefetcher.placement.layouts[index]
+        self.block = prefetcher.placement.blocks[index]
+        self.layout = self.block.layout
         self.is_resident = index in prefetcher.store.resident
         self.packed: Mapping[str, Packed] = {}
         self.max_tokens: dict[str, int] = {}  # by weight: the tokens of the longest pass that multiplies its codes

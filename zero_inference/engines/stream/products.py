@@ -84,25 +84,23 @@ def modules_from_codes(
             weights = experts.weights_in(name)
             if any(weight not in example for example in examples for weight in weights):
                 continue
-            first, last = (layout[weight] for weight in weights)
             max_tokens = FUSED_ROWS
             # Without the kernel an expert is dequantized again for each token that chose it, so with more pairs than experts dequantizing
             # all of them once is faster. Not in several groups, which a graph cannot contain.
-            if not _can_fuse(layout, weights, examples, scheme) and first.group in (0, experts.num_experts):
+            in_groups = layout[weights[0]].group not in (0, experts.num_experts)
+            if not in_groups and not _can_fuse(layout, weights, examples, scheme):
                 max_tokens = min(max_tokens, experts.num_experts // experts.top_k)
-            first_product, last_product = (
+            products = [
                 partial(
                     _multiply_experts,
-                    stored.plain.shape,
+                    layout[weight].plain.shape,
                     scheme,
-                    partial(packed_now, stored.name),
+                    partial(packed_now, weight),
                     partial(getattr, module, bias) if bias else None,
                 )
-                for stored, bias in ((first, experts.gate_up_bias), (last, experts.down_bias))
-            )
-            found.append(
-                CodesModule(module, weights, max_tokens, experts_forward(experts, first_product, last_product))
-            )
+                for weight, bias in zip(weights, (experts.gate_up_bias, experts.down_bias))
+            ]
+            found.append(CodesModule(module, weights, max_tokens, experts_forward(experts, *products)))
     return found, linears.shared_input
 
 

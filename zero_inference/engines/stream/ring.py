@@ -259,12 +259,12 @@ def overlapped_step_s(found: Placement, cpu_s: Mapping[int, float], link_s: floa
     fetched = set(found.streamed)
     if not fetched or not link_s or not others_s:
         return max(link_s, others_s)
-    number, of_byte = len(found.layouts), link_s / found.nbytes_of(fetched)
+    number, of_byte = len(found.blocks), link_s / found.nbytes_of(fetched)
     of_device = max(0.0, others_s - sum(cpu_s.values())) / number
     work_s = [of_device + cpu_s.get(block, 0.0) for block in range(number)]
     scale = others_s / sum(work_s)  # after rebalancing, `cpu_s` may exceed `others_s`
     blocks = [
-        BlockTimes(of_byte * found.layouts[block].nbytes if block in fetched else None, scale * seconds)
+        BlockTimes(of_byte * found.blocks[block].layout.nbytes if block in fetched else None, scale * seconds)
         for block, seconds in enumerate(work_s)
     ]
     return simulate_passes(blocks, slots_in_steps(found), found.graphs)
