@@ -81,12 +81,9 @@ class CpuBlock:
             return None
         weights = [self.weights[name] for name in mlp.first]
         if len(mlp.first) == 2 and mlp.first[0] == mlp.first[1]:  # gate and up in one weight
-            both, rows = weights[0], weights[0].matrix.rows // 2
-            biases = (None, None) if both.bias is None else both.bias.split(rows)
-            weights = [
-                Weight(both.matrix.rows_view(half * rows, rows), biases[half], both.nbytes // 2) for half in (0, 1)
-            ]
-            weights = weights[:: -1 if mlp.gate_is_second else 1]
+            both = weights[0]
+            halves = _gate_and_up(both.matrix, both.bias, 0, both.matrix.rows // 2, mlp.gate_is_second)
+            weights = [Weight(matrix, bias, both.nbytes // 2) for matrix, bias in halves]
         if len({(each.matrix.bits, each.matrix.group, each.matrix.rows) for each in weights}) > 1:
             return None
         combine = "gated" if len(weights) == 2 else "activation"
@@ -99,6 +96,15 @@ class CpuBlock:
         task = pool.add_block(stages, next(dtype for dtype, known in DTYPES.items() if known == code))
         pool.reserve(task, self.backend.max_rows)
         return task
+
+
+def _gate_and_up(
+    both: Matrix, bias: torch.Tensor | None, begin: int, rows: int, gate_is_second: bool
+) -> list[tuple[Matrix, torch.Tensor | None]]:
+    """Return (matrix, bias) of gate and of up, `rows` each, of which `both` has one after the other from row `begin` on."""
+    biases = (None, None) if bias is None else bias.split(rows)
+    halves = [(both.rows_view(begin + half * rows, rows), biases[half]) for half in (0, 1)]
+    return halves[::-1] if gate_is_second else halves
 
 
 def _stored_matrix(stored: StoredParameter, buffer: torch.Tensor, scheme: GroupQuantization | None) -> Matrix:
@@ -182,9 +188,7 @@ def _experts(
         if is_one_product:
             result.append(Expert(first.rows_view(begin, width), None, down, bias, None, down_bias))
             continue
-        halves = [first.rows_view(begin + half * inner, inner) for half in range(2)]
-        biases = (None, None) if bias is None else bias.split(inner)
-        (gate, gate_bias), (up, up_bias) = list(zip(halves, biases))[:: -1 if experts.gate_is_second else 1]
+        (gate, gate_bias), (up, up_bias) = _gate_and_up(first, bias, begin, inner, experts.gate_is_second)
         result.append(Expert(gate, up, down, gate_bias, up_bias, down_bias))
     return result
 

@@ -125,7 +125,12 @@ def lay_out(
         end = aligned(end)
     layout.nbytes = aligned(end, BUFFER_ALIGNMENT * ranks)
 
-    groups_of = _expert_groups({name: p for name, p in packed.items() if name in module_only}, experts)
+    groups_of: dict[str, int] = {}  # weight of experts -> how many experts of it are dequantized at a time
+    for names in experts:
+        if all(name in packed and name in module_only for name in names):
+            number = packed[names[0]].shape[0]
+            expert_bytes = max(packed[name].nbytes for name in names) // number
+            groups_of |= dict.fromkeys(names, min(number, max(1, GROUP_BYTES // expert_bytes)))
     per_block = sum(aligned(p.nbytes) for name, p in packed.items() if name not in module_only)
     block_end, module_ends = 0, dict[str, int]()  # of the workspace; each module's weights begin at `per_block`
     layout.workspace_bytes = per_block
@@ -146,17 +151,6 @@ def lay_out(
         )
     layout.stored_bytes = sum(span.nbytes for parameter in layout.parameters for span in parameter.pieces)
     return layout
-
-
-def _expert_groups(weights: dict[str, torch.Tensor], experts: Iterable[Sequence[str]]) -> dict[str, int]:
-    """Return weight of experts -> how many experts of it are dequantized at a time, within `GROUP_BYTES`."""
-    groups: dict[str, int] = {}
-    for names in experts:
-        if all(name in weights for name in names):
-            number = weights[names[0]].shape[0]
-            expert_bytes = max(weights[name].nbytes for name in names) // number
-            groups |= dict.fromkeys(names, min(number, max(1, GROUP_BYTES // expert_bytes)))
-    return groups
 
 
 def aligned(nbytes: int, alignment: int = BUFFER_ALIGNMENT) -> int:
@@ -225,10 +219,6 @@ class BlockStore:
         self.shared.clear()
         self.memory = None
 
-    def share_bytes(self, block: int) -> int:
-        """Return the bytes of `block` that this rank has in host memory."""
-        return 0 if block in self.resident else self.layouts[block].nbytes // self.ranks.world_size
-
     def _share(self, blocks: list[int]) -> None:
         """Allocate `blocks` in memory that all ranks share."""
         starts = [0]
@@ -240,7 +230,7 @@ class BlockStore:
 
     def _buffer(self, block: int) -> torch.Tensor:
         if block not in self.buffers:
-            nbytes = self.share_bytes(block)
+            nbytes = self.layouts[block].nbytes // self.ranks.world_size
             if block in self.shared:
                 self.buffers[block] = self.shared[block][self.ranks.rank * nbytes :][:nbytes]
             else:

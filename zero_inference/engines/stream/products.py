@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -138,6 +138,12 @@ class SharedInput:
         self.input, self.group, self.ready = None, [], {}
 
 
+class JoinedWeights(NamedTuple):
+    names: list[str]  # modules, in the order of memory
+    rows: list[int]  # of each
+    tensors: list[torch.Tensor]  # codes, scales, minima and biases of all of them
+
+
 class Linears:
     """Computes a block's linear modules as `quantized_linear` does, without its checks, which take Python longer than the product.
 
@@ -148,8 +154,7 @@ class Linears:
         self.linears = {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
         self.scheme, self.packed_now = scheme, packed_now
         self.shared_input = SharedInput()
-        self.orders: dict[tuple[str, ...], tuple[str, ...]] = {}  # results of `_by_address`
-        self.joined: dict[tuple[tuple[str, ...], int], tuple[torch.Tensor, ...] | None] = {}  # of `_joined_weights`
+        self.joined: dict[tuple[tuple[str, ...], int], JoinedWeights | None] = {}  # by names and address of the first
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self.shared_input.product(name, x, self._products)
@@ -163,15 +168,13 @@ class Linears:
 
     def _products(self, names: tuple[str, ...], x: torch.Tensor) -> Sequence[torch.Tensor]:
         flat = x.reshape(-1, x.shape[-1]).contiguous()  # [tokens, columns]
-        ordered = self._by_address(names)
-        joined = self._joined_weights(ordered)
+        joined = self._joined_weights(names)
         if joined is None or flat.shape[0] > FUSED_ROWS or flat.data_ptr() % ALIGNMENT:
             return [self._product(name, x) for name in names]
-        codes, scales, minima, bias = joined
-        rows = [self.linears[name].out_features for name in ordered]
-        bits, group_size = self.scheme.bits, self.scheme.group_size
-        out = torch.ops.zero_inference.linear_groups(flat, codes, scales, minima, bits, group_size, sum(rows), bias)
-        by_name = dict(zip(ordered, out.view(*x.shape[:-1], -1).split(rows, -1)))
+        codes, scales, minima, bias = joined.tensors
+        bits, group_size, rows = self.scheme.bits, self.scheme.group_size, sum(joined.rows)
+        out = torch.ops.zero_inference.linear_groups(flat, codes, scales, minima, bits, group_size, rows, bias)
+        by_name = dict(zip(joined.names, out.view(*x.shape[:-1], -1).split(joined.rows, -1)))
         return [by_name[name].contiguous() for name in names]
 
     def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -179,22 +182,19 @@ class Linears:
         bits, group_size = self.scheme.bits, self.scheme.group_size
         return quantized_linear(x, codes, scales, minima, bits, group_size, module.out_features, module.bias)
 
-    def _by_address(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return `names` sorted by the addresses of their weights; the order is the same in all slots."""
-        if names not in self.orders:
-            self.orders[names] = tuple(sorted(names, key=lambda name: self.packed_now(weight_of(name))[0].data_ptr()))
-        return self.orders[names]
-
-    def _joined_weights(self, names: tuple[str, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Return one tensor each of codes, scales, minima and biases of all `names`; None unless they follow each other in memory."""
-        key = names, self.packed_now(weight_of(names[0]))[0].data_ptr()
+    def _joined_weights(self, names: tuple[str, ...]) -> JoinedWeights | None:
+        """Return the weights of all `names` as one; None unless they follow each other in memory."""
+        key = names, self.packed_now(weight_of(names[0])).codes.data_ptr()
         if key not in self.joined:
-            parts = [self.packed_now(weight_of(name))[:3] for name in names]
-            biases = [self.linears[name].bias for name in names]
+            packed = {name: self.packed_now(weight_of(name)) for name in names}
+            ordered = sorted(names, key=lambda name: packed[name].codes.data_ptr())
+            biases = [self.linears[name].bias for name in ordered]
             if biases[0] is None:
-                biases = [no_bias(parts[0][1].device, parts[0][1].dtype)]
-            joined = [_join_adjacent(tensors) for tensors in (*zip(*parts), biases)]
-            self.joined[key] = None if any(each is None for each in joined) else tuple(joined)
+                scales = packed[ordered[0]].scales
+                biases = [no_bias(scales.device, scales.dtype)]
+            tensors = [_join_adjacent(each) for each in (*zip(*(packed[name][:3] for name in ordered)), biases)]
+            rows = [self.linears[name].out_features for name in ordered]
+            self.joined[key] = None if any(each is None for each in tensors) else JoinedWeights(ordered, rows, tensors)
         return self.joined[key]
 
 
