@@ -88,20 +88,6 @@ def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, check
     assert "forward" not in vars(loaded.model)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_heads_that_share_keys_are_rows_of_one_product(family, checkpoints, steps, monkeypatch):
-    own, attended = decode_attention.scaled_dot_product_attention, []
-
-    def seen(query, key, value, **more):
-        attended.append(query.shape[1] == key.shape[1] and query.shape[2] > 1)
-        return own(query, key, value, **more)
-
-    monkeypatch.setattr(decode_attention, "scaled_dot_product_attention", seen)
-    used = used_with_right_ids(checkpoints(family))
-    assert used.unused_because is None and used.difference < 1e-5 and steps["repeated"] > 0
-    assert all(attended) and (attended or torch.cuda.is_available()), "a GPU's kernel takes them as they are"
-
-
 @pytest.mark.parametrize("heads, key_heads", [(4, 2), (6, 3), (8, 2)])
 @pytest.mark.parametrize("kind", ["added", "boolean", "of one sequence", "of each head", "none"])
 @pytest.mark.parametrize("queries", [1, 3])

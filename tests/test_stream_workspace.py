@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import VOCAB, plain_ids
 from test_machine import planned
-from test_stream import generate, load
+from test_stream import BATCH, GEN, PROMPT, generate, load
 from test_stream_cpu import prefetcher_of
 from test_stream_experts import a_model, ids_of_restored_weights
 from torch import nn
@@ -16,6 +17,7 @@ from zero_inference.engines.stream import layout, products
 from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.hardware.machine import resolve_machine
 from zero_inference.kernels.quantization import GroupQuantization
+from zero_inference.models.prompts import random_ids
 
 INT4 = {"quant_bits": 4, "quant_group_size": 32}
 
@@ -150,3 +152,40 @@ def test_steps_that_dequantize_experts_in_groups_are_planned_without_graphs(batc
     options = f"--dummy --engine stream --quant-bits 4 --gpu-memory 1 --batch-size {batch} --prompt-len 64 --gen-len 8"
     for model, reason in (("qwen3-235b-a22b", said), ("qwen3-30b-a3b", None)):  # 4 groups and 1
         assert planned(f"--model {model} {options}", machine).weights.no_graph == reason
+
+
+DEPTH = 7
+
+
+@pytest.fixture
+def viewed(monkeypatch) -> list[layout.TensorSpan]:
+    """Each span that a view was made of."""
+    made: list[layout.TensorSpan] = []
+    own = layout.TensorSpan.of
+    monkeypatch.setattr(layout.TensorSpan, "of", lambda piece, buffer: made.append(piece) or own(piece, buffer))
+    return made
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_views_are_of_one_place_a_block_and_of_others_when_it_comes_there(family, bits, checkpoints, viewed):
+    options = {} if bits == 16 else {"quant_bits": 4, "quant_group_size": 32}
+    loaded, spec, ranks = load(checkpoints(family), ring_depth=DEPTH, cpu_compute="off", **options)
+    blocks = prefetcher_of(loaded).blocks
+    layouts = {id(block.layout): block.layout for block in blocks}.values()
+    with torch.inference_mode():
+        found = generate(loaded, spec, ranks, loops=3).output_ids
+    assert 0 < len(viewed) <= DEPTH * sum(len(_views_of(each)) for each in layouts), "once a layout and slot"
+    assert not any(
+        view.is_inference() for block in blocks for views in block.views.found.values() for view in views.plain
+    )
+    before = len(viewed)
+    again = generate(loaded, spec, ranks, loops=1).output_ids
+    loaded.close()
+    assert len(viewed) == before and torch.equal(found, again)
+    if bits == 16:
+        assert torch.equal(found, plain_ids(checkpoints(family), random_ids(0, BATCH, PROMPT, VOCAB), GEN))
+
+
+def _views_of(block_layout) -> list[layout.TensorSpan]:
+    return [piece for each in block_layout.parameters for piece in (each.plain, *(each.packed or ()))]
