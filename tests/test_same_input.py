@@ -37,9 +37,7 @@ def test_ids_are_those_of_products_one_by_one(family, of_layer, gpu_memory, chec
     placed = {"quant_bits": 4, "quant_group_size": 32, "gpu_memory": gpu_memory, "dtype": dtype, "cpu_compute": "off"}
     found = ids_of(checkpoints(family), **placed)
     assert set(products) == of_layer
-    monkeypatch.setattr(
-        SharedInput, "observe", lambda self, name, x, alike: None
-    )  # then nothing is known to go together
+    monkeypatch.setattr(SharedInput, "observe", lambda self, name, x: None)  # then nothing is known to go together
     products.clear()
     one_by_one = ids_of(checkpoints(family), **placed)
     assert set(products) == {1}
@@ -60,22 +58,26 @@ def test_tensors_join_adjacent_are_one():
 def test_modules_that_were_called_with_one_tensor_share_a_product():
     asked = []
 
-    def make(names, x):
-        asked.append(names)
-        return [x + len(name) for name in names]
+    class Sums(SharedInput):
+        def alike(self, one, other):
+            return one != "other size"
 
-    same = SharedInput()
+        def products(self, names, x):
+            asked.append(names)
+            return [x + len(name) for name in names]
+
+    same = Sums()
     x, y = torch.zeros(BATCH), torch.ones(BATCH)
     for name, tensor in (("a", x), ("bb", x), ("other size", x), ("ccc", y), ("d", x)):
-        same.observe(name, tensor, lambda one, other: one != "other size")
+        same.observe(name, tensor)
     assert {name: same.together[name] for name in ("a", "other size", "d")} == {
         "a": ("a", "bb"),
         "other size": ("other size",),
         "d": ("d",),
     }
-    assert torch.equal(same.product("bb", x, make), x + 2) and torch.equal(same.product("a", x, make), x + 1)
+    assert torch.equal(same.product("bb", x), x + 2) and torch.equal(same.product("a", x), x + 1)
     assert asked == [("a", "bb")], "one product for both"
-    same.product("a", y, make)
+    same.product("a", y)
     assert len(asked) == 2 and same.input is y
     same.end_block()
     assert same.input is None and not same.ready

@@ -26,7 +26,7 @@ from zero_inference.models.mlp import FusedExperts
 from zero_inference.utils.timing import Transfers
 
 
-class CpuBlock:
+class CpuBlock(SharedInput):
     """A CPU-computed block: its feed-forward as one task, or its linear modules, of which those with the same input are one task.
 
     Attributes:
@@ -37,13 +37,13 @@ class CpuBlock:
     usable = True
 
     def __init__(self, block: Block, module: nn.Module, buffer: torch.Tensor, backend: CpuBackend):
+        super().__init__()
         self.backend = backend
         self.weights = {
             name: _weight(module.get_submodule(name), name, block.layout, buffer, backend.scheme)
             for name in block.linears
         }
         self.tasks: dict[tuple[str, ...], Task] = {}
-        self.shared_input = SharedInput()
         self.task = self._feed_forward_task(block)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,21 +54,17 @@ class CpuBlock:
     def linear(self, name: str, x: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the output of module `name` for x [..., columns] in a pass of `tokens` tokens."""
         self.usable &= x.numel() // x.shape[-1] <= max(tokens, self.backend.decode_rows)
-        return self.shared_input.product(name, x, self._products)
+        return self.product(name, x)
 
-    def observe(self, name: str, x: torch.Tensor) -> None:
-
-        def alike(one: str, other: str) -> bool:  # the kernels prepare the same input for both weights
-            a, b = self.weights[one].matrix, self.weights[other].matrix
-            return (a.bits, a.group, a.dtype, a.columns) == (b.bits, b.group, b.dtype, b.columns)
-
-        self.shared_input.observe(name, x, alike)
+    def alike(self, one: str, other: str) -> bool:  # the kernels prepare the same input for both weights
+        a, b = self.weights[one].matrix, self.weights[other].matrix
+        return (a.bits, a.group, a.dtype, a.columns) == (b.bits, b.group, b.dtype, b.columns)
 
     def finish_observing(self) -> None:
         """Clear `usable` unless the first pass on the device called all modules: weights that are read otherwise must be on the device."""
-        self.usable &= self.task is not None or self.shared_input.together.keys() == self.weights.keys()
+        self.usable &= self.task is not None or self.together.keys() == self.weights.keys()
 
-    def _products(self, names: tuple[str, ...], x: torch.Tensor) -> list[torch.Tensor]:
+    def products(self, names: tuple[str, ...], x: torch.Tensor) -> list[torch.Tensor]:
         if names not in self.tasks:
             self.tasks[names] = self._add_task([Stage([self.weights[name] for name in names])])
         outs = self.backend.calls(self.tasks[names], x.reshape(-1, x.shape[-1]))

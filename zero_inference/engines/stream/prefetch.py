@@ -277,7 +277,7 @@ class HookedBlock:
         self.cpu: CpuBlock | None = None
         if prefetcher.cpu is not None and index in prefetcher.cpu.computable:
             self.cpu = prefetcher.cpu.block(index, module)
-            self.shared_inputs.append(self.cpu.shared_input)
+            self.shared_inputs.append(self.cpu)
             self.linears = {name: module.get_submodule(name) for name in self.block.linears}  # without wrappers
             self._install_cpu(self.cpu)
         self._add_hooks(found)

@@ -35,8 +35,6 @@ from zero_inference.models.mlp import FusedExperts
 
 # (x, slot, epilogue, tokens) as of `quantized_expert_linear` -> products of token-expert pairs [pairs, rows]
 ExpertProduct = Callable[[torch.Tensor, torch.Tensor, Epilogue | None, int], torch.Tensor]
-# (names of modules, x [..., columns]) -> their products, [..., rows] each
-Products = Callable[[tuple[str, ...], torch.Tensor], Sequence[torch.Tensor]]
 
 
 @dataclass
@@ -101,7 +99,7 @@ def modules_from_codes(
                 for weight, bias in zip(weights, (experts.gate_up_bias, experts.down_bias))
             ]
             found.append(CodesModule(module, weights, max_tokens, experts_forward(experts, *products)))
-    return found, linears.shared_input
+    return found, linears
 
 
 def weight_of(name: str) -> str:
@@ -109,7 +107,10 @@ def weight_of(name: str) -> str:
 
 
 class SharedInput:
-    """Finds the modules of a block that are called with the same tensor; from then on the call of the first computes all of them."""
+    """Finds the modules of a block that are called with the same tensor; from then on the call of the first computes all of them.
+
+    Subclasses have `products` and `alike`.
+    """
 
     def __init__(self) -> None:
         self.together: dict[str, tuple[str, ...]] = {}  # module -> the modules with its input, in order of their calls
@@ -117,21 +118,28 @@ class SharedInput:
         self.group: list[str] = []  # while observing: modules that were called with `input`
         self.ready: dict[str, torch.Tensor] = {}  # products with `input` of modules that are still to be called
 
-    def observe(self, name: str, x: torch.Tensor, alike: Callable[[str, str], bool]) -> None:
-        """Note that module `name` was called with `x` and computed alone; products of `alike` modules can be computed as one."""
+    def products(self, names: tuple[str, ...], x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the products of modules `names` with x [..., columns], [..., rows] each."""
+        raise NotImplementedError
+
+    def alike(self, one: str, other: str) -> bool:
+        """Return whether the products of two modules with one input can be computed together."""
+        raise NotImplementedError
+
+    def observe(self, name: str, x: torch.Tensor) -> None:
+        """Note that module `name` was called with `x` and computed alone."""
         if name in self.together:
             return
-        if x is self.input and alike(name, self.group[0]):
+        if x is self.input and self.alike(name, self.group[0]):
             self.group.append(name)
         else:
             self.input, self.group = x, [name]
         self.together |= dict.fromkeys(self.group, tuple(self.group))
 
-    def product(self, name: str, x: torch.Tensor, products: Products) -> torch.Tensor:
-        """Return the product of module `name` with x [..., columns]; the first call of a group calls `products` for all of it."""
+    def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if x is not self.input or name not in self.ready:
             names = self.together.get(name, (name,))
-            self.input, self.ready = x, dict(zip(names, products(names, x)))
+            self.input, self.ready = x, dict(zip(names, self.products(names, x)))
         return self.ready.pop(name)
 
     def end_block(self) -> None:
@@ -144,29 +152,23 @@ class JoinedWeights(NamedTuple):
     tensors: list[torch.Tensor]  # codes, scales, minima and biases of all of them
 
 
-class Linears:
+class Linears(SharedInput):
     """Computes a block's linear modules as `quantized_linear` does, without its checks, which take Python longer than the product.
 
     Adjacent weights with the same input, as those of queries, keys and values, are multiplied as one.
     """
 
     def __init__(self, block: nn.Module, scheme: GroupQuantization, packed_now: Callable[[str], Packed]):
+        super().__init__()
         self.linears = {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
         self.scheme, self.packed_now = scheme, packed_now
-        self.shared_input = SharedInput()
         self.joined: dict[tuple[tuple[str, ...], int], JoinedWeights | None] = {}  # by names and address of the first
 
-    def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return self.shared_input.product(name, x, self._products)
+    def alike(self, one: str, other: str) -> bool:
+        a, b = self.linears[one], self.linears[other]
+        return a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
 
-    def observe(self, name: str, x: torch.Tensor) -> None:
-        def alike(one: str, other: str) -> bool:
-            a, b = self.linears[one], self.linears[other]
-            return a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
-
-        self.shared_input.observe(name, x, alike)
-
-    def _products(self, names: tuple[str, ...], x: torch.Tensor) -> Sequence[torch.Tensor]:
+    def products(self, names: tuple[str, ...], x: torch.Tensor) -> Sequence[torch.Tensor]:
         flat = x.reshape(-1, x.shape[-1]).contiguous()  # [tokens, columns]
         joined = self._joined_weights(names)
         if joined is None or flat.shape[0] > FUSED_ROWS or flat.data_ptr() % ALIGNMENT:
