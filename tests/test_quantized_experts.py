@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kernel_cases import BOUNDS, ON_GPU, PackedWeights, on_gpu, relative_error
 
-from zero_inference.engines.stream.products import _multiply_experts, epilogue_of, experts_forward
+from zero_inference.engines.stream.products import epilogue_of, experts_forward
 from zero_inference.kernels import products
 from zero_inference.kernels.products import (
     can_fuse,
@@ -107,18 +107,17 @@ def test_a_module_of_experts_computes_the_weighted_sum(form, device, dtype):
     draw = torch.Generator(device).manual_seed(4)
     biases = [None, None]
     if form == "gpt-oss":
+        experts = replace(experts, gate_up_bias="first_bias", down_bias="last_bias")
         biases = [torch.randn(5, n, device=device, generator=draw).to(dtype) for n in (rows, hidden)]
-    times = [
-        partial(
-            _multiply_experts,
-            (5, case.rows, case.plain.shape[2]),
-            GroupQuantization(4, 32),
-            lambda case=case: (case.codes, case.scale, case.minimum, None),
-            None if bias is None else lambda bias=bias: bias,
-        )
-        for case, bias in zip((first, last), biases)
-    ]
-    forward = experts_forward(experts, *times)
+    cases = {"first": first, "last": last}
+    module = SimpleNamespace(first_bias=biases[0], last_bias=biases[1])
+    forward = experts_forward(
+        module,
+        experts,
+        {name: case.rows for name, case in cases.items()},
+        GroupQuantization(4, 32),
+        lambda name: (cases[name].codes, cases[name].scale, cases[name].minimum, None),
+    )
     for tokens, k, of_weights in ((1, 4, dtype), (1, 2, torch.float64), (3, 3, torch.float32), (17, 2, torch.float32)):
         x = torch.randn(tokens, hidden, device=device, generator=draw).to(dtype)
         chosen = torch.stack([torch.randperm(5, device=device, generator=draw)[:k] for _ in range(tokens)])

@@ -155,6 +155,8 @@ class Placement:
     def expert_slots(self) -> dict[int, int]:
         """Number of cached experts by CPU-computed block of experts. Each block with a cache has at least as many slots as experts may be
         fetched at once, because these go there. Where the budget is too small for that, some blocks have none."""
+        if not self.expert_budget:
+            return {}
         blocks = sorted(self.cpu_experts)
         numbers = [self.blocks[block].experts.num_experts for block in blocks]
         sizes = [self.expert_bytes(block) for block in blocks]

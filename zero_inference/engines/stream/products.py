@@ -33,9 +33,6 @@ from zero_inference.kernels.products import (
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.models.mlp import FusedExperts
 
-# (x, slot, epilogue, tokens) as of `quantized_expert_linear` -> products of token-expert pairs [pairs, rows]
-ExpertProduct = Callable[[torch.Tensor, torch.Tensor, Epilogue | None, int], torch.Tensor]
-
 
 @dataclass
 class CodesModule:
@@ -75,30 +72,21 @@ def modules_from_codes(
         if type(module) is nn.Linear:
             weight = weight_of(name)
             if load_extension() and _can_fuse(layout, [weight], examples, scheme):
-                forward, observe = partial(linears.product, name), partial(linears.observe, name)
-                found.append(CodesModule(module, (weight,), FUSED_ROWS, forward, observe))
+                product, observe = partial(linears.product, name), partial(linears.observe, name)
+                found.append(CodesModule(module, (weight,), FUSED_ROWS, product, observe))
         elif name in mixtures:
             experts = mixtures[name]
             weights = experts.weights_in(name)
             if any(weight not in example for example in examples for weight in weights):
                 continue
-            max_tokens = FUSED_ROWS
             # Without the kernel an expert is dequantized again for each token that chose it, so with more pairs than experts dequantizing
             # all of them once is faster. Not in several groups, which a graph cannot contain.
             in_groups = layout[weights[0]].group not in (0, experts.num_experts)
-            if not in_groups and not _can_fuse(layout, weights, examples, scheme):
-                max_tokens = min(max_tokens, experts.num_experts // experts.top_k)
-            products = [
-                partial(
-                    _multiply_experts,
-                    layout[weight].plain.shape,
-                    scheme,
-                    partial(packed_now, weight),
-                    partial(getattr, module, bias) if bias else None,
-                )
-                for weight, bias in zip(weights, (experts.gate_up_bias, experts.down_bias))
-            ]
-            found.append(CodesModule(module, weights, max_tokens, experts_forward(experts, *products)))
+            fuses = in_groups or _can_fuse(layout, weights, examples, scheme)
+            max_tokens = FUSED_ROWS if fuses else min(FUSED_ROWS, experts.num_experts // experts.top_k)
+            rows = {weight: layout[weight].plain.shape[1] for weight in weights}
+            forward = experts_forward(module, experts, rows, scheme, packed_now)
+            found.append(CodesModule(module, weights, max_tokens, forward))
     return found, linears
 
 
@@ -213,16 +201,36 @@ def _join_adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
 
 
-def experts_forward(experts: FusedExperts, gate_up: ExpertProduct, down: ExpertProduct) -> Callable[..., torch.Tensor]:
-    """Return a forward for a module of experts that computes the experts that each token is routed to, and no others."""
-    epilogue = epilogue_of(experts)
+def experts_forward(
+    module: nn.Module,
+    experts: FusedExperts,
+    rows: Mapping[str, int],
+    scheme: GroupQuantization,
+    packed_now: Callable[[str], Packed],
+) -> Callable[..., torch.Tensor]:
+    """Return a forward for a module of experts that computes the experts that each token is routed to, and no others.
+
+    Args:
+        rows: of an expert's weight of gate and up, and of that of down, by the names that `packed_now` takes.
+    """
+    both_epilogue, (first, last) = epilogue_of(experts), rows
+
+    def product(
+        weight: str, bias: str, x: torch.Tensor, slot: torch.Tensor, epilogue: Epilogue | None, tokens: int
+    ) -> torch.Tensor:  # [pairs, rows]
+        codes, scales, minima = (part.view(experts.num_experts, -1) for part in packed_now(weight)[:3])
+        x, added, group_size = x.to(scales.dtype), getattr(module, bias) if bias else None, scheme.group_size
+        return quantized_expert_linear(
+            x, codes, scales, minima, scheme.bits, group_size, rows[weight], slot, added, epilogue, tokens
+        )
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])  # [tokens, H]
         slot = top_k_index.to(torch.int64).reshape(-1)  # [tokens * k]: each expert is in the slot of its index
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()  # [tokens, k]
-        rows = down(gate_up(x, slot, epilogue, len(x)), slot, None, len(x))  # [tokens * k, H]
-        out = WeightedRows(weights.contiguous(), rows).total()
+        inner = product(first, experts.gate_up_bias, x, slot, both_epilogue, len(x))
+        outer = product(last, experts.down_bias, inner, slot, None, len(x))  # [tokens * k, H]
+        out = WeightedRows(weights.contiguous(), outer).total()
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
     return forward
@@ -281,25 +289,6 @@ def epilogue_of(experts: FusedExperts) -> Epilogue:
         experts.limit if experts.limit < math.inf else 0.0,
         experts.up_offset,
         experts.combined,
-    )
-
-
-def _multiply_experts(
-    shape: tuple[int, ...],
-    scheme: GroupQuantization,
-    packed: Callable[[], Packed],
-    bias: Callable[[], torch.Tensor] | None,
-    x: torch.Tensor,
-    slot: torch.Tensor,
-    epilogue: Epilogue | None,
-    tokens: int,
-) -> torch.Tensor:
-    """Return the products of `ExpertProduct` with a quantized weight of `shape` [experts, rows, columns]."""
-    number, rows, _ = shape
-    codes, scales, minima = (part.view(number, -1) for part in packed()[:3])
-    x, added_bias = x.to(scales.dtype), None if bias is None else bias()
-    return quantized_expert_linear(
-        x, codes, scales, minima, scheme.bits, scheme.group_size, rows, slot, added_bias, epilogue, tokens
     )
 
 
