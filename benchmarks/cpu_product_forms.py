@@ -16,7 +16,6 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from pandas import DataFrame
 
 from benchmarks.common.host_cores import library_of, processor
 from benchmarks.common.shapes import shape_of
@@ -50,6 +50,7 @@ TILE_FORMS = BIT["fixed_tiles"] | BIT["dequantized_tiles"] | BIT["tiles"] | BIT[
 VARIANTS: list[tuple[str, ...]] = [(name,) for name in OPTIONAL]
 VARIANTS.append(("fixed_tiles", "dequantized_tiles"))
 WINS = 1.05
+COLUMNS = "weight rows instructions without gb_per_s least most with_over_without all_over_lower_set".split()
 MAX_ERROR = 0.02  # of the result's norm: bfloat16 values and x
 
 
@@ -125,10 +126,6 @@ class Figure:
     @property
     def key(self) -> tuple[str, int, str, str]:
         return self.weight, self.rows, self.instructions, self.without
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.rates)
 
 
 class Forms:
@@ -210,8 +207,7 @@ def main() -> int:
     count = sum(map(len, cells))
     print(f"{count} figures in {len(cells)} cells, found in {time.monotonic() - begin:.0f} s", flush=True)
     figures = measure(args, forms, cells, begin)
-    show_rates(args, figures)
-    show_gains(find_gains(figures))
+    show(table_of(figures))
     print(f"{time.monotonic() - begin:.0f} s; all figures are in {args.out}")
     return 0
 
@@ -265,78 +261,56 @@ def measure(args: argparse.Namespace, forms: Forms, cells: list[list[Figure]], b
     return figures
 
 
-def with_all(by_key: dict[tuple, Figure], weight: str, rows: int, instructions: str) -> Figure | None:
-    """Return the figure with all forms: of the next lower set where this one has no forms of its own."""
-    for name in INSTRUCTIONS[INSTRUCTIONS.index(instructions) :: -1]:
-        if (weight, rows, name, "") in by_key:
-            return by_key[weight, rows, name, ""]
-    return None
-
-
-def find_gains(figures: list[Figure]) -> dict[tuple[str, int, str, str], float]:
-    """Return with / without, by weight, rows, instructions and what is left out; a whole set: "all" of it."""
-    by_key = {figure.key: figure for figure in figures}
-    gains = {}
-    for figure in figures:
-        weight, rows, instructions, without = figure.key
-        whole = with_all(by_key, weight, rows, instructions)
-        if without == "":
-            lower = with_all(by_key, weight, rows, INSTRUCTIONS[INSTRUCTIONS.index(instructions) - 1])
-            if lower is not None:
-                gains[weight, rows, instructions, "all"] = ratio(figure, lower)
-        elif whole is not None:
-            gains[figure.key] = ratio(whole, figure)
-    return gains
-
-
-def ratio(one: Figure, other: Figure) -> float:
-    return statistics.median(a / b for a, b in zip(one.rates, other.rates, strict=False))
-
-
 def write(args: argparse.Namespace, figures: list[Figure]) -> None:
-    gains = find_gains(figures)
-    names = "weight rows instructions without gb_per_s least most with_over_without all_over_lower_set"
-    lines = [f"# {processor()}, {args.threads} threads, torch {torch.__version__}", "\t".join(names.split())]
-    for figure in figures:
-        values = [*figure.key, f"{figure.median:.2f}", f"{min(figure.rates):.2f}", f"{max(figure.rates):.2f}"]
-        weight, rows, instructions, without = figure.key
-        over_lower_set = gains.get((weight, rows, instructions, "all")) if without == "" else None
-        values += ["" if gain is None else f"{gain:.3f}" for gain in (gains.get(figure.key), over_lower_set)]
-        lines.append("\t".join(map(str, values)))
-    args.out.write_text("\n".join(lines) + "\n")
+    head = f"# {processor()}, {args.threads} threads, torch {torch.__version__}\n"
+    args.out.write_text(head + table_of(figures).to_csv(sep="\t", index=False))
 
 
-def show_rates(args: argparse.Namespace, figures: list[Figure]) -> None:
-    """Print GB/s by instruction set and M."""
-    print("\nGB/s")
-    print(f"{'weight':<15}{'set':<8}" + "".join(f"{rows:>8}" for rows in args.rows))
+def table_of(figures: list[Figure]) -> DataFrame:
+    """Return a row a figure: GB/s, and the gains of what was left out, and of a whole set over the next lower one."""
     by_key = {figure.key: figure for figure in figures}
-    for weight in args.formats:
-        for instructions in dict.fromkeys(figure.instructions for figure in figures):
-            found = [with_all(by_key, weight, rows, instructions) for rows in args.rows]
-            texts = ["-" if figure is None else f"{figure.median:.1f}" for figure in found]
-            print(f"{weight:<15}{instructions:<8}" + "".join(f"{text:>8}" for text in texts))
+
+    def whole(weight: str, rows: int, instructions: str) -> Figure | None:
+        lower = INSTRUCTIONS[INSTRUCTIONS.index(instructions) :: -1]
+        return next((by_key[key] for name in lower if (key := (weight, rows, name, "")) in by_key), None)
+
+    def gain(one: Figure | None, other: Figure | None) -> float | None:
+        return one and other and statistics.median(a / b for a, b in zip(one.rates, other.rates, strict=False))
+
+    found = []
+    for figure in figures:
+        weight, rows, instructions, without = figure.key
+        row = dict(weight=weight, rows=rows, instructions=instructions, without=without)
+        row |= dict(gb_per_s=statistics.median(figure.rates), least=min(figure.rates), most=max(figure.rates))
+        if without:
+            row["with_over_without"] = gain(whole(weight, rows, instructions), figure)
+        elif INSTRUCTIONS.index(instructions):
+            lower = INSTRUCTIONS[INSTRUCTIONS.index(instructions) - 1]
+            row["all_over_lower_set"] = gain(figure, whole(weight, rows, lower))
+        found.append(row)
+    return DataFrame(found, columns=COLUMNS).round(3)
 
 
-def show_gains(gains: dict[tuple[str, int, str, str], float]) -> None:
-    """Print, for each variant and set, with / without in each cell; marks those that win by more than WINS anywhere."""
-    groups: dict[tuple[str, str], list] = defaultdict(list)
-    for (weight, rows, instructions, without), gain in gains.items():
-        groups[without, instructions].append((gain, weight, rows))
-    print(f"\nwith / without; * wins by more than {WINS - 1:.0%} somewhere; 'all' is a set against the next lower one")
-    order = {"+".join(names): index for index, names in enumerate(VARIANTS)}
-    for (without, instructions), found in sorted(
-        groups.items(), key=lambda item: (order.get(item[0][0], len(order)), *item[0])
-    ):
-        wins = sum(gain > WINS for gain, *_ in found)
-        loses = sum(gain < 1 / WINS for gain, *_ in found)
-        mark = "*" if wins else " "
-        print(f"{mark} {without}, {instructions}: {len(found)} cells, {wins} win, {loses} lose by as much")
-        by_weight = defaultdict(list)
-        for gain, weight, rows in found:
-            by_weight[weight].append(f"{rows}: {gain:.2f}{'*' if gain > WINS else '-' if gain < 1 / WINS else ' '}")
-        for weight, cells in by_weight.items():
-            print(f"    {weight:<15}" + "  ".join(cells))
+def show(table: DataFrame) -> None:
+    """Print GB/s by instruction set and M, and the gains of each variant and set in each cell."""
+
+    def cells(rows: DataFrame, values: str, digits: int) -> str:
+        return (
+            rows.pivot(index=["weight", "instructions"], columns="rows", values=values)
+            .round(digits)
+            .to_string(na_rep="-")
+        )
+
+    whole = table[table["without"] == ""]
+    print(
+        f"\nGB/s\n{cells(whole, 'gb_per_s', 1)}\n\na set over the next lower one\n{cells(whole, 'all_over_lower_set', 2)}"
+    )
+    for without, rows in table[table["without"] != ""].groupby("without", sort=False):
+        gains = rows["with_over_without"]
+        print(
+            f"\n{without}: {(gains > WINS).sum()} of {len(gains)} cells win by {WINS - 1:.0%}, {(gains < 1 / WINS).sum()} lose"
+        )
+        print(cells(rows, "with_over_without", 2))
 
 
 if __name__ == "__main__":
