@@ -81,9 +81,8 @@ def numa_node_of_gpu(domain: int, bus: int, device: int, root: str = "/") -> int
 
 
 def _node_of(cpu: int, root: Path) -> int | None:
-    for folder in (root / CPUS / f"cpu{cpu}").glob("node[0-9]*"):
-        return int(folder.name.removeprefix("node"))
-    return None
+    folders = (root / CPUS / f"cpu{cpu}").glob("node[0-9]*")
+    return next((int(folder.name.removeprefix("node")) for folder in folders), None)
 
 
 def _text(path: Path) -> str:

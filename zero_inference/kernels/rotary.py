@@ -20,7 +20,7 @@ from zero_inference.utils.patching import Patches, SharedPatch
 
 NAME = "apply_rotary_pos_emb"
 MAX_TOKENS = 4096  # in a pass; with more, matrix products dominate
-TRIAL = {"batch": 2, "heads": 4, "key_heads": 2, "tokens": 3, "head_dim": 64}
+TRIAL_HEAD_DIM = 64
 
 
 class Form(NamedTuple):
@@ -110,24 +110,23 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Form) -> tuple[
 @torch.no_grad()
 def supported_forms(own: Callable, device: torch.device, dtype: torch.dtype) -> tuple[Form | None, ...]:
     """Return the forms of function `own` for cos of the width of a head, half of it, and less; None where the kernel differs in any bit."""
-    head_dim = TRIAL["head_dim"]
+    head_dim = TRIAL_HEAD_DIM
     forms = [Form(*each) for each in itertools.product((1, 2), (False, True))]
-    return tuple(
-        next(
-            (form for form in forms if width * form.times <= head_dim and _agrees(own, width, form, device, dtype)),
-            None,
-        )
-        for width in (head_dim, head_dim // 2, head_dim // 4)
-    )
+
+    def form_of(width: int) -> Form | None:
+        fitting = (form for form in forms if width * form.times <= head_dim)
+        return next((form for form in fitting if _agrees(own, width, form, device, dtype)), None)
+
+    return form_of(head_dim), form_of(head_dim // 2), form_of(head_dim // 4)
 
 
 def _agrees(own: Callable, width: int, form: Form, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the model's `own` function and the kernel give the same bits and strides for random inputs."""
     draw = torch.Generator().manual_seed(width)
-    batch, tokens, head_dim = (TRIAL[name] for name in ("batch", "tokens", "head_dim"))
+    batch, tokens = 2, 3
     q, k = (
-        torch.randn(batch, tokens, TRIAL[name], head_dim, generator=draw).to(device, dtype).transpose(1, 2)
-        for name in ("heads", "key_heads")
+        torch.randn(batch, tokens, heads, TRIAL_HEAD_DIM, generator=draw).to(device, dtype).transpose(1, 2)
+        for heads in (4, 2)
     )
     cos, sin = (torch.randn(batch, tokens, width, generator=draw).to(device, dtype) for _ in range(2))
     try:
