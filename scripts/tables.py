@@ -110,7 +110,7 @@ def updated(page: str, names: Iterable[str], folder: str | None = None) -> str:
     """Return a page's text with the named tables made again, of `folder` or else of those in its marks."""
 
     def replace(found: re.Match) -> str:
-        name, results = found[1], folder or found[2]
+        name, results = found[1], found[2] and (folder or found[2])
         if name not in names:
             return found[0]
         mark = " ".join(filter(None, ["scripts/tables.py", name, results]))
