@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, VOCAB, build_model, without_gpus
+from scipy import stats
 
 from zero_inference.architectures import (
     ArchitectureBenchmark,
@@ -28,10 +28,9 @@ from zero_inference.architectures import (
     comparison,
     summarize,
 )
-from zero_inference.architectures.command import read_arms, speed_only
+from zero_inference.architectures.command import read_arms
 from zero_inference.architectures.comparison import alternate_runs, percentile
 from zero_inference.cli import console_main
-from zero_inference.config.options import OPTIONS
 from zero_inference.config.run_config import parse_options
 from zero_inference.errors import UsageError
 from zero_inference.utils import GB
@@ -89,24 +88,15 @@ def test_percentiles_need_samples_beyond_them_and_runs_alternate():
 def test_models_of_equal_accuracy_are_rarely_called_different():
     """All outcomes of two models that answer each item rightly with probability p, weighted by how likely they are."""
 
-    def rate_of_verdicts(n: int, m: int, p: float) -> float:
-        def outcomes(items: int):
-            for right in range(items + 1):
-                share = right / items
-                error = math.sqrt(share * (1 - share) / (items - 1))
-                likely = math.comb(items, right) * p**right * (1 - p) ** (items - right)
-                yield likely, {"accuracy": share, "stderr": error, "total": items}
-
-        return sum(
-            one * other
-            for one, score in outcomes(n)
-            for other, baseline in outcomes(m)
-            if comparison.score_difference(score, baseline)["verdict"] != comparison.NO_DIFFERENCE
-        )
-
-    least = comparison.MIN_ITEMS
-    assert max(rate_of_verdicts(least, least, p) for p in (0.01, 0.05, 0.335)) < 0.04
-    assert rate_of_verdicts(least, 60, 0.01) < 0.05, "no item right is not certainty"
+    items = comparison.MIN_ITEMS
+    shares = [right / items for right in range(items + 1)]
+    errors = [math.sqrt(share * (1 - share) / (items - 1)) for share in shares]
+    scores = [{"accuracy": share, "stderr": error, "total": items} for share, error in zip(shares, errors)]
+    found = [[comparison.score_difference(one, other)["verdict"] for other in scores] for one in scores]
+    called = np.array(found) != comparison.NO_DIFFERENCE
+    for p in (0.01, 0.05, 0.335):
+        likely = stats.binom.pmf(range(items + 1), items, p)
+        assert likely @ called @ likely < 0.04
 
 
 def test_summary_of_speed_and_quality():
@@ -117,9 +107,9 @@ def test_summary_of_speed_and_quality():
             rows.append(run | {"throughput": rate, "memory_gb": 2.0, "flops": 10})
     for name, accuracy in (("plain", 0.5), ("int4", 0.3)):
         scores = {
-            "mmlu": {"accuracy": accuracy, "stderr": 0.03, "correct": 500, "total": 1000},
+            "mmlu": {"accuracy": accuracy, "stderr": 0.03, "total": 1000},
             "perplexity": {"perplexity": 12.5},
-            "hellaswag": {"accuracy": accuracy, "stderr": None, "correct": 1, "total": 1},
+            "hellaswag": {"accuracy": accuracy, "stderr": None, "total": 1},
             "humaneval": {"pass_at_k": {1: accuracy, 5: 0.6}, "stderr": {1: 0.04, 5: 0.04}, "problems": 164},
             "few": {"pass_at_k": {1: accuracy}, "stderr": {1: 0.0}, "problems": 3},
         }
@@ -127,18 +117,20 @@ def test_summary_of_speed_and_quality():
     rows.append({"architecture": "broken", "type": "failed", "pass": 0, "error": "RuntimeError: no"})
     summary = summarize(comparison.build_frame(rows), "plain").set_index(["architecture", "config"])
     fast = summary.loc[("int4", "decode")]
-    assert fast.speedup == pytest.approx(3.025, rel=1e-5) and fast.verdict == "faster"
+    assert fast.speedup == pytest.approx(3.025, rel=1e-5)
     assert fast.speedup_low <= 3.025 <= fast.speedup_high
     assert summary.loc[("plain", "decode")].verdict == "baseline" and fast.throughput == 302.5 and fast.runs == 6
     worse = summary.loc[("int4", "mmlu")]
-    assert worse.accuracy_difference == pytest.approx(-0.2) and worse.verdict == "lower"
+    assert worse.accuracy_difference == pytest.approx(-0.2)
     assert worse.accuracy_difference_stderr == pytest.approx(0.03 * 2**0.5)
-    assert summary.loc[("int4", "humaneval pass@5")].verdict == "no difference"
-    assert summary.loc[("int4", "humaneval pass@1")].verdict == "lower"
-    one = summary.loc[("int4", "hellaswag")]
-    assert one.verdict == "no standard error" and math.isnan(one.stderr) and math.isnan(one.accuracy_difference_stderr)
-    assert summary.loc[("int4", "few pass@1")].verdict == "too few items"
-    assert ("int4", "perplexity") not in summary.index
+    assert summary.loc["int4"].verdict.to_dict() == {
+        "decode": "faster",
+        "mmlu": "lower",
+        "hellaswag": "no standard error",
+        "humaneval pass@1": "lower",
+        "humaneval pass@5": "no difference",
+        "few pass@1": "too few items",
+    }
     assert summary[summary.type == "failed"].error.tolist() == ["RuntimeError: no"]
     with pytest.raises(ValueError, match="int8.*plain, int4, broken"):
         summarize(comparison.build_frame(rows), "int8")
@@ -177,16 +169,16 @@ def test_generation_and_batches_count_what_they_did():
 def test_a_batch_of_own_prompts_and_what_cannot_be():
     benchmark = ArchitectureBenchmark(build_model("opt"), "cpu")
     assert benchmark.benchmark_generation(torch.randint(3, VOCAB, (2, 9)), 2, num_runs=1).name == "gen_p9_l2"
-    for call, words in (
-        (lambda: benchmark.benchmark_generation(0, 4), "prompt_tokens is 0"),
-        (lambda: benchmark.benchmark_generation(4, 0), "generation_length is 0"),
-        (lambda: benchmark.benchmark_generation(torch.ones(3), 4), r"ids \[batch, P\]"),
-        (lambda: benchmark.benchmark_generation(120, 9), "129 positions"),
-        (lambda: benchmark.benchmark_batch_throughput(1, 200), "200 positions"),
-        (lambda: benchmark.benchmark_batch_throughput(1, 8, num_runs=0), "num_runs is 0"),
+    for arguments, words in (
+        ((0, 4), "prompt_tokens is 0"),
+        ((torch.ones(3), 4), r"ids \[batch, P\]"),
+        ((120, 9), "129 positions"),
+        ((4, 4, 0), "num_runs is 0"),
     ):
         with pytest.raises(ValueError, match=words):
-            call()
+            benchmark.benchmark_generation(*arguments)
+    with pytest.raises(ValueError, match="200 positions"):
+        benchmark.benchmark_batch_throughput(1, 200)
 
 
 def test_architectures_in_one_process():
@@ -205,8 +197,7 @@ def test_architectures_in_one_process():
     frame = compare_architectures({"opt": opt, "neox": maker, "broken": broken}, config)
     speed = frame[frame.type == "speed"]
     assert speed["architecture"].tolist() == ["opt"] * 2 + ["neox"] * 4 + ["opt"] * 2
-    assert len(made) == 2 and opt.training
-    assert speed["config"].unique().tolist() == ["gen_p4_l3", "batch_b2_s8"] and (speed.throughput > 0).all()
+    assert len(made) == 2 and opt.training and (speed.throughput > 0).all()
     assert frame[frame.type == "failed"].error.tolist() == ["RuntimeError: no such weights"]
     summary = summarize(frame, "opt")
     assert set(summary[summary.architecture == "neox"].verdict) == {"too few runs"}
@@ -220,7 +211,6 @@ def test_architectures_in_one_process():
         ("opt-125m", [], "", "two arms are needed, and 1 given"),
         ("opt-125m opt-125m", [], "", "two arms are called opt-125m"),
         ("", ["int4 --model x", "b=--model y"], "", "write a name, ="),
-        ("", ["a\x1b[31m=--model opt-125m", "b=--model y"], "", "write a name, ="),
         ("", ["a=--model 'x", "b=--model y"], "", "No closing quotation"),
         ("", ["a=--modle x", "b=--model y"], "", "arm a: there is no option --modle; did you mean --model?"),
         ("", ["a=--model x", "b=--model y --quant-bits 3"], "", "arm b: --quant-bits 3: choose one of 16, 8, 4, auto"),
@@ -246,19 +236,6 @@ def test_arms_are_models_or_configurations():
     assert [arm.config.batch_size for arm in arms] == [4, 4, 4, 2, 4] and arms[3].config.quant_bits == 4
     assert arms[0].file_stem == "facebook_opt-125m" and all(arm.config.dummy for arm in arms)
     assert len(f"{arms[4].file_stem}-10000.jsonl".encode()) < 255, "a long name was OSError: File name too long"
-
-
-def test_scores_are_asked_for_once():
-    """Whatever run_model.py declares as an option about scores is dropped, and nothing else."""
-    of_scores, others = [], []
-    for option in OPTIONS.values():
-        words = [option.flag, *(["1"] if not isinstance(option.default, bool) else [])]
-        (of_scores if option.group == "quality" else others).append(words)
-    others.append(["facebook/opt-125m"])  # after an option about scores that takes no value, too
-    assert ["--pass-at-k", "1"] in of_scores and ["--engine", "1"] in others and ["--allow-code-execution"] in of_scores
-    mixed = [word for pair in zip_longest(others, of_scores, fillvalue=[]) for words in pair for word in words]
-    assert speed_only(mixed) == [word for words in others for word in words]
-    assert speed_only("--model x --quality_data=data --quant-bits 4".split()) == "--model x --quant-bits 4".split()
 
 
 def run_compare(*words: str) -> int:

@@ -8,7 +8,7 @@ import shutil
 import socket
 
 import pytest
-from conftest import VOCAB, free_port, need_lm_eval
+from conftest import VOCAB, free_port
 from forks import PROGRAM, ForkServer
 from hub_server import COMMIT, Hub
 
@@ -93,22 +93,13 @@ def test_a_run_fetches_config_tokenizer_and_the_shards_of_the_index_once(hub, ru
     assert hub.files == []
 
 
-@pytest.mark.parametrize("quality", [False, True], ids=["plain", "quality"])
-def test_a_dry_run_fetches_no_weights_even_where_it_reads_the_tokenizer(hub, run_model, tmp_path, quality, cache):
-    options = []
-    if quality:
-        need_lm_eval()
-        (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8\n")
-        options = ["--quality", "perplexity", "--quality-data", tmp_path / "text.txt"]
+@pytest.mark.parametrize(
+    "options, fetched", [([], set()), (["--prompt", "w1"], TOKENIZER), (["--trust-remote-code"], {"modeling_own.py"})]
+)
+def test_a_dry_run_fetches_no_weights_and_code_only_where_it_is_trusted(hub, run_model, options, fetched, cache):
     done = run_model("--model", "some/llama", *SHORT, "--dry-run", *options, env=hub.environment(cache))
     assert done.code == 0 and "It fits." in done.stdout, done.stderr
-    assert set(hub.files) == {"config.json"} | (TOKENIZER if quality else set())
-
-
-def test_code_is_fetched_only_where_it_is_trusted(hub, run_model, cache):
-    done = run_model("--model", "some/llama", *SHORT, "--dry-run", "--trust-remote-code", env=hub.environment(cache))
-    assert done.code == 0, done.stderr
-    assert set(hub.files) == {"config.json", "modeling_own.py"}
+    assert set(hub.files) == {"config.json"} | fetched
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"])
@@ -156,20 +147,6 @@ def test_a_gated_repository(hub, run_model, checkpoints, cache, part, token):
     assert "HF_TOKEN" in message and "cannot be reached" not in message
 
 
-def test_a_missing_repository(hub, run_model, cache):
-    message = error_of(run_model("--model", "some/lama", *SHORT, env=hub.environment(cache, HF_TOKEN="")))
-    assert "no repository some/lama" in message and "gated" not in message and "cannot be reached" not in message
-
-
-def test_no_network_and_offline_mode(hub, run_model, cache):
-    nobody = f"http://127.0.0.1:{free_port()}"
-    environment = hub.environment(cache)
-    message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_ENDPOINT": nobody}))
-    assert nobody in message and "cannot be reached" in message and "refused" in message, message
-    message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_HUB_OFFLINE": "1"}))
-    assert "HF_HUB_OFFLINE" in message and "cannot be reached" not in message
-
-
 @pytest.mark.parametrize(
     "missing, cached",
     [
@@ -199,7 +176,15 @@ def test_offline_nothing_is_said_about_a_hub_that_was_not_asked(hub, run_model, 
         assert done.code == 0, done.stderr
 
 
-def test_a_hub_that_is_down_and_a_repository_in_another_format(hub, run_model, cache):
+def test_a_hub_that_cannot_be_reached_is_down_or_has_no_such_repository_or_format(hub, run_model, cache):
+    environment = hub.environment(cache, HF_TOKEN="")
+    nobody = f"http://127.0.0.1:{free_port()}"
+    message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_ENDPOINT": nobody}))
+    assert nobody in message and "cannot be reached" in message and "refused" in message, message
+    message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_HUB_OFFLINE": "1"}))
+    assert "HF_HUB_OFFLINE" in message and "cannot be reached" not in message
+    message = error_of(run_model("--model", "some/lama", *SHORT, env=environment))
+    assert "no repository some/lama" in message and "gated" not in message and "cannot be reached" not in message
     message = error_of(run_model("--model", "broken/llama", *SHORT, env=hub.environment(cache)))
     assert "501" in message and hub.endpoint in message
     (hub.root / "some" / "gguf").mkdir()

@@ -31,14 +31,13 @@ BY_HEADS = {  # the log's formula is exact
     "llama": dict(SMALL, model_type="llama", num_key_value_heads=2),
     "llama-narrow-heads": dict(SMALL, model_type="llama", num_key_value_heads=4, head_dim=10),
     "qwen3-wide-heads": dict(SMALL, model_type="qwen3", num_key_value_heads=2, head_dim=32),
-    "gemma": dict(SMALL, model_type="gemma", num_key_value_heads=4, head_dim=16),
     "gpt_neox": dict(SMALL, model_type="gpt_neox"),
     "mixtral": dict(SMALL, model_type="mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
     "falcon-one-kv-head": dict(SMALL, model_type="falcon", multi_query=True, new_decoder_architecture=False),
     "falcon-grouped": dict(SMALL, model_type="falcon", new_decoder_architecture=True, num_kv_heads=2),
     "gpt_bigcode": dict(SMALL, model_type="gpt_bigcode", multi_query=True),
 }
-BY_THE_MODEL = {  # only the model knows
+OTHERS = {  # only the model knows
     "deepseek_v3": dict(MLA, model_type="deepseek_v3"),
     "deepseek_v2": dict(MLA, model_type="deepseek_v2"),
     "layers-that-share": dict(
@@ -47,8 +46,6 @@ BY_THE_MODEL = {  # only the model knows
     ),
     "layers-of-two-widths": dict(SMALL, model_type="mimo_v2_flash", num_key_value_heads=2, head_dim=16, v_head_dim=8),
     "no-keys-and-values": dict(model_type="mamba", hidden_size=48, num_hidden_layers=2, vocab_size=103),
-}  # fmt: skip
-OF_SOME_LAYERS = {
     "some-layers-without": dict(
         SMALL, model_type="qwen3_next", num_hidden_layers=4, num_key_value_heads=2, head_dim=16, num_experts=0,
         layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -81,11 +78,11 @@ def cached_layers(config) -> list[int]:
     return [layer.nbytes() if hasattr(layer, "nbytes") else 0 for layer in layers]
 
 
-@pytest.mark.parametrize("name", [*BY_HEADS, *BY_THE_MODEL, *OF_SOME_LAYERS])
+@pytest.mark.parametrize("name", [*BY_HEADS, *OTHERS])
 def test_kv_bytes_are_those_of_a_real_cache(name, no_gpu):
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**(BY_HEADS | BY_THE_MODEL | OF_SOME_LAYERS)[name])
+    config = AutoConfig.for_model(**(BY_HEADS | OTHERS)[name])
     layers = cached_layers(config)
     job = job_of(config)
     assert (sum(layers) > 0) == (name != "no-keys-and-values")

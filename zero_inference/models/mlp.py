@@ -48,10 +48,6 @@ class Mlp:
     last: str
     gate_is_second: bool = False  # in one linear for both, up's rows come first
 
-    @property
-    def linears(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.first, self.last)))
-
 
 @cache_per_module
 def detect_mlp(module: nn.Module) -> Mlp | None:
@@ -67,9 +63,7 @@ def detect_mlp(module: nn.Module) -> Mlp | None:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             trials = [_call_with_products(module, linears, scale) for scale in SCALES]
-    except Exception:  # it runs the module's code
-        return None
-    if None in trials:
+    except Exception:  # it runs the module's code, and `_call_with_products` raises
         return None
     *first, last = trials[0][0]
     if len(first) == 2:
@@ -82,10 +76,10 @@ def detect_mlp(module: nn.Module) -> Mlp | None:
 
 def _call_with_products(
     module: nn.Module, linears: dict[str, nn.Module], scale: float
-) -> tuple[dict[str, Tensor], Tensor] | None:
+) -> tuple[dict[str, Tensor], Tensor]:
     """Call `module` while its linear modules return random numbers: these in the order of the calls, and the input of the last one.
 
-    None if it calls one twice, gives one but the last another input than its own, or returns anything but the output of the last one.
+    Raises ValueError if it calls one twice, gives one but the last another input than its own, or returns another output than the last.
     """
     products: dict[str, Tensor] = {}
     calls: list[tuple[str, Tensor]] = []
@@ -104,7 +98,7 @@ def _call_with_products(
     names = [name for name, _ in calls]
     same_input = all(torch.equal(given, x) for _, given in calls[:-1])
     if sorted(names) != sorted(linears) or not same_input or not torch.equal(out, products[names[-1]]):
-        return None
+        raise ValueError("no MLP")
     return {name: products[name] for name in names}, calls[-1][1]
 
 
@@ -229,7 +223,14 @@ def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
     sizes = {number: 6, 2 * inner: 16, inner: 8, hidden: small_hidden}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        small = _shrink_module(module, sizes)
+        small = copy.copy(module)  # each dimension, and each integer attribute equal to one, is replaced by `sizes`
+        vars(small).update(
+            {name: sizes.get(value, value) for name, value in vars(module).items() if type(value) is int}
+        )
+        vars(small)["_parameters"] = {}
+        for name, p in module._parameters.items():
+            values = torch.randn([sizes[size] for size in p.shape], dtype=torch.float64) / sizes[p.shape[-1]] ** 0.5
+            small.register_parameter(name, nn.Parameter(values, requires_grad=False))
         numbers = torch.tensor(NUMBERS)
         weights = torch.rand(numbers.shape, dtype=torch.float64)
         inputs = [scale * torch.randn(len(NUMBERS), small_hidden, dtype=torch.float64) for scale in SCALES]
@@ -239,34 +240,19 @@ def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
             orders += [(True, False), (False, True)]
             limits += sorted({float(each) for each in vars(module).values() if type(each) in (int, float) and each > 0})
             offsets += [1.0]
-        for limit, up_offset, activation, (second, interleaved) in itertools.product(
-            limits, offsets, ACTIVATIONS, orders
-        ):
-            tried = replace(form, activation=activation, limit=limit, up_offset=up_offset)
-            tried = replace(tried, gate_is_second=second, interleaved=interleaved)
+        for limit, offset, activation, (second, alternate) in itertools.product(limits, offsets, ACTIVATIONS, orders):
+            tried = replace(form, activation=activation, limit=limit, up_offset=offset)
+            tried = replace(tried, gate_is_second=second, interleaved=alternate)
             if all(_is_close(y, _compute_experts(tried, small, x, numbers, weights)) for y, x in zip(found, inputs)):
                 return tried
     return None
 
 
-def _shrink_module(module: nn.Module, sizes: dict[int, int]) -> nn.Module:
-    """Return a copy with random parameters in float64; each dimension, and each integer attribute equal to one, is replaced by `sizes`."""
-    small = copy.copy(module)
-    for name, value in list(vars(small).items()):
-        if type(value) is int:
-            vars(small)[name] = sizes.get(value, value)
-    vars(small)["_parameters"] = {}
-    for name, p in module._parameters.items():
-        values = torch.randn([sizes[size] for size in p.shape], dtype=torch.float64) / sizes[p.shape[-1]] ** 0.5
-        small.register_parameter(name, nn.Parameter(values, requires_grad=False))
-    return small
-
-
 def _compute_experts(form: FusedExperts, module: nn.Module, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-    first, last = (p.mT if form.transposed else p for p in (getattr(module, form.gate_up), getattr(module, form.down)))
-    first_bias, last_bias = (
-        (getattr(module, name) for name in form.biases) if form.biases else (x.new_zeros(len(first), 1),) * 2
+    first, last = (
+        getattr(module, name).mT if form.transposed else getattr(module, name) for name in form.parameters[:2]
     )
+    first_bias, last_bias = [getattr(module, name) for name in form.biases] or [x.new_zeros(len(first), 1)] * 2
     out = torch.zeros_like(x)
     for row, chosen in enumerate(numbers.tolist()):
         for weight, number in zip(weights[row], chosen):
