@@ -39,13 +39,8 @@ def main() -> int:
     print(f"{checked - len(wrong)} of {checked} cases bit-equal with the reference")
     if wrong:
         return 1
-    record = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "shape": SHAPE,
-        "checked": checked,
-        "cases": measure(),
-    }
+    record = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, shape=SHAPE, checked=checked)
+    record["cases"] = measure()
     print(f"{record['device']}, weights {SHAPE[0]} x {SHAPE[1]}\n")
     print("| dtype | bits | group | median ms | GB/s | of a copy's | PyTorch ms |")
     print("|---|---|---|---|---|---|---|")
@@ -113,17 +108,9 @@ def measure() -> list[dict]:
                 moved = scheme.stored_bytes(weight.numel(), dtype) + out.nbytes
                 median = median_ms(torch.ops.zero_inference.dequantize_groups, *packed, bits, group_size, out)
                 reference = median_ms(dequantize_reference, *packed, bits, group_size, out)
-                cases.append(
-                    {
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "bits": bits,
-                        "group_size": group_size,
-                        "median_ms": median,
-                        "gb_per_s": moved / median / 1e6,
-                        "copy_gb_per_s": 2 * out.nbytes / copy_ms / 1e6,
-                        "reference_ms": reference,
-                    }
-                )
+                case = dict(dtype=str(dtype).removeprefix("torch."), bits=bits, group_size=group_size)
+                case |= dict(median_ms=median, gb_per_s=moved / median / 1e6)
+                cases.append(case | dict(copy_gb_per_s=2 * out.nbytes / copy_ms / 1e6, reference_ms=reference))
     return cases
 
 

@@ -14,16 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-ROTATED = {
-    "Qwen3-30B": (32, 4, 128),
-    "Llama-3.1-70B": (64, 8, 128),
-    "gpt-oss-120b": (64, 8, 64),
-}  # heads, key heads, head_dim
-ROUTED = {
-    "Mixtral": (8, 2, True),
-    "Qwen3-30B": (128, 8, True),
-    "gpt-oss-120b": (128, 4, False),
-}  # experts, k, softmax first
+# heads, key heads, head_dim
+ROTATED = {"Qwen3-30B": (32, 4, 128), "Llama-3.1-70B": (64, 8, 128), "gpt-oss-120b": (64, 8, 64)}
+# experts, k, softmax first
+ROUTED = {"Mixtral": (8, 2, True), "Qwen3-30B": (128, 8, True), "gpt-oss-120b": (128, 4, False)}
 REPEATS = 50  # of a graph
 SECONDS = 0.2
 

@@ -224,7 +224,7 @@ def print_ranges() -> None:
             f"{len(values)} runs; {sum(of_others)} of {len(of_others)} within the ranges of other hosts"
         )
     for host, kinds in inside.items():
-        every = [each for values in kinds.values() for each in values]
+        every = sum(kinds.values(), [])
         print(f"{host}: {sum(every)} of {len(every)}")
 
 

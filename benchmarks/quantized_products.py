@@ -76,7 +76,7 @@ def main() -> int:
         for tokens, what, launch, us in timed:
             rate = weights.stored_bytes / us / 1e3
             rows.append((height, width, bits, tokens, what, launch, f"{us:.2f}", f"{rate:.0f}", f"{rate / copy:.3f}"))
-        (show_best if args.sweep else show)(weights, timed, copy)
+        show(weights, timed, copy)
         del weights
     if args.save:
         args.save.write_text("".join("\t".join(map(str, row)) + "\n" for row in (FIELDS, *rows)))
@@ -272,23 +272,15 @@ def copy_gb_per_s() -> float:
 
 
 def show(weights: Weights, timed: list, copy: float) -> None:
+    """Print, for each number of tokens, the times of all ways or, of a sweep, those of the table and of the best launches."""
     print(f"{weights.rows} x {weights.columns}, int{weights.bits}, {weights.stored_bytes / 1e6:.1f} MB")
+    swept = any(launch != "table" for _, _, launch, _ in timed)
     for tokens in dict.fromkeys(count for count, *_ in timed):
-        of = {what: us for count, what, _, us in timed if count == tokens}
-        share = weights.stored_bytes / of["fused"] / 1e3 / copy
-        print(
-            f"  {tokens:2d} tokens: {share:4.0%} of a copy;", "us:", ", ".join(f"{w} {us:.1f}" for w, us in of.items())
-        )
-
-
-def show_best(weights: Weights, timed: list, copy: float) -> None:
-    print(f"{weights.rows} x {weights.columns}, int{weights.bits} (column warps x splits x steps of a chunk)")
-    for tokens in dict.fromkeys(count for count, *_ in timed):
-        of = sorted((us, launch) for count, _, launch, us in timed if count == tokens)
-        table = next(us for us, launch in of if launch == "table")
-        share = weights.stored_bytes / of[0][0] / 1e3 / copy
-        best = ", ".join(f"{launch} {us:.1f}" for us, launch in of[:4])
-        print(f"  {tokens:2d} tokens: table {table:.1f} us; {best} ({share:.0%} of a copy)")
+        times = {(what if launch == "table" else launch): us for count, what, launch, us in timed if count == tokens}
+        listed = sorted(times, key=times.__getitem__)[:4] if swept else list(times)
+        share = weights.stored_bytes / times[listed[0]] / 1e3 / copy
+        shown = ", ".join(f"{name} {times[name]:.1f}" for name in dict.fromkeys(["fused", *listed]))
+        print(f"  {tokens:2d} tokens: {share:4.0%} of a copy; us: {shown}")
 
 
 if __name__ == "__main__":

@@ -68,9 +68,8 @@ def main(argv: list[str] | None = None, device: str = "cuda", checked=CHECKED) -
     from common.graph_times import make_workers
 
     case = CASES[args.case]
-    workers = (
-        [] if args.plot else make_workers(max(1, min(6, (os.cpu_count() or 2) // 2)))
-    )  # they start while this one checks
+    # they start while this process checks
+    workers = [] if args.plot else make_workers(max(1, min(6, (os.cpu_count() or 2) // 2)))
     try:
         for name in DTYPES if args.dtype == "all" else (args.dtype,):
             dtype = getattr(torch, DTYPES[name])
@@ -126,12 +125,10 @@ def check(case, dtype, device: str, sizes) -> None:
 def sizes(case, plot: bool, hiddens: list[int] | None) -> list[tuple[int, int, int]]:
     """(hidden, batch, sequence) to time."""
     if case.grouped:
-        return [(hidden, 1, tokens) for hidden in hiddens or (GROUPED_HIDDEN,) for tokens in GROUPED_TOKENS]
+        return list(itertools.product(hiddens or (GROUPED_HIDDEN,), (1,), GROUPED_TOKENS))
     if plot:
         return [((hiddens or [PLOT_HIDDEN])[0], 1, length) for length in LENGTHS]
-    return [
-        (hidden, batch, length) for hidden, batch, length in itertools.product(hiddens or HIDDENS, BATCHES, LENGTHS)
-    ]
+    return list(itertools.product(hiddens or HIDDENS, BATCHES, LENGTHS))
 
 
 def say_size(times, table: Path | None, config: tuple[int, int, int]) -> None:
@@ -163,16 +160,8 @@ def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> 
     for direction, (table, plot) in makers.items():
         file = f"{case.name}-{name}-{direction}-{'plot' if args.plot else 'perf'}"
         make = plot if args.plot else table
-        benchmark = make(
-            case=case,
-            configs=configs,
-            plot_name=file,
-            dtype=dtype,
-            eps=EPS,
-            peers=args.peers,
-            warmup_ms=args.warmup_ms,
-            rep_ms=args.rep_ms,
-        )
+        how = dict(dtype=dtype, eps=EPS, peers=args.peers, warmup_ms=args.warmup_ms, rep_ms=args.rep_ms)
+        benchmark = make(case=case, configs=configs, plot_name=file, **how)
         times, path = benchmark.times, folder / f"{file}.csv"
         times.on_size = functools.partial(say_size, times, None if args.plot else path)
         if args.plot:
