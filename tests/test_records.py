@@ -59,17 +59,6 @@ def test_a_record_comes_back_as_written(tmp_path):
     assert list(first)[: len(REQUIRED)] == REQUIRED and second["batch_size"] == 3
 
 
-def test_a_failed_record_has_the_request_and_an_error_and_null_for_the_rest(tmp_path):
-    path = tmp_path / "run.jsonl"
-    request = Record.read(good_record()).request
-    append_record(path, Record(status="failed", request=request, result=Result(), error="out of memory"))
-    (back,) = read_records(path)
-    asked = {field.alias or name for name, field in type(request).model_fields.items()}
-    assert set(back) == {*REQUIRED, *asked, "norm_modules_patched", "error"}
-    assert back["schema_version"] == 1 and back["error"] == "out of memory" and back["engine"] == request.engine
-    assert back["loops"] is None and back["environment"] is None
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [

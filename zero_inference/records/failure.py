@@ -68,7 +68,7 @@ def record_failures(config: RunConfig, ranks: Ranks, files: RunLog, release: Cal
 
 
 def leave_process_group(ranks: Ranks) -> None:
-    """Leave the process group after a failure; several ranks skip the collective, which could wait for a rank that is gone."""
+    """Leave the process group after a failure; with several ranks its end could wait for one that is gone."""
     if ranks.world_size == 1:
         stop_process_group()
 

@@ -70,7 +70,7 @@ class Loop(Part):
     decode_s: float = key("s", "time from the first token to the last")
     total_s: float = key("s", "prefill plus decode")
     step_s: list[float] = key("s", "time of each decode step")
-    # Of this rank; the record has the sum over ranks, and the expert cache of the last loop.
+    # Not written as such: the record sums `moved` over ranks, and has `experts` of the last loop.
     moved: MovedPerStep = Field(default_factory=MovedPerStep.unknown, exclude=True)
     experts: ExpertUse | None = Field(None, exclude=True)
 

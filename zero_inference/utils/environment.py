@@ -215,10 +215,7 @@ def _nvidia_smi() -> tuple[str | None, dict[str, dict]]:
 
 
 def _git_state(folder: Path) -> dict:
-    """Return the commit of the checkout that tracks this package, and whether tracked files were changed since.
-
-    A package installed inside another checkout (in a virtual environment) is not tracked by it.
-    """
+    """Return the commit of the checkout that tracks this package (one that a virtual environment lies in does not), and its changes."""
     # Git hooks export GIT_DIR of whatever repository they run in; optional locks would let ranks collide.
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {"GIT_OPTIONAL_LOCKS": "0"}
     git = ["git", "-C", str(folder)]

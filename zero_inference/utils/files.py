@@ -194,8 +194,10 @@ def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def check_output_file(option: str, path: str | os.PathLike) -> None:
-    """Raise UsageError that names `option` if `write_atomically` cannot write `path` now, or must not: no regular file, or logs or records
-    of runs. Makes no folders and leaves no files; several processes may check one path at the same time."""
+    """Raise UsageError that names `option` if `write_atomically` cannot write `path`, or must not: no file, or results of runs.
+
+    Makes no folders and leaves no files. Several processes may check one path at the same time.
+    """
     try:
         if os.path.lexists(path) and not os.path.isfile(path):  # also a dangling link: its target is not what was named
             raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -164,13 +164,8 @@ def run_child(
     """Run `command` to its end. A stop signal, an exception or the timeout ends all its processes first (`process_group`).
 
     Args:
-        output: file for what it prints.
-        timeout_s: None waits for ever.
-        records: reads the records that may be of this run; called before and after, and the new ones count. One that says "ok" of a
-            run that failed does not count.
-
-    Raises:
-        OSError: `output` cannot be written; nothing was run.
+        output: file for what it prints; OSError if it cannot be written.
+        records: reads the records that may be of this run; called before and after, and the new ones count.
     """
     before = records()
     code = None
