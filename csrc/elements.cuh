@@ -87,6 +87,23 @@ struct Chunk {
   __device__ __forceinline__ void store(T* memory) const { *reinterpret_cast<Packed*>(memory) = packed(); }
 };
 
+// Copies vectors `begin`, `begin` + `stride` ..., kUnroll reads by `load` in flight.
+template <int kUnroll, typename Vector, typename Load>
+__device__ __forceinline__ void copy_vectors(const Vector* source, Vector* __restrict__ target, int64_t vectors, int64_t begin,
+                                             int64_t stride, Load load) {
+  for (int64_t first = begin; first < vectors; first += stride * kUnroll) {
+    Vector values[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (first + i * stride < vectors) values[i] = load(source + first + i * stride);
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (first + i * stride < vectors) target[first + i * stride] = values[i];
+    }
+  }
+}
+
 __device__ __forceinline__ uint4* dynamic_shared() {
   extern __shared__ uint4 shared_memory[];
   return shared_memory;

@@ -1,8 +1,5 @@
 // C interface of product.h with threads of its own: tests, measurements and operators outside of an engine.
 
-#include <pthread.h>
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -35,44 +32,34 @@ int64_t task_rows(const Matrix& matrix) {
   return std::max<int64_t>(1, kTaskBytes / std::max<int64_t>(1, row_bytes(matrix)) / kTaskRows) * kTaskRows;
 }
 
-void pin(const int32_t* cpus, int index) {
-  if (cpus == nullptr) return;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(cpus[index], &set);
-  pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
-}
-
 // Repeats tasks until the time is up. Returns the seconds from the first start to the last end; kNotMeasured without threads.
-template <typename Task>
-double take_for(double seconds, int threads, const int32_t* cpus, int64_t tasks, const Task& task) {
+template <typename Work>
+double take_for(double seconds, int threads, const int32_t* cpus, int64_t tasks, const Work& work) {
   using Clock = std::chrono::steady_clock;
-  std::atomic<int> started{0};
+  const size_t count = static_cast<size_t>(threads);
+  std::vector<Clock::time_point> begun(count), ended(count);
   std::atomic<int64_t> next{0};
-  std::vector<Clock::time_point> begun(static_cast<size_t>(threads)), ended(static_cast<size_t>(threads));
-  std::vector<std::thread> all;
-  std::atomic<bool> too_many{false};
-  const auto take = [&](int index) {
-    pin(cpus, index);
-    started.fetch_add(1);
-    while (started.load() < threads) {
-      if (too_many.load()) return;
-      std::this_thread::yield();
+  bool measured = false;
+  const auto measure = [&] {
+    try {
+      ThreadPool pool(cpus == nullptr ? std::vector<int>(count, -1) : std::vector<int>(cpus, cpus + threads), 0);
+      pool.pin(0);
+      pool.run([&](int thread) {
+        pool.barrier();
+        const Clock::time_point begin = begun[static_cast<size_t>(thread)] = Clock::now();
+        const auto most = std::chrono::duration<double>(seconds);
+        while (Clock::now() - begin < most) work(thread, next.fetch_add(1, std::memory_order_relaxed) % tasks);
+        ended[static_cast<size_t>(thread)] = Clock::now();
+      });
+      measured = true;
+    } catch (const std::exception&) {
     }
-    const Clock::time_point begin = Clock::now();
-    begun[static_cast<size_t>(index)] = begin;
-    const auto most = std::chrono::duration<double>(seconds);
-    while (Clock::now() - begin < most) task(index, next.fetch_add(1, std::memory_order_relaxed) % tasks);
-    ended[static_cast<size_t>(index)] = Clock::now();
   };
-  all.reserve(static_cast<size_t>(threads));
   try {
-    for (int index = 0; index < threads; ++index) all.emplace_back(take, index);
+    std::thread(measure).join();  // the caller's own is not pinned
   } catch (const std::exception&) {
-    too_many.store(true);
   }
-  for (std::thread& thread : all) thread.join();
-  if (too_many.load()) return kNotMeasured;
+  if (!measured) return kNotMeasured;
   return std::chrono::duration<double>(*std::max_element(ended.begin(), ended.end()) -
                                        *std::min_element(begun.begin(), begun.end()))
       .count();

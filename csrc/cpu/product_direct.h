@@ -168,27 +168,16 @@ inline void direct(const Matrix& matrix, const Layout& layout, int64_t count, co
   }
 }
 
-template <Dtype kDtype>
-void direct_of_dtype(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
-                     float* out, int64_t stride) {
-  if (matrix.bits == 0) return direct<PlainFloat32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
-  if (matrix.bits == 8) return direct<Int8Float32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
-  direct<Int4Float32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
-}
-
-inline bool is_direct(const Matrix& matrix, const Layout& layout, int64_t count) {
-  return count <= kDirectCount && (matrix.bits == 0 || layout.vectors) && !without(kDirect);
-}
-
 void product_float32(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                      float* out, int64_t stride, char* scratch) {
-  if (!is_direct(matrix, layout, count)) {
-    return product_in_vectors(matrix, layout, count, input, first, last, out, stride, scratch);
-  }
-  const auto multiply = matrix.dtype == Dtype::float32   ? direct_of_dtype<Dtype::float32>
-                        : matrix.dtype == Dtype::float16 ? direct_of_dtype<Dtype::float16>
-                                                         : direct_of_dtype<Dtype::bfloat16>;
-  multiply(matrix, layout, count, input, first, last, out, stride);
+  const bool is_direct = count <= kDirectCount && (matrix.bits == 0 || layout.vectors) && !without(kDirect);
+  if (!is_direct) return product_in_vectors(matrix, layout, count, input, first, last, out, stride, scratch);
+  with_dtype(matrix.dtype, [&](auto dtype) {
+    const auto multiply = matrix.bits == 0   ? direct<PlainFloat32<dtype.value>>
+                          : matrix.bits == 8 ? direct<Int8Float32<dtype.value>>
+                                             : direct<Int4Float32<dtype.value>>;
+    multiply(matrix, layout, count, input, first, last, out, stride);
+  });
 }
 
 // With x in fixed point where the layout says so.

@@ -202,21 +202,14 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
   });
 }
 
-template <int kBits, int kUnits>
-void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
-                      float* out, int64_t stride) {
-  const bool half = matrix.dtype == Dtype::float16;
-  const auto multiply =
-      half ? product_of_fixed<kBits, kUnits, Dtype::float16> : product_of_fixed<kBits, kUnits, Dtype::bfloat16>;
-  multiply(matrix, layout, count, input, first, last, out, stride);
-}
-
 inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
                              int64_t last, float* out, int64_t stride, char*) {
-  const bool two_units = layout.x_groups == 1;  // in an x group
-  const auto multiply = matrix.bits == 4 ? (two_units ? product_of_fixed<4, 2> : product_of_fixed<4, 1>)
-                                         : (two_units ? product_of_fixed<8, 2> : product_of_fixed<8, 1>);
-  multiply(matrix, layout, count, input, first, last, out, stride);
+  with_codes(matrix, [&](auto bits, auto dtype) {
+    constexpr int kBits = bits.value;  // an x group has one or two units
+    const auto multiply =
+        layout.x_groups == 1 ? product_of_fixed<kBits, 2, dtype.value> : product_of_fixed<kBits, 1, dtype.value>;
+    multiply(matrix, layout, count, input, first, last, out, stride);
+  });
 }
 
 }  // namespace

@@ -156,23 +156,16 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* in
   });
 }
 
-template <int kCount>
-void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* input, int64_t first, int64_t last, float* out,
-                      int64_t stride) {
-  const bool half = matrix.dtype == Dtype::float16;
-  const auto multiply =
-      matrix.bits == 4 ? (half ? product_of_fixed<kCount, 4, Dtype::float16> : product_of_fixed<kCount, 4, Dtype::bfloat16>)
-                       : (half ? product_of_fixed<kCount, 8, Dtype::float16> : product_of_fixed<kCount, 8, Dtype::bfloat16>);
-  multiply(matrix, layout, input, first, last, out, stride);
-}
-
 inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
                              int64_t last, float* out, int64_t stride, char*) {
-  const auto multiply = count == 1   ? product_of_fixed<1>
-                        : count == 2 ? product_of_fixed<2>
-                        : count == 3 ? product_of_fixed<3>
-                                     : product_of_fixed<4>;
-  multiply(matrix, layout, input, first, last, out, stride);
+  with_codes(matrix, [&](auto bits, auto dtype) {
+    constexpr int kBits = bits.value;
+    const auto multiply = count == 1   ? product_of_fixed<1, kBits, dtype.value>
+                          : count == 2 ? product_of_fixed<2, kBits, dtype.value>
+                          : count == 3 ? product_of_fixed<3, kBits, dtype.value>
+                                       : product_of_fixed<4, kBits, dtype.value>;
+    multiply(matrix, layout, input, first, last, out, stride);
+  });
 }
 
 }  // namespace

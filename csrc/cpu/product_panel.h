@@ -49,9 +49,7 @@ inline void fill_panel(const Matrix& matrix, const Layout& layout, int64_t row, 
                        float* out, const char* next) {
   if (matrix.bits == 0) return widen(matrix.dtype, values_at(matrix, row, k), count, padded, out, next);
   if (!layout.vectors) return dequantize_one_by_one(matrix, row, k, count, padded, out);
-  if (matrix.dtype == Dtype::float32) dequantize_groups<Dtype::float32>(matrix, row, k, count, out, next);
-  if (matrix.dtype == Dtype::float16) dequantize_groups<Dtype::float16>(matrix, row, k, count, out, next);
-  if (matrix.dtype == Dtype::bfloat16) dequantize_groups<Dtype::bfloat16>(matrix, row, k, count, out, next);
+  with_dtype(matrix.dtype, [&](auto dtype) { dequantize_groups<dtype.value>(matrix, row, k, count, out, next); });
   for (int64_t i = count; i < padded; i += kLanes) store(out + i, zero());
 }
 

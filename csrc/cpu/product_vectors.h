@@ -26,9 +26,7 @@ inline void widen(const char* p, int64_t count, int64_t padded, float* out, cons
 }
 
 inline void widen(Dtype dtype, const char* p, int64_t count, int64_t padded, float* out, const char* next) {
-  if (dtype == Dtype::float32) return widen<Dtype::float32>(p, count, padded, out, next);
-  if (dtype == Dtype::float16) return widen<Dtype::float16>(p, count, padded, out, next);
-  widen<Dtype::bfloat16>(p, count, padded, out, next);
+  with_dtype(dtype, [&](auto of) { widen<of.value>(p, count, padded, out, next); });
 }
 
 // Scales and minima in float32 of the groups of columns [k, k + count) of a row.
@@ -52,8 +50,7 @@ struct Scales {
 };
 
 inline Vector rounded(Dtype dtype, Vector value) {
-  if (dtype == Dtype::float32) return value;
-  return dtype == Dtype::float16 ? rounded<Dtype::float16>(value) : rounded<Dtype::bfloat16>(value);
+  return with_dtype(dtype, [&](auto to) { return rounded<to.value>(value); });
 }
 
 // For any group size, columns in order.

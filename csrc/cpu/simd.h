@@ -29,9 +29,31 @@ inline Vector from(const char* p) {
   if constexpr (kDtype == Dtype::bfloat16) return from_bfloat16(p);
 }
 
+template <auto kValue>
+struct Constant {
+  static constexpr auto value = kValue;
+};
+
+// Returns run(Constant<dtype>).
+template <typename Run>
+[[gnu::always_inline]] inline auto with_dtype(Dtype dtype, const Run& run) {
+  if (dtype == Dtype::float32) return run(Constant<Dtype::float32>{});
+  return dtype == Dtype::float16 ? run(Constant<Dtype::float16>{}) : run(Constant<Dtype::bfloat16>{});
+}
+
+// Calls run(Constant<bits>, Constant<dtype>) of codes with 16-bit scales.
+template <typename Run>
+inline void with_codes(const Matrix& matrix, const Run& run) {
+  const bool half = matrix.dtype == Dtype::float16;
+  if (matrix.bits == 4) {
+    half ? run(Constant<4>{}, Constant<Dtype::float16>{}) : run(Constant<4>{}, Constant<Dtype::bfloat16>{});
+  } else {
+    half ? run(Constant<8>{}, Constant<Dtype::float16>{}) : run(Constant<8>{}, Constant<Dtype::bfloat16>{});
+  }
+}
+
 inline Vector from(Dtype dtype, const char* p) {
-  if (dtype == Dtype::float32) return from<Dtype::float32>(p);
-  return dtype == Dtype::float16 ? from<Dtype::float16>(p) : from<Dtype::bfloat16>(p);
+  return with_dtype(dtype, [&](auto of) { return from<of.value>(p); });
 }
 
 #if !defined(ZI_SIMD_HAS_MASKS)

@@ -77,19 +77,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Vector>
-__device__ void copy(const Vector* __restrict__ source, Vector* __restrict__ target, int64_t vectors, int64_t begin,
-                     int64_t stride) {
-  for (int64_t first = begin; first < vectors; first += stride * kUnroll) {
-    Vector values[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      if (first + i * stride < vectors) values[i] = __ldcs(source + first + i * stride);
-    }
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      if (first + i * stride < vectors) target[first + i * stride] = values[i];
-    }
-  }
+__device__ void copy(const Vector* source, Vector* target, int64_t vectors, int64_t begin, int64_t stride) {
+  copy_vectors<kUnroll>(source, target, vectors, begin, stride, [](const Vector* from) { return __ldcs(from); });
 }
 
 // `pieces`: rows of [address in host memory, address of slots, offset in the block, bytes of an expert]. blockIdx.y: index into

@@ -103,18 +103,9 @@ template <typename Vector>
 __global__ void __launch_bounds__(kThreads) pull(const Vector* source, Vector* __restrict__ target, int64_t vectors,
                                                  const uint32_t* flag, const uint32_t* stop, uint32_t* scratch) {
   await_output(flag, stop, scratch);
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; first < vectors; first += stride * kUnroll) {
-    Vector values[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      if (first + i * stride < vectors) values[i] = __ldcv(source + first + i * stride);  // not from a cache
-    }
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      if (first + i * stride < vectors) target[first + i * stride] = values[i];
-    }
-  }
+  copy_vectors<kUnroll>(source, target, vectors, static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x,
+                        static_cast<int64_t>(gridDim.x) * kThreads,
+                        [](const Vector* from) { return __ldcv(from); });  // not from a cache
 }
 
 // Weights [tokens, k] times rows [tokens * k, width], and the same weights times `more`, unless it is null.

@@ -37,13 +37,6 @@ __global__ void __launch_bounds__(kColumnThreads)
 }
 
 template <typename T>
-void launch_sum_columns(const float* partial, int64_t parts, int64_t columns, T* first, T* second, const Device& device) {
-  const int64_t width = second == nullptr ? columns : 2 * columns;
-  launch(sum_columns<T>, dim3(divided_up(width, kColumnLanes)), kColumnThreads, kColumnThreads * 4, device, partial, parts,
-         columns, first, second);
-}
-
-template <typename T>
 struct NormBackward {
   const T* grad;
   const T* grad_sum;  // null: there is none
@@ -173,19 +166,6 @@ __global__ void __launch_bounds__(kLoopThreads) norm_weight_parts(const NormBack
     partial[column + i] = weight_sums[i];
     if constexpr (kLayer) partial[a.columns + column + i] = bias_sums[i];
   }
-}
-
-template <typename T, int kVec, bool kLayer, typename Allocate>
-void launch_norm_backward_loop(NormBackward<T>& a, const Device& device, Allocate allocate) {
-  const int64_t parts = std::min<int64_t>(divided_up(a.rows, kLoopRowsOfPart), kLoopParts);
-  a.stats = allocate(2 * a.rows);
-  a.partial = allocate(parts * a.columns * (kLayer ? 2 : 1));
-  const dim3 grid(loop_blocks(a.rows, device));
-  constexpr int kShared = 4 * (kSumScratch<kLoopThreads, 1> + kSumScratch<kLoopThreads, kNormSums<kLayer>>);
-  launch(norm_backward_loop<T, kVec, kLayer>, grid, kLoopThreads, kShared, device, a);
-  launch(norm_weight_parts<T, kVec, kLayer>, dim3(divided_up(a.columns, kLoopThreads * kVec), parts), kLoopThreads, 0, device,
-         a);
-  launch_sum_columns(a.partial, parts, a.columns, a.grad_weight, kLayer ? a.grad_bias : nullptr, device);
 }
 
 template <typename S, bool kLayer, bool kAdd>
@@ -321,40 +301,44 @@ inline int64_t parts_of(int64_t rows, int rows_at_once, int processors, int resi
   return std::min({wanted, int64_t{processors} * resident, divided_up(rows, rows_at_once)});
 }
 
+// `allocate(count)` gives float32 device memory that lives until the kernels are queued.
 template <typename T, bool kLayer, bool kAdd, typename Allocate>
-bool launch_norm_backward_rows(NormBackward<T>& a, const Device& device, Allocate allocate) {
-  return with_norm_backward_shape<T, kAdd ? 3 : 2>(a.columns, [&](auto shape) {
+void launch_norm_backward(NormBackward<T>& a, const Device& device, Allocate allocate) {
+  const int64_t width = static_cast<int64_t>(a.columns) * (kLayer ? 2 : 1);
+  int64_t parts = 0;
+  const auto run = [&](auto shape) {
     using S = decltype(shape);
-    static std::atomic<int> resident[kDevices];
     constexpr int kShared = S::kRingBytes + 4 * (kSumScratch<S::kThreads, 1> + kSumScratch<S::kThreads, kNormSums<kLayer>>);
     if (kShared > device.block_shared_bytes()) return false;
-    const auto kernel = norm_backward_rows<S, kLayer, kAdd>;
-    const int64_t parts =
-        parts_of(a.rows, S::kRows, device.processors(), resident_blocks(kernel, S::kBlock, kShared, device, resident));
-    a.partial = allocate(parts * a.columns * (kLayer ? 2 : 1));
-    launch(kernel, dim3(parts), S::kBlock, kShared, device, a);
-    launch_sum_columns(a.partial, parts, a.columns, a.grad_weight, kLayer ? a.grad_bias : nullptr, device);
+    if constexpr (S::kLoop) {
+      parts = std::min<int64_t>(divided_up(a.rows, kLoopRowsOfPart), kLoopParts);
+      a.stats = allocate(2 * a.rows);
+      a.partial = allocate(parts * width);
+      launch(norm_backward_loop<T, S::kVec, kLayer>, dim3(loop_blocks(a.rows, device)), S::kBlock, kShared, device, a);
+      const dim3 grid(divided_up(a.columns, kLoopThreads * S::kVec), parts);
+      launch(norm_weight_parts<T, S::kVec, kLayer>, grid, kLoopThreads, 0, device, a);
+    } else {
+      static std::atomic<int> resident[kDevices];
+      const auto kernel = norm_backward_rows<S, kLayer, kAdd>;
+      parts = parts_of(a.rows, S::kRows, device.processors(), resident_blocks(kernel, S::kBlock, kShared, device, resident));
+      a.partial = allocate(parts * width);
+      launch(kernel, dim3(parts), S::kBlock, kShared, device, a);
+    }
     return true;
-  });
+  };
+  const bool vectors = in_vectors<T>(a.columns, a.x, a.grad, a.grad_sum, a.weight, a.grad_x);
+  if (a.rows > 0 && !(vectors && with_norm_backward_shape<T, kAdd ? 3 : 2>(a.columns, run))) {
+    vectors ? run(LoopShape<T, kVector<T>>{}) : run(LoopShape<T, 1>{});
+  }
+  launch(sum_columns<T>, dim3(divided_up(width, kColumnLanes)), kColumnThreads, kColumnThreads * 4, device, a.partial, parts,
+         static_cast<int64_t>(a.columns), a.grad_weight, a.grad_bias);
 }
 
-// `allocate(count)` gives float32 device memory that lives until the kernels are queued.
 template <typename T, bool kLayer, typename Allocate>
 void norm_backward(NormBackward<T> a, const Device& device, Allocate allocate) {
   if (a.columns == 0) return;
-  if (a.rows == 0) {
-    launch_sum_columns<T>(nullptr, 0, a.columns, a.grad_weight, kLayer ? a.grad_bias : nullptr, device);
-    return;
-  }
-  const bool vectors = in_vectors<T>(a.columns, a.x, a.grad, a.grad_sum, a.weight, a.grad_x);
-  if (vectors && (a.grad_sum != nullptr ? launch_norm_backward_rows<T, kLayer, true>(a, device, allocate)
-                                        : launch_norm_backward_rows<T, kLayer, false>(a, device, allocate)))
-    return;
-  if (vectors) {
-    launch_norm_backward_loop<T, kVector<T>, kLayer>(a, device, allocate);
-  } else {
-    launch_norm_backward_loop<T, 1, kLayer>(a, device, allocate);
-  }
+  a.grad_sum != nullptr ? launch_norm_backward<T, kLayer, true>(a, device, allocate)
+                        : launch_norm_backward<T, kLayer, false>(a, device, allocate);
 }
 
 }  // namespace zero_inference::norms

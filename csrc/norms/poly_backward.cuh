@@ -1,8 +1,6 @@
 // Backward passes of PolyNorm (poly_norm.cuh), and the sums of its weight gradients.
 #pragma once
 
-#include <tuple>
-
 #include "poly_norm.cuh"
 
 namespace zero_inference::norms {
@@ -81,7 +79,8 @@ __device__ __forceinline__ void store_poly_gradients(const Poly<T>& a, const Pol
 
 template <typename S, bool kMul>
 __global__ void __launch_bounds__(S::kBlock) poly_backward_rows(const Poly<typename S::Type> a) {
-  using Held = HeldRow<S, (!kMul && S::kThreads * S::kVectors > kEvictLastAbove)>;
+  using Vector = Chunk<typename S::Type, S::kVec>;
+  using Held = RowOf<S, (!kMul && S::kThreads * S::kVectors > kEvictLastAbove)>;
   __shared__ float scratch[kSumScratch<S::kThreads, kPolySums> + 1];
   int turn = 0;
   const float count = static_cast<float>(a.columns);
@@ -95,10 +94,8 @@ __global__ void __launch_bounds__(S::kBlock) poly_backward_rows(const Poly<typen
     const bool padding = expert == a.experts;
     const PolyWeights weights = padding ? PolyWeights{} : weights_of(a, expert);
     float total[kPolySums] = {};
-#pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) {  // zeros after the row's end
-      add_poly_vector<kMul>(total, held.at(v), upstream.at(v), gate.at(v));
-    }
+    S::for_padded(a.columns,
+                  [&](int v) { add_poly_vector<kMul>(total, held.at(v), upstream.at(v), kMul ? gate.at(v) : Vector{}); });
     row_sum<S::kThreads>(total, scratch, turn);
     const PolyRow stats = poly_row(weights, total, count, a.eps);
     if (a.offsets == nullptr) {
@@ -106,11 +103,10 @@ __global__ void __launch_bounds__(S::kBlock) poly_backward_rows(const Poly<typen
     } else if (S::thread() == 0) {
       a.sums[row] = stats.sums;
     }
-#pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) {
-      if (S::column(v) >= a.columns) continue;
-      store_poly_gradients<kMul>(a, stats, padding, held.at(v), upstream.at(v), gate.at(v), start + S::column(v));
-    }
+    S::for_each(a.columns, [&](int v) {
+      store_poly_gradients<kMul>(a, stats, padding, held.at(v), upstream.at(v), kMul ? gate.at(v) : Vector{},
+                                 start + S::column(v));
+    });
   }
   if (a.offsets == nullptr && S::thread() == 0) a.sums[S::first_row()] = sums;
 }
@@ -172,51 +168,6 @@ __global__ void __launch_bounds__(S::kBlock) poly_backward_ring(const Poly<typen
   if (a.offsets == nullptr && S::thread() == 0) a.sums[S::first_row()] = sums;
 }
 
-template <typename T, int kVec>
-__global__ void __launch_bounds__(kLoopThreads) poly_backward_loop(const Poly<T> a) {
-  float* scratch = reinterpret_cast<float*>(dynamic_shared());
-  int turn = 0;
-  const int first = threadIdx.x * kVec;
-  constexpr int kStep = kLoopThreads * kVec;
-  const float count = static_cast<float>(a.columns);
-  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    const int64_t start = row * a.columns;
-    const int expert = expert_of(a.offsets, a.experts, row);
-    const bool padding = expert == a.experts;
-    const PolyWeights weights = padding ? PolyWeights{} : weights_of(a, expert);
-    float total[kPolySums] = {};
-    for (int column = first; column < a.columns; column += kStep) {
-      Chunk<T, kVec> x, h, mul;
-      x.load(a.x + start + column);
-      h.load(a.grad + start + column);
-      if (a.mul != nullptr) mul.load(a.mul + start + column);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (a.mul != nullptr) h.value[i] *= mul.value[i];
-        add_poly_sums(total, x.value[i], h.value[i]);
-      }
-    }
-    row_sum<kLoopThreads>(total, scratch, turn);
-    const PolyRow stats = poly_row(weights, total, count, a.eps);
-    if (threadIdx.x == 0) a.sums[row] = stats.sums;
-    for (int column = first; column < a.columns; column += kStep) {
-      Chunk<T, kVec> x, grad, mul;
-      x.load(a.x + start + column);
-      grad.load(a.grad + start + column);
-      if (a.mul != nullptr) mul.load(a.mul + start + column);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float value = x.value[i];
-        const float h = a.mul != nullptr ? grad.value[i] * mul.value[i] : grad.value[i];
-        mul.value[i] = padding ? 0.0f : grad.value[i] * poly_of(stats.poly, value);
-        x.value[i] = padding ? 0.0f : poly_gradient(stats, value, h);
-      }
-      x.store(a.grad_x + start + column);
-      if (a.mul != nullptr) mul.store(a.grad_mul + start + column);
-    }
-  }
-}
-
 // One block an expert: sums[begin, end) in a fixed order, with 0 <= begin <= end <= rows whatever offsets hold.
 template <typename T>
 __global__ void __launch_bounds__(kSegmentThreads)
@@ -244,25 +195,33 @@ __global__ void __launch_bounds__(kSegmentThreads)
 }
 
 template <typename T, bool kMul, typename Allocate>
-bool launch_poly_backward_rows(Poly<T>& a, int64_t& sums, const Device& device, Allocate allocate) {
-  return with_poly_backward_shape<T, kMul>(a.columns, [&](auto shape) {
+int64_t launch_poly_backward(Poly<T>& a, const Device& device, Allocate allocate) {
+  int64_t sums = 0;
+  const auto run = [&](auto shape) {
     using S = decltype(shape);
     static std::atomic<int> resident[kDevices];
-    const auto [kernel, shared, waves] = [] {
-      if constexpr (S::kRing) {
-        return std::tuple(poly_backward_ring<S, kMul>, S::kRingBytes + kSumScratch<S::kThreads, kPolySums> * 4, kRingWaves);
-      } else {
-        return std::tuple(poly_backward_rows<S, kMul>, 0, kPolyWaves);
-      }
+    const auto kernel = [] {
+      if constexpr (S::kRing)
+        return poly_backward_ring<S, kMul>;
+      else
+        return poly_backward_rows<S, kMul>;
     }();
-    if (shared > device.block_shared_bytes()) return false;
-    const int64_t most = int64_t{device.processors()} * resident_blocks(kernel, S::kBlock, shared, device, resident) * waves;
+    constexpr int kShared = S::kRing ? S::kRingBytes + kSumScratch<S::kThreads, kPolySums> * 4 : 0;
+    if (kShared > device.block_shared_bytes()) return false;
+    constexpr int kWaves = S::kRing ? kRingWaves : kPolyWaves;
+    const int64_t most =
+        S::kLoop ? loop_blocks(a.rows, device)
+                 : int64_t{device.processors()} * kWaves * resident_blocks(kernel, S::kBlock, kShared, device, resident);
     const int64_t blocks = std::min(divided_up(a.rows, S::kRows), most);
     sums = a.offsets != nullptr ? a.rows : blocks * S::kRows;
     a.sums = reinterpret_cast<float4*>(allocate(4 * sums));
-    launch(kernel, dim3(blocks), S::kBlock, shared, device, a);
+    launch(kernel, dim3(blocks), S::kBlock, kShared, device, a);
     return true;
-  });
+  };
+  const bool vectors = poly_vectors(a);
+  if (vectors && with_poly_backward_shape<T, kMul>(a.columns, run)) return sums;
+  vectors ? run(LoopShape<T, kVector<T>>{}) : run(LoopShape<T, 1>{});
+  return sums;
 }
 
 // `allocate(count)` gives float32 device memory, 16-byte aligned, that lives until the kernels are queued.
@@ -270,16 +229,8 @@ template <typename T, typename Allocate>
 void poly_backward(Poly<T> a, const Device& device, Allocate allocate) {
   int64_t sums = 0;
   if (a.rows > 0 && a.columns > 0) {
-    const bool vectors = poly_vectors(a);
-    const bool done = vectors && (a.mul != nullptr ? launch_poly_backward_rows<T, true>(a, sums, device, allocate)
-                                                   : launch_poly_backward_rows<T, false>(a, sums, device, allocate));
-    if (!done) {
-      sums = a.rows;
-      a.sums = reinterpret_cast<float4*>(allocate(4 * sums));
-      const dim3 grid(loop_blocks(a.rows, device));
-      constexpr int kShared = kSumScratch<kLoopThreads, kPolySums> * 4;
-      launch(vectors ? poly_backward_loop<T, kVector<T>> : poly_backward_loop<T, 1>, grid, kLoopThreads, kShared, device, a);
-    }
+    sums = a.mul != nullptr ? launch_poly_backward<T, true>(a, device, allocate)
+                            : launch_poly_backward<T, false>(a, device, allocate);
   }
   if (a.experts > 0) {
     launch(sum_segments<T>, dim3(a.experts), kSegmentThreads, kSumScratch<kSegmentThreads, 4> * 4, device, a.sums, sums,

@@ -1,5 +1,4 @@
-// How rows are read: held in the registers of the threads that share them, or through a ring in shared memory; and sums over
-// those threads.
+// How the threads that share a row read it: held in registers, through a ring in shared memory, or in a loop; and their sums.
 #pragma once
 
 #include "../launch.cuh"
@@ -114,23 +113,65 @@ __device__ __forceinline__ void row_sum(float (&value)[kCount], float* scratch, 
 template <typename T, int kThreads_, int kVectors_>
 struct RowShape {
   using Type = T;
+  static constexpr int kVec = kVector<T>;
   static constexpr int kThreads = kThreads_;
   static constexpr int kVectors = kVectors_;
-  static constexpr int kPer = kVectors * kVector<T>;  // elements of a thread
+  static constexpr int kPer = kVectors * kVec;  // elements of a thread
   static constexpr int kBlock = kThreads > kWarp ? kThreads : kOneWarpRowsBlock;
   static constexpr int kRows = kBlock / kThreads;  // of a block at a time
-  static constexpr bool kRing = false;
+  static constexpr bool kRing = false, kLoop = false;
+  static constexpr int kRingBytes = 0;
 
   static __device__ __forceinline__ int thread() { return threadIdx.x % kThreads; }
   static __device__ __forceinline__ int64_t first_row() {
     return static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kThreads;
   }
   static __device__ __forceinline__ int64_t row_stride() { return static_cast<int64_t>(gridDim.x) * kRows; }
-  static __device__ __forceinline__ int column(int vector) { return (vector * kThreads + thread()) * kVector<T>; }
+  static __device__ __forceinline__ int column(int vector) { return (vector * kThreads + thread()) * kVec; }
+
+  // Calls visit(v) for the thread's vectors of a row; for_padded also for those after the row's end, which are held as zeros.
+  template <typename Visit>
+  static __device__ __forceinline__ void for_each(int columns, Visit visit) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (column(v) < columns) visit(v);
+    }
+  }
+  template <typename Visit>
+  static __device__ __forceinline__ void for_padded(int, Visit visit) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) visit(v);
+  }
+};
+
+// A block a row, which is read again for each sum: rows too long for the registers, or not aligned (kVec 1). A vector's number
+// is its column.
+template <typename T, int kVec_>
+struct LoopShape {
+  using Type = T;
+  static constexpr int kVec = kVec_;
+  static constexpr int kThreads = kLoopThreads, kBlock = kLoopThreads, kRows = 1;
+  static constexpr int kVectors = 1, kPer = kVec;  // at once
+  static constexpr bool kRing = false, kLoop = true;
+  static constexpr int kRingBytes = 0;
+
+  static __device__ __forceinline__ int thread() { return threadIdx.x; }
+  static __device__ __forceinline__ int64_t first_row() { return blockIdx.x; }
+  static __device__ __forceinline__ int64_t row_stride() { return gridDim.x; }
+  static __device__ __forceinline__ int column(int vector) { return vector; }
+
+  template <typename Visit>
+  static __device__ __forceinline__ void for_each(int columns, Visit visit) {
+    for (int v = threadIdx.x * kVec; v < columns; v += kThreads * kVec) visit(v);
+  }
+  template <typename Visit>
+  static __device__ __forceinline__ void for_padded(int columns, Visit visit) {
+    for_each(columns, visit);
+  }
 };
 
 // A thread's share of a row in registers, zero after the row's end. With one row a block and a block a row the hardware's
-// scheduler keeps loads in flight, and nothing passes through shared memory but the sums. kEvictLast: see device.cuh.
+// scheduler keeps loads in flight, and nothing passes through shared memory but the sums. kEvictLast: see evict_last_policy.
 //
 // Plain loads: with a hint that keeps them out of the L1 cache (where they land on their way) rms_norm lost 4%, and with
 // streaming stores 2% more (65536 x 4096 in bfloat16 on an H200).
@@ -141,6 +182,7 @@ struct HeldRow {
 
   uint4 packed[S::kVectors];
 
+  HeldRow() = default;
   __device__ __forceinline__ HeldRow(const T* row, int columns) {
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
@@ -154,7 +196,43 @@ struct HeldRow {
     values.from(packed[vector]);
     return values;
   }
+
+  // Replaces a vector, also in memory at row `to`; returns it rounded. All vectors are replaced.
+  __device__ __forceinline__ Vector put(int vector, const Vector& values, T* to) {
+    packed[vector] = values.packed();
+    *reinterpret_cast<uint4*>(to + S::column(vector)) = packed[vector];
+    return at(vector);
+  }
+  __device__ __forceinline__ void replaced(const T*) {}
 };
+
+// The same of a row in memory, for LoopShape: a thread reads back only what it wrote itself.
+template <typename S>
+struct LoopRow {
+  using T = typename S::Type;
+  using Vector = Chunk<T, S::kVec>;
+
+  const T* row;
+
+  LoopRow() = default;
+  __device__ __forceinline__ LoopRow(const T* row, int) : row(row) {}
+
+  __device__ __forceinline__ Vector at(int vector) const {
+    Vector values;
+    values.load(row + vector);
+    return values;
+  }
+
+  __device__ __forceinline__ Vector put(int vector, Vector values, T* to) const {
+    values.store(to + vector);
+    values.from(values.packed());
+    return values;
+  }
+  __device__ __forceinline__ void replaced(const T* to) { row = to; }
+};
+
+template <typename S, bool kEvictLast>
+using RowOf = std::conditional_t<S::kLoop, LoopRow<S>, HeldRow<S, kEvictLast>>;
 
 // Rows of kTensors tensors that pass through shared memory: persistent blocks, each thread fetching its own share of the next
 // rows while it computes.
@@ -224,6 +302,17 @@ struct RowRing {
 // Blocks that take rows in turn, each reading a row in a loop.
 inline int64_t loop_blocks(int64_t rows, const Device& device) {
   return std::min<int64_t>(rows, int64_t{device.processors()} * kLoopBlocks);
+}
+
+// Calls run(shape, blocks) for a forward pass, `vectors`: rows are whole aligned vectors.
+template <typename T, int kReads, bool kHeavy, typename Run>
+void with_forward_rows(int64_t rows, int64_t columns, bool vectors, const Device& device, Run run) {
+  const auto held = [&](auto shape) {
+    run(shape, divided_up(rows, decltype(shape)::kRows));
+    return true;
+  };
+  if (vectors && with_forward_shape<T, kReads, kHeavy>(columns, held)) return;
+  vectors ? run(LoopShape<T, kVector<T>>{}, loop_blocks(rows, device)) : run(LoopShape<T, 1>{}, loop_blocks(rows, device));
 }
 
 }  // namespace zero_inference::norms

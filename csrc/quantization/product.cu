@@ -26,9 +26,8 @@ constexpr int kWarps = kProductThreads / kWarp;
 constexpr int kWarpRows = kProductTiles * kTileRows;
 constexpr int kSlice = 128;  // columns: the unit in which blocks of a cluster split them, whole steps and whole groups
 constexpr int kLargestGroup = 128;
-constexpr int kPairsWindow = 1024;       // pairs among which a block looks for those of its weight
-constexpr int kFoundBytes = 128;         // of shared memory for those, at most
-constexpr int64_t kMostPairs = 1 << 16;  // fewer than these: blocks of a grid in its second dimension
+constexpr int kPairsWindow = 1024;  // pairs among which a block looks for those of its weight
+constexpr int kFoundBytes = 128;    // of shared memory for those, at most
 constexpr int kRingVectors = kWarps * kProductStages * kProductTiles * 2 * kWarp;
 
 // Layout of a block's sums: four extra elements per token avoid bank conflicts between the stores of a warp.
@@ -36,10 +35,10 @@ constexpr int kSumsPad = 4;
 
 // Result of a pair: all rows; f of each; or f(gate) * up, with rows of gate first, up first, or interleaved. As in
 // zero_inference/kernels/products.py.
-enum Form : int { kPlain, kActivated, kGateFirst, kUpFirst, kInterleaved, kForms };
+enum Form : int { kPlain, kActivated, kGateFirst, kUpFirst, kInterleaved };
 
 // f, as `ACTIVATION_NUMBERS` of zero_inference/cpu/pool.py.
-enum Activation : int { kRelu, kSilu, kGelu, kGeluTanh, kReluSquared, kGeluSigmoid, kIdentity, kActivations };
+enum Activation : int { kRelu, kSilu, kGelu, kGeluTanh, kReluSquared, kGeluSigmoid, kIdentity };
 
 // NaN stays NaN, as in PyTorch.
 __device__ __forceinline__ float activated(int activation, float x) {
@@ -248,7 +247,7 @@ __device__ __forceinline__ void weight_pairs(const uint32_t (&words)[4], int par
 #pragma unroll
   for (int word = 0; word < S::kCodeWords; ++word) {
     uint32_t numbers[kInWord];
-    Codes<T, kBits>::numbers(words[part * S::kCodeWords + word], numbers);
+    code_pairs<T, kBits>(words[part * S::kCodeWords + word], numbers);
 #pragma unroll
     for (int i = 0; i < kInWord; ++i) {
       pairs[word * kInWord + i] = Pair<T>::fused(numbers[i], groups.scale[group], groups.minimum[group]);
@@ -620,30 +619,24 @@ void launch_kernel(Task task, const Device& device) {
 
 template <typename T, int kBits, int kGroups>
 void launch_tokens(const Task& task, const Device& device) {
-  if (task.slot != nullptr && task.tokens == 1) {
-    launch_kernel<T, kBits, 1, kGroups, Rows::kPair>(task, device);
-  } else if (task.slot != nullptr && task.tokens <= kTileTokens) {
-    launch_kernel<T, kBits, 1, kGroups, Rows::kPairs>(task, device);
-  } else if (task.slot != nullptr) {
-    launch_kernel<T, kBits, 2, kGroups, Rows::kPairs>(task, device);
-  } else if (task.tokens <= kTileTokens) {
-    launch_kernel<T, kBits, 1, kGroups>(task, device);
-  } else if (task.tokens <= 2 * kTileTokens) {
-    launch_kernel<T, kBits, 2, kGroups>(task, device);
-  } else {
-    launch_kernel<T, kBits, 4, kGroups>(task, device);
+  if (task.slot == nullptr) {
+    const auto run = task.tokens <= kTileTokens       ? launch_kernel<T, kBits, 1, kGroups>
+                     : task.tokens <= 2 * kTileTokens ? launch_kernel<T, kBits, 2, kGroups>
+                                                      : launch_kernel<T, kBits, 4, kGroups>;
+    return run(task, device);
   }
+  const auto run = task.tokens == 1             ? launch_kernel<T, kBits, 1, kGroups, Rows::kPair>
+                   : task.tokens <= kTileTokens ? launch_kernel<T, kBits, 1, kGroups, Rows::kPairs>
+                                                : launch_kernel<T, kBits, 2, kGroups, Rows::kPairs>;
+  run(task, device);
 }
 
 template <typename T>
 void launch_bits(const Task& task, int64_t bits, const Device& device) {
-  if (bits == 8) {
-    launch_tokens<T, 8, 1>(task, device);
-  } else if (1 << task.group_shift >= Step<4>::kLaneElements) {
-    launch_tokens<T, 4, 1>(task, device);
-  } else {
-    launch_tokens<T, 4, 2>(task, device);
-  }
+  const auto run = bits == 8                                         ? launch_tokens<T, 8, 1>
+                   : 1 << task.group_shift >= Step<4>::kLaneElements ? launch_tokens<T, 4, 1>
+                                                                     : launch_tokens<T, 4, 2>;
+  run(task, device);
 }
 
 const void* checked(const char* name, const Tensor& tensor, ScalarType dtype, int64_t numel, const Tensor& x) {
@@ -731,13 +724,7 @@ Tensor linear_groups_indexed(const Tensor& x, const Tensor& codes, const Tensor&
   Task task = task_of(x, codes, scale, minimum, bits, group_size, rows, weights);
   const int64_t tokens = x.size(0);
   const int64_t pairs = slot.numel();
-  STD_TORCH_CHECK(pairs < kMostPairs, "linear_groups_indexed: ", kMostPairs - 1, " pairs at most, found ", pairs);
-  STD_TORCH_CHECK(tokens > 0 ? pairs % tokens == 0 : pairs == 0, "linear_groups_indexed: ", pairs, " pairs for ", tokens,
-                  " rows of x");
-  STD_TORCH_CHECK(form >= 0 && form < kForms && activation >= 0 && activation < kActivations && limit >= 0,
-                  "linear_groups_indexed: no such form: ", form, ", activation ", activation, ", limit ", limit);
   const bool halved = form >= kGateFirst;
-  STD_TORCH_CHECK(!halved || rows % 2 == 0, "linear_groups_indexed: gate and up must have as many rows, found ", rows);
   task.slot = static_cast<const int64_t*>(checked("slot", slot, ScalarType::Long, pairs, x));
   task.bias = bias.has_value() ? checked("bias", *bias, x.scalar_type(), weights * rows, x) : nullptr;
   const int64_t most = of_tokens > 0 ? of_tokens : std::max<int64_t>(1, tokens);  // pairs of one weight

@@ -26,33 +26,28 @@ struct Step {
 
 // Two elements of 16 bits in a word. `fused` is a * b + c in both halves, rounded once.
 template <typename T>
-struct Pair;
+struct Pair {
+  static constexpr bool kHalf = std::is_same_v<T, __half>;
 
-template <>
-struct Pair<__half> {
   static __device__ __forceinline__ uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    if constexpr (kHalf) {
+      asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    } else {
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    }
     return d;
   }
   static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&weight)[4], uint32_t x0, uint32_t x1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(weight[0]), "r"(weight[1]), "r"(weight[2]), "r"(weight[3]), "r"(x0), "r"(x1));
-  }
-};
-
-template <>
-struct Pair<__nv_bfloat16> {
-  static __device__ __forceinline__ uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-  }
-  static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&weight)[4], uint32_t x0, uint32_t x1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(weight[0]), "r"(weight[1]), "r"(weight[2]), "r"(weight[3]), "r"(x0), "r"(x1));
+    if constexpr (kHalf) {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+          : "r"(weight[0]), "r"(weight[1]), "r"(weight[2]), "r"(weight[3]), "r"(x0), "r"(x1));
+    } else {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+          : "r"(weight[0]), "r"(weight[1]), "r"(weight[2]), "r"(weight[3]), "r"(x0), "r"(x1));
+    }
   }
 };
 
@@ -63,51 +58,35 @@ __device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask, uint32_
   return d;
 }
 
-// Codes as exact float pairs: a code in the low bits of a number with known exponent adds its value (1024 in float16 has ten
-// bits for it, 128 in bfloat16 seven); subtracting that number is exact.
+// Codes of a word as exact float pairs: int4 elements 0-4, 1-5, 2-6, 3-7, int8 0-1, 2-3. A code in the low bits of a number
+// with known exponent adds its value (1024 in float16 has ten bits for it, 128 in bfloat16 seven); subtracting that number is
+// exact.
 template <typename T, int kBits>
-struct Codes;
-
-template <>
-struct Codes<__half, 4> {  // pairs 0-4, 1-5, 2-6, 3-7; 1 and 3 as sixteen times the code, brought back by an exact 1 / 16
-  static __device__ __forceinline__ void numbers(uint32_t word, uint32_t (&pairs)[4]) {
-    pairs[0] = Pair<__half>::fused(masked(word, 0x000f000fu, 0x64006400u), 0x3c003c00u, 0xe400e400u);
-    pairs[1] = Pair<__half>::fused(masked(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd400d400u);
-    word >>= 8;
-    pairs[2] = Pair<__half>::fused(masked(word, 0x000f000fu, 0x64006400u), 0x3c003c00u, 0xe400e400u);
-    pairs[3] = Pair<__half>::fused(masked(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd400d400u);
-  }
-};
-
-template <>
-struct Codes<__nv_bfloat16, 4> {  // the same pairs
-  static __device__ __forceinline__ void numbers(uint32_t word, uint32_t (&pairs)[4]) {
+__device__ __forceinline__ void code_pairs(uint32_t word, uint32_t (&pairs)[kBits == 4 ? 4 : 2]) {
+  using P = Pair<T>;
+  if constexpr (P::kHalf && kBits == 4) {  // 1 and 3 as sixteen times the code, brought back by an exact 1 / 16
+#pragma unroll
+    for (int i = 0; i < 4; i += 2, word >>= 8) {
+      pairs[i] = P::fused(masked(word, 0x000f000fu, 0x64006400u), 0x3c003c00u, 0xe400e400u);
+      pairs[i + 1] = P::fused(masked(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd400d400u);
+    }
+  } else if constexpr (kBits == 4) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      pairs[i] = Pair<__nv_bfloat16>::fused(masked(word >> (4 * i), 0x000f000fu, 0x43004300u), 0x3f803f80u, 0xc300c300u);
+      pairs[i] = P::fused(masked(word >> (4 * i), 0x000f000fu, 0x43004300u), 0x3f803f80u, 0xc300c300u);
     }
-  }
-};
-
-template <>
-struct Codes<__half, 8> {  // pairs 0-1, 2-3
-  static __device__ __forceinline__ void numbers(uint32_t word, uint32_t (&pairs)[2]) {
-    pairs[0] = Pair<__half>::fused(__byte_perm(word, 0x64646464u, 0x4140), 0x3c003c00u, 0xe400e400u);
-    pairs[1] = Pair<__half>::fused(__byte_perm(word, 0x64646464u, 0x4342), 0x3c003c00u, 0xe400e400u);
-  }
-};
-
-template <>
-struct Codes<__nv_bfloat16, 8> {  // the code's upper bit decides whether the 128 has to go: -128 is 0x80 * 0x186
-  static __device__ __forceinline__ void numbers(uint32_t word, uint32_t (&pairs)[2]) {
+  } else if constexpr (P::kHalf) {
+    pairs[0] = P::fused(__byte_perm(word, 0x64646464u, 0x4140), 0x3c003c00u, 0xe400e400u);
+    pairs[1] = P::fused(__byte_perm(word, 0x64646464u, 0x4342), 0x3c003c00u, 0xe400e400u);
+  } else {  // the code's upper bit decides whether the 128 has to go: -128 is 0x80 * 0x186
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t codes = __byte_perm(word, 0u, i == 0 ? 0x4140 : 0x4342);
       const uint32_t without = (~codes & 0x00800080u) * 0x186u;
-      pairs[i] = Pair<__nv_bfloat16>::fused(masked(codes, 0x007f007fu, 0x43004300u), 0x3f803f80u, without);
+      pairs[i] = P::fused(masked(codes, 0x007f007fu, 0x43004300u), 0x3f803f80u, without);
     }
   }
-};
+}
 
 // The same columns of x: int4 elements i and i + 4 as a pair, int8 in order.
 template <int kBits>
