@@ -74,21 +74,12 @@ inline void split_float16(const char* p, int64_t count, PanelRow to, const char*
   }
 }
 
-// Tiles 4 and 5: weight; 6 and 7: x, which may be loaded already.
 template <int kRowTiles, int kInputTiles, bool kLoadInput>
 inline void multiply_block(const char* rows, const char* input, int64_t input_stride) {
-  if constexpr (kLoadInput) tile_load<6>(input);
-  tile_load<4>(rows);
-  tile_multiply<0, 4, 6>();
-  if constexpr (kRowTiles == 2) {
-    tile_load<5>(rows + kTileBytes);
-    tile_multiply<2, 5, 6>();
-  }
-  if constexpr (kInputTiles == 2) {
-    if constexpr (kLoadInput) tile_load<7>(input + input_stride);
-    tile_multiply<1, 4, 7>();
-    if constexpr (kRowTiles == 2) tile_multiply<3, 5, 7>();
-  }
+  multiply_part<kInputTiles, 0, kLoadInput>(kRowTiles == 2, rows, input, input_stride);
+  multiply_part<kInputTiles, 1, kLoadInput>(kRowTiles == 2, rows, input, input_stride);
+  multiply_part<kInputTiles, 2, kLoadInput>(kRowTiles == 2, rows, input, input_stride);
+  multiply_part<kInputTiles, 3, kLoadInput>(kRowTiles == 2, rows, input, input_stride);
 }
 
 template <int kRowTiles, int kInputTiles, int kTerms>

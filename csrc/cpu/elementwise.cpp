@@ -151,12 +151,6 @@ void add_scaled(float* sums, const float* values, float factor, int64_t count) {
   each_cpu::add_scaled(sums, values, factor, count);
 }
 
-float load(const void* value, Dtype dtype) {
-  if (dtype == Dtype::float32) return *static_cast<const float*>(value);
-  const uint16_t bits = *static_cast<const uint16_t*>(value);
-  return dtype == Dtype::bfloat16 ? bfloat16_value(bits) : float16_value(bits);
-}
-
 void store(const float* values, void* out, Dtype dtype, int64_t count) { each_cpu::store(values, out, dtype, count); }
 
 }  // namespace zero_inference::cpu

@@ -24,7 +24,6 @@ void limit_values(float* values, float least, float most, int64_t count);
 void part_pairs(float* pairs, float* firsts, int64_t count);
 void add_bias(float* values, const void* bias, Dtype dtype, int64_t count);
 void add_scaled(float* sums, const float* values, float factor, int64_t count);
-float load(const void* value, Dtype dtype);
 // Rounds to nearest.
 void store(const float* values, void* out, Dtype dtype, int64_t count);
 

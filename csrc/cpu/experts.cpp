@@ -35,11 +35,7 @@ constexpr int64_t kMinBytes = 32 << 10;
 constexpr int64_t kBytesAhead = 4096;
 constexpr float kNoLimit = std::numeric_limits<float>::infinity();
 
-int64_t bytes_of(const Matrix& matrix) {
-  const int64_t elements = matrix.values == nullptr ? 0 : matrix.rows * matrix.columns;
-  if (matrix.bits == 0) return elements * bytes_of(matrix.dtype);
-  return elements * matrix.bits / 8 + 2 * (elements / matrix.group) * bytes_of(matrix.dtype);
-}
+int64_t bytes_of(const Matrix& matrix) { return matrix.values == nullptr ? 0 : matrix.rows * row_bytes(matrix); }
 
 void prefetch(const Matrix& matrix, int64_t row) {
   const auto prefetch_lines = [](const void* data, int64_t from, int64_t bytes) {
@@ -206,7 +202,7 @@ class Experts : public Task {
       if (!is_expert(numbers[pair])) continue;
       const int64_t place = places_[numbers[pair]]++;
       rows_[place] = pair / k;
-      weights_[place] = load(weights + pair * bytes_of(weights_dtype), weights_dtype);
+      weights_[place] = element(weights, weights_dtype, pair);
     }
     single_.assign(call.count, -1);
     for (Chosen& chosen : chosen_) {

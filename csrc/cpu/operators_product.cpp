@@ -22,12 +22,6 @@ constexpr int64_t kMeasuredRows = 256;  // of a task where products are measured
 
 constexpr double kNotMeasured = -2;  // threads or memory are missing
 
-int64_t row_bytes(const Matrix& matrix) {
-  const int64_t size = bytes_of(matrix.dtype);
-  return matrix.bits == 0 ? matrix.columns * size
-                          : matrix.columns * matrix.bits / 8 + 2 * (matrix.columns / matrix.group) * size;
-}
-
 int64_t task_rows(const Matrix& matrix) {
   return std::max<int64_t>(1, kTaskBytes / std::max<int64_t>(1, row_bytes(matrix)) / kTaskRows) * kTaskRows;
 }

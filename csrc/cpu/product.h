@@ -14,11 +14,19 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "floats.h"
+
 namespace zero_inference::cpu {
 
 enum class Dtype : int32_t { float32 = 0, float16 = 1, bfloat16 = 2 };
 
 static inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+static inline float element(const void* values, Dtype dtype, int64_t index) {
+  if (dtype == Dtype::float32) return static_cast<const float*>(values)[index];
+  const uint16_t bits = static_cast<const uint16_t*>(values)[index];
+  return dtype == Dtype::float16 ? float16_value(bits) : bfloat16_value(bits);
+}
 
 // Ascending: each includes those before it. avx512 is F, BW, DQ, VL, VNNI and BF16 (Cooper Lake, Sapphire Rapids, Zen 4 and
 // later), amx adds tiles of bfloat16 and int8.
@@ -35,6 +43,13 @@ struct Matrix {
   int32_t bits;  // 8 or 4; 0 for a plain weight
   Dtype dtype;
 };
+
+// Of a row as it is stored, with its scales and minima.
+static inline int64_t row_bytes(const Matrix& matrix) {
+  const int64_t size = bytes_of(matrix.dtype);
+  return matrix.bits == 0 ? matrix.columns * size
+                          : matrix.columns * matrix.bits / 8 + 2 * (matrix.columns / matrix.group) * size;
+}
 
 // Bytes of the prepared input of `count` rows; a multiple of 64.
 size_t input_bytes(const Matrix& matrix, int64_t count, Instructions instructions);

@@ -119,25 +119,6 @@ static_assert(sizeof(DequantizedScratch) == kDequantizedScratchBytes, "product_l
 constexpr int64_t kScalesColumns = 32 * kLanes;
 constexpr int64_t kDequantizedTokens = 2 * 2 * kTileRows;  // rows of x
 
-// A fourth of multiply_block; `second`: two tiles of rows.
-template <int kInputTiles, int kPart>
-inline void multiply_part(bool second, const char* rows, const char* x, int64_t x_stride) {
-  if constexpr (kPart == 0) {
-    tile_load<6>(x);
-    tile_load<4>(rows);
-    tile_multiply<0, 4, 6>();
-  } else if constexpr (kPart == 1) {
-    if (!second) return;
-    tile_load<5>(rows + kTileBytes);
-    tile_multiply<2, 5, 6>();
-  } else if constexpr (kInputTiles == 2 && kPart == 2) {
-    tile_load<7>(x + x_stride);
-    tile_multiply<1, 4, 7>();
-  } else if constexpr (kInputTiles == 2) {
-    if (second) tile_multiply<3, 5, 7>();
-  }
-}
-
 // A step to multiply.
 struct Dequantized {
   const char *panel, *x;
@@ -213,7 +194,7 @@ struct DequantizedPass {
   [[gnu::always_inline]] inline void advance(bool second, const char* block, const char* x, Rows<kBits, kTables>& rows,
                                              Prefetching& prefetcher) const {
     constexpr int kRowsInBlock = kRows / (kStep / 32 * kPairs);
-    multiply_part<kTiles, kPart>(second, block, x, input_stride);
+    multiply_part<kTiles, kPart, true>(second, block, x, input_stride);
     if constexpr (kRows > 0) {
 #pragma GCC unroll 2
       for (int r = kRowsInBlock * kPart / 4; r < kRowsInBlock * (kPart + 1) / 4; ++r) rows.next(kStep);

@@ -148,19 +148,11 @@ template <int kCount, int kBits, int kUnits, Dtype kDtype>
   int64_t k = 0;
   for (int64_t g = 0; g < groups; g += kLanes) {
     const int64_t some = groups - g < kLanes ? groups - g : kLanes;
+    Vector both[2];
+    take_groups<kCount, kDtype>(rows, g, some, sums + g * 4, x_stride, both, total);
     float scales[2 * kLanes];
-#pragma GCC unroll 2
-    for (int r = 0; r < 2; ++r) {
-      const char *const scale = rows.scales[r] + g * 2, *const minimum = rows.minima[r] + g * 2;
-      prefetch(scale + rows.scales_ahead);
-      prefetch(minimum + rows.scales_ahead);
-      store(scales + r * kLanes, some == kLanes ? from<kDtype>(scale) : from_part<kDtype>(scale, some));
-      const Vector minima = some == kLanes ? from<kDtype>(minimum) : from_part<kDtype>(minimum, some);
-#pragma GCC unroll 2
-      for (int m = 0; m < kCount; ++m) {
-        total[r][m] = multiply_add(minima, load(reinterpret_cast<const float*>(sums + m * x_stride) + g), total[r][m]);
-      }
-    }
+    store(scales, both[0]);
+    store(scales + kLanes, both[1]);
     for (int64_t i = 0; i < some; ++i) {
       for (const int64_t end = k + matrix.group; k < end; k += kUnits * kUnit) {
         const char* const step = steps + k / (kUnits * kUnit) * 4;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "product_layout.h"
+#include "simd.h"
 
 namespace zero_inference::cpu {
 namespace {
@@ -33,6 +34,24 @@ template <int kBits, typename Function>
     rows.ahead = more ? rows_ahead * row_bytes : 0;
     rows.scales_ahead = more ? rows_ahead * row_scales : 0;
     work(rows, row);
+  }
+}
+
+// Scales of the next `some` groups, from group g on; adds the products of minima and `sums`, of x over these groups.
+template <int kCount, Dtype kDtype>
+[[gnu::always_inline]] inline void take_groups(const TwoRows& rows, int64_t g, int64_t some, const char* sums, int64_t x_stride,
+                                               Vector* scales, Vector (*total)[kCount]) {
+#pragma GCC unroll 2
+  for (int r = 0; r < 2; ++r) {
+    const char *const scale = rows.scales[r] + g * 2, *const minimum = rows.minima[r] + g * 2;
+    prefetch(scale + rows.scales_ahead);
+    prefetch(minimum + rows.scales_ahead);
+    scales[r] = some >= kLanes ? from<kDtype>(scale) : from_part<kDtype>(scale, some);
+    const Vector minima = some >= kLanes ? from<kDtype>(minimum) : from_part<kDtype>(minimum, some);
+#pragma GCC unroll 4
+    for (int m = 0; m < kCount; ++m) {
+      total[r][m] = multiply_add(minima, load(reinterpret_cast<const float*>(sums + m * x_stride)), total[r][m]);
+    }
   }
 }
 

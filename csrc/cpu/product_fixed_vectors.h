@@ -118,18 +118,7 @@ template <int kCount, int kBits, Dtype kDtype>
   for (int64_t g = 0; g < groups; g += kLanes, sums += kVectorBytes) {
     const int64_t some = groups - g;
     Vector scales[2];
-#pragma GCC unroll 2
-    for (int r = 0; r < 2; ++r) {
-      const char *const scale = rows.scales[r] + g * 2, *const minimum = rows.minima[r] + g * 2;
-      prefetch(scale + rows.scales_ahead);
-      prefetch(minimum + rows.scales_ahead);
-      scales[r] = some >= kLanes ? from<kDtype>(scale) : from_part<kDtype>(scale, some);
-      const Vector minima = some >= kLanes ? from<kDtype>(minimum) : from_part<kDtype>(minimum, some);
-#pragma GCC unroll 4
-      for (int m = 0; m < kCount; ++m) {
-        total[r][m] = multiply_add(minima, load(reinterpret_cast<const float*>(sums + m * x_stride)), total[r][m]);
-      }
-    }
+    take_groups<kCount, kDtype>(rows, g, some, sums, x_stride, scales, total);
     of_lane.restart();
     const int64_t end = at + span < row_bytes ? at + span : row_bytes;
     for (; at + kChunkBytes <= end; at += kChunkBytes, steps += kVectorBytes, x += 2 * kChunkColumns<kBits>) {

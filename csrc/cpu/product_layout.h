@@ -5,7 +5,6 @@
 
 #pragma once
 
-#include "floats.h"
 #include "product.h"
 
 namespace zero_inference::cpu {
@@ -152,11 +151,5 @@ static inline const char* values_at(const Matrix& matrix, int64_t row, int64_t c
 
 // Into L2: L1 holds the panel and x.
 static inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 2); }
-
-static inline float element(const void* values, Dtype dtype, int64_t index) {
-  if (dtype == Dtype::float32) return static_cast<const float*>(values)[index];
-  const uint16_t bits = static_cast<const uint16_t*>(values)[index];
-  return dtype == Dtype::float16 ? float16_value(bits) : bfloat16_value(bits);
-}
 
 }  // namespace zero_inference::cpu

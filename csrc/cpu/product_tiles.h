@@ -161,6 +161,26 @@ inline void store_sums(char* sums) {
   if constexpr (kRowTiles == 2 && kInputTiles == 2) tile_store<3>(sums + 3 * kTileBytes);
 }
 
+// A fourth of the products of a block of 32 columns: tiles 4 and 5 are rows of the weight (`second`: two tiles), 6 and 7 x,
+// which may be loaded already.
+template <int kInputTiles, int kPart, bool kLoadInput>
+inline void multiply_part(bool second, const char* rows, const char* x, int64_t x_stride) {
+  if constexpr (kPart == 0) {
+    if constexpr (kLoadInput) tile_load<6>(x);
+    tile_load<4>(rows);
+    tile_multiply<0, 4, 6>();
+  } else if constexpr (kPart == 1) {
+    if (!second) return;
+    tile_load<5>(rows + kTileBytes);
+    tile_multiply<2, 5, 6>();
+  } else if constexpr (kInputTiles == 2 && kPart == 2) {
+    if constexpr (kLoadInput) tile_load<7>(x + x_stride);
+    tile_multiply<1, 4, 7>();
+  } else if constexpr (kInputTiles == 2) {
+    if (second) tile_multiply<3, 5, 7>();
+  }
+}
+
 // A column of a tile is part of a row of `out`.
 void write_out(const char* sums, int64_t rows, int64_t count, float* out, int64_t stride) {
   const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);

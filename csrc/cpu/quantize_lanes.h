@@ -58,17 +58,18 @@ struct QuantizeLanes {
   struct Line {
     Vector scale, minimum;
 
-    Vector code(Vector value, float largest, bool divides) const {
+    [[gnu::always_inline]] inline Vector code(Vector value, float largest, bool divides) const {
       Vector found = value - minimum;
       found = divides ? found * scale : found / (scale == 0.0f ? all(1.0f) : scale);
       found = found > 0.0f ? found : all(0.0f);  // also where the group is constant and its scale infinite
       return whole(found < largest ? found : all(largest));
     }
-    Vector dequantized(Vector code, Dtype dtype, bool divides) const {
+    [[gnu::always_inline]] inline Vector dequantized(Vector code, Dtype dtype, bool divides) const {
       return rounded((divides ? rounded(code / scale, dtype) : code * scale) + minimum, dtype);
     }
     // Also tries neighbours, because a rounded quotient may make one nearer.
-    Vector best_code(Vector value, Dtype dtype, float largest, bool divides, Vector& error) const {
+    [[gnu::always_inline]] inline Vector best_code(Vector value, Dtype dtype, float largest, bool divides,
+                                                   Vector& error) const {
       Vector found = code(value, largest, divides), difference = dequantized(found, dtype, divides) - value;
       error = difference * difference;
       const int neighbours = !divides ? 0 : largest > 15.0f ? kNeighbours8 : kNeighbours4;
