@@ -13,13 +13,7 @@ from test_sandbox import needs_isolation
 
 from zero_inference.cli import main
 from zero_inference.quality.data import load_items
-from zero_inference.quality.evaluate import (
-    QualitySettings,
-    build_program,
-    format_scores,
-    pass_at_k,
-    pass_scores,
-)
+from zero_inference.quality.evaluate import QualitySettings, build_program, format_scores, pass_at_k, pass_scores
 from zero_inference.quality.sandbox import Limits, run_programs
 
 LIMITS = Limits(wall_s=30.0, cpu_s=20)

@@ -123,10 +123,7 @@ IGNORED |= {"ds_grads_remaining", "applied_pre_backward_ref_cnt", "_z3_leaf"}
 def model_state(model: nn.Module) -> dict[nn.Module, Any]:
     """Names of each module's attributes, and its hooks."""
     return {
-        module: (
-            vars(module).keys() - IGNORED,
-            [*module._forward_pre_hooks.values(), *module._forward_hooks.values()],
-        )
+        module: (vars(module).keys() - IGNORED, [*module._forward_pre_hooks.values(), *module._forward_hooks.values()])
         for module in model.modules()
     }
 

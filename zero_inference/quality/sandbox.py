@@ -39,10 +39,7 @@ FIXED_LIMITS = {"NPROC": 0, "CORE": 1, "NOFILE": 64, "MEMLOCK": 0, "MSGQUEUE": 0
 # msgget, semget, memfd_create, io_uring_setup, userfaultfd; the session's keys: add_key, request_key, keyctl; and ptrace, bpf,
 # perf_event_open and socket (vsock has no namespace).
 REFUSED_CALLS = {
-    "x86_64": (
-        0xC000003E,
-        (57, 58, 56, 435, 272, 308, 29, 68, 64, 319, 425, 323, 248, 249, 250, 101, 321, 298, 41),
-    ),
+    "x86_64": (0xC000003E, (57, 58, 56, 435, 272, 308, 29, 68, 64, 319, 425, 323, 248, 249, 250, 101, 321, 298, 41)),
     "aarch64": (0xC00000B7, (220, 435, 97, 268, 194, 186, 190, 279, 425, 282, 217, 218, 219, 117, 280, 241, 198)),
 }
 
