@@ -14,7 +14,8 @@ from test_sandbox import REFUSED
 from zero_inference.architectures import QualityBenchmark
 from zero_inference.cli import main
 from zero_inference.errors import RunError, UsageError
-from zero_inference.utils.ranks import Ranks
+from zero_inference.quality.data import check_items
+from zero_inference.quality.evaluate import format_scores, read_choices
 
 BATCH = 4
 WINDOW, STRIDE = 48, 20
@@ -264,8 +265,6 @@ def test_log_probabilities_are_float32_and_lm_evals_default_stands_beside_them(s
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM
 
-    from zero_inference.quality.evaluate import format_scores
-
     model, tokenizer = AutoModelForCausalLM.from_pretrained(small, dtype=torch.bfloat16).eval(), plain[1]
     benchmark, found = QualityBenchmark(model, tokenizer, batch_size=BATCH), {}
     for name, dtype in (("float32", "float32"), ("own", None)):
@@ -308,9 +307,6 @@ def test_quality_benchmark_refuses_what_it_cannot_do(plain):
 
 def test_published_hellaswag_columns_are_read_in_lm_evals_way():
     need_lm_eval()
-    from zero_inference.quality.data import check_items
-    from zero_inference.quality.evaluate import read_choices
-
     row = {
         "ctx": "raw [header] text",
         "ctx_a": "[header] How to sit [title] Find a  chair.",
@@ -325,16 +321,13 @@ def test_published_hellaswag_columns_are_read_in_lm_evals_way():
     assert doc == ("Sitting: How to sit. Find a chair. Then you", [" sit.", "stand.", "run.", "fly."], 2)
 
 
-def test_scores_that_are_no_numbers_end_the_evaluation(plain, monkeypatch):
+def test_scores_that_are_no_numbers_end_the_evaluation(plain):
     need_lm_eval()
-    model, tokenizer = plain
-    monkeypatch.setattr(
-        model, "lm_head", torch.nn.Linear(model.config.hidden_size, model.config.vocab_size).requires_grad_(False)
-    )
-    model.lm_head.weight.fill_(float("nan"))
+    wrong = build_model("llama", num_hidden_layers=1, vocab_size=len(plain[1]))
+    wrong.lm_head.weight.data.fill_(float("nan"))
     for task, items in (("mmlu", mmlu_items()[:2]), ("perplexity", [{"text": TEXT}])):
         with pytest.raises(RunError, match=f"{task}.*--dtype"):
-            QualityBenchmark(model, tokenizer).evaluate_task(task, items)
+            QualityBenchmark(wrong, plain[1]).evaluate_task(task, items)
 
 
 def test_a_score_that_cannot_be_had_keeps_the_timings(small, tmp_path, capfd):
@@ -350,19 +343,11 @@ def test_a_score_that_cannot_be_had_keeps_the_timings(small, tmp_path, capfd):
 
 
 def test_a_perplexity_beyond_all_floats_does_not_end_a_run_that_was_measured(plain):
-    from zero_inference.quality import evaluate
-
-    model, tokenizer = plain
-    wild = build_model("llama", num_hidden_layers=1, vocab_size=len(tokenizer))
+    need_lm_eval()
+    wild = build_model("llama", num_hidden_layers=1, vocab_size=len(plain[1]))
     wild.lm_head.weight.data *= 1e5
-    found, _ = evaluate.evaluate(
-        {"perplexity": [{"text": TEXT}]},
-        wild,
-        tokenizer,
-        torch.device("cpu"),
-        Ranks(0, 1, 0, 1, torch.device("cpu")),
-        evaluate.QualitySettings(window=WINDOW, stride=STRIDE),
+    scores = QualityBenchmark(wild, plain[1], window=WINDOW, stride=STRIDE).evaluate_task(
+        "perplexity", [{"text": TEXT}]
     )
-    scores = found["perplexity"]
     assert scores["perplexity"] == math.inf and scores["nll_per_token"] > 1000
-    assert evaluate.format_scores("perplexity", scores).startswith("perplexity: inf")
+    assert format_scores("perplexity", scores).startswith("perplexity: inf")

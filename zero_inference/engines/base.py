@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +29,6 @@ from zero_inference.kv_cache.host import SLOTS, HostKVCache
 from zero_inference.models.empty_model import EmptyModel, ModelSizes, cache_class, logits_bytes
 from zero_inference.models.layers import COMPARED_BYTES, first_layer_bytes
 from zero_inference.models.spec import ModelSpec
-from zero_inference.records.hardware import LinkUse
 from zero_inference.records.schema import CpuBackendUse, MovedPerStep
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.ranks import Ranks
@@ -366,17 +364,6 @@ class EnginePlan:
         return "it fetches whole layers"
 
 
-class Timeline(Protocol):
-    """Times of an engine's copies and layers since `restart`, which begins a generation."""
-
-    def restart(self) -> None: ...
-
-    def link_use(self) -> LinkUse | None:
-        """Return how busy this rank's link was in decode steps; None before the second step."""
-
-    def write_chrome_trace(self, path: Path) -> None: ...
-
-
 @dataclass
 class LoadedModel:
     """A model ready for `generate`, with the facts for its record.
@@ -396,7 +383,7 @@ class LoadedModel:
     transfers: Transfers = field(default_factory=Transfers)  # byte counters, updated in each pass
     facts: dict[str, Any] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None  # releases files and patches; safe to call twice
-    timeline: Timeline | None = None  # times of copies and layers, if the engine records them
+    timeline: Any = None  # stream.streams.Timeline of copies and layers, if the engine records them
     preallocated_cache: bool = False  # the engine needs a KV cache that allocates nothing while the model runs
     pinned_memory: Sequence[torch.Tensor] = ()
     cpu_backend: CpuBackendUse | None = None  # how the CPU backend takes part; None without one

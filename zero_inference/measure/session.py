@@ -18,7 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zero_inference.config.run_config import RunConfig
-from zero_inference.engines.base import Job, LoadedModel, Timeline
+from zero_inference.engines.base import Job, LoadedModel
+from zero_inference.engines.stream.streams import Timeline
 from zero_inference.errors import RunError
 from zero_inference.hardware.bench_copies import Rate, blocks_of, disk_read_gb_per_s, host_to_device_rounds, rate_of
 from zero_inference.hardware.bench_device import device_copy_gb_per_s, matmul_tflops
