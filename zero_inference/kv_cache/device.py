@@ -160,6 +160,8 @@ class PreallocatedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.max_length
 
+    get_max_cache_shape = get_max_length  # its older name, in supported versions of transformers
+
     def reset(self) -> None:
         self.length = 0
 
