@@ -226,10 +226,8 @@ class QualityBenchmark:
         """
         if task not in QUALITY_TASKS:
             raise ValueError(f"unknown task {task!r}; there are {', '.join(QUALITY_TASKS)}")
-        if isinstance(dataset, (str, Path)):
-            items = load_items(task, dataset)
-        else:
-            items = check_items(task, iterate_rows(dataset))
+        is_file = isinstance(dataset, (str, Path))
+        items = load_items(task, dataset) if is_file else check_items(task, iterate_rows(dataset))
         if task == "humaneval":
             if not self.allow_code_execution:
                 raise UsageError("humaneval runs code that the model wrote: allow it with allow_code_execution=True.")

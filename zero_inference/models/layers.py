@@ -26,6 +26,7 @@ KNOWN_CODE = ("transformers.", "torch.")  # a checkpoint's own code may store an
 # in bfloat16; a position or mask that is wrong by one makes several times as much, and garbage 1 or more.
 MAX_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
 COMPARED_BYTES = 8 << 30  # of reference layers in host memory, for comparison; a layer of Llama-3.1-405B has 6.4e9
+PLAIN = (bool, int, float, str, list, tuple, dict, set, frozenset, torch.dtype, functools.partial, type(None))
 INDEX_NAMES = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx"}
 
 
@@ -120,7 +121,7 @@ def first_of_kind(model: nn.Module) -> dict[int, int]:
     firsts: dict[Any, int] = {}  # by kind
     first_of = {}
     for position, layer in enumerate(layers):
-        kind = *(_comparable(value[position]) for value in per_layer), _describe_layer(layer, position)
+        kind = repr([value[position] for value in per_layer]), _describe_layer(layer, position)
         first_of[position] = firsts.setdefault(kind, position)
     return first_of
 
@@ -153,19 +154,7 @@ def _describe_layer(layer: nn.Module, position: int) -> tuple:
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 is_index = key in INDEX_NAMES and value == position
-                description.append((key, "its index" if is_index else _comparable(value)))
+                # an object may have a long repr, as a config, and is equal to itself alone
+                known = "its index" if is_index else repr(value) if isinstance(value, PLAIN) else id(value)
+                description.append((key, known))
     return tuple(description)
-
-
-def _comparable(value: Any) -> Any:
-    """Return a hashable that is equal for equal plain values, and for other objects only if they are the same object."""
-    if isinstance(value, functools.partial):
-        value = [value.func, value.args, value.keywords]
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
-        return type(value), value
-    if isinstance(value, dict):
-        return type(value), tuple((_comparable(key), _comparable(each)) for key, each in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
-        parts = map(_comparable, value)
-        return type(value), tuple(parts) if isinstance(value, list | tuple) else frozenset(parts)
-    return type(value), id(value)

@@ -88,7 +88,7 @@ def prompt_excerpts(config: RunConfig, ids: torch.Tensor, tokenizer: Any) -> lis
 
 def eos_token_ids(spec: ModelSpec, tokenizer: Any) -> frozenset[int]:
     """Return the ids that end a text of this model: of its tokenizer, its config and its generation_config.json."""
-    found = [getattr(tokenizer, "eos_token_id", None), getattr(spec.text_config, "eos_token_id", None)]
+    found = [getattr(source, "eos_token_id", None) for source in (tokenizer, spec.text_config)]
     folder = spec.snapshot.folder if spec.snapshot else spec.folder
     if folder is not None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
