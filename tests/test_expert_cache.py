@@ -63,13 +63,14 @@ def fetching(monkeypatch):
     with_cpu = stream_plan._plan_with_cpu
 
     def set_share(share: float, most: int) -> None:
-        def placed(job, *arguments):
-            placement, *others = with_cpu(job, *arguments)
-            if placement is not None and placement.expert_blocks:
-                form = placement.blocks[placement.expert_blocks[0]].experts
-                quota = tuple(min(int(share * missed), most) for missed in range(form.num_experts + 1))
-                placement = replace(placement, quota=quota if any(quota) else ())
-            return placement, *others
+        def placed(job, may_attend):
+            found = with_cpu(job, may_attend)
+            if not isinstance(found, tuple) or not found[0].expert_blocks:
+                return found
+            placement, cpu = found
+            form = placement.blocks[placement.expert_blocks[0]].experts
+            quota = tuple(min(int(share * missed), most) for missed in range(form.num_experts + 1))
+            return replace(placement, quota=quota if any(quota) else ()), cpu
 
         monkeypatch.setattr(stream_plan, "_plan_with_cpu", placed)
 

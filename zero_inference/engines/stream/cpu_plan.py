@@ -153,7 +153,7 @@ def multiplies_codes(job: Job) -> bool:
     return not job.on_gpu and job.config.quantized and job.config.cpu_share is None and job.ranks.world_size == 1
 
 
-def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[Placement, CpuPlan | str]:
+def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[Placement, CpuPlan] | str:
     """Return `placement` with CPU-computed blocks, and the plan for them; or why the CPU would not help.
 
     Raises:
@@ -165,7 +165,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     can_attend = may_attend and config.kv_offload and not multiplies_codes(job) and why_no_cpu_attention(job) is None
     if not placement.computable and not can_attend:
         if config.cpu_share is None:
-            return placement, "host memory has no weights that they can multiply"
+            return "host memory has no weights that they can multiply"
         raise UsageError(
             f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the CPU can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."
@@ -212,11 +212,11 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
             placement = with_fetched_experts(placement)
         return placement.with_budget_used(), replace(plan, share=share)
     if isinstance(found, str):
-        return placement, found
+        return found
     best = best_split(placement.with_cpu_shares(1.0, 0.0), plan)
     if not (best.of_experts or best.of_others or best.attends):
         cpu_rate, link_rate = three_digits(found.cores_gb_per_s), three_digits(found.link_gb_per_s)
-        return placement, f"they would hardly help ({cpu_rate} GB/s beside a link at {link_rate} GB/s)"
+        return f"they would hardly help ({cpu_rate} GB/s beside a link at {link_rate} GB/s)"
     plan = replace(plan, attends=best.attends, automatic=True)
     # large blocks of experts may arrive late although the link has time for them: compare with computing all on the CPU
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]

@@ -51,13 +51,8 @@ def check(plan: StreamPlan) -> None:
 def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedModel:
     job, placement = plan.job, plan.placement
     model, ranks = job.empty_model.model, job.ranks
-    store = BlockStore(
-        [block.layout for block in placement.blocks],
-        set(placement.resident),
-        ranks,
-        plan.pinned,
-        placement.cpu_computed,
-    )
+    layouts = [block.layout for block in placement.blocks]
+    store = BlockStore(layouts, set(placement.resident), ranks, plan.pinned, placement.cpu_computed)
     prefix, layers = decoder_layers(model)
     weights = _WeightLoader(plan, store)
     load_weights(model, job.spec, job.config.seed, ranks.device, weights.adopt, progress)

@@ -272,13 +272,10 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
             that it cannot compute.
     """
     config, model = job.config, job.empty_model.model
-    no_cpu = no_cpu_at_all = why_no_cpu_compute(job)
-    placement: Placement | None = None
-    cpu: CpuPlan | None = None
-    if no_cpu is None:
-        placement, cpu, no_cpu = _plan_with_cpu(job, may_attend)
-    if placement is None:
-        placement = _place(job, divided=False)
+    no_cpu_at_all = why_no_cpu_compute(job)
+    with_cpu = no_cpu_at_all or _plan_with_cpu(job, may_attend)
+    no_cpu = with_cpu if isinstance(with_cpu, str) else None
+    placement, cpu = with_cpu if isinstance(with_cpu, tuple) else (_place(job, divided=False), None)
     no_graph = why_no_graph(job, in_groups=_reads_group_sizes(job, placement))
     placement = replace(placement, graphs=job.on_gpu and no_graph is None)
     host, pinned = placement.host_bytes // job.ranks.world_size + placement.embedding_bytes, job.pin_weights
@@ -307,9 +304,8 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     )
 
 
-def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement | None, CpuPlan | None, str | None]:
-    """Return (placement of divided layers, what the CPU computes of it, None), or (None, None, why the CPU computes nothing); the reason is
-    None if nothing is in host memory."""
+def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement, CpuPlan] | str | None:
+    """Return a placement of divided layers and what the CPU computes of it; or why it computes nothing, None with all on the device."""
     config, divided = job.config, _place(job, divided=True)
     if not divided.in_host_memory and not config.kv_offload:
         if config.cpu_share is not None:
@@ -317,19 +313,20 @@ def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement | None, CpuPla
                 f"--cpu-compute {config.cpu_compute}: all weights are on the device, so the CPU has nothing to compute; lower "
                 "--gpu-memory, or drop --cpu-compute."
             )
-        return None, None, None
-    placed, cpu = plan_cpu(job, divided, may_attend)
-    if isinstance(cpu, str):
-        return None, None, cpu
+        return None
+    found = plan_cpu(job, divided, may_attend)
+    if isinstance(found, str):
+        return found
+    placed, cpu = found
     given = config.ring_depth is not None or config.gpu_memory is not None
     one_gpu = job.free_device_bytes is not None and job.ranks.world_size == 1
     if one_gpu and not given and cpu.automatic and cpu.rates is not None:
         # where the CPU multiplies most of host memory's weights, no step waits for the link: resident layers gain more than ring slots
         slots, best_s = placed.ring_depth, decode_step_s(placed, cpu)
         for depth in (each for each in RING_DEPTHS_WITH_CPU if each < slots):
-            other, other_cpu = plan_cpu(job, _place(job, divided=True, depth=depth), may_attend)
-            if isinstance(other_cpu, CpuPlan) and (step_s := decode_step_s(other, other_cpu)) < SHORTER * best_s:
-                placed, cpu, best_s = other, other_cpu, step_s
+            found = plan_cpu(job, _place(job, divided=True, depth=depth), may_attend)
+            if not isinstance(found, str) and (step_s := decode_step_s(*found)) < SHORTER * best_s:
+                (placed, cpu), best_s = found, step_s
     if not placed.streamed and config.ring_depth is None and placed.ring_depth > DEFAULT_RING_DEPTH:
         # more slots would not make decode steps faster, and their memory can hold experts
         other = replace(_place(job, divided=True, depth=DEFAULT_RING_DEPTH), few_tokens=placed.few_tokens)
@@ -338,8 +335,8 @@ def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement | None, CpuPla
         placed = placed if other.streamed else other
     needed = placed.host_bytes + placed.embedding_bytes + job.kv_host_bytes
     if cpu.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
-        return None, None, "host memory has no space for the experts in the GPU's cache as well"
-    return *plan_short_prompts(job, placed, cpu), None
+        return "host memory has no space for the experts in the GPU's cache as well"
+    return plan_short_prompts(job, placed, cpu)
 
 
 def _scheme(job: Job) -> GroupQuantization | None:
