@@ -261,10 +261,9 @@ class Watched:
                 self.before.pop(index, None)
                 return
             table = slots.table[: slots.experts.num_experts].tolist()
-            for weights in slots.weights:
+            for each in slots.tensors:
                 for expert, slot in enumerate(table):
-                    for own, waiting in zip(weights.slots, weights.host):
-                        assert slot < 0 or torch.equal(own[slot].cpu(), waiting[expert])
+                    assert slot < 0 or torch.equal(each.slots[slot].cpu(), each.host[expert])
             assert sorted(slot for slot in table if slot >= 0) == sorted(set(table) - {-1}), "an expert for each slot"
             self.changes += table != self.before.get(index, table)
             self.before[index] = table
@@ -376,10 +375,12 @@ def test_a_prompt_may_break_off_while_slots_are_filled(mixtures, kept, monkeypat
     generate(loaded, spec, ranks, loops=1)
     slots = list(cache_of(loaded).by_block.values())[1]
 
-    def broken(experts, buffer):
-        raise KeyboardInterrupt
+    def broken(rows, as_words=expert_cache._as_words):
+        if rows is slots.down.slots[0]:
+            raise KeyboardInterrupt
+        return as_words(rows)
 
-    monkeypatch.setattr(slots.down, "refill", broken)
+    monkeypatch.setattr(expert_cache, "_as_words", broken)
     with pytest.raises(KeyboardInterrupt):
         generate(loaded, spec, ranks)
     assert (slots.table == -1).all(), "of each expert one of two weights came"

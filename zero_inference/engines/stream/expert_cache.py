@@ -33,14 +33,24 @@ HALF_LIFE_PASSES = 32
 USE_DECAY = 0.5 ** (1 / HALF_LIFE_PASSES)  # factor of the use counts per pass
 
 
+@dataclass(frozen=True)
+class _ExpertTensor:
+    """One tensor of all experts of a block: a plain weight, codes, scales, minima, or a bias."""
+
+    piece: TensorSpan  # in the block's buffer
+    host: torch.Tensor  # [experts, elements] in host memory
+    slots: torch.Tensor  # [slots, elements] on the device
+
+    def of_block(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the tensor [experts, elements] in `buffer`, which holds the block on the device."""
+        return self.piece.of(buffer).view(self.host.shape)
+
+
 class _ExpertWeights:
     """One of the two weights of a block's experts as stored, with its bias if `bias` names one.
 
-    Attributes:
-        slots: [slots, elements] on the device, a tensor each for the plain weight, or codes, scales and minima; and for the bias.
-        host: likewise [experts, elements] in host memory, in the block's `buffer`.
-
     Args:
+        buffer: the block in host memory.
         memory: uint8 on the device for the slots, of `expert_memory`.
     """
 
@@ -48,48 +58,25 @@ class _ExpertWeights:
         self, layout: BlockLayout, name: str, bias: str, slots: int, buffer: torch.Tensor, memory: torch.Tensor
     ):
         stored = layout[name]
-        self.pieces, self.quantized, self.biased = stored.pieces, stored.packed is not None, bool(bias)
-        if bias:
-            self.pieces += layout[bias].pieces
-        self.dtype, (self.num_experts, self.rows, self.columns) = stored.plain.dtype, stored.plain.shape
-        self.host = [self._by_expert(piece, buffer) for piece in self.pieces]
-        self.slots, offset = [], 0
-        for tensor in self.host:
-            span = TensorSpan(offset, (slots, tensor.shape[1]), tensor.dtype)
-            self.slots.append(span.of(memory))
+        self.quantized, self.biased = stored.packed is not None, bool(bias)
+        self.dtype, (number, self.rows, self.columns) = stored.plain.dtype, stored.plain.shape
+        self.tensors: list[_ExpertTensor] = []
+        offset = 0
+        for piece in (*stored.pieces, *(layout[bias].pieces if bias else ())):
+            host = piece.of(buffer).view(number, -1)
+            span = TensorSpan(offset, (slots, host.shape[1]), host.dtype)
+            self.tensors.append(_ExpertTensor(piece, host, span.of(memory)))
             offset += aligned(span.nbytes)
-
-    def _by_expert(self, piece: TensorSpan, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the view [experts, elements] of a tensor in a block's buffer."""
-        return piece.of(buffer).view(self.num_experts, -1)
+        self.slots = [each.slots for each in self.tensors]
 
     def copy_table(self) -> torch.Tensor:
         """Return int64 [tensors, 4] on the device for the copy kernels: address in host memory, address of the slots, offset in the block,
         bytes of an expert."""
         rows = [
-            (host.data_ptr(), slots.data_ptr(), piece.offset, host[0].nbytes)
-            for host, slots, piece in zip(self.host, self.slots, self.pieces)
+            (each.host.data_ptr(), each.slots.data_ptr(), each.piece.offset, each.host[0].nbytes)
+            for each in self.tensors
         ]
         return torch.tensor(rows, device=self.slots[0].device)
-
-    def load_first(self) -> None:
-        for slots, host in zip(self.slots, self.host):
-            slots.copy_(host[: len(slots)], non_blocking=True)
-
-    def gather(self, slot_of: Sequence[int], buffer: torch.Tensor) -> None:
-        """Copy all experts into the block in `buffer` on the device: from the slot `slot_of[expert]`, or from host memory if that is -1."""
-        for slots, host, piece in zip(self.slots, self.host, self.pieces):
-            for expert, (target, slot) in enumerate(zip(self._by_expert(piece, buffer), slot_of)):
-                target.copy_(host[expert] if slot < 0 else slots[slot])
-
-    def refill(self, experts: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Fill the slots with `experts`, int64 [slots], from the block in `buffer` on the device."""
-        for slots, piece in zip(self.slots, self.pieces):
-            torch.index_select(_as_words(self._by_expert(piece, buffer)), 0, experts, out=_as_words(slots))
-
-    def fetch(self, expert: int, slot: int) -> None:
-        for slots, host in zip(self.slots, self.host):
-            slots[slot].copy_(host[expert], non_blocking=True)
 
     def multiply(
         self,
@@ -238,6 +225,7 @@ class ExpertCache:
         self.gate_up = _ExpertWeights(layout, experts.gate_up, experts.gate_up_bias, count, buffer, memory[:first])
         self.down = _ExpertWeights(layout, experts.down, experts.down_bias, count, buffer, memory[first:])
         self.weights = self.gate_up, self.down
+        self.tensors = [*self.gate_up.tensors, *self.down.tensors]
         self.slot_ids = torch.arange(count, device=table.device)
         self.copy_tables = [each.copy_table() for each in self.weights]
         self.block_copy_table = torch.cat(self.copy_tables)
@@ -248,15 +236,15 @@ class ExpertCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(slots.nbytes for weights in self.weights for slots in weights.slots)
+        return sum(each.slots.nbytes for each in self.tensors)
 
     @property
     def expert_bytes(self) -> int:
         return self.nbytes // self.slot_ids.numel()
 
     def load_first(self) -> None:
-        for weights in self.weights:
-            weights.load_first()
+        for each in self.tensors:
+            each.slots.copy_(each.host[: len(each.slots)], non_blocking=True)
         self._fill(self.slot_ids)
 
     def gather(self, buffer: torch.Tensor) -> int:
@@ -268,8 +256,9 @@ class ExpertCache:
         if self.table.is_cuda:
             torch.ops.zero_inference.expert_fill(self.table, number, self.block_copy_table, buffer, self.in_vectors)
         else:
-            for weights in self.weights:
-                weights.gather(self.table[:number].tolist(), buffer)
+            for each in self.tensors:
+                for expert, slot in enumerate(self.table[:number].tolist()):
+                    each.of_block(buffer)[expert].copy_(each.host[expert] if slot < 0 else each.slots[slot])
         self.gathered = self.fetching.streams.record_event(self.fetching.streams.current())
         return sum(end - begin for begin, end in self.others) + (number - self.filled) * self.expert_bytes
 
@@ -280,8 +269,8 @@ class ExpertCache:
             self.count_uses(chosen)
         self.table.fill_(-1)  # if the copies fail, no expert has a wrong slot
         most_used = self.uses[: self.experts.num_experts].topk(self.slot_ids.numel()).indices
-        for weights in self.weights:
-            weights.refill(most_used, buffer)
+        for each in self.tensors:
+            torch.index_select(_as_words(each.of_block(buffer)), 0, most_used, out=_as_words(each.slots))
         self._fill(most_used)
 
     def await_gathering(self) -> None:
@@ -348,8 +337,8 @@ class ExpertCache:
                     )
                 else:
                     for expert, slot in zip(dispatched.fetched.tolist(), dispatched.fetched_into.tolist()):
-                        if expert >= 0:
-                            weights.fetch(expert, slot)
+                        for each in weights.tensors if expert >= 0 else ():
+                            each.slots[slot].copy_(each.host[expert], non_blocking=True)
             arrived.append(streams.record_event(stream))
         return arrived
 
