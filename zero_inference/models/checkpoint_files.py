@@ -7,10 +7,9 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,15 +28,11 @@ FLOAT8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).f
 READ = {"activation_scheme": ("dynamic",), "expert_dtype": ("fp8",), "fmt": ("e4m3", "float8_e4m3", "float8_e4m3fn")}
 
 
-@dataclass(frozen=True)
-class BlockScales:
+class BlockScales(NamedTuple):
     """Rows and columns of the blocks of a float8 matrix that share a scale; blocks at its edges may be smaller."""
 
     rows: int
     columns: int
-
-    def scale_shape(self, shape: list[int]) -> list[int]:
-        return [*shape[:-2], -(-shape[-2] // self.rows), -(-shape[-1] // self.columns)]
 
 
 def pop_quantization_config(config: Any) -> dict[str, Any] | None:
@@ -96,7 +91,8 @@ def dequantize_tensors(
                 raise RunError(f"{folder}: {key} is stored as {stored} and has no {key}{SCALE}; fetch it again.")
             scales = tensors[key + SCALE]
             scale_dtype, scale_shape = _dtype_and_shape(scales)
-            expected = blocks.scale_shape(shape) if len(shape) > 1 else None
+            counts = (-(-size // side) for size, side in zip(shape[-2:], blocks))  # of blocks
+            expected = [*shape[:-2], *counts] if len(shape) > 1 else None
             if scale_shape != expected or scale_dtype not in SCALES:
                 raise RunError(
                     f"{folder}: {key}{SCALE} is {scale_dtype} of shape {scale_shape}, and {key} of shape {shape} in "
@@ -112,11 +108,8 @@ def dequantize_tensors(
 
 def integer_keys(tensors: dict[str, Any]) -> list[str]:
     """Return the keys of the `dequantize_tensors` that hold integers or booleans: masks and positions, never weights."""
-    return [
-        key
-        for key, tensor in tensors.items()
-        if not isinstance(tensor, _Dequantized) and _dtype_and_shape(tensor)[0] not in FLOATS
-    ]
+    plain = {key: tensor for key, tensor in tensors.items() if not isinstance(tensor, _Dequantized)}
+    return [key for key, tensor in plain.items() if _dtype_and_shape(tensor)[0] not in FLOATS]
 
 
 def _dtype_and_shape(tensor: Any) -> tuple[str, list[int]]:

@@ -62,9 +62,9 @@ class Snapshot:
                 if (found := self.folder / name).is_file():
                     break
             else:
-                single = " or ".join(name for name in WEIGHT_FILES if not name.endswith(".json"))
                 raise UsageError(
-                    f"--model {self.asked}: {self.name} has no {single} (nor their index) on the hub; {ANOTHER}."
+                    f"--model {self.asked}: {self.name} has no model.safetensors or pytorch_model.bin (nor their index) on "
+                    f"the hub; {ANOTHER}."
                 )
             names = sorted(set(read_index(found).values())) if found.suffix == ".json" else [name]
             current_progress().say(f"fetching the weights of {self.name} ...")

@@ -272,9 +272,9 @@ class PassRecorder(TorchDispatchMode):
                 read[kind] += tensor.nbytes
         same_input = False
         if flops and read and computed:
-            key = storage_of(computed[0])
-            same_input = self._last_input == (key, self._alive.get(key))
-            self._last_input = key, self._alive.get(key)
+            storage = storage_of(computed[0])
+            given = storage, self._alive.get(storage)
+            same_input, self._last_input = self._last_input == given, given
         nbytes = sum(tensor.nbytes for tensor in (*computed, *outputs))
         weights = read["outside_bytes"], read["layer_bytes"], read["expert_bytes"]
         self.operators[Operator(flops, nbytes, *weights, same_input=same_input)] += 1

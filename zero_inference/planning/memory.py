@@ -1,7 +1,7 @@
 """Bytes that a run needs on the device, in host memory, page-locked and on disk, and whether they are available.
 
 Weights and KV cache are exact, except for gathered weights, which are an upper bound; activations are the peak of a traced prefill
-(models/sizes.py).
+(models/empty_model.py).
 """
 
 from __future__ import annotations
