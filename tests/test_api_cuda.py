@@ -75,14 +75,7 @@ def test_runs_follow_each_other_in_one_process(checkpoints):
 
 
 def test_graphs_of_a_model_outlive_another_one(checkpoints):
-    options = {
-        "dtype": "bfloat16",
-        "batch_size": 2,
-        "max_length": 24,
-        "verbose": 0,
-        "engine": "stream",
-        "decode_graph": "on",
-    }
+    options = dict(dtype="bfloat16", batch_size=2, max_length=24, verbose=0, **WAYS["stream, repeated steps"])
     ids = random_ids(0, 2, 9, VOCABULARY).cuda()
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
     with load(checkpoints("llama"), **options) as model:

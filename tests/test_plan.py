@@ -16,7 +16,6 @@ from zero_inference.engines.stream.plan import RESERVE_BYTES
 from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.hardware import machine
 from zero_inference.models.spec import resolve_model
-from zero_inference.planning import changes
 from zero_inference.planning.changes import check_memory
 from zero_inference.planning.plan import build_job, make_plan, plan_run
 from zero_inference.records.read import read_records
@@ -280,17 +279,6 @@ def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch):
 
 def describe_job_without_memory(config, ranks):
     return replace(build_job(config, resolve_model(config, "cpu"), detect_ranks()), ranks=ranks)
-
-
-def test_advice_takes_back_what_only_the_stream_engine_has(checkpoints):
-    options = dict(engine="stream", gpu_memory=0, cpu_compute="0.5", cpu_threads=1)
-    config = RunConfig(model=str(checkpoints("llama")), **options).validate()
-    job = build_job(config, resolve_model(config, "cpu"), detect_ranks())
-    disk = next(fields for fields in changes._changes(job) if "disk_offload" in fields)
-    assert changes._options(job.config, disk) == (
-        "--engine deepspeed --disk-offload instead of --gpu-memory --cpu-compute --cpu-threads"
-    )
-    assert replace(job.config, **disk).validate().engine == "deepspeed"
 
 
 def test_a_preset_that_cannot_be_fetched_is_planned_and_a_run_of_it_refused(no_gpu, capfd, monkeypatch, tmp_path):

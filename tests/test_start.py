@@ -82,20 +82,15 @@ def test_a_run_loads_with_the_collector_on_and_without_what_was_imported(checkpo
     from zero_inference.engines import resident
 
     gc.unfreeze()  # what `short_full_collections` froze before this file
-    seen, load, detect = [], resident.load, runner.detect_ranks
-    monkeypatch.setattr(
-        runner, "detect_ranks", lambda *args: seen.append((gc.isenabled(), gc.get_freeze_count())) or detect(*args)
-    )
-    monkeypatch.setattr(
-        resident, "load", lambda *args: seen.append((gc.isenabled(), gc.get_freeze_count())) or load(*args)
-    )
-    options = [
-        "run_model.py",
-        "--model",
-        str(checkpoints("opt")),
-        *"--engine resident --dtype float32 --prompt-len 4 --gen-len 2 --loops 1 --warmup 0 --log-file".split(),
-        str(tmp_path / "run.log"),
-    ]
+    seen = []
+
+    def watched(function):
+        return lambda *args: seen.append((gc.isenabled(), gc.get_freeze_count())) or function(*args)
+
+    monkeypatch.setattr(runner, "detect_ranks", watched(runner.detect_ranks))
+    monkeypatch.setattr(resident, "load", watched(resident.load))
+    words = "--engine resident --dtype float32 --prompt-len 4 --gen-len 2 --loops 1 --warmup 0 --log-file"
+    options = ["run_model.py", "--model", str(checkpoints("opt")), *words.split(), str(tmp_path / "run.log")]
     assert main(options) == 0
     assert seen[0] == (False, 0) and seen[1][0] and seen[1][1] > 100_000
     assert gc.isenabled() and gc.get_freeze_count() == 0
