@@ -6,7 +6,7 @@ from itertools import accumulate
 import pytest
 import torch
 from conftest import build_model
-from torch.utils._python_dispatch import TorchDispatchMode
+from kernel_cases import SeenOperators
 
 from zero_inference.config.run_config import parse_options
 from zero_inference.hardware.bench_device import ROUNDS, LaunchBench
@@ -94,17 +94,6 @@ def test_products_with_the_same_input_are_found(model, layers, each):
     assert sum(count for operator, count in found.operators.items() if operator.same_input) == layers * each
 
 
-class SawBatches(TorchDispatchMode):
-    def __init__(self, columns: int):
-        super().__init__()
-        self.columns, self.found = columns, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function._overloadpacket is torch.ops.aten.bmm and args[1].shape[-1] == self.columns:
-            self.found += 1
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_prefill_multiplies_the_head_once(batch):
     """PyTorch makes a product of batches of a slice without gradients, and copies the head for it: most of a prefill's time on a CPU."""
@@ -117,9 +106,10 @@ def test_a_prefill_multiplies_the_head_once(batch):
     ids = torch.zeros(batch, 8, dtype=torch.int64)
     found = {}
     for name, each in (("ours", model), ("plain", plain)):
-        with torch.no_grad(), SawBatches(spec.config.vocab_size) as saw:
+        with torch.no_grad(), SeenOperators() as seen:
             each(input_ids=ids, logits_to_keep=1)
-        found[name] = saw.found
+        batched = [args[1] for operator, args in seen.calls if operator == "aten.bmm.default"]
+        found[name] = sum(right.shape[-1] == spec.config.vocab_size for right in batched)
     assert found["ours"] == 0 and (found["plain"] or batch == 1), "drop the hook once PyTorch no longer needs it"
 
 

@@ -46,23 +46,15 @@ WARMUP_TRIES = 10
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """Result of one benchmark of one model.
+    """Result of one benchmark of one model."""
 
-    Attributes:
-        name: `gen_p{prompt}_l{generated}` or `batch_b{batch}_s{sequence}`.
-        throughput: tokens/s of the median run: generated tokens, or all tokens of a batch.
-        latency_p50, latency_p95, latency_p99: of a run, in ms; None below 1, 20 and 100 runs.
-        memory_gb: weights and the peak that a run allocated beside them, in GB of 2^30 bytes.
-        flops: floating-point operations of the matrix products of one run, counted.
-    """
-
-    name: str
-    throughput: float
-    latency_p50: float | None
+    name: str  # `gen_p{prompt}_l{generated}` or `batch_b{batch}_s{sequence}`
+    throughput: float  # tokens/s of the median run: generated tokens, or all tokens of a batch
+    latency_p50: float | None  # ms of a run; percentiles are None below 1, 20 and 100 runs
     latency_p95: float | None
     latency_p99: float | None
-    memory_gb: float
-    flops: int
+    memory_gb: float  # of 2^30 bytes: weights and the peak that a run allocated beside them
+    flops: int  # of the matrix products of one run, counted
 
 
 class ArchitectureBenchmark:
@@ -107,11 +99,8 @@ class ArchitectureBenchmark:
     ) -> BenchmarkResult:
         """Time greedy generation of exactly `generation_length` tokens with a KV cache, each run from the same prompt.
 
-        Args:
-            prompt_tokens: token ids int64 [B, P], or P for one sequence of P random ids.
-
-        Raises:
-            ValueError: a length or number below 1, more positions than the model has, or a model that cannot generate.
+        `prompt_tokens` are ids int64 [B, P], or P for one sequence of P random ids. Raises ValueError for a length or number below 1, more
+        positions than the model has, or a model that cannot generate.
         """
         if isinstance(prompt_tokens, torch.Tensor):
             ids = prompt_tokens.to(self.device)
@@ -137,8 +126,7 @@ class ArchitectureBenchmark:
     def benchmark_batch_throughput(self, batch_size: int, seq_len: int, num_runs: int = 50) -> BenchmarkResult:
         """Time forward passes over the same random ids [batch_size, seq_len], without a KV cache.
 
-        Raises:
-            ValueError: a size or number below 1, or more positions than the model has.
+        Raises ValueError for a size or number below 1, or more positions than the model has.
         """
         _check(batch_size=batch_size, seq_len=seq_len, num_runs=num_runs)
         ids = self._random_ids(batch_size, seq_len)
@@ -209,10 +197,7 @@ class QualityBenchmark:
             pass_at_k(self.settings.samples, 0, k)
 
     def evaluate_task(self, task: str, dataset: Any) -> dict[str, Any]:
-        """Score the model on `dataset`, whose fields are in `zero_inference.quality.data`.
-
-        Args:
-            dataset: an iterable of dicts, a datasets.Dataset, a DataFrame, or the path of a file or folder.
+        """Score the model on `dataset`: dicts, a datasets.Dataset, a DataFrame, or the path of a file or folder (`quality.data`).
 
         Returns:
             For mmlu and hellaswag `accuracy`, `stderr` (None for one item), `correct`, `total`, and hellaswag's `acc_norm`; for
@@ -239,26 +224,16 @@ class QualityBenchmark:
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
-    """What `compare_architectures` runs for each model.
+    """What `compare_architectures` runs for each model."""
 
-    Attributes:
-        device: None takes the GPU if there is one.
-        generation: pairs (prompt tokens, tokens to generate).
-        batch: pairs (batch size, sequence length).
-        passes: passes over all models, in alternating order; fewer than 6 give no verdict.
-        generation_runs, batch_runs: runs in each pass.
-        quality: task -> its data, for `QualityBenchmark.evaluate_task`; scored in the first pass.
-        tokenizers: architecture -> tokenizer, for those tasks.
-    """
-
-    device: str | None = None
-    generation: Sequence[tuple[int, int]] = ((128, 32),)
-    batch: Sequence[tuple[int, int]] = ((4, 128),)
-    passes: int = MIN_PAIRS
-    generation_runs: int = 20
+    device: str | None = None  # the GPU if there is one
+    generation: Sequence[tuple[int, int]] = ((128, 32),)  # prompt tokens, tokens to generate
+    batch: Sequence[tuple[int, int]] = ((4, 128),)  # batch size, sequence length
+    passes: int = MIN_PAIRS  # over all models, in alternating order; fewer than 6 give no verdict
+    generation_runs: int = 20  # in each pass
     batch_runs: int = 50
-    quality: Mapping[str, Any] = field(default_factory=dict)
-    tokenizers: Mapping[str, Any] = field(default_factory=dict)
+    quality: Mapping[str, Any] = field(default_factory=dict)  # task -> data of `evaluate_task`, for the first pass
+    tokenizers: Mapping[str, Any] = field(default_factory=dict)  # by architecture, for those tasks
 
     def __post_init__(self):
         if self.passes < 1:
@@ -280,9 +255,6 @@ def compare_architectures(
     Returns:
         COLUMNS; `type` is "speed" (one row a configuration and pass, as in `BenchmarkResult`), "quality" (one row a task) or
         "failed": an architecture that raised is not run again; the reason is in `error`.
-
-    Raises:
-        ValueError: no architecture, or nothing to run.
     """
     config = benchmark_config if isinstance(benchmark_config, BenchmarkConfig) else BenchmarkConfig(**benchmark_config)
     if not architectures:
