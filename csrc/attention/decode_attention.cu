@@ -4,13 +4,10 @@
 //   p = softmax_k(scale * query[b, h, q] . key[b, h / group, k] + mask[b, h, q, k])
 //
 // A block has 8 or 16 rows: queries of heads that share a key head, so keys and values are read once for all. The warps of a
-// block and of its cluster share steps of 8 or 16 keys; a step that the mask hides from all rows (the unfilled end of a static
-// cache, positions before a sliding window) is skipped. Keys and values go from device memory to registers and tensor cores;
-// each warp has an online softmax. Results of warps, then of blocks, are added in a fixed order without atomics: the same bits
-// in every run.
-//
-// Sums are float32. p is rounded to float16 or bfloat16 inputs' dtype; float32 is multiplied as three tf32 products. Rows
-// without a visible key are zeros.
+// block and of its cluster share steps of 8 or 16 keys, each with an online softmax; a step that the mask hides from all rows
+// (the unfilled end of a static cache, positions before a sliding window) is skipped. Results of warps, then of blocks, are
+// added in a fixed order: the same bits in every run. Sums are float32. p is rounded to float16 or bfloat16 inputs' dtype;
+// float32 is multiplied as three tf32 products. Rows without a visible key are zeros.
 
 #include <cooperative_groups.h>
 

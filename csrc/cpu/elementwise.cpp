@@ -7,8 +7,6 @@
 
 #include <cstring>
 
-#include "floats.h"
-
 // One clone per instruction set, chosen at load time. Not by arch=, which matches that one processor only
 // (benchmarks/cpu_activations.cpp). Only for functions without a declaration in a header: clang 14 fails on others.
 #if defined(__x86_64__) && defined(__gnu_linux__)

@@ -3,24 +3,62 @@
 //
 //   out[m][r] = sum_k x[m][k] * W[r][k]
 //
-// W is plain (float32, float16, bfloat16) or codes in groups: W[r][k] = code * scale + minimum, as in
-// zero_inference/kernels/quantization.py; an int4 pair has the even element in its low nibble. Sums are float32. x is rounded
-// to bfloat16 for a bfloat16 weight in AMX tiles, and never below float16's precision for the others. Dequantized values are
-// rounded to the dtype of the scale, as on a device. These functions start no threads: the caller gives each thread ranges of
-// rows of W.
+// W is plain or codes in groups: W[r][k] = code * scale + minimum (zero_inference/kernels/quantization.py), rounded to the
+// dtype of the scale, as on a device; an int4 pair has the even element in its low nibble. Sums are float32. x is rounded to
+// bfloat16 for a bfloat16 weight in AMX tiles, and never below float16's precision for the others. The caller gives each of its
+// threads ranges of rows of W.
 
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "floats.h"
+#define ZI_INLINE static inline __attribute__((always_inline))
 
 namespace zero_inference::cpu {
 
 enum class Dtype : int32_t { float32 = 0, float16 = 1, bfloat16 = 2 };
 
 static inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+// float16 and bfloat16 as bits, to and from float32, without branches.
+ZI_INLINE float from_bits(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+ZI_INLINE uint32_t to_bits(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+ZI_INLINE float bfloat16_value(uint16_t bits) { return from_bits(static_cast<uint32_t>(bits) << 16); }
+
+ZI_INLINE uint16_t bfloat16_bits(float value) {
+  const uint32_t bits = to_bits(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
+}
+
+ZI_INLINE float float16_value(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  // the exponent's bias differs by 112; subnormal numbers come out right, because the product normalises them
+  const float value = from_bits((half & 0x7fffu) << 13) * from_bits(239u << 23);
+  const uint32_t bits = (half & 0x7c00u) == 0x7c00u ? 0x7f800000u | (half & 0x3ffu) << 13 : to_bits(value);
+  return from_bits(bits | sign);
+}
+
+ZI_INLINE uint16_t float16_bits(float value) {
+  const uint32_t sign = (to_bits(value) >> 16) & 0x8000u;
+  const uint32_t bits = to_bits(value) & 0x7fffffffu;
+  // below 2^-14 half's numbers are 2^-24 apart, as float's are from 0.5 on: the sum rounds
+  const uint32_t small = to_bits(from_bits(bits) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (bits - (112u << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
+  const uint32_t large = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;  // not a number; or too large, from 65520 on
+  return static_cast<uint16_t>(sign | (bits >= 0x477ff000u ? large : bits < 0x38800000u ? small : normal));
+}
 
 static inline float element(const void* values, Dtype dtype, int64_t index) {
   if (dtype == Dtype::float32) return static_cast<const float*>(values)[index];

@@ -1,11 +1,8 @@
 // Products of codes dequantized to bfloat16, in AMX tiles.
 //
-// Sums of all groups stay in one tile and are stored once a piece, where product_fixed_tiles.h stores and scales those of each
-// group.
-//
-// Strips are 32 rows. A step of 128 columns is dequantized into one panel while the step before is multiplied from the other: a
-// fourth of the products of 32 columns, then two rows, so that neither waits. Four tiles hold the sums of a piece; with more
-// than 32 rows of x they are loaded and stored for each step.
+// Sums of all groups stay in one tile and are stored once a piece. A step of 128 columns is dequantized into one panel while
+// the step before is multiplied from the other: a fourth of the products of 32 columns, then two rows, so that neither waits.
+// Four tiles hold the sums of a piece; with more than 32 rows of x they are loaded and stored for each step.
 //
 // int4: the 16 values of a group, twice, are a look-up table of 32 words. Index bit 4 is irrelevant then, so a rotation by 0,
 // 4, 8 or 12 bits brings each of a word's four nibbles to the index of one of four copies of the word. Of 64 nibbles the first
@@ -18,7 +15,6 @@
 #include "simd_avx512.h"
 
 #include "product_layout.h"
-#include "product_strips.h"
 #include "product_tiles.h"
 #include "simd.h"
 

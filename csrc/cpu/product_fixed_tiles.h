@@ -5,12 +5,9 @@
 // panel, multiply, store sums, scale. A tile product takes 52 cycles and a load waits for the store before it, so stages of
 // different turns are interleaved. int8 codes are multiplied in place.
 //
-// Scaling takes the most. With up to 8 rows of x both terms share a tile, and with up to 4 two blocks of 64 columns do: x of
-// each block has columns of its own and zeros elsewhere, so all products add to one tile; the shares of a total are added at
-// the end. Likewise for two x groups of a block. With more rows each term has a tile, and integers are joined before they are
-// scaled.
-//
-// Totals of a strip of 16 rows stay in registers for one piece.
+// Scaling takes the most. With up to 8 rows of x both terms share a tile, and with up to 4 two blocks of 64 columns do, as two
+// x groups of a block: each has columns of its own and zeros elsewhere, so all products add to one tile, whose shares are added
+// at the end. With more rows each term has a tile, and integers are joined before they are scaled.
 
 #pragma once
 
@@ -18,7 +15,6 @@
 
 #include "product_fixed_input.h"
 #include "product_layout.h"
-#include "product_strips.h"
 #include "product_tiles.h"
 #include "simd.h"
 

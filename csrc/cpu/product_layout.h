@@ -29,7 +29,7 @@ enum Optional : uint32_t {
   kDequantizedTiles = 1 << 5,  // product_dequantized_tiles.h
   kWideTables = 1 << 6,        // one for 64 columns or more
   kFourInputTiles = 1 << 7,    // 33 to 64 rows of x at once
-  kStripPrefetch = 1 << 8,     // Prefetcher (product_strips.h)
+  kStripPrefetch = 1 << 8,     // Prefetcher (product_tiles.h)
   kTiles = 1 << 9,             // bfloat16 (amx.cpp)
   kSplitTiles = 1 << 10,       // float16 in two terms (amx.cpp)
   kDirect = 1 << 11,           // from registers (product_direct.h)

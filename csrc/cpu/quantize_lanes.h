@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include "floats.h"
 #include "product.h"
 
 #if defined(__GNUC__) && !defined(__clang__)

@@ -1,12 +1,13 @@
-// Expert cache: routed experts that are not in device memory are fetched from page-locked host memory, or computed on the CPU.
-// A CUDA graph captures the first two kernels.
+// Reads of page-locked host memory by kernels that a CUDA graph can capture: no copy engine or host thread needs the ids.
 //
 //   expert_division   divides routed experts among device cache, fetch and CPU, and evicts experts for fetched ones
 //   expert_fetch      copies experts into their slots
 //   expert_fill       copies all experts into a block: from their slots, else from host memory
+//   embedding_rows    copies rows of an embedding table
 //
-// A kernel reads host memory at 46 GB/s with one expert of 2.65 MB, at 50 with more, a copy engine at 55 (H100, PCIe 5); the
-// kernel needs no host thread that knows the routing.
+// A kernel reads host memory at 46 GB/s with one expert of 2.65 MB, at 50 with more, a copy engine at 55 (H100, PCIe 5).
+
+#include <torch/headeronly/macros/Macros.h>
 
 #include "../operators.cuh"
 
@@ -142,7 +143,39 @@ void expert_fill(const Tensor& table, int64_t experts, const Tensor& pieces, con
          read<int64_t>(pieces), pieces.size(0), parts, write<char>(block));
 }
 
+// `table` [rows, columns] and `out` [tokens, columns], in vectors. An id out of range fails a device assertion, as in PyTorch.
+template <typename Vector>
+__global__ void __launch_bounds__(kThreads)
+    gather(const int64_t* __restrict__ ids, int64_t tokens, const Vector* __restrict__ table, int64_t rows, int64_t columns,
+           Vector* __restrict__ out) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < tokens * columns; i += stride) {
+    const int64_t token = i / columns;
+    const int64_t id = ids[token];
+    const bool is_row = id >= 0 && id < rows;
+    CUDA_KERNEL_ASSERT(is_row);
+    if (is_row) out[i] = __ldcs(table + id * columns + (i - token * columns));
+  }
+}
+
+// ids int64, contiguous; table [rows, columns] of 2 or 4 bytes an element; out [ids, columns].
+void embedding_rows(const Tensor& ids, const Tensor& table, const Tensor& out) {
+  if (out.numel() == 0) return;
+  const TensorDevice device(ids);
+  const int64_t row_bytes = table.size(1) * static_cast<int64_t>(table.element_size());
+  const auto run = [&](auto zero) {
+    using Vector = decltype(zero);
+    const int64_t columns = row_bytes / static_cast<int64_t>(sizeof(Vector));
+    const int64_t blocks = std::min<int64_t>(kMostRowBlocks, divided_up(ids.numel() * columns, kThreads));
+    launch(gather<Vector>, dim3(blocks), kThreads, 0, device, read<int64_t>(ids), ids.numel(), read<Vector>(table),
+           table.size(0), columns, write<Vector>(out));
+  };
+  const bool whole = row_bytes % 16 == 0 && aligned(table.const_data_ptr(), 16) && aligned(out.const_data_ptr(), 16);
+  whole ? run(uint4{}) : run(static_cast<unsigned short>(0));
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
+  library.def("embedding_rows(Tensor ids, Tensor table, Tensor(a!) out) -> ()");
   library.def(
       "expert_division(Tensor chosen, Tensor(a!) table, Tensor(b!) uses, int experts, Tensor quota, float kept_use, bool "
       "keeps, Tensor(c!) for_cpu, Tensor(d!) slot, Tensor(e!) fetched_slot, Tensor(f!) fetched, Tensor(g!) fetched_into) -> "
@@ -152,6 +185,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) {
+  library.impl("embedding_rows", TORCH_BOX(&embedding_rows));
   library.impl("expert_division", TORCH_BOX(&expert_division));
   library.impl("expert_fetch", TORCH_BOX(&expert_fetch));
   library.impl("expert_fill", TORCH_BOX(&expert_fill));

@@ -6,9 +6,8 @@
 
 namespace zero_inference::norms {
 
-// For what is read: everything else leaves the L2 cache before it. Where rows come from memory, and not from the cache, passes
-// that write as much as they read are up to 4% faster with it, and faster than a copy; why was not found. A matrix product that
-// reads their results is as fast as without (benchmarks/LOG.md).
+// For what is read: everything else leaves the L2 cache before it. Passes that write as much as they read are up to 4% faster
+// where rows come from memory; why was not found (benchmarks/LOG.md).
 __device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -170,11 +169,9 @@ struct LoopShape {
   }
 };
 
-// A thread's share of a row in registers, zero after the row's end. With one row a block and a block a row the hardware's
-// scheduler keeps loads in flight, and nothing passes through shared memory but the sums. kEvictLast: see evict_last_policy.
-//
-// Plain loads: with a hint that keeps them out of the L1 cache (where they land on their way) rms_norm lost 4%, and with
-// streaming stores 2% more (65536 x 4096 in bfloat16 on an H200).
+// A thread's share of a row in registers, zero after the row's end. With a block a row the hardware's scheduler keeps loads in
+// flight. Plain loads: with a hint that keeps them out of the L1 cache (where they land on their way) rms_norm lost 4%, and
+// with streaming stores 2% more (65536 x 4096 in bfloat16 on an H200).
 template <typename S, bool kEvictLast>
 struct HeldRow {
   using T = typename S::Type;
@@ -234,12 +231,9 @@ struct LoopRow {
 template <typename S, bool kEvictLast>
 using RowOf = std::conditional_t<S::kLoop, LoopRow<S>, HeldRow<S, kEvictLast>>;
 
-// Rows of kTensors tensors that pass through shared memory: persistent blocks, each thread fetching its own share of the next
-// rows while it computes.
-//
-// A thread reads back only what it copied itself, so the ring needs no barrier, and a vector's place is refilled as soon as the
-// thread has used it. In flight are one to three rows a block whatever the registers hold: for passes whose accumulators fill
-// the registers.
+// Rows of kTensors tensors that pass through shared memory, for passes whose accumulators fill the registers: persistent
+// blocks, each thread fetching its own share of the next one to three rows while it computes. It reads back only what it copied
+// itself, so the ring needs no barrier, and a vector's place is refilled at once.
 template <typename T, int kThreads, int kVectors, int kTensors_>
 struct RingShape : RowShape<T, kThreads, kVectors> {
   using Row = RowShape<T, kThreads, kVectors>;

@@ -7,9 +7,8 @@
 // The weight is rounded to 16 bits once (dequantize_groups: twice, which differs in ties), products are exact and sums float32:
 // compared with dequantizing and a matrix product only the order of sums differs. No atomics: the same bits in every run.
 //
-// The warps of a block share its rows of the weight and their columns. Each lane streams its own codes, 16 bytes at a time,
-// through a ring in shared memory; the block prefetches tokens and scales one chunk of columns ahead. Sums of warps, then of
-// the blocks of a cluster, which split the columns, are added in order.
+// The warps of a block share its rows of the weight and their columns. Each lane streams its own codes through a ring in shared
+// memory; tokens and scales are a chunk of columns ahead. Sums of warps, then of the blocks of a cluster, are added in order.
 
 #include <cooperative_groups.h>
 
