@@ -69,6 +69,23 @@ int resident_blocks(Kernel kernel, int threads, int shared_bytes, const Device& 
   return blocks;
 }
 
+// Whether `kernel` was compiled for devices with clusters (Hopper and later); queried once a device, where the kernel is also
+// allowed all shared memory. `known` belongs to this kernel alone.
+template <typename Kernel>
+bool has_clusters(Kernel kernel, int shared_bytes, const Device& device, std::atomic<int> (&known)[kDevices]) {
+  enum : int { kUnknown, kWithout, kWith };
+  int answer = device.index < kDevices ? known[device.index].load(std::memory_order_relaxed) : kUnknown;
+  if (answer == kUnknown) {
+    cudaFuncAttributes attributes;
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel));
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+    answer = attributes.ptxVersion >= 90 ? kWith : kWithout;
+    if (device.index < kDevices) known[device.index].store(answer, std::memory_order_relaxed);
+  }
+  return answer == kWith;
+}
+
 inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 // A null pointer is aligned: nothing is there to be accessed.

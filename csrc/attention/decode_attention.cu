@@ -463,10 +463,9 @@ template <typename T, int kWidth, int kHalves>
 void launch_kernel(Task task, int64_t sequences, int64_t key_heads, const Device& device) {
   using S = Shape<T, kWidth, kHalves>;
   const auto kernel = attend<T, kWidth, kHalves>;
-  cudaFuncAttributes attributes;
-  check_cuda(cudaFuncGetAttributes(&attributes, kernel));
-  const bool clusters = attributes.ptxVersion >= 90;  // else the code has none
+  static std::atomic<int> known[kDevices];
   const int processors = device.processors(), most_shared_bytes = device.block_shared_bytes();
+  const bool clusters = has_clusters(kernel, most_shared_bytes, device, known);
   task.row_blocks = static_cast<int>(divided_up(task.group * task.queries, S::kRows));
   const int64_t steps = divided_up(task.positions, S::kStep);
   const int64_t blocks = sequences * key_heads * task.row_blocks;
@@ -477,8 +476,6 @@ void launch_kernel(Task task, int64_t sequences, int64_t key_heads, const Device
   }
   if (are_few(blocks * task.splits, processors) && steps > task.splits * warps) warps = kMostThreads / kWarp;
   while (warps > 1 && S::shared_bytes(warps) > most_shared_bytes) warps /= 2;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes));
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   launch_clusters(kernel, dim3(task.splits, key_heads * task.row_blocks, sequences), warps * kWarp, S::shared_bytes(warps),
                   task.splits, device, task);
 }

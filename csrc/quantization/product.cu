@@ -554,24 +554,6 @@ struct Limits {
   int processors, shared_bytes;  // shared_bytes: of a block, for what `Task::shared_bytes` counts
 };
 
-// Queried once per device and kernel: whether it supports clusters (Hopper and later). Also allows all shared memory. 0: not
-// queried.
-enum Clusters : int { kUnknown = 0, kWithout = 1, kWith = 2 };
-
-template <typename Kernel>
-Clusters clusters_of(Kernel kernel, int device, int shared_bytes, std::atomic<int> (&known)[kDevices]) {
-  int answer = device < kDevices ? known[device].load(std::memory_order_relaxed) : kUnknown;
-  if (answer == kUnknown) {
-    cudaFuncAttributes attributes;
-    check_cuda(cudaFuncGetAttributes(&attributes, kernel));
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-    answer = attributes.ptxVersion >= 90 ? kWith : kWithout;
-    if (device < kDevices) known[device].store(answer, std::memory_order_relaxed);
-  }
-  return static_cast<Clusters>(answer);
-}
-
 // Fills parameters that are 0 from the table of launch sizes; if shared memory does not suffice, one warp per row range, which
 // needs least.
 void choose(Task& task, int step, const Limits& device, bool clusters) {
@@ -605,7 +587,7 @@ void launch_kernel(Task task, const Device& device) {
   static std::atomic<int> known[kDevices];
   const auto kernel = multiply<T, kBits, kTokenTiles, kGroups, kRows>;
   const Limits limits = {device.processors(), device.block_shared_bytes() - kFoundBytes};
-  const bool clusters = clusters_of(kernel, device.index, limits.shared_bytes, known) == kWith;
+  const bool clusters = has_clusters(kernel, limits.shared_bytes, device, known);
   STD_TORCH_CHECK(clusters || task.splits <= 1, "linear_groups: splits must be 1 on a device without clusters, found ",
                   task.splits);
   choose(task, kStep, limits, clusters);
