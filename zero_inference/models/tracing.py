@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -147,12 +148,10 @@ def _record_pass(
         cache = {} if past is None else {"past_key_values": _passing_cache(model.config, past)}
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(copied.forward).parameters else {}
         with Patches() as patches, torch.no_grad():
-            # transformers would read the values of a mask that a model makes, as OPT's, and look for the padding token among the ids
+            # transformers would read the values of a mask that a model makes, as OPT's
             patches.set_attr(masking_utils, "fast_all", lambda mask: True)
-            patches.set_attr(torch.Tensor, "__contains__", lambda ids, token: False)
-            patches.set_attr(nn.functional, "scaled_dot_product_attention", recorder.count_attention)
             recorder.hook_modules(patches)
-            with recorder:
+            with _ReplacedAttention(recorder), recorder:
                 copied(input_ids=ids, **cache, use_cache=past is not None, **last_only)
     except Exception:  # the model's own code may raise anything
         return None
@@ -279,9 +278,7 @@ class PassRecorder(TorchDispatchMode):
         weights = read["outside_bytes"], read["layer_bytes"], read["expert_bytes"]
         self.operators[Operator(flops, nbytes, *weights, same_input=same_input)] += 1
 
-    def count_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
-    ) -> torch.Tensor:
+    def count_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return the output of attention. It is causal, so a prompt's tokens attend to half of each other."""
         batch, heads, length, width = query.shape
         out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
@@ -291,6 +288,19 @@ class PassRecorder(TorchDispatchMode):
         shape = AttentionShape(heads, key.shape[1], (width + value.shape[-1]) / 2, key.shape[2])
         self.operators[Operator(flops, nbytes, attention=shape)] += 1
         return out
+
+
+class _ReplacedAttention(TorchFunctionMode):  # a mode, because other threads may compute with the same functions
+    def __init__(self, recorder: PassRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is nn.functional.scaled_dot_product_attention:
+            return self.recorder.count_attention(*args[:3])
+        if function is torch.Tensor.__contains__:  # transformers looks for the padding token among the ids
+            return False
+        return function(*args, **(kwargs or {}))
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
