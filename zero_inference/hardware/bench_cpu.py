@@ -96,11 +96,8 @@ def cpus_of_rank(ranks: Ranks) -> tuple[int, ...]:
 
 
 def cpus_of_host(ranks: Ranks, threads: int | None = None) -> tuple[int, ...]:
-    """Return a CPU for each thread of the pool that all ranks of this host share; -1 (unbound) without a GPU.
-
-    Raises:
-        UsageError: `threads` (--cpu-threads; None chooses) is more than the usable CPUs.
-    """
+    """Return a CPU for each thread of the pool that all ranks of this host share; -1 (unbound) without a GPU. Raises UsageError: `threads`
+    (--cpu-threads; None chooses) is more than the usable CPUs."""
     if ranks.device.type != "cuda":
         usable = len(os.sched_getaffinity(0))
         if threads is not None and threads > usable:
@@ -116,11 +113,8 @@ def _numa_node_of(device: torch.device) -> int | None:
 
 
 def measure_read_gb_per_s(cpus: tuple[int, ...], seconds: float = 0.3, memory: torch.Tensor | None = None) -> float:
-    """Return GB/s at which the CPU reads `memory` (uint8; None allocates more than the caches hold) and adds it up.
-
-    Raises:
-        RunError: the system allows fewer threads.
-    """
+    """Return GB/s at which the CPU reads `memory` (uint8; None allocates more than the caches hold) and adds it up. Raises RunError: the
+    system allows fewer threads."""
     memory = random_bytes(2 * uncached_block_bytes()) if memory is None else memory
     numbers = (ctypes.c_int32 * len(cpus))(*cpus)
     moved = ctypes.c_int64()
@@ -457,11 +451,7 @@ def median_rates(samples: dict[str, list[float]]) -> dict[str, Any]:
 
 @functools.cache  # plans ask for every candidate
 def measure_concurrent_rates(device: torch.device, cpus: tuple[int, ...], work: CpuWorkload) -> ConcurrentRates:
-    """Measure on the CUDA device `device` and the CPUs `cpus`, in about two seconds.
-
-    Raises:
-        RunError, torch.OutOfMemoryError: no memory.
-    """
+    """Measure on the CUDA device `device` and the CPUs `cpus`, in about two seconds. Raises RunError, torch.OutOfMemoryError: no memory."""
     weights = {cast(WeightFormat, work.weight_format): (work.dtype, work.scheme)}
     attention = [(cast(WeightFormat, work.kv_format), work.heads)] if work.heads else []
     with contextlib.closing(CpuBench(device, cpus, work.rows, work.columns)) as bench:
@@ -482,11 +472,8 @@ def measure_concurrent_rates(device: torch.device, cpus: tuple[int, ...], work: 
 
 
 def measure_cpu_profile(device: torch.device, cpus: tuple[int, ...], say: Callable[[str], None]) -> CpuProfile:
-    """Measure on the CUDA device `device` and the CPUs `cpus`, in about fifteen seconds. `say` reports attention that has no memory.
-
-    Raises:
-        RunError, torch.OutOfMemoryError: no memory.
-    """
+    """Measure on the CUDA device `device` and the CPUs `cpus`, in about fifteen seconds. `say` reports attention that has no memory. Raises
+    RunError, torch.OutOfMemoryError: no memory."""
     attention = [(name, heads) for name in ATTENTION_FORMATS for heads in ATTENTION_HEADS]
     with contextlib.closing(CpuBench(device, cpus, max(ROWS), COLUMNS)) as bench:
         return bench.profile({name: FORMATS[name] for name in MEASURED}, ROWS, attention, say)

@@ -131,11 +131,8 @@ class DeviceWeights:
 def product_times(
     device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None, tokens: Sequence[int]
 ) -> dict[int, ProductTime]:
-    """Return the time of a product by number of tokens, without those whose activations do not fit.
-
-    Raises:
-        torch.OutOfMemoryError: the weights do not fit.
-    """
+    """Return the time of a product by number of tokens, without those whose activations do not fit. Raises torch.OutOfMemoryError: the
+    weights do not fit."""
     points: dict[int, list[tuple[int, float]]] = {count: [] for count in tokens}
     for shape in SHAPES[device.type]:
         weights = DeviceWeights(device, dtype, scheme, shape)

@@ -364,11 +364,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def measure_and_cache(say: Say) -> None:
-    """Measure this machine and write the cache file.
-
-    Raises:
-        UsageError: the file is there and no hardware profile.
-    """
+    """Measure this machine and write the cache file. Raises UsageError: the file is there and no hardware profile."""
     path = machine_path()
     again = ""
     if path.exists():

@@ -229,11 +229,8 @@ def write_profile(profile: HardwareProfile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> HardwareProfile:
-    """Read a file of `zero-inference link --save`.
-
-    Raises:
-        UsageError: there is no such file, or a value is invalid; names the first such key.
-    """
+    """Read a file of `zero-inference link --save`. Raises UsageError: there is no such file, or a value is invalid; names the first such
+    key."""
     try:
         return HardwareProfile.model_validate_json(path.read_text(encoding="utf-8-sig"))
     except OSError as error:

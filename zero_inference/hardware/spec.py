@@ -21,7 +21,6 @@ from zero_inference.hardware.profile import (
     CpuProfile,
     Gpu,
     HardwareProfile,
-    Source,
     WeightFormat,
     describe_first,
     read_profile,
@@ -80,30 +79,23 @@ class Card:
 
 
 @functools.cache
+def _table() -> dict[str, Any]:
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def cards() -> tuple[Card, ...]:
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-
-    def rate(value: float, source: str) -> Rate:
-        return Rate(value, table["sources"][source])
-
-    def memory_bytes(row: dict) -> int | None:
-        if "memory_gb" not in row:
-            return None
+    found = []
+    for row in _table()["cards"]:
+        rates = {name: row.get(name) for name in ("memory_gbps", "nvlink_gbps")} | row["tflops"]
+        known = {name: Rate(pair[0], _table()["sources"][pair[1]]) for name, pair in rates.items() if pair}
         # makers' GB are GiB; GDDR6 has no bits of its own for error correction, which takes a sixteenth
-        nbytes = int(row["memory_gb"][0] * (1 << 30))
-        return nbytes - nbytes // 16 if row.get("ecc_in_memory") else nbytes
-
-    return tuple(
-        Card(
-            name=row["name"],
-            matches=tuple(row["matches"]),
-            tflops={kind: rate(*pair) for kind, pair in row["tflops"].items()},
-            memory=rate(*row["memory_gbps"]),
-            nvlink=rate(*row["nvlink_gbps"]) if "nvlink_gbps" in row else None,
-            memory_bytes=memory_bytes(row),
-        )
-        for row in table["cards"]
-    )
+        memory_bytes = int(row["memory_gb"][0] * (1 << 30)) if "memory_gb" in row else None
+        if memory_bytes and row.get("ecc_in_memory"):
+            memory_bytes -= memory_bytes // 16
+        memory, nvlink = known.pop("memory_gbps"), known.pop("nvlink_gbps", None)
+        found.append(Card(row["name"], tuple(row["matches"]), known, memory, nvlink, memory_bytes))
+    return tuple(found)
 
 
 def find_card(device_name: str) -> Card | None:
@@ -150,8 +142,7 @@ class TypicalMachine:
 
 @functools.cache
 def typical_machines() -> dict[str, TypicalMachine]:
-    rows = json.loads(TABLE.read_text(encoding="utf-8"))["machines"]
-    return {row["name"]: TypicalMachine(**row) for row in rows}
+    return {row["name"]: TypicalMachine(**row) for row in _table()["machines"]}
 
 
 def print_typical_machines(format: str = "table") -> None:
@@ -168,30 +159,28 @@ def print_typical_machines(format: str = "table") -> None:
         Column("bfloat16_tflops", "bf16\nTFLOP/s", "{:g}".format),
         Column("host_gib", "assumed\nhost GiB", decimals(0), "Int64"),
     )
-    rows = [
-        {
-            "name": machine.name,
-            "gpu": machine.card,
-            "memory_gib": profile.gpus[0].memory_bytes / (1 << 30),
-            "memory_gbps": profile.device_gb_per_s,
-            "link": f"PCIe {machine.generation} x16",
-            "link_gbps": profile.link_gb_per_s,
-            "peers": "the link" if profile.peers_gb_per_s == "link" else f"{profile.peers_gb_per_s:g} GB/s",
-            "float16_tflops": profile.matmul_tflops.get("float16"),
-            "bfloat16_tflops": profile.matmul_tflops.get("bfloat16"),
-            "host_gib": machine.host_gib,
-        }
-        for machine, profile in ((machine, machine.profile()) for machine in typical_machines().values())
-    ]
+    rows = []
+    for machine in typical_machines().values():
+        profile = machine.profile()
+        rows.append(
+            {
+                "name": machine.name,
+                "gpu": machine.card,
+                "memory_gib": profile.gpus[0].memory_bytes / (1 << 30),
+                "memory_gbps": profile.device_gb_per_s,
+                "link": f"PCIe {machine.generation} x16",
+                "link_gbps": profile.link_gb_per_s,
+                "peers": "the link" if profile.peers_gb_per_s == "link" else f"{profile.peers_gb_per_s:g} GB/s",
+                **{f"{dtype}_tflops": profile.matmul_tflops.get(dtype) for dtype in ("float16", "bfloat16")},
+                "host_gib": machine.host_gib,
+            }
+        )
     print_rows(rows, columns, format, piped_width=PIPED_WIDTH, gap=2)
 
 
 def resolve_profile(name: str | None, assume: str | None) -> HardwareProfile | None:
-    """Return the profile that `--machine` and `--assume` give; None for this machine.
-
-    Raises:
-        UsageError: there is no such machine, or file or line have an invalid value.
-    """
+    """Return the profile that `--machine` and `--assume` give; None for this machine. Raises UsageError: there is no such machine, or file
+    or line have an invalid value."""
     base = None if name is None else _load_profile(name)
     return base if assume is None else parse_assumed(assume, base)
 
@@ -242,25 +231,24 @@ PARTS = {
 
 
 def parse_assumed(text: str, base: HardwareProfile | None = None) -> HardwareProfile:
-    """Return the machine of a line such as `EXAMPLE`, or `base` with the values of the line.
-
-    Raises:
-        UsageError: an invalid part, or without `base` a missing one.
-    """
+    """Return the machine of a line such as `EXAMPLE`, or `base` with the values of the line. Raises UsageError: an invalid part, or without
+    `base` a missing one."""
     given: dict[str, Any] = {}
     for part in text.split(","):
         name, value = _parse_part(part)
         if name in given:
             raise UsageError(f"--assume: {name} is given twice; give it once.")
         given[name] = value
-    if base is None and (missing := [name for name in ("gpus", "host") if name not in given]):
-        raise UsageError(f"--assume {text}: {' and '.join(missing)} missing; write it as in {EXAMPLE}.")
     if base is None:
+        if missing := [name for name in ("gpus", "host") if name not in given]:
+            raise UsageError(f"--assume {text}: {' and '.join(missing)} missing; write it as in {EXAMPLE}.")
         start = HardwareProfile(source="assumed", name="a machine that is not there", gpus=(), host_memory_bytes=0)
     else:
         start = _drop_other_device(base, given.get("gpus")).model_copy(update={"name": f"{base.name} with {text}"})
     changes: dict[str, Any] = {field: given[name] for name, (field, *_) in PARTS.items() if field and name in given}
-    changes["source"] = _source(start, given)
+    # real hardware never reaches the rates of datasheets, and plans say so while some are left
+    left = {"link", "memory", "matmul"} | ({"peers"} if isinstance(start.peers_gb_per_s, float) else set())
+    changes["source"] = "datasheet" if start.source == "datasheet" and left - given.keys() else "assumed"
     if "matmul" in given:
         changes["matmul_tflops"] = dict.fromkeys(("float16", "bfloat16"), given["matmul"])
     if "memory" in given:  # these were measured with another one
@@ -310,19 +298,12 @@ def _parse_part(part: str) -> tuple[str, Any]:
     return name, int(value) if units is SIZES else value
 
 
-def _source(base: HardwareProfile, given: dict[str, Any]) -> Source:
-    """Return `datasheet` while datasheet rates are left: real hardware never reaches them, and plans say so."""
-    left = {"link", "memory", "matmul"} | ({"peers"} if isinstance(base.peers_gb_per_s, float) else set())
-    return "datasheet" if base.source == "datasheet" and left - given.keys() else "assumed"
-
-
 def _drop_other_device(base: HardwareProfile, gpus: tuple[Gpu, ...] | None) -> HardwareProfile:
     """Return `base` without the rates of its device if that becomes a GPU or stops being one."""
     if gpus is None or bool(gpus) == bool(base.gpus):
         return base
-    kept = ("source", "measured_with", "name", "measured_at", "others_cpu_share", "versions", "gpus")
-    of_host = ("host_memory_bytes", "disk_free_bytes", "disk_gb_per_s")
-    return HardwareProfile(**{name: getattr(base, name) for name in (*kept, *of_host)})
+    kept = "source measured_with name measured_at others_cpu_share versions gpus host_memory_bytes disk_free_bytes disk_gb_per_s"
+    return HardwareProfile(**{name: getattr(base, name) for name in kept.split()})
 
 
 def _assume_cpu(gb_per_s: float, machine: HardwareProfile) -> CpuProfile:

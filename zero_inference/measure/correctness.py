@@ -30,10 +30,7 @@ ROUNDINGS = 8  # of the layer's output, whose input may be much larger than what
 
 class ReferenceLayers:
     """The first decoder layer of each kind as transformers runs it on a CPU, with the weights that the engine loads; on the first rank.
-    Created before the engine loads.
-
-    Args:
-        enabled: False for no layers.
+    Created before the engine loads; not `enabled`, it has no layers.
 
     Attributes:
         positions: of these layers, on all ranks.
@@ -84,11 +81,7 @@ class ReferenceLayers:
     @torch.no_grad()
     def compare(self, loaded: LoadedModel, say: Callable[[str], None]) -> None:
         """Run a few tokens through the loaded model, and compare its layers with the references on equal inputs. All ranks call it, once;
-        `say` gets a line about layers that cannot be compared.
-
-        Raises:
-            RunError: a layer's output differs; on all ranks.
-        """
+        `say` gets a line about layers that cannot be compared. Raises RunError on all ranks if a layer's output differs."""
         if not self.positions:
             return
         tokens, vocabulary, ranks = COMPARED_TOKENS, self.job.spec.text_config.vocab_size, self.job.ranks
@@ -168,10 +161,7 @@ def _first_tensor(values: Any) -> torch.Tensor:
 
 class LogitsCheck:
     """Checks the raw logits of each forward of the first generation of `model`. The prefill alone is not enough: a later token may be the
-    first to choose an expert.
-
-    The check runs on the device without synchronization, so the generation may be a timed one; `require_finite` reads the results.
-    """
+    first to choose an expert. The check runs on the device without synchronization, so the generation may be a timed one."""
 
     def __init__(self, model: Any):
         self.model, self.hooks = model, Patches()
@@ -181,13 +171,8 @@ class LogitsCheck:
         )
 
     def require_finite(self, dtype: torch.dtype, ranks: Ranks, again: Callable[[int], Any]) -> None:
-        """Raise for logits that were not finite. All ranks call it after each generation; only the first call acts.
-
-        Args:
-            again: generates a number of tokens again, to find the layer in which it begins.
-
-        Raises:
-            RunError: logits of any rank have NaN or infinity; on all ranks; names the token and the first such decoder layer.
+        """Raise RunError on all ranks if logits of any rank have NaN or infinity; it names the token and the first such decoder layer. All
+        ranks call it after each generation; only the first call acts. `again` generates a number of tokens once more, to find the layer.
         """
         if not self.finite:
             return
@@ -196,9 +181,8 @@ class LogitsCheck:
         token = 1 + int(ranks.minimum(finite.index(False) if False in finite else len(finite)))
         if token > len(finite):
             return
-        advice = "check the weights there"
-        if dtype == torch.float16:
-            advice = "float16 overflows above 65504, use --dtype bfloat16 or float32"
+        overflow = "float16 overflows above 65504, use --dtype bfloat16 or float32"
+        advice = overflow if dtype == torch.float16 else "check the weights there"
         where = _locate_first_nonfinite(self.model, ranks, lambda: again(token))
         which = "the prefill" if token == 1 else f"token {token}"
         raise RunError(f"the logits of {which} are not finite (NaN or infinity); {where}: {advice}")

@@ -28,17 +28,16 @@ MAX_SETTLING = 4  # generations after the warm-up, one for each decision that th
 
 @dataclass
 class Measurement:
-    """The loops of a run.
-
-    Attributes:
-        warmed_up: whether the warm-up ended because its loops took equal times; None without `warmup_spread`.
-        settling_s: total time of each generation after the warm-up until the engine had settled.
-    """
+    """The loops of a run."""
 
     loops: list[Loop] = field(default_factory=list)
     warmup_s: list[float] = field(default_factory=list)  # total time of each warm-up loop
-    warmed_up: bool | None = None
-    settling_s: list[float] = field(default_factory=list)
+    warmed_up: bool | None = (
+        None  # whether the warm-up ended because its loops took equal times; None without `warmup_spread`
+    )
+    settling_s: list[float] = field(
+        default_factory=list
+    )  # of each generation after the warm-up until the engine had settled
     output_ids: torch.Tensor | None = None  # generated ids int64 [global batch, gen_len] of the last loop, on the host
 
 
@@ -69,8 +68,7 @@ def measure_loops(
         progress: called after each token with what is under way, and the tokens that are done.
         warmup_spread: ends the warm-up as soon as its latest loops are `is_steady` within this share; `warmup` is then the maximum.
 
-    Raises:
-        RunError: logits of the first generation are not finite.
+    Raises RunError: logits of the first generation are not finite.
     """
     disable_cudnn_attention()
     measurement, logits = Measurement(), LogitsCheck(loaded.model)
@@ -213,7 +211,8 @@ class _StepClock(StoppingCriteria):
         self.marks.append(mark)
 
     def loop(self, ranks: Ranks) -> Loop:
-        """Return the times, over all ranks, and what this rank moved. Call it after the generation, on all ranks."""
+        """Return the times, over all ranks, and averages of what this rank moved in the decode steps. Call it after the generation, on all
+        ranks."""
         first, *marks = self.marks
         if self.on_gpu:
             marks[-1].synchronize()
@@ -221,38 +220,31 @@ class _StepClock(StoppingCriteria):
         else:
             token_s = [mark - first for mark in marks]
         token_s = ranks.maximum(token_s)
+        steps, moved, experts = len(token_s) - 1, MovedPerStep.unknown(), None
+        if steps:
+            to_device, to_host, disk, cores = _per_step(self.moved)
+            busy_s = self.transfers.cores_busy_s
+            moved = MovedPerStep(
+                host_to_device_bytes_per_step=to_device,
+                device_to_host_bytes_per_step=to_host,
+                disk_read_bytes_per_step=disk,
+                cores_bytes_per_step=cores,
+                cores_busy_s_per_step=None if busy_s is None else (busy_s() - self.prefill_busy_s) / steps,
+            )
+        if steps and self.experts:
+            choices, hits, saved, fetched = _per_step(self.experts)
+            if choices:
+                experts = ExpertUse(hit_rate=hits / choices, saved_bytes_per_step=saved, fetched_bytes_per_step=fetched)
         return Loop(
             prefill_s=token_s[0],
             decode_s=token_s[-1] - token_s[0],
             total_s=token_s[-1],
             step_s=[after - before for before, after in zip(token_s, token_s[1:])],
-            moved=self._moved_per_step(),
-            experts=self._expert_use(),
+            moved=moved,
+            experts=experts,
         )
 
-    def _moved_per_step(self) -> MovedPerStep:
-        """Return averages over the decode steps, unknown without any."""
-        steps = len(self.moved) - 1
-        if steps < 1:
-            return MovedPerStep.unknown()
-        to_device, to_host, disk, cores = ((last - first) / steps for first, last in zip(self.moved[0], self.moved[-1]))
-        busy_s = self.transfers.cores_busy_s
-        return MovedPerStep(
-            host_to_device_bytes_per_step=to_device,
-            device_to_host_bytes_per_step=to_host,
-            disk_read_bytes_per_step=disk,
-            cores_bytes_per_step=cores,
-            cores_busy_s_per_step=None if busy_s is None else (busy_s() - self.prefill_busy_s) / steps,
-        )
 
-    def _expert_use(self) -> ExpertUse | None:
-        """Return the use of the expert cache in the decode steps; None without one, and if tokens chose no experts."""
-        steps = len(self.experts) - 1
-        if steps < 1:
-            return None
-        choices, hits, saved, fetched = (last - first for first, last in zip(self.experts[0], self.experts[-1]))
-        if not choices:
-            return None
-        return ExpertUse(
-            hit_rate=hits / choices, saved_bytes_per_step=saved / steps, fetched_bytes_per_step=fetched / steps
-        )
+def _per_step(counts: list[tuple[int, ...]]) -> list[float]:
+    """Return the average increase of each counter between tokens."""
+    return [(last - first) / (len(counts) - 1) for first, last in zip(counts[0], counts[-1])]

@@ -193,12 +193,8 @@ def _seconds(text: str) -> float:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, print and draw; return 0. Each row also goes to stderr as soon as it is measured.
-
-    Raises:
-        UsageError: what cannot be measured here.
-        RunError: a row failed.
-    """
+    """Measure, print and draw; return 0. Each row also goes to stderr as soon as it is measured. Raises UsageError: what cannot be measured
+    here. RunError: a row failed."""
     if args.plot is not None:
         if args.plot.suffix.lower() != ".png":
             raise UsageError(f"--plot {args.plot}: plots are PNG files; use a name that ends in .png.")
