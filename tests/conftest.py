@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import importlib.util
 import json
@@ -112,8 +113,8 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 def replace(part: Any, **changes: Any) -> Any:
-    """Return a part of a record with some fields changed."""
-    return part.model_copy(update=changes)
+    """Return a model of pydantic, such as a part of a record, or a dataclass with some fields changed."""
+    return part.model_copy(update=changes) if hasattr(part, "model_copy") else dataclasses.replace(part, **changes)
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

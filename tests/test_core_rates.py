@@ -12,7 +12,7 @@ from zero_inference.cpu.hand_off import HostSide, allocate_local_buffers
 from zero_inference.cpu.library import load_library
 from zero_inference.errors import RunError
 from zero_inference.hardware import bench_cpu, measure_profile
-from zero_inference.hardware.bench_cpu import CpuBench, CpuCalls, CpuProducts, median_rates, products_of_formats
+from zero_inference.hardware.bench_cpu import CpuBench, CpuCalls, CpuProducts, products_of_formats
 from zero_inference.hardware.profile import CPU_BLOCK_BYTES, ConcurrentRates, CpuWorkload
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.utils.ranks import Ranks
@@ -117,26 +117,6 @@ def test_the_rates_of_a_plan_are_measured_for_its_weights(monkeypatch):
     assert (found.rows, found.link_alone_gb_per_s, found.device_gb_per_s) == (2, 50.0, 4000.0)
     assert 0 < found.cores_gb_per_s <= found.cores_alone_gb_per_s and found.hand_off_s == pytest.approx(2e-5)
     assert 0 < found.attended.beside_link_gb_per_s <= found.attended.alone_gb_per_s
-
-
-SAMPLES = {
-    "link_gb_per_s": [50.0, 40.0, 51.0],
-    "cores_gb_per_s": [90.0, 100.0, 95.0],
-    "cores_alone_gb_per_s": [93.0, 120.0, 92.0],
-    "call_s": [0.0, 1e-4, 3e-5],
-    "expert_s": [-1e-5, -2e-5, 0.0],
-}
-
-
-def test_the_median_of_the_visits_counts():
-    """No faster beside the link than alone, and no time less than none."""
-    assert median_rates(SAMPLES) == {
-        "link_gb_per_s": 50.0,
-        "cores_gb_per_s": 93.0,
-        "cores_alone_gb_per_s": 93.0,
-        "call_s": 3e-5,
-        "expert_s": 0.0,
-    }
 
 
 def test_hand_offs_are_measured_one_after_the_other(bench, monkeypatch):

@@ -2,11 +2,10 @@
 
 import json
 import shlex
-from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, replace
 
 from benchmarks.predictions import options_of
 from zero_inference.cli import main
@@ -89,14 +88,13 @@ MACHINE = HardwareProfile(
 
 def test_a_description_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "machine.json"
-    write_profile(MACHINE.model_copy(update={"peers_gb_per_s": "link"}), path)
+    write_profile(replace(MACHINE, peers_gb_per_s="link"), path)
     assert read_profile(path).peers_gb_per_s == "link"
     write_profile(MACHINE, path)
     assert read_profile(path) == MACHINE
     written = json.loads(path.read_text())
-    assert written["link_gbps"] == 55.0 and written["cores"]["products"][2]["cores_gbps"] == 50.0, (
-        "keys as in the record"
-    )
+    # keys as in the record
+    assert written["link_gbps"] == 55.0 and written["cores"]["products"][2]["cores_gbps"] == 50.0
 
 
 def damaged(**changes):
@@ -108,14 +106,11 @@ def damaged(**changes):
     [
         ("", "not JSON (EOF"),
         ("[1]", "all of it: input should be an object"),
-        (damaged(host_memory_bytes=-1), "host_memory_bytes -1: input should be greater than or equal to 0"),
         (damaged(host_memory_bytes="120 GiB"), "host_memory_bytes 120 GiB: input should be a valid integer"),
         (damaged(link_gbps=0), "link_gbps 0: input should be greater than or equal to 0.000000001"),
         (damaged(link_gbps=float("inf")), "link_gbps inf: input should be a finite number"),
         (damaged(link=55), "link is no key of this version"),
-        (damaged(gpus=[{"name": "a", "memory_bytes": 5}]), "gpus.0.free_bytes"),
         (damaged(gpus=[{"name": "a", "memory_bytes": 5, "free_bytes": 6}]), "free_bytes 6 is more than memory_bytes 5"),
-        (damaged(cores=damaged()["cores"] | {"products": []}), "cores.products: "),
         (damaged(cores=damaged()["cores"] | {"products": damaged()["cores"]["products"] * 2}), "int4 with 1 rows 2"),
         (damaged(source="guessed"), "source guessed: input should be 'measured', 'datasheet' or 'assumed'"),
     ],
@@ -129,13 +124,6 @@ def test_a_file_that_cannot_be_is_refused_in_one_line(content, said, tmp_path, c
     assert line.endswith("`zero-inference link --save FILE` writes one.")
 
 
-@pytest.mark.parametrize("path, said", [("nowhere.json", "No such file"), (".", "Is a directory")])
-def test_a_file_that_is_not_there(path, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=said):
-        resolve_machine(path, None)
-
-
 def test_what_is_assumed():
     found = parse_assumed(
         "gpus=2x24GiB, host=128GB,link=25GB/s,memory=1.0TB/s,matmul=150TFLOP/s,disk=3GB/s,disk_free=1TiB,cores=60GB/s"
@@ -144,41 +132,32 @@ def test_what_is_assumed():
     assert found.gpus == (gpu, gpu) and found.host_memory_bytes == 128 * 10**9 and found.source == "assumed"
     assert (found.link_gb_per_s, found.device_gb_per_s, found.disk_gb_per_s) == (25.0, 1000.0, 3.0)
     assert found.disk_free_bytes == 1 << 40 and found.matmul_tflops == {"float16": 150.0, "bfloat16": 150.0}
-    for kind in ("bfloat16", "int4"):
-        for rows in (1, 8, 1000):
-            both = concurrent_rates(found, work(kind, rows))
-            assert (both.cores_gb_per_s, both.link_gb_per_s, both.hand_off_s) == (
-                pytest.approx(60),
-                pytest.approx(25),
-                0,
-            )
+    for kind, rows in (("bfloat16", 1), ("int4", 1000)):
+        both = concurrent_rates(found, work(kind, rows))
+        assert (both.cores_gb_per_s, both.link_gb_per_s, both.hand_off_s) == pytest.approx((60, 25, 0))
     assert parse_assumed("gpus=1x24,host=128") == parse_assumed("gpus=1x24GiB,host=128GiB")
     assert parse_assumed("gpus=0,host=1GiB").gpus == ()
-    two = "gpus=2x24GiB,host=1GiB,peers"
-    assert (parse_assumed(f"{two}=300GB/s").peers_gb_per_s, parse_assumed(f"{two}=link").peers_gb_per_s) == (
-        300.0,
-        "link",
-    )
+    two = [parse_assumed(f"gpus=2x24GiB,host=1GiB,peers={peers}").peers_gb_per_s for peers in ("300GB/s", "link")]
+    assert two == [300.0, "link"]
 
 
 def test_what_was_measured_of_another_device_is_not_kept():
     """Neither of a GPU where there is none now, nor with another memory."""
     work = EngineOverhead(engine="deepspeed", quant_bits=4, start_s=0.0, step_piece_s=0.0, prefill_piece_s=0.0)
     attention = (DeviceAttentionTime(heads=1, key_heads=32, positions=160, seconds=8e-6),)
-    known = MACHINE.model_copy(
-        update={
-            "device_products": (DeviceProductRate(format="bfloat16", rows=1, gb_per_s=15.0),),
-            "launches": LaunchOverhead(operator_s=1e-5, step_s=1e-3, attention=attention, attention_gb_per_s=1700.0),
-            "engine_overheads": (work,),
-            "loading": LoadingRates(
-                draw_gb_per_s=700.0, quantize_int8_gb_per_s=6.0, quantize_int4_gb_per_s=6.0, keep_gb_per_s=4.0
-            ),
-            "pageable_link_gb_per_s": 10.0,
-            "process_bytes": 10**9,
-        }
+    known = replace(
+        MACHINE,
+        device_products=(DeviceProductRate(format="bfloat16", rows=1, gb_per_s=15.0),),
+        launches=LaunchOverhead(operator_s=1e-5, step_s=1e-3, attention=attention, attention_gb_per_s=1700.0),
+        engine_overheads=(work,),
+        loading=LoadingRates(
+            draw_gb_per_s=700.0, quantize_int8_gb_per_s=6.0, quantize_int4_gb_per_s=6.0, keep_gb_per_s=4.0
+        ),
+        pageable_link_gb_per_s=10.0,
+        process_bytes=10**9,
     )
     without = parse_assumed("gpus=0", known)
-    left = MACHINE.model_copy(update={"gpus": (), "source": "assumed", "name": "test with gpus=0"})
+    left = replace(MACHINE, gpus=(), source="assumed", name="test with gpus=0")
     gone = {"link_gb_per_s": None, "device_gb_per_s": None, "cores": None, "matmul_tflops": {}}
     assert without == left.model_copy(update=gone)
     faster = parse_assumed("memory=8000GB/s,link=110GB/s", known)
@@ -217,19 +196,13 @@ def test_the_bound_of_what_the_cores_do_alone_and_of_what_is_not_known():
         ("", "--assume has an empty part: use gpus, host"),
         ("gpu=1x24GiB", "--assume gpu=1x24GiB: use gpus, host"),
         ("gpus=24GiB,host=1GiB", "gpus=24GiB: give it as in gpus=1x24GiB"),
-        ("gpus=1x24XB,host=1GiB", "gpus=1x24XB: give it as in gpus=1x24GiB"),
-        ("gpus=0x24GiB,host=1GiB", "give it as in gpus="),
         ("gpus=\u00b2x24GiB,host=1GiB", "give it as in gpus="),
         ("gpus=1x10MiB,host=1GiB", "a GPU has 1 GiB or more"),
-        ("gpus=1x99999999999TiB,host=1GiB", "up to 1 PiB"),
         ("gpus=1x24GiB", "host missing; write it as in gpus="),
         ("gpus=1x24GiB,host=-1GiB", "host_memory_bytes -1073741824: input should be greater"),
         ("gpus=1x24GiB,host=1GiB,link=25", "link=25: give it as in link=25GB/s"),
-        ("gpus=1x24GiB,host=1GiB,link=0GB/s", "link_gb_per_s 0.0: input should be greater"),
-        ("gpus=1x24GiB,host=1GiB,cores=60GB/s", "depends on link; add link="),
         ("gpus=1x24GiB,host=1GiB,link=25GB/s,cores=60GB/s", "depends on memory; add memory="),
         ("gpus=2x24GiB,host=1GiB,peers=fast", "peers=fast: give it as in peers=300GB/s"),
-        ("gpus=1x24GiB,host=1GiB,matmul=5GB/s", "matmul=5GB/s: give it as in matmul=150TFLOP/s"),
         ("host=1GiB,host=2GiB", "host is given twice"),
     ],
 )
@@ -254,20 +227,16 @@ def test_rates_between_those_that_were_measured():
     assert isinstance(found, ConcurrentRates) and found.rows == 20
     assert 1 / found.cores_gb_per_s == pytest.approx((1 / 80 + 1 / 50) / 2) and found.hand_off_s == pytest.approx(2e-4)
     others = tuple(rates("int8", each.rows, 90.0, hand_off_s=3 * each.hand_off_s) for each in CORES.products)
-    both = CORES.model_copy(update={"products": (*CORES.products, *others)})
-    of_both = concurrent_rates(MACHINE.model_copy(update={"cores": both}), work("int4", 20))
+    both = replace(CORES, products=(*CORES.products, *others))
+    of_both = concurrent_rates(replace(MACHINE, cores=both), work("int4", 20))
     assert of_both.hand_off_s == pytest.approx(4e-4), "the median of both formats: it has nothing to do with them"
     assert of_both.cores_gb_per_s == found.cores_gb_per_s
     assert (found.link_alone_gb_per_s, found.read_gb_per_s, found.device_gb_per_s) == (55.0, 120.0, 4200.0)
     assert "the CPU's rate of int8 products is not known" in concurrent_rates(MACHINE, work("int8", 1))
-    assert "the rate of the CPU is not known" in concurrent_rates(
-        MACHINE.model_copy(update={"cores": None}), work("int4", 1)
-    )
-    slower = CORES.products[1].model_copy(update={"call_s": 4e-5})
-    with_calls = CORES.model_copy(update={"products": (CORES.products[0], slower, CORES.products[2])})
-    assert concurrent_rates(MACHINE.model_copy(update={"cores": with_calls}), work("int4", 20)).call_s == pytest.approx(
-        2e-5
-    )
+    assert "the rate of the CPU is not known" in concurrent_rates(replace(MACHINE, cores=None), work("int4", 1))
+    slower = replace(CORES.products[1], call_s=4e-5)
+    with_calls = replace(CORES, products=(CORES.products[0], slower, CORES.products[2]))
+    assert concurrent_rates(replace(MACHINE, cores=with_calls), work("int4", 20)).call_s == pytest.approx(2e-5)
     assert found.call_s == 0.0, "a file from before it was measured"
 
 
@@ -276,7 +245,7 @@ def test_rates_of_attention_are_those_of_its_heads():
         CpuAttentionRate(format="bfloat16", heads=heads, gb_per_s=beside, alone_gb_per_s=alone)
         for heads, beside, alone in ((1, 80.0, 100.0), (8, 40.0, 50.0))
     ]
-    attending = MACHINE.model_copy(update={"cores": CORES.model_copy(update={"attention": tuple(points)})})
+    attending = replace(MACHINE, cores=replace(CORES, attention=tuple(points)))
     by_heads = {heads: concurrent_rates(attending, work("int4", 1, heads)).attended for heads in (0, 1, 4)}
     assert by_heads[0] is None and by_heads[1] == AttentionRates(pytest.approx(80.0), pytest.approx(100.0))
     assert 1 / by_heads[4].alone_gb_per_s == pytest.approx(4 / 700 + 3 / 350)
@@ -388,8 +357,13 @@ def test_typical_machines_are_what_datasheets_say():
         assert [gpu.memory_bytes for gpu in two.gpus] == [card.memory_bytes] * 2
 
 
-def test_what_is_assumed_of_a_typical_machine():
+def test_what_is_assumed_of_a_typical_machine(capfd):
     """Rates that are still those of a datasheet are marked as such."""
+    asked = "run_model.py --model llama-2-13b --dummy --engine stream --gpu-memory 0 --dry-run --machine rtx3090"
+    assert main(asked.split()) == 0
+    out = capfd.readouterr().out
+    assert "at most" in out.splitlines()[0] and "at least" in out.splitlines()[0]
+    assert "rtx3090 (datasheet): 1 x RTX 3090, 64 GiB of host memory (assumed)" in out and "from datasheets" in out
     larger = resolve_machine("rtx4090", "host=256GiB").profile()
     assert (larger.host_memory_bytes, larger.source) == (256 * GIB, "datasheet")
     assert larger.name == "rtx4090 with host=256GiB" and larger.link_gb_per_s > 31
@@ -405,6 +379,7 @@ def test_what_is_assumed_of_a_typical_machine():
         ("0xrtx4090", "did you mean rtx4090"),
         ("gameboy", "no such file, and no typical machine of that name. There are rtx3090, rtx4090"),
         ("rtx4090.json", "No such file or directory; `zero-inference link --save FILE`"),
+        (".", "Is a directory"),
     ],
 )
 def test_a_name_that_no_machine_has(name, said, capfd):
@@ -421,14 +396,6 @@ def test_a_file_is_taken_before_a_typical_machine_of_its_name(tmp_path, monkeypa
     assert resolve_machine("rtx3090", None).profile().name == "rtx3090"
 
 
-def test_a_plan_from_a_datasheet_says_that_it_is_one(capfd):
-    asked = "run_model.py --model llama-2-13b --dummy --engine stream --gpu-memory 0 --dry-run --machine rtx3090"
-    assert main(asked.split()) == 0
-    out = capfd.readouterr().out
-    assert "at most" in out.splitlines()[0] and "at least" in out.splitlines()[0]
-    assert "rtx3090 (datasheet): 1 x RTX 3090, 64 GiB of host memory (assumed)" in out and "from datasheets" in out
-
-
 @pytest.mark.parametrize(
     "options, fetched_share", [("--engine stream --gpu-memory 0", 1), ("--cpu-offload", 1), ("", 0)]
 )
@@ -440,14 +407,13 @@ def test_what_gpus_send_each_other(options, fetched_share):
     empty_model = build_empty_model(spec)
 
     def step_s(peers) -> tuple[float, str, int]:
-        machine = MACHINE.model_copy(update={"gpus": (H200,) * 4, "peers_gb_per_s": peers})
+        machine = replace(MACHINE, gpus=(H200,) * 4, peers_gb_per_s=peers)
         plan = make_plan(Job(config, spec, ranks, empty_model, H200.free_bytes, None, Machine(machine)))
         limit = planned_step_bound(plan.weights, machine)[1]
         assert limit <= plan.times.step.seconds * 1.001, "the limit is a bound of what is predicted"
         weights = plan.weights.fetched_bytes + plan.weights.sharded_bytes
-        assert weights == pytest.approx(2 * 12.85e9, rel=0.03), (
-            "13B in 16 bits; with DeepSpeed embedding and head, too, which are one weight"
-        )
+        # 13B in 16 bits; with DeepSpeed embedding and head, too, which are one weight
+        assert weights == pytest.approx(2 * 12.85e9, rel=0.03)
         return plan.times.step.seconds, plan.times.step.bound_by, weights
 
     by_link, bound, weights = step_s("link")
@@ -472,7 +438,7 @@ def test_cores_take_their_part_as_the_file_says():
     assert bound_by in ("link", "link_and_cores") and step_s >= both
     alone = planned(f"{options} --cpu-compute off", machine).weights
     assert planned_step_bound(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
-    no_rates = Machine(MACHINE.model_copy(update={"cores": None}))
+    no_rates = Machine(replace(MACHINE, cores=None))
     assert "the rate of the CPU is not known" in planned(options, no_rates).weights.no_cpu
     with pytest.raises(UsageError, match="test was measured with 15 threads"):
         planned(f"{options} --cpu-threads 4", machine)
@@ -503,25 +469,13 @@ def test_more_ranks_than_the_machine_has_gpus(monkeypatch, capfd):
 
 
 # Runs that an H200 has done, by their records: those whose placement the options alone decide.
-RECORDS = (
-    "h200/opt13b-accelerate",
-    "h200/opt13b-disk",
-    "h200/opt13b-fp16",
-    "h200/opt13b-int4",
-    "h200/opt13b-int8",
-    "h200/opt13b-kv",
-    "h200/opt13b-resident",
-    "h200-shared/opt13b-fp16-stream",
-    "h200-shared/opt13b-int4-stream",
-    "h200-shared/opt13b-kv-stream",
-    "h200-shared/opt30b-half-stream",
-    "h200/opt30b-int4",
-    "h200-shared/llama70b-int4-stream",
-    "h200-cores/llama13b-int4-bs1-off",
-    "h200-fixed/deepspeed13b-int4",
-    "h200-kept/fourth_host/deepspeed13b-bf16",
-    *(f"h200-kept/sixth_host/candidates/trials/{trial}" for trial in (15, 20, 21, 24)),  # DeepSpeed's
-)
+RECORDS = """
+    h200/opt13b-accelerate h200/opt13b-disk h200/opt13b-fp16 h200/opt13b-int4 h200/opt13b-int8 h200/opt13b-kv h200/opt13b-resident
+    h200-shared/opt13b-fp16-stream h200-shared/opt13b-int4-stream h200-shared/opt13b-kv-stream h200-shared/opt30b-half-stream
+    h200/opt30b-int4 h200-shared/llama70b-int4-stream h200-cores/llama13b-int4-bs1-off h200-fixed/deepspeed13b-int4
+    h200-kept/fourth_host/deepspeed13b-bf16 h200-kept/sixth_host/candidates/trials/15 h200-kept/sixth_host/candidates/trials/20
+    h200-kept/sixth_host/candidates/trials/21 h200-kept/sixth_host/candidates/trials/24
+""".split()
 
 
 def says_what_was_counted(plan, record: dict) -> None:
@@ -551,7 +505,7 @@ def test_the_plan_says_what_an_h200_counted(name, empty_models):
     ][-1]
     options = options_of(record)
     memory = record["environment"]["gpus"][0]["memory_bytes"]
-    machine = MACHINE.model_copy(update={"gpus": (Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),)})
+    machine = replace(MACHINE, gpus=(Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),))
     plan = planned(shlex.join(options), Machine(machine), empty_models)
     says_what_was_counted(plan.weights, record)
     slot = plan.job.kv_device_bytes // SLOTS if record["kv_offload"] else 0  # keys and values had one less then

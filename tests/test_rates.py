@@ -40,15 +40,6 @@ def tick_s(monkeypatch):
 
 def test_copies_at_once_count_the_bytes_of_all(monkeypatch, tick_s):
     monkeypatch.setattr(bench_copies, "uncached_block_bytes", lambda: 1 << 20)
-    one = (1 << 20) / tick_s / 1e9
-    assert bench_copies.host_to_device_rounds(CPU, seconds=0) == pytest.approx([one] * 3)
-    assert copy_gb_per_s(lane_from(CPU), seconds=0) == pytest.approx(one)
-    assert copy_gb_per_s(lane_to(CPU), lane_from(CPU), seconds=0) == pytest.approx(2 * one)
-    assert len(bench_copies.host_to_device_rounds(CPU, seconds=99 * tick_s)) > 20, "as long as was asked"
-
-
-def test_a_round_copies_the_bytes_that_it_counts(monkeypatch):
-    monkeypatch.setattr(bench_copies, "uncached_block_bytes", lambda: 1 << 20)
     copied, copy_ = [], torch.Tensor.copy_
 
     def watching(target, source, **how):
@@ -57,29 +48,28 @@ def test_a_round_copies_the_bytes_that_it_counts(monkeypatch):
         return done
 
     monkeypatch.setattr(torch.Tensor, "copy_", watching)
-    copy_gb_per_s(lane_to(CPU), lane_to(CPU), seconds=0)
+    one = (1 << 20) / tick_s / 1e9
+    assert copy_gb_per_s(lane_to(CPU), lane_from(CPU), seconds=0) == pytest.approx(2 * one)
     assert len(copied) == 2 * (1 + 3), "a first round and three that count"
     assert len({(target, source) for target, source, *_ in copied}) == len({target for target, *_ in copied}) == 2
     assert all(size == 1 << 20 and equal for *_, size, equal in copied)
+    assert bench_copies.host_to_device_rounds(CPU, seconds=0) == pytest.approx([one] * 3)
+    assert len(bench_copies.host_to_device_rounds(CPU, seconds=99 * tick_s)) > 20, "as long as was asked"
 
 
 def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch, tick_s):
     monkeypatch.setattr(bench_copies, "uncached_block_bytes", lambda: 1000)
     monkeypatch.setattr(bench_copies, "MIN_BYTES", 300)
-    layers = [
-        torch.full((size,), value, dtype=torch.uint8) for value, size in ((1, 1000), (2, 2400), (3, 299), (4, 1200))
-    ]
+    sizes = {1: 1000, 2: 2400, 3: 299, 4: 1200}  # by value; small ones are left out
+    layers = [torch.full((size,), value, dtype=torch.uint8) for value, size in sizes.items()]
     blocks = bench_copies.blocks_of(layers, CPU)
     seen = [next(blocks) for _ in range(5)]
-    assert [(int(block[0]), len(block)) for block in seen] == [(1, 1000), (2, 1000), (2, 1000), (2, 400), (4, 1000)], (
-        "small ones are left out"
-    )
-    assert torch.equal(next(blocks), seen[0]) and seen[0].data_ptr() == layers[0].data_ptr(), (
-        "around again, where they lie"
-    )
-    rates = bench_copies.host_to_device_rounds(CPU, seconds=0, sources=bench_copies.blocks_of(layers[1:], CPU))
-    copied = [rate * tick_s * 1e9 for rate in rates]
-    assert copied == pytest.approx([1000, 400, 1000]), "the bytes that were copied, behind a first round of 1000"
+    assert [(int(block[0]), len(block)) for block in seen] == [(1, 1000), (2, 1000), (2, 1000), (2, 400), (4, 1000)]
+    again = next(blocks)
+    assert torch.equal(again, seen[0]) and seen[0].data_ptr() == layers[0].data_ptr(), "around again, where they lie"
+    rates = bench_copies.host_to_device_rounds(CPU, 0, bench_copies.blocks_of(layers[1:], CPU))
+    # the bytes that were copied, after a first round of 1000
+    assert [rate * tick_s * 1e9 for rate in rates] == pytest.approx([1000, 400, 1000])
     assert bench_copies.blocks_of(layers[2:3], CPU) is None and bench_copies.blocks_of([], CPU) is None
 
 

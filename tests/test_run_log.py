@@ -84,12 +84,9 @@ def test_a_full_disk_leaves_no_empty_file(free, tmp_path):
         ("--log-file", "record.log", "record"),  # its record.jsonl is a folder
         ("--log-file", "pipe.log", "neither a file nor a device"),
         ("--log-file", "n" * 251 + ".log", "record"),
-        ("--log-file", "n" * 256 + ".log", "log"),
         ("--log-file", "pipe.log/run.log", "log folder"),
         ("--log-file", "record.jsonl", "end the log's name in .log"),
-        ("--log-file", "/", "is a folder"),
         ("--trace", "", "--trace"),
-        ("--trace", "n" * 300, "--trace"),
         ("--trace", "pipe.log", "--trace"),
     ],
 )
@@ -122,12 +119,10 @@ def test_a_check_leaves_no_file_and_takes_none_away(tmp_path):
     check_appendable(path)
     assert path.parent.is_dir() and not path.exists()
     path.touch(0o600)
-    check_appendable(path)
-    assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_size == 0
     append_bytes(path, b"a\n")
     check_appendable(path)
     check_output_file("--trace", path)
-    assert path.read_bytes() == b"a\n"
+    assert path.read_bytes() == b"a\n" and path.stat().st_mode & 0o777 == 0o600
     check_output_file("--trace", tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()
 

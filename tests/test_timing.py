@@ -1,10 +1,11 @@
 """Predicted times: against hand computations and against runs that H200s have done; of this machine, in test_memory_predictions.py."""
 
+import itertools
 import statistics
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, replace
 from test_machine import MACHINE, planned
 
 from benchmarks.predictions import machine_of, plan_of, without_short_prompts
@@ -30,9 +31,7 @@ from zero_inference.records.read import read_records
 GIB = 1 << 30
 LAUNCHES = LaunchOverhead(operator_s=12e-6, step_s=1e-3, graph_operator_s=2e-6)
 OPERATOR_S = 12e-6 * LAUNCH_SLOWDOWN  # in a run
-FAST = MACHINE.model_copy(
-    update={"launches": LAUNCHES, "cores": None, "pageable_link_gb_per_s": 10.0, "disk_gb_per_s": 3.0}
-)
+FAST = replace(MACHINE, launches=LAUNCHES, cores=None, pageable_link_gb_per_s=10.0, disk_gb_per_s=3.0)
 SIZES = "--dummy --dtype bfloat16 --prompt-len 128 --gen-len 32"
 
 
@@ -51,9 +50,8 @@ def test_streamed_weights_take_what_the_link_takes():
     placement = plan.weights.placement
     assert (len(placement.blocks), placement.ring_depth) == (40, 6)
     ring = 5 * placement.slot_bytes  # that 40 blocks go through in turn, each into the same one in every step
-    assert times.prefill.seconds == pytest.approx((plan.weights.fetched_bytes - ring) / 55e9), (
-        "the ring is full when it begins"
-    )
+    # the ring is full when it begins
+    assert times.prefill.seconds == pytest.approx((plan.weights.fetched_bytes - ring) / 55e9)
 
 
 def test_a_resident_model_takes_what_its_memory_or_the_host_takes():
@@ -70,15 +68,13 @@ def test_a_resident_model_takes_what_its_memory_or_the_host_takes():
 
     assert kernels_s(4200e9) > traced.total("layer_bytes") / 4200e9 + 300 * 2e-6
     assert times.step.seconds == pytest.approx(max(host_s, kernels_s(4200e9) + 1e-3), rel=1e-6)
-    slow = FAST.model_copy(update={"device_gb_per_s": 420.0})
+    slow = replace(FAST, device_gb_per_s=420.0)
     times = times_of("--model opt-13b --engine resident", slow)[1]
     assert times.step.seconds == pytest.approx(kernels_s(420e9) + 1e-3) and times.step.bound_by == "device_memory"
-    late = FAST.model_copy(update={"launches": LaunchOverhead(operator_s=1e-3, step_s=0.0)})
+    late = replace(FAST, launches=LaunchOverhead(operator_s=1e-3, step_s=0.0))
     times = times_of("--model opt-13b --engine resident", late)[1]
-    assert (
-        times.step.seconds == pytest.approx(traced.launches * 1e-3 * LAUNCH_SLOWDOWN)
-        and times.step.bound_by == "launches"
-    )
+    assert times.step.seconds == pytest.approx(traced.launches * 1e-3 * LAUNCH_SLOWDOWN)
+    assert times.step.bound_by == "launches"
 
 
 def test_a_time_has_the_range_of_its_kind():
@@ -97,13 +93,13 @@ def test_a_time_has_the_range_of_its_kind():
         batch = plan.job.config.batch_size
         assert times.tokens_per_s_range == pytest.approx((batch / high, batch / low))
         assert plan.predicted.decode_range_s == pytest.approx([31 * low, 31 * high])
-    with_cores = times_of(f"{options} --gpu-memory 0", FAST.model_copy(update={"cores": MACHINE.cores}))[1]
+    with_cores = times_of(f"{options} --gpu-memory 0", replace(FAST, cores=MACHINE.cores))[1]
     assert with_cores.step.kind == "step with the CPU"
-    bound = FAST.model_copy(update={"matmul_tflops": {}})
+    bound = replace(FAST, matmul_tflops={})
     plan, times = times_of(options, bound)
     assert times.step.range_s is None and times.prefill.range_s is None and times.tokens_per_s_range is None
     assert plan.predicted.decode_range_s is None and " to " not in times.in_words()
-    on_cpu = FAST.model_copy(update={"gpus": ()})
+    on_cpu = replace(FAST, gpus=())
     plan, times = times_of("--model opt-125m --engine resident", on_cpu)
     assert not times.bounds_because and times.step.range_s is None, "no host without a GPU was measured"
 
@@ -120,19 +116,16 @@ def test_accelerate_copies_and_computes_in_turn_from_pageable_memory():
     computing = times_of("--model opt-13b --engine resident")[1].step.seconds
     assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 10e9 + computing)
     on_disk = times_of("--model opt-13b --engine accelerate --disk-offload")[1].step
-    assert (
-        on_disk.seconds == pytest.approx(times.step.seconds + plan.weights.fetched_bytes / 3e9)
-        and on_disk.bound_by == "disk"
-    )
+    assert on_disk.seconds == pytest.approx(times.step.seconds + plan.weights.fetched_bytes / 3e9)
+    assert on_disk.bound_by == "disk"
 
 
 def test_deepspeed_takes_at_least_what_the_link_takes():
     plan, times = times_of("--model opt-13b --cpu-offload")
     assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 55e9) and times.bounds_because
     assert times.in_words().startswith("at most ") and "(decode step at least " in times.in_words()
-    assert "first token at least " in times.in_words() and times.bounds_because == (
-        "the overhead of deepspeed was not measured",
-    )
+    assert "first token at least " in times.in_words()
+    assert times.bounds_because == ("the overhead of deepspeed was not measured",)
     pageable = times_of("--model opt-13b --cpu-offload --pin-memory 0")[1]
     assert pageable.step.seconds == pytest.approx(plan.weights.fetched_bytes / 10e9)
     disk = times_of("--model opt-13b --disk-offload")[0]
@@ -145,28 +138,28 @@ HOOKS = EngineOverhead(
 
 
 def test_without_a_gpu_dequantizing_takes_deepspeed_most_of_the_time():
-    here = FAST.model_copy(update={"gpus": (), "cores": None, "device_gb_per_s": 20.0, "link_gb_per_s": 10.0})
+    here = replace(FAST, gpus=(), cores=None, device_gb_per_s=20.0, link_gb_per_s=10.0)
     options = "--model opt-1.3b --cpu-offload --quant-bits 4"
     plan, times = times_of(options, here)
     assert times is None
     assert "how long deepspeed takes to dequantize on a CPU was not measured" in why_not_predicted([plan])
-    slow = HOOKS.model_copy(update={"step_piece_s": 0.0, "restored_gb_per_s": 2.0})
-    plan, times = times_of(options, here.model_copy(update={"engine_overheads": (slow,)}))
+    slow = replace(HOOKS, step_piece_s=0.0, restored_gb_per_s=2.0)
+    plan, times = times_of(options, replace(here, engine_overheads=(slow,)))
     dense = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144).total("layer_bytes")
     assert times.step.bound_by == "host_memory" and times.step.seconds == pytest.approx(dense / 2e9, rel=0.25)
 
 
 def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was_measured():
     options = "--model opt-13b --cpu-offload --quant-bits 4"
-    machine = FAST.model_copy(update={"engine_overheads": (HOOKS,)})
+    machine = replace(FAST, engine_overheads=(HOOKS,))
     plan, times = times_of(options, machine)
     traced, fetches = plan.job.empty_model.traced_pass(plan.job.spec, 1, 128 + 16), plan.weights.cost_terms.fetches
     assert times_of(options)[1].bounds_because and not times.bounds_because and fetches > 6 * 40
     host_s = traced.launches * OPERATOR_S + fetches * 1e-3
     assert times.step.seconds == pytest.approx(host_s + 1e-3, rel=1e-3) and times.step.bound_by == "launches"
     assert times.prefill.seconds == pytest.approx(host_s + fetches * 1e-3 + 1e-3 + 0.01, rel=1e-3)
-    quick = HOOKS.model_copy(update={"step_piece_s": 0.0, "restored_gb_per_s": 100.0})
-    restoring = times_of(options, FAST.model_copy(update={"engine_overheads": (quick,)}))[1].step
+    quick = replace(HOOKS, step_piece_s=0.0, restored_gb_per_s=100.0)
+    restoring = times_of(options, replace(FAST, engine_overheads=(quick,)))[1].step
     dense_s = traced.total("layer_bytes") / 100e9
     assert restoring.bound_by == "device_memory" and restoring.seconds == pytest.approx(dense_s, rel=0.1)
     others = [times_of(f"--model opt-13b --cpu-offload {bits}", machine)[1] for bits in ("--quant-bits 8", "")]
@@ -175,9 +168,9 @@ def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was
 
 def test_the_link_rests_while_deepspeed_asks_for_further_weights():
     """A single rank does so behind the copies that are under way; dequantizing is asked for later, beside them."""
-    hooks = HOOKS.model_copy(update={"quant_bits": 16, "step_piece_s": 1e-4, "prefill_piece_s": 2e-4, "start_s": 0.0})
-    codes = HOOKS.model_copy(update={"step_piece_s": 3e-4, "prefill_piece_s": 4e-4, "start_s": 0.0})
-    machine = FAST.model_copy(update={"engine_overheads": (hooks, codes)})
+    hooks = replace(HOOKS, quant_bits=16, step_piece_s=1e-4, prefill_piece_s=2e-4, start_s=0.0)
+    codes = replace(HOOKS, step_piece_s=3e-4, prefill_piece_s=4e-4, start_s=0.0)
+    machine = replace(FAST, engine_overheads=(hooks, codes))
     for options in ("--model opt-13b --cpu-offload", "--model opt-13b --cpu-offload --quant-bits 4"):
         plan, times = times_of(options, machine)
         link_s = plan.weights.fetched_bytes / 55e9
@@ -189,12 +182,12 @@ def test_the_link_rests_while_deepspeed_asks_for_further_weights():
 def test_a_prefill_waits_for_the_start_of_its_generation():
     starts = EngineOverhead(engine="stream", quant_bits=16, start_s=0.01, step_piece_s=0.0, prefill_piece_s=0.0)
     options = "--model opt-13b --engine stream --gpu-memory 0"
-    with_it = times_of(options, FAST.model_copy(update={"engine_overheads": (starts,)}))[1]
+    with_it = times_of(options, replace(FAST, engine_overheads=(starts,)))[1]
     without = times_of(options)[1]
     assert with_it.prefill.seconds == pytest.approx(without.prefill.seconds + 0.01)
     assert with_it.step == without.step
-    late = starts.model_copy(update={"prefill_piece_s": 0.02})
-    blocks = times_of(options, FAST.model_copy(update={"engine_overheads": (late,)}))
+    late = replace(starts, prefill_piece_s=0.02)
+    blocks = times_of(options, replace(FAST, engine_overheads=(late,)))
     assert blocks[0].weights.cost_terms.fetches == 40 and blocks[1].prefill.bound_by == "launches"
     assert blocks[1].prefill.seconds > 40 * 0.02 and blocks[1].step == without.step, "graphs of a step send for nothing"
 
@@ -203,8 +196,8 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
     rates = LoadingRates(
         draw_gb_per_s=500.0, quantize_int8_gb_per_s=40.0, quantize_int4_gb_per_s=20.0, keep_gb_per_s=5.0
     )
-    own = HOOKS.model_copy(update={"load_s": 2.0, "load_layer_s": 0.1})
-    machine = FAST.model_copy(update={"loading": rates, "engine_overheads": (own,)})
+    own = replace(HOOKS, load_s=2.0, load_layer_s=0.1)
+    machine = replace(FAST, loading=rates, engine_overheads=(own,))
     for options, parts in {
         "--engine resident": (500.0,),
         "--engine stream --gpu-memory 0": (500.0,),
@@ -222,7 +215,7 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
     layer_bytes = sum(each.nbytes for each in read.job.empty_model.model.model.layers[0].parameters())
     expected = read.job.sizes.parameter_bytes * (1 / 3.0 + 1 / 10.0) + layer_bytes / COMPARED_GB_PER_S
     assert read.predicted.load_s == pytest.approx(expected / 1e9)
-    unknown = machine.model_copy(update={"disk_gb_per_s": None})
+    unknown = replace(machine, disk_gb_per_s=None)
     assert planned(" ".join(checkpoint), Machine(unknown)).predicted.load_s is None
     assert planned(f"--model opt-13b --engine resident {SIZES}", Machine(FAST)).predicted.load_s is None
     on_disk = planned(f"--model opt-13b --disk-offload {SIZES}", Machine(machine))
@@ -234,12 +227,12 @@ def of_attending(seconds: float, copying: float) -> tuple[EngineOverhead, Engine
     work = EngineOverhead(
         engine="stream", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=seconds, prefill_piece_s=0.0
     )
-    return work, work.model_copy(update={"engine": "resident", "step_piece_s": copying})
+    return work, replace(work, engine="resident", step_piece_s=copying)
 
 
 def with_bfloat16_cores(**changes):
     products = tuple(each.model_copy(update={"format": "bfloat16", **changes}) for each in MACHINE.cores.products)
-    return FAST.model_copy(update={"cores": MACHINE.cores.model_copy(update={"products": products})})
+    return replace(FAST, cores=replace(MACHINE.cores, products=products))
 
 
 def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
@@ -247,23 +240,21 @@ def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
     options = "--model opt-13b --engine stream --kv-offload --pin-kv-cache --async-kv-offload --batch-size 64"
     machine = with_bfloat16_cores()
     attending, sooner = times_of(options, machine)
-    slow = machine.model_copy(update={"engine_overheads": of_attending(0.03, 0.001)})
+    slow = replace(machine, engine_overheads=of_attending(0.03, 0.001))
     copying, later = times_of(options, slow)
-    assert (
-        attending.weights.cost_terms.cpu_attention_layers == 40 and copying.weights.cost_terms.cpu_attention_layers == 0
-    )
+    assert attending.weights.cost_terms.cpu_attention_layers == 40
+    assert copying.weights.cost_terms.cpu_attention_layers == 0
     assert sooner.step.seconds < later.step.seconds < 40 * 0.03
     assert copying.weights.in_words() == [
         "the CPU computes nothing: a step with CPU attention is predicted to take longer"
     ]
-    assert times_of(f"{options} --cpu-compute 0.5", slow)[0].weights.cost_terms.cpu_attention_layers == 40, (
-        "as it was asked for"
-    )
+    # as it was asked for
+    assert times_of(f"{options} --cpu-compute 0.5", slow)[0].weights.cost_terms.cpu_attention_layers == 40
     weights = times_of(f"{options} --gpu-memory 0", slow)[0].weights
     assert weights.cost_terms.cpu_attention_layers == 0 and weights.cpu_bytes > 0, "they multiply all the same"
     said = "the CPU backend does not compute attention: a step with CPU attention is predicted to take longer"
     assert said in weights.in_words()
-    both = machine.model_copy(update={"engine_overheads": of_attending(0.03, 0.03)})
+    both = replace(machine, engine_overheads=of_attending(0.03, 0.03))
     assert times_of(options, both)[0].weights.cost_terms.cpu_attention_layers == 40, "copying costs as much"
 
 
@@ -276,34 +267,26 @@ def test_keys_and_values_that_are_not_page_locked_cross_the_link_more_slowly(opt
     assert kv_bytes == 64 * 144 * 2 * 40 * 5120 * 2
     longer_s = kv_bytes / 10e9 - kv_bytes / 55e9
     assert without[1].step.seconds - locked[1].step.seconds == pytest.approx(longer_s, rel=0.02)
-    no_rate = FAST.model_copy(update={"pageable_link_gb_per_s": None})
+    no_rate = replace(FAST, pageable_link_gb_per_s=None)
     plan, times = times_of(options, no_rate)
     assert times is None and why_not_predicted([plan]) == "the rate of pageable copies (pageable=) is not known"
     assert times_of(f"{options} --pin-kv-cache", no_rate)[1] == locked[1]
 
 
-GRID = {  # of heads that share keys, key heads of all sequences, and positions
-    (1, 32, 160): 8e-6,
-    (1, 32, 2048): 20e-6,
-    (1, 512, 160): 24e-6,
-    (1, 512, 2048): 160e-6,
-    (8, 32, 160): 10e-6,
-    (8, 32, 2048): 30e-6,
-    (8, 512, 160): 30e-6,
-    (8, 512, 2048): 200e-6,
-}
-
-
-def with_grid(grid: dict) -> LaunchOverhead:
-    points = (
+# Seconds by heads that share keys, key heads of all sequences, and positions.
+PLACES = list(itertools.product((1, 8), (32, 512), (160, 2048)))
+GRID = dict(zip(PLACES, (8e-6, 20e-6, 24e-6, 160e-6, 10e-6, 30e-6, 30e-6, 200e-6)))
+WITH_GRID = replace(
+    LAUNCHES,
+    attention=tuple(
         DeviceAttentionTime(heads=heads, key_heads=key_heads, positions=positions, seconds=seconds)
-        for (heads, key_heads, positions), seconds in grid.items()
-    )
-    return LAUNCHES.model_copy(update={"attention": tuple(points)})
+        for (heads, key_heads, positions), seconds in GRID.items()
+    ),
+)
 
 
 def test_attention_takes_what_as_many_heads_and_positions_took():
-    machine = FAST.model_copy(update={"launches": with_grid(GRID)})
+    machine = replace(FAST, launches=WITH_GRID)
 
     def seconds(heads, key_heads, positions, row_bytes=256, machine=machine):
         return device_attention_s(machine, heads, key_heads, positions, row_bytes)
@@ -330,22 +313,19 @@ def test_attention_takes_what_as_many_heads_and_positions_took():
 def test_a_step_has_the_attention_of_each_layer(options, heads, key_heads, layers):
     """Over the positions that are filled, in a graph too."""
     options += " --dummy --dtype bfloat16 --prompt-len 1000 --gen-len 32 --batch-size 16"
-    launches = with_grid(GRID).model_copy(update={"operator_s": 0.0})
-    machine = FAST.model_copy(update={"launches": launches})
-    before_too = FAST.model_copy(update={"launches": LAUNCHES.model_copy(update={"operator_s": 0.0})})
-    plan, before = planned_times(options, before_too)
-    after = planned_times(options, machine)[1]
+    machines = [replace(FAST, launches=replace(each, operator_s=0.0)) for each in (LAUNCHES, WITH_GRID)]
+    (plan, before), (_, after) = (planned_times(options, each) for each in machines)
     traced = plan.job.empty_model.traced_pass(plan.job.spec, 1, 1016)
     [(operator, count)] = [(each, count) for each, count in traced.operators.items() if each.attends]
     assert count == layers and operator.attention == (heads * key_heads, key_heads, 128, 1017)
-    wanted_s = device_attention_s(machine, heads, 16 * key_heads, 1017, 256)
+    wanted_s = device_attention_s(machines[1], heads, 16 * key_heads, 1017, 256)
     was_s = max(2e-6, 16 * operator.nbytes / 4200e9)
     assert after.step.seconds - before.step.seconds == pytest.approx(layers * (wanted_s - was_s), rel=1e-6)
     assert after.prefill == before.prefill
 
 
 def test_the_cores_work_beside_the_link():
-    machine = FAST.model_copy(update={"cores": MACHINE.cores})
+    machine = replace(FAST, cores=MACHINE.cores)
     plan, times = times_of("--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0", machine)
     weights = plan.weights
     alone = times_of("--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0 --cpu-compute off", machine)[1]
@@ -369,18 +349,17 @@ def test_the_cores_work_beside_the_link():
 
 def test_products_with_codes_are_taken_from_what_was_measured():
     rates = [DeviceProductRate(format="int4", rows=rows, gb_per_s=rate) for rows, rate in ((1, 1000.0), (32, 500.0))]
-    machine = FAST.model_copy(update={"device_products": tuple(rates)})
+    machine = replace(FAST, device_products=tuple(rates))
     options = "--model llama-2-13b --engine stream --quant-bits 4"
     plan, of_codes = times_of(options, machine)
     of_memory = times_of(options)[1]
     stored = plan.weights.weight_bytes - 2 * 32000 * 5120 * 2
     gained = of_codes.step.seconds - of_memory.step.seconds
     assert gained == pytest.approx(stored * (1 / 1000e9 - 1 / 4200e9), rel=0.02)
-    calls = tuple(each.model_copy(update={"call_s": 1e-4}) for each in rates)
-    longer = times_of(options, FAST.model_copy(update={"device_products": calls}))[1]
-    assert longer.step.seconds - of_codes.step.seconds == pytest.approx(40 * 4 * 1e-4, rel=0.01), (
-        "of attention's three inputs, and of gate and up, one product each"
-    )
+    calls = tuple(replace(each, call_s=1e-4) for each in rates)
+    longer = times_of(options, replace(FAST, device_products=calls))[1]
+    # of attention's three inputs, and of gate and up, one product each
+    assert longer.step.seconds - of_codes.step.seconds == pytest.approx(40 * 4 * 1e-4, rel=0.01)
     several = [times_of(f"{options} --batch-size 2", each)[1].prefill.seconds for each in (machine, FAST)]
     assert several[0] == several[1], "more than 128 tokens are multiplied with weights that were restored"
 
@@ -400,27 +379,16 @@ def test_without_a_rate_nothing_is_predicted(options, without):
     assert times_of(f"--model opt-13b {options}")[1] is not None
 
 
-OF_LINK = (
-    "h200-shared/opt13b-fp16-stream",
-    "h200-shared/opt13b-int8-stream",
-    "h200-shared/opt13b-int4-stream",
-    "h200-shared/opt13b-kv-stream",
-    "h200-shared/opt30b-half-stream",
-    "h200-shared/llama70b-int4-stream",
-    "h200-cores/llama13b-int4-bs1-off",
-)
-WITH_CORES = (
-    "h200-balanced/first_host/llama13b-int4-bs1-auto",
-    "h200-balanced/first_host/llama13b-int4-bs8-auto",
-    "h200-balanced/first_host/llama13b-int4-bs32-auto",
-    "h200-balanced/llama13b-bf16-bs1-auto",
-    "h200-balanced/llama13b-bf16-bs8-auto",
-    "h200-balanced/llama13b-bf16-bs32-auto",
-    "h200-balanced/llama13b-int4-half-auto",
-    "h200-balanced/llama70b-int4-20gib-bs1-auto",
-    "h200-balanced/qwen30b-int4-auto",
-    "h200-cores/opt13b-kv-auto",
-)
+OF_LINK = """
+    h200-shared/opt13b-fp16-stream h200-shared/opt13b-int8-stream h200-shared/opt13b-int4-stream h200-shared/opt13b-kv-stream
+    h200-shared/opt30b-half-stream h200-shared/llama70b-int4-stream h200-cores/llama13b-int4-bs1-off
+""".split()
+WITH_CORES = """
+    h200-balanced/first_host/llama13b-int4-bs1-auto h200-balanced/first_host/llama13b-int4-bs8-auto
+    h200-balanced/first_host/llama13b-int4-bs32-auto h200-balanced/llama13b-bf16-bs1-auto h200-balanced/llama13b-bf16-bs8-auto
+    h200-balanced/llama13b-bf16-bs32-auto h200-balanced/llama13b-int4-half-auto h200-balanced/llama70b-int4-20gib-bs1-auto
+    h200-balanced/qwen30b-int4-auto h200-cores/opt13b-kv-auto
+""".split()
 
 
 def of_record(name: str, empty_models: dict):

@@ -50,34 +50,37 @@ DEFAULTS: dict[str, dict[str, dict[str, Sequence[int]]]] = {
     "elementwise": {"sizes": {"cuda": [1 << p for p in range(14, 29, 2)], "cpu": [1 << p for p in range(14, 27, 2)]}},
     "layer": {"seq": {"cuda": (128, 512), "cpu": (128,)}, "batch": {"cuda": (4, 128), "cpu": (1,)}},
 }
+COUNTED = {
+    ("matmul", "sizes"): ("N", "n of the n x n matrices"),
+    ("elementwise", "sizes"): ("N", "elements of the vectors"),
+    ("layer", "seq"): ("S", "tokens of a sequence"),
+    ("layer", "batch"): ("B", "sequences"),
+}
 # `layer` has 136 figures by default (5 blocks x 2 lengths x 2 batches x 6, and 16 with norm kernels). blocked_autorange takes 0.3 s more
 # than this on average, 1 s at most, so all end within 3 minutes on a GPU.
 LAYER_MIN_RUN_TIME_S = 0.3
 LONGEST_CALL_S = 3.0  # one product of 2048 in float16, which most CPUs emulate, took 100 s
 MAX_COUNT = 1 << 40  # elements; a row reports if memory is not sufficient
 
-OF_RATES = (
-    Column("of_datasheet", "of datasheet", format_percent),
-    Column("of_measured", "of measured", format_percent),
-    Column("best_tflops", "best TFLOP/s measured", three_digits),
-)
+TIME_US = Column("time_s", "time (us)", lambda seconds: three_digits(1e6 * seconds))
+OF_DATASHEET = Column("of_datasheet", "of datasheet", format_percent)
+OF_MEASURED = Column("of_measured", "of measured", format_percent)
+BEST = Column("best_tflops", "best TFLOP/s measured", three_digits)
+SKIPPED, ERROR = (Column(name, name, dtype="string") for name in ("skipped", "error"))
 COLUMNS = {
     "matmul": (
         Column("dtype", "type", dtype="string"),
         Column("n", "n", dtype="Int64"),
-        Column("time_s", "time (us)", lambda seconds: three_digits(1e6 * seconds)),
+        TIME_US,
         Column("tflops", "TFLOP/s", three_digits),
-        *OF_RATES,
-        Column("skipped", "skipped", dtype="string"),
-        Column("error", "error", dtype="string"),
+        *(OF_DATASHEET, OF_MEASURED, BEST, SKIPPED, ERROR),
     ),
     "elementwise": (
         Column("n", "n", dtype="Int64"),
-        Column("time_s", "time (us)", lambda seconds: three_digits(1e6 * seconds)),
+        TIME_US,
         Column("gflops", "GFLOP/s", three_digits),
         Column("gbps", "GB/s", three_digits),
-        *OF_RATES[:2],
-        Column("error", "error", dtype="string"),
+        *(OF_DATASHEET, OF_MEASURED, ERROR),
     ),
     "layer": (
         Column("block", "block", dtype="string", whole=True),
@@ -87,7 +90,7 @@ COLUMNS = {
         Column("batch", "batch", dtype="Int64"),
         Column("forward_s", "fwd (ms)", lambda seconds: three_digits(1e3 * seconds)),
         Column("forward_tflops", "fwd TFLOP/s", three_digits),
-        *OF_RATES,
+        *(OF_DATASHEET, OF_MEASURED, BEST),
         Column("forward_backward_tflops", "fwd+bwd TFLOP/s", three_digits),
         Column("dense_tflops", "dense", three_digits),
         Column("dense_activation_tflops", "dense + act", three_digits),
@@ -97,8 +100,7 @@ COLUMNS = {
         Column("norm_modules_patched", "norms patched", dtype="Int64"),
         Column("norm_speedup", "norm gain", lambda ratio: f"{ratio:.3f}x"),
         Column("skippable", "causal half", format_percent),
-        Column("skipped", "skipped", dtype="string"),
-        Column("error", "error", dtype="string"),
+        *(SKIPPED, ERROR),
     ),
 }
 # Columns that csv and json have, and tables for people do not.
@@ -125,52 +127,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar="{matmul,elementwise,layer}", parser_class=type(parser)
     )
-    what = "what to measure (default: the GPU where there is one)"
-    duration = "seconds for which each figure is measured (default: %(default)g)"
-    output = "of the output; csv and json have full precision (default: table)"
-    longest = "skip sizes of which a single call is expected to take longer, in seconds (default: %(default)g)"
-    vectors = "elements of the vectors (default: 2^14 to 2^28 by 4, on a CPU to 2^26)"
     for name, purpose in BENCHMARKS.items():
         command = commands.add_parser(name, help=purpose, description=purpose, epilog=examples(EXAMPLES[name]))
         add = command.add_argument
-        min_run_time = LAYER_MIN_RUN_TIME_S if name == "layer" else 3.0
-        add("--device", choices=("cuda", "cpu"), help=what)
-        add("--min-run-time", type=_seconds, default=min_run_time, metavar="S", help=duration)
+        add("--device", choices=("cuda", "cpu"), help="what to measure (default: the GPU where there is one)")
+        add(
+            "--min-run-time",
+            type=_seconds,
+            default=LAYER_MIN_RUN_TIME_S if name == "layer" else 3.0,
+            metavar="S",
+            help="seconds for which each figure is measured (default: %(default)g)",
+        )
+        output = "of the output; csv and json have full precision (default: table)"
         add("--format", choices=FORMATS, default="table", help=output)
         add("--plot", metavar="FILE.png", type=Path, help="also draw the figures")
         add_verbose(command)
         if name != "elementwise":
+            longest = "skip sizes of which a single call is expected to take longer, in seconds (default: %(default)g)"
             add("--longest-call", type=_seconds, default=LONGEST_CALL_S, metavar="S", help=longest)
-        if name == "layer":
-            _add_layer_arguments(command)
-            continue
-        sizes = vectors if name == "elementwise" else _default("n of the n x n matrices", "matmul", "sizes")
-        add("--sizes", nargs="+", type=_count, metavar="N", help=sizes)
+        for option, by_device in DEFAULTS[name].items():
+            defaults = {device: " ".join(map(str, values)) for device, values in by_device.items()}
+            default = f"default: {defaults['cuda']}, on a CPU {defaults['cpu']}"
+            if name == "elementwise":
+                default = "default: 2^14 to 2^28 by 4, on a CPU to 2^26"
+            metavar, counted = COUNTED[name, option]
+            add(f"--{option}", nargs="+", type=_count, metavar=metavar, help=f"{counted} ({default})")
         if name == "matmul":
             types = "types of the numbers (default: all that the device has)"
             add("--dtype", nargs="+", type=_kind, choices=KINDS, help=types)
-
-
-def _add_layer_arguments(layer: argparse.ArgumentParser) -> None:
-    blocks = (
-        "bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, with opt-1.3b and "
-        "llama-3.2-1b for the last two on a CPU)"
-    )
-    tokens, sequences = _default("tokens of a sequence", "layer", "seq"), _default("sequences", "layer", "batch")
-    kind = "type to compute in (default: fp16, on a CPU fp32)"
-    norms = (
-        "add a row with this package's norm kernels for each OPT and Llama block (default: auto, where they are built)"
-    )
-    layer.add_argument("--blocks", nargs="+", metavar="NAME", help=blocks)
-    layer.add_argument("--seq", nargs="+", type=_count, metavar="S", help=tokens)
-    layer.add_argument("--batch", nargs="+", type=_count, metavar="B", help=sequences)
-    layer.add_argument("--dtype", type=_kind, choices=KINDS, help=kind)
-    layer.add_argument("--norm-kernels", choices=NORM_KERNELS, default="auto", help=norms)
-
-
-def _default(what: str, benchmark: str, option: str) -> str:
-    texts = {device: " ".join(map(str, values)) for device, values in DEFAULTS[benchmark][option].items()}
-    return f"{what} (default: {texts['cuda']}, on a CPU {texts['cpu']})"
+        elif name == "layer":
+            blocks = (
+                "bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, with opt-1.3b and "
+                "llama-3.2-1b for the last two on a CPU)"
+            )
+            add("--blocks", nargs="+", metavar="NAME", help=blocks)
+            add("--dtype", type=_kind, choices=KINDS, help="type to compute in (default: fp16, on a CPU fp32)")
+            norms = "add a row with this package's norm kernels for each OPT and Llama block (default: auto, where they are built)"
+            add("--norm-kernels", choices=NORM_KERNELS, default="auto", help=norms)
 
 
 def _kind(text: str) -> str:
