@@ -42,7 +42,7 @@ class Machine:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process runs on it."""
+        """True for the machine of this process."""
         return self.other is None
 
     def profile(self) -> HardwareProfile | None:

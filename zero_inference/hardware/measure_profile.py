@@ -253,10 +253,11 @@ def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
     return found
 
 
-def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Measure on all ranks at the same time (the disk: on the first), and return the results by name and a line for each failure of this
-    rank. `all_ranks` is the sum over ranks; None if one failed."""
-    results, failures = {}, []
+def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
+    """Measure the rooflines on all ranks at the same time (the disk: on the first), and return the JSON object; each rank gets the facts
+    and warnings of all. `all_ranks` of a roofline is the sum over ranks; None if one failed."""
+    results: dict[str, dict[str, Any]] = {}
+    warnings = []
     wanted = rooflines(ranks, disk)
     with current_progress().task("link", len(wanted), ticking=True) as task:
         for number, roofline in enumerate(wanted):
@@ -268,7 +269,7 @@ def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[dict[str, dict[s
                 if ranks.rank < measuring:
                     value = roofline.measure()
             except (RunError, torch.OutOfMemoryError) as error:  # a failure must not hide the other rates
-                failures.append(f"not measured: {roofline.what}: {first_line(error)}")
+                warnings.append(f"not measured: {roofline.what}: {first_line(error)}")
             if ranks.device.type == "cuda":
                 torch.cuda.empty_cache()
             summed = ranks.total(round((value or 0) * 1e6)) / 1e6  # int64 sums: to 1e-6 of a unit
@@ -280,19 +281,12 @@ def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[dict[str, dict[s
                 "bounds": roofline.bounds,
             }
     if load_library() is None:
-        failures.append(f"the CPU backend was not measured: {why_unavailable()}")
-    return results, failures
-
-
-def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
-    """Measure the rooflines, and return the JSON object. Each rank gets the facts and warnings of all."""
-    results, warnings = measure_rooflines(ranks, disk)
-    host, gpus = read_host(), _gpu_links(ranks)
+        warnings.append(f"the CPU backend was not measured: {why_unavailable()}")
+    host, gpus, node = read_host(), _gpu_links(ranks), platform.node()
     pinned = results.get("host_to_device_pinned_gbps", {}).get("value")
     for index, gpu in enumerate(gpus):  # the first is the one that was measured
         warnings += link_warnings(gpu, host, pinned if index == 0 else None)
     warnings += memlock_warnings(host)
-    node = platform.node()
     if ranks.num_nodes > 1:
         warnings = [f"{node}: {line}" for line in warnings]
     rows = ranks.gather_objects({"node": node, "gpus": gpus, "warnings": warnings, "numa_nodes": host["numa_nodes"]})

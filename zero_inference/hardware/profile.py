@@ -193,7 +193,7 @@ class HardwareProfile(_ProfilePart):
     launches: LaunchOverhead | None = None
     engine_overheads: tuple[EngineOverhead, ...] = Field(default=(), strict=False)
     loading: LoadingRates | None = None
-    # Of a process with the libraries of a run and no model; with a GPU after generating.
+    # Host memory of a process with the libraries of a run and no model; with a GPU after generating.
     process_bytes: Bytes | None = None
     measuring_bytes: Bytes = 0  # the part of `process_bytes` that is only there while a run measures the machine
     library_bytes: dict[str, Bytes] = {}  # what an engine's own library adds, by engine
