@@ -250,40 +250,41 @@ class BlockTimes(NamedTuple):
     work_s: float  # seconds of device and CPU
 
 
-def overlapped_step_s(found: Placement, cpu_s: Mapping[int, float], link_s: float, others_s: float) -> float:
+def overlapped_step_s(placement: Placement, cpu_s: Mapping[int, float], link_s: float, others_s: float) -> float:
     """Return the seconds of a decode step, given those of the link and those of device and CPU.
 
     Args:
         cpu_s: CPU seconds by block; the rest of `others_s` is spread evenly over all blocks.
     """
-    fetched = set(found.streamed)
+    fetched = set(placement.streamed)
     if not fetched or not link_s or not others_s:
         return max(link_s, others_s)
-    number, of_byte = len(found.blocks), link_s / found.nbytes_of(fetched)
+    number, of_byte = len(placement.blocks), link_s / placement.nbytes_of(fetched)
     of_device = max(0.0, others_s - sum(cpu_s.values())) / number
     work_s = [of_device + cpu_s.get(block, 0.0) for block in range(number)]
     scale = others_s / sum(work_s)  # after rebalancing, `cpu_s` may exceed `others_s`
     blocks = [
-        BlockTimes(of_byte * found.blocks[block].layout.nbytes if block in fetched else None, scale * seconds)
+        BlockTimes(of_byte * placement.blocks[block].layout.nbytes if block in fetched else None, scale * seconds)
         for block, seconds in enumerate(work_s)
     ]
-    return simulate_passes(blocks, slots_in_steps(found), found.graphs)
+    return simulate_passes(blocks, slots_in_steps(placement), placement.graphs)
 
 
-def slots_in_steps(found: Placement) -> int:
+def slots_in_steps(placement: Placement) -> int:
     """Return the slots of the ring buffer that decode steps use."""
-    return slots_in_use(len(found.streamed), found.ring_depth) if found.graphs and found.streamed else found.ring_depth
+    depth, streamed = placement.ring_depth, len(placement.streamed)
+    return slots_in_use(streamed, depth) if placement.graphs and streamed else depth
 
 
-def prefill_bytes(found: Placement) -> int:
+def prefill_bytes(placement: Placement) -> int:
     """Return the bytes of blocks that cross the link in a prefill.
 
     The ring buffer still holds the first blocks of a decode step, from the previous generation; those that the prefill does not need soon
     are dropped. Cached experts do not cross again.
     """
-    order = [block for block in found.in_host_memory if block not in found.prompt_cpu_computed]
-    prefetched = set(found.streamed[: slots_in_steps(found)]).intersection(order[: found.ring_depth])
-    return found.nbytes_of(order) - found.gathered_bytes - found.nbytes_of(prefetched)
+    order = [block for block in placement.in_host_memory if block not in placement.prompt_cpu_computed]
+    prefetched = set(placement.streamed[: slots_in_steps(placement)]).intersection(order[: placement.ring_depth])
+    return placement.nbytes_of(order) - placement.gathered_bytes - placement.nbytes_of(prefetched)
 
 
 def simulate_passes(blocks: list[BlockTimes], slots: int, fixed_slots: bool) -> float:
