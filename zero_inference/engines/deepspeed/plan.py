@@ -1,4 +1,4 @@
-"""What ZeRO-3 will do with a model: its configuration, where partitions are stored, and what is gathered on the device in a pass.
+"""The plan of ZeRO-3: its configuration, where partitions are stored, and what is gathered on the device in a pass.
 
 All follows from shapes and options; no weights are needed. Sizes count elements, as in DeepSpeed, unless they are called bytes.
 """
