@@ -56,7 +56,7 @@ def read_float(value: Any, above: float, below: float = math.inf) -> float:
     except ValueError:
         raise ValueError("not a number") from None
     if not above < found < below:
-        raise ValueError(f"must be above {above}" + f" and below {below}" * (below < math.inf))
+        raise ValueError(f"must be a number above {above}" + f" and below {below}" * (below < math.inf))
     return found
 
 
