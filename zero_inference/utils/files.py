@@ -74,9 +74,21 @@ def hold_lock(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
         TimeoutError: another process, perhaps a stopped one, held the lock for `timeout_s` seconds.
         OSError: the file cannot be opened.
     """
-    with path.open("ab") as file:  # closing it releases the lock
-        _lock(file.fileno(), path, timeout_s)
+    from filelock import FileLock, Timeout  # 24 ms, which `--help` need not take
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=timeout_s, poll_interval=POLL_S)
+    except Timeout:
+        raise _lock_timeout(path, timeout_s) from None
+    try:
         yield
+    finally:
+        lock.release()
+
+
+def _lock_timeout(path: str | os.PathLike, timeout_s: float) -> TimeoutError:
+    return TimeoutError(errno.ETIMEDOUT, f"another process has kept it locked for {timeout_s:.0f} s", str(path))
 
 
 def append_bytes(path: str | os.PathLike, data: bytes, *, sync: bool = False, on_new_line: bool = False) -> None:
@@ -128,7 +140,7 @@ def _open_to_append(path: str | os.PathLike) -> Iterator[int]:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode) and not stat.S_ISCHR(os.fstat(fd).st_mode):
                 raise OSError(errno.EINVAL, "neither a file nor a device", str(path))
-            locked = _lock(fd, target, APPEND_LOCK_S)
+            locked = _lock(fd, target)
             if _is_at(target, fd):
                 try:
                     yield fd
@@ -157,17 +169,16 @@ def _is_at(path: str, fd: int) -> bool:
         return False
 
 
-def _lock(fd: int, path: str | os.PathLike, timeout_s: float) -> bool:
+def _lock(fd: int, path: str) -> bool:
     """Take an flock; False where the file system has none: O_APPEND alone separates writes there. Raises TimeoutError."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + APPEND_LOCK_S
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:
-                reason = f"another process has kept it locked for {timeout_s:.0f} s"
-                raise TimeoutError(errno.ETIMEDOUT, reason, str(path)) from None
+                raise _lock_timeout(path, APPEND_LOCK_S) from None
             time.sleep(POLL_S)
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
