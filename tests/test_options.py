@@ -12,7 +12,6 @@ import torch
 from zero_inference.cli import console_main, console_parser, main, run_parser
 from zero_inference.config.parser import OTHER_OPTIONS, Parser
 from zero_inference.config.run_config import RunConfig, config_from_args, parse_options
-from zero_inference.utils.format import parse_gib
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, Parser]:
@@ -153,28 +152,27 @@ def test_what_other_tools_call_an_option_leads_to_one_that_there_is():
     assert not theirs & set(PARSERS["run_model.py"].option_names())
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "half", "float16", "torch.float16", "FP16", torch.float16])
-def test_a_dtype_may_be_spelled_as_people_do(dtype):
-    assert RunConfig(dtype=dtype).validate().dtype == parse_options(["--dtype", str(dtype)]).dtype == "float16"
-
-
-def test_bits_may_be_spelled_as_people_do():
-    for bits, spellings in {4: ("int4", "4bit", "4-bit"), 8: ("int8", "8"), 16: ("fp16", "16bit")}.items():
-        for said in spellings:
-            assert parse_options(["--engine", "stream", "--quant-bits", said]).quant_bits == bits
-            assert RunConfig(engine="stream", quant_bits=said).validate().quant_bits == bits
-    assert parse_options(["--quant-bits", "auto"]).auto == ("quant_bits",)
-
-
 @pytest.mark.parametrize(
-    "text, gib",
-    [("10", 10), ("0.5", 0.5), ("10 GiB", 10), ("10G", 10), ("512M", 0.5), ("10GB", 10e9 / 2**30), ("1T", 1024)],
+    "option, value, spellings",
+    [
+        ("dtype", "float16", ("fp16", "half", "float16", "torch.float16", "FP16", torch.float16)),
+        ("quant_bits", 4, ("int4", "4bit", "4-bit")),
+        ("quant_bits", 8, ("int8", "8")),
+        ("quant_bits", 16, ("fp16", "16bit")),
+        ("gpu_memory", 10, ("10", "10 GiB", "10G")),
+        ("gpu_memory", 0.5, ("0.5", "512M")),
+        ("gpu_memory", 10e9 / 2**30, ("10GB",)),
+        ("gpu_memory", 1024, ("1T",)),
+    ],
 )
-def test_sizes_of_memory(text, gib):
-    assert parse_gib(text) == pytest.approx(gib, rel=1e-12)
-    assert parse_options(["--engine", "stream", "--gpu-memory", text]).gpu_memory == pytest.approx(gib)
-    args = console_parser().parse_args(["plan", "opt-13b", "--max-gpu-memory", text, "--max-host-memory", text])
-    assert args.max_gpu_memory == args.max_host_memory == pytest.approx(gib)
+def test_a_value_may_be_spelled_as_people_do(option, value, spellings):
+    for said in spellings:
+        typed = parse_options(["--engine", "stream", f"--{option.replace('_', '-')}", str(said)])
+        given = RunConfig(engine="stream", **{option: said}).validate()
+        assert getattr(typed, option) == getattr(given, option) == pytest.approx(value, rel=1e-12)
+    assert parse_options(["--quant-bits", "auto"]).auto == ("quant_bits",)
+    args = console_parser().parse_args("plan opt-13b --max-gpu-memory 512M --max-host-memory 10GB".split())
+    assert (args.max_gpu_memory, args.max_host_memory) == pytest.approx((0.5, 10e9 / 2**30))
 
 
 @pytest.mark.parametrize(

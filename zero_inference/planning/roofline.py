@@ -98,9 +98,8 @@ def planned_step_bound(plan: EnginePlan, machine: HardwareProfile) -> tuple[str,
     compared with; None without any rate, or without that of a link or disk that the step uses."""
     job, terms, moved = plan.job, plan.cost_terms, plan.moved_per_step()
     link_gb_per_s, disk_gb_per_s = machine.link_gb_per_s, machine.disk_gb_per_s
-    if (job.on_gpu and moved.host_to_device_bytes_per_step and not link_gb_per_s) or (
-        moved.disk_read_bytes_per_step and not disk_gb_per_s
-    ):
+    lacks_link = job.on_gpu and moved.host_to_device_bytes_per_step and not link_gb_per_s
+    if lacks_link or (moved.disk_read_bytes_per_step and not disk_gb_per_s):
         return None
     rates = Rates(
         link_gb_per_s=(link_gb_per_s or float("inf")) * job.ranks.world_size,  # each GPU has a link

@@ -229,9 +229,8 @@ def verify(best: Sequence[Plan], count: int, goal: str, say: Callable[[str], Non
             if rate is None:
                 failed.append(replace(plan, failed=True))
                 continue
-            say(
-                f"{run}: {rate:.3g} token/s, predicted {plan.tokens_per_s:.3g}: {command_of(plan.job.config, plan.job.ranks.world_size)}"
-            )
+            command = command_of(plan.job.config, plan.job.ranks.world_size)
+            say(f"{run}: {rate:.3g} token/s, predicted {plan.tokens_per_s:.3g}: {command}")
             measured.append(replace(plan, measured_tokens_per_s=rate))
     if not measured:
         raise RunError(f"--verify {count}: every run failed; the reasons are above.")
