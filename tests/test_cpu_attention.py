@@ -156,7 +156,7 @@ def test_tasks_of_the_cores_store_new_rows_and_attend(batch, heads, kv_heads, dt
             flat = (kept.permute(1, 2, 0, 3, 4).flatten(2, 3)[None, :, :, : start + new] for kept in (keys, values))
             right = attention_reference(query.view(batch, heads, new, 40), *flat, logits, window=window)
             error = (out.transpose(1, 2).double() - right).abs().max() / right.abs().max()
-            assert error <= TOLERANCE[dtype]
+            assert error <= TOLERANCE[dtype] + 2 * 20 * 2**-24  # a logit, capped at 20, is rounded too
     finally:
         cores.close()
 
