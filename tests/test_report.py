@@ -151,6 +151,8 @@ def test_throughput_sorts_best_first_and_latency_ascending(report, capsys):
     assert [row["batch_size"] for row in rows] == [3, 1, 2]
     rows = report(words=["--format", "json", "--sort", "prefill_latency_s"])
     assert [row["batch_size"] for row in rows] == [1, 3, 2] and "load" in report(words=["--sort", "load_s"], width=50)
+    names = report(make_record(), make_record(model="other/opt-1b"), words=["--sort", "model"])
+    assert "opt-1b" in names and "other/" not in names
     with pytest.raises(SystemExit):
         console_main(["zero-inference", "report", ".", "--sort", "total-througput"])
     assert capsys.readouterr().err == "error: --sort total_througput: did you mean total_throughput?\n"

@@ -144,11 +144,15 @@ def run_programs(
     Raises:
         RunError: a program could not be isolated.
     """
+
+    def run(program: str) -> Outcome:
+        return replace(run_program(program, limits, allow_unsafe_code), output="")
+
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(workers) as pool:
         try:
-            for outcome in pool.map(lambda program: run_program(program, limits, allow_unsafe_code), programs):
-                outcomes.append(replace(outcome, output=""))
+            for outcome in pool.map(run, programs):
+                outcomes.append(outcome)
                 if shown:
                     shown.at(f"humaneval {len(outcomes)} of {len(programs)} programs run", len(outcomes))
         except IsolationError as error:

@@ -31,6 +31,10 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
+def _bound_name(value: str) -> str:
+    return RATE_WORDS.get(value, value).removeprefix("the ")
+
+
 def _yes_no(value: bool) -> str:
     return "yes" if value else "no"
 
@@ -43,6 +47,10 @@ def _gpus(run: Run) -> str | None:
 def _gpu_names(value: str) -> str:
     names = [str(gpu.get("name")) for gpu in json.loads(value)]
     return one_line(", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none")
+
+
+def _decode_over_predicted(run: Run) -> float | None:
+    return run.time_over_predicted("decode")
 
 
 def _setting(name: str, header: str, of: Any = None, dtype: str = "string", rank: int = 3, **more: Any) -> RunColumn:
@@ -111,26 +119,11 @@ COLUMNS = (
     _setting("git_commit", "commit", "record.result.environment.git_commit", show=lambda text: text[:9], rank=9),
     _result("decode_throughput", "decode (token/s)", rank=0, best_first=True),
     _result("fraction_of_limit", "of limit (%)", _percent, "share_of_limit", 1, best_first=True),
-    _result(
-        "bound_by",
-        "bound by",
-        lambda name: RATE_WORDS.get(name, name).removeprefix("the "),
-        "bound_by",
-        2,
-        dtype="string",
-        shown="present",
-    ),
+    _result("bound_by", "bound by", _bound_name, "bound_by", 2, dtype="string", shown="present"),
     _result("prefill_latency_s", "TTFT (s)", rank=4),
     _result("total_throughput", "total (token/s)", rank=8, best_first=True),
     _result("decode_weights_gbps", "weights (GB/s)", of="measured.decode_weights_gb_per_s", rank=9, best_first=True),
-    _result(
-        "decode_over_predicted",
-        "decode / predicted",
-        decimals(2),
-        lambda run: run.time_over_predicted("decode"),
-        7,
-        shown="present",
-    ),
+    _result("decode_over_predicted", "decode / predicted", decimals(2), _decode_over_predicted, 7, shown="present"),
     _result(
         "expert_hit_rate", "expert hits (%)", _percent, "measured.experts.hit_rate", 8, shown="present", best_first=True
     ),

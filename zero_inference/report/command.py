@@ -165,15 +165,14 @@ def print_short(runs: Sequence[Run], sort: str | None = None) -> None:
     shared = {name: found.pop() for name, found in texts.items() if len(found) == 1}
     named = [f"{BY_NAME[name].header.partition(' (')[0]} {text}" for name, text in shared.items() if text != "-"]
     _print_wrapped(", ".join(named))
-    columns = [RunColumn("number", "#", of=lambda run: run.number)]
-    if sort is not None:  # never hidden, as it explains the order
-        columns.append(replace(BY_NAME[sort], rank=0))
+    columns = [replace(BY_NAME[sort], rank=0)] if sort else []  # never hidden, as it explains the order
     columns += [
-        replace(column, of=lambda run: run.model) if column.name == "model" else column
+        column
         for column in shown_columns(runs, differing_columns(runs, for_people=True))
         if column.name not in {*shared, sort}
     ]
-    print_fitted(columns, runs, "--all-columns shows all")
+    columns = [replace(column, of=lambda run: run.model) if column.name == "model" else column for column in columns]
+    print_fitted([RunColumn("number", "#", of=lambda run: run.number), *columns], runs, "--all-columns shows all")
     for run in runs:
         if run.failed:
             error = f"#{run.number} failed: {one_line(run.record.error or 'no error was recorded')}"

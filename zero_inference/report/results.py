@@ -182,14 +182,12 @@ def cores_in_words(moved: MovedPerStep, measured: Measured, planned: Any) -> str
 
 
 def experts_in_words(use: ExpertUse | None) -> str | None:
-    """Return the hit rate of the expert cache, and the bytes that it saved and fetched."""
+    """Return the hit rate of the expert cache, and the bytes that it saved and fetched; None without one."""
+    if use is None:
+        return None
     return (
-        None
-        if use is None
-        else (
-            f"expert cache: {use.hit_rate:.1%} hits, {format_bytes(use.saved_bytes_per_step)} a step saved, "
-            f"{format_bytes(use.fetched_bytes_per_step)} fetched"
-        )
+        f"expert cache: {use.hit_rate:.1%} hits, {format_bytes(use.saved_bytes_per_step)} a step saved, "
+        f"{format_bytes(use.fetched_bytes_per_step)} fetched"
     )
 
 

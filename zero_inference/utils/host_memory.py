@@ -104,7 +104,10 @@ _Identity = tuple[str, int, int]  # boot of the system, device, inode
 
 
 class SharedMemory:
-    """Memory of the ranks of a host, which make it together and alike.
+    """Memory of the ranks of a host, which make it together and alike: a single copy, which each of them page-locks for its own device.
+
+    It is a file without a name (memfd_create), which lives as long as a process maps it: nothing of it is left, however the ranks end, and
+    no size of /dev/shm limits it.
 
     Attributes:
         bytes: uint8 [nbytes], zeros at first; the same memory in all ranks.

@@ -86,9 +86,7 @@ class Transfers:
     device_to_host_bytes: int = 0
     disk_read_bytes: int = 0
     cpu_bytes: int = 0  # of weights, keys and values that the CPU read from host memory
-    cores_counts: Callable[[], int] | None = (
-        None  # bytes that only the CPU backend can count: experts that tokens chose
-    )
+    cores_counts: Callable[[], int] | None = None  # bytes that only the CPU backend counts: experts that tokens chose
     cores_busy_s: Callable[[], float] | None = None  # of the CPU backend; None without one, or if another rank counts
     expert_counts: Callable[[], ExpertCounts] | None = None  # totals of the expert cache; None without one
 

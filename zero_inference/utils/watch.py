@@ -122,10 +122,11 @@ class PeerWatch:
                 last[source] = beat
             if lost := self._lost(last, silent_s):
                 self._give_up(f"{lost}; the output of that rank says why, if anything does")
+            received = b""
             with contextlib.suppress(BlockingIOError):  # no signal
                 received = os.read(self.signals, 64)
-                for number in [number for number in STOPPING if number in received][:1]:
-                    self._give_up(stopped_by(number, self.ranks))
+            if number := next((number for number in STOPPING if number in received), None):
+                self._give_up(stopped_by(number, self.ranks))
 
     def _lost(self, last: dict[int, Any], silent_s: dict[int, float]) -> str | None:
         if self.store_is_gone:
