@@ -91,9 +91,8 @@ def print_engine_overheads() -> None:
                     if thin := _load_or_print(engine, bits, options, folder, ranks, engine_stack):
                         overheads.append(thin.overhead_over(baseline))
     stop_process_group()
-    for (
-        each
-    ) in overheads:  # DeepSpeed's first loading in a process took 2.4 s on an H200's host, the second 0.2 s, as in runs
+    for each in overheads:
+        # DeepSpeed's first loading in a process took 2.4 s on an H200's host, the second 0.2 s, as in runs
         shortest_s = min(other.load_layer_s for other in overheads if other.engine == each.engine)
         each = each.model_copy(update={"load_layer_s": shortest_s})
         result["engine_overheads"].append(each.model_dump(by_alias=True))

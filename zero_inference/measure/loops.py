@@ -32,12 +32,8 @@ class Measurement:
 
     loops: list[Loop] = field(default_factory=list)
     warmup_s: list[float] = field(default_factory=list)  # total time of each warm-up loop
-    warmed_up: bool | None = (
-        None  # whether the warm-up ended because its loops took equal times; None without `warmup_spread`
-    )
-    settling_s: list[float] = field(
-        default_factory=list
-    )  # of each generation after the warm-up until the engine had settled
+    warmed_up: bool | None = None  # the warm-up's last loops took equal times; None without `warmup_spread`
+    settling_s: list[float] = field(default_factory=list)  # total time of each generation until the engine had settled
     output_ids: torch.Tensor | None = None  # generated ids int64 [global batch, gen_len] of the last loop, on the host
 
 

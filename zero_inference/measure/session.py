@@ -95,8 +95,8 @@ class LinkMonitor:
         return Rate(*(_sum_over_ranks(self.ranks, value) for value in rate_of(self.rounds)))
 
     def __call__(self) -> None:
-        """Measure before each loop and after the last, and read what the loop did before; its peak of memory must not count the
-        measurement."""
+        """Read what the loop before did, and measure: called before each loop and after the last. The peak of device memory leaves the
+        measurement out."""
         if self.in_loop:
             if self.timeline is not None and (use := self.timeline.link_use()) is not None:
                 self.uses.append(use)
@@ -151,10 +151,14 @@ def measure_rates(
 
 
 def update_rates(rates: Rates, link: LinkMonitor, moved: MovedPerStep) -> Rates:
-    """Return `rates` after the loops, which `moved` this in a step of this rank. All ranks call it together.
+    """Return `rates` with what the loops reached. All ranks call it together.
 
-    The link's rate is that of the rounds or of the loops, whichever is faster: other programs may use the host just between the loops. Link
-    and CPU together are as fast as in the loops if the plan's measurement was slower: the CPU prefetches while it waits.
+    The link's rate is that of the rounds or of the loops, whichever is faster: other programs may use the host just between the loops. The
+    rates of link and CPU side by side are those of the plan or of the loops, whichever are faster: the CPU prefetches while it waits, and
+    other programs' use of memory changes within minutes.
+
+    Args:
+        moved: bytes of a decode step of this rank.
     """
     ranks, rate = link.ranks, link.rate()
     # links that are idle part of the time do not run at once, and would add up to too much

@@ -403,9 +403,7 @@ CAUSAL = {"bert": False, "gpt2": True, "t5": False, "opt": True, "llama": True} 
 def build_parts(config: Any) -> tuple[nn.Module, dict[str, Call]]:
     """Return a block of one of the families of `CAUSAL`, and its parts."""
     block: Any
-    calls: tuple[
-        Call, Call, Call, Call, Call
-    ]  # the layer, its attention and feed-forward, the latter's first matrix and activation
+    calls: tuple[Call, ...]  # layer, attention, feed-forward, its first matrix, its activation
     match config.model_type:
         case "bert":
             from transformers.models.bert.modeling_bert import BertLayer

@@ -145,6 +145,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name != "elementwise":
             longest = "skip sizes of which a single call is expected to take longer, in seconds (default: %(default)g)"
             add("--longest-call", type=_seconds, default=LONGEST_CALL_S, metavar="S", help=longest)
+        if name == "layer":
+            blocks = (
+                "bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, with opt-1.3b and "
+                "llama-3.2-1b for the last two on a CPU)"
+            )
+            add("--blocks", nargs="+", metavar="NAME", help=blocks)
         for option, by_device in DEFAULTS[name].items():
             defaults = {device: " ".join(map(str, values)) for device, values in by_device.items()}
             default = f"default: {defaults['cuda']}, on a CPU {defaults['cpu']}"
@@ -156,11 +162,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             types = "types of the numbers (default: all that the device has)"
             add("--dtype", nargs="+", type=_kind, choices=KINDS, help=types)
         elif name == "layer":
-            blocks = (
-                "bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, with opt-1.3b and "
-                "llama-3.2-1b for the last two on a CPU)"
-            )
-            add("--blocks", nargs="+", metavar="NAME", help=blocks)
             add("--dtype", type=_kind, choices=KINDS, help="type to compute in (default: fp16, on a CPU fp32)")
             norms = "add a row with this package's norm kernels for each OPT and Llama block (default: auto, where they are built)"
             add("--norm-kernels", choices=NORM_KERNELS, default="auto", help=norms)

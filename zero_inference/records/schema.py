@@ -96,7 +96,9 @@ class DecodeSpread(Part):
     decode_latency_min_s: float | None = key("s", "decode latency of the fastest loop; null with one loop or G = 1")
     decode_latency_max_s: float | None = key("s", "decode latency of the slowest loop; null with one loop or G = 1")
     decode_spread: float | None = key("share", "(slowest - fastest) / median of the loops' decode latencies")
-    slowest_step_over_median: float | None = key("ratio", "slowest decode step / median step of its loop, at most")
+    slowest_step_over_median: float | None = key(
+        "ratio", "slowest decode step / its loop's median step, largest of all loops"
+    )
     slowest_step_at: SlowestStep | None = key("", "which step `slowest_step_over_median` is about")
 
 
@@ -216,7 +218,7 @@ class CpuBackendUse(Part):
     crossing_s: float | None = key("s", "time of a hand-off while the link is busy")
     device_gb_per_s: float | None = optional("GB/s", "copy within device memory, read and written", "device_gbps")
     prompt_rows: int | None = optional("token", "most tokens of a prompt in which the CPU multiplies; 0 for none")
-    prompt_share: float | None = optional("share", "`share` in such a prompt")
+    prompt_share: float | None = optional("share", "planned `share` in such a prompt")
 
 
 class DecodeGraph(Part):
