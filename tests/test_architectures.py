@@ -166,6 +166,16 @@ def test_generation_and_batches_count_what_they_did():
     assert result.memory_gb * GB > weights + 3 * 16 * VOCAB * 4, "the logits"
 
 
+def test_memory_is_the_weights_and_the_most_held():
+    benchmark = ArchitectureBenchmark(torch.nn.Linear(64, 32, bias=False), "cpu")
+    with benchmark.measure_memory() as memory:
+        for _ in range(3):  # one after the other, so the peak is that of two blocks
+            block = torch.ones(1 << 20, dtype=torch.uint8)
+            twice = block + block
+            del block, twice
+    assert memory.peak_bytes == 64 * 32 * 4 + (2 << 20)
+
+
 def test_a_batch_of_own_prompts_and_what_cannot_be():
     benchmark = ArchitectureBenchmark(build_model("opt"), "cpu")
     assert benchmark.benchmark_generation(torch.randint(3, VOCAB, (2, 9)), 2, num_runs=1).name == "gen_p9_l2"

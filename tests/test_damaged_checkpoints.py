@@ -116,11 +116,18 @@ def test_whole_numbers_are_no_weights(run, folder):
     assert code == 1 and key in error and "--quant-bits" in error
 
 
-@pytest.mark.parametrize("error", [MemoryError(), PermissionError(errno.EACCES, "Permission denied")], ids=repr)
-def test_what_is_no_damage_is_not_called_so(run, monkeypatch, error):
+@pytest.mark.parametrize(
+    "error, word",
+    [
+        (MemoryError(), "out of memory at 1 x ("),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory at 1 x ("),
+        (PermissionError(errno.EACCES, "Permission denied"), "cannot be read (Permission denied)"),
+    ],
+    ids=["python", "torch", "permission"],
+)
+def test_what_is_no_damage_is_not_called_so(run, monkeypatch, error, word):
     monkeypatch.setattr("safetensors.safe_open", Mock(side_effect=error))
     code, said, _ = run()
-    word = "out of memory at 1 x (" if isinstance(error, MemoryError) else "cannot be read (Permission denied)"
     assert code == 1 and word in said and "damaged" not in said and "fetch it again" not in said
 
 
@@ -160,13 +167,15 @@ def test_a_model_without_a_limit_of_positions_or_a_cache_of_the_usual_form(run, 
     assert run("--engine", engine)[::2] == (0, wanted)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_sizes_are_checked_before_lists_are_made_of_them(run, folder, nested):
+@pytest.mark.parametrize("where", ["top", "nested", "labels"])
+def test_sizes_are_checked_before_lists_are_made_of_them(run, folder, where):
     """They took all of the memory."""
-    sizes = {"num_hidden_layers": 10**9}
-    change_config(folder, **{"text_config": sizes} if nested else sizes | {"model_type": "qwen3"})
+    name = "num_labels" if where == "labels" else "num_hidden_layers"
+    change_config(
+        folder, **{"text_config": {name: 10**9}} if where == "nested" else {name: 10**9, "model_type": "qwen3"}
+    )
     code, error, _ = run()
-    assert code == 2 and "num_hidden_layers" in error and "must be between" in error
+    assert code == 2 and name in error and "must be between" in error
 
 
 def test_a_config_chooses_neither_kernels_nor_what_a_forward_returns(run, folder, expected):

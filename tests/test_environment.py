@@ -139,3 +139,13 @@ def test_other_programs_are_those_that_this_process_did_not_start(tmp_path):
     finally:
         process.kill()
     assert 0 < share <= 1 and share * environment.usable_cores() * (time.monotonic() - start) > 0.9
+
+
+@pytest.mark.parametrize("usable, share", [(4.0, 0.75), (2.0, 0.5), (1.0, 0.0)])
+def test_what_others_use_beyond_the_own_quota_does_not_count(usable, share, monkeypatch):
+    monkeypatch.setattr(environment.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(environment, "usable_cores", lambda: usable)
+    clock, used = iter([100.0, 110.0]), iter([7.0, 37.0])  # three cores of four
+    monkeypatch.setattr(environment.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(environment, "_others_cpu_s", lambda: next(used))
+    assert environment.CpuContention().share() == share

@@ -213,7 +213,7 @@ def test_the_page_of_many_runs_is_small_and_made_in_seconds(tmp_path):
     assert time.process_time() - start < 60
 
 
-# The report_page.
+# The figures.
 
 
 def drawn(draw, *records):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -116,6 +117,22 @@ def test_engines_see_the_same_ids(engine, folder, tmp_path, no_gpu):
     (record,) = read_records(tmp_path / "run.jsonl")
     expected = plain_ids(folder, ids_of(folder, *options), 4)
     assert record["output_ids_sha256"] == output_ids_sha256(expected) and record["batch_size"] == 2
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("--prompt x --dummy", "--prompt needs a tokenizer and --dummy runs on random token ids"),
+        ("--prompt x --prompts p.txt", "--prompt and --prompts p.txt both give the prompts"),
+        ("--prompt ' '", "--prompt is empty"),
+        ("--chat", "--chat belongs to --prompt or --prompts"),
+        ("--prompt x --prompt y --batch-size 1", "--batch-size 1: 2 prompts were given; use 2 or more"),
+        ("--prompt-len 0", "--prompt-len 0: must be at least 1"),
+    ],
+)
+def test_options_of_prompts_that_contradict_each_other(options, words):
+    with pytest.raises(UsageError, match=words):
+        parse_options(["opt-125m", *shlex.split(options)])
 
 
 def test_models_that_cannot_read_a_prompt(checkpoints, folder, tmp_path, capsys):

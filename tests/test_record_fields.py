@@ -84,7 +84,7 @@ def test_a_run_that_failed_records_what_it_knew(checkpoints, tmp_path, monkeypat
     assert main(run_of(checkpoints, tmp_path / "failed.log", "--engine", "resident")) == 1
     (record,) = read_records(tmp_path / "failed.jsonl")
     assert record["status"] == "failed" and "in a loop" in record["error"] and list(record)[-1] == "error"
-    assert record["schema_version"] == 1 and record["engine"] == "resident"
+    assert set(REQUIRED) <= record.keys() and record["schema_version"] == 1 and record["engine"] == "resident"
     assert record["usable_cores"] > 0 and record["environment"]["cpu_model"] and record["seed"] == 0
     assert record["loops"] is None and record["limit"] is None
     asked = set(Request.model_fields)

@@ -86,6 +86,7 @@ def test_a_full_disk_leaves_no_empty_file(free, tmp_path):
         ("--log-file", "n" * 251 + ".log", "record"),
         ("--log-file", "pipe.log/run.log", "log folder"),
         ("--log-file", "record.jsonl", "end the log's name in .log"),
+        ("--log-file", "/", "is a folder"),
         ("--trace", "", "--trace"),
         ("--trace", "pipe.log", "--trace"),
     ],

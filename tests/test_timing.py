@@ -17,6 +17,7 @@ from zero_inference.hardware.profile import (
     EngineOverhead,
     LaunchOverhead,
     LoadingRates,
+    ProductTime,
     device_attention_s,
 )
 from zero_inference.planning.cost import (
@@ -345,6 +346,13 @@ def test_the_cores_work_beside_the_link():
     assert alone.times.prefill.seconds == pytest.approx(fetched_s)
     layers, experts = weights.cost_terms.step_cpu[:2]
     assert 0.4 < layers < 0.8 and experts == 0.0
+
+
+def test_two_sizes_tell_bytes_from_what_a_product_takes_besides():
+    found = ProductTime.through([(10_000_000, 12e-6), (100_000_000, 48e-6)])
+    assert (found.gb_per_s, found.call_s) == pytest.approx((2500.0, 8e-6))
+    slower = ProductTime.through([(10_000_000, 4e-6), (100_000_000, 48e-6)])
+    assert (slower.gb_per_s, slower.call_s) == pytest.approx((100_000_000 / 48e-6 / 1e9, 0.0)), "not negative"
 
 
 def test_products_with_codes_are_taken_from_what_was_measured():
