@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -44,6 +47,14 @@ def test_a_build_is_made_once_and_again_where_it_is_damaged(no_cache, monkeypatc
     assert library.find_or_build(said.append) == path and len(said) == 1
     path.write_text("cut off")
     assert library.find_or_build(said.append) == path and len(said) == 2 and path.read_text() == "made\n"
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")
+@pytest.mark.parametrize("name", ["portable", "avx2", "avx512", "amx"])
+def test_no_function_of_an_instruction_set_is_linked_in_place_of_anothers(name):
+    objects = Path(library.require_library()._name).parent
+    symbols = subprocess.run(["nm", "-C", objects / f"{name}.o"], capture_output=True, text=True, check=True).stdout
+    assert not re.findall(r"^.* [WVu] .*$", symbols, re.MULTILINE), "the linker keeps one of all files"
 
 
 BUILDING = "from pathlib import Path; from zero_inference.cpu import library; library.find_or_build(print)"

@@ -79,6 +79,8 @@ static inline int64_t rows_of(const Attention& a) { return a.heads / a.kv_heads 
 // Partial result: weighted sums of all rows, then the largest logit and the sum of weights of each.
 static inline int64_t partial_floats(const Attention& a) { return rows_of(a) * padded(a.value_dim) + padded(2 * rows_of(a)); }
 
+namespace {
+
 // Offsets in a thread's scratch, in floats.
 struct Scratch {
   int64_t query_stride, sum_stride, sums, largest, weights, floats;
@@ -90,6 +92,8 @@ struct Scratch {
     floats = sums + partial_floats(a);
   }
 };
+
+}  // namespace
 
 // Parts per sequence and head, such that `threads` threads have enough items.
 int64_t attention_splits(const Attention& attention, int64_t threads);

@@ -32,9 +32,14 @@ bool have_tiles() {
 #endif
 }
 
+// GCC 10's __builtin_cpu_supports does not know F16C. Processors with AVX2 have it, but a virtual machine may hide it.
+bool have_f16c() {
+  uint32_t a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
+
 Instructions find_best() {
-  // processors with AVX2 have F16C
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Instructions::portable;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !have_f16c()) return Instructions::portable;
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                     __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");

@@ -33,11 +33,11 @@ extern const Kernels kAvx2, kAvx512;
 PrepareInput prepare_input_in_tiles;
 Product product_in_tiles;
 
-inline const Kernels& kernels_of(Instructions instructions) {
+static inline const Kernels& kernels_of(Instructions instructions) {
   return instructions >= Instructions::avx512 ? kAvx512 : instructions == Instructions::avx2 ? kAvx2 : kPortable;
 }
 #else
-inline const Kernels& kernels_of(Instructions) { return kPortable; }
+static inline const Kernels& kernels_of(Instructions) { return kPortable; }
 #endif
 
 }  // namespace zero_inference::cpu

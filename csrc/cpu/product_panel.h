@@ -24,14 +24,15 @@ inline void dequantize_groups(const Matrix& matrix, int64_t row, int64_t k, int6
   int64_t left = left_in_group(matrix, k);
   int64_t index = 0;
   Group group = group_of<kDtype>(scales.scale[0], scales.minimum[0]);
-  const int64_t step = matrix.bits == 8 ? kLanes : 2 * kLanes;
+  const bool is_int8 = matrix.bits == 8;  // read once: stores to `out` might change `matrix`
+  const int64_t step = is_int8 ? kLanes : 2 * kLanes;
   for (int64_t i = 0; i < count; i += step, left -= step) {
     if (left == 0) {
       ++index;
       left = matrix.group;
       group = group_of<kDtype>(scales.scale[index], scales.minimum[index]);
     }
-    if (matrix.bits == 8) {
+    if (is_int8) {
       prefetch(next + i);
       store(out + i, dequantize_int8<kDtype>(codes + i, group));
     } else {

@@ -84,10 +84,22 @@ int log2_or_negative(int64_t value) {
   return (int64_t{1} << shift) == value ? shift : -1;
 }
 
-// Contiguous: codes uint8, scale and minimum in the dtype of out, one for each `group_size` of its elements.
+// Contiguous: codes uint8, scale and minimum in the dtype of out, one for each `group_size` of its elements. Checked here: in
+// Python it would take 6 us a weight in each pass.
 void dequantize_groups(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits, int64_t group_size,
                        const Tensor& out) {
   const int64_t numel = out.numel();
+  const auto fits = [&](const Tensor& tensor, ScalarType dtype, int64_t elements) {
+    return tensor.is_cuda() && tensor.get_device_index() == out.get_device_index() && tensor.scalar_type() == dtype &&
+           tensor.numel() == elements && tensor.is_contiguous();
+  };
+  STD_TORCH_CHECK((bits == 8 || bits == 4) && group_size > 0 && group_size * bits % 8 == 0 && numel % group_size == 0 &&
+                      fits(out, out.scalar_type(), numel) && fits(codes, ScalarType::Byte, numel * bits / 8) &&
+                      fits(scale, out.scalar_type(), numel / group_size) &&
+                      fits(minimum, out.scalar_type(), numel / group_size),
+                  "dequantize_groups: out of ", numel, " elements does not fit ", codes.numel(), " bytes of codes, ",
+                  scale.numel(), " scales and ", minimum.numel(), " minima of ", bits, " bits and groups of ", group_size,
+                  "; all must be contiguous on CUDA device ", out.get_device_index(), ", scales and minima of out's dtype");
   if (numel == 0) return;
   const TensorDevice device(out);
   const auto blocks = [&](int64_t work, int64_t of_block) {
