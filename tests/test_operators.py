@@ -13,7 +13,7 @@ from zero_inference.hardware.bench_device import ROUNDS, LaunchBench
 from zero_inference.models.empty_model import build_empty_model, estimate_prefill_bytes, logits_bytes
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.spec import resolve_model
-from zero_inference.models.tracing import trace_pass
+from zero_inference.models.tracing import ShapeCache, trace_pass
 
 
 def described(model: str, dtype: str = "bfloat16", dummy: bool = True):
@@ -155,3 +155,21 @@ def test_a_model_that_cannot_be_traced_is_estimated(why, checkpoints, monkeypatc
         monkeypatch.setattr("zero_inference.models.tracing.MAX_OPERATORS", 20)
     assert trace_pass(empty_model.model, spec, LENGTH, 0) is None
     assert empty_model.activation_bytes(spec, 2, LENGTH) == 2 * estimate_prefill_bytes(spec, LENGTH)
+
+
+def test_repeated_operators_give_the_shapes_of_their_own_arguments():
+    """Results of PyTorch on the CPU, each computed twice: the second time its shape is known."""
+
+    def results(device):
+        whole = torch.ones(2, 3, dtype=torch.int64, device=device)
+        rows = torch.ones(4, 2, 6, device=device)
+        for tensor in (whole, whole, rows, rows.transpose(0, 2)[:2]):
+            yield from (tensor * 2, tensor * 2.0, tensor.sum(-1), tensor.sum(-1, keepdim=True), torch.cat([tensor] * 2))
+            yield tensor.mT.contiguous()
+            yield tensor.clone().add_(1).unsqueeze(0)
+
+    with ShapeCache():
+        repeated = [*results("meta"), *results("meta")]
+    for found, expected in zip(repeated, [*results("cpu"), *results("cpu")], strict=True):
+        assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert len({found.untyped_storage()._cdata for found in repeated}) == len(repeated)

@@ -20,7 +20,7 @@ from zero_inference.models.checkpoint_files import errors_as
 from zero_inference.models.layers import expert_parameters, unused_tower_parameters
 from zero_inference.models.prompts import reset_generation_config
 from zero_inference.models.spec import ModelSpec
-from zero_inference.models.tracing import Pass, copy_to_meta, tensors_in, trace_pass
+from zero_inference.models.tracing import Pass, ShapeCache, copy_to_meta, tensors_in, trace_pass
 from zero_inference.utils.format import first_line
 from zero_inference.utils.model_sizes import auto_class, is_wrapper, kv_layers, kv_width
 
@@ -196,11 +196,12 @@ def _trace_cache(model: torch.nn.Module, spec: ModelSpec) -> dict[str, Any]:
         cache = new_cache(model.config, cache_class(model))
         before = [parameter._version for parameter in copied.parameters()]
         ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-        with torch.no_grad():
-            copied(input_ids=ids, use_cache=True, **{"cache_params" if mamba else "past_key_values": cache})
+        with torch.no_grad(), ShapeCache():
+            try:
+                copied(input_ids=ids, use_cache=True, **{"cache_params" if mamba else "past_key_values": cache})
+            except ValueError as error:
+                return by_config | ({"refuses_text": first_line(error)} if is_wrapper(spec.config) else {})
         states = _read_cache(cache, spec.dtype)
-    except ValueError as error:
-        return by_config | ({"refuses_text": first_line(error)} if is_wrapper(spec.config) else {})
     except Exception:  # the model's own code may raise anything
         return by_config
     widths, fixed, growing = zip(*states) if states else ((), (), ())
@@ -240,8 +241,9 @@ def cache_class(model: torch.nn.Module) -> Any:
     """Return transformers' DynamicCache, or the subclass with more state by which `model` annotates its `past_key_values`."""
     from transformers import DynamicCache
 
-    for module in model.modules():
-        given = inspect.signature(type(module).forward).parameters.get("past_key_values")
+    classes: dict[Any, None] = dict.fromkeys(type(module) for module in model.modules())
+    for module_class in classes:
+        given = inspect.signature(module_class.forward).parameters.get("past_key_values")
         for kind in get_args(given.annotation) if given is not None else ():
             if isinstance(kind, type) and issubclass(kind, DynamicCache):
                 return kind
