@@ -273,8 +273,9 @@ def copy_gb_per_s() -> float:
 
 def show(weights: Weights, timed: list, copy: float) -> None:
     """Print, for each number of tokens, the times of all ways or, of a sweep, those of the table and of the best launches."""
-    print(f"{weights.rows} x {weights.columns}, int{weights.bits}, {weights.stored_bytes / 1e6:.1f} MB")
     swept = any(launch != "table" for _, _, launch, _ in timed)
+    launches = " (column warps x splits x steps of a chunk)" * swept
+    print(f"{weights.rows} x {weights.columns}, int{weights.bits}, {weights.stored_bytes / 1e6:.1f} MB{launches}")
     for tokens in dict.fromkeys(count for count, *_ in timed):
         times = {(what if launch == "table" else launch): us for count, what, launch, us in timed if count == tokens}
         listed = sorted(times, key=times.__getitem__)[:4] if swept else list(times)

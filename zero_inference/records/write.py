@@ -53,11 +53,7 @@ class RunLog:
             raise UsageError(
                 f"--log-file {self.log}: the record beside the log ends in .jsonl; end the log's name in .log."
             )
-        return (
-            self.log.with_suffix(".jsonl")
-            if self.log.suffix == ".log"
-            else self.log.with_name(self.log.name + ".jsonl")
-        )
+        return self.log.with_name(f"{self.log.stem if self.log.suffix == '.log' else self.log.name}.jsonl")
 
     def move(self, log: Path, request: Request) -> None:
         """Change the log and the request before anything is written; raises UsageError as `check` does."""
