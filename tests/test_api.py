@@ -300,9 +300,8 @@ def test_weights_that_an_engine_placed_cannot_be_changed(way, checkpoints, plain
     with load(checkpoints("llama"), max_length=16, **options | CPU) as model:
         assert model.to("cpu") is model and model.cpu() is model and model.to(torch.float32).float() is model
         torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, rtol=1e-4, atol=1e-4)
-        last = "data, in place;behind detach;init;another parameter;merge;olora;dora;modules_to_save".split(
-            ";"
-        )  # these leave something
+        # these leave something
+        last = "data, in place;behind detach;init;another parameter;merge;olora;dora;modules_to_save".split(";")
         for name in changes.keys() - set(last):
             with pytest.raises(UsageError, match="cannot be"):
                 changes[name](model)
