@@ -61,7 +61,9 @@ def test_padding_rows_are_zero_whatever_they_hold():
     ends = torch.tensor([1, 2, 2, 4, 4], dtype=torch.int32)
     with torch.no_grad():
         x[4:], mul[5] = torch.nan, torch.inf
-    (out,), gradients, _ = run(operator("fused_mul_grouped_poly_norm"), [x, mul, weight, bias, ends, eps])
+    grads = torch.ones_like(x)
+    grads[4:] = torch.nan
+    (out,), gradients, _ = run(operator("fused_mul_grouped_poly_norm"), [x, mul, weight, bias, ends, eps], [grads])
     assert not out[4:].any() and not gradients[0][4:].any() and not gradients[1][4:].any()
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
     assert not gradients[2][2].any() and not gradients[3][4].any(), "experts without rows"

@@ -91,9 +91,9 @@ def _load(say: Callable[[str], None]) -> str | None:
         return "no CUDA device"
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
-    capabilities = sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())})
-    architectures = ";".join(f"{major}.{minor}" for major, minor in capabilities)
     try:
+        capabilities = sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())})
+        architectures = ";".join(f"{major}.{minor}" for major, minor in capabilities)
         name = library_name(architectures)
 
         def build_and_load(folder: Path) -> None:

@@ -26,7 +26,7 @@ from zero_inference.cpu.attention import LogitOptions, attention_reference
 from zero_inference.kv_cache.cpu_attention import CpuAttentionCache, CpuAttentionLayer, UnsupportedAttention
 from zero_inference.kv_cache.device import DeviceKVCache, supports_preallocated
 from zero_inference.models.empty_model import cache_class, new_cache
-from zero_inference.models.layers import decoder_layers, first_of_kind
+from zero_inference.models.layers import find_layers, first_of_kind
 from zero_inference.models.tracing import tensors_in
 from zero_inference.utils.format import first_line
 from zero_inference.utils.patching import Patches, SharedPatch
@@ -129,7 +129,7 @@ def _small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Callable[[], N
     One layer of each kind computes in a pass; the others return its result.
     """
     memo: dict[int, Any] = {}  # of copy.deepcopy
-    firsts, layers = first_of_kind(model), decoder_layers(model)[1]
+    firsts, layers = first_of_kind(model), find_layers(model)[1]
     copies = {first: copy.deepcopy(layers[first], memo) for first in set(firsts.values())}
     memo |= {id(layers[position]): copies[first] for position, first in firsts.items()}
     copied = copy.deepcopy(model, memo).to(torch.float32)
@@ -237,7 +237,7 @@ class _PatchedFunction(SharedPatch):
             layer.logits = LogitOptions(
                 scale=query.shape[3] ** -0.5 if scale is None else float(scale),
                 softcap=options.get("softcap") or 0.0,
-                sinks=None if sinks is None else sinks.detach().float().cpu().contiguous(),
+                sinks=None if sinks is None else sinks.detach().float().cpu(),
             )
         return layer.attend(query, mask), None
 
@@ -260,5 +260,5 @@ def _bloom_forward(
     if layer.logits is None:  # slopes from the bias of two positions; `alibi` is rounded to the model's dtype
         rule = sys.modules[type(module).__module__].build_alibi_tensor
         slopes = rule(torch.ones((1, 2), dtype=torch.int64), module.num_heads, torch.float32)[:, 0, 1]
-        layer.logits = LogitOptions(scale=module.inv_norm_factor, slopes=slopes.cpu().contiguous())
+        layer.logits = LogitOptions(scale=module.inv_norm_factor, slopes=slopes.cpu())
     return module.dense(layer.attend(query, attention_mask).flatten(2)) + residual, None

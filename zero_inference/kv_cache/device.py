@@ -24,12 +24,8 @@ from zero_inference.models.empty_model import cache_class, new_cache
 T = TypeVar("T")
 Pair = tuple[Tensor, Tensor]  # keys and values
 
-KEY_VALUE_LAYERS = {
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "attention",
-}  # of a config's `layer_types`
+# values of a config's `layer_types`
+KEY_VALUE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 STATE_OF_CACHE = ("layers", "layer_class_to_replicate")
 STATE_OF_LAYER = ("keys", "values", "is_initialized", "device", "dtype", "cumulative_length")
 

@@ -82,7 +82,7 @@ def any_poly_norm_ref(
         rows = torch.arange(len(values), dtype=offsets.dtype, device=offsets.device)
         expert = torch.searchsorted(offsets, rows, right=True)
         inside = (expert < len(offsets))[:, None]
-        # padding rows are replaced, not only masked: their gradient must be zero even for NaN or inf
+        # padding rows are replaced, not only masked: their gradient must be zero even for NaN or inf, there or in the result's gradient
         values, factors = torch.where(inside, values, 1.0), torch.where(inside, factors, 0.0)
         expert = expert.clamp(max=len(offsets) - 1)
         weight, bias = weight[expert], bias[expert]
@@ -92,7 +92,8 @@ def any_poly_norm_ref(
 
     cube, square, line = weight.split(1, -1)
     poly = cube * normalized(values**3) + square * normalized(values**2) + line * normalized(values) + bias
-    return (poly * factors).to(x.dtype).reshape(x.shape)
+    product = poly * factors if offsets is None else torch.where(inside, poly * factors, 0.0)
+    return product.to(x.dtype).reshape(x.shape)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -84,7 +84,8 @@ class DeepSpeedPlan(EnginePlan):
         )
 
     def quantize_dequantize(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        if self.settings is None or not self.stored[name].quantized:
+        stored = self.stored.get(name)  # None if it is untied after the plan, see `ParameterStore.add`
+        if self.settings is None or stored is None or not stored.quantized:
             return values
         return quantize_dequantize(values.to(self.job.ranks.device), self.settings)
 

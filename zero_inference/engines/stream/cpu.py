@@ -135,10 +135,8 @@ class CpuExperts(CpuBlock):
         super().__init__(block, module, buffer, backend)
         form, self.cache, self.device_multiplies_many = block.experts, cache, multiplies_many(backend.scheme)
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
-        experts, counters = (
-            _experts(form, block.layout, buffer, backend.scheme),
-            None if cache is None else cache.counters,
-        )
+        experts = _experts(form, block.layout, buffer, backend.scheme)
+        counters = None if cache is None else cache.counters
         self.task = add_experts(backend.pool, experts, activation, backend.dtype, counters)
         backend.pool.reserve(self.task, backend.max_rows, form.top_k)
 

@@ -177,9 +177,8 @@ def _quantized_share(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
     """Return the quantized share of all elements, and the names of matrices that are not quantized, as fields of the record."""
     embedding = plan.placement.embedding
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    shapes |= {
-        name: stored.plain.shape for name, (_, stored) in plan.stored.items()
-    }  # empty until their block is called
+    # parameters of blocks are empty until their block is called
+    shapes |= {name: stored.plain.shape for name, (_, stored) in plan.stored.items()}
     if embedding is not None:
         module = model.get_submodule(embedding.module)
         shapes[embedding.weight] = module.num_embeddings, module.embedding_dim

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -377,18 +377,21 @@ def plan_placement(
         return found
     needed = [f"{format_bytes(found.reserved_bytes)} of resident layers"] if found.reserved_bytes else []
     needed += [f"{found.ring_depth} ring slots of {format_bytes(found.slot_bytes)} each"] if found.ring_depth else []
-    # the smallest change of options that fits
-    fewer = range((depth or MIN_RING_DEPTH) - 1, MIN_RING_DEPTH - 1, -1)
-    advice = [f"--ring-depth {slots} or less" for slots in fewer if fits(place(gpu_memory_gib, slots))]
-    for slots in dict.fromkeys((depth, MIN_RING_DEPTH)) if not advice else ():
-        with_depth = f" with --ring-depth {slots}" if slots != depth else ""
-        tenths = range(int(found.reserved_bytes * 10 / GIB), -1, -1)
-        advice += [
-            f"--gpu-memory {each / 10:g} or less{with_depth}" for each in tenths if fits(place(each / 10, slots))
-        ]
+
+    def changes() -> Iterator[str]:
+        """Yield changes of options that fit, the smallest first."""
+        for slots in range((depth or MIN_RING_DEPTH) - 1, MIN_RING_DEPTH - 1, -1):
+            if fits(place(gpu_memory_gib, slots)):
+                yield f"; use --ring-depth {slots} or less"
+        for slots in dict.fromkeys((depth, MIN_RING_DEPTH)):
+            with_depth = f" with --ring-depth {slots}" if slots != depth else ""
+            for tenths in range(int(found.reserved_bytes * 10 / GIB), -1, -1):
+                if fits(place(tenths / 10, slots)):
+                    yield f"; use --gpu-memory {tenths / 10:g} or less{with_depth}"
+
     raise DoesNotFit(
         f"{' and '.join(needed)} do not fit into the {format_bytes(left)} of device memory left for them{others}"
-        f"{'; use ' + advice[0] if advice else ''}."
+        f"{next(changes(), '')}."
     )
 
 
@@ -435,8 +438,8 @@ def share_out(numbers: Sequence[int], sizes: Sequence[int], budget: int) -> list
 
 def spread(sizes: Sequence[int], budget: int) -> set[int]:
     """Return the indices of as many evenly spaced items as the budget holds; `sizes` are their bytes."""
-    count = len(sizes)
-    for kept in range(count, 0, -1):
+    count, smallest = len(sizes), min(sizes, default=0)
+    for kept in range(min(count, budget // smallest) if smallest else count, 0, -1):
         chosen = {int((index + 0.5) * count / kept) for index in range(kept)}
         if sum(sizes[index] for index in chosen) <= budget:
             return chosen

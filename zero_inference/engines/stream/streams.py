@@ -249,9 +249,7 @@ class Timeline:
             step_start += until_pass + (request_late if copy.first else 0.0)
             slot_wait += max(0.0, until_free - until_block)
             host_late += until_block - until_pass + (0.0 if copy.first else request_late)
-        early_bytes = (
-            0.0  # copied for the first decode step before the prefill ended, with the part of a copy in progress
-        )
+        early_bytes = 0.0  # copied for the first decode step before the prefill ended; of a copy in progress, its part
         for copy in self.early_copies:
             copy_s = self._between(copy.start, copy.end)
             done_s = _clamp(self._between(copy.start, self.prefill_end), copy_s)
