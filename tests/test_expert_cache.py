@@ -325,7 +325,7 @@ def test_what_is_counted_is_what_tokens_chose(family, bits, kept, fetching):
     assert counts.choices == watched.choices == layers * BATCH * k * (GEN - 1)
     assert counts.hits == watched.hits and 0 < counts.hits < counts.choices
     assert counts.saved_bytes == watched.hit_bytes
-    assert found.experts.hit_rate == watched.hits / watched.choices
+    assert found.experts.hit_rate == pytest.approx(watched.hits / watched.choices)  # of averages over steps
     assert found.experts.saved_bytes_per_step == watched.hit_bytes / (GEN - 1)
     read = round(found.moved.cores_bytes_per_step * (GEN - 1))
     assert counts.fetched_bytes + read == watched.missed_bytes, "all other blocks stay on the device"
