@@ -31,6 +31,7 @@ from zero_inference.architectures import (
 from zero_inference.architectures.command import read_arms
 from zero_inference.architectures.comparison import alternate_runs, percentile
 from zero_inference.cli import console_main
+from zero_inference.config.options import OPTIONS
 from zero_inference.config.run_config import parse_options
 from zero_inference.errors import UsageError
 from zero_inference.utils import GB
@@ -76,6 +77,9 @@ def test_the_interval_of_six_pairs_is_their_range():
     few = comparison.speedup(rates[:5], [1.0] * 5)
     assert few["verdict"] == comparison.TOO_FEW_RUNS and few["speedup"] == pytest.approx(1.03)
     assert math.isnan(few["speedup_low"])
+    for wrong in (0.0, math.nan):
+        with pytest.raises(ValueError, match="not above 0"):
+            comparison.speedup(rates, [wrong] * 6)
 
 
 def test_percentiles_need_samples_beyond_them_and_runs_alternate():
@@ -246,6 +250,19 @@ def test_arms_are_models_or_configurations():
     assert [arm.config.batch_size for arm in arms] == [4, 4, 4, 2, 4] and arms[3].config.quant_bits == 4
     assert arms[0].file_stem == "facebook_opt-125m" and all(arm.config.dummy for arm in arms)
     assert len(f"{arms[4].file_stem}-10000.jsonl".encode()) < 255, "a long name was OSError: File name too long"
+
+
+def test_only_the_first_run_of_an_arm_scores():
+    for option in OPTIONS.values():
+        words = [option.flag] if isinstance(option.default, bool) else [option.flag, "1"]
+        left = [] if option.group == "quality" else words
+        assert command.speed_only(["--model", "x", *words, "facebook/opt-125m"]) == [
+            "--model",
+            "x",
+            *left,
+            "facebook/opt-125m",
+        ]
+    assert command.speed_only(["--quality_data=data", "--seed", "1"]) == ["--seed", "1"]
 
 
 def run_compare(*words: str) -> int:

@@ -118,8 +118,14 @@ def summarize(frame: pandas.DataFrame, baseline: str) -> pandas.DataFrame:
 
 
 def speedup(candidate: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
-    """Return the median of candidate / baseline over pairs of runs (token/s), its distribution-free interval and the verdict."""
-    ratios = np.log(np.array(candidate, dtype=float) / np.array(baseline, dtype=float))
+    """Return the median of candidate / baseline over pairs of runs (token/s), its distribution-free interval and the verdict.
+
+    Raises ValueError for a rate that is not above 0.
+    """
+    rates = np.array([candidate, baseline], dtype=float)
+    if not (np.isfinite(rates) & (rates > 0)).all():
+        raise ValueError("a rate is not above 0 token/s")
+    ratios = np.log(rates[0] / rates[1])
     low, high = np.exp(stats.quantile_test(ratios, p=0.5).confidence_interval(CONFIDENCE))  # nan below MIN_PAIRS
     verdict = "faster" if low > 1 else "slower" if high < 1 else NO_DIFFERENCE
     return {

@@ -89,7 +89,7 @@ class Times:
     bounds_because: tuple[str, ...] = ()  # reasons why the times are lower bounds; empty where they are not
     with_host: bool = True  # the times include kernel launches
     without_cores: bool = False  # a run may use the CPU backend, whose rate is unknown, and be faster
-    without_own_work: bool = False  # the engine's overhead is large and was not measured, so a run is slower
+    lacks_overhead: bool = False  # the engine's overhead is large and was not measured, so a run is slower
 
     @property
     def left_out(self) -> list[str]:

@@ -127,7 +127,7 @@ class Plan:
     @property
     def lacks_overhead(self) -> bool:
         """True where its speed is a bound because the overhead of its engine was not measured."""
-        return self.times.without_own_work and self.measured_tokens_per_s is None
+        return self.times.lacks_overhead and self.measured_tokens_per_s is None
 
     @property
     def memory_bytes(self) -> int:
