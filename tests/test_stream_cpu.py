@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from conftest import FAMILIES, VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 import zero_inference
@@ -138,22 +140,60 @@ def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cpu(checkp
     loaded.close()
 
 
-def test_a_load_that_fails_ends_the_threads(checkpoints, monkeypatch):
-    pools = []
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (engine, "Prefetcher"),
+        (cpu.CpuPool, "reserve"),  # while blocks are hooked
+        (engine, "QuantizedHead"),
+        (engine, "StepGraph"),
+        (cpu.CpuBackend, "attention"),
+        (engine, "patch_attention"),
+    ],
+)
+def test_a_load_that_fails_leaves_nothing_behind(owner, name, checkpoints, monkeypatch):
+    """Threads end; the model, the affinity and transformers' table of attentions are as they were."""
+    pools, models, table = [], [], dict(ALL_ATTENTION_FUNCTIONS)
+    affinity, own_load, own_init = os.sched_getaffinity(0), engine.load, cpu.CpuBackend.__init__
 
     class Pool(cpu.CpuPool):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             pools.append(self)
 
+    def init(self, *args):  # as on a GPU
+        own_init(self, *args)
+        self.python_cpus = affinity
+        os.sched_setaffinity(0, {min(affinity)})
+
+    def watched_load(plan, *args):
+        model = plan.job.empty_model.model
+        models.append((model, state_of(model)))
+        return own_load(plan, *args)
+
+    def state_of(model):
+        return [
+            (len(each._forward_pre_hooks), len(each._forward_hooks), "forward" in vars(each))
+            for each in model.modules()
+        ]
+
     def fail(*args):
-        raise RunError("no memory for the ring buffer")
+        raise RunError("no memory for it")
 
     monkeypatch.setattr(cpu, "CpuPool", Pool)
-    monkeypatch.setattr(engine, "Prefetcher", fail)
-    with pytest.raises(RunError, match="ring buffer"):
-        load(checkpoints("llama"), cpu_compute="0.4")
+    monkeypatch.setattr(cpu.CpuBackend, "__init__", init)
+    monkeypatch.setattr(engine, "load", watched_load)
+    monkeypatch.setattr(owner if name != "reserve" else Pool, name, fail, raising=False)
+    kind = {"decode_graph": "on"} if name == "StepGraph" else {"kv_offload": True}  # one excludes the other
+    try:
+        with pytest.raises(RunError, match="no memory for it"):
+            load(checkpoints("llama"), cpu_compute="0.4", quant_bits=8, **kind)
+        assert os.sched_getaffinity(0) == affinity
+    finally:
+        os.sched_setaffinity(0, affinity)
+    ((model, before),) = models
     assert [pool.handle for pool in pools] == [None]
+    assert state_of(model) == before and dict(ALL_ATTENTION_FUNCTIONS) == table
 
 
 def test_a_pass_that_broke_off_leaves_the_next_one_right(checkpoints, expected):

@@ -55,42 +55,39 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     store = BlockStore(layouts, set(placement.resident), ranks, plan.pinned, placement.cpu_computed)
     prefix, layers = decoder_layers(model)
     weights = _WeightLoader(plan, store)
-    load_weights(model, job.spec, job.config.seed, ranks.device, weights.adopt, progress)
-    store.complete()
-    # more than was planned where a checkpoint unties what config.json ties
-    outside = (p.nbytes for name, p in model.named_parameters() if name not in plan.stored)
-    placement.outside_bytes = sum(outside) + plan.cost_terms.head_stored_bytes
-    model.to(ranks.device)  # buffers
-    if job.on_gpu:
-        torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the rest stays unusable
-    transfers = Transfers()
-    cpu = None if plan.cpu is None else CpuBackend(plan.cpu, job, placement, store, transfers)
-    with contextlib.ExitStack() as failed:
-        if cpu is not None:
-            # its threads, and the affinity of this one, must not outlive a load that runs out of memory
-            failed.callback(cpu.close)
-        prefetcher = Prefetcher(model, placement, store, transfers, job.group, cpu)
-        failed.pop_all()
-    closing = contextlib.ExitStack()  # runs in reverse order
-    if weights.embedding is not None:
-        closing.callback(weights.embedding.close)
-    closing.callback(prefetcher.close)
-    if cpu is not None:
-        closing.callback(cpu.close)  # before the memory that it reads
-    if plan.head is not None:
-        module = model.get_submodule(plan.head.module)
-        closing.callback(QuantizedHead(module, plan.head, weights.packed_head, prefetcher.workspace).close)
+    with contextlib.ExitStack() as closing:  # runs in reverse order, when the model is unloaded or a line below fails
+        closing.callback(weights.close)
+        load_weights(model, job.spec, job.config.seed, ranks.device, weights.adopt, progress)
+        store.complete()
+        # more than was planned where a checkpoint unties what config.json ties
+        outside = (p.nbytes for name, p in model.named_parameters() if name not in plan.stored)
+        placement.outside_bytes = sum(outside) + plan.cost_terms.head_stored_bytes
+        model.to(ranks.device)  # buffers
+        if job.on_gpu:
+            torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the rest stays unusable
+        transfers = Transfers()
+        cpu = None if plan.cpu is None else CpuBackend(plan.cpu, job, placement, store, transfers)
+        with contextlib.ExitStack() as closing_cpu:
+            if cpu is not None:
+                closing_cpu.callback(cpu.close)
+            prefetcher = Prefetcher(model, placement, store, transfers, job.group, cpu)
+            closing.callback(prefetcher.close)
+            closing.enter_context(closing_cpu.pop_all())  # the CPU backend ends first: it reads the prefetcher's memory
+        if plan.head is not None:
+            module = model.get_submodule(plan.head.module)
+            closing.callback(QuantizedHead(module, plan.head, weights.packed_head, prefetcher.workspace).close)
 
-    facts = _facts(plan, model)
-    prefetcher.on_placement_changed = lambda placement: facts["stream"].update(_bytes_per_step(placement))
-    graph: StepGraph | None = None
-    if plan.no_graph is None:
-        graph = StepGraph(job, prefetcher, lambda outcome: facts["stream"].update(decode_graph=outcome))
-        closing.callback(graph.close)
-    cpu_attention = None
-    if cpu is not None and cpu.plan.attends:
-        cpu_attention = cpu.attention()
-        closing.enter_context(patch_attention(model))  # last: nothing fails afterwards
+        facts = _facts(plan, model)
+        prefetcher.on_placement_changed = lambda placement: facts["stream"].update(_bytes_per_step(placement))
+        graph: StepGraph | None = None
+        if plan.no_graph is None:
+            graph = StepGraph(job, prefetcher, lambda outcome: facts["stream"].update(decode_graph=outcome))
+            closing.callback(graph.close)
+        cpu_attention = None
+        if cpu is not None and cpu.plan.attends:
+            cpu_attention = cpu.attention()
+            closing.enter_context(patch_attention(model))
+        close = closing.pop_all().close  # nothing fails afterwards
 
     def steps_to_settle() -> int:  # rebalancing follows the verification of a graph
         of_graph = 0 if graph is None else graph.steps_to_settle()
@@ -108,7 +105,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         weight_bytes=placement.stored_bytes,
         transfers=transfers,
         facts=facts,
-        close=closing.close,
+        close=close,
         timeline=prefetcher.timeline,
         preallocated_cache=plan.preallocated_cache,
         cpu_backend=None if plan.cpu is None else plan.cpu.facts(placement.computed_bytes),
@@ -171,6 +168,10 @@ class _WeightLoader:
             parameter.data = parameter.data.to(device)
             return
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)  # until its block is called
+
+    def close(self) -> None:
+        if self.embedding is not None:
+            self.embedding.close()
 
 
 def _quantized_share(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:

@@ -142,19 +142,12 @@ class Prefetcher:
         self.between_graphs: BetweenGraphs | None = None  # during a capture
 
         self.patches = Patches()
-        prefix, layers = decoder_layers(model)
-        decoder = model.get_submodule(prefix.rpartition(".")[0])
-        self.patches.add_hooks(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
-        shared_views: dict[int, BlockViews] = {}  # by layout, of the ring's slots
         self.blocks: list[HookedBlock] = []
-        for index, block in enumerate(placement.blocks):
-            layout = block.layout
-            if index in store.resident:
-                views = BlockViews(layout, [store.buffers[index]], self.workspace)
-            else:
-                views = shared_views.setdefault(id(layout), BlockViews(layout, self.ring.slots, self.workspace))
-            module = block.of(layers[block.layer])
-            self.blocks.append(HookedBlock(self, index, module, views, caches.get(index)))
+        try:
+            self._hook(model, caches)
+        except BaseException:  # no memory for the CPU's tasks, for one
+            self.patches.close()
+            raise
         self.computable = {block.index for block in self.blocks if block.cpu is not None}  # and usable
         self.observed: set[int] = set()  # blocks that the device has computed once, see `HookedBlock.finish_observing`
         for cache in caches.values():
@@ -163,6 +156,20 @@ class Prefetcher:
         if self.ring is not None:
             self.ring.prime()
         self.compute = ComputeStream(model, streams, host_waits=self.ring is not None and ranks.world_size > 1)
+
+    def _hook(self, model: nn.Module, caches: Mapping[int, ExpertCache]) -> None:
+        prefix, layers = decoder_layers(model)
+        decoder = model.get_submodule(prefix.rpartition(".")[0])
+        self.patches.add_hooks(decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
+        shared_views: dict[int, BlockViews] = {}  # by layout, of the ring's slots
+        for index, block in enumerate(self.placement.blocks):
+            layout = block.layout
+            if index in self.store.resident:
+                views = BlockViews(layout, [self.store.buffers[index]], self.workspace)
+            else:
+                views = shared_views.setdefault(id(layout), BlockViews(layout, self.ring.slots, self.workspace))
+            module = block.of(layers[block.layer])
+            self.blocks.append(HookedBlock(self, index, module, views, caches.get(index)))
 
     def close(self) -> None:
         self.patches.close()
