@@ -51,7 +51,7 @@ int main() {
   for (const auto& each : activations) {
     measure(each.name, start, [&](float* values) { activate(each.activation, values, kCount); });
   }
-  measure("multiply", start, [&](float* values) { multiply(values, factors.data(), kCount); });
+  measure("multiply", start, [&](float* values) { multiply(values, factors.data(), 0.0f, kCount); });
   measure("store as bfloat16", start, [&](float* values) { store(values, rounded.data(), Dtype::bfloat16, kCount); });
   measure("store as float16", start, [&](float* values) { store(values, rounded.data(), Dtype::float16, kCount); });
 }

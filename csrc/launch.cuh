@@ -12,7 +12,7 @@
 
 namespace zero_inference {
 
-constexpr int kDevices = 64;  // for which answers about kernels are kept
+constexpr int kDevices = 64;  // devices for which attributes of kernels are cached
 
 inline void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));

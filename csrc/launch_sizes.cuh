@@ -151,7 +151,7 @@ constexpr int kRingWaves = 1;
 // 3660 GB/s grouped (65536 x 1280, 26_11_21_19_14). Sets the order of sums.
 constexpr int kSegmentThreads = 1024;
 
-// --- Rows that are too long for the registers, or not aligned: no model has such ---
+// --- Rows that are too long for the registers, or not aligned: no model has them ---
 
 // A block a row, which is read again for each sum. More threads would leave no room for a second block where a thread needs
 // more than 32 registers.

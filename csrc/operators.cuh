@@ -1,4 +1,5 @@
-// What operators share on the host: a tensor's device and data, the type of its elements. Python checks what it passes.
+// Host code of all operators: a tensor's device and data, the type of its elements. Where an operator checks nothing, its
+// callers in Python do.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>

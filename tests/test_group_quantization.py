@@ -324,3 +324,8 @@ def test_the_kernel_refuses_what_the_reference_refuses(dtype):
     largest = torch.finfo(dtype).max
     with pytest.raises(ValueError, match="range"):
         quantize(torch.tensor([[largest, -largest] * 16], dtype=dtype, device="cuda"), GroupQuantization(8, 32))
+    weight = weights(4, 64, dtype=dtype).cuda()
+    codes, scale, minimum = quantize(weight, GroupQuantization(8, 32))
+    for arguments in ((codes[:-1], scale, minimum), (codes, scale.double(), minimum), (codes, scale, minimum.cpu())):
+        with pytest.raises(RuntimeError, match="does not fit"):
+            dequantize(*arguments, 8, 32, torch.empty_like(weight))

@@ -10,8 +10,8 @@
 // block_positions * head_dim elements (16 KB at 64 positions of 128 float16), which hardware prefetchers follow; other strides
 // work too.
 //
-// Independent items are attended by any thread: sequence, then head, then part; neighbours are adjacent in memory. With more
-// than one part the results of a group (sequence, head) are merged once all are done.
+// Work is divided into items that any thread may compute: sequence, then head, then part; neighbours are adjacent in memory.
+// With more than one part the results of a group (sequence, head) are merged when all items are done.
 
 #pragma once
 

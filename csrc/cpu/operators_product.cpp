@@ -50,7 +50,7 @@ double take_for(double seconds, int threads, const int32_t* cpus, int64_t tasks,
     }
   };
   try {
-    std::thread(measure).join();  // the caller's own is not pinned
+    std::thread(measure).join();  // so that the caller's thread is not pinned
   } catch (const std::exception&) {
   }
   if (!measured) return kNotMeasured;

@@ -82,7 +82,7 @@ struct Matrix {
   Dtype dtype;
 };
 
-// Of a row as it is stored, with its scales and minima.
+// Bytes of a stored row, scales and minima included.
 static inline int64_t row_bytes(const Matrix& matrix) {
   const int64_t size = bytes_of(matrix.dtype);
   return matrix.bits == 0 ? matrix.columns * size

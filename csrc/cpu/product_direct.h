@@ -180,7 +180,7 @@ void product_float32(const Matrix& matrix, const Layout& layout, int64_t count, 
   });
 }
 
-// With x in fixed point where the layout says so.
+// Prepares x in fixed point where the layout says so, else in float32.
 template <PrepareInput* kFixed4, PrepareInput* kFixed8>
 void prepare_by_form(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                      int64_t last, int64_t columns, char* input) {

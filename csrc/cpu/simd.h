@@ -41,7 +41,7 @@ template <typename Run>
   return dtype == Dtype::float16 ? run(Constant<Dtype::float16>{}) : run(Constant<Dtype::bfloat16>{});
 }
 
-// Calls run(Constant<bits>, Constant<dtype>) of codes with 16-bit scales.
+// Calls run(Constant<bits>, Constant<dtype>) for codes with 16-bit scales.
 template <typename Run>
 inline void with_codes(const Matrix& matrix, const Run& run) {
   const bool half = matrix.dtype == Dtype::float16;
