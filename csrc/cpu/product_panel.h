@@ -17,8 +17,10 @@ namespace {
 constexpr int kRows = 4;  // of the weight
 constexpr int64_t kBlockColumns = kBlockBytes / 4;
 
+// Not inlined: between other code its loops took products with AVX2 up to 13% longer.
 template <Dtype kDtype>
-inline void dequantize_groups(const Matrix& matrix, int64_t row, int64_t k, int64_t count, float* out, const char* next) {
+[[gnu::noinline]] void dequantize_groups(const Matrix& matrix, int64_t row, int64_t k, int64_t count, float* out,
+                                         const char* next) {
   const Scales<kBlockColumns / kLanes + 2> scales(matrix, row, k, count);
   const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
   int64_t left = left_in_group(matrix, k);
