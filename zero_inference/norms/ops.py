@@ -40,7 +40,7 @@ def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -
 
 
 def _after_add(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return (x, residual, ...) -> (norm(h, ...), h) with h = x + residual, rounded to its dtype."""
+    """Return a function (x, residual, ...) -> (norm(h, ...), h) with h = x + residual, rounded to its dtype."""
 
     def fused(x: Tensor, residual: Tensor, *others, **options) -> tuple[Tensor, Tensor]:
         total = x + residual

@@ -90,7 +90,7 @@ class StreamPlan(EnginePlan):
 
     @functools.cached_property
     def stored(self) -> dict[str, tuple[int, StoredParameter]]:
-        """Index of its block, and layout there, by the full name of each parameter of a block."""
+        """(index of the block, layout in it) of each parameter that a block holds, by its full name."""
         prefix, _ = decoder_layers(self.job.empty_model.model)
         return {
             block.full_name(prefix, stored.name): (index, stored)
@@ -122,7 +122,7 @@ class StreamPlan(EnginePlan):
         several = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
         unknown_there = not job.machine.is_here and profile is not None and profile.cores is None
         asks_for_cpu = job.on_gpu and placement.host_bytes and cpu is None and job.config.cpu_share is None
-        fused = job.on_gpu and (placement.scheme is None or multiplies_many(placement.scheme))
+        fused = job.on_gpu and multiplies_many(placement.scheme)
         prompt_tokens = job.rank_batch * job.config.prompt_len
         return CostTerms(
             prefill_fetched_bytes=prefill_bytes(placement) + prompt_tokens * placement.row_bytes,
@@ -305,7 +305,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
 
 
 def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement, CpuPlan] | str | None:
-    """Return a placement of divided layers and what the CPU computes of it; or why it computes nothing, None with all on the device."""
+    """Return a placement of divided layers and what the CPU computes of it; or why it computes nothing; None if all is on the device."""
     config, divided = job.config, _place(job, divided=True)
     if not divided.in_host_memory and not config.kv_offload:
         if config.cpu_share is not None:

@@ -59,8 +59,9 @@ def modules_from_codes(
     packed_now: Callable[[str], Packed],
     mixtures: Mapping[str, FusedExperts],
 ) -> tuple[list[CodesModule], SharedInput]:
-    """Return the modules of a block that short passes compute from codes, linear ones if the device has a kernel for them, and experts;
-    and what linear ones with one input share.
+    """Return the modules of a block that short passes compute from codes, and the `SharedInput` of the linear ones.
+
+    These are experts, and linear modules if the device has a kernel for them.
 
     Args:
         examples: the quantized weights of the block by name, in one slot of each alignment.
