@@ -449,8 +449,10 @@ class PlacedModel:
         self.unload()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the interpreter's exit modules may be gone
+        try:
             self.unload()
+        except Exception:  # at the interpreter's exit modules are gone, contextlib too
+            pass
 
 
 @atexit.register

@@ -60,7 +60,7 @@ def _in_engine(config: Options) -> Iterator[str]:
     if engine == "accelerate" and config.offload == "gpu":
         yield "--engine accelerate is for offload: add --cpu-offload or --disk-offload, or use --engine resident."
     if config.pin_memory and engine == "deepspeed" and config.offload == "gpu":
-        yield "--pin-memory 1 is about weights in host memory: add --cpu-offload or --disk-offload."
+        yield "--pin-memory 1 page-locks weights in host memory for copies to a GPU: add --cpu-offload or --disk-offload."
     if config.cpu_threads is not None and config.cpu_share == 0:
         yield "--cpu-threads has no effect with --cpu-compute off: drop one of the two."
 

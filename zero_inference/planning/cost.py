@@ -95,8 +95,10 @@ class Times:
     def left_out(self) -> list[str]:
         """Parts of a run that the times leave out, a few words each."""
         launches = [] if self.with_host else ["kernel launches (the host's time for them is not known)"]
-        cpu = ["the CPU backend (its rate is not known; a run may be faster)"] if self.without_cores else []
-        return launches + cpu
+        cpu = (
+            "the CPU backend, which may be faster (its rate is not known: add cores=60GB/s, or what it is, to --assume)"
+        )
+        return [*launches, cpu] if self.without_cores else launches
 
     @property
     def tokens_per_s(self) -> float:  # of decoding
@@ -109,7 +111,7 @@ class Times:
 
     def in_words(self) -> str:
         """Return token/s, decode step and first token on one line."""
-        least, most = ("at least ", "at most ") if self.bounds_because else ("", "")
+        least, most = ("at least ", "at most ") if self.bounds_because and not self.without_cores else ("", "")
         rates = self.tokens_per_s_range
         within = f" ({' to '.join(map(significant, rates))})" if rates else ""
         return (

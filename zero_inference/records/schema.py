@@ -236,8 +236,10 @@ class StreamPlacement(Part):
     """Placement of the weights by the stream engine."""
 
     resident_layers: int = key("layers", "layers whose weights stay on the device")
-    streamed_layers: int = key("layers", "layers that are copied to the device in every step")
-    ring_depth: int = key("slots", "copied layers that are on the device at the same time")
+    streamed_layers: int = key(
+        "layers", "layers with weights in host memory, which the link copies or the CPU computes"
+    )
+    ring_depth: int = key("slots", "slots of the ring buffer on the device, whose layers are copied there")
     slot_bytes: Number = key("byte", "stored size of the largest layer that is copied")
     resident_bytes: Number = key("byte", "weights that stay on the device, with slots for experts")
     workspace_bytes: Number = key("byte", "device memory that weights are dequantized into")
