@@ -59,7 +59,7 @@ class HostKVCache(PreallocatedCache):
 
 
 class _HostLayer(PreallocatedLayer):
-    """Keys and values of one layer in host memory; `stored` are views of `rows` by `sizes`: batch, heads, head_dim of each."""
+    """Keys and values of one layer in host memory; `stored` views `rows` by `sizes`, (batch, heads, head_dim) of keys and of values."""
 
     rows: Tensor  # [positions, elements], all keys of a position and then all values
 

@@ -247,7 +247,7 @@ class Prefetcher:
         return work() if self.between_graphs is None else self.between_graphs(work)
 
     def modules_changed(self, modules: set[nn.Module]) -> None:
-        """Call every module from now on in blocks with one of `modules`, to which adapters or hooks were added."""
+        """Call each module, from now on, of the blocks that contain one of `modules`, to which adapters or hooks were added."""
         for index in self.computable:
             if not modules.isdisjoint(self.blocks[index].module.modules()):
                 self.blocks[index].call_each_module()
