@@ -16,6 +16,7 @@ from zero_inference import load
 from zero_inference.cli import main
 from zero_inference.config.run_config import RunConfig
 from zero_inference.measure.session import output_ids_sha256
+from zero_inference.models.empty_model import build_empty_model
 from zero_inference.models.prompts import TEXT, encode_prompts, greedy_config, random_ids, reset_generation_config
 from zero_inference.models.spec import load_tokenizer, resolve_model
 from zero_inference.utils.model_sizes import exact_parameter_bytes
@@ -176,6 +177,16 @@ def test_other_models_than_causal_language_models_are_refused_before_loading(nam
     for engine in (["--engine", "stream"], ["--cpu-offload"]):
         assert main(["run_model.py", "--model", str(tmp_path), *engine]) == 2
         assert f"{name} {why}" in capfd.readouterr().err
+
+
+def test_a_cache_that_cannot_be_made_is_not_called_a_refusal_of_text(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise ValueError("no such layer type")
+
+    AutoConfig.for_model("llava", **{**WRAPPERS["llava"], "text_config": LANGUAGE}).save_pretrained(tmp_path)
+    monkeypatch.setattr("zero_inference.models.empty_model.new_cache", refuse)
+    sizes = build_empty_model(resolve_model(RunConfig(model=str(tmp_path)), "cpu")).sizes
+    assert sizes.refuses_text is None and sizes.kv_widths, "the config has the heads"
 
 
 def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path, capfd):
