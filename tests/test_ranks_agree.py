@@ -25,7 +25,7 @@ PREFETCH = (
     PRELUDE
     + """
 free = [1 << 34, 300_000][rank]  # bytes; a decoder layer has 0.2 MB
-group.Ranks.free_device_bytes = lambda self, agreed=False: int(self.minimum(free)) if agreed else free
+group.Ranks.free_device_bytes = lambda self, least_of_ranks=False: int(self.minimum(free)) if least_of_ranks else free
 config = RunConfig(model=sys.argv[1], dtype="float32", cpu_offload=True, batch_size=2, prompt_len=8, gen_len=4).validate()
 spec = resolve_model(config, "cpu")
 group.start_process_group(ranks)

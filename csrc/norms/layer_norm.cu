@@ -17,9 +17,9 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residua
   return {out, sum};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const std::optional<Tensor>& grad_sum,
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const std::optional<Tensor>& grad_of_sum,
                                                        const Tensor& x, const Tensor& weight, double eps) {
-  const std::vector<Tensor> grads = call_backward<true>(grad, grad_sum, x, weight, eps, 0);
+  const std::vector<Tensor> grads = call_backward<true>(grad, grad_of_sum, x, weight, eps, 0);
   return {grads[0], grads[1], grads[2]};
 }
 

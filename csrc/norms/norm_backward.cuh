@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kColumnThreads)
 template <typename T>
 struct NormBackward {
   const T* grad;
-  const T* grad_sum;  // null: there is none
-  const T* x;         // what was normalized
+  const T* grad_of_sum;  // null: there is none
+  const T* x;            // what was normalized
   const T* weight;
   T* grad_x;
   T* grad_weight;
@@ -122,17 +122,17 @@ __global__ void __launch_bounds__(kLoopThreads) norm_backward_loop(const NormBac
     row_sum<kLoopThreads>(total, scratch + kSumScratch<kLoopThreads, 1>, turn);
     const RowStats stats = row_stats<kLayer>(total, mean, count, a.eps);
     for (int column = first; column < a.columns; column += kStep) {
-      Chunk<T, kVec> x, grad, weight, grad_sum;
+      Chunk<T, kVec> x, grad, weight, grad_of_sum;
       x.load(a.x + start + column);
       grad.load(a.grad + start + column);
       weight.load(a.weight + column);
-      if (a.grad_sum != nullptr) grad_sum.load(a.grad_sum + start + column);
+      if (a.grad_of_sum != nullptr) grad_of_sum.load(a.grad_of_sum + start + column);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         const float normalized = (x.value[i] - mean) * stats.scale;
         const float m = grad.value[i] * (weight.value[i] + a.offset);
         x.value[i] = stats.outer * (m - stats.mean_m - normalized * stats.mean_mn);
-        if (a.grad_sum != nullptr) x.value[i] += grad_sum.value[i];
+        if (a.grad_of_sum != nullptr) x.value[i] += grad_of_sum.value[i];
       }
       x.store(a.grad_x + start + column);
     }
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(S::kBlock, bounded_blocks(S::kBlock, S::kThrea
   RowRing<S, !kLayer> ring;
   ring.sources[0] = a.x;
   ring.sources[1] = a.grad;
-  if constexpr (kAdd) ring.sources[2] = a.grad_sum;
+  if constexpr (kAdd) ring.sources[2] = a.grad_of_sum;
   ring.rows = a.rows;
   ring.columns = a.columns;
   ring.start(S::first_row());
@@ -240,10 +240,10 @@ __global__ void __launch_bounds__(S::kBlock, bounded_blocks(S::kBlock, S::kThrea
     for (int v = 0; v < S::kVectors; ++v) {
       if (S::column(v) >= a.columns) continue;
       const Vector weight = weight_of(v);
-      Vector x, grad, grad_sum;
+      Vector x, grad, grad_of_sum;
       x.from(ring.at(0, v));
       grad.from(ring.at(1, v));
-      if constexpr (kAdd) grad_sum.from(ring.at(2, v));
+      if constexpr (kAdd) grad_of_sum.from(ring.at(2, v));
       ring.refill(row, v);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(S::kBlock, bounded_blocks(S::kBlock, S::kThrea
         weight_sums[v * kVec + i] += grad.value[i] * normalized;
         if constexpr (kLayer) bias_sums[v * kVec + i] += grad.value[i];
         x.value[i] = stats.outer * (m - stats.mean_m - normalized * stats.mean_mn);
-        if constexpr (kAdd) x.value[i] += grad_sum.value[i];
+        if constexpr (kAdd) x.value[i] += grad_of_sum.value[i];
       }
       x.store(a.grad_x + row * a.columns + S::column(v));
     }
@@ -326,7 +326,7 @@ void launch_norm_backward(NormBackward<T>& a, const Device& device, Allocate all
     }
     return true;
   };
-  const bool vectors = in_vectors<T>(a.columns, a.x, a.grad, a.grad_sum, a.weight, a.grad_x);
+  const bool vectors = in_vectors<T>(a.columns, a.x, a.grad, a.grad_of_sum, a.weight, a.grad_x);
   if (a.rows > 0 && !(vectors && with_norm_backward_shape<T, kAdd ? 3 : 2>(a.columns, run))) {
     vectors ? run(LoopShape<T, kVector<T>>{}) : run(LoopShape<T, 1>{});
   }
@@ -337,8 +337,8 @@ void launch_norm_backward(NormBackward<T>& a, const Device& device, Allocate all
 template <typename T, bool kLayer, typename Allocate>
 void norm_backward(NormBackward<T> a, const Device& device, Allocate allocate) {
   if (a.columns == 0) return;
-  a.grad_sum != nullptr ? launch_norm_backward<T, kLayer, true>(a, device, allocate)
-                        : launch_norm_backward<T, kLayer, false>(a, device, allocate);
+  a.grad_of_sum != nullptr ? launch_norm_backward<T, kLayer, true>(a, device, allocate)
+                           : launch_norm_backward<T, kLayer, false>(a, device, allocate);
 }
 
 }  // namespace zero_inference::norms

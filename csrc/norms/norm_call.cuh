@@ -35,7 +35,7 @@ Tensor call_forward(const Tensor& x, const Tensor* residual, const Tensor& weigh
 
 // Gradients of x, weight and, for layer_norm, bias.
 template <bool kLayer>
-std::vector<Tensor> call_backward(const Tensor& grad, const std::optional<Tensor>& grad_sum, const Tensor& x,
+std::vector<Tensor> call_backward(const Tensor& grad, const std::optional<Tensor>& grad_of_sum, const Tensor& x,
                                   const Tensor& weight, double eps, double offset) {
   Call call(x);
   std::vector<Tensor> grads = {call.output_like(x), call.output_like(weight)};
@@ -44,7 +44,7 @@ std::vector<Tensor> call_backward(const Tensor& grad, const std::optional<Tensor
     using T = decltype(zero);
     NormBackward<T> a = {};
     a.grad = call.input<T>(grad);
-    a.grad_sum = call.input<T>(grad_sum);
+    a.grad_of_sum = call.input<T>(grad_of_sum);
     a.x = call.input<T>(x);
     a.weight = call.input<T>(weight);
     a.grad_x = write<T>(grads[0]);

@@ -16,9 +16,9 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   return {out, sum};
 }
 
-std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const std::optional<Tensor>& grad_sum, const Tensor& x,
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const std::optional<Tensor>& grad_of_sum, const Tensor& x,
                                              const Tensor& weight, double eps, double weight_offset) {
-  const std::vector<Tensor> grads = call_backward<false>(grad, grad_sum, x, weight, eps, weight_offset);
+  const std::vector<Tensor> grads = call_backward<false>(grad, grad_of_sum, x, weight, eps, weight_offset);
   return {grads[0], grads[1]};
 }
 

@@ -220,7 +220,7 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
                     assert finished is not None, "a dry run has no result"
                     files, ids, tokenizer = finished.files, finished.output_ids, finished.tokenizer
                     text = None if tokenizer is None else texts_of_ids(ids, tokenizer, finished.ends)
-                    return RunResult(text, ids, files.as_written(), *((files.log, files.record) if log else ()))
+                    return RunResult(text, ids, files.as_written(), *((files.log, files.record_path) if log else ()))
                 finally:
                     free_memory()
 

@@ -15,7 +15,7 @@ MAX_WINDOW = 1024  # tokens; perplexity without --perplexity-window
 
 def check(config: Options) -> None:
     """Raise UsageError with the first contradiction: the request, the problem and the fix."""
-    for contradictions in (_in_numbers, _in_engine, _in_needs, _in_prompts, _in_quality):
+    for contradictions in (_in_numbers, _in_engine, _in_needs, _in_prompts, _in_outputs, _in_quality):
         for message in contradictions(config):
             raise UsageError(message)
     for name in ("trace", "save_config", "quality_items"):
@@ -98,10 +98,13 @@ def _in_prompts(config: Options) -> Iterator[str]:
         yield f"--batch-size auto: {count} prompts were given, so the batch is known: drop --batch-size."
     if count > config.batch_size and "batch_size" not in config.auto:
         yield f"--batch-size {config.batch_size}: {count} prompts were given; use {count} or more, or drop it."
-    if config.log_file and config.log_dir != DEFAULTS["log_dir"]:
-        yield f"--log-file {config.log_file} and --log-dir {config.log_dir} both name the log: keep one of the two."
     if config.prompts and not os.path.isfile(config.prompts):
         yield f"--prompts {config.prompts}: no such file; give a text file with one prompt a line."
+
+
+def _in_outputs(config: Options) -> Iterator[str]:
+    if config.log_file and config.log_dir != DEFAULTS["log_dir"]:
+        yield f"--log-file {config.log_file} and --log-dir {config.log_dir} both name the log: keep one of the two."
 
 
 def _in_quality(config: Options) -> Iterator[str]:

@@ -245,7 +245,7 @@ def run_attention(pool: CpuPool, task: int, packed: Tensor, out: Tensor, new: in
     Args:
         packed: queries, new keys and new values, [batch, heads, new, dim] each, one after the other.
         out: [batch, new, heads, value_dim], contiguous.
-        new: new tokens; positions: including them; window: as of `attention`.
+        new: new tokens; positions: all, with the new ones; window: as of `attention`.
     """
     call = Call(task, new, packed.data_ptr(), out.data_ptr(), (new, positions, window, 0))
     if pool.library.zero_inference_cpu_pool_run(pool.handle, ctypes.byref(call)):

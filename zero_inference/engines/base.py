@@ -285,13 +285,13 @@ class EnginePlan:
             dequantizes_on_cpu=self.job.config.quantized and not self.job.on_gpu,
         )
 
-    def rebalanced_s(self, link_s: float, others_s: float) -> tuple[float, float]:
-        """Return (link, device and CPU) seconds of a decode step after rebalancing, from those as placed."""
-        return link_s, others_s
+    def rebalanced_s(self, link_s: float, compute_s: float) -> tuple[float, float]:
+        """Return (link, compute) seconds of a decode step after rebalancing; compute is of device and CPU."""
+        return link_s, compute_s
 
-    def overlapped_s(self, link_s: float, others_s: float) -> float:
+    def overlapped_s(self, link_s: float, compute_s: float) -> float:
         """Return the seconds of a decode step, including waits, from those of its copies and of device and CPU."""
-        return max(link_s, others_s)
+        return max(link_s, compute_s)
 
     def measure_dequantized_gb_per_s(self, dtype: torch.dtype) -> float | None:
         """Return the GB/s (of `dtype`) that the loaded engine dequantizes and multiplies with one token, by an operator of its own."""

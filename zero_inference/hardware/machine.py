@@ -59,12 +59,12 @@ class Machine:
         """Return the number of GPUs of a node."""
         return len(self.other.gpus) if self.other else torch.cuda.device_count()
 
-    def free_device_bytes(self, ranks: Ranks, agreed: bool) -> int | None:
-        """Return the free memory of a rank's device, `agreed` the least of all ranks (a collective); None without a limit (a CPU)."""
+    def free_device_bytes(self, ranks: Ranks, least_of_ranks: bool) -> int | None:
+        """Return the free memory of a rank's device, or the least of all ranks (a collective); None without a limit (a CPU)."""
         if self.other:
             free = min((gpu.free_bytes for gpu in self.other.gpus[: ranks.local_world_size]), default=None)
         else:
-            free = ranks.free_device_bytes(agreed)
+            free = ranks.free_device_bytes(least_of_ranks)
         return free if free is None or self.device_limit_bytes is None else min(free, self.device_limit_bytes)
 
     def available_host_bytes(self) -> int:

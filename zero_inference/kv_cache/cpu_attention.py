@@ -249,7 +249,7 @@ class CpuAttention:
     def _attend_blocking(
         self, layer: CpuAttentionLayer, query: Tensor, packed: Tensor, window: int, mask: Tensor | None
     ) -> Tensor:
-        """Attend with masks that no window expresses and with more tokens than the hand-off's buffers hold, while the host waits."""
+        """Attend with masks that no window expresses, or with more tokens than the hand-off's buffers hold, while the host waits."""
         states = (query, *layer.new_states)
         if packed.is_cuda:
             layer.cache.await_prompt(packed.device)

@@ -103,12 +103,12 @@ def trace_pass(model: Any, spec: ModelSpec | None, tokens: int, past: int) -> Pa
 class Reads:
     """Calls of modules that read each parameter, by names in the model."""
 
-    inside: dict[str, frozenset[str]]  # parameter -> the modules whose calls contain every operator that reads it
+    callers_of: dict[str, frozenset[str]]  # parameter -> the modules whose calls contain every operator that reads it
     calls: tuple[Counter[str], ...]  # of a prefill and of a decode step: module -> number of calls
 
     def only_inside(self, parameter: str, module: str) -> bool:
         """Return whether only calls of `module` read `parameter`."""
-        return module in self.inside.get(parameter, (module,))
+        return module in self.callers_of.get(parameter, (module,))
 
     def once_a_call(self, module: str, of: str) -> bool:
         """Return whether `module` is called at most once in each call of module `of`."""
@@ -118,7 +118,7 @@ class Reads:
 @cache_per_module
 def trace_reads(model: Any) -> Reads | None:
     """Trace a prefill and a decode step of `model`; None if it cannot run on the meta device."""
-    inside: dict[str, frozenset[str]] = {}
+    callers_of: dict[str, frozenset[str]] = {}
     calls = []
     for tokens, past in ((2, 0), (1, 2)):
         tried = ((dtype, length) for length in (past, None) for dtype in (torch.bfloat16, torch.float32))
@@ -126,10 +126,10 @@ def trace_reads(model: Any) -> Reads | None:
         recorded = next((each for each in found if each is not None), None)
         if recorded is None:
             return None
-        for name, modules in recorded.inside.items():
-            inside[name] = inside.get(name, modules) & modules
+        for name, modules in recorded.callers_of.items():
+            callers_of[name] = callers_of.get(name, modules) & modules
         calls.append(recorded.calls)
-    return Reads(inside, tuple(calls))
+    return Reads(callers_of, tuple(calls))
 
 
 def _record_pass(
@@ -212,14 +212,14 @@ class ShapeCache(TorchDispatchMode):
 
 
 class PassRecorder(ShapeCache):
-    """Records the operators of a pass on the meta device; `inside` and `calls` as `Reads`."""
+    """Records the operators of a pass on the meta device; `callers_of` and `calls` as in `Reads`."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec | None, has_values: bool) -> None:
         super().__init__()
         self.has_values = has_values
         self.operators: Counter[Operator] = Counter()
         self.operators_seen = self.alive_bytes = self.peak_bytes = 0  # bytes of tensors that operators made
-        self.inside: dict[str, frozenset[str]] = {}
+        self.callers_of: dict[str, frozenset[str]] = {}
         self.calls: Counter[str] = Counter()
         self._alive: dict[int, int] = {}  # storage -> its number, because ids of freed storages are used again
         self._storages_made = 0
@@ -258,7 +258,7 @@ class PassRecorder(ShapeCache):
         outputs = tensors_in(out := self.call(function, args, kwargs, given))
         for storage in given & self._parameters.keys():
             for name in self._parameters[storage]:
-                self.inside[name] = self.inside.get(name, frozenset(self._stack)).intersection(self._stack)
+                self.callers_of[name] = self.callers_of.get(name, frozenset(self._stack)).intersection(self._stack)
         for tensor in outputs:
             if storage_of(tensor) not in given:
                 self._add_storage(tensor.untyped_storage())

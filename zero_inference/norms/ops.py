@@ -90,8 +90,8 @@ def any_poly_norm_ref(
     def normalized(z: Tensor) -> Tensor:
         return z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + eps)
 
-    cube, square, line = weight.split(1, -1)
-    poly = cube * normalized(values**3) + square * normalized(values**2) + line * normalized(values) + bias
+    cube, square, linear = weight.split(1, -1)
+    poly = cube * normalized(values**3) + square * normalized(values**2) + linear * normalized(values) + bias
     product = poly * factors if offsets is None else torch.where(inside, poly * factors, 0.0)
     return product.to(x.dtype).reshape(x.shape)
 
@@ -247,20 +247,20 @@ def register_norm(name: str, weights: str, options: str, norm: Callable[..., Ten
     Gradients save what was normalized and no statistics: the backward pass reads the row anyway. They do not depend on the bias, nor on
     options after the second.
     """
-    count = weights.count("Tensor")
+    weights_count = weights.count("Tensor")
     backward_options = ", ".join(options.split(", ")[:2])
 
     def register_form(adds: bool) -> None:
         def save(ctx, inputs, output):
-            ctx.options = inputs[1 + adds + count :]
+            ctx.options = inputs[1 + adds + weights_count :]
             ctx.save_for_backward(output[1] if adds else inputs[0], inputs[1 + adds])
             ctx.set_materialize_grads(False)
 
-        def gradient(ctx, grad, grad_sum=None):
+        def gradient(ctx, grad, grad_of_sum=None):
             no_more = [None for _ in ctx.options]
             if grad is None:  # only the sum is used
-                return grad_sum, grad_sum, *(None,) * count, *no_more
-            grad_x, *grads = getattr(OPS, f"{name}_backward")(grad, grad_sum, *ctx.saved_tensors, *ctx.options[:2])
+                return grad_of_sum, grad_of_sum, *(None,) * weights_count, *no_more
+            grad_x, *grads = getattr(OPS, f"{name}_backward")(grad, grad_of_sum, *ctx.saved_tensors, *ctx.options[:2])
             return *(grad_x,) * (1 + adds), *grads, *no_more
 
         inputs, output = ("Tensor x, Tensor residual", "(Tensor, Tensor)") if adds else ("Tensor x", "Tensor")
@@ -273,20 +273,20 @@ def register_norm(name: str, weights: str, options: str, norm: Callable[..., Ten
             save,
         )
 
-    def backward(grad, grad_sum, x, weight, *options):
-        tensors = [x, weight, torch.zeros_like(weight)][: 1 + count]
-        grad_x, *grads = _gradients(lambda *wide: norm(*wide, *options), tensors, grad)
-        grad_x = grad_x if grad_sum is None else grad_x + grad_sum
+    def backward(grad, grad_of_sum, x, weight, *options):
+        tensors = [x, weight, torch.zeros_like(weight)][: 1 + weights_count]
+        grad_x, *grads = _gradients(lambda *in_float64: norm(*in_float64, *options), tensors, grad)
+        grad_x = grad_x if grad_of_sum is None else grad_x + grad_of_sum
         return tuple(each.to(x.dtype) for each in (grad_x, *grads))
 
     register_form(adds=False)
     register_form(adds=True)
     register(
         f"{name}_backward",
-        f"(Tensor grad, Tensor? grad_sum, Tensor x, Tensor weight, {backward_options}) -> "
-        f"({', '.join(['Tensor'] * (1 + count))})",
+        f"(Tensor grad, Tensor? grad_of_sum, Tensor x, Tensor weight, {backward_options}) -> "
+        f"({', '.join(['Tensor'] * (1 + weights_count))})",
         backward,
-        lambda grad, grad_sum, x, weight, *rest: (_like(x), *(_like(weight) for _ in range(count))),
+        lambda grad, grad_of_sum, x, weight, *rest: (_like(x), *(_like(weight) for _ in range(weights_count))),
     )
 
 
@@ -299,8 +299,8 @@ def _gradients(norm: Callable[..., Tensor], tensors: Sequence[Tensor], grad: Ten
     """Return the gradients of `tensors` in float64, which rows of one element need: theirs is a difference of nearly equal numbers."""
     # operators run below autograd, which is let in again
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        wide = [each.detach().double().requires_grad_() for each in tensors]
-        return torch.autograd.grad(norm(*wide), wide, grad.double())
+        in_float64 = [each.detach().double().requires_grad_() for each in tensors]
+        return torch.autograd.grad(norm(*in_float64), in_float64, grad.double())
 
 
 register_norm("rms_norm", "Tensor weight", "float eps, float weight_offset, bool round_first", rms_norm_ref)

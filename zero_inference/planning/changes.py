@@ -151,18 +151,18 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
     batches = [{"batch_size": size} for size in BATCH_SIZES if size > config.batch_size]
     if goal == "latency" or config.prompt or config.prompts:
         batches = []
-    found, engine_times = [], 1.0
+    found, engine_speedup = [], 1.0
     for choices in (engines, bits, batches):
         plans = [(fields, fitting_plan(plan.job, fields)) for fields in choices]
         timed = [(fields, other) for fields, other in plans if other and other.times]
         if not timed:
             continue
         fields, best = max(timed, key=lambda each: each[1].tokens_per_s)
-        times = best.tokens_per_s / plan.tokens_per_s
-        if times >= MIN_SPEEDUP * (engine_times if choices is bits else 1.0):
+        speedup = best.tokens_per_s / plan.tokens_per_s
+        if speedup >= MIN_SPEEDUP * (engine_speedup if choices is bits else 1.0):
             options = shell_words({name: value for name, value in fields.items() if name in UNTIL_PLANNED})
-            found.append(Faster(" ".join(options), best.tokens_per_s, times, bool(best.times.bounds_because)))
-            engine_times = times if choices is engines else engine_times
+            found.append(Faster(" ".join(options), best.tokens_per_s, speedup, bool(best.times.bounds_because)))
+            engine_speedup = speedup if choices is engines else engine_speedup
     return found
 
 

@@ -302,8 +302,8 @@ def weight_times(
         layer_bytes = traced.total("layer_bytes") + traced.total("expert_bytes")
         other_bytes = job.sizes.parameter_bytes - layer_bytes - terms.head_plain_bytes + terms.head_stored_bytes
         ratio = (plan.weight_bytes - other_bytes) / max(1, layer_bytes)
-    restored_gb_per_s = dequantize_gb_per_s(_overhead(plan, machine), dtype)
-    on_cpu = terms.dequantizes_on_cpu and not restored_gb_per_s
+    dequantized_gb_per_s = dequantize_gb_per_s(_overhead(plan, machine), dtype)
+    on_cpu = terms.dequantizes_on_cpu and not dequantized_gb_per_s
 
     def plain(rows: int) -> ByteCost:
         """Return the cost of a weight in the model's dtype that `rows` tokens use."""
@@ -319,12 +319,12 @@ def weight_times(
         product, call_s = plain(rows)
         return ByteCost((ratio + 1) / memory_gb_per_s + product, call_s)
 
-    def stored(rows: int) -> ByteCost:
+    def as_stored(rows: int) -> ByteCost:
         """Return the cost of a weight that is stored as the engine stores layers."""
         if on_cpu:
             return plain(rows)
-        if restored_gb_per_s:
-            return ByteCost(1 / restored_gb_per_s + max(0.0, plain(rows).ns_per_byte - plain(1).ns_per_byte))
+        if dequantized_gb_per_s:  # b / R + b / P(n) - b / P(1)
+            return ByteCost(1 / dequantized_gb_per_s + max(0.0, plain(rows).ns_per_byte - plain(1).ns_per_byte))
         return codes(rows, layer_format, ratio)
 
     number, chosen = job.spec.experts
@@ -334,7 +334,7 @@ def weight_times(
     expert_tokens = max(1, round(tokens * share / expert_reads)) if number else tokens  # of one read
     if device_codes and not fused:  # all experts are dequantized first, however few tokens one has
         expert_tokens = max(expert_tokens, terms.fused_rows + 1)
-    layers, experts = stored(tokens), stored(expert_tokens)
+    layers, experts = as_stored(tokens), as_stored(expert_tokens)
     head = outside = layers if terms.quantizes_all else plain(tokens)
     if terms.head_plain_bytes:  # quantized on its own, and multiplies the last token of each sequence
         head = codes(job.rank_batch, "int8", terms.head_stored_bytes / terms.head_plain_bytes)

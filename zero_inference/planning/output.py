@@ -61,30 +61,39 @@ COLUMNS = (
 def print_answer(args: argparse.Namespace, found: SearchResult, say: Callable[[str], None]) -> None:
     """Print the table, or the JSON object, of what was found, and draw the picture if asked.
     Raises UsageError: nothing fits, or nothing is predicted and that was to be drawn or run."""
-    best, verdict, machine = found.candidates, search.headline(found, args.goal), found.job.machine.profile()
+    best, verdict = found.candidates, search.headline(found, args.goal)
     if not best and (not found.unknown or args.verify or args.plot):
         raise UsageError(verdict)
     if args.plot is not None:
         draw(best, args.plot, f"{args.model}, prompt {args.prompt_len}, {args.gen_len} new tokens: predicted")
         say(f"picture: {args.plot}")
-    rows, plans = rows_of(found), [*best, *found.unknown]
     if args.json:
-        names = ("model", "goal", "prompt_len", "gen_len", "max_gpu_memory", "max_host_memory")
-        answer = {name: getattr(args, name) for name in names} | {
-            "verdict": verdict,
-            "machine": machine and machine.in_words(),
-            "machine_source": machine and machine.source,
-            "configurations": rows[: len(best)],
-            "too_large": [what_does_not_fit(plan) for plan in found.too_large],
-            "not_predicted": {
-                "count": len(found.unknown),
-                "because": search.why_not_predicted(found.unknown) or None,
-                "configurations": rows[len(best) :],
-            },
-            "checkpoint_refused": checkpoint_refusal(args.model, args.dummy),
-        }
-        print(json.dumps(answer, indent=1))
-        return
+        print(json.dumps(_answer_in_json(args, found, verdict), indent=1))
+    else:
+        _print_table(args, found, verdict)
+
+
+def _answer_in_json(args: argparse.Namespace, found: SearchResult, verdict: str) -> dict[str, Any]:
+    machine, rows, fitting = found.job.machine.profile(), rows_of(found), len(found.candidates)
+    names = ("model", "goal", "prompt_len", "gen_len", "max_gpu_memory", "max_host_memory")
+    return {name: getattr(args, name) for name in names} | {
+        "verdict": verdict,
+        "machine": machine and machine.in_words(),
+        "machine_source": machine and machine.source,
+        "configurations": rows[:fitting],
+        "too_large": [what_does_not_fit(plan) for plan in found.too_large],
+        "not_predicted": {
+            "count": len(found.unknown),
+            "because": search.why_not_predicted(found.unknown) or None,
+            "configurations": rows[fitting:],
+        },
+        "checkpoint_refused": checkpoint_refusal(args.model, args.dummy),
+    }
+
+
+def _print_table(args: argparse.Namespace, found: SearchResult, verdict: str) -> None:
+    best, machine = found.candidates, found.job.machine.profile()
+    rows, plans = rows_of(found), [*best, *found.unknown]
     shown = len(plans) if args.all else min(SHOWN, len(best) or len(plans))
     where = f", on {machine.in_words()}" if machine else ""
     print(f"{verdict}\nPrompt {args.prompt_len}, {args.gen_len} new tokens{where}\n")

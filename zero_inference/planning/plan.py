@@ -220,14 +220,14 @@ def build_job(
     spec: ModelSpec,
     ranks: Ranks,
     group: Any = None,
-    agreed: bool = False,
+    least_of_ranks: bool = False,
     machine: Machine = THIS_MACHINE,
     empty_model: EmptyModel | None = None,
 ) -> Job:
-    """Read the free memory of the device, with `agreed` the least of all ranks (a collective), and build the empty model if needed.
+    """Read the free memory of the device, or the least of all ranks (a collective), and build the empty model if needed.
     Raises UsageError: transformers cannot build the model."""
     empty_model = empty_model or build_empty_model(spec)
-    return Job(config, spec, ranks, empty_model, machine.free_device_bytes(ranks, agreed), group, machine)
+    return Job(config, spec, ranks, empty_model, machine.free_device_bytes(ranks, least_of_ranks), group, machine)
 
 
 def make_plan(job: Job) -> Plan:
@@ -271,7 +271,7 @@ def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, empty_model: Empt
     """Return the plan of connected ranks, checked against the machine: a collective. Raises UsageError: it cannot work here."""
     group = getattr(engine_module(config.engine), "connect", lambda ranks: None)(ranks)
     try:
-        plan = make_plan(build_job(config, spec, ranks, group, agreed=True, empty_model=empty_model))
+        plan = make_plan(build_job(config, spec, ranks, group, least_of_ranks=True, empty_model=empty_model))
     except DoesNotFit as error:
         raise DoesNotFit(f"{error} --dry-run shows which options would.") from error
     plan.check()

@@ -45,7 +45,7 @@ class RunLog:
     unwritten: list[str] = field(default_factory=list)  # messages about files that could not be written
 
     @property
-    def record(self) -> Path:
+    def record_path(self) -> Path:
         """The record's file; UsageError if the log has the name of a folder or a record."""
         if not self.log.name:
             raise UsageError(f"--log-file {self.log} is a folder; name a file, or use --log-dir.")
@@ -68,7 +68,7 @@ class RunLog:
             raise UsageError(
                 f"the log folder {self.log.parent} cannot be created ({error.strerror}); choose another --log-dir."
             ) from error
-        for what, path in (("log", self.log), ("record", self.record)):
+        for what, path in (("log", self.log), ("record", self.record_path)):
             try:
                 check_appendable(path)
             except OSError as error:
@@ -84,8 +84,8 @@ class RunLog:
         sizes_and_times["peak_gpu_bytes"] = sizes_and_times["peak_gpu_bytes"] or 0
         with self.noting("log", self.log):
             write_benchmark_log(self.log, *sizes_and_times.values())
-        with self.noting("record", self.record):
-            append_record(self.record, self._as_record(STATUS_OK))
+        with self.noting("record", self.record_path):
+            append_record(self.record_path, self._as_record(STATUS_OK))
 
     def as_written(self) -> dict[str, Any]:
         """Return the record of a run that succeeded, as `write` appends it."""
@@ -93,8 +93,8 @@ class RunLog:
 
     def write_failure(self, reason: str) -> None:
         """Append the record of a run that failed."""
-        with self.noting("record", self.record):
-            append_record(self.record, self._as_record(STATUS_FAILED, reason))
+        with self.noting("record", self.record_path):
+            append_record(self.record_path, self._as_record(STATUS_FAILED, reason))
 
     def _as_record(self, status: Literal["ok", "failed"], error: str | None = None) -> Record:
         return Record(status=status, request=self.request, result=self.result, error=error)
@@ -124,7 +124,7 @@ def refuse_shared_files(config: RunConfig, files: RunLog, model: Path | None, qu
         *(("--quality-data", file) for file in questions),
     ]
     taken = {_identity(path): f"is read for {option}" for option, path in read if path}
-    outputs = (files.log, files.record, config.trace, config.quality_items)
+    outputs = (files.log, files.record_path, config.trace, config.quality_items)
     for option, path in zip(("the log", "the record", "--trace", "--quality-items"), outputs):
         if path:
             if (what := taken.get(_identity(path))) is not None:

@@ -67,11 +67,11 @@ def publish(
         raise RunError("; ".join(files.unwritten) + ("." if unprinted else "; the results are on stdout only."))
     if isinstance(unprinted, OSError) and not isinstance(unprinted, BrokenPipeError):
         raise RunError(
-            f"the results could not be printed ({unprinted.strerror}); they are in {files.log} and {files.record}."
+            f"the results could not be printed ({unprinted.strerror}); they are in {files.log} and {files.record_path}."
         )
     if unprinted:
         raise unprinted
-    print(printable(f"log: {files.log}\nrecord: {files.record}"), flush=True)
+    print(printable(f"log: {files.log}\nrecord: {files.record_path}"), flush=True)
 
 
 def print_texts(output_ids: Any, tokenizer: Any, ends: Collection[int] = (), prompts: Sequence[str] = ()) -> None:

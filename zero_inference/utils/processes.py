@@ -210,11 +210,11 @@ class LauncherWatch:
     started with nohup or setsid outlives its shell.
 
     Attributes:
-        end: called with the reason; a run that has a record to write replaces it.
+        on_end: called with the reason; a run that has a record to write replaces it.
     """
 
     def __init__(self) -> None:
-        self.end: Callable[[str], None] = end_now
+        self.on_end: Callable[[str], None] = end_now
         self._started = False
 
     def start(self) -> None:
@@ -228,7 +228,7 @@ class LauncherWatch:
         with contextlib.suppress(psutil.NoSuchProcess):
             while all(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in launchers):
                 time.sleep(LAUNCHER_POLL_S)
-        self.end("the launcher has ended")
+        self.on_end("the launcher has ended")
 
 
 launcher_watch = LauncherWatch()

@@ -19,7 +19,7 @@ HOW_TO_LAUNCH = "start with deepspeed or torchrun, or unset it to run one proces
 # Timeout of a collective: a prefill can take long, and utils.watch detects dead ranks.
 TIMEOUT = datetime.timedelta(minutes=30)
 _variables: list[str] = []  # set here because DeepSpeed reads them in each pass, and no launcher had set them
-_users = 0  # of the process group besides a run: a loaded model, or the program that calls this package
+_group_users = 0  # of the process group besides a run: a loaded model, or the program that calls this package
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Ranks:
     def total(self, value: int) -> int:
         return sum(self.gather_objects(value))
 
-    def free_device_bytes(self, agreed: bool = False) -> int | None:
-        """Return the free memory of this rank's device; None for a CPU. `agreed` is the minimum over all ranks, by a collective."""
+    def free_device_bytes(self, least_of_ranks: bool = False) -> int | None:
+        """Return the free memory of this rank's device, or the least of all ranks (a collective); None for a CPU."""
         if self.device.type != "cuda":
             return None
         free = torch.cuda.mem_get_info(self.device)[0]
-        return int(self.minimum(free)) if agreed else free
+        return int(self.minimum(free)) if least_of_ranks else free
 
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return equally shaped `rows` [b, n] of all ranks concatenated along dim 0, in rank order, on the host."""
@@ -141,7 +141,7 @@ def new_process_group(ranks: Ranks) -> dist.ProcessGroup | None:
 
 def stop_process_group() -> None:
     """Destroy the process group, unless it has another user in this process, and unset the variables that were set for it."""
-    if _users:
+    if _group_users:
         return
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -152,20 +152,20 @@ def stop_process_group() -> None:
 @contextlib.contextmanager
 def keep_process_group() -> Iterator[None]:
     """Keep an existing process group, the caller's, from being stopped within the block."""
-    global _users
+    global _group_users
     existing = int(dist.is_initialized())
-    _users += existing
+    _group_users += existing
     try:
         yield
     finally:
-        _users -= existing
+        _group_users -= existing
 
 
 def hold_process_group(ranks: Ranks) -> Callable[[], None]:
     """Start the process group, if there is none, for longer than one run; return a function that releases it once."""
-    global _users
-    if dist.is_initialized() and not _users:
-        _users += 1  # the caller's, which stays
+    global _group_users
+    if dist.is_initialized() and not _group_users:
+        _group_users += 1  # the caller's, which stays
     start_process_group(ranks)
     releases = contextlib.ExitStack()  # so that a second call does nothing
     releases.callback(stop_process_group)

@@ -51,7 +51,7 @@ class PeerWatch:
 
     def start(self) -> None:
         """Start the threads. Call it before the ranks first wait for each other."""
-        launcher_watch.end = self._give_up
+        launcher_watch.on_end = self._give_up
         launcher_watch.start()
         if self.ranks.world_size > 1:
             self.signals, write_end = os.pipe()  # a signal's number arrives here even while the main thread is stuck
@@ -64,7 +64,7 @@ class PeerWatch:
 
     def stop(self, failed: bool = False) -> None:
         """Stop, and set this rank's last value: silence is ignored from here on, and failure ends the others too."""
-        launcher_watch.end = end_now
+        launcher_watch.on_end = end_now
         first = not self.stopping.is_set()
         self.stopping.set()
         if self.threads and first:

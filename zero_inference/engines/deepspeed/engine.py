@@ -114,7 +114,7 @@ class DeepSpeedPlan(EnginePlan):
         if self.settings is None:
             return None
         if _has_dequantize_kernel(self.job, dtype):
-            build_modules(False, False, dequantize_on_gpu=True, say=None)
+            build_modules(disk=False, use_gds=False, dequantize_on_gpu=True, say=None)
         return measure_dequantized_gb_per_s(self.settings, dtype, self.job.ranks.device)
 
 
@@ -222,7 +222,7 @@ def _has_dequantize_kernel(job: Job, dtype: torch.dtype) -> bool:
 def compile_dequantization(ranks: Ranks, say: Callable[[str], None]) -> None:
     """Compile the kernel that dequantizes float16 on a GPU, once per machine; `say` gets a line before. Raise what the compiler raises."""
     _prepare_environment(0, ranks)
-    build_modules(False, False, dequantize_on_gpu=True, say=say)
+    build_modules(disk=False, use_gds=False, dequantize_on_gpu=True, say=say)
 
 
 def _prepare_environment(verbose: int, ranks: Ranks | None) -> None:
@@ -362,7 +362,7 @@ def _tables(module: torch.nn.Module) -> tuple[dict, dict, dict]:
 
 
 def _remove_from_modules(added: dict[torch.nn.Module, list[set]]) -> None:
-    """Remove what DeepSpeed added to the `_tables` of modules, which holds the engine; the model cannot be called any more."""
+    """Remove DeepSpeed's entries in `_tables`; they keep the engine alive. The model cannot be called any more."""
     for module, names in added.items():
         module._parameters = vars(module).get("_original_parameters", module._parameters)
         for table, keys in zip(_tables(module), names):

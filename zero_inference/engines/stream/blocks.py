@@ -113,6 +113,7 @@ def find_blocks(model: nn.Module, outside_layers: set[int], divided: bool) -> li
     prefix, layers = decoder_layers(model)
     reads = trace_reads(model)
     detected: dict[tuple, FusedExperts | None] = {}
+    # a block lacks parameters that are read outside of its layer, and those of an equal layer may all be in its blocks
     same_as = {} if outside_layers else first_of_kind(model)
     blocks: dict[int, list[Block]] = {}  # by layer
     for index, layer in enumerate(layers):

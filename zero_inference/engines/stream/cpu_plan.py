@@ -76,7 +76,7 @@ class CpuPlan:
     def hand_offs_of_attention_s(self, placement: Placement) -> float:
         return placement.layers * self.rates.hand_off_s if self.attends else 0.0
 
-    def waited_s(self, placement: Placement) -> float:
+    def cpu_wait_s(self, placement: Placement) -> float:
         """Return the seconds of a decode step in which the device waits for the CPU, hand-offs included; 0 without rates."""
         if self.rates is None:
             return 0.0
@@ -297,9 +297,9 @@ def decode_step_s(placement: Placement, plan: CpuPlan) -> float:
     """Return the seconds of a decode step in which link, CPU and the device's reads of resident blocks wait for each other."""
     rates = plan.rates
     assert rates is not None
-    others_s = plan.waited_s(placement) + placement.nbytes_of(placement.resident) / (rates.device_gb_per_s * 1e9)
+    compute_s = plan.cpu_wait_s(placement) + placement.nbytes_of(placement.resident) / (rates.device_gb_per_s * 1e9)
     sent = placement.nbytes_of(placement.streamed) + placement.fetched_expert_bytes + plan.carried_bytes
-    return overlapped_step_s(placement, cpu_block_s(placement, rates), sent / (rates.link_gb_per_s * 1e9), others_s)
+    return overlapped_step_s(placement, cpu_block_s(placement, rates), sent / (rates.link_gb_per_s * 1e9), compute_s)
 
 
 def hand_off_bytes(placement: Placement, rows: int, element_bytes: int) -> tuple[int, int]:
@@ -322,19 +322,19 @@ def _is_alone(job: Job) -> bool:
 
 
 def bytes_to_move(
-    plan: CpuPlan, placement: Placement, step_s: float, link_s: float, busy_s: float, waited_s: float
+    plan: CpuPlan, placement: Placement, step_s: float, link_s: float, busy_s: float, link_wait_s: float
 ) -> int:
     """Return the bytes to move from the CPU to the link so that both end a step together; negative: from the link to the CPU.
 
-    In a step the device computes, waits for the CPU, and waits for the link. Device and CPU alone would take `step_s - waited_s`, the link
-    alone `link_s`: the link is ahead by the difference. A moved byte reduces it by its time on the link plus its time on the CPU.
+    In a step the device computes, waits for the CPU, and waits for the link. Device and CPU alone would take `step_s - link_wait_s`, the
+    link alone `link_s`: the link is ahead by the difference. A moved byte reduces it by its time on the link plus its time on the CPU.
 
     Args:
         link_s: the step's copies at the measured rate: in the first steps the link is also busy filling the ring.
         busy_s: the CPU multiplied.
-        waited_s: the device waited for blocks, and the CPU was idle.
+        link_wait_s: the device waited for blocks, and the CPU was idle.
     """
-    rates, link_ahead_s = plan.rates, step_s - waited_s - link_s
+    rates, link_ahead_s = plan.rates, step_s - link_wait_s - link_s
     if rates is None or abs(link_ahead_s) <= MIN_AHEAD_SHARE * step_s:
         return 0
     if link_ahead_s > 0 and busy_s < MIN_BUSY_SHARE * step_s:

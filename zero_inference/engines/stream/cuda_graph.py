@@ -180,8 +180,8 @@ class StepGraph:
         return CausalLMOutputWithPast(logits=self.captured.output, past_key_values=cache)
 
     def _verify(self, call: dict[str, Any]) -> Any:
-        """Compute a step three times: by the graph; eagerly, with the graph's mask, to compare results; and eagerly as usual, to compare
-        times. Return the output of the last one."""
+        """Compute a step in three ways: by the graph, twice; eagerly with the graph's mask, to compare results; and eagerly as usual, to
+        compare times. Return the output of the last one."""
         cache, place = call["past_key_values"], call["past_key_values"].get_seq_length()
         streams = self.prefetcher.timeline.streams
         try:

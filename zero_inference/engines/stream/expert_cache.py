@@ -138,7 +138,7 @@ def dispatch(
 
     Args:
         chosen: int64 [tokens, k], expert ids.
-        table: int64 [more than experts], the slot of each expert or -1.
+        table: int64 [>= experts + 1], the slot of each expert or -1; row `experts` takes writes for none.
         uses: float32 of that shape.
         quota: int64 [experts + 1], how many experts to fetch, by the number of missed ones.
         max_fetches: experts to fetch at most; up to `experts`.

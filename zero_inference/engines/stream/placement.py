@@ -79,8 +79,8 @@ class Placement:
 
     @property
     def prompt_candidates(self) -> list[int]:
-        """Blocks that the CPU could multiply in short prompts: experts, each of which gets few tokens; in a model without them
-        feed-forwards, and attention's projections only if the CPU has some in a decode pass."""
+        """Blocks that the CPU could multiply in short prompts: experts; without experts feed-forwards, and also attention's projections
+        if the CPU computes some in a decode pass."""
         feed_forwards = [block for block in self.computable if self.blocks[block].feed_forward]
         return self.expert_blocks or (feed_forwards if self.cpu_computed <= set(feed_forwards) else self.computable)
 
@@ -320,7 +320,7 @@ def plan_placement(
     gpu_memory_gib: float | None,
     depth: int | None,
     ranks: int = 1,
-    others: str = "",
+    taken_by: str = "",
 ) -> Placement:
     """Make as many layers resident as the budget holds, spread evenly among those in host memory. Where a mixture's experts are blocks
     of their own, the other blocks come first, and the expert cache gets what is left.
@@ -329,7 +329,7 @@ def plan_placement(
         free_bytes: device bytes that are left for layers, ring and workspace; None where nothing limits them (a CPU).
         gpu_memory_gib: budget of resident layers; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
         depth: slots of the ring; None takes `default_ring_depth`, or at least `MIN_RING_DEPTH` where there is less memory.
-        others: what takes the rest of the device memory, for the error.
+        taken_by: what takes the rest of the device memory, for the error.
 
     Raises:
         DoesNotFit: the device does not hold what the options name, or not two slots of the largest layer.
@@ -390,7 +390,7 @@ def plan_placement(
                     yield f"; use --gpu-memory {tenths / 10:g} or less{with_depth}"
 
     raise DoesNotFit(
-        f"{' and '.join(needed)} do not fit into the {format_bytes(left)} of device memory left for them{others}"
+        f"{' and '.join(needed)} do not fit into the {format_bytes(left)} of device memory left for them{taken_by}"
         f"{next(changes(), '')}."
     )
 

@@ -138,7 +138,7 @@ class StreamPlan(EnginePlan):
             head_plain_bytes=0 if self.head is None else self.head.plain_bytes,
             head_stored_bytes=0 if self.head is None else self.head.stored_bytes,
             dequantizes_on_cpu=job.config.quantized and not job.on_gpu and cpu is None,
-            step_cpu=CpuWork(*self._cpu_shares(placement), 0.0 if cpu is None else cpu.waited_s(placement)),
+            step_cpu=CpuWork(*self._cpu_shares(placement), 0.0 if cpu is None else cpu.cpu_wait_s(placement)),
             prefill_cpu=prefill_cpu,
             cpu_attention_layers=len(job.sizes.kv_widths) if cpu is not None and cpu.attends else 0,
             cpu_alone_s=0.0 if rates is None else placement.computed_bytes / (rates.cores_alone_gb_per_s * 1e9),
@@ -194,21 +194,21 @@ class StreamPlan(EnginePlan):
         computed_bytes = max(0, nbytes(on_cpu) - (placement.expert_slot_bytes if on_cpu else 0))
         return nbytes(placement.cpu_computed - on_cpu) / max(1, other_bytes), computed_bytes / max(1, experts_bytes)
 
-    def rebalanced_s(self, link_s: float, others_s: float) -> tuple[float, float]:
-        """Return (link, others) seconds after rebalancing, from those of the planned placement. With CPU attention nothing moves."""
+    def rebalanced_s(self, link_s: float, compute_s: float) -> tuple[float, float]:
+        """Return (link, compute) seconds after rebalancing, from those of the planned placement. With CPU attention nothing moves."""
         cpu, placement = self.cpu, self.placement
         if cpu is None or cpu.rates is None or cpu.attends or not cpu.automatic or not placement.streamed:
-            return link_s, others_s
+            return link_s, compute_s
         link_rate, cpu_rate = cpu.rates.link_gb_per_s * 1e9, cpu.rates.cores_gb_per_s * 1e9
-        busy_s, waited_s = placement.computed_bytes / cpu_rate, max(0.0, link_s - others_s)
-        nbytes = bytes_to_move(cpu, placement, max(link_s, others_s), link_s, busy_s, waited_s)
+        busy_s, link_wait_s = placement.computed_bytes / cpu_rate, max(0.0, link_s - compute_s)
+        nbytes = bytes_to_move(cpu, placement, max(link_s, compute_s), link_s, busy_s, link_wait_s)
         after = placement.rebalanced(nbytes, placement.computable)
         nbytes = placement.nbytes_of(placement.cpu_computed) - placement.nbytes_of(after.cpu_computed)
-        return link_s + nbytes / link_rate, others_s - nbytes / cpu_rate
+        return link_s + nbytes / link_rate, compute_s - nbytes / cpu_rate
 
-    def overlapped_s(self, link_s: float, others_s: float) -> float:
+    def overlapped_s(self, link_s: float, compute_s: float) -> float:
         cpu_s = {} if self.cpu is None or self.cpu.rates is None else cpu_block_s(self.placement, self.cpu.rates)
-        return overlapped_step_s(self.placement, cpu_s, link_s, others_s)
+        return overlapped_step_s(self.placement, cpu_s, link_s, compute_s)
 
     def in_words(self) -> list[str]:
         placement, on_gpu, lines = self.placement, self.job.on_gpu, []
@@ -382,17 +382,17 @@ def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:
 
     def place(embedding: EmbeddingTable | None) -> Placement:
         outside_bytes = all_outside_bytes - (0 if embedding is None else embedding.nbytes)
-        left_bytes, others = None, ""
+        left_bytes, taken_by = None, ""
         if job.free_device_bytes is not None:
             activations = int((1 + FRAGMENTED_SHARE) * job.activation_bytes)
             left_bytes = job.free_device_bytes - outside_bytes - job.cache_device_bytes - activations - RESERVE_BYTES
-            others = (
+            taken_by = (
                 f" by {'embedding and head' if embedding is None else 'the output head'} ({format_bytes(outside_bytes)}), "
                 f"KV cache ({format_bytes(job.cache_device_bytes)}), activations ({format_bytes(activations)}) "
                 f"and a reserve ({format_bytes(RESERVE_BYTES)}), of {format_bytes(job.free_device_bytes)} free"
             )
         slots = depth or config.ring_depth
-        placement = plan_placement(blocks, outside_bytes, left_bytes, config.gpu_memory, slots, ranks, others)
+        placement = plan_placement(blocks, outside_bytes, left_bytes, config.gpu_memory, slots, ranks, taken_by)
         gathers = job.pin_weights or not job.on_gpu
         return replace(placement, embedding=embedding, gathers=gathers, scheme=_scheme(job), graphs=graphs)
 

@@ -86,12 +86,12 @@ class Rebalancer:
         use = self.timeline.link_use(self.first_pass)  # waits for the device
         if use is None or not use.gb_per_s_while_busy:
             return None
-        waited_s = self.timeline.waited_for_link_s(self.first_pass) / (LAST_PASS - FIRST_PASS)
+        link_wait_s = self.timeline.waited_for_link_s(self.first_pass) / (LAST_PASS - FIRST_PASS)
         link_s = streamed_bytes / (plan.ranks * use.gb_per_s_while_busy * 1e9)
         if not plan.attends and plan.rates is not None:  # keys and values cross the link at the same time
             both_bytes = streamed_bytes + plan.carried_bytes
             link_s = max(link_s, both_bytes / (plan.rates.link_alone_gb_per_s * 1e9))
-        return bytes_to_move(plan, placement, step_s, link_s, busy_s, waited_s)
+        return bytes_to_move(plan, placement, step_s, link_s, busy_s, link_wait_s)
 
 
 # Runs its argument, host work between two CUDA graphs of a step, now and in every replay
@@ -289,7 +289,7 @@ class HookedBlock:
             self._install_cpu(self.cpu)
         self._add_hooks(found)
 
-    def _add_hooks(self, codes: Sequence[CodesModule]) -> None:
+    def _add_hooks(self, codes_modules: Sequence[CodesModule]) -> None:
         prefetcher, index, layout, is_resident = self.prefetcher, self.index, self.layout, self.is_resident
         timeline, views, cache, shared_inputs = prefetcher.timeline, self.views, self.cache, self.shared_inputs
         is_gathered = index in prefetcher.placement.gathered
@@ -343,7 +343,7 @@ class HookedBlock:
                     prefetcher.outside_graphs(prefetcher.ring.release)
                 self.packed = {}  # its slot is another block's from now on
             if index not in prefetcher.observed:
-                self.finish_observing(codes)
+                self.finish_observing(codes_modules)
 
         self.prefetcher.patches.add_hooks(
             self.module.register_forward_pre_hook(before, with_kwargs=True),

@@ -250,19 +250,19 @@ class BlockTimes(NamedTuple):
     work_s: float  # seconds of device and CPU
 
 
-def overlapped_step_s(placement: Placement, cpu_s: Mapping[int, float], link_s: float, others_s: float) -> float:
+def overlapped_step_s(placement: Placement, cpu_s: Mapping[int, float], link_s: float, compute_s: float) -> float:
     """Return the seconds of a decode step, given those of the link and those of device and CPU.
 
     Args:
-        cpu_s: CPU seconds by block; the rest of `others_s` is spread evenly over all blocks.
+        cpu_s: CPU seconds by block; the rest of `compute_s` is spread evenly over all blocks.
     """
     fetched = set(placement.streamed)
-    if not fetched or not link_s or not others_s:
-        return max(link_s, others_s)
+    if not fetched or not link_s or not compute_s:
+        return max(link_s, compute_s)
     number, of_byte = len(placement.blocks), link_s / placement.nbytes_of(fetched)
-    of_device = max(0.0, others_s - sum(cpu_s.values())) / number
+    of_device = max(0.0, compute_s - sum(cpu_s.values())) / number
     work_s = [of_device + cpu_s.get(block, 0.0) for block in range(number)]
-    scale = others_s / sum(work_s)  # after rebalancing, `cpu_s` may exceed `others_s`
+    scale = compute_s / sum(work_s)  # after rebalancing, `cpu_s` may exceed `compute_s`
     blocks = [
         BlockTimes(of_byte * placement.blocks[block].layout.nbytes if block in fetched else None, scale * seconds)
         for block, seconds in enumerate(work_s)

@@ -73,7 +73,7 @@ def _name_of_weight(model: Any, module: nn.Module | None, kind: type[nn.Module])
     if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
         return None
     names, reads = parameter_names(model).get(id(module.weight), []), trace_reads(model)
-    if reads is None or len(names) != 1 or names[0].rpartition(".")[0] not in reads.inside.get(names[0], ()):
+    if reads is None or len(names) != 1 or names[0].rpartition(".")[0] not in reads.callers_of.get(names[0], ()):
         return None
     return names[0]
 
