@@ -175,6 +175,7 @@ def test_what_does_not_belong_together_is_refused():
     for tensors, options in (
         ((query[:, :3], keys, values), {}),
         ((query[:1], keys, values), {}),
+        ((query[0], keys, values), {}),
         ((query, keys[0], values), {}),
         ((query.half(), keys, values), {}),
         ((query.double(), keys.double(), values.double()), {}),

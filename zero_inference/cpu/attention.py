@@ -154,7 +154,8 @@ def _check(
 ) -> None:
     given = {"query": query, "keys": keys, "values": values, "mask": mask, **vars(logits)}
     tensors = {name: tensor for name, tensor in given.items() if torch.is_tensor(tensor)}
-    (batch, heads, new, dim), kept = query.shape, keys.shape  # [blocks, batch, kv_heads, positions per block, key_dim]
+    batch, heads, new, dim = query.shape if query.dim() == 4 else (-1, -1, -1, -1)
+    kept = keys.shape  # [blocks, batch, kv_heads, positions per block, key_dim]
     per_head = [each for each in (logits.sinks, logits.slopes) if each is not None]
     fits = (
         len(kept) == values.dim() == 5
