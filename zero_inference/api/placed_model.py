@@ -173,9 +173,13 @@ class _State:
         self.adapters: list[Any] = []
         self.versions: dict[int, int] = {}  # by id; accelerate makes new parameters in each pass
         free = set(map(id, loaded.writable))
-        named = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items()] if self.frozen else []
-        self.parameters = [(holder, name) for holder, name, p in named if p is not None and id(p) not in free]
-        for holder, name in self.parameters:
+        self.parameters = [
+            (m._parameters, name, f"{path}.{name}".lstrip("."))
+            for path, m in (loaded.model.named_modules() if self.frozen else ())
+            for name, p in m._parameters.items()
+            if p is not None and id(p) not in free
+        ]
+        for holder, name, _ in self.parameters:
             parameter = dict.__getitem__(holder, name)  # DeepSpeed's [] fetches it
             parameter.__class__ = FrozenParameter
             self.versions[id(parameter)] = parameter._version
@@ -198,12 +202,12 @@ class _State:
     def check_changes(self) -> None:
         """Report modules that were changed since the last call to the engine.
         Raises UsageError: weights were changed or replaced, or an adapter cannot be computed with them."""
-        for holder, name in self.parameters:
+        for holder, name, path in self.parameters:
             parameter = dict.get(holder, name)
             if type(parameter) is not FrozenParameter:
-                raise refusal("a parameter was replaced")
+                raise refusal(f"parameter {path} was replaced")
             if not parameter.is_inference() and parameter._version != self.versions.get(id(parameter), 0):
-                raise refusal("a parameter was changed in place")
+                raise refusal(f"parameter {path} was changed in place since the last call")
         new = {m for m, children, name, child in self.children if children.get(name) is not child}
         for module, hooks, own in self.hooks:
             if len(hooks) != len(own):
