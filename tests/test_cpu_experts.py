@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import quantized, relative_error, skip_without
 
-from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, Expert, ExpertActivation, add_experts
+from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, SAVED, Expert, ExpertActivation, add_experts
 from zero_inference.cpu.hand_off import DirectCalls
 from zero_inference.cpu.library import INSTRUCTIONS
 from zero_inference.cpu.pool import CpuPool, Routing
@@ -162,11 +162,11 @@ def test_experts_without_a_second_product_and_other_activations(activation):
 
 
 def test_what_is_computed_elsewhere_is_counted_and_not_read():
-    mixture, use = Mixture.random(torch.bfloat16, 4), torch.zeros(COUNTS, dtype=torch.int64)
+    mixture, counts = Mixture.random(torch.bfloat16, 4), torch.zeros(COUNTS, dtype=torch.int64)
     calls = DirectCalls(CpuPool([-1] * 2, 0), Transfers())
-    task = add_experts(calls.pool, mixture.experts, ExpertActivation("silu"), torch.bfloat16, use)
+    task = add_experts(calls.pool, mixture.experts, ExpertActivation("silu"), torch.bfloat16, counts)
     calls.pool.reserve(task, 5, 3)
-    expected, steps = torch.zeros_like(use), []
+    expected, steps = torch.zeros_like(counts), []
     for rows in (1, 5, 2):
         x, choice = torch.randn(rows, HIDDEN).bfloat16(), a_choice(rows, 3)
         there = choice.experts % 3 == 0  # the device has these,
@@ -179,8 +179,8 @@ def test_what_is_computed_elsewhere_is_counted_and_not_read():
         assert float((out.double() - exact).norm()) <= ERROR[torch.bfloat16] * float(exact.norm()) + 1e-12
         expected[CHOICES] += 3 * rows
         expected[HITS] += int(there.sum())
-        expected[UNREAD] += len(choice.experts[there].unique())
+        expected[SAVED] += len(choice.experts[there].unique())
         expected[FETCHED] += len(choice.experts[fetched].unique())
-        assert torch.equal(use, expected) and 0 < expected[HITS] < expected[CHOICES]
+        assert torch.equal(counts, expected) and 0 < expected[HITS] < expected[CHOICES]
     assert len(steps) == 3
     calls.close()

@@ -80,9 +80,9 @@ def test_numbers_go_on_behind_32_bits(meet):
 
 def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(meet):
     """As an expert block calls them: what was chosen is where it was said to be, and the sum is that of all experts."""
-    mixture, use = Mixture.random(torch.float32, 8), torch.zeros(COUNTS, dtype=torch.int64)
+    mixture, counts = Mixture.random(torch.float32, 8), torch.zeros(COUNTS, dtype=torch.int64)
     calls, _ = meet(1 << 14, 1 << 14)
-    task = add_experts(calls.pool, mixture.experts, ExpertActivation("silu"), torch.float32, use)
+    task = add_experts(calls.pool, mixture.experts, ExpertActivation("silu"), torch.float32, counts)
     calls.pool.reserve(task, 5, 3)
     hits = 0
     for rows in (1, 5):
@@ -97,7 +97,7 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
             task, x, Routing(numbers, choice.weights), lambda: WeightedRows(choice.weights, of_device, 0 * of_device)
         )
         assert error(out, mixture.expected(x, choice)) < 1e-5
-    assert use[CHOICES] == 3 * 6 and use[HITS] == hits
+    assert counts[CHOICES] == 3 * 6 and counts[HITS] == hits
 
 
 def test_calls_of_a_graph_are_submitted_at_each_replay(meet, monkeypatch):

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from zero_inference.engines.stream import prefetch
+from zero_inference.engines.stream import rebalance
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan, Split, best_split
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.placement import Placement
-from zero_inference.engines.stream.prefetch import LAST_PASS, MAX_MEASUREMENTS, Rebalancer, bytes_to_move
+from zero_inference.engines.stream.rebalance import LAST_PASS, MAX_MEASUREMENTS, Rebalancer, bytes_to_move
 from zero_inference.engines.stream.ring import BlockTimes, overlapped_step_s, simulate_passes, slots_in_steps
 from zero_inference.hardware.profile import AttentionRates, ConcurrentRates
 from zero_inference.models.mlp import Mlp
@@ -172,9 +172,9 @@ def watched(monkeypatch, plan: CpuPlan, uses, waited_s: float = 0.0, step_s=(0.2
         looks["made"] += 1
         return next(said)
 
-    monkeypatch.setattr(prefetch, "time", SimpleNamespace(perf_counter=now))
+    monkeypatch.setattr(rebalance, "time", SimpleNamespace(perf_counter=now))
     timeline = SimpleNamespace(
-        link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - prefetch.FIRST_PASS), pass_index=7
+        link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - rebalance.FIRST_PASS), pass_index=7
     )
     backend = SimpleNamespace(plan=plan, pool=SimpleNamespace(busy_s=lambda: looks["now"]))
     return Rebalancer(backend, timeline)

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from zero_inference.engines.stream import cpu, cuda_graph, engine, plan
 from zero_inference.engines.stream.cuda_graph import StepInputs, is_decode_step
-from zero_inference.engines.stream.prefetch import LAST_PASS, MAX_MEASUREMENTS
+from zero_inference.engines.stream.rebalance import LAST_PASS, MAX_MEASUREMENTS
 from zero_inference.errors import UsageError
 from zero_inference.kernels import decode_attention
 from zero_inference.kv_cache.device import DeviceKVCache, sees_all_positions

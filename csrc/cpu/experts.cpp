@@ -63,6 +63,14 @@ void share_columns(int64_t items, int64_t columns, int64_t step, int threads, in
   }
 }
 
+// Totals of the calls of a task (zero_inference/cpu/experts.py).
+struct ExpertCounts {
+  int64_t choices;  // pairs of a token and an expert
+  int64_t hits;     // choices whose expert is in the device's cache
+  int64_t saved;    // experts that a call did not read because of hits
+  int64_t fetched;  // experts that the device fetched for a call
+};
+
 // The input of a call is x [count, columns]; `extra` is the routing:
 //   0   k, experts per token
 //   1   address of expert ids, int64 [count, k]. ~e: expert e is in the device's cache; ~(e + experts): the device fetches it.
@@ -71,22 +79,21 @@ void share_columns(int64_t items, int64_t columns, int64_t step, int threads, in
 //   3   dtype of the weights
 // The output is [count, rows of down]: sum of weight x expert, in float32, experts in ascending order.
 //
-// `use`, int64 [4], may be read at any time: routed pairs, hits in the device's cache, experts not read for hits (once a call),
-// experts fetched by the device (once a call).
+// `counts` may be null, and be read at any time.
 class Experts : public Task {
  public:
-  // `use` may be null.
-  Experts(std::vector<Expert> experts, ExpertActivation activation, Dtype dtype, Instructions instructions, int64_t* use)
+  Experts(std::vector<Expert> experts, ExpertActivation activation, Dtype dtype, Instructions instructions,
+          ExpertCounts* counts)
       : experts_(std::move(experts)),
         expert_activation_(activation),
         inner_(experts_[0].down.columns),
         dtype_(dtype),
         instructions_(instructions),
-        use_(use) {}
+        counts_(counts) {}
 
   void prepare(const Call& call, ThreadPool& pool, Workspace& workspace) override {
     group(call);
-    if (use_ != nullptr) count(call);
+    if (counts_ != nullptr) count(call);
     const Matrix &first = experts_[0].gate, &last = experts_[0].down;
     size_t inputs = 0, hidden = 0;
     int64_t most_rows = 0;
@@ -221,21 +228,21 @@ class Experts : public Task {
   void count(const Call& call) {
     const int64_t pairs = call.count * call.extra[0], experts = static_cast<int64_t>(experts_.size());
     const int64_t* numbers = reinterpret_cast<const int64_t*>(call.extra[1]);
-    const auto add = [&](int64_t place, int64_t more) { __atomic_fetch_add(use_ + place, more, __ATOMIC_RELAXED); };
+    const auto add = [](int64_t* total, int64_t more) { __atomic_fetch_add(total, more, __ATOMIC_RELAXED); };
     elsewhere_.assign(experts, 0);
-    int64_t hits = 0, fetched_pairs = 0, unread = 0, fetched = 0;
+    int64_t hits = 0, fetched_pairs = 0, saved = 0, fetched = 0;
     for (int64_t pair = 0; pair < pairs; ++pair) {
       const int64_t number = ~numbers[pair];
       if (number < 0 || number >= 2 * experts) continue;
       const bool is_fetched = number >= experts;
       const bool is_first = elsewhere_[number % experts]++ == 0;
       ++(is_fetched ? fetched_pairs : hits);
-      if (is_first) ++(is_fetched ? fetched : unread);
+      if (is_first) ++(is_fetched ? fetched : saved);
     }
-    add(0, hits + fetched_pairs + static_cast<int64_t>(rows_.size()));
-    add(1, hits);
-    add(2, unread);
-    add(3, fetched);
+    add(&counts_->choices, hits + fetched_pairs + static_cast<int64_t>(rows_.size()));
+    add(&counts_->hits, hits);
+    add(&counts_->saved, saved);
+    add(&counts_->fetched, fetched);
   }
 
   void gather(const Call& call, const Input& input, int64_t first, int64_t last) {
@@ -384,7 +391,7 @@ class Experts : public Task {
   const int64_t inner_;  // columns of down
   const Dtype dtype_;
   const Instructions instructions_;
-  int64_t* const use_;
+  ExpertCounts* const counts_;
   // of the running call
   std::vector<int64_t> elsewhere_;  // choices of each expert that is computed elsewhere
   std::vector<int64_t> places_;     // in `rows_` of each expert's next pair, while they are sorted
@@ -407,9 +414,9 @@ class Experts : public Task {
 
 extern "C" int64_t zero_inference_cpu_pool_add_experts(void* pool, const Expert* experts, int64_t count,
                                                        const ExpertActivation* activation, int32_t dtype, int32_t instructions,
-                                                       int64_t* use) {
+                                                       ExpertCounts* counts) {
   return add_task(pool, std::make_unique<Experts>(std::vector<Expert>(experts, experts + count), *activation,
-                                                  static_cast<Dtype>(dtype), static_cast<Instructions>(instructions), use));
+                                                  static_cast<Dtype>(dtype), static_cast<Instructions>(instructions), counts));
 }
 
 }  // namespace zero_inference::cpu

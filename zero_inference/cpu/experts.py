@@ -47,10 +47,10 @@ class ExpertActivation:
     up_offset: float = 0.0
 
 
-# Counters of a task: token-expert pairs, pairs whose expert was in the device's cache, experts that no call had to read because of
-# that (one per call), and experts that the device fetched (one per call).
+# `ExpertCounts` of csrc/cpu/experts.cpp, the totals of a task: token-expert pairs, pairs whose expert was in the device's cache, experts
+# that a call did not read because of that, and experts that the device fetched for a call.
 COUNTS = 4
-CHOICES, HITS, UNREAD, FETCHED = range(COUNTS)
+CHOICES, HITS, SAVED, FETCHED = range(COUNTS)
 
 
 class _Expert(ctypes.Structure):
@@ -66,14 +66,14 @@ def add_experts(
     experts: Sequence[Expert],
     activation: ExpertActivation,
     dtype: torch.dtype,
-    counters: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Task:
     """Add a task of csrc/cpu/experts.cpp, to be called with a `Routing`.
 
     Args:
         experts: all of one shape and format; the caller keeps their weights alive.
         dtype: of input and output.
-        counters: int64 [COUNTS] on the CPU, zeros, incremented by each call.
+        counts: int64 [COUNTS] on the CPU, zeros, incremented by each call.
 
     Raises:
         ValueError: shapes or formats of the experts differ or do not match.
@@ -96,7 +96,7 @@ def add_experts(
             if (bias := getattr(expert, name)) is not None:
                 setattr(to, name, bias.data_ptr())
                 biases.append(bias)
-    pool.references += biases if counters is None else [*biases, counters]
+    pool.references += biases if counts is None else [*biases, counts]
     described = _Activation(
         ACTIVATION_NUMBERS[activation.activation],
         DTYPES[biases[0].dtype if biases else dtype],
@@ -111,7 +111,7 @@ def add_experts(
         ctypes.byref(described),
         DTYPES[dtype],
         INSTRUCTIONS.index(pool.instructions),
-        None if counters is None else counters.data_ptr(),
+        None if counts is None else counts.data_ptr(),
     )
     return Task(number, experts[0].gate.columns, (experts[0].down.rows,), 0)
 

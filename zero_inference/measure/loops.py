@@ -228,9 +228,11 @@ class _StepClock(StoppingCriteria):
                 cores_busy_s_per_step=None if busy_s is None else (busy_s() - self.prefill_busy_s) / steps,
             )
         if steps and self.experts:
-            choices, hits, saved, fetched = _per_step(self.experts)
+            choices, hits, saved_bytes, fetched_bytes = _per_step(self.experts)
             if choices:
-                experts = ExpertUse(hit_rate=hits / choices, saved_bytes_per_step=saved, fetched_bytes_per_step=fetched)
+                experts = ExpertUse(
+                    hit_rate=hits / choices, saved_bytes_per_step=saved_bytes, fetched_bytes_per_step=fetched_bytes
+                )
         return Loop(
             prefill_s=token_s[0],
             decode_s=token_s[-1] - token_s[0],

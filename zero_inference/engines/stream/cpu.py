@@ -136,8 +136,8 @@ class CpuExperts(CpuBlock):
         form, self.cache, self.device_multiplies_many = block.experts, cache, multiplies_many(backend.scheme)
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
         experts = _experts(form, block.layout, buffer, backend.scheme)
-        counters = None if cache is None else cache.counters
-        self.task = add_experts(backend.pool, experts, activation, backend.dtype, counters)
+        counts = None if cache is None else cache.counts
+        self.task = add_experts(backend.pool, experts, activation, backend.dtype, counts)
         backend.pool.reserve(self.task, backend.max_rows, form.top_k)
 
     def feed_forward(  # type: ignore[override]  # it is called with the arguments of the block's module

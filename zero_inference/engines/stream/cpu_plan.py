@@ -28,9 +28,6 @@ SEVERAL_GPUS = "several GPUs are faster without them; --cpu-compute SHARE uses t
 # `crossing_s` by rows).
 MEASURED_ROWS, MAX_PROMPT_ROWS, CROSSED_GB_PER_S, UNEVEN_ROWS = 32, 128, 5.0, 2.0
 MAX_HAND_OFF_BYTES = 64 << 20  # of page-locked buffers, each way
-# Rebalancing: the share of a step by which link or CPU must be done before the other, and that the CPU must be busy. Otherwise Python is
-# the bottleneck, and more work for the link would not help.
-MIN_AHEAD_SHARE, MIN_BUSY_SHARE = 0.03, 0.7
 # Predicted speedup from which `auto` uses the CPU: less is within the spread of two measurements.
 MIN_GAIN = 1.05
 # While the CPU multiplies, kernels read page-locked memory at `FETCH_RATE` of the rate of copies (H100 hosts: 36 of 44 GB/s, 43 of 45, and
@@ -319,33 +316,6 @@ def hand_off_bytes(placement: Placement, rows: int, element_bytes: int) -> tuple
 def _is_alone(job: Job) -> bool:
     """Return whether one of several ranks plans without the others: for --dry-run, and for suggested options."""
     return job.ranks.world_size > 1 and job.group is None
-
-
-def bytes_to_move(
-    plan: CpuPlan, placement: Placement, step_s: float, link_s: float, busy_s: float, link_wait_s: float
-) -> int:
-    """Return the bytes to move from the CPU to the link so that both end a step together; negative: from the link to the CPU.
-
-    In a step the device computes, waits for the CPU, and waits for the link. Device and CPU alone would take `step_s - link_wait_s`, the
-    link alone `link_s`: the link is ahead by the difference. A moved byte reduces it by its time on the link plus its time on the CPU.
-
-    Args:
-        link_s: the step's copies at the measured rate: in the first steps the link is also busy filling the ring.
-        busy_s: the CPU multiplied.
-        link_wait_s: the device waited for blocks, and the CPU was idle.
-    """
-    rates, link_ahead_s = plan.rates, step_s - link_wait_s - link_s
-    if rates is None or abs(link_ahead_s) <= MIN_AHEAD_SHARE * step_s:
-        return 0
-    if link_ahead_s > 0 and busy_s < MIN_BUSY_SHARE * step_s:
-        return 0
-    if link_ahead_s < 0 and plan.attends:  # the work of CPU attention grows with each token
-        return 0
-    link_rate, cpu_rate = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
-    planned_s = placement.computed_bytes / cpu_rate + plan.attention_s
-    if busy_s and planned_s and not placement.expert_blocks:  # of experts it is unknown which bytes were read
-        cpu_rate *= planned_s / busy_s
-    return int(link_ahead_s * link_rate * cpu_rate / (link_rate + cpu_rate))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ The path of a weight from a checkpoint to a product:
    in host memory or on the device; vocabulary.py has the input embedding and the output head.
 3. `Prefetcher` (prefetch.py) hooks the blocks of transformers' own model. In each pass the ring buffer (ring.py) copies streamed blocks
    into slots ahead of use; before a block computes, its parameters are pointed at its slot, or dequantized into a workspace, or products.py
-   multiplies the codes. A CPU-computed block becomes a task of the CPU backend instead (cpu.py, expert_cache.py), whose threads
-   (cpu/pool.py, csrc/cpu/block.cpp) multiply the bytes of its buffer in host memory.
-4. After the first decode steps `Rebalancer` (prefetch.py) moves blocks between link and CPU, and `StepGraph` (cuda_graph.py) captures a
+   multiplies the codes. A CPU-computed block becomes a task of the CPU backend instead (cpu.py, expert_cache.py), which multiplies the
+   bytes of its buffer in host memory: `cpu.products.Matrix` points at a weight there, `CpuPool.add_block` (cpu/pool.py) adds the task,
+   or `cpu.experts.add_experts` that of a mixture, pool threads run it (csrc/cpu/block.cpp, experts.cpp), and product.cpp multiplies,
+   with the kernels of an instruction set (amx.cpp, for one).
+4. After the first decode steps `Rebalancer` (rebalance.py) moves blocks between link and CPU, and `StepGraph` (cuda_graph.py) captures a
    step as CUDA graphs and replays it. streams.py keeps the times of copies and blocks.
 """
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD, WeightedRows
+from zero_inference.cpu.experts import CHOICES, COUNTS, FETCHED, HITS, SAVED, WeightedRows
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.layout import BUFFER_ALIGNMENT, BlockLayout, BlockStore, TensorSpan, aligned
 from zero_inference.engines.stream.placement import Placement, expert_memory
@@ -196,7 +196,7 @@ class ExpertCache:
 
     Attributes:
         table, uses, owns_slots: as of `dispatch`.
-        counters: what the CPU counts, see `cpu.experts.add_experts`.
+        counts: what the CPU counts, see `cpu.experts.add_experts`.
 
     Args:
         count: slots.
@@ -212,13 +212,13 @@ class ExpertCache:
         scheme: GroupQuantization | None,
         table: torch.Tensor,
         uses: torch.Tensor,
-        counters: torch.Tensor,
+        counts: torch.Tensor,
         fetching: FetchConfig,
         shared: torch.Tensor | None = None,
     ):
         experts, layout = block.experts, block.layout
         self.experts, self.scheme, self.epilogue = experts, scheme, epilogue_of(experts)
-        self.table, self.uses, self.counters, self.owns_slots = table, uses, counters, shared is None
+        self.table, self.uses, self.counts, self.owns_slots = table, uses, counts, shared is None
         self.fetching, self.max_fetches = fetching, min(fetching.max_fetches, experts.num_experts)
         first, second = expert_memory(block, count)
         memory = torch.zeros(first + second, dtype=torch.uint8, device=table.device) if shared is None else shared
@@ -354,13 +354,13 @@ class ExpertCaches:
         columns = 1 + max(placement.blocks[index].experts.num_experts for index in indices)
         tables = torch.full((len(indices), columns), -1, dtype=torch.int64, device=device)
         uses = torch.zeros(len(indices), columns, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(len(indices), COUNTS, dtype=torch.int64)
+        self.task_counts = torch.zeros(len(indices), COUNTS, dtype=torch.int64)
         self.sizes = [placement.expert_bytes(index) for index in indices]
         quota = torch.tensor([*placement.quota, *[0] * columns][:columns], device=device)
         fetching = FetchConfig(quota, max_fetches, streams, streams.stream())
         shared = torch.zeros(placement.staging_bytes, dtype=torch.uint8, device=device)
         self.by_block: dict[int, ExpertCache] = {}
-        for index, table, use, counters in zip(indices, tables, uses, self.counters):
+        for index, table, use, counts in zip(indices, tables, uses, self.task_counts):
             self.by_block[index] = ExpertCache(
                 placement.blocks[index],
                 slots_of.get(index, max_fetches),
@@ -368,16 +368,16 @@ class ExpertCaches:
                 placement.scheme,
                 table,
                 use,
-                counters,
+                counts,
                 fetching,
                 None if index in slots_of else shared,
             )
         transfers.expert_counts = self.counts
 
     def counts(self) -> ExpertCounts:
-        choices, hits, unread, fetched = self.counters[:, [CHOICES, HITS, UNREAD, FETCHED]].unbind(1)  # [blocks] each
+        choices, hits, saved, fetched = self.task_counts[:, [CHOICES, HITS, SAVED, FETCHED]].unbind(1)  # [blocks] each
         saved_bytes, fetched_bytes = (
-            sum(count * size for count, size in zip(counts.tolist(), self.sizes)) for counts in (unread, fetched)
+            sum(count * size for count, size in zip(counts.tolist(), self.sizes)) for counts in (saved, fetched)
         )
         return ExpertCounts(int(choices.sum()), int(hits.sum()), saved_bytes, fetched_bytes)
 

@@ -399,7 +399,9 @@ def default_ring_depth(blocks: Sequence[Block], ranks: int) -> int:
     """Return the number of ring slots whose copies last `RING_COVERED_S`, and one more. Each rank copies its share of a block over its own
     link, so a slot covers that much less time.
 
-    `plan_placement` reduces it to the device memory there is, and `plan._plan_with_cpu` where the CPU computes.
+    Later choices, in this order: `plan_placement` takes fewer where device memory is short; `Placement.with_quota` gives slots to fetched
+    experts, down to `DEFAULT_RING_DEPTH`; `Placement.with_budget_used` needs no more slots than blocks in host memory; and
+    `plan._plan_with_cpu` plans again with fewer where resident layers gain more, or where nothing is streamed.
     """
     mean_bytes = sum(block.layout.nbytes for block in blocks) / len(blocks)  # streamed blocks may be the small ones
     return max(DEFAULT_RING_DEPTH, 1 + math.ceil(RING_COVERED_S * RING_LINK_GB_PER_S * 1e9 * ranks / mean_bytes))

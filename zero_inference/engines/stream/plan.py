@@ -21,7 +21,6 @@ from zero_inference.engines.stream.blocks import Block, lay_out_blocks
 from zero_inference.engines.stream.cpu_plan import (
     FETCH_RATE,
     CpuPlan,
-    bytes_to_move,
     cpu_block_s,
     decode_step_s,
     plan_cpu,
@@ -33,6 +32,7 @@ from zero_inference.engines.stream.cpu_plan import (
 from zero_inference.engines.stream.cuda_graph import why_no_graph
 from zero_inference.engines.stream.layout import StoredParameter
 from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, multiplies_many, plan_placement
+from zero_inference.engines.stream.rebalance import rebalanced_s
 from zero_inference.engines.stream.ring import overlapped_step_s, prefill_bytes
 from zero_inference.engines.stream.vocabulary import (
     HEAD_BITS,
@@ -195,16 +195,7 @@ class StreamPlan(EnginePlan):
         return nbytes(placement.cpu_computed - on_cpu) / max(1, other_bytes), computed_bytes / max(1, experts_bytes)
 
     def rebalanced_s(self, link_s: float, compute_s: float) -> tuple[float, float]:
-        """Return (link, compute) seconds after rebalancing, from those of the planned placement. With CPU attention nothing moves."""
-        cpu, placement = self.cpu, self.placement
-        if cpu is None or cpu.rates is None or cpu.attends or not cpu.automatic or not placement.streamed:
-            return link_s, compute_s
-        link_rate, cpu_rate = cpu.rates.link_gb_per_s * 1e9, cpu.rates.cores_gb_per_s * 1e9
-        busy_s, link_wait_s = placement.computed_bytes / cpu_rate, max(0.0, link_s - compute_s)
-        nbytes = bytes_to_move(cpu, placement, max(link_s, compute_s), link_s, busy_s, link_wait_s)
-        after = placement.rebalanced(nbytes, placement.computable)
-        nbytes = placement.nbytes_of(placement.cpu_computed) - placement.nbytes_of(after.cpu_computed)
-        return link_s + nbytes / link_rate, compute_s - nbytes / cpu_rate
+        return (link_s, compute_s) if self.cpu is None else rebalanced_s(self.cpu, self.placement, link_s, compute_s)
 
     def overlapped_s(self, link_s: float, compute_s: float) -> float:
         cpu_s = {} if self.cpu is None or self.cpu.rates is None else cpu_block_s(self.placement, self.cpu.rates)

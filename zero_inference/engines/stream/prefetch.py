@@ -7,8 +7,7 @@ point the module's parameters at the bytes there, and give the slot back after t
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -18,11 +17,11 @@ import torch
 from torch import nn
 
 from zero_inference.engines.stream.cpu import CpuBackend, CpuBlock
-from zero_inference.engines.stream.cpu_plan import CpuPlan, bytes_to_move
 from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.layout import BlockStore, BlockViews, Packed, StoredParameter
 from zero_inference.engines.stream.placement import Placement
 from zero_inference.engines.stream.products import CodesModule, SharedInput, experts_in_groups, modules_from_codes
+from zero_inference.engines.stream.rebalance import Rebalancer
 from zero_inference.engines.stream.ring import RingBuffer
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams, Timeline
 from zero_inference.kernels.quantization import dequantize
@@ -30,68 +29,8 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.timing import Transfers
 
-# Consecutive decode passes that are measured, counted from 1; the first one, after a prefill or a change, is left out.
-FIRST_PASS, LAST_PASS = 2, 7
-MAX_MEASUREMENTS = 2
 # writes parameters that are frozen (`api.placed_model`) without a check of the caller
 set_data = torch.Tensor.data.__set__
-
-
-class Rebalancer:
-    """Moves blocks between link and CPU by the times of decode passes `FIRST_PASS` to `LAST_PASS`, at most `MAX_MEASUREMENTS` times.
-
-    Args:
-        backend: None where nothing can move.
-    """
-
-    def __init__(self, backend: CpuBackend | None, timeline: Timeline):
-        self.backend, self.timeline = backend, timeline
-        self.passes = self.measurements = 0
-        self.done = backend is None or not backend.plan.automatic  # a share given by the user stays
-        self.has_decoded = False
-        self.start = 0.0, 0.0  # clock and CPU busy time at the first measured pass, seconds
-        self.first_pass = 1  # index of that pass in the timeline
-
-    def steps_to_settle(self) -> int:
-        """Return the decode steps after a prefill until it may rebalance; 0 if it will not, and before the first decode pass."""
-        return 0 if self.done or not self.has_decoded else LAST_PASS
-
-    def next_placement(self, placement: Placement, is_decode: bool, candidates: Collection[int]) -> Placement:
-        """Return the placement for the next pass; `candidates` may become CPU-computed."""
-        self.has_decoded |= is_decode
-        if self.done or not is_decode or self.backend is None:
-            self.passes = 0
-            return placement
-        self.passes += 1
-        now = time.perf_counter(), self.backend.pool.busy_s()
-        if self.passes == FIRST_PASS:
-            self.start, self.first_pass = now, self.timeline.pass_index
-        if self.passes != LAST_PASS:
-            return placement
-        step_s, busy_s = ((after - before) / (LAST_PASS - FIRST_PASS) for after, before in zip(now, self.start))
-        nbytes = self._bytes_to_move(self.backend.plan, placement, step_s, busy_s)
-        if nbytes is None:
-            return placement
-        changed = placement.rebalanced(nbytes, candidates) if nbytes else placement
-        self.passes = 0
-        self.measurements += 1
-        self.done = changed is placement or self.measurements == MAX_MEASUREMENTS
-        return changed
-
-    def _bytes_to_move(self, plan: CpuPlan, placement: Placement, step_s: float, busy_s: float) -> int | None:
-        """Return `bytes_to_move` for the measured passes; None if nothing crossed the link in them."""
-        streamed_bytes = placement.nbytes_of(placement.streamed)
-        if not streamed_bytes:
-            return 0  # as planned
-        use = self.timeline.link_use(self.first_pass)  # waits for the device
-        if use is None or not use.gb_per_s_while_busy:
-            return None
-        link_wait_s = self.timeline.waited_for_link_s(self.first_pass) / (LAST_PASS - FIRST_PASS)
-        link_s = streamed_bytes / (plan.ranks * use.gb_per_s_while_busy * 1e9)
-        if not plan.attends and plan.rates is not None:  # keys and values cross the link at the same time
-            both_bytes = streamed_bytes + plan.carried_bytes
-            link_s = max(link_s, both_bytes / (plan.rates.link_alone_gb_per_s * 1e9))
-        return bytes_to_move(plan, placement, step_s, link_s, busy_s, link_wait_s)
 
 
 # Runs its argument, host work between two CUDA graphs of a step, now and in every replay
