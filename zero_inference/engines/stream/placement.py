@@ -401,7 +401,7 @@ def default_ring_depth(blocks: Sequence[Block], ranks: int) -> int:
 
     Later choices, in this order: `plan_placement` takes fewer where device memory is short; `Placement.with_quota` gives slots to fetched
     experts, down to `DEFAULT_RING_DEPTH`; `Placement.with_budget_used` needs no more slots than blocks in host memory; and
-    `plan._plan_with_cpu` plans again with fewer where resident layers gain more, or where nothing is streamed.
+    `plan._with_fewer_slots` plans again with fewer beside the CPU, where resident layers gain more or nothing is streamed.
     """
     mean_bytes = sum(block.layout.nbytes for block in blocks) / len(blocks)  # streamed blocks may be the small ones
     return max(DEFAULT_RING_DEPTH, 1 + math.ceil(RING_COVERED_S * RING_LINK_GB_PER_S * 1e9 * ranks / mean_bytes))

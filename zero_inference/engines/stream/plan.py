@@ -309,25 +309,31 @@ def _plan_with_cpu(job: Job, may_attend: bool) -> tuple[Placement, CpuPlan] | st
     if isinstance(found, str):
         return found
     placed, cpu = found
-    given = config.ring_depth is not None or config.gpu_memory is not None
+    if config.ring_depth is None:
+        placed, cpu = _with_fewer_slots(job, placed, cpu, may_attend)
+    needed = placed.host_bytes + placed.embedding_bytes + job.kv_host_bytes
+    if cpu.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
+        return "host memory has no space for the experts in the GPU's cache as well"
+    return plan_short_prompts(job, placed, cpu)
+
+
+def _with_fewer_slots(job: Job, placed: Placement, cpu: CpuPlan, may_attend: bool) -> tuple[Placement, CpuPlan]:
+    """Return both planned again with fewer ring slots where their memory shortens decode steps more; unchanged otherwise."""
     one_gpu = job.free_device_bytes is not None and job.ranks.world_size == 1
-    if one_gpu and not given and cpu.automatic and cpu.rates is not None:
+    if one_gpu and job.config.gpu_memory is None and cpu.automatic and cpu.rates is not None:
         # where the CPU multiplies most of host memory's weights, no step waits for the link: resident layers gain more than ring slots
         slots, best_s = placed.ring_depth, decode_step_s(placed, cpu)
         for depth in (each for each in RING_DEPTHS_WITH_CPU if each < slots):
             found = plan_cpu(job, _place(job, divided=True, depth=depth), may_attend)
             if not isinstance(found, str) and (step_s := decode_step_s(*found)) < SHORTER * best_s:
                 (placed, cpu), best_s = found, step_s
-    if not placed.streamed and config.ring_depth is None and placed.ring_depth > DEFAULT_RING_DEPTH:
+    if not placed.streamed and placed.ring_depth > DEFAULT_RING_DEPTH:
         # more slots would not make decode steps faster, and their memory can hold experts
         other = replace(_place(job, divided=True, depth=DEFAULT_RING_DEPTH), few_tokens=placed.few_tokens)
         other = other.with_cpu_shares(1.0, 1.0).with_quota(placed.quota, spare_slots(job, other.ring_depth))
         other = other.with_budget_used()
         placed = placed if other.streamed else other
-    needed = placed.host_bytes + placed.embedding_bytes + job.kv_host_bytes
-    if cpu.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
-        return "host memory has no space for the experts in the GPU's cache as well"
-    return plan_short_prompts(job, placed, cpu)
+    return placed, cpu
 
 
 def _scheme(job: Job) -> GroupQuantization | None:
