@@ -161,7 +161,7 @@ def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
         speedup = best.tokens_per_s / plan.tokens_per_s
         if speedup >= MIN_SPEEDUP * (engine_speedup if choices is bits else 1.0):
             options = shell_words({name: value for name, value in fields.items() if name in UNTIL_PLANNED})
-            found.append(Faster(" ".join(options), best.tokens_per_s, speedup, bool(best.times.bounds_because)))
+            found.append(Faster(" ".join(options), best.tokens_per_s, speedup, best.times.is_bound))
             engine_speedup = speedup if choices is engines else engine_speedup
     return found
 

@@ -101,6 +101,11 @@ class Times:
         return [*launches, cpu] if self.without_cores else launches
 
     @property
+    def is_bound(self) -> bool:
+        """True if a run is at most as fast; not where the CPU backend, whose rate is unknown, may make it faster."""
+        return bool(self.bounds_because) and not self.without_cores
+
+    @property
     def tokens_per_s(self) -> float:  # of decoding
         return self.batch_size / self.step.seconds
 
@@ -111,7 +116,7 @@ class Times:
 
     def in_words(self) -> str:
         """Return token/s, decode step and first token on one line."""
-        least, most = ("at least ", "at most ") if self.bounds_because and not self.without_cores else ("", "")
+        least, most = ("at least ", "at most ") if self.is_bound else ("", "")
         rates = self.tokens_per_s_range
         within = f" ({' to '.join(map(significant, rates))})" if rates else ""
         return (

@@ -136,7 +136,7 @@ def row_of(plan: Plan, times: Times | None) -> dict[str, Any]:
         "tokens_per_s_range": times and times.tokens_per_s_range,
         "prefill_range_s": times and times.prefill.range_s,
         "step_range_s": times and times.step.range_s,
-        "at_most": times is not None and bool(times.bounds_because),
+        "at_most": times is not None and times.is_bound,
         "total_s": total_s,
         "total_tokens_per_s": total_s and config.batch_size * config.gen_len / total_s,
         "measured_tokens_per_s": plan.measured_tokens_per_s,
