@@ -185,7 +185,7 @@ FAULTS = (
     Fault("stdout on a full disk", "python", at_once, nothing, 1, "could not be printed", "ok", options=SHORT,
         shell="exec {command} >/dev/full"),
     Fault("stderr closed", "python", at_once, nothing, 0, "", "ok", True, options=SHORT, shell="exec {command} 2>&-"),
-    Fault("checkpoint cut short", "python", at_once, nothing, 1, "damaged or not a weight file", "failed",
+    Fault("checkpoint cut short", "python", at_once, nothing, 1, "damaged, or not a weight file", "failed",
         options=SHORT, model=cut_short),
     Fault("terminal closed", "python", loading, stop_all(signal.SIGHUP), 128 + signal.SIGHUP, "stopped by", "failed",
         options=TO_DISK, model=wide),
