@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import resource
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import tomllib
 from conftest import ROOT, without_gpus
 
 from zero_inference.cli import main
-from zero_inference.utils import garbage
+from zero_inference.utils import interpreter
 
 MACHINE = "gpus=1x24GiB,host=128GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
 PLAN = ["zero-inference", "plan", "--model", "opt-125m", "--dummy", "--assume", MACHINE]
@@ -59,22 +60,39 @@ def as_before():
 
 
 def test_collections_are_put_off_and_come_back_whatever_happens():
-    with pytest.raises(ValueError), garbage.postpone_collections():
+    with pytest.raises(ValueError), interpreter.postpone_collections():
         assert not gc.isenabled()
         raise ValueError
     assert gc.isenabled()
-    with garbage.postpone_collections():
-        garbage.resume_collections()
+    with interpreter.postpone_collections():
+        interpreter.resume_collections()
         assert gc.isenabled() and gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
     gc.disable()
-    with garbage.postpone_collections():
-        garbage.resume_collections()
+    with interpreter.postpone_collections():
+        interpreter.resume_collections()
         assert not gc.isenabled()
     assert not gc.isenabled(), "who had switched it off keeps it so"
     gc.enable()
-    garbage.resume_collections()
+    interpreter.resume_collections()
     assert gc.get_freeze_count() == 0, "there is nothing to end"
+
+
+def test_calls_map_no_memory_however_deep_they_are():
+    def faults_at(depth):
+        if depth:
+            return faults_at(depth - 1)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(1000):
+            nothing()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    def nothing():
+        pass
+
+    twice = interpreter.reserve_stack(interpreter.reserve_stack(faults_at))
+    for reserved in (interpreter.reserve_stack(faults_at), twice):
+        assert max(map(reserved, range(300))) < 100  # 1000 at some depths without
 
 
 def test_a_run_loads_with_the_collector_on_and_without_what_was_imported(checkpoints, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from zero_inference.config.options import DEFAULTS
 from zero_inference.config.parser import Parser, Version, examples
 from zero_inference.config.run_config import add_run_arguments, config_from_args, model_argument, parse_options
 from zero_inference.errors import RunError, UsageError
-from zero_inference.utils import garbage
+from zero_inference.utils import interpreter
 from zero_inference.utils.format import first_line, printable
 from zero_inference.utils.processes import as_installed_command, launcher_watch, move_rank_option
 from zero_inference.utils.progress import Progress, first_rank, importing
@@ -38,7 +38,7 @@ def run_command(args: argparse.Namespace, argv: list[str]) -> int:
         Progress(config.verbose > 0 and first_rank()).say(f"no model was named, so this is the default, {config.model}")
     if config.verbose < 2:  # when a rank is gone, torch's store logs a page of C++ frames at each request
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with garbage.postpone_collections():
+    with interpreter.postpone_collections():
         with importing("torch and transformers", config.verbose > 0):
             from zero_inference.runner import run
 
@@ -124,6 +124,7 @@ def console_main(argv: list[str] | None = None) -> int:
     return _guarded(lambda: args.action(args), getattr(args, "verbose", DEFAULTS["verbose"]))
 
 
+@interpreter.reserve_stack
 def _guarded(action: Callable[[], int], verbose: int) -> int:
     """Return the exit code of `action`, after a message to stderr if it fails."""
 

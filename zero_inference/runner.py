@@ -38,7 +38,7 @@ from zero_inference.records.hardware import Environment
 from zero_inference.records.schema import AutoChoice, Quality, Request, Result
 from zero_inference.records.write import RunLog, refuse_shared_files
 from zero_inference.report.results import publish
-from zero_inference.utils import garbage, get_filename
+from zero_inference.utils import get_filename, interpreter
 from zero_inference.utils.environment import describe_environment, package_versions
 from zero_inference.utils.processes import run_command
 from zero_inference.utils.progress import Progress, use_progress
@@ -57,6 +57,7 @@ class FinishedRun(NamedTuple):
     ends: frozenset[int]  # ids that end a text
 
 
+@interpreter.reserve_stack
 def run(
     config: RunConfig, argv: list[str], local_rank: int | None = None, publish: Callable[..., None] = publish
 ) -> FinishedRun | None:
@@ -151,7 +152,7 @@ def _measure(
     refuse_differences(ranks, lambda: compared_inputs(spec, ids))
     plan = plan.with_current_memory()  # fetching the weights may have taken an hour
     check_memory(plan)
-    garbage.resume_collections()
+    interpreter.resume_collections()
     files.result.machine = steadiness.machine_load()  # before this run adds to it
     profile = plan.job.machine.profile()
     caveat = profile.caveat() if profile is not None else None

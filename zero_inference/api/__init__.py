@@ -21,7 +21,7 @@ from zero_inference.config.run_config import make_config, shell_words
 from zero_inference.errors import RunError, UsageError
 from zero_inference.planning.command import arguments_from_keywords, search
 from zero_inference.records.hardware import RATE_WORDS
-from zero_inference.utils import GB, garbage, processes
+from zero_inference.utils import GB, interpreter, processes
 from zero_inference.utils.format import closest
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def load(
     """
     _check_keywords("load", placement, LOAD_KEYWORDS, LOAD_ELSEWHERE)
     config = make_config({"model": model, "engine": engine, "batch_size": batch_size, **placement})
-    with garbage.postpone_collections():
+    with interpreter.postpone_collections():
         from zero_inference.api.placed_model import load_model
 
         return load_model(config, max_length, scoring)
@@ -210,7 +210,7 @@ def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
             options["prompts"].write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
         given = {name: value for name, value in {"model": model, **options}.items() if value is not None}
         config = make_config(given)
-        with garbage.postpone_collections():
+        with interpreter.postpone_collections():
             from zero_inference import runner
             from zero_inference.report.results import texts_of_ids
 
@@ -342,7 +342,7 @@ def plan(
     given = {name: value for name, value in locals().items() if name != "options"}
     _check_keywords("plan", options, (*PLAN_OTHERS, *inspect.signature(plan).parameters), PLAN_ELSEWHERE)
     args = arguments_from_keywords(given | options)
-    with garbage.postpone_collections(), preserve_process_state(verbose=1):
+    with interpreter.postpone_collections(), preserve_process_state(verbose=1):
         found = search(args, functools.partial(print, file=sys.stderr, flush=True))
 
         from zero_inference.planning.changes import what_does_not_fit

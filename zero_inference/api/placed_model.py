@@ -32,7 +32,7 @@ from zero_inference.planning.changes import check_memory
 from zero_inference.planning.plan import Plan, build_job, check_launch, check_model, make_plan
 from zero_inference.planning.search import choose
 from zero_inference.records.failure import explain_failure
-from zero_inference.utils import garbage
+from zero_inference.utils import interpreter
 from zero_inference.utils.patching import Patches
 from zero_inference.utils.progress import Progress
 from zero_inference.utils.ranks import detect_ranks, hold_process_group
@@ -47,12 +47,13 @@ _DEEPSPEED_LOCK = threading.RLock()  # DeepSpeed has one stack of running module
 _of_parent: list[_State] = []  # in a forked child: the parent's models, whose release would free what the parent uses
 
 
+@interpreter.reserve_stack
 def load_model(config: RunConfig, max_length: int | None, scoring: bool) -> Any:
     """Plan, load and return a PlacedModel; see `zero_inference.load`."""
     releases, progress = ExitStack(), Progress(enabled=config.verbose > 0)
     with preserve_process_state(config.verbose), contextlib.closing(progress):
         plan = _plan(config, max_length, scoring, progress)
-        garbage.resume_collections()
+        interpreter.resume_collections()
         try:
             if plan.job.config.engine == "deepspeed":
                 releases.callback(hold_process_group(plan.job.ranks))
@@ -369,6 +370,7 @@ class PlacedModel:
         """The dtype of activations. Parameters may be quantized codes."""
         return _state_of(self).loaded.dtype
 
+    @interpreter.reserve_stack
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as transformers does, within the planned memory. Raises UsageError beyond it."""
         state, generate = _state_of(self), super().generate  # type: ignore[misc]

@@ -36,8 +36,8 @@ from zero_inference.models.tracing import trace_pass
 from zero_inference.models.weights import fill_dummy
 from zero_inference.norms.patch import patch_norms
 from zero_inference.utils import timing
-from zero_inference.utils.garbage import freeze_existing_objects
 from zero_inference.utils.host_memory import host_empty
+from zero_inference.utils.interpreter import freeze_existing_objects
 from zero_inference.utils.timing import capture_graph, measure_median_s, time_wall_s
 
 CUDA_BLOCK_BYTES = 1 << 30  # L2 (50 MiB on an H200, 126 MB on a B200) is a few percent of the 2 GiB that a copy touches

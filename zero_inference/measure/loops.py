@@ -19,7 +19,7 @@ from zero_inference.measure.correctness import LogitsCheck
 from zero_inference.measure.steadiness import relative_spread
 from zero_inference.models.prompts import disable_cudnn_attention, greedy_config
 from zero_inference.records.schema import ExpertUse, Loop, MovedPerStep
-from zero_inference.utils.garbage import freeze_existing_objects
+from zero_inference.utils.interpreter import freeze_existing_objects
 from zero_inference.utils.ranks import Ranks
 
 SETTLED_LOOPS = 3

@@ -151,7 +151,7 @@ def measure_rates(
 
 
 def update_rates(rates: Rates, link: LinkMonitor, moved: MovedPerStep) -> Rates:
-    """Return `rates` with what the loops reached. All ranks call it together.
+    """Update `rates` by the rates that the loops measured, and return them. All ranks call it together.
 
     The link's rate is that of the rounds or of the loops, whichever is faster: other programs may use the host just between the loops. The
     rates of link and CPU side by side are those of the plan or of the loops, whichever are faster: the CPU prefetches while it waits, and

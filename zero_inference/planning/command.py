@@ -14,7 +14,7 @@ from zero_inference.config.options import MAX_GIB, OPTIONS
 from zero_inference.config.parser import add_verbose, examples
 from zero_inference.config.run_config import RunConfig, add_model, model_argument
 from zero_inference.errors import UsageError
-from zero_inference.utils import GB, garbage
+from zero_inference.utils import GB, interpreter
 from zero_inference.utils.files import check_output_file
 from zero_inference.utils.format import format_bytes
 from zero_inference.utils.progress import Progress, current_progress, importing, use_progress
@@ -133,16 +133,17 @@ def main(args: argparse.Namespace) -> int:
     if args.model is None:
         raise UsageError("name a model first: zero-inference plan MODEL, a hub name, a local folder or a preset.")
     resolve_profile(args.machine, args.assume)  # refuses unknown machines before torch is imported
-    with garbage.postpone_collections(), use_progress(Progress(args.verbose > 0)):
+    with interpreter.postpone_collections(), use_progress(Progress(args.verbose > 0)):
         with importing("torch and transformers", args.verbose > 0):
             from zero_inference.planning.output import print_answer
         say = current_progress().say
         found = search(args, say)
-        garbage.resume_collections()
+        interpreter.resume_collections()
         print_answer(args, found, say)
     return 0
 
 
+@interpreter.reserve_stack
 def search(args: argparse.Namespace, say: Callable[[str], None]) -> SearchResult:
     """Plan what the options leave open; return what was found, the best candidates first.
     Raises UsageError: the options are invalid, or the model cannot be planned."""

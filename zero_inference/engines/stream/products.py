@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,11 +96,8 @@ def weight_of(name: str) -> str:
     return f"{name}.weight" if name else "weight"
 
 
-class SharedInput:
-    """Finds the modules of a block that are called with the same tensor; from then on the call of the first computes all of them.
-
-    Subclasses have `products` and `alike`.
-    """
+class SharedInput(ABC):
+    """Finds the modules of a block that are called with the same tensor; from then on the call of the first computes all of them."""
 
     def __init__(self) -> None:
         self.together: dict[str, tuple[str, ...]] = {}  # module -> the modules with its input, in order of their calls
@@ -107,13 +105,13 @@ class SharedInput:
         self.group: list[str] = []  # while observing: modules that were called with `input`
         self.ready: dict[str, torch.Tensor] = {}  # products with `input` of modules that are still to be called
 
+    @abstractmethod
     def products(self, names: tuple[str, ...], x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the products of modules `names` with x [..., columns], [..., rows] each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def alike(self, one: str, other: str) -> bool:
         """Return whether the products of two modules with one input can be computed together."""
-        raise NotImplementedError
 
     def observe(self, name: str, x: torch.Tensor) -> None:
         """Note that module `name` was called with `x` and computed alone."""
