@@ -33,8 +33,9 @@ DEFAULT_RING_DEPTH = 3  # at least; down to MIN_RING_DEPTH where there is less m
 # 75% with 63% (75), 14 to 16% with 9 and 10% (12, 14); Mixtral 63% with 58% (64).
 ROUTING_SKEW = 0.1
 # Where the device fetches some of the misses, and evicts the least used experts for them, s ** 0.47 of the choices hit. Measured
-# (h100-readme): Qwen3-30B-A3B 32% with 9% cached (this makes 32), 78% with 56% (76), gpt-oss-120b 49% with 23% (50). Simulated
-# (cpu/expert_reuse.txt): 33, 51 and 75% with 12, 25 and 50% (38, 52, 72).
+# (h100-readme): Qwen3-30B-A3B 32% with 9% cached (this makes 32), 78% with 56% (76), gpt-oss-120b 49% with 23% (50). Longer runs hit more:
+# Qwen3 with 9% cached 34% in 64 tokens, 36% in 96 (h100-smaller). Simulated (cpu/expert_reuse.txt): 33, 51 and 75% with 12, 25 and 50%
+# (38, 52, 72).
 CACHE_HIT_EXPONENT = 0.47
 # Least share of a block's experts in the cache for which a long pass fetches the others alone: the kernel that does so reads host memory at
 # 50 GB/s, a copy engine at 55 (H100).
