@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.empty_model import cache_class, new_cache
+from zero_inference.models.layers import cache_per_module
 
 T = TypeVar("T")
 Pair = tuple[Tensor, Tensor]  # keys and values
@@ -40,6 +41,7 @@ def _takes_cache(model: torch.nn.Module) -> bool:
     return "past_key_values" in inspect.signature(type(model).forward).parameters
 
 
+@cache_per_module
 def why_not_offloaded(model: torch.nn.Module) -> str | None:
     """Return why keys and values of `model` cannot be offloaded, in words that follow its name; None where they can."""
     if not _takes_cache(model):

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint_files import errors_as
-from zero_inference.models.layers import expert_parameters, unused_tower_parameters
+from zero_inference.models.layers import cache_per_module, expert_parameters, unused_tower_parameters
 from zero_inference.models.prompts import reset_generation_config
 from zero_inference.models.spec import ModelSpec
 from zero_inference.models.tracing import Pass, ShapeCache, copy_to_meta, tensors_in, trace_pass
@@ -237,6 +237,7 @@ def _read_cache(cache: Any, dtype: torch.dtype) -> list[tuple[int, int, int]]:
     return found
 
 
+@cache_per_module
 def cache_class(model: torch.nn.Module) -> Any:
     """Return transformers' DynamicCache, or the subclass with more state by which `model` annotates its `past_key_values`."""
     from transformers import DynamicCache

@@ -138,7 +138,7 @@ def why_no_cpu_compute(job: Job) -> str | None:
 def why_no_cpu_attention(job: Job) -> str | None:
     if job.ranks.world_size > 1:
         return "several ranks, each with keys and values of its own"
-    if not job.empty_model.is_empty and CPU_ATTENTION_TRIAL not in job.empty_model.cache:
+    if CPU_ATTENTION_TRIAL not in job.empty_model.cache and not job.empty_model.is_empty:
         return "it was not tried before the weights were loaded"
     reason = job.empty_model.cached(CPU_ATTENTION_TRIAL, lambda: why_cpu_cannot_attend(job.empty_model.model))
     return reason and f"{job.spec.text_config.model_type} {reason}"
