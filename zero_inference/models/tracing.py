@@ -159,16 +159,8 @@ def _record_pass(
 
 
 def copy_to_meta(model: nn.Module, dtype: torch.dtype) -> Any:
-    """Return a copy of `model` on the meta device, the same for each call: copying 80 layers takes as long as half a pass."""
-    copies = _meta_copies(model)
-    if dtype not in copies:
-        copies[dtype] = copy.deepcopy(model).to("meta", dtype)
-    return copies[dtype]
-
-
-@cache_per_module
-def _meta_copies(model: nn.Module) -> dict[torch.dtype, Any]:
-    return {}
+    """Return a new copy of `model` on the meta device: a pass may change it, as RWKV's first one divides its weights."""
+    return copy.deepcopy(model).to("meta", dtype)
 
 
 def _passing_cache(config: Any, past: int) -> Any:
