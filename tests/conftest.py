@@ -108,6 +108,27 @@ def measured_as_for_users(usual_effort, monkeypatch) -> None:
         monkeypatch.setattr(name, value)
 
 
+@pytest.fixture(scope="module")
+def presets_built_once():
+    """Plans of one file build and trace each preset once, instead of once a plan."""
+    from zero_inference.planning import plan
+
+    built: dict[tuple, Any] = {}
+
+    def build(spec):
+        key = spec.name, spec.dtype, spec.config.to_json_string()
+        if spec.folder or spec.snapshot:
+            return build_empty_model(spec)
+        if key not in built or not built[key].is_empty:
+            built[key] = build_empty_model(spec)
+        return built[key]
+
+    build_empty_model = plan.build_empty_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "build_empty_model", build)
+        yield
+
+
 def pytest_collection_modifyitems(items) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 

@@ -120,7 +120,7 @@ def test_a_dry_run_shows_what_differs_from_the_defaults_and_all_of_it_as_json(ca
     assert all(need["needed_bytes"] <= need["available_bytes"] for need in answer["needs"])
 
 
-def test_json_says_where_it_does_not_fit_and_what_would(capfd):
+def test_json_says_where_it_does_not_fit_and_what_would(capfd, presets_built_once):
     asked = "run_model.py --model opt-30b --dummy --dry-run --json --machine rtx4090 --engine"
     assert main([*asked.split(), "resident"]) == 2
     out, err = capfd.readouterr()
@@ -252,7 +252,7 @@ def test_what_is_only_estimated_is_not_refused(large_host, tmp_path):
     check_memory(plan)
 
 
-def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch):
+def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch, presets_built_once):
     """On a CPU, where weights are used where they are by accelerate, and a ring may be smaller than a link would want it."""
 
     def refusal(host_mib: int, **options) -> str | None:
@@ -281,7 +281,9 @@ def describe_job_without_memory(config, ranks):
     return replace(build_job(config, resolve_model(config, "cpu"), detect_ranks()), ranks=ranks)
 
 
-def test_a_preset_that_cannot_be_fetched_is_planned_and_a_run_of_it_refused(no_gpu, capfd, monkeypatch, tmp_path):
+def test_a_preset_that_cannot_be_fetched_is_planned_and_a_run_of_it_refused(
+    no_gpu, capfd, monkeypatch, tmp_path, presets_built_once
+):
     """So does somebody who has no access to a gated model yet; `zero-inference compare`, which runs it, refuses it."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     asked = "run_model.py llama-3.1-70b --engine stream --quant-bits 4 --machine rtx4090 --dry-run".split()

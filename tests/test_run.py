@@ -190,7 +190,9 @@ def stand_on_a_machine(monkeypatch, host_bytes: int, disk_bytes: int | None = No
         monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
 
 
-def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(capfd, monkeypatch, no_gpu):
+def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(
+    capfd, monkeypatch, no_gpu, presets_built_once
+):
     """Without a GPU, whose free memory would decide too."""
     stand_on_a_machine(monkeypatch, host_bytes=60 << 30, disk_bytes=0)
     asked = ["run_model.py", "--dummy", "--model", "opt-66b", "--cpu-offload", "--batch-size", "64"]
@@ -208,7 +210,7 @@ def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(ca
     assert f"; use {advice}." in capfd.readouterr().err
 
 
-def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch, no_gpu):
+def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch, no_gpu, presets_built_once):
     """Without a GPU, whose free memory would decide too."""
     stand_on_a_machine(monkeypatch, host_bytes=35 << 30, disk_bytes=1 << 40)
     asked = ["run_model.py", "--dummy", "--dry-run", "--model", "opt-66b"]

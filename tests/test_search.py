@@ -36,6 +36,8 @@ from zero_inference.records.read import read_records
 from zero_inference.utils.environment import describe_environment, rate_versions
 from zero_inference.utils.format import significant
 
+pytestmark = pytest.mark.usefixtures("presets_built_once")
+
 GIB = 1 << 30
 LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
 WITH_CORES = Machine(FAST.model_copy(update={"cores": MACHINE.cores}))
