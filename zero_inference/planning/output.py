@@ -167,7 +167,7 @@ def _cells(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
         "prefill_s": least + format_seconds(row["prefill_s"]) if known else None,
         "device": None if device_bytes is None else format_gib(device_bytes),
         "host": format_gib(row["host_bytes"]),
-        "bound_by": row["bound_by"] and row["bound_by"].replace("_", " "),
+        "bound_by": row["bound_by"] and RATE_WORDS[row["bound_by"]].removeprefix("the "),
     }
 
 

@@ -355,7 +355,7 @@ def why_none(found: SearchResult) -> str:
         why = why_not_predicted(found.unknown)
         or_assume = ", or add it to --assume" if "=)" in why else ""  # it names a rate
         return (
-            f"{model}: configurations that fit: {len(found.unknown)}, but their speed is not known: {why}; "
+            f"{model}: configurations that fit: {len(found.unknown)}; no speed is predicted, because {why}; "
             f"measure it with zero-inference link --save (--disk DIR for the disk){or_assume}."
         )
     if not found.too_large:

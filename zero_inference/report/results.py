@@ -138,7 +138,7 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
         "link_and_cores": f"the limit of link and CPU: {copied} over the link "
         f"({rate(rates.link_beside_cores_gb_per_s)}) and {computed} by the CPU ({rate(rates.cores_gb_per_s)})",
         "disk": f"the disk's limit: {step(moved.disk_read_bytes_per_step)} at {rate(rates.disk_gb_per_s)}",
-        "device_memory": f"the limit of {memory}: it copies {rate(rates.device_copy_gb_per_s)}",
+        "device_memory": f"the limit of {memory}, which copies {rate(rates.device_copy_gb_per_s)}",
         "matmul": f"the limit of matrix products: {three_digits(rates.matmul_tflops or 0)} TFLOP/s",
     }.get(limit.bound_by or "")
     return words and f"{limit.fraction_of_limit or 0:.1%} of {words}"
