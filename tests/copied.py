@@ -1,5 +1,5 @@
-"""What `forks.Copier` has programs start for Python: `copied.py SOCKET EXECUTABLE ARGUMENTS` runs them in a copy of the process that
-listens there, to which EXECUTABLE is Python.
+"""The program of `forks.write_copier`: `copied.py SOCKET EXECUTABLE ARGUMENTS` runs the arguments in a copy of the process that listens at
+SOCKET; EXECUTABLE is the copy's sys.executable.
 
 Without the site module this starts in some hundredths of a second.
 """

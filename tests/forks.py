@@ -1,13 +1,13 @@
-"""Processes that start as copies of one that has imported the libraries: importing them is most of what a run of a small model takes.
+"""Fork server: processes start as copies of one that has imported the libraries, which takes most of a small model's run.
 
-Each has arguments, environment, folder, output and exit code of its own. What Python or a library reads of the environment as it starts
-(PYTHONHASHSEED, OMP_NUM_THREADS) is that of the first process, so all copies order their sets alike. Not for tests of the start itself,
-and not where there is a GPU, which a process must not have seen before it is copied.
+Each copy has its own arguments, environment, folder, output and exit code. What Python or a library reads of the environment as it starts
+(PYTHONHASHSEED, OMP_NUM_THREADS) is that of the copied process, so all copies order their sets alike. Not for tests of the start itself,
+and not with a GPU, because CUDA does not work in a copy of a process that has used it.
 
-All test processes of a session share the processes that copy themselves, and those are copies of one that has imported what reads
-nothing of the environment. Each listens on a socket in a folder of the session, and ends when the session's first process has.
+All test processes of a session share the servers. Each listens on a socket in a folder of the session, and ends when the session's first
+process has ended. Servers are themselves copies of one that has imported `ENVIRONMENT_FREE`.
 
-`Copier` is for programs that start Python themselves: what they take for Python asks for a copy.
+`write_copier` is for programs that start Python themselves: their Python is a program that asks for a copy.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-QUICKLY = "measure_quickly"  # among modules
-# These read nothing of the environment that a test may change. The hub's libraries, which do, come in only where nothing is changed.
-OTHERS = (
+QUICKLY = "measure_quickly"  # among names of modules: call that function
+# These read nothing of the environment that a test may change; those of `ENVIRONMENT_BOUND`, which import the hub's client, do.
+ENVIRONMENT_FREE = (
     *("numpy", "scipy.optimize", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"),
     *("PIL.Image", "asyncio", "http.cookiejar", "jinja2", "psutil", "regex", "yaml"),
 )
-OURS = (
+ENVIRONMENT_BOUND = (
     "transformers.modeling_utils",
     "transformers.convert_slow_tokenizer",
     "transformers.generation.utils",
@@ -55,11 +55,11 @@ OURS = (
     "zero_inference.runner",
     "zero_inference.engines.stream.engine",
 )
-LIBRARIES = (*OTHERS, QUICKLY)
-PROGRAM = (*OTHERS, *OURS, QUICKLY)
-AS_USERS = (*OTHERS, *OURS)
+LIBRARIES = (*ENVIRONMENT_FREE, QUICKLY)  # for runs with a changed environment
+PROGRAM = (*ENVIRONMENT_FREE, *ENVIRONMENT_BOUND, QUICKLY)
+AS_USERS = (*ENVIRONMENT_FREE, *ENVIRONMENT_BOUND)
 SMALL_BLOCK = 16 << 20
-QUICK = {
+QUICK = {  # constants that `measure_quickly` sets
     **{
         f"zero_inference.hardware.bench_copies.{name}": SMALL_BLOCK
         for name in ("MIN_UNCACHED_BYTES", "MAX_UNCACHED_BYTES", "DEFAULT_UNCACHED_BYTES")
@@ -69,14 +69,14 @@ QUICK = {
     "zero_inference.utils.timing.PRODUCT_S": {"cpu": 0.01},
     "zero_inference.utils.timing.PRODUCT_SIZE": {"cpu": 256},
 }
-START_S = 300  # of the first copy, which the libraries are imported for
-# The folder of sockets and the session's first process, which makes both known to those that it starts.
+START_S = 300  # limit of the first copy's start, for which the libraries are imported
+# Environment variable FOLDER:PID with the folder of sockets and the session's first process, for all processes of the session.
 SESSION = "ZERO_INFERENCE_TESTS_COPIES"
 ENDED = "the process to be copied ended; {}.err says why"
 
 
 class Forked:
-    """A process that was started, with the methods of a Popen that tests need; one that copied itself before waits for it."""
+    """A started copy with the methods of Popen that tests need; `connection` is to its parent (`_keep`), which sends pid and exit code."""
 
     def __init__(self, connection: socket.socket, server: str):
         self.connection, self.server = connection, server
@@ -85,14 +85,14 @@ class Forked:
         self.pid = int(self._line(START_S))
 
     def wait(self, timeout: float = START_S) -> int:
-        """The exit code, negative for a signal."""
+        """Return the exit code, negative for a signal."""
         if self.returncode is None:
             self.returncode = int(self._line(timeout))
             self.connection.close()
         return self.returncode
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+        """Return the exit code; None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(timeout=0)
         return self.returncode
@@ -119,7 +119,7 @@ class Forked:
 
 
 class ForkServer:
-    """Copies of a process that has imported `modules` in the environment `env`; it is started with the first."""
+    """Starts copies of a process that has imported `modules` in the environment `env`; that process starts with the first copy."""
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]):
         self.modules = modules
@@ -135,10 +135,10 @@ class ForkServer:
         return start_copy(self.path(), argv, env, cwd, out, err, session)
 
     def path(self) -> str:
-        """Of the socket on which the process listens, which is started where no test process has done so."""
-        base = None if tuple(self.modules) == OTHERS else ForkServer(OTHERS, self.env).path()
+        """Return the path of the socket on which the process listens, and start it if no test process has yet."""
+        base = None if tuple(self.modules) == ENVIRONMENT_FREE else ForkServer(ENVIRONMENT_FREE, self.env).path()
         folder, anchor = session()
-        # What pytest says of each test process is no reason for another server.
+        # variables of pytest differ between test processes, which share a server all the same
         env = {} if base is None else {name: value for name, value in self.env.items() if not name.startswith("PYTEST")}
         key = hashlib.sha256(json.dumps([list(self.modules), sorted(env.items())]).encode()).hexdigest()[:12]
         path = os.path.join(folder, key)
@@ -166,7 +166,7 @@ RUNNING: list[Process] = []  # until the session ends: none of them is waited fo
 
 
 def session() -> tuple[str, str]:
-    """The folder of the session's sockets, and the id of its first process."""
+    """Return the folder of the session's sockets, and the id of its first process."""
     if SESSION not in os.environ:
         os.environ[SESSION] = f"{tempfile.mkdtemp(prefix='copies-')}:{os.getpid()}"
         atexit.register(shutil.rmtree, os.environ[SESSION].rpartition(":")[0], ignore_errors=True)
@@ -174,21 +174,18 @@ def session() -> tuple[str, str]:
     return folder, anchor
 
 
-class Copier:
-    """A program that takes arguments as Python does, and runs them in a copy, which is killed when it is. To the copy it is sys.executable,
-    so what that starts are copies too."""
-
-    def __init__(self, server: ForkServer, path: Path):
-        words = [sys.executable, "-ISB", str(Path(__file__).with_name("copied.py")), server.path(), str(path)]
-        path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-        path.chmod(0o755)
-        self.path = path
+def write_copier(server: ForkServer, path: Path) -> None:
+    """Write a program that takes arguments as Python does and runs them in a copy, which ends with it. It is the copy's sys.executable, so
+    what the copy starts are copies too."""
+    words = [sys.executable, "-ISB", str(Path(__file__).with_name("copied.py")), server.path(), str(path)]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    path.chmod(0o755)
 
 
 def start_copy(
     path: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path, session: bool = False
 ) -> Forked:
-    """`ForkServer.start`, of the process that listens at `path`."""
+    """Do `ForkServer.start` with the process that listens at `path`."""
     request = dict(argv=[str(word) for word in argv], env=dict(env), session=session, cwd=str(cwd), bound=False)
     connection = socket.socket(socket.AF_UNIX)
     try:
@@ -203,8 +200,8 @@ def start_copy(
 
 
 def measure_quickly() -> dict[str, Any]:
-    """From here on this process measures rates of host memory and of products with few small blocks and matrices: else that takes longer
-    than a small model's run. Returns what it took before, by module and name.
+    """Let this process measure host memory and products with small blocks and matrices: usual ones take longer than a small model's run.
+    Return the values before, by "module.name".
     """
     before = {}
     for place, value in QUICK.items():
@@ -216,13 +213,13 @@ def measure_quickly() -> dict[str, Any]:
 
 
 def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
-    """What a launcher on this machine alone would set."""
+    """Return the variables that a launcher of one machine sets for a rank."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def wait_for_all(processes: list[Process], timeout: float) -> list[int]:
-    """Their exit codes; where one does not end within `timeout` seconds, subprocess.TimeoutExpired. No process is left."""
+    """Return the exit codes. Raises subprocess.TimeoutExpired if not all end within `timeout` seconds; an error kills all."""
     deadline = time.monotonic() + timeout
     try:
         return [process.wait(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
@@ -232,7 +229,7 @@ def wait_for_all(processes: list[Process], timeout: float) -> list[int]:
 
 
 def start_all(start: Callable[..., Process], arguments: Iterable) -> list[Process]:
-    """`start` of each of the `arguments`; where one cannot be started, those before it are killed."""
+    """Call `start` with each of the `arguments` and return the processes; if one cannot be started, those before it are killed."""
     started: list[Process] = []
     try:
         for each in arguments:
@@ -251,7 +248,7 @@ def kill_all(processes: list[Process]) -> None:
 
 
 def serve(path: str, anchor: str, modules: Sequence[str]) -> None:
-    """Copy this process for each that asks, until the process `anchor` has ended."""
+    """Import `modules`, and copy this process for each connection to `path`, until the process `anchor` has ended."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen(100)
@@ -264,8 +261,8 @@ def serve(path: str, anchor: str, modules: Sequence[str]) -> None:
             importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    assert len(os.listdir("/proc/self/task")) == 1, "threads do not come along"
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    assert len(os.listdir("/proc/self/task")) == 1, "fork copies one thread alone"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes of `_keep` are reaped at once
     while os.path.exists(f"/proc/{anchor}"):
         if not select.select([listener], [], [], 1.0)[0]:
             continue
@@ -278,11 +275,11 @@ def serve(path: str, anchor: str, modules: Sequence[str]) -> None:
 
 
 def _keep(connection: socket.socket) -> NoReturn:
-    """Start the copy that is asked for and tell its id and its exit code; end it with whoever asked, if it is bound to them."""
+    """Start the copy that a request describes, and send its id and exit code. A bound copy is killed when the connection closes."""
     files = socket.recv_fds(connection, 1, 3)[1]
     with connection.makefile("rb") as asked:
         request = json.loads(asked.readline())
-    woken, wake = os.pipe()
+    woken, wake = os.pipe()  # readable once the copy has ended
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -306,16 +303,17 @@ def _keep(connection: socket.socket) -> NoReturn:
 
 
 def _become(request: dict, files: Sequence[int]) -> NoReturn:
+    """Run the request's program in this process, with `files` as stdin, stdout and stderr."""
     if request["session"]:
         os.setsid()
     for number, (file, name) in enumerate(zip(files, ("stdin", "stdout", "stderr"), strict=True)):
         os.dup2(file, number)
         os.close(file)
-        before = getattr(sys, name)  # made for a file of another kind, which may have been one to seek in
-        how = dict(encoding=before.encoding, errors=before.errors, closefd=False)
-        made = open(number, "r" if name == "stdin" else "w", 1 if name == "stderr" else -1, **how)
-        setattr(sys, name, made)
-        setattr(sys, f"__{name}__", made)
+        before = getattr(sys, name)  # replaced: it was made for another kind of file, such as one that can seek
+        options = dict(encoding=before.encoding, errors=before.errors, closefd=False)
+        stream = open(number, "r" if name == "stdin" else "w", 1 if name == "stderr" else -1, **options)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -325,7 +323,7 @@ def _become(request: dict, files: Sequence[int]) -> NoReturn:
 
 
 def run_as_python(words: list[str]) -> None:
-    """Do what `python` does with these arguments, of which -I and -u may come first."""
+    """Do what `python` does with these arguments: -c, -m or a file, after -I and -u."""
     while words[0] in ("-I", "-u"):
         sys.stdout.reconfigure(line_buffering=words[0] == "-u" or sys.stdout.line_buffering)
         words = words[1:]

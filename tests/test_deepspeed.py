@@ -220,6 +220,6 @@ def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch,
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     thin = _ThinModel(plan, on_gpu, 0.0, units=1, resident=False, launches=1, dequantized_weights=0)
     found = thin.overhead_over(thin)
-    assert found.restored_gb_per_s == 141.0 and built == [(False, True)]
-    assert found.restored_float16_gb_per_s == (1300.0 if compiled else None)
+    assert found.dequantized_gb_per_s == 141.0 and built == [(False, True)]
+    assert found.dequantized_float16_gb_per_s == (1300.0 if compiled else None)
     assert ("deepspeed, 4 bits, float16: no nvcc" in capfd.readouterr().err) == (not compiled)

@@ -214,7 +214,7 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert set(work) == {*plain, *quantized, ("stream", 16, True)}
     assert work["resident", 16, False].step_piece_s == 0.0 < work["resident", 16, False].start_s < 1.0
     assert all(0 < each.step_piece_s < 0.1 for each in saved.engine_overheads if each.engine == "deepspeed")
-    restoring = {(each.engine, each.quant_bits) for each in work.values() if each.restored_gb_per_s is not None}
+    restoring = {(each.engine, each.quant_bits) for each in work.values() if each.dequantized_gb_per_s is not None}
     assert restoring == {("deepspeed", 8), ("deepspeed", 4)}
     assert saved.versions["torch"] == importlib.metadata.version("torch")
     assert 0 < saved.host_memory_bytes <= report["host"]["memory_bytes"]

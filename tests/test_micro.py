@@ -144,7 +144,7 @@ def test_a_machine_of_known_rate(monkeypatch):
 def test_shares_follow_from_the_time_and_the_best_rate_seen(small):
     """A first product that came out slow, as on a busy machine, is no ceiling."""
     rates = known_rates(fp32=1e-9, bf16=1e-9)
-    rates.card = spec.Card("a card", (), {"fp32": spec.Rate(0.5, "")}, spec.Rate(40.0, ""), None, None)
+    rates.card = spec.Card("a card", (), {"fp32": spec.Figure(0.5, "")}, spec.Figure(40.0, ""), None, None)
     rates.copy_gb_per_s = 20.0
     best = 1e-9
     for row in rows_of(benchmarks.matmul, rates, sizes=[16, 256, 32], dtype=["fp32"]):

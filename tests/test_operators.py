@@ -10,7 +10,7 @@ from kernel_cases import SeenOperators
 
 from zero_inference.config.run_config import parse_options
 from zero_inference.hardware.bench_device import ROUNDS, LaunchBench
-from zero_inference.models.empty_model import build_empty_model, estimate_prefill_bytes, logits_bytes
+from zero_inference.models.empty_model import build_empty_model, estimate_activation_bytes, logits_bytes
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.spec import resolve_model
 from zero_inference.models.tracing import ShapeCache, trace_pass
@@ -154,7 +154,7 @@ def test_a_model_that_cannot_be_traced_is_estimated(why, checkpoints, monkeypatc
     else:
         monkeypatch.setattr("zero_inference.models.tracing.MAX_OPERATORS", 20)
     assert trace_pass(empty_model.model, spec, LENGTH, 0) is None
-    assert empty_model.activation_bytes(spec, 2, LENGTH) == 2 * estimate_prefill_bytes(spec, LENGTH)
+    assert empty_model.activation_bytes(spec, 2, LENGTH) == 2 * estimate_activation_bytes(spec, LENGTH)
 
 
 def test_repeated_operators_give_the_shapes_of_their_own_arguments():

@@ -106,5 +106,5 @@ def test_alias_finds_the_preset_in_any_case_and_an_unknown_name_its_neighbours()
     assert built_in.find_preset("opt-67b") is None
     near = built_in.similar_presets("OPT-67b")
     assert set(near[:2]) == {"opt-6.7b", "opt-66b"} and len(near) == 3
-    assert built_in.similar_presets("meta-llama/llama-3.1-8", n=1) == ["meta-llama/Llama-3.1-8B"]
+    assert built_in.similar_presets("meta-llama/llama-3.1-8")[0] == "meta-llama/Llama-3.1-8B"
     assert built_in.similar_presets("0123456789") == []

@@ -134,7 +134,7 @@ def test_deepspeed_takes_at_least_what_the_link_takes():
 
 
 HOOKS = EngineOverhead(
-    engine="deepspeed", quant_bits=4, start_s=0.01, step_piece_s=1e-3, prefill_piece_s=2e-3, restored_gb_per_s=400.0
+    engine="deepspeed", quant_bits=4, start_s=0.01, step_piece_s=1e-3, prefill_piece_s=2e-3, dequantized_gb_per_s=400.0
 )
 
 
@@ -144,7 +144,7 @@ def test_without_a_gpu_dequantizing_takes_deepspeed_most_of_the_time():
     plan, times = times_of(options, here)
     assert times is None
     assert "how long deepspeed takes to dequantize on a CPU was not measured" in why_not_predicted([plan])
-    slow = replace(HOOKS, step_piece_s=0.0, restored_gb_per_s=2.0)
+    slow = replace(HOOKS, step_piece_s=0.0, dequantized_gb_per_s=2.0)
     plan, times = times_of(options, replace(here, engine_overheads=(slow,)))
     dense = plan.job.empty_model.traced_pass(plan.job.spec, 1, 144).total("layer_bytes")
     assert times.step.bound_by == "host_memory" and times.step.seconds == pytest.approx(dense / 2e9, rel=0.25)
@@ -159,7 +159,7 @@ def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was
     host_s = traced.launches * OPERATOR_S + fetches * 1e-3
     assert times.step.seconds == pytest.approx(host_s + 1e-3, rel=1e-3) and times.step.bound_by == "launches"
     assert times.prefill.seconds == pytest.approx(host_s + fetches * 1e-3 + 1e-3 + 0.01, rel=1e-3)
-    quick = replace(HOOKS, step_piece_s=0.0, restored_gb_per_s=100.0)
+    quick = replace(HOOKS, step_piece_s=0.0, dequantized_gb_per_s=100.0)
     restoring = times_of(options, replace(FAST, engine_overheads=(quick,)))[1].step
     dense_s = traced.total("layer_bytes") / 100e9
     assert restoring.bound_by == "device_memory" and restoring.seconds == pytest.approx(dense_s, rel=0.1)

@@ -107,7 +107,7 @@ def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedMode
         _explain_missing_weights(model, stack.enter_context(Patches()))
         for module in model.modules():
             hook = getattr(module, "_hf_hook", None)
-            for one in getattr(hook, "hooks", [hook]):
+            for one in getattr(hook, "hooks", [hook]):  # of a SequentialHook all
                 if getattr(one, "weights_map", None) is not None:
                     one.weights_map = _CountedWeights(one.weights_map, transfers, config.disk_offload)
         close = stack.pop_all().close
@@ -143,7 +143,7 @@ def _explain_missing_weights(model: torch.nn.Module, patches: Patches) -> None:
 
 
 def _write_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Fill `folder` as `accelerate.utils.offload_state_dict` does, but without mapped pages: a full disk would end the process.
+    """Fill `folder` as `accelerate.utils.offload_state_dict` does, but not through mapped pages, which on a full disk end the process.
 
     Raises:
         RunError: the file system has no space for it, or refuses it.
@@ -176,7 +176,7 @@ class _CountedWeights(Mapping):
     def __len__(self) -> int:
         return len(self.weights)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str):  # PEFT reads `dataset`
         return getattr(self.weights, name)
 
     def __deepcopy__(self, memo: dict):

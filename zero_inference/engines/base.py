@@ -85,25 +85,25 @@ class Job:
 
     @property
     def mean_kv_bytes(self) -> int:
-        """KV bytes that a decode step reads, averaged over steps: they start after the prompt and tokens 1 to G - 1."""
+        """KV bytes that a mean decode step reads: step i of 1 to G - 1 reads P + i positions, on average P + G / 2."""
         return self.kv_bytes(2 * self.config.prompt_len + self.config.gen_len) // 2
 
     @property
-    def _layer_kv_bytes(self) -> int:
+    def largest_layer_kv_bytes(self) -> int:
         return self._kv_bytes(max(self.sizes.kv_widths, default=0))
 
     def state_bytes(self, length: int | None = None) -> int:
         """Return the bytes of a rank's recurrent state and indexer keys, always on the device, at `length` positions (default: all)."""
-        fixed, per_position = self.sizes.state_bytes
-        return self.rank_batch * (fixed + (self.length if length is None else length) * per_position)
+        positions = self.length if length is None else length
+        return self.rank_batch * (self.sizes.state_bytes + positions * self.sizes.position_state_bytes)
 
     @property
     def window_only_in_cache(self) -> bool:
         """True if only transformers' own cache applies a sliding window, by dropping positions: the masks ignore it."""
         if sees_all_positions(self.spec.config, self.length):
             return False
-        if not self.empty_model.is_empty:
-            return self.empty_model.cache.get("window_only_in_cache", False)
+        if not self.empty_model.is_empty:  # a filled model cannot be tried
+            return self.empty_model.facts.get("window_only_in_cache", False)
         return self.empty_model.cached("window_only_in_cache", lambda: window_only_in_cache(self.empty_model.model))
 
     @property
@@ -111,7 +111,7 @@ class Job:
         """KV bytes on the device: all, or the slots that layers in host memory are copied into for a GPU."""
         if not self.config.kv_offload:
             return self.kv_bytes()
-        return SLOTS * self._layer_kv_bytes if self.on_gpu else 0
+        return SLOTS * self.largest_layer_kv_bytes if self.on_gpu else 0
 
     @property
     def cache_device_bytes(self) -> int:  # KV cache and other state
@@ -140,11 +140,11 @@ class Footprint:
     """Bytes of one rank's weights."""
 
     device: int = 0
-    gathered: int = 0  # part of `device` that is an upper bound, mostly weights that are there for a moment
+    gathered: int = 0  # part of `device` that is an upper bound, mostly weights that are gathered for one module
     host: int = 0
     pinned: int = 0  # part of `host`
     disk: int = 0
-    loading: int = 0  # peak host memory of loading, if known to exceed what stays; with `device` where there is no GPU
+    loading: int = 0  # peak host memory of loading, if known to exceed what stays; without a GPU it includes `device`
 
 
 class CpuWork(NamedTuple):
@@ -228,11 +228,11 @@ class EnginePlan:
             return self.footprint.device + workspace + cache + job.activation_bytes
         logits = job.rank_batch * logits_bytes(job.spec)
         # a layer's keys (or values) exist twice while a growing cache is copied
-        last_step = self.footprint.device + job.cache_device_bytes + max(job._layer_kv_bytes // 2, logits)
-        return workspace + max(self.prefill_bytes + job.activation_bytes, last_step)
+        last_step = self.footprint.device + job.cache_device_bytes + max(job.largest_layer_kv_bytes // 2, logits)
+        return workspace + max(self.prefill_weights_and_cache_bytes + job.activation_bytes, last_step)
 
     @property
-    def prefill_bytes(self) -> int:
+    def prefill_weights_and_cache_bytes(self) -> int:
         """Peak bytes of weights and growing KV cache on the device in a prefill."""
         length = self.job.config.prompt_len
         return self.footprint.device + self.job.kv_bytes(length) + self.job.state_bytes(length)

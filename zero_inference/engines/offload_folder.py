@@ -15,8 +15,8 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.utils.format import format_bytes, format_bytes_pair
 from zero_inference.utils.processes import defer_signals
 
-PREFIX = "zero-inference-"
-OURS = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")  # as tempfile.mkdtemp names it
+WORKSPACE_PREFIX = "zero-inference-"
+WORKSPACE_NAME = re.compile(re.escape(WORKSPACE_PREFIX) + r"[a-z0-9_]{8}")  # as tempfile.mkdtemp names it
 LOCK = "lock"
 MARK = b"offload workspace of zero-inference: removed by the next run when its own has ended\n"
 _open: set[OffloadWorkspace] = set()
@@ -35,7 +35,7 @@ class OffloadWorkspace:
     def __init__(self, folder: Path):
         _remove_abandoned(folder)
         with defer_signals():
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
+            self.path = Path(tempfile.mkdtemp(prefix=WORKSPACE_PREFIX, dir=folder))
             try:
                 self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -98,7 +98,7 @@ def reserve(path: Path, nbytes: int) -> None:
 
 def _remove_abandoned(folder: Path) -> None:
     """Remove workspaces of this user whose run has ended: with MARK and without a lock."""
-    for name in filter(OURS.fullmatch, os.listdir(folder)):
+    for name in filter(WORKSPACE_NAME.fullmatch, os.listdir(folder)):
         workspace = folder / name
         # not a folder, no lock file, not readable, or locked by a running process; O_NONBLOCK does not wait for a FIFO
         with contextlib.suppress(OSError), contextlib.ExitStack() as closing:

@@ -1,1 +1,1 @@
-"""The rooflines of this machine (copies, memory, matrix products, disk), measured in this process."""
+"""Rates of a machine (copies, memory, matrix products, disk): measured here, kept in a hardware profile, or from datasheets."""

@@ -104,7 +104,8 @@ def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator
 def _rounds(lanes: Sequence[Lane], seconds: float) -> list[float]:
     """Return GB/s of three rounds or more in at least `seconds`, after one that warms up."""
     rates: list[float] = []
-    with contextlib.closing((_cuda_rounds if lanes[0].device.type == "cuda" else _host_rounds)(lanes)) as rounds:
+    endless = _cuda_rounds if lanes[0].device.type == "cuda" else _host_rounds
+    with contextlib.closing(endless(lanes)) as rounds:
         next(rounds)
         stop = time.perf_counter() + seconds
         while len(rates) < 3 or time.perf_counter() < stop:

@@ -65,7 +65,7 @@ FORMATS: dict[WeightFormat, StoredFormat] = {
     "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZES[4])),
 }
 # A profile has these formats (float32 is not for GPUs), tokens of a pass, columns of weights, query heads per key head.
-MEASURED: tuple[WeightFormat, ...] = ("bfloat16", "float16", "int8", "int4")
+MEASURED_FORMATS: tuple[WeightFormat, ...] = ("bfloat16", "float16", "int8", "int4")
 ATTENTION_FORMATS: tuple[WeightFormat, ...] = ("bfloat16", "float16")
 ROWS, COLUMNS, ATTENTION_HEADS = (1, 8, 32), 8192, (1, 4, 8)
 # All formats and rows are visited VISITS times and the median counts, because a shared host changes from second to second: measured in one
@@ -346,7 +346,7 @@ class CpuBench:
                 hand_offs[rows].append(self.hand_off_s(first.dtype, rows))
                 for name, each in products.items():
                     self.visit(each, rows, samples[name, rows])
-        del products, first, each
+        del products, first, each  # their memory, before attention takes its own
         attended = []
         try:
             for name, heads in attention:
@@ -476,4 +476,4 @@ def measure_cpu_profile(device: torch.device, cpus: tuple[int, ...], say: Callab
     RunError, torch.OutOfMemoryError: no memory."""
     attention = [(name, heads) for name in ATTENTION_FORMATS for heads in ATTENTION_HEADS]
     with contextlib.closing(CpuBench(device, cpus, max(ROWS), COLUMNS)) as bench:
-        return bench.profile({name: FORMATS[name] for name in MEASURED}, ROWS, attention, say)
+        return bench.profile({name: FORMATS[name] for name in MEASURED_FORMATS}, ROWS, attention, say)

@@ -44,7 +44,7 @@ CUDA_BLOCK_BYTES = 1 << 30  # L2 (50 MiB on an H200, 126 MB on a B200) is a few 
 COPY_S = 0.2
 WEIGHTS_BYTES = 128 << 20  # of all weights of a benchmark on a CPU
 WEIGHTS_S = 0.05
-CPU_ROWS = 32  # tokens up to which a CPU multiplies codes as stored; a prefill has more and dequantizes first
+CPU_FUSED_ROWS = 32  # tokens up to which a CPU multiplies codes as stored; a prefill has more and dequantizes first
 # Warm-up before the first product: an idle GPU raises its clocks, and int4 once had 1114 GB/s in the first 0.05 s, then 1260.
 CLOCKS_S = 0.15
 # Rows and columns. A GPU's products take some time beyond their bytes, which two sizes show: int4 with one token has 870 GB/s with the
@@ -119,7 +119,7 @@ class DeviceWeights:
 
     def _multiply(self, x: torch.Tensor) -> None:
         multiply: Callable[..., object] = quantized_linear
-        if self.device.type == "cpu" and len(x) <= CPU_ROWS and load_library() is not None:
+        if self.device.type == "cpu" and len(x) <= CPU_FUSED_ROWS and load_library() is not None:
             multiply = cpu_products.linear_groups  # as runs of the stream engine do in decode steps
         for parts in self.matrices:
             if self.scheme is None:
@@ -332,16 +332,16 @@ class _SmallModel:
             return time_wall_s(self.device, lambda: self.model.generate(self.ids, **options))
 
 
-def measure_graph_operator(device: torch.device, width: int = GRAPH_WIDTH) -> float:
+def measure_graph_operator(device: torch.device) -> float:
     """Return the device time of an operator of a decoder layer in a CUDA graph, without products and attention.
 
     A Llama's layer with 40 heads took 43 us on an H200 besides its products; a chain of sums of 4096 elements instead took 0.96 us an
     operator (h200-kept/seventh_host: resident.txt, machine.json). Our norm and rotary kernels count as many operators as transformers'
     own code has.
     """
-    (few, small_s), (many, large_s) = (_step_without_products(layers, device, width) for layers in LAYERS)
+    (few, small_s), (many, large_s) = (_step_without_products(layers, device) for layers in LAYERS)
     layers = LAYERS[1] - LAYERS[0]
-    heads = width // ATTENTION_HEAD_DIM
+    heads = GRAPH_WIDTH // ATTENTION_HEAD_DIM
     layer_attention_s = attention_s(device, 1, heads, POSITIONS, key_heads_per_sequence=heads, layers=LAYERS[1])
     layer_s = max(0.0, large_s - small_s) / layers
     return max(0.0, layer_s - layer_attention_s) / ((many - few) / layers - 1)  # one of a layer's is attention
@@ -360,11 +360,11 @@ class _NoProduct(torch.nn.Module):
 
 
 @torch.no_grad()
-def _step_without_products(layers: int, device: torch.device, width: int) -> tuple[int, float]:
+def _step_without_products(layers: int, device: torch.device) -> tuple[int, float]:
     """Return operators and seconds of a decode step of a Llama without matrix products, on CUDA of its graph."""
     disable_cudnn_attention()
     with torch.device("meta"):
-        model = small_model("llama", layers, width, width // ATTENTION_HEAD_DIM)
+        model = small_model("llama", layers, GRAPH_WIDTH, GRAPH_WIDTH // ATTENTION_HEAD_DIM)
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear):
             model.set_submodule(name, _NoProduct(module))

@@ -78,7 +78,7 @@ class Machine:
             return self.other.disk_free_bytes
         return shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.exists())).free
 
-    def missing_code(self, on_gpu: bool) -> str | None:
+    def why_no_cpu_backend(self, on_gpu: bool) -> str | None:
         """Return why the CPU backend, or its hand-off with a GPU, cannot be compiled; None if it can."""
         if self.other:
             return None

@@ -39,8 +39,7 @@ Seconds = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 Source = Literal["measured", "datasheet", "assumed"]
 WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
-
-
+# Fields with another name in the file, where also `gb_per_s` is `gbps` and `dequantized` is `restored`.
 FILE_KEYS = {"engine_overheads": "own_work", "hand_off_s": "crossing_s"}
 
 
@@ -52,7 +51,9 @@ class _ProfilePart(BaseModel):
         strict=True,
         extra="forbid",
         populate_by_name=True,
-        alias_generator=lambda field: FILE_KEYS.get(field, field.replace("gb_per_s", "gbps")),
+        alias_generator=lambda field: FILE_KEYS.get(
+            field, field.replace("gb_per_s", "gbps").replace("dequantized", "restored")
+        ),
     )
 
 
@@ -162,8 +163,8 @@ class EngineOverhead(_ProfilePart):
     step_piece_s: Seconds  # host time in a decode step for each piece
     prefill_piece_s: Seconds
     # Bytes of the computed dtype (on a GPU bfloat16) that the engine's own operator dequantizes and multiplies with one token.
-    restored_gb_per_s: Rate | None = None
-    restored_float16_gb_per_s: Rate | None = None
+    dequantized_gb_per_s: Rate | None = None
+    dequantized_float16_gb_per_s: Rate | None = None
 
 
 class HardwareProfile(_ProfilePart):
@@ -423,14 +424,14 @@ def device_attention_s(
         heads: query heads per key head.
         key_heads: of all sequences.
         positions: of each sequence.
-        row_bytes: of one position of a key head; a larger head counts as more heads.
+        row_bytes: of the key, or the value, of one position and key head; a wider head counts as several.
     """
     found = {
         (each.heads, each.key_heads, each.positions): each.seconds
         for each in (profile.launches.attention if profile.launches else ())
     }
     all_heads, all_key_heads, all_positions = (sorted({point[axis] for point in found}) for axis in range(3))
-    usual_heads = key_heads * row_bytes / (2 * ATTENTION_HEAD_DIM)
+    usual_heads = key_heads * row_bytes / (2 * ATTENTION_HEAD_DIM)  # 2 bytes: measured with 16 bits
 
     def with_heads(n: int) -> float:
         by_key_heads = {k: interpolate({p: found[n, k, p] for p in all_positions}, positions) for k in all_key_heads}
@@ -457,8 +458,8 @@ def dequantize_gb_per_s(overhead: EngineOverhead | None, dtype: str) -> float | 
     """Return bytes of `dtype` per second that the engine's own operator dequantizes; of another dtype if only that was measured."""
     if overhead is None:
         return None
-    of_float16 = overhead.restored_float16_gb_per_s if dtype == "float16" else None
-    return of_float16 or overhead.restored_gb_per_s
+    of_float16 = overhead.dequantized_float16_gb_per_s if dtype == "float16" else None
+    return of_float16 or overhead.dequantized_gb_per_s
 
 
 def interpolate(points: Mapping[int, float], x: float) -> float:

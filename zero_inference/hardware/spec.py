@@ -59,7 +59,7 @@ def link_gb_per_s(generation: int | None, width: int | None) -> float | None:
     return rate * share * width / 8
 
 
-class Rate(NamedTuple):
+class Figure(NamedTuple):
     """A figure of a datasheet in TFLOP/s (1e12) or GB/s (1e9), and its document."""
 
     value: float
@@ -72,9 +72,9 @@ class Card:
 
     name: str
     matches: tuple[str, ...]  # words that are all in the name that CUDA gives the device
-    tflops: dict[str, Rate]  # dense, by type; fp32 of CUDA cores, the others of tensor cores that accumulate in float32
-    memory: Rate  # bandwidth of the device memory
-    nvlink: Rate | None  # to other cards, both directions summed; None if that takes a bridge or the card has none
+    tflops: dict[str, Figure]  # dense, by type; fp32 of CUDA cores, others of tensor cores that accumulate in float32
+    memory: Figure  # bandwidth of the device memory
+    nvlink: Figure | None  # to other cards, both directions summed; None if that takes a bridge or the card has none
     memory_bytes: int | None  # without what error correction takes; None if a card is sold with several sizes
 
 
@@ -88,7 +88,7 @@ def cards() -> tuple[Card, ...]:
     found = []
     for row in _table()["cards"]:
         rates = {name: row.get(name) for name in ("memory_gbps", "nvlink_gbps")} | row["tflops"]
-        known = {name: Rate(pair[0], _table()["sources"][pair[1]]) for name, pair in rates.items() if pair}
+        known = {name: Figure(pair[0], _table()["sources"][pair[1]]) for name, pair in rates.items() if pair}
         # makers' GB are GiB; GDDR6 has no bits of its own for error correction, which takes a sixteenth
         memory_bytes = int(row["memory_gb"][0] * (1 << 30)) if "memory_gb" in row else None
         if memory_bytes and row.get("ecc_in_memory"):

@@ -1,1 +1,1 @@
-"""Groups of int8 and int4 weights with a scale and a minimum each."""
+"""Quantized weights and their products, decode attention and rotary embedding: CUDA operators, and how they are compiled."""

@@ -101,12 +101,12 @@ def fits_operator(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bo
     ):
         return False
     for each in states:
-        steps = [stride * each.element_size() for size, stride in zip(each.shape[:3], each.stride()) if size > 1]
+        byte_steps = [stride * each.element_size() for size, stride in zip(each.shape[:3], each.stride()) if size > 1]
         if (
             each.shape[3] % HEAD_DIM_STEP
             or not HEAD_DIM_STEP <= each.shape[3] <= MAX_HEAD_DIM
             or each.stride(3) != 1
-            or any(offset % ALIGNMENT for offset in (each.data_ptr(), *steps))
+            or any(offset % ALIGNMENT for offset in (each.data_ptr(), *byte_steps))
         ):
             return False
     expands = mask.dim() == 4 and all(size in (1, full) for size, full in zip(mask.shape, (batch, heads, queries)))

@@ -74,7 +74,7 @@ def sources() -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return all files of csrc that this library depends on."""
+    """Return all files of csrc (`folder`) that this library depends on."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and (folder / CPU_SOURCES) not in path.parents)
 
 
@@ -109,8 +109,8 @@ def _load(say: Callable[[str], None]) -> str | None:
                     is_python_module=False,
                 )
 
-        library, loaded = cached_library(name, build_and_load, "the CUDA kernels", "about a minute", say, check_nvcc)
-        if not loaded:
+        library, compiled = cached_library(name, build_and_load, "the CUDA kernels", "about a minute", say, check_nvcc)
+        if not compiled:  # else `build_and_load` has loaded it
             torch.ops.load_library(str(library))
     except Exception as error:  # missing compiler, full disk, wrong version: each costs only speed
         reason = compiler_error_line(error)

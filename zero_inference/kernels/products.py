@@ -5,7 +5,7 @@
 
 A row p of experts is a pair of a token and an expert; it is zeros where slot[p] is negative. weight = code * scale + minimum, in the
 weight's dtype. The fused operators (csrc/quantization/product.cu) multiply with codes directly and never write the weight: they read a
-quarter or a half of a plain weight's bytes, which bound a decode step. Experts' operator reads no weight for negative slots, and each
+quarter or a half of a plain weight's bytes, which bound a decode step. That of experts reads no weight for negative slots, and each
 weight once for several rows that share it (`pairs_together`). Otherwise weights are dequantized first, of experts those of a few rows.
 """
 

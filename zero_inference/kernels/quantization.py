@@ -104,7 +104,7 @@ def quantize(weight: Tensor, scheme: GroupQuantization, divides: bool = False) -
     return codes, scale, minimum
 
 
-def empty_groups(weight: Tensor, scheme: GroupQuantization) -> tuple[Tensor, ...]:
+def empty_groups(weight: Tensor, scheme: GroupQuantization) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return `weight` as [groups, group_size], with empty codes, scale and minimum; raise ValueError if it cannot be quantized."""
     if not scheme.can_quantize(weight):
         raise ValueError(
@@ -182,7 +182,7 @@ def _quantize_rows(rows: Tensor, bits: int, divides: bool) -> _Groups:
     def encode(scale: Tensor, minimum: Tensor, neighbours: int = 0) -> _Groups:
         return _encode(values, scale, minimum, largest, divides, neighbours)
 
-    def stored(fit: _Fit) -> _Groups:
+    def encode_fit(fit: _Fit) -> _Groups:
         scale = _stored_scale(fit.step, dtype, divides)
         offset = fit.mean_code / scale.float() if divides else fit.mean_code * scale.float()
         return encode(scale, (mean - offset).to(dtype))
@@ -196,7 +196,7 @@ def _quantize_rows(rows: Tensor, bits: int, divides: bool) -> _Groups:
     top = extent if divides else (best.scale.float() * largest + best.minimum.float()).to(dtype)
     refuse_range(not bool(torch.isfinite(top).all()), dtype)
     fit = _fit(centered, best.codes)
-    best = _better(best, stored(fit))
+    best = _better(best, encode_fit(fit))
     if bits == 4:
         for below, above in product(CLIPPED, CLIPPED):
             if below or above:
@@ -204,7 +204,7 @@ def _quantize_rows(rows: Tensor, bits: int, divides: bool) -> _Groups:
                 fit = _refit(fit, centered, inverse, (mean - low - extent * below) * inverse, largest)
         for _ in range(REFITS):
             fit = _refit(fit, centered, 1 / fit.step, fit.mean_code, largest)
-        best = _better(best, stored(fit))
+        best = _better(best, encode_fit(fit))
     return encode(best.scale, best.minimum, neighbours) if neighbours else best
 
 

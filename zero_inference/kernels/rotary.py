@@ -30,6 +30,14 @@ class Form(NamedTuple):
     in_order: bool  # results are contiguous, as after torch.cat; otherwise they have the strides of q and k
 
 
+class Forms(NamedTuple):
+    """Forms of a function by the width of cos and sin; None where the kernel differs in any bit."""
+
+    head_wide: Form | None
+    half_wide: Form | None
+    narrower: Form | None
+
+
 LIBRARY = operator_library(__name__)
 LIBRARY.define(
     "rotary_embedding(Tensor q, Tensor k, Tensor cos, Tensor sin, int rotated, Tensor(a!) q_out, Tensor(b!) k_out) -> ()"
@@ -63,12 +71,12 @@ def rotary_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
 
 class _Rotary(SharedPatch):
-    """Calls the kernel, or the original function if the kernel does not support a call; `forms` are those of `supported_forms`."""
+    """Calls the kernel, or the original function if the kernel does not support a call."""
 
     def __init__(self, before: Callable):
         functools.update_wrapper(self, before)
         super().__init__(before)
-        self.forms: dict[tuple[torch.device, torch.dtype], tuple[Form | None, ...]] = {}
+        self.forms: dict[tuple[torch.device, torch.dtype], Forms] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if len(args) == 4 and not options and not torch.compiler.is_compiling():
@@ -95,8 +103,8 @@ class _Rotary(SharedPatch):
             and all(x.dtype == q.dtype and x.device == q.device and x.stride(-1) == 1 for x in tensors)
             and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         )
-        form = forms[0 if width == head_dim else 1 if 2 * width == head_dim else 2] if fits else None
-        return form if form is not None and form.times * width <= head_dim and form.times * width % 2 == 0 else None
+        form = {head_dim: forms.head_wide, head_dim / 2: forms.half_wide}.get(width, forms.narrower)
+        return form if fits and form and form.times * width <= head_dim and form.times * width % 2 == 0 else None
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -108,8 +116,8 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Form) -> tuple[
 
 @functools.lru_cache(maxsize=64)
 @torch.no_grad()
-def supported_forms(own: Callable, device: torch.device, dtype: torch.dtype) -> tuple[Form | None, ...]:
-    """Return the forms of function `own` for cos of the width of a head, half of it, and less; None where the kernel differs in any bit."""
+def supported_forms(own: Callable, device: torch.device, dtype: torch.dtype) -> Forms:
+    """Find the forms of function `own` by trials on random numbers."""
     head_dim = TRIAL_HEAD_DIM
     forms = [Form(*each) for each in itertools.product((1, 2), (False, True))]
 
@@ -117,7 +125,7 @@ def supported_forms(own: Callable, device: torch.device, dtype: torch.dtype) -> 
         fitting = (form for form in forms if width * form.times <= head_dim)
         return next((form for form in fitting if _agrees(own, width, form, device, dtype)), None)
 
-    return form_of(head_dim), form_of(head_dim // 2), form_of(head_dim // 4)
+    return Forms(form_of(head_dim), form_of(head_dim // 2), form_of(head_dim // 4))
 
 
 def _agrees(own: Callable, width: int, form: Form, device: torch.device, dtype: torch.dtype) -> bool:

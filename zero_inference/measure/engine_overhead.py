@@ -132,8 +132,8 @@ class _ThinModel:
             start_s=max(0.0, base_prefill_s - base_step_s),
             step_piece_s=max(0.0, step_s - base_step_s) / max(1, self.units),
             prefill_piece_s=max(0.0, prefill_s - base_prefill_s - dequantize_s) / max(1, self.units),
-            restored_gb_per_s=self.plan.weights.measure_dequantized_gb_per_s(self.plan.job.spec.dtype),
-            restored_float16_gb_per_s=self._measure_float16_dequantization(),
+            dequantized_gb_per_s=self.plan.weights.measure_dequantized_gb_per_s(self.plan.job.spec.dtype),
+            dequantized_float16_gb_per_s=self._measure_float16_dequantization(),
         )
 
     def _measure_float16_dequantization(self) -> float | None:

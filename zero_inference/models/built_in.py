@@ -63,13 +63,13 @@ def find_preset(name: str) -> Preset | None:
     return next((preset for known, preset in _preset_by_name().items() if known.lower() == wanted), None)
 
 
-def similar_presets(name: str, n: int = 3) -> list[str]:
-    """Return up to `n` presets whose name or alias resembles `name`, best first, each in its closest spelling."""
+def similar_presets(name: str) -> list[str]:
+    """Return up to three presets whose name or alias resembles `name`, best first, each in its closest spelling."""
     known = _preset_by_name()
     nearest: dict[str, str] = {}  # preset's name -> spelling
     for spelling in closest(name, known, most=len(known)):
         nearest.setdefault(known[spelling].name, spelling)
-    return list(nearest.values())[:n]
+    return list(nearest.values())[:3]
 
 
 def smollm2_checkpoint() -> Path:

@@ -16,16 +16,16 @@ import torch
 from zero_inference.errors import RunError, UsageError, is_out_of_memory
 from zero_inference.utils.format import first_line
 
-SCALE = "_scale_inv"  # suffix of the weight's key
+SCALE_SUFFIX = "_scale_inv"  # suffix of the weight's key
 INSTEAD = "use the checkpoint in bfloat16 or float16 (--quant-bits 8 or 4 stores it smaller)"
 # Names of dtypes in safetensors and in torch.
-FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
-SCALES = FLOATS | {"F8_E8M0", "float8_e8m0fnu"}
-FLOAT8 = {"F8_E4M3", "float8_e4m3fn"}
+FLOAT_DTYPES = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
+SCALE_DTYPES = FLOAT_DTYPES | {"F8_E8M0", "float8_e8m0fnu"}
+FLOAT8_DTYPES = {"F8_E4M3", "float8_e4m3fn"}
 # By code, in float32: a look-up is twice as fast on a core as torch's conversion (0.57 and 0.28 G values/s).
 FLOAT8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 # Values of a `quantization_config` with quant_method fp8 that are read; the first is the default.
-READ = {"activation_scheme": ("dynamic",), "expert_dtype": ("fp8",), "fmt": ("e4m3", "float8_e4m3", "float8_e4m3fn")}
+FP8 = {"activation_scheme": ("dynamic",), "expert_dtype": ("fp8",), "fmt": ("e4m3", "float8_e4m3", "float8_e4m3fn")}
 
 
 class BlockScales(NamedTuple):
@@ -56,7 +56,7 @@ def read_block_scales(name: str, quantization: dict[str, Any]) -> BlockScales:
     unread = []
     if method != "fp8":
         unread.append((method, "fp8 with block scales"))
-    for key, readable in READ.items():
+    for key, readable in FP8.items():
         if (quantization.get(key) or readable[0]) not in readable:
             unread.append((f"fp8 with {key} {quantization[key]!r}", repr(readable[0])))
     if not isinstance(size, list | tuple) or [type(side) for side in size] != [int, int] or min(size) < 1:
@@ -79,27 +79,27 @@ def dequantize_tensors(
     plain = {}
     for key, tensor in tensors.items():
         stored, shape = _dtype_and_shape(tensor)
-        if blocks and key.endswith(SCALE):
-            weight = key.removesuffix(SCALE)
+        if blocks and key.endswith(SCALE_SUFFIX):
+            weight = key.removesuffix(SCALE_SUFFIX)
             found = _dtype_and_shape(tensors[weight])[0] if weight in tensors else "not in the checkpoint"
-            if found not in FLOAT8:
+            if found not in FLOAT8_DTYPES:
                 raise RunError(
                     f"{folder}: {key} scales {weight}, a float8 weight, but that is {found}; fetch it again."
                 )
-        elif blocks and stored in FLOAT8:
-            if key + SCALE not in tensors:
-                raise RunError(f"{folder}: {key} is stored as {stored} and has no {key}{SCALE}; fetch it again.")
-            scales = tensors[key + SCALE]
+        elif blocks and stored in FLOAT8_DTYPES:
+            if key + SCALE_SUFFIX not in tensors:
+                raise RunError(f"{folder}: {key} is stored as {stored} and has no {key}{SCALE_SUFFIX}; fetch it again.")
+            scales = tensors[key + SCALE_SUFFIX]
             scale_dtype, scale_shape = _dtype_and_shape(scales)
             counts = (-(-size // side) for size, side in zip(shape[-2:], blocks))  # of blocks
             expected = [*shape[:-2], *counts] if len(shape) > 1 else None
-            if scale_shape != expected or scale_dtype not in SCALES:
+            if scale_shape != expected or scale_dtype not in SCALE_DTYPES:
                 raise RunError(
-                    f"{folder}: {key}{SCALE} is {scale_dtype} of shape {scale_shape}, and {key} of shape {shape} in "
+                    f"{folder}: {key}{SCALE_SUFFIX} is {scale_dtype} of shape {scale_shape}, and {key} of shape {shape} in "
                     f"blocks of {blocks.rows} x {blocks.columns} needs floats of shape {expected}."
                 )
             plain[key] = _Dequantized(tensor, scales, blocks, dtype, shape)
-        elif stored not in FLOATS and (key.endswith("weight") or "F8" in stored or "float8" in stored):
+        elif stored not in FLOAT_DTYPES and (key.endswith("weight") or "F8" in stored or "float8" in stored):
             raise RunError(f"{folder}: {key} is stored as {stored}, quantized in an unsupported format; {INSTEAD}.")
         else:
             plain[key] = tensor
@@ -109,7 +109,7 @@ def dequantize_tensors(
 def integer_keys(tensors: dict[str, Any]) -> list[str]:
     """Return the keys of the `dequantize_tensors` that hold integers or booleans: masks and positions, never weights."""
     plain = {key: tensor for key, tensor in tensors.items() if not isinstance(tensor, _Dequantized)}
-    return [key for key, tensor in plain.items() if _dtype_and_shape(tensor)[0] not in FLOATS]
+    return [key for key, tensor in plain.items() if _dtype_and_shape(tensor)[0] not in FLOAT_DTYPES]
 
 
 def _dtype_and_shape(tensor: Any) -> tuple[str, list[int]]:
@@ -181,14 +181,14 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZERS)
 
 
-def shorten_names(names: list[str], most: int = 3) -> str:
-    """Return the first of `names`, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def shorten_names(names: list[str]) -> str:
+    """Return the first three of `names`, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextmanager
 def errors_as(kind: type[Exception], problem: str, remedy: str = ".") -> Iterator[None]:
-    """Raise `kind` instead of any other exception of a library's or a checkpoint's code, except out of memory."""
+    """Turn exceptions of a library's or a checkpoint's code into `kind`, except out of memory and our own errors."""
     try:
         yield
     except (UsageError, RunError):
@@ -239,7 +239,7 @@ class Shards:
 
     def with_scale(self, key: str) -> list[str]:
         """Return `key` and the key of its scales, those of them that the checkpoint has."""
-        return [found for found in (key, key + SCALE) if found in self.file_of]
+        return [found for found in (key, key + SCALE_SUFFIX) if found in self.file_of]
 
     def layers(self) -> list[list[str]]:
         """Return all keys, grouped by the first number in them, which is the layer's; keys without a number come first."""

@@ -40,8 +40,8 @@ class ModelSizes:
     idle_expert_bytes: int  # the experts' part
     chooses_experts: bool  # a token uses only some experts
     kv_widths: tuple[int, ...]  # elements of keys and values that a position adds, of each layer that has any
-    # a sequence's other state, as of recurrences: at any length, and per position
-    state_bytes: tuple[int, int] = (0, 0)
+    state_bytes: int = 0  # of a sequence's other state, as of recurrences, at any length
+    position_state_bytes: int = 0  # of other state that grows, for each position
     added_positions: int = 0  # that the model puts in the cache before a sequence's own
     writes_weights: bool = False  # a pass changes weights, as RWKV's first one does
     refuses_text: str | None = None  # the model's error for token ids without images or sound
@@ -53,18 +53,18 @@ class EmptyModel:
 
     model: Any
     sizes: ModelSizes
-    cache: dict[Any, Any] = field(default_factory=dict, compare=False)
+    facts: dict[Any, Any] = field(default_factory=dict, compare=False)  # of `cached`
 
     def cached(self, key: Any, find: Callable[[], Found]) -> Found:
         """Return `find()`, called once a `key`: plans of many configurations need the same facts. The result must not be changed."""
-        if key not in self.cache:
-            self.cache[key] = find()
-        return self.cache[key]
+        if key not in self.facts:
+            self.facts[key] = find()
+        return self.facts[key]
 
     def activation_bytes(self, spec: ModelSpec, batch: int, prompt_len: int) -> int:
         """Return the peak bytes of `batch` prompts beside weights and KV cache; estimated if a length is first asked for after loading."""
         traced = self.traced_pass(spec, prompt_len, 0)
-        peak_bytes = estimate_prefill_bytes(spec, prompt_len) if traced is None else traced.peak_bytes
+        peak_bytes = estimate_activation_bytes(spec, prompt_len) if traced is None else traced.peak_bytes
         return batch * max(peak_bytes, logits_bytes(spec))
 
     def traced_pass(self, spec: ModelSpec, tokens: int, past: int) -> Pass | None:
@@ -201,40 +201,37 @@ def _trace_cache(model: torch.nn.Module, spec: ModelSpec) -> dict[str, Any]:
                 copied(input_ids=ids, use_cache=True, **{"cache_params" if mamba else "past_key_values": cache})
             except ValueError as error:
                 return by_config | ({"refuses_text": first_line(error)} if is_wrapper(spec.config) else {})
-        states = _read_cache(cache, spec.dtype)
+        fields = _read_cache(cache, spec.dtype)
     except Exception:  # the model's own code may raise anything
         return by_config
-    widths, fixed, growing = zip(*states) if states else ((), (), ())
     keys = tensors_in([getattr(layer, "keys", None) for layer in cache.layers])
-    return {
-        "kv_widths": tuple(filter(None, widths)),
-        "state_bytes": (sum(fixed), sum(growing)),
+    return fields | {
         # keys are [B, heads, positions, width]
         "added_positions": max((each.shape[2] for each in keys if each.dim() == 4), default=1) - 1,
         "writes_weights": before != [parameter._version for parameter in copied.parameters()],
     }
 
 
-def _read_cache(cache: Any, dtype: torch.dtype) -> list[tuple[int, int, int]]:
-    """Return by layer the elements of keys and values of one token, and bytes of other state, at any length and per position.
-
-    `dtype` is that of state that is not always in float32.
-    """
+def _read_cache(cache: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of `ModelSizes` about the cache, from that of one token; `dtype` is that of state that is not always in float32."""
 
     def nbytes(tensors: list[torch.Tensor]) -> int:
         return sum(each.numel() * (4 if each.dtype == torch.float32 else dtype.itemsize) for each in tensors)
 
     # a model's own cache class may have more lists with an entry per layer
     lists = [value for name, value in vars(cache).items() if isinstance(value, list) and name != "layers"]
-    found = []
+    kv_widths, state_bytes, position_state_bytes = [], 0, 0
     for layer, *more in zip_longest(cache.layers, *lists):
         fields = dict(vars(layer)) if layer is not None else {}
         kv = tensors_in([fields.pop("keys", None), fields.pop("values", None)])
         grows = tensors_in([value for name, value in fields.items() if name.endswith("keys")])
         rest = tensors_in([[value for name, value in fields.items() if not name.endswith("keys")], more])
         fixed = [each for each in rest if each.is_meta and each.is_floating_point()]
-        found.append((sum(each.numel() for each in kv), nbytes(fixed), nbytes(grows)))
-    return found
+        kv_widths.append(sum(each.numel() for each in kv))
+        state_bytes += nbytes(fixed)
+        position_state_bytes += nbytes(grows)
+    widths = tuple(filter(None, kv_widths))
+    return dict(kv_widths=widths, state_bytes=state_bytes, position_state_bytes=position_state_bytes)
 
 
 @cache_per_module
@@ -258,7 +255,7 @@ def new_cache(config: Any, kind: Any) -> Any:
     return DynamicCache(config=config) if kind is DynamicCache else kind()
 
 
-def estimate_prefill_bytes(spec: ModelSpec, prompt_len: int) -> int:
+def estimate_activation_bytes(spec: ModelSpec, prompt_len: int) -> int:
     """Estimate the peak of a prompt if the model cannot run on the meta device: six hidden states and three inner ones of the MLP."""
     config = spec.text_config
     h = config.hidden_size

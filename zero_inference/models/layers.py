@@ -26,7 +26,7 @@ KNOWN_CODE = ("transformers.", "torch.")  # a checkpoint's own code may store an
 # in bfloat16; a position or mask that is wrong by one makes several times as much, and garbage 1 or more.
 MAX_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
 COMPARED_BYTES = 8 << 30  # of reference layers in host memory, for comparison; a layer of Llama-3.1-405B has 6.4e9
-PLAIN = (bool, int, float, str, list, tuple, dict, set, frozenset, torch.dtype, functools.partial, type(None))
+VALUE_TYPES = (bool, int, float, str, list, tuple, dict, set, frozenset, torch.dtype, functools.partial, type(None))
 INDEX_NAMES = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx"}
 
 
@@ -155,6 +155,6 @@ def _describe_layer(layer: nn.Module, position: int) -> tuple:
             if key not in ("_parameters", "_buffers", "_modules"):
                 is_index = key in INDEX_NAMES and value == position
                 # an object may have a long repr, as a config, and is equal to itself alone
-                known = "its index" if is_index else repr(value) if isinstance(value, PLAIN) else id(value)
+                known = "its index" if is_index else repr(value) if isinstance(value, VALUE_TYPES) else id(value)
                 description.append((key, known))
     return tuple(description)

@@ -65,7 +65,8 @@ def detect_mlp(module: nn.Module) -> Mlp | None:
             trials = [_call_with_products(module, linears, scale) for scale in SCALES]
     except Exception:  # it runs the module's code, and `_call_with_products` raises
         return None
-    *first, last = trials[0][0]
+    products, _ = trials[0]
+    *first, last = products  # names in the order of the calls
     if len(first) == 2:
         orders = [(tuple(first), False), (tuple(first[::-1]), False)]
     else:
@@ -77,7 +78,7 @@ def detect_mlp(module: nn.Module) -> Mlp | None:
 def _call_with_products(
     module: nn.Module, linears: dict[str, nn.Module], scale: float
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Call `module` while its linear modules return random numbers: these in the order of the calls, and the input of the last one.
+    """Call `module` while its linear modules return random numbers; return these in the order of the calls, and the last one's input.
 
     Raises ValueError if it calls one twice, gives one but the last another input than its own, or returns another output than the last.
     """
@@ -126,9 +127,9 @@ def weight_layout(module: nn.Module) -> str | None:
 
 
 # Experts chosen by each row of the small copy's input; some are chosen by all, some by none.
-NUMBERS = ((0, 3), (3, 1), (3, 0), (1, 3), (3, 4))
+CHOSEN_EXPERTS = ((0, 3), (3, 1), (3, 0), (1, 3), (3, 4))
 # Attributes of routers and fields of configs with the number of experts that a token chooses.
-CHOSEN = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def detect_experts(module: nn.Module) -> FusedExperts | None:
 def experts_per_token(module: nn.Module, config: Any, number: int) -> int:
     """Return how many of `number` experts a token chooses, by the mixture `module`, its router or the model's config."""
     for source in (module, *module.children(), config):
-        for name in CHOSEN:
+        for name in TOP_K:
             value = getattr(source, name, None)
             if type(value) is int and 1 <= value <= number:
                 return value
@@ -219,7 +220,7 @@ def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
     forward = inspect.unwrap(type(module).forward)  # without kernels that may replace it
     last = getattr(module, form.down)
     number, hidden, inner = (last.mT if form.transposed else last).shape
-    small_hidden = {inner: 8, 2 * inner: 16}.get(hidden, 24)
+    small_hidden = {inner: 8, 2 * inner: 16}.get(hidden, 24)  # equal sizes stay equal
     sizes = {number: 6, 2 * inner: 16, inner: 8, hidden: small_hidden}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -231,10 +232,10 @@ def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
         for name, p in module._parameters.items():
             values = torch.randn([sizes[size] for size in p.shape], dtype=torch.float64) / sizes[p.shape[-1]] ** 0.5
             small.register_parameter(name, nn.Parameter(values, requires_grad=False))
-        numbers = torch.tensor(NUMBERS)
-        weights = torch.rand(numbers.shape, dtype=torch.float64)
-        inputs = [scale * torch.randn(len(NUMBERS), small_hidden, dtype=torch.float64) for scale in SCALES]
-        found = [forward(small, x, numbers, weights) for x in inputs]
+        expert_ids = torch.tensor(CHOSEN_EXPERTS)
+        weights = torch.rand(expert_ids.shape, dtype=torch.float64)
+        inputs = [scale * torch.randn(len(CHOSEN_EXPERTS), small_hidden, dtype=torch.float64) for scale in SCALES]
+        found = [forward(small, x, expert_ids, weights) for x in inputs]
         orders, limits, offsets = [(False, False)], [math.inf], [0.0]
         if form.gated:
             orders += [(True, False), (False, True)]
@@ -243,21 +244,21 @@ def _match_form(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
         for limit, offset, activation, (second, alternate) in itertools.product(limits, offsets, ACTIVATIONS, orders):
             tried = replace(form, activation=activation, limit=limit, up_offset=offset)
             tried = replace(tried, gate_is_second=second, interleaved=alternate)
-            if all(_is_close(y, _compute_experts(tried, small, x, numbers, weights)) for y, x in zip(found, inputs)):
+            if all(_is_close(y, _compute_experts(tried, small, x, expert_ids, weights)) for y, x in zip(found, inputs)):
                 return tried
     return None
 
 
-def _compute_experts(form: FusedExperts, module: nn.Module, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+def _compute_experts(form: FusedExperts, module: nn.Module, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
     first, last = (
         getattr(module, name).mT if form.transposed else getattr(module, name) for name in form.parameters[:2]
     )
     first_bias, last_bias = [getattr(module, name) for name in form.biases] or [x.new_zeros(len(first), 1)] * 2
     out = torch.zeros_like(x)
-    for row, chosen in enumerate(numbers.tolist()):
-        for weight, number in zip(weights[row], chosen):
-            hidden = form.combined(first[number] @ x[row] + first_bias[number])
-            out[row] += weight * (last[number] @ hidden + last_bias[number])
+    for row, chosen in enumerate(expert_ids.tolist()):
+        for weight, expert in zip(weights[row], chosen):
+            hidden = form.combined(first[expert] @ x[row] + first_bias[expert])
+            out[row] += weight * (last[expert] @ hidden + last_bias[expert])
     return out
 
 

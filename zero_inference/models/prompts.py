@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 EXCERPT_LENGTH = 60  # characters of a prompt that are shown with its output
-INSTEAD = "; replace the tokenizer files, or remove them to run on random ids."
+TOKENIZER_REMEDY = "; replace the tokenizer files, or remove them to run on random ids."
 TEXT = (
     "A library card and a quiet table were all she needed to begin. The first book was about rivers, and it said that "
     "water always finds the lowest path.",
@@ -45,7 +45,7 @@ def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
         raise UsageError(f"--chat: {spec.name} has no chat template; drop --chat, or use a model made for chats.")
     if config.prompt_len != LONGEST_PROMPT:
         return config
-    with errors_as(UsageError, f"--model {spec.name}: its tokenizer cannot encode the prompts", INSTEAD):
+    with errors_as(UsageError, f"--model {spec.name}: its tokenizer cannot encode the prompts", TOKENIZER_REMEDY):
         longest = max(sum(map(len, prompt_parts(tokenizer, text, config.chat))) for text in config.prompt)
     if longest == 0:
         raise UsageError(f"--prompt: the tokenizer of {spec.name} makes no tokens of it; write another text.")
@@ -56,12 +56,12 @@ def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, s
     """Return ids int64 [batch, prompt_len], the tokenizer (None without one) and a note to print, if any."""
     tokenizer, vocab_size = _tokenizer_for_text(config, spec), spec.text_config.vocab_size
     if tokenizer is not None:
-        with errors_as(UsageError, f"--model {spec.name}: its tokenizer cannot encode the prompts", INSTEAD):
+        with errors_as(UsageError, f"--model {spec.name}: its tokenizer cannot encode the prompts", TOKENIZER_REMEDY):
             ids = encode_prompts(tokenizer, _prompt_texts(config), config.prompt_len, config.chat)
         if (largest := int(ids.max())) >= vocab_size:
             raise UsageError(
                 f"--model {spec.name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens"
-                + INSTEAD
+                + TOKENIZER_REMEDY
             )
         return ids, tokenizer, None
     note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"
@@ -126,13 +126,14 @@ def encode_prompts(tokenizer, prompts: list[str], prompt_len: int, chat: bool = 
 
 
 def prompt_parts(tokenizer, text: str, chat: bool) -> tuple[list[int], list[int], list[int]]:
-    """Return the ids of a prompt's text, and those that the tokenizer or the chat template puts before and after it."""
+    """Return the ids that the tokenizer or the chat template puts before a prompt's text, those of the text, and those after it."""
     if not chat:
         plain = tokenizer(text, add_special_tokens=False)["input_ids"]
         full = tokenizer(text)["input_ids"]
         starts = range(len(full) - len(plain) + 1)
-        return full[: next((at for at in starts if full[at : at + len(plain)] == plain), 0)], plain, []
-    full, other = (
+        start = next((at for at in starts if full[at : at + len(plain)] == plain), 0)
+        return full[:start], plain, []
+    full, other = (  # two messages share what the template adds
         tokenizer.apply_chat_template(
             [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=True, return_dict=False
         )

@@ -302,13 +302,14 @@ class PassRecorder(ShapeCache):
         if flops and read and computed:
             storage = storage_of(computed[0])
             given = storage, self._alive.get(storage)
-            same_input, self._last_input = self._last_input == given, given
+            same_input = given == self._last_input
+            self._last_input = given
         nbytes = sum(tensor.nbytes for tensor in (*computed, *outputs))
         weights = read["outside_bytes"], read["layer_bytes"], read["expert_bytes"]
         self.operators[Operator(flops, nbytes, *weights, same_input=same_input)] += 1
 
     def count_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the output of attention. It is causal, so a prompt's tokens attend to half of each other."""
+        """Record attention and return its output. It is causal, so a prompt's tokens attend to half of each other."""
         batch, heads, length, width = query.shape
         out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         pairs = length * key.shape[2] - length * (length - 1) // 2
@@ -352,7 +353,7 @@ def _describe_arguments(tree: Any) -> Any:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return an id of its storage, unique while that is alive."""
+    """Return an id of the tensor's storage, unique while that is alive."""
     return tensor.untyped_storage()._cdata
 
 

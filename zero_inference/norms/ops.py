@@ -215,6 +215,7 @@ def register(
     """Add operator `name`.
 
     Args:
+        schema: arguments and results, as `(Tensor x, float eps) -> Tensor`.
         run: implementation without a kernel.
         fake: returns empty outputs of the right shapes, for tracing.
         gradient, save: backward function and its setup_context.
@@ -244,8 +245,8 @@ def register(
 def register_norm(name: str, weights: str, options: str, norm: Callable[..., Tensor]) -> None:
     """Add operator `name`, `add_NAME` that normalizes x + residual and returns the sum too, and the gradient of both.
 
-    Gradients save what was normalized and no statistics: the backward pass reads the row anyway. They do not depend on the bias, nor on
-    options after the second.
+    `weights` and `options` are parts of the schema: "Tensor weight, Tensor bias" and "float eps". Gradients save what was normalized and no
+    statistics: the backward pass reads the row anyway. They do not depend on the bias, nor on options after the second.
     """
     weights_count = weights.count("Tensor")
     backward_options = ", ".join(options.split(", ")[:2])
@@ -291,7 +292,7 @@ def register_norm(name: str, weights: str, options: str, norm: Callable[..., Ten
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Return an empty contiguous tensor of its shape, dtype and device."""
+    """Return an empty contiguous tensor with the shape, dtype and device of `tensor`."""
     return tensor.new_empty(tensor.shape)
 
 

@@ -34,10 +34,10 @@ _STATE = "_zero_inference_norm_patches"
 
 @dataclass(frozen=True)
 class Norm:
-    """Computation of a class of norm modules; `eps` is the name of its attribute, `layer` is layer norm instead of rms norm."""
+    """Computation of a class of norm modules."""
 
-    eps: str = "eps"
-    layer: bool = False
+    eps_attribute: str = "eps"
+    is_layer_norm: bool = False  # otherwise it is an rms norm
     weight_offset: float = 0.0
     round_first: bool = False
 
@@ -51,8 +51,8 @@ class Family:
     after_add: str = ""
 
 
-LAYER = Norm(layer=True)
-LLAMA = Norm(eps="variance_epsilon", round_first=True)
+LAYER_NORM = Norm(is_layer_norm=True)
+LLAMA = Norm(eps_attribute="variance_epsilon", round_first=True)
 GEMMA = Norm(weight_offset=1.0)
 
 
@@ -62,9 +62,9 @@ def _like_llama(name: str) -> Family:
 
 # By transformers' model_type. SmolLM and SmolLM2 are of type llama.
 FAMILIES: dict[str, Family] = {
-    "opt": Family({"LayerNorm": LAYER}),
-    "bloom": Family({"LayerNorm": LAYER}),
-    "gpt_neox": Family({"LayerNorm": LAYER}, "GPTNeoXLayer", "post_attention_layernorm"),
+    "opt": Family({"LayerNorm": LAYER_NORM}),
+    "bloom": Family({"LayerNorm": LAYER_NORM}),
+    "gpt_neox": Family({"LayerNorm": LAYER_NORM}, "GPTNeoXLayer", "post_attention_layernorm"),
     **{name.lower(): _like_llama(name) for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "SmolLM3")},
     "qwen3_moe": _like_llama("Qwen3Moe"),
     "gemma": Family({"GemmaRMSNorm": GEMMA}, "GemmaDecoderLayer", "post_attention_layernorm"),
@@ -78,8 +78,7 @@ FAMILIES: dict[str, Family] = {
 
 def check_norm_kernels_option(asked: str, model_type: str) -> None:
     """Raise UsageError for `cuda` with a family that is not in the table, before anything is compiled or loaded."""
-    reason = family_refusal(model_type) if asked == "cuda" else None
-    if reason is not None:
+    if asked == "cuda" and (reason := family_refusal(model_type)):
         raise _refusal(reason)
 
 
@@ -116,7 +115,7 @@ def apply_norm_kernels(
     if reason is None:
         reason = patch_refusal(model, model_type)
         if reason is not None and asked == "cuda":
-            raise RunError(f"--norm-kernels cuda: {reason}; use auto or off.")
+            raise _refusal(reason, RunError)
     if reason is None:
         return {"norm_modules_patched": patch_norms(model, model_type), "norm_kernels_unused_because": None}
     if reason != NO_DEVICE and asked == "auto":
@@ -124,8 +123,8 @@ def apply_norm_kernels(
     return {"norm_modules_patched": 0, "norm_kernels_unused_because": reason}
 
 
-def _refusal(reason: str) -> UsageError:
-    return UsageError(f"--norm-kernels cuda: {reason}; use auto or off.")
+def _refusal(reason: str, kind: type[Exception] = UsageError) -> Exception:
+    return kind(f"--norm-kernels cuda: {reason}; use auto or off.")
 
 
 def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
@@ -207,8 +206,8 @@ def _norm_forward(kind: Norm):
             total = hidden_states if residual is None else hidden_states + residual
             normalized = type(self).forward(self, total)
             return normalized if residual is None else (normalized, total)
-        eps = getattr(self, kind.eps)
-        if kind.layer:
+        eps = getattr(self, kind.eps_attribute)
+        if kind.is_layer_norm:
             if residual is None:
                 return ops.layer_norm(hidden_states, self.weight, self.bias, eps)
             return ops.fused_add_layer_norm(hidden_states, residual, self.weight, self.bias, eps)

@@ -64,7 +64,7 @@ class DeepSpeedPlan(EnginePlan):
     memory: WeightMemory
 
     @property
-    def prefill_bytes(self) -> int:
+    def prefill_weights_and_cache_bytes(self) -> int:
         # in the last layers, when the whole cache exists, nothing more is prefetched
         peaks = self.memory.peaks
         stored = self.footprint.device - max(peak.nbytes for peak in peaks)
@@ -100,15 +100,15 @@ class DeepSpeedPlan(EnginePlan):
         return lines
 
     @property
-    def modules(self) -> tuple[bool, bool, bool]:
-        """Arguments of `build_modules` for this run."""
+    def needed_modules(self) -> dict[str, bool]:
+        """Arguments of `build_modules` and `check_compilers` for this run."""
         config = self.job.config
         dequantizes = config.quantized and _has_dequantize_kernel(self.job, self.job.spec.dtype)
-        return config.disk_offload, config.use_gds, dequantizes
+        return {"disk": config.disk_offload, "use_gds": config.use_gds, "dequantize_on_gpu": dequantizes}
 
     def prepare(self) -> None:
         _prepare_environment(self.job.config.verbose, self.job.ranks)
-        build_modules(*self.modules, say=current_progress().say)
+        build_modules(**self.needed_modules, say=current_progress().say)
 
     def measure_dequantized_gb_per_s(self, dtype: torch.dtype) -> float | None:
         if self.settings is None:
@@ -137,10 +137,10 @@ def plan(job: Job) -> DeepSpeedPlan:
         job,
         memory.footprint,
         pinned,
-        ds_config,
-        settings,
-        {weight.name: weight for weight in weights},
-        memory,
+        ds_config=ds_config,
+        settings=settings,
+        stored={weight.name: weight for weight in weights},
+        memory=memory,
         weight_bytes=memory.stored_bytes,
         fetched_bytes=memory.fetched_bytes["host"] + memory.fetched_bytes["disk"],
         disk_bytes=memory.fetched_bytes["disk"],
@@ -151,7 +151,7 @@ def plan(job: Job) -> DeepSpeedPlan:
 def check(plan: DeepSpeedPlan) -> None:
     """Raise UsageError if a compiler, libaio or GPUDirect Storage is missing, or the offload folder cannot be used or is too small."""
     config, ranks = plan.job.config, plan.job.ranks
-    check_compilers(*plan.modules)
+    check_compilers(**plan.needed_modules)
     if config.disk_offload:
         check_aio(config.use_gds)
         if not config.dry_run:  # a dry run prints the space instead
@@ -270,7 +270,8 @@ class ParameterStore:
     def add(self, name: str, parameter: torch.nn.Parameter) -> None:
         parameter.data = parameter.data.to(self.plan.job.ranks.device)
         # a head is untied after the plan, where the checkpoint has other values for it
-        stored = self.plan.stored.get(name) or StoredWeight(name, parameter, parameter.numel(), False, None, 1)
+        stored = self.plan.stored.get(name)
+        stored = stored or StoredWeight(name, parameter, parameter.numel(), quantized=False, layer=None, uses=1)
         if stored.quantized:
             quantize_parameter(parameter, self.plan.settings)
         self.weight_bytes += parameter.nbytes

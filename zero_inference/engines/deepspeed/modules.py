@@ -140,7 +140,7 @@ def _builders(disk: bool, use_gds: bool, dequantize_on_gpu: bool) -> list[Any]:
 
 
 def _is_compiled(builder) -> bool:
-    """Return whether its module is compiled, by us or by DeepSpeed's installation."""
+    """Return whether the builder's module is compiled, by us or by DeepSpeed's installation."""
     from deepspeed.git_version_info import installed_ops
 
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
@@ -148,9 +148,9 @@ def _is_compiled(builder) -> bool:
 
 
 def _load(builder, folder: Path) -> None:
-    """Load its module from `folder`, or compile it. Hold its lock."""
+    """Load the builder's module, compiled into `folder` if it is not there; the caller holds the module's lock."""
     ours = EXTENSIONS in str(folder)
-    if ours:  # in a shared folder other flags would compile everything again
+    if ours:  # in a folder that TORCH_EXTENSIONS_DIR names, our flags would compile everything again
         (folder / "lock").unlink(missing_ok=True)
         cxx_args = builder.cxx_args
         builder.cxx_args = lambda: [*cxx_args(), *FLAGS]

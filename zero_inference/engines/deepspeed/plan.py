@@ -80,7 +80,7 @@ def build_ds_config(job: Job, weights: list[StoredWeight]) -> dict[str, Any]:
     prefetched = PREFETCHED_LAYERS
     if job.free_device_bytes is not None:
         layer_bytes = max(sum(weight.nbytes for weight in layer) for layer in layers.values())
-        fit = int(job.free_device_bytes * PREFETCH_SHARE / layer_bytes) - 1
+        fit = int(job.free_device_bytes * PREFETCH_SHARE / layer_bytes) - 1  # the other is the layer that computes
         prefetched = max(1, min(PREFETCHED_LAYERS, fit))
     live = prefetched + OTHER_LIVE_LAYERS
     outside_layers = (weight.numel for weight in weights if weight.layer is None)
@@ -229,7 +229,6 @@ class ModulePeak(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightMemory:
-    locations: dict[str, str]  # by name of a parameter, from `locate`
     stored_bytes: int  # all ranks' weights
     fetched_bytes: dict[str, int]  # by location, counted once for each module that uses a weight
     fetched_parameters: int  # that a step gathers, once for each use: offloaded ones, or without offload sharded ones
@@ -242,8 +241,8 @@ def measure_memory(job: Job, weights: list[StoredWeight], ds_config: dict[str, A
     zero, ranks = ds_config["zero_optimization"], job.ranks.world_size
     offloads = offload_device(ds_config) != "none"
     locations = {weight.name: locate(weight, ds_config, job.spec.dtype, ranks) for weight in weights}
-    stored, fetched = (dict.fromkeys(("device", "host", "disk"), 0) for _ in range(2))
-    fetched_parameters = 0
+    stored = dict.fromkeys(("device", "host", "disk"), 0)  # bytes by location
+    fetched, fetched_parameters = dict(stored), 0
     for weight in weights:
         location = locations[weight.name]
         stored[location] += weight.nbytes
@@ -267,7 +266,7 @@ def measure_memory(job: Job, weights: list[StoredWeight], ds_config: dict[str, A
         disk=share["disk"],
         loading=0 if job.on_gpu else _loading_bytes(job, weights, locations, buffers),
     )
-    return WeightMemory(locations, sum(stored.values()), fetched, fetched_parameters, peaks, footprint)
+    return WeightMemory(sum(stored.values()), fetched, fetched_parameters, peaks, footprint)
 
 
 def _loading_bytes(job: Job, weights: list[StoredWeight], locations: dict[str, str], buffers: int) -> int:
@@ -311,7 +310,7 @@ def module_peaks(
     layers = list(decoder_layers(model)[1])
     inside_layers = {part for layer in layers for part in layer.modules()} - set(layers)
     # DeepSpeed's float16 kernel writes only the result; its Python code first unpacks 4 bits to bytes (on a CPU only of a few rows)
-    unpacked = job.config.quant_bits == 4 and job.on_gpu and job.spec.dtype != torch.float16
+    unpacks = job.config.quant_bits == 4 and job.on_gpu and job.spec.dtype != torch.float16
     is_layer, fetched, dequantized_bytes = [], [], []
     for module in model.modules():
         if module in inside_layers:
@@ -321,22 +320,23 @@ def module_peaks(
         fetched.append([weight for weight in own if weight.numel > persistent_numel])
         # an embedding dequantizes only the rows that it reads
         linears = [each.weight for each in (module.modules() if is_layer[-1] else (module,)) if type(each) is nn.Linear]
-        sizes = [p.numel() * (p.element_size() + unpacked) for p in linears if by_id[id(p)].quantized]
+        sizes = [p.numel() * (p.element_size() + int(unpacks)) for p in linears if by_id[id(p)].quantized]
         dequantized_bytes.append(max(sizes, default=0))
     if not job.on_gpu:  # a CPU keeps one buffer for dequantized weights, see `patch_functionals`
         dequantized_bytes = [max(dequantized_bytes)] * len(fetched)
-    gathered_bytes = simulate_fetches(fetched, zero)
-    if ranks == 1 and not (offloads and job.on_gpu):
-        gathered_bytes = [0] * len(fetched)
-    else:
+    gathered_bytes = [0] * len(fetched)
+    if ranks > 1 or (offloads and job.on_gpu):
         persistent = sum(
             weight.nbytes  # beside the partition, except for a single rank's on the device
             for weight in weights
             if weight.numel <= persistent_numel and (ranks > 1 or locations[weight.name] != "device")
         )
-        gathered_bytes = [persistent + nbytes for nbytes in gathered_bytes]
-    peak_bytes = map(sum, zip(gathered_bytes, dequantized_bytes))
-    return tuple(map(ModulePeak, accumulate(map(int, is_layer)), peak_bytes))
+        gathered_bytes = [persistent + nbytes for nbytes in simulate_fetches(fetched, zero)]
+    begun_layers = accumulate(map(int, is_layer))
+    return tuple(
+        ModulePeak(layers, gathered + dequantized)
+        for layers, gathered, dequantized in zip(begun_layers, gathered_bytes, dequantized_bytes)
+    )
 
 
 def simulate_fetches(modules: list[list[StoredWeight]], zero: dict[str, Any]) -> list[int]:
@@ -352,7 +352,7 @@ def simulate_fetches(modules: list[list[StoredWeight]], zero: dict[str, Any]) ->
     queue = deque((index, weight) for index, module in enumerate(modules) for weight in module)
     live: dict[str, StoredWeight] = {}
     last_use: dict[str, int] = {}  # index of the last module that a parameter was prefetched for
-    found = []
+    gathered_bytes = []
     for index, module in enumerate(modules):
         live |= {weight.name: weight for weight in module}
         while queue and queue[0][0] <= index:
@@ -365,8 +365,8 @@ def simulate_fetches(modules: list[list[StoredWeight]], zero: dict[str, Any]) ->
             last_use[weight.name] = used_at
             prefetched += weight.numel * (weight.name not in live)
             live[weight.name] = weight
-        found.append(sum(weight.nbytes for weight in live.values()))
+        gathered_bytes.append(sum(weight.nbytes for weight in live.values()))
         for weight in module:
             if last_use.get(weight.name, index) <= index:
                 live.pop(weight.name, None)
-    return found
+    return gathered_bytes

@@ -24,7 +24,7 @@ from zero_inference.utils.timing import measure_median_s
 BLOCK_NUMEL = 1 << 18  # elements that are dequantized at once, to stay in a CPU's caches
 QUANTIZED_LAYERS = (nn.Linear, nn.Embedding)
 TIMED_SIZE = {"cuda": 8192, "cpu": 2048}  # rows and columns of the weight whose dequantization is timed
-TIMED_S = 0.1
+TIMED_S = 0.1  # for which it is timed
 # DeepSpeed's kernel launches groups // 32 thread blocks, which cover all groups; CUDA refuses to launch none.
 MIN_GROUPS = 32
 
@@ -41,7 +41,7 @@ def choose_quantized(model: nn.Module, settings: dict, dtype: torch.dtype) -> se
     module: only that call dequantizes.
 
     Raises:
-        UsageError: the last dimension of a weight that is not narrow is not a multiple of the group size, or too odd to pack.
+        UsageError: the columns of a weight that is not narrow are no multiple of the group size, or of the codes in a packed element.
     """
     size, chosen = settings["group_size"], set()
     excluded = {id(p) for p in unused_tower_parameters(model)} | _read_without_call(model)
@@ -49,11 +49,11 @@ def choose_quantized(model: nn.Module, settings: dict, dtype: torch.dtype) -> se
         weight = module.weight if type(module) in QUANTIZED_LAYERS else None
         if weight is None or weight.dtype != dtype or id(weight) in excluded:
             continue
-        last, packing = weight.shape[-1], weight.element_size() * 8 // settings["num_bits"]
-        if last % size == 0 and last % packing == 0:
+        columns, codes_per_element = weight.shape[-1], weight.element_size() * 8 // settings["num_bits"]
+        if columns % size == 0 and columns % codes_per_element == 0:
             chosen.add(id(weight))
-        elif last >= MIN_QUANTIZED_COLUMNS:
-            raise group_size_refusal(size, f"{module_name}.weight", tuple(weight.shape), packing)
+        elif columns >= MIN_QUANTIZED_COLUMNS:
+            raise group_size_refusal(size, f"{module_name}.weight", tuple(weight.shape), codes_per_element)
     return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 

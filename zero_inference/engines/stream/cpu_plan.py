@@ -125,7 +125,7 @@ def why_no_cpu_compute(job: Job) -> str | None:
         return NO_LINK
     if share is None and job.ranks.world_size > 1:
         return SEVERAL_GPUS
-    missing = job.machine.missing_code(job.on_gpu)
+    missing = job.machine.why_no_cpu_backend(job.on_gpu)
     if not _is_alone(job):
         missing = next(filter(None, job.ranks.gather_objects(missing)), None)
     if missing and share is not None:
@@ -138,7 +138,7 @@ def why_no_cpu_compute(job: Job) -> str | None:
 def why_no_cpu_attention(job: Job) -> str | None:
     if job.ranks.world_size > 1:
         return "several ranks, each with keys and values of its own"
-    if CPU_ATTENTION_TRIAL not in job.empty_model.cache and not job.empty_model.is_empty:
+    if CPU_ATTENTION_TRIAL not in job.empty_model.facts and not job.empty_model.is_empty:
         return "it was not tried before the weights were loaded"
     reason = job.empty_model.cached(CPU_ATTENTION_TRIAL, lambda: why_cpu_cannot_attend(job.empty_model.model))
     return reason and f"{job.spec.text_config.model_type} {reason}"
