@@ -339,12 +339,12 @@ def run_model(tmp_path, fork_server):
         command = [program, *options, "--log-dir", log_dir]
         environment = without_gpus() if (too_few_gpus(ranks) if on_cpu is None else on_cpu) else {**os.environ}
         environment |= {"PATH": str(PROGRAMS) + os.pathsep + os.environ["PATH"]} | (env or {})
-        each = [rank_variables(rank, ranks, port) for rank in range(ranks)] if launcher == "by hand" else [{}]
+        per_rank = [rank_variables(rank, ranks, port) for rank in range(ranks)] if launcher == "by hand" else [{}]
         with tempfile.TemporaryDirectory(dir=tmp_path) as kept:
             out, err = Path(kept, "out"), Path(kept, "err")
             words = launch_words(launcher, ranks, port)
             started = start_all(
-                lambda own: start_python(server, command, tmp_path, out, err, environment | own, words), each
+                lambda own: start_python(server, command, tmp_path, out, err, environment | own, words), per_rank
             )
             codes = wait_for_all(started, timeout)
             stdout, stderr = (path.read_text(errors="replace") for path in (out, err))

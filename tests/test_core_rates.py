@@ -190,7 +190,7 @@ def test_the_time_of_a_call_besides_its_bytes(bench, monkeypatch):
     experts = weights.expert_calls(1).nbytes
     times = {0: 1.0, short: 3.0, experts: 12.0}
     monkeypatch.setattr(CpuCalls, "beside", lambda calls, link, copies: (50.0, times[calls.nbytes]))
-    call_s, expert_s = bench.call_overhead_s(weights, 1, long / 9.0 / 1e9)
+    call_s, expert_s = bench.call_and_expert_s(weights, 1, long / 9.0 / 1e9)
     assert call_s == pytest.approx(2.0 - 6.0 * short / (long - short))
     line = 3.0 + (experts - short) * 6.0 / (long - short)
     assert expert_s == pytest.approx((12.0 - line) / 8)

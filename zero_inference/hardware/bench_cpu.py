@@ -405,12 +405,13 @@ class CpuBench:
         cores = [calls.nbytes / call_s / 1e9 for call_s in times_s]
         samples["link_gb_per_s"] += links
         samples["cores_gb_per_s"] += cores
-        for name, seconds in zip(("call_s", "expert_s"), self.call_overhead_s(products, rows, statistics.fmean(cores))):
-            samples[name].append(seconds)
+        call_s, expert_s = self.call_and_expert_s(products, rows, statistics.fmean(cores))
+        samples["call_s"].append(call_s)
+        samples["expert_s"].append(expert_s)
 
-    def call_overhead_s(self, products: CpuProducts, rows: int, cores_gb_per_s: float) -> tuple[float, float]:
-        """Return what calls take beyond their bytes: the time of a call grows linearly from that of hardly any width, but for a step at
-        its beginning (`call_s`); calls that read experts take longer (`expert_s` for each). Noise may make both negative.
+    def call_and_expert_s(self, products: CpuProducts, rows: int, cores_gb_per_s: float) -> tuple[float, float]:
+        """Return (call_s, expert_s): what a call takes beyond a call of hardly any width and its bytes at a constant rate, and beyond that
+        for each expert that it reads. Noise may make both negative.
 
         Args:
             cores_gb_per_s: of calls of `CPU_BLOCK_BYTES` while the link is busy.
