@@ -203,7 +203,7 @@ def _check_sizes(model: str, value_of: Callable[[str], Any], only_large: bool = 
             value = value_of(name)
             for size in value if isinstance(value, list | tuple) else [value]:
                 is_number = isinstance(size, int | float) and not isinstance(size, bool)
-                if is_number and (not size <= most or not (only_large or size >= least)):  # also NaN
+                if is_number and not (size <= most and (only_large or size >= least)):  # also NaN
                     raise UsageError(
                         f"--model {model}: {name} in its config.json is {size:.6g}; it must be between {least} and {most}."
                     )
