@@ -229,6 +229,8 @@ def test_what_cannot_be_quantized(way):
                 way(weight, GroupQuantization(4, 32))
     with pytest.raises(ValueError, match="range"):
         way(torch.tensor([[3e38, -3e38] * 16]), scheme)
+    with pytest.raises(ValueError, match="range"):  # 255 / scale, DeepSpeed's quotient, is infinite
+        way(torch.tensor([[6e4, -6e4] * 16]).half(), scheme, divides=True)
 
 
 def test_dequantizing_refuses_what_does_not_fit():

@@ -174,7 +174,7 @@ struct QuantizeLanes {
       best.scale = finite_factor(factor, range, dtype);
     }
     const Vector top = best.dequantized(all(largest), dtype, divides);
-    finite += divides ? range * 0.0f : top * 0.0f;
+    finite += (divides ? rounded(range, dtype) : top) * 0.0f;
     float lanes[kLanes];
     __builtin_memcpy(lanes, &finite, sizeof(lanes));
     for (const float lane : lanes)

@@ -193,8 +193,8 @@ def _quantize_rows(rows: Tensor, bits: int, divides: bool) -> _Groups:
         scale = _stored_scale(extent / largest, dtype, divides)
     neighbours = NEIGHBOURS[bits] if divides else 0
     best = encode(scale, low.to(dtype), neighbours)
-    # the largest value that codes restore
-    top = extent if divides else (best.scale.float() * largest + best.minimum.float()).to(dtype)
+    # DeepSpeed's largest quotient, or the largest dequantized value
+    top = extent.to(dtype) if divides else (best.scale.float() * largest + best.minimum.float()).to(dtype)
     refuse_range(not bool(torch.isfinite(top).all()), dtype)
     fit = _fit(centered, best.codes)
     best = _better(best, encode_fit(fit))
