@@ -1,4 +1,4 @@
-"""The experts of a mixture on the cores: against float64, for every form of weights and any choice of the rows."""
+"""The experts of a mixture on the CPU: against float64, for every form of weights and any choice of the rows."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ FORMATS = [*((dtype, 0) for dtype in ERROR), (torch.float32, 4), (torch.bfloat16
 
 @dataclass
 class Mixture:
-    """Fused weights as the cores read them, and what they stand for in float64."""
+    """Fused weights as the CPU reads them, and their values in float64."""
 
     first: torch.Tensor  # [experts, 2 x inner or inner, hidden]
     last: torch.Tensor  # [experts, hidden, inner]
     experts: list[Expert]
     expert_bytes: int
-    kept: list
+    tensors: list  # that `matrices` point to
     matrices: list[Matrix]
     biases: tuple[torch.Tensor, ...] = ()  # [experts, rows] of first and last
     between: ExpertActivation | None = None
 
     @classmethod
     def biased(cls, dtype: torch.dtype, bits: int, between: ExpertActivation) -> Mixture:
-        """With biases, and what lies between the products as in gpt-oss."""
+        """Return a mixture with biases and the `ExpertActivation` `between`, as in gpt-oss."""
         mixture = cls.random(dtype, bits)
         biases = tuple(torch.randn(EXPERTS, rows).to(dtype) for rows in (2 * INNER, HIDDEN))
         made = []
@@ -52,8 +52,8 @@ class Mixture:
     @classmethod
     def random(cls, dtype: torch.dtype, bits: int, gated: bool = True) -> Mixture:
         torch.manual_seed(3)
-        first, last, kept = torch.randn(EXPERTS, (1 + gated) * INNER, HIDDEN), torch.randn(EXPERTS, HIDDEN, INNER), []
-        restored, matrices, nbytes = [], [], 0
+        first, last = torch.randn(EXPERTS, (1 + gated) * INNER, HIDDEN), torch.randn(EXPERTS, HIDDEN, INNER)
+        tensors, restored, matrices, nbytes = [], [], [], 0
         for fused in (first, last):
             weight = (fused * fused.shape[-1] ** -0.5).to(dtype)
             rows = weight.shape[0] * weight.shape[1]
@@ -63,7 +63,7 @@ class Mixture:
             else:
                 parts = (weight.view(rows, -1),)
                 matrices.append(Matrix.plain(*parts))
-            kept.append(parts)
+            tensors.append(parts)
             restored.append(weight.double())
             nbytes += sum(part.numel() * part.element_size() for part in parts) // EXPERTS
         experts = [
@@ -74,7 +74,7 @@ class Mixture:
             )
             for e in range(EXPERTS)
         ]
-        return cls(*restored, experts, nbytes, kept, matrices)
+        return cls(*restored, experts, nbytes, tensors, matrices)
 
     def expected(self, x: torch.Tensor, choice: Routing, activation: str = "silu") -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float64)
@@ -97,7 +97,7 @@ class Mixture:
 
 
 def a_choice(rows: int, k: int, dtype: torch.dtype = torch.float32) -> Routing:
-    """Of different experts for a row; the last expert is nobody's."""
+    """Return a routing to different experts for each row, never to the last one."""
     numbers = torch.stack([torch.randperm(EXPERTS - 1)[:k] for _ in range(rows)])
     return Routing(numbers, torch.rand(rows, k).to(dtype))
 

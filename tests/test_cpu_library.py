@@ -1,4 +1,4 @@
-"""How the library of the cores' kernels is built, once, and what is said where it cannot be."""
+"""The library of the CPU kernels is built once; where it cannot be, a message says why."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ COMPILER = """echo called >>{calls}; while [ $# -gt 1 ] && [ "$1" != -o ]; do sh
 def test_a_build_is_made_once_and_again_where_it_is_damaged(no_cache, monkeypatch):
     calls = no_cache / "calls"
     monkeypatch.setenv("CXX", a_compiler(no_cache, COMPILER.format(calls=calls)))
-    said: list[str] = []
-    path = library.find_or_build(said.append)
-    assert path.read_text() == "made\n" and len(said) == 1 and "once" in said[0]
+    messages: list[str] = []
+    path = library.find_or_build(messages.append)
+    assert path.read_text() == "made\n" and len(messages) == 1 and "once" in messages[0]
     made = len(calls.read_text().splitlines())
     assert made == 1 + len(library.sources()) + 1, "asked for its version, each source, linked"
-    assert library.find_or_build(said.append) == path and len(said) == 1
+    assert library.find_or_build(messages.append) == path and len(messages) == 1
     path.write_text("cut off")
-    assert library.find_or_build(said.append) == path and len(said) == 2 and path.read_text() == "made\n"
+    assert library.find_or_build(messages.append) == path and len(messages) == 2 and path.read_text() == "made\n"
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")
@@ -69,12 +69,12 @@ def test_compilers_end_with_the_process_that_compiles_and_the_next_one_begins_an
         f"""case "$*" in *--version*) exit;; esac; echo $$ >>{pids}; sleep 100 & wait; {COMPILER.format(calls=pids)}"""
     )
     monkeypatch.setenv("CXX", a_compiler(no_cache, slow))
-    program, said = no_cache / "building.py", no_cache / "said"
+    program, messages = no_cache / "building.py", no_cache / "messages"
     program.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{BUILDING}")
-    process = start_python(fork_server(LIBRARIES), [program], no_cache, said, said, dict(os.environ))
+    process = start_python(fork_server(LIBRARIES), [program], no_cache, messages, messages, dict(os.environ))
     deadline = time.monotonic() + 60
     while not pids.exists() or len(pids.read_text().splitlines()) < len(library.sources()):
-        assert time.monotonic() < deadline and process.poll() is None, said.read_text()
+        assert time.monotonic() < deadline and process.poll() is None, messages.read_text()
         time.sleep(0.05)
     compilers = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
     compilers += [child for one in compilers for child in one.children()]

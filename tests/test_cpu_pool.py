@@ -1,4 +1,4 @@
-"""The cores as a place for tasks: blocks against float64, calls that wait for a flag, threads that rest and end."""
+"""The thread pool: blocks against float64, calls that wait for a flag, threads that rest and end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIDDEN, FFN = 96, 208
 
 
 @pytest.fixture
-def cores():
+def pool():
     made = CpuPool([-1, -1, -1], spin_us=0)
     yield made
     made.close()
@@ -34,35 +34,35 @@ def random(*shape: int, dtype=torch.float32) -> torch.Tensor:
     return (torch.randn(*shape) * shape[-1] ** -0.5).to(dtype)
 
 
-def test_every_activation_has_a_number_and_is_the_function_of_its_name(cores):
+def test_every_activation_has_a_number_and_is_the_function_of_its_name(pool):
     assert ACTIVATION_NUMBERS.keys() == ACTIVATIONS.keys()
     one = torch.eye(64)
     x = torch.linspace(-12, 12, 9 * 64).view(9, 64)
-    calls = DirectCalls(cores, Transfers())
+    calls = DirectCalls(pool, Transfers())
     for name, function in ACTIVATIONS.items():
-        task = cores.add_block([Stage([plain(one)], "activation", name), Stage([plain(one)])], torch.float32)
+        task = pool.add_block([Stage([plain(one)], "activation", name), Stage([plain(one)])], torch.float32)
         (out,) = calls(task, x)
         torch.testing.assert_close(out, function(x), atol=2e-6, rtol=2e-6, msg=name)
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)])
-def test_a_gated_block_with_biases(dtype, bound, cores):
+def test_a_gated_block_with_biases(dtype, bound, pool):
     torch.manual_seed(0)
     gate, up, down = random(FFN, HIDDEN, dtype=dtype), random(FFN, HIDDEN, dtype=dtype), random(70, FFN, dtype=dtype)
     of_gate, of_down = random(FFN, dtype=dtype), random(70, dtype=dtype)
     stages = [Stage([plain(gate, of_gate), plain(up)], "gated", "silu"), Stage([plain(down, of_down)])]
-    task = cores.add_block(stages, dtype)
+    task = pool.add_block(stages, dtype)
     transfers = Transfers()
     for rows in (1, 2, 17, 40):
         x = torch.randn(rows, HIDDEN).to(dtype)
-        (out,) = DirectCalls(cores, transfers)(task, x)
+        (out,) = DirectCalls(pool, transfers)(task, x)
         hidden = functional.silu(x.double() @ gate.double().T + of_gate.double()) * (x.double() @ up.double().T)
         assert error(out, hidden @ down.double().T + of_down.double()) < bound
     assert transfers.cpu_bytes == 4 * (gate.nbytes + up.nbytes + down.nbytes)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_products_of_one_input_side_by_side_from_codes(bits, cores):
+def test_products_of_one_input_side_by_side_from_codes(bits, pool):
     torch.manual_seed(0)
     weights, kept, restored = [], [], []
     for rows in (33, 16, 5):
@@ -70,87 +70,87 @@ def test_products_of_one_input_side_by_side_from_codes(bits, cores):
         kept.append(parts)
         restored.append(plain_weight)
         weights.append(Weight(Matrix.groups(*parts, bits, 32, rows), None, 0))
-    task = cores.add_block([Stage(weights)], torch.float32)
+    task = pool.add_block([Stage(weights)], torch.float32)
     for rows in (1, 9):
         x = torch.randn(rows, HIDDEN)
-        for out, weight in zip(DirectCalls(cores, Transfers())(task, x), restored):
+        for out, weight in zip(DirectCalls(pool, Transfers())(task, x), restored):
             assert out.is_contiguous()
             assert error(out, x.double() @ weight.double().T) < 1e-5
 
 
-def test_a_half_of_the_rows_of_a_weight_is_where_it_lies(cores):
+def test_a_half_of_the_rows_of_a_weight_is_where_it_lies(pool):
     packed, whole = quantized(random(64, HIDDEN), 4, 32)
     matrix = Matrix.groups(*packed, 4, 32, 64)
     x = torch.randn(3, HIDDEN)
     for first in (0, 32):
-        task = cores.add_block([Stage([Weight(matrix.rows_view(first, 32), None, 0)])], torch.float32)
-        (out,) = DirectCalls(cores, Transfers())(task, x)
+        task = pool.add_block([Stage([Weight(matrix.rows_view(first, 32), None, 0)])], torch.float32)
+        (out,) = DirectCalls(pool, Transfers())(task, x)
         assert error(out, x.double() @ whole[first : first + 32].double().T) < 1e-5
 
 
-class Meeting:
-    """A device made of this test: it raises `arrived` and watches `done`."""
+class FakeDevice:
+    """The flags of a hand-off as a device uses them: it raises `ARRIVED` and waits for `DONE`."""
 
     def __init__(self, spin_us: int = 20_000, ranks: int = 1):
         self.flags = torch.zeros(flag_bytes(ranks), dtype=torch.uint8)
-        self.cores = CpuPool([-1, -1], spin_us, self.flags, ranks=ranks)
+        self.pool = CpuPool([-1, -1], spin_us, self.flags, ranks=ranks)
         self.weight = random(48, HIDDEN)
-        self.task = self.cores.add_block([Stage([plain(self.weight)])], torch.float32)
-        self.cores.reserve(self.task, 4 // ranks)  # from now on threads know what they read first
+        self.task = self.pool.add_block([Stage([plain(self.weight)])], torch.float32)
+        self.pool.reserve(self.task, 4 // ranks)  # from now on threads know what they read first
         self.x, self.out = torch.randn(4, HIDDEN), torch.full((4, 48), float("nan"))
 
     def word(self, flag: int) -> torch.Tensor:
         return self.flags[flag * FLAG_BYTES :][:4].view(torch.int32)
 
     def submit(self, number: int) -> None:
-        self.cores.submit(self.task, 4 // self.cores.ranks, self.x.data_ptr(), self.out.data_ptr(), number)
+        self.pool.submit(self.task, 4 // self.pool.ranks, self.x.data_ptr(), self.out.data_ptr(), number)
 
     def wait(self, number: int) -> None:
         limit = time.monotonic() + 20
         while int(self.word(DONE)) != number:
-            assert time.monotonic() < limit, "the cores did not answer"
+            assert time.monotonic() < limit, "the pool did not answer"
             time.sleep(1e-4)
 
 
 def test_calls_wait_for_their_input_and_are_made_in_order():
-    meeting = Meeting()
+    device = FakeDevice()
     for number in (1, 2, 3):
-        meeting.submit(number)
+        device.submit(number)
     time.sleep(0.05)
-    assert int(meeting.word(DONE)) == 0 and meeting.out.isnan().all(), "no input has arrived"
+    assert int(device.word(DONE)) == 0 and device.out.isnan().all(), "no input has arrived"
     for number in (1, 2, 3):
-        meeting.x.copy_(torch.randn(4, HIDDEN))
-        meeting.word(ARRIVED).fill_(number)
-        meeting.wait(number)
-        assert error(meeting.out, meeting.x.double() @ meeting.weight.double().T) < 1e-6
-    assert meeting.cores.busy_s() > 0
-    meeting.cores.close()
+        device.x.copy_(torch.randn(4, HIDDEN))
+        device.word(ARRIVED).fill_(number)
+        device.wait(number)
+        assert error(device.out, device.x.double() @ device.weight.double().T) < 1e-6
+    assert device.pool.busy_s() > 0
+    device.pool.close()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_call_waits_for_the_rows_of_all_ranks(ranks):
-    meeting = Meeting(ranks=ranks)
-    expected = meeting.x.double() @ meeting.weight.double().T
+    device = FakeDevice(ranks=ranks)
+    expected = device.x.double() @ device.weight.double().T
     for number in (1, 2):
-        meeting.submit(number)
+        device.submit(number)
     for number in (1, 2):
-        meeting.out.fill_(float("nan"))
+        device.out.fill_(float("nan"))
         for last in range(ranks - 1, 0, -1):  # the first flag comes last
-            meeting.word(ARRIVED + last).fill_(number)
+            device.word(ARRIVED + last).fill_(number)
         time.sleep(0.02)
-        assert int(meeting.word(DONE)) == number - 1 and meeting.out.isnan().all(), "the first rank has not arrived"
-        meeting.word(ARRIVED).fill_(number)
-        meeting.wait(number)
-        assert error(meeting.out, expected) < 1e-6
-    meeting.cores.close()
+        assert int(device.word(DONE)) == number - 1 and device.out.isnan().all(), "the first rank has not arrived"
+        device.word(ARRIVED).fill_(number)
+        device.wait(number)
+        assert error(device.out, expected) < 1e-6
+    device.pool.close()
 
 
 @pytest.mark.parametrize("submitted", [0, 3])
 def test_threads_end_though_an_input_never_comes(submitted):
-    meeting = Meeting()
+    device = FakeDevice()
     for number in range(submitted):
-        meeting.submit(number + 1)
+        device.submit(number + 1)
     start = time.monotonic()
-    meeting.cores.close()
-    meeting.cores.close()
+    device.pool.close()
+    device.pool.close()
     assert time.monotonic() - start < 5

@@ -24,7 +24,7 @@ ERROR = 1e-5
 # Where x becomes fixed-point numbers, of the dtype of x: float16 has 11 bits, of which small numbers beside a great one keep fewer;
 # products of two rows with five had 3.2e-5.
 FIXED_ERROR = {torch.float16: 4e-5, torch.bfloat16: 2e-5}
-# Where codes are multiplied as they are, what they stand for is not rounded to the dtype of the scale, as it is elsewhere:
+# Where codes are multiplied as they are, their values are not rounded to the dtype of the scale, as it is elsewhere:
 # the difference between those two.
 UNROUNDED = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,7 +65,7 @@ def a_weight(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torc
 
 
 def an_input(count: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """With a mean, which a product of codes and minima has to cancel."""
+    """Return rows with a mean, which a product of codes and minima has to cancel."""
     return (torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) + 0.5).to(dtype)
 
 
@@ -75,7 +75,7 @@ def restored_from(bits: int) -> int:
 
 
 def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instructions: str) -> bool:
-    """Whether the kernels take codes as they are, not what they stand for (csrc/cpu/product.cpp)."""
+    """Return whether the kernels multiply codes as they are, not their values (csrc/cpu/product.cpp)."""
     if dtype not in UNROUNDED or not matrix.bits or matrix.group > 256:
         return False
     if instructions == "amx" and count >= 3 and matrix.group % 32 == 0:
@@ -85,7 +85,7 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
 
 
 def matrix_of(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Matrix, tuple, torch.Tensor]:
-    """The matrix, its tensors and what they stand for; without rounding that is `matrix.exact`. Plain for 0 bits."""
+    """Return the matrix, its tensors and their values, which `matrix.exact` has without rounding; 0 bits: a plain matrix."""
     if not bits:
         return Matrix.plain(weight), (weight,), weight
     parts, restored = packed(weight, bits, group_size)
@@ -126,7 +126,7 @@ def test_products_agree_with_float64(instructions, dtype, use):
             (32, 288, (1, 3, 6, 33)),
             (128, 640, (2, 8, 17, 64)),
         ):
-            matrix, kept, restored = matrix_of(a_weight(37, columns, dtype), bits, group_size)
+            matrix, tensors, restored = matrix_of(a_weight(37, columns, dtype), bits, group_size)
             for count in counts:
                 check(matrix, restored, an_input(count, columns, dtype), name)
 
@@ -138,7 +138,7 @@ def test_any_group_size(instructions, dtype, use):
     sizes = {8: (3, 8, 48, 96, 224, 256, 512), 4: (2, 8, 48, 96, 160, 192, 256, 4096)}
     for bits, group_size in [(bits, size) for bits, all_sizes in sizes.items() for size in all_sizes]:
         columns = group_size * (1 if group_size > 1000 else 13)
-        matrix, kept, restored = matrix_of(a_weight(19, columns, dtype), bits, group_size)
+        matrix, tensors, restored = matrix_of(a_weight(19, columns, dtype), bits, group_size)
         for count in (1, 3, 6, 35):
             check(matrix, restored, an_input(count, columns, dtype), name)
 
@@ -148,7 +148,7 @@ def test_row_ranges_strides_and_threads(instructions, use):
     name = use(instructions)
     wide = an_input(18, 1500, torch.bfloat16)[:, 3:1283]  # a view: rows further apart than they are long
     for bits in (0, 4):
-        matrix, kept, restored = matrix_of(a_weight(133, 1280, torch.bfloat16), bits, 64)
+        matrix, tensors, restored = matrix_of(a_weight(133, 1280, torch.bfloat16), bits, 64)
         for x in (wide[:1], wide[:3], wide):
             for rows in ((0, 1), (5, 38), (16, 32), (131, 133), (7, 7), (0, None)):
                 if rows[0] != rows[1]:
@@ -165,7 +165,7 @@ def test_an_input_that_several_threads_prepare(instructions, group_size, columns
     """Rows enough for several tasks, of which each thread prepares its part of the columns."""
     name = use(instructions)
     for bits in (8, 4):
-        matrix, kept, restored = matrix_of(a_weight(1203, columns, torch.bfloat16), bits, group_size)
+        matrix, tensors, restored = matrix_of(a_weight(1203, columns, torch.bfloat16), bits, group_size)
         for count in (1, 6):
             x = an_input(count, columns, torch.float32)
             outs = [torch.full((count, 1203), float("nan")) for _ in range(2)]
@@ -180,9 +180,9 @@ def test_unaligned_weights(instructions, use):
     name = use(instructions)
     for dtype in (torch.float16, torch.bfloat16):
         for bits in (0, 8, 4):
-            matrix, kept, restored = matrix_of(a_weight(21, 320, dtype), bits, 32)
-            moved = [torch.zeros(part.nbytes + 1, dtype=torch.uint8) for part in kept]
-            for place, part in zip(moved, kept, strict=True):
+            matrix, tensors, restored = matrix_of(a_weight(21, 320, dtype), bits, 32)
+            moved = [torch.zeros(part.nbytes + 1, dtype=torch.uint8) for part in tensors]
+            for place, part in zip(moved, tensors, strict=True):
                 place[1:] = part.view(torch.uint8).view(-1)
             for field, place in zip(("values", "scales", "minima"), moved):
                 setattr(matrix, field, place.data_ptr() + 1)
@@ -192,7 +192,7 @@ def test_unaligned_weights(instructions, use):
 
 @pytest.fixture
 def at_the_end():
-    """A function that copies a tensor to the end of memory of its own, behind which nothing may be read, and gives its address."""
+    """A function that copies a tensor to the end of memory of its own, after which nothing may be read, and returns its address."""
     held = []
 
     def at_the_end(tensor: torch.Tensor) -> int:
@@ -223,8 +223,8 @@ def test_nothing_is_read_behind_the_end(instructions, use, at_the_end):
             (4, 128, 128),
             (4, 6, 66),
         ):
-            matrix, kept, restored = matrix_of(a_weight(5, columns, dtype), bits, group_size)
-            for field, part in zip(("values", "scales", "minima"), kept):
+            matrix, tensors, restored = matrix_of(a_weight(5, columns, dtype), bits, group_size)
+            for field, part in zip(("values", "scales", "minima"), tensors):
                 setattr(matrix, field, at_the_end(part))
             for count in (1, 2, 4, 6, 9, 33):
                 x = an_input(count, columns, dtype)
@@ -237,7 +237,7 @@ def test_nothing_is_read_behind_the_end(instructions, use, at_the_end):
 def test_bfloat16_codes_count_as_the_values_that_a_device_restores(instructions, bits, group_size, use):
     name = use(instructions)
     columns = group_size * 3
-    matrix, kept, restored = matrix_of(a_weight(35, columns, torch.bfloat16), bits, group_size)
+    matrix, tensors, restored = matrix_of(a_weight(35, columns, torch.bfloat16), bits, group_size)
     for rows in (torch.eye(columns), torch.eye(columns)[-6:]):
         out = torch.full((len(rows), 35), float("nan"))
         multiply_rows(matrix, rows.bfloat16(), 0, 35, out, name)
@@ -256,7 +256,7 @@ def test_bfloat16_codes_in_strips_of_rows(instructions, group_size, columns, use
     """More rows of x than 8, which int8 takes as codes up to 16: one to four tiles of x and more; ranges with whole strips and parts."""
     name = use(instructions)
     for bits in (8, 4):
-        matrix, kept, restored = matrix_of(a_weight(163, columns, torch.bfloat16), bits, group_size)
+        matrix, tensors, restored = matrix_of(a_weight(163, columns, torch.bfloat16), bits, group_size)
         for count in (9, 16, 17, 32, 33, 48, 49, 64, 65, 100):
             rows = (0, None) if count in (9, 32, 49) else (130, 163) if count % 2 else (3, 67)
             check(matrix, restored, an_input(count, columns, torch.bfloat16), name, rows)
@@ -267,7 +267,7 @@ def test_bfloat16_codes_in_strips_of_rows(instructions, group_size, columns, use
 def test_restored_codes_in_strips_are_exact(instructions, bits, group_size, use):
     name = use(instructions)
     columns = group_size * (11 if group_size < 256 else 3)
-    matrix, kept, restored = matrix_of(a_weight(67, columns, torch.bfloat16), bits, group_size)
+    matrix, tensors, restored = matrix_of(a_weight(67, columns, torch.bfloat16), bits, group_size)
     least = restored_from(bits)
     for count in (least, 40):
         for rows in torch.eye(columns).split(count):
@@ -281,7 +281,7 @@ def test_restored_codes_in_strips_are_exact(instructions, bits, group_size, use)
 def test_great_numbers_and_what_is_no_number(instructions, use):
     name = use(instructions)
     for bits in (8, 4):
-        matrix, kept, restored = matrix_of(a_weight(19, 128, torch.bfloat16), bits, 64)
+        matrix, tensors, restored = matrix_of(a_weight(19, 128, torch.bfloat16), bits, 64)
         for count in (1, 3, 6, 12):
             x = torch.zeros(count, 128, dtype=torch.bfloat16)
             x[0, 5] = 1e34

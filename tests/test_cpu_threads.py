@@ -14,7 +14,7 @@ from zero_inference.errors import UsageError
 
 
 def machine(root: Path, cores: int, threads_of_core: int = 1, nodes: int = 1, quota: str | None = None) -> set[int]:
-    """Files of a machine whose CPUs are numbered as Linux does: the second thread of each core behind all first ones."""
+    """Make files of a machine whose CPUs are numbered as Linux does: the second thread of each core after all first ones."""
     for thread in range(threads_of_core):
         for core in range(cores):
             folder = root / f"sys/devices/system/cpu/cpu{thread * cores + core}"

@@ -27,7 +27,7 @@ FORMS = [
 
 
 def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
-    """The slots of a block in a buffer of host memory, and its weights in float64 as they were stored."""
+    """Return the cache of a block, the block in host memory, and its weights in float64 as they were stored."""
     torch.manual_seed(5)
     scheme = GroupQuantization(bits, 32) if bits else None
     weights = {
@@ -55,11 +55,11 @@ def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
     return slots, buffer, exact
 
 
-def expected(form: FusedExperts, exact, kept: set[int], x, numbers, weights) -> torch.Tensor:
+def expected(form: FusedExperts, exact, cached: set[int], x, numbers, weights) -> torch.Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64)
     for row in range(len(x)):
         for number, weight in zip(numbers[row].tolist(), weights[row].tolist()):
-            if number in kept:
+            if number in cached:
                 product = exact[form.gate_up][number] @ x[row].double()
                 if form.biases:
                     product += exact[form.gate_up_bias][number]
@@ -80,17 +80,17 @@ def expected(form: FusedExperts, exact, kept: set[int], x, numbers, weights) -> 
 def test_experts_in_slots_and_no_others_are_computed(dtype, bits, form):
     slots, buffer, exact = stored(form, dtype, bits)
     slots.refill(torch.tensor([[6, 2], [6, 4], [4, 6], [2, 4], [4, 0]]), buffer)
-    kept = {expert for expert in range(NUMBER) if slots.table[expert] >= 0}
-    assert kept == {2, 4, 6}
+    cached = {expert for expert in range(NUMBER) if slots.table[expert] >= 0}
+    assert cached == {2, 4, 6}
     one_by_one = 2 * sum(USE_DECAY**passes for passes in range(5))  # of five tokens with two experts each
     shares = torch.tensor([1, 0, 2, 0, 4, 0, 3]) / 10
     assert torch.allclose(slots.uses[:NUMBER], one_by_one * shares)
     numbers = torch.stack([torch.randperm(NUMBER)[:4] for _ in range(9)])
-    numbers[0] = torch.tensor([0, 3, 5, NUMBER])  # none of those in slots, and what stands for no expert
+    numbers[0] = torch.tensor([0, 3, 5, NUMBER])  # none of those in slots, and the number for no expert
     x, weights = torch.randn(9, HIDDEN).to(dtype), torch.rand(9, 4)
-    rows = slots.rows(x, slots.table[numbers])
+    rows = slots.multiply(x, slots.table[numbers])
     out = (weights[..., None] * rows.view(9, 4, -1)).sum(1)
-    exact_out = expected(form, exact, kept, x, numbers, weights)
+    exact_out = expected(form, exact, cached, x, numbers, weights)
     assert rows.dtype == dtype and not out[0].count_nonzero()
     assert float((out.double() - exact_out).norm()) <= BOUNDS[dtype] * float(exact_out.norm())
 
@@ -100,12 +100,12 @@ def test_a_fetched_expert_is_computed_in_the_pass_that_fetches_it_and_kept(form)
     slots, buffer, exact = stored(form, torch.float32, 8)
     slots.refill(torch.tensor([[6, 2], [6, 4], [4, 6], [2, 4], [4, 0]]), buffer)
     numbers = torch.tensor([[6, 1, 3], [1, 4, 5]])
-    for kept, fetched in (({6, 4, 1}, 1), ({6, 4, 1}, None)):  # then those that are missed have no place to go to
+    for cached, fetched in (({6, 4, 1}, 1), ({6, 4, 1}, None)):  # then those that are missed have no place to go to
         x, weights = torch.randn(2, HIDDEN), torch.rand(2, 3)
         division = slots.dispatch(numbers)
         assert division.fetched.tolist() == [-1 if fetched is None else fetched]
         found = slots.products(x, division, weights)
         out = sum((weights[..., None] * rows.view(2, 3, -1)).sum(1) for rows in found[1:])
-        exact_out = expected(form, exact, kept, x, numbers, weights)
+        exact_out = expected(form, exact, cached, x, numbers, weights)
         assert float((out.double() - exact_out).norm()) <= BOUNDS[torch.float32] * float(exact_out.norm())
-        assert {expert for expert in range(NUMBER) if slots.table[expert] >= 0} == kept
+        assert {expert for expert in range(NUMBER) if slots.table[expert] >= 0} == cached

@@ -172,7 +172,7 @@ def with_stream_weights(model: nn.Module, device: torch.device | str = "cpu") ->
     for block in blocks:
         for stored in block.layout.parameters:
             if stored.packed is not None:
-                values = block.of(layers[block.layer]).get_parameter(stored.name).data
+                values = block.module_in(layers[block.layer]).get_parameter(stored.name).data
                 values = values.mT if stored.transposed else values
                 restored = torch.empty_like(values, memory_format=torch.contiguous_format, device=device)
                 dequantize(*quantize(values.to(device), scheme), 4, GROUP, restored)

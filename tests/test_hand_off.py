@@ -33,25 +33,25 @@ def word(address: int) -> ctypes.c_uint32:
 
 
 @pytest.fixture
-def meet():
-    """meet(input_bytes, output_bytes) -> a HandOff of two threads, and its counters."""
+def make_hand_off():
+    """make_hand_off(input_bytes, output_bytes) -> a HandOff of two threads, and its counters."""
     made = []
 
     def make(input_bytes: int, output_bytes: int) -> tuple[HandOff, Transfers]:
-        place, transfers = allocate_local_buffers(input_bytes, output_bytes, pinned=False), Transfers()
-        cores = CpuPool([-1, -1], 1000, place.flags)
-        made.append(cores)
-        return HandOff(cores, HostSide(), place, transfers), transfers
+        buffers, transfers = allocate_local_buffers(input_bytes, output_bytes, pinned=False), Transfers()
+        pool = CpuPool([-1, -1], 1000, buffers.flags)
+        made.append(pool)
+        return HandOff(pool, HostSide(), buffers, transfers), transfers
 
     yield make
-    for cores in made:
-        cores.close()
+    for pool in made:
+        pool.close()
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 19])
-def test_more_rows_than_there_is_memory_for_go_in_parts(rows, meet):
+def test_more_rows_than_there_is_memory_for_go_in_parts(rows, make_hand_off):
     weight, other = random(ROWS, COLUMNS), random(5, COLUMNS)
-    calls, transfers = meet(4 * COLUMNS * 4, 4 * (ROWS + 5) * 4)  # for 4 rows of float32
+    calls, transfers = make_hand_off(4 * COLUMNS * 4, 4 * (ROWS + 5) * 4)  # for 4 rows of float32
     task = calls.pool.add_block([Stage([plain(weight), plain(other)])], torch.float32)
     calls.pool.reserve(task, 4)
     for _ in range(2):
@@ -63,9 +63,9 @@ def test_more_rows_than_there_is_memory_for_go_in_parts(rows, meet):
     assert transfers.cpu_bytes == 2 * -(-rows // 4) * task.nbytes
 
 
-def test_numbers_go_on_behind_32_bits(meet):
+def test_numbers_go_on_after_32_bits(make_hand_off):
     weight = random(ROWS, COLUMNS)
-    calls, _ = meet(4 * COLUMNS, 4 * ROWS)
+    calls, _ = make_hand_off(4 * COLUMNS, 4 * ROWS)
     task = calls.pool.add_block([Stage([plain(weight)])], torch.float32)
     for start in (2**31 - 2, 2**32 - 2):
         calls.number = start
@@ -78,10 +78,10 @@ def test_numbers_go_on_behind_32_bits(meet):
             assert error(out, x.double() @ weight.double().T) < 1e-6
 
 
-def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(meet):
+def test_experts_of_the_device_are_added_while_the_cpu_multiplies_the_others(make_hand_off):
     """As an expert block calls them: what was chosen is where it was said to be, and the sum is that of all experts."""
     mixture, counts = Mixture.random(torch.float32, 8), torch.zeros(COUNTS, dtype=torch.int64)
-    calls, _ = meet(1 << 14, 1 << 14)
+    calls, _ = make_hand_off(1 << 14, 1 << 14)
     task = add_experts(calls.pool, mixture.experts, ExpertActivation("silu"), torch.float32, counts)
     calls.pool.reserve(task, 5, 3)
     hits = 0
@@ -100,23 +100,23 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
     assert counts[CHOICES] == 3 * 6 and counts[HITS] == hits
 
 
-def test_calls_of_a_graph_are_submitted_at_each_replay(meet, monkeypatch):
+def test_calls_of_a_graph_are_submitted_at_each_replay(make_hand_off, monkeypatch):
     weight, graph = random(ROWS, COLUMNS), []
-    calls, transfers = meet(4 * COLUMNS, 4 * ROWS)
+    calls, transfers = make_hand_off(4 * COLUMNS, 4 * ROWS)
     task = calls.pool.add_block([Stage([plain(weight)])], torch.float32)
     calls.pool.reserve(task, 1)
     x = torch.randn(1, COLUMNS)
     (expected,) = calls(task, x)
     one = transfers.snapshot()
-    with monkeypatch.context() as recorder, calls.capturing() as recorded:  # a graph's kernels do not run yet
+    with monkeypatch.context() as recorder, calls.capturing() as captured:  # a graph's kernels do not run yet
         for name in ("push", "pull"):
             kernel = getattr(calls.side, name)
             recorder.setattr(calls.side, name, lambda *args, kernel=kernel: graph.append(lambda: kernel(*args)))
         outs = [calls(task, x)[0] for _ in range(3)]
-    assert transfers.snapshot() == one and len(recorded.submits) == 3
+    assert transfers.snapshot() == one and len(captured.submits) == 3
     for launches in (1, 2):
         x.normal_()
-        calls.replay(recorded)
+        calls.replay(captured)
         for kernel in graph:
             kernel()
         assert all(error(out, x.double() @ weight.double().T) < 1e-6 for out in outs)
@@ -129,11 +129,11 @@ def test_calls_of_a_graph_are_submitted_at_each_replay(meet, monkeypatch):
     assert not torch.equal(expected, outs[0])
 
 
-def test_attention_and_products_share_one_meeting(meet):
+def test_attention_and_products_share_one_hand_off(make_hand_off):
     """Over a cache in host memory the logits are those of transformers, with products of the same threads in between."""
     model, ids = small_model("llama"), prompts(3, 40)
     patch_attention(model)
-    calls, transfers = meet(1 << 16, 1 << 16)
+    calls, transfers = make_hand_off(1 << 16, 1 << 16)
     weight, x = random(ROWS, COLUMNS), torch.randn(2, COLUMNS)
     task = calls.pool.add_block([Stage([plain(weight)])], torch.float32)
     cache = CpuAttentionCache(model.config, 40, False, False, transfers, CpuAttention(calls))
@@ -148,15 +148,15 @@ def test_attention_and_products_share_one_meeting(meet):
 
 
 @pytest.fixture
-def of_gpu():
-    """A place in page-locked memory and the stream of a GPU."""
+def gpu_side():
+    """(page-locked buffers, the stream of a GPU)."""
     return allocate_local_buffers(1 << 20, 1 << 20, pinned=True), StreamSide(torch.device("cuda"))
 
 
 @on_gpu
-def test_a_kernel_brings_several_tensors_and_raises_the_flag_once(of_gpu):
-    place, side = of_gpu
-    flag = place.flags.data_ptr()
+def test_a_kernel_brings_several_tensors_and_raises_the_flag_once(gpu_side):
+    buffers, side = gpu_side
+    flag = buffers.flags.data_ptr()
     tensors = (
         [torch.randn(1, 2048).bfloat16(), torch.arange(8), torch.rand(1, 8)],
         [torch.randn(33, 4099).half(), torch.arange(99).view(33, 3), torch.rand(33, 3).bfloat16()],
@@ -164,25 +164,25 @@ def test_a_kernel_brings_several_tensors_and_raises_the_flag_once(of_gpu):
         [torch.arange(3, dtype=torch.uint8)],
     )
     for number, inputs in enumerate(tensors * 3, 1):
-        place.input.fill_(0xAB)
+        buffers.input.fill_(0xAB)
         ends = [0]
         for tensor in inputs:
             ends.append(ends[-1] + -(-tensor.nbytes // FLAG_BYTES) * FLAG_BYTES)
-        side.push([tensor.cuda() for tensor in inputs], [place.input.data_ptr() + end for end in ends[:-1]], flag)
+        side.push([tensor.cuda() for tensor in inputs], [buffers.input.data_ptr() + end for end in ends[:-1]], flag)
         side.wait()
         assert word(flag).value == number
         for tensor, begin, end in zip(inputs, ends, ends[1:]):
-            assert place.input[begin : begin + tensor.nbytes].tolist() == tensor.flatten().view(torch.uint8).tolist()
-            assert bool((place.input[begin + tensor.nbytes : end] == 0xAB).all())
+            assert buffers.input[begin : begin + tensor.nbytes].tolist() == tensor.flatten().view(torch.uint8).tolist()
+            assert bool((buffers.input[begin + tensor.nbytes : end] == 0xAB).all())
 
 
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_kernel_adds_the_rows_of_the_device_to_what_the_cores_wrote(dtype, of_gpu):
+def test_a_kernel_adds_the_rows_of_the_device_to_what_the_cores_wrote(dtype, gpu_side):
     """One block and several, rows of whole vectors and not, against float64; nothing is read before the flag is raised."""
-    place, side = of_gpu
+    buffers, side = gpu_side
     bound = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
-    number, (arrived, done, stop) = 0, (place.flags.data_ptr() + i * FLAG_BYTES for i in range(3))
+    number, (arrived, done, stop) = 0, (buffers.flags.data_ptr() + i * FLAG_BYTES for i in range(3))
     for tokens, k, width in ((1, 8, 2048), (1, 4, 37), (3, 10, 96), (40, 2, 2880), (7, 1, 513)):
         for of_weights, both in ((torch.float32, True), (torch.bfloat16, False), (torch.float16, True)):
             weights = torch.rand(tokens, k, device="cuda").to(of_weights)
@@ -191,50 +191,50 @@ def test_a_kernel_adds_the_rows_of_the_device_to_what_the_cores_wrote(dtype, of_
             exact = (rows.double() + both * more.double()).view(tokens, k, width)
             exact = (exact * weights.double().unsqueeze(-1)).sum(1)
             assert error(of_device.total(), exact) < bound and of_device.total().dtype == dtype
-            from_cores = torch.randn(tokens, width).to(dtype)
+            from_cpu = torch.randn(tokens, width).to(dtype)
             out = torch.full((tokens * width,), float("nan"), dtype=dtype, device="cuda")
             number += 1
-            side.push([weights], [place.input.data_ptr()], arrived)
-            place.output.fill_(0xFF)  # not numbers
-            side.pull(out, place.output.data_ptr(), done, stop, of_device)
-            place.output[: from_cores.nbytes] = from_cores.flatten().view(torch.uint8)
+            side.push([weights], [buffers.input.data_ptr()], arrived)
+            buffers.output.fill_(0xFF)  # not numbers
+            side.pull(out, buffers.output.data_ptr(), done, stop, of_device)
+            buffers.output[: from_cpu.nbytes] = from_cpu.flatten().view(torch.uint8)
             require_library().zero_inference_raise_flag(done, number)
             side.wait()
-            assert error(out.view(tokens, width), exact + from_cores.double().cuda()) < bound
+            assert error(out.view(tokens, width), exact + from_cpu.double().cuda()) < bound
             again = torch.empty_like(out)
-            side.pull(again, place.output.data_ptr(), done, stop, of_device)
+            side.pull(again, buffers.output.data_ptr(), done, stop, of_device)
             assert torch.equal(again, out)
-            side.pull(again, place.output.data_ptr(), done, stop, None)
-            assert torch.equal(again.view(tokens, width).cpu(), from_cores)
+            side.pull(again, buffers.output.data_ptr(), done, stop, None)
+            assert torch.equal(again.view(tokens, width).cpu(), from_cpu)
 
 
 RANKS = 3
 
 
 class Host:
-    """Ranks that are threads of this process, each with its own end of the crossing."""
+    """Ranks that are threads of this process, each with its own end of the hand-off."""
 
     def __init__(self, input_bytes: int, output_bytes: int, first_number: int = 0):
-        self.place = allocate_local_buffers(input_bytes, output_bytes, False, RANKS)
-        self.cores = [CpuPool([-1, -1], 0, self.place.flags, ranks=RANKS)]
-        self.cores += [CpuPoolProxy(RANKS) for _ in range(RANKS - 1)]
+        self.buffers = allocate_local_buffers(input_bytes, output_bytes, False, RANKS)
+        self.pools = [CpuPool([-1, -1], 0, self.buffers.flags, ranks=RANKS)]
+        self.pools += [CpuPoolProxy(RANKS) for _ in range(RANKS - 1)]
         self.transfers = [Transfers() for _ in range(RANKS)]
         self.calls = [
-            HandOff(cores, HostSide(), self.place, transfers, rank)
-            for rank, (cores, transfers) in enumerate(zip(self.cores, self.transfers))
+            HandOff(pool, HostSide(), self.buffers, transfers, rank)
+            for rank, (pool, transfers) in enumerate(zip(self.pools, self.transfers))
         ]
 
     def run(self, work: Callable[[int], None]) -> list[BaseException | None]:
-        """`work` of each rank at once; what each raised."""
+        """Run `work` of all ranks at once; return what each raised."""
         raised: list[BaseException | None] = [None] * RANKS
 
-        def kept(rank: int) -> None:
+        def catching(rank: int) -> None:
             try:
                 work(rank)
             except BaseException as error:
                 raised[rank] = error
 
-        threads = [threading.Thread(target=kept, args=(rank,), daemon=True) for rank in range(RANKS)]
+        threads = [threading.Thread(target=catching, args=(rank,), daemon=True) for rank in range(RANKS)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -261,14 +261,14 @@ def test_ranks_make_one_call_of_their_rows_and_each_takes_its_own(first_number):
     gates, downs = ([random(*shape) for _ in range(4)] for shape in ((24, COLUMNS), (COLUMNS, 24)))
     host = Host(4 * COLUMNS * 4 + 256, 4 * (ROWS + 5 + 17) * 4)
     single, several, mixture = [], [], []
-    for cores in host.cores:
-        single.append(cores.add_block([Stage([plain(weights[0])])], torch.float32))
-        several.append(cores.add_block([Stage([plain(weight) for weight in weights])], torch.float32))
+    for pool in host.pools:
+        single.append(pool.add_block([Stage([plain(weights[0])])], torch.float32))
+        several.append(pool.add_block([Stage([plain(weight) for weight in weights])], torch.float32))
         experts = [Expert(plain(gate).matrix, None, plain(down).matrix) for gate, down in zip(gates, downs)]
-        mixture.append(add_experts(cores, experts, ExpertActivation("relu"), torch.float32))
-        cores.reserve(mixture[-1], 4, 2)
+        mixture.append(add_experts(pool, experts, ExpertActivation("relu"), torch.float32))
+        pool.reserve(mixture[-1], 4, 2)
     for flag in {*range(2 + RANKS)} - {STOP}:
-        word(host.place.flags.data_ptr() + flag * FLAG_BYTES).value = first_number
+        word(host.buffers.flags.data_ptr() + flag * FLAG_BYTES).value = first_number
     xs = {(rank, turn): torch.randn(1 + turn % 4, COLUMNS) for rank in range(RANKS) for turn in range(12)}
     xs |= {(rank, turn): torch.randn(7, COLUMNS) for rank in range(RANKS) for turn in (12, 13)}
 
@@ -293,7 +293,7 @@ def test_ranks_make_one_call_of_their_rows_and_each_takes_its_own(first_number):
     assert host.run(work) == [None] * RANKS
     host.close()
     reads = [transfers.cpu_bytes for transfers in host.transfers]
-    assert reads[0] > 0 and reads[1:] == [0] * (RANKS - 1), "what the cores read is counted once"
+    assert reads[0] > 0 and reads[1:] == [0] * (RANKS - 1), "what the CPU reads is counted once"
     sent = [(transfers.device_to_host_bytes, transfers.host_to_device_bytes) for transfers in host.transfers]
     assert len(set(sent)) == 1 and min(sent[0]) > 0
 
@@ -301,7 +301,7 @@ def test_ranks_make_one_call_of_their_rows_and_each_takes_its_own(first_number):
 def test_a_rank_that_ends_lets_the_others_go():
     weight = random(ROWS, COLUMNS)
     host = Host(4 * COLUMNS * 4, 4 * ROWS * 4)
-    tasks = [cores.add_block([Stage([plain(weight)])], torch.float32) for cores in host.cores]
+    tasks = [pool.add_block([Stage([plain(weight)])], torch.float32) for pool in host.pools]
 
     def work(rank: int) -> None:
         if rank == 1:
@@ -319,11 +319,11 @@ def test_a_rank_that_ends_lets_the_others_go():
 def test_what_all_ranks_have_done_is_there_though_one_has_ended():
     """A rank that is done leaves while the last to be told has not yet looked."""
     host = Host(64, 64)
-    agreements = [RankExchange(rank, RANKS, host.place) for rank in range(RANKS)]
+    exchanges = [RankExchange(rank, RANKS, host.buffers) for rank in range(RANKS)]
 
     def work(rank: int) -> None:
         for turn in range(200):
-            found = agreements[rank].all_gather(turn * (rank - 1) - 2**40)
+            found = exchanges[rank].all_gather(turn * (rank - 1) - 2**40)
             assert found == [turn * (other - 1) - 2**40 for other in range(RANKS)]
         host.calls[rank].close() if rank else None
 

@@ -1,4 +1,4 @@
-"""Keys and values in host memory pass through device slots: copies on several streams, played here in any order that their events allow."""
+"""Keys and values in host memory pass through device slots: copies on several streams, fake_cuda here in any order that their events allow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH, HEADS, DIM, LENGTH = 2, 1, 3, 9
 
 
 class Machine:
-    """Streams that do what they were asked at some time, each in its own order and behind the events it waits for."""
+    """Streams that do queued work at some time, each in its own order and after the events it waits for."""
 
     def __init__(self, seed: int):
         self.random, self.streams = random.Random(seed), []
@@ -47,7 +47,7 @@ class Machine:
 
     def event(self):
         class Event:
-            count = seen = 0  # recordings that were asked for, and done
+            count = seen = 0  # recordings that were queued, and done
 
             def record(self, stream):
                 self.count += 1
@@ -58,19 +58,19 @@ class Machine:
 
         return Event()
 
-    def ask(self, action):
+    def queue(self, action):
         self.current.work.append(lambda: action() or True)
 
     def run(self, until):
         while not until():
             able = [stream for stream in self.streams if stream.work]
-            assert able, "nobody has work that would end the wait"
+            assert able, "no stream has work that would end the wait"
             stream = self.random.choice(able)
             if stream.work[0]():
                 stream.work.popleft()
 
-    def some(self):
-        """As Python runs on, so much is done meanwhile, or nothing."""
+    def run_some(self):
+        """Run some or none of the queued work, as a device does while Python goes on."""
         for _ in range(self.random.choice((0, 0, 3, 30))):
             able = [stream for stream in self.streams if stream.work]
             if able and (stream := self.random.choice(able)).work[0]():
@@ -78,7 +78,7 @@ class Machine:
 
 
 class Memory(torch.Tensor):
-    """Memory of that machine: copies are asked for, and done later."""
+    """Memory of that machine: copies are queued, and done later."""
 
     machine: Machine
 
@@ -89,13 +89,13 @@ class Memory(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is torch.Tensor.copy_:
             target, source = (each.as_subclass(torch.Tensor) for each in args[:2])
-            cls.machine.ask(lambda: target.copy_(source).numel() and None)
+            cls.machine.queue(lambda: target.copy_(source).numel() and None)
             return args[0]
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
 @contextmanager
-def played(monkeypatch, seed: int):
+def fake_cuda(monkeypatch, seed: int):
     machine = Memory.machine = Machine(seed)
 
     @contextmanager
@@ -121,34 +121,34 @@ def played(monkeypatch, seed: int):
 
 
 def generations_agree(monkeypatch, layers: int, seed: int, sharing: int = 0, sizes: int = 1) -> None:
-    """What attention reads of each layer in each pass of two generations, when its turn comes on the computing stream.
+    """Check what attention reads of each layer in each pass of two generations, when it runs on the computing stream.
 
     Args:
-        sharing: layers behind the others, which read the keys and values of the last two of these in turn.
-        sizes: so many, of layers in turn.
+        sharing: layers after the others, which read the keys and values of the last two of these in turn.
+        sizes: number of head sizes, which layers have in turn.
     """
     wrong = []
 
     def states_of(layer: int, start: int, end: int, generation: int = 0) -> tuple[Memory, Memory]:
-        """[batch, heads, new, head_dim], other numbers for each generation, layer, position and side."""
+        """Return keys and values [batch, heads, new, head_dim], other numbers for each generation, layer, position and side."""
         first, shape = 1e5 * generation + 1000.0 * layer, (BATCH, HEADS, DIM * (1 + layer % sizes))
         sides = [[torch.full(shape, first + 10 * at + side) for at in range(start, end)] for side in (1, 2)]
         return tuple(torch.stack(side, 2).as_subclass(Memory) for side in sides)
 
-    with played(monkeypatch, seed) as machine:
+    with fake_cuda(monkeypatch, seed) as machine:
         ring = host._DeviceSlots(True, True, Transfers(), wraps=not sharing)
         cache = [host._HostLayer(ring, LENGTH) for _ in range(layers)]
 
-        def attend(kept, layer: int, end: int, generation: int) -> None:
+        def attend(cached, layer: int, end: int, generation: int) -> None:
             expected = states_of(layer, 0, end, generation)
 
             def compare() -> None:
-                pairs = zip(kept, expected)
+                pairs = zip(cached, expected)
                 if not all(torch.equal(*(t.as_subclass(torch.Tensor) for t in pair)) for pair in pairs):
                     wrong.append((generation, layer, end))
 
-            machine.ask(compare)
-            machine.some()
+            machine.queue(compare)
+            machine.run_some()
 
         for generation in range(2):
             start = 0

@@ -140,10 +140,10 @@ def test_memory_is_exact_and_kept_over_a_reset(make):
     ids = torch.arange(3, 9).reshape(2, 3)
     with torch.no_grad():
         first = model(ids, past_key_values=cache).logits
-        place = [layer.stored[0].data_ptr() for layer in cache.layers]
+        buffers = [layer.stored[0].data_ptr() for layer in cache.layers]
         cache.reset()
         again = model(ids, past_key_values=cache).logits
-    assert torch.equal(first, again) and place == [layer.stored[0].data_ptr() for layer in cache.layers]
+    assert torch.equal(first, again) and buffers == [layer.stored[0].data_ptr() for layer in cache.layers]
     assert cache.nbytes() == 3 * 2 * 10 * 2 * 2 * 8 * 4  # layers, K and V, positions, batch, kv heads, head_dim, bytes
 
 
@@ -163,9 +163,9 @@ def test_padding_on_the_left_is_not_seen_and_hybrids_keep_their_other_state(fami
         cache.reset()
         given = dict(ids=ids[:, start:], new_tokens=6, mask=mask[:, start:])
         assert torch.equal(generated(model, **given, cache=cache), generated(model, **given, cache=own_cache(model)))
-    kept = [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer) and layer.stored]
+    with_keys = [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer) and layer.stored]
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
-    assert len(kept) == sum("linear" not in each and each != "conv" for each in kinds)
+    assert len(with_keys) == sum("linear" not in each and each != "conv" for each in kinds)
 
 
 @pytest.mark.parametrize(
@@ -188,16 +188,16 @@ def test_models_without_such_keys_and_values_are_refused(config, why):
 
 
 @pytest.fixture
-def crossings():
-    """Calls in the order of the GPU's stream, of two threads: with buffers for a step and with hardly any, which leaves blocking ones."""
+def hand_offs():
+    """Calls in the order of the GPU's stream, of two threads: with buffers for a step and with hardly any, which makes them blocking."""
     from zero_inference.kernels.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
     made = []
     for nbytes in (1 << 20, 64):
-        place = allocate_local_buffers(nbytes, nbytes, pinned=True)
-        pool = CpuPool([-1, -1], 1000, place.flags)
-        made.append(HandOff(pool, StreamSide(torch.device("cuda")), place, Transfers()))
+        buffers = allocate_local_buffers(nbytes, nbytes, pinned=True)
+        pool = CpuPool([-1, -1], 1000, buffers.flags)
+        made.append(HandOff(pool, StreamSide(torch.device("cuda")), buffers, Transfers()))
     yield made
     for calls in made:
         calls.close()
@@ -206,12 +206,12 @@ def crossings():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("family", ["opt", "bloom", "llama", "mistral", "gemma2", "gpt_oss"])
-def test_logits_on_a_gpu_by_both_ways_to_the_cores(family, asynchronous, crossings):
+def test_logits_on_a_gpu_by_hand_off_and_blocking(family, asynchronous, hand_offs):
     model, ids = small_model(family).cuda(), prompts(3, 120).cuda()
     patch_attention(model)
     caches = [
         CpuAttentionCache(model.config, 120, True, asynchronous, calls.transfers, CpuAttention(calls))
-        for calls in crossings
+        for calls in hand_offs
     ]
     for turn in range(2):
         theirs = DynamicCache(config=model.config)
@@ -222,7 +222,7 @@ def test_logits_on_a_gpu_by_both_ways_to_the_cores(family, asynchronous, crossin
                 torch.testing.assert_close(logits[1], logits[2], atol=5e-4, rtol=5e-4)
         for cache in caches:
             cache.reset()
-    by_hand_off, blocking = (calls.transfers for calls in crossings)
+    by_hand_off, blocking = (calls.transfers for calls in hand_offs)
     assert by_hand_off.cpu_bytes == blocking.cpu_bytes > 0
     assert by_hand_off.host_to_device_bytes == blocking.host_to_device_bytes > 0
 

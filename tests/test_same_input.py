@@ -79,5 +79,7 @@ def test_modules_that_were_called_with_one_tensor_share_a_product():
     assert asked == [("a", "bb")], "one product for both"
     same.product("a", y)
     assert len(asked) == 2 and same.input is y
+    same.observe("not called in the first pass", y)
+    assert same.together["not called in the first pass"] == ("not called in the first pass",)
     same.end_block()
     assert same.input is None and not same.ready

@@ -1,4 +1,4 @@
-"""A decode step that is recorded once and repeated gives what the model gives, and is not used where it would not."""
+"""A decode step that is captured once and replayed gives what the model gives, and is not used where it would not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL = 1.0  # GiB on the device: more than these models have
 LONG = 2 * GEN
 
 
-def recorded(folder, **options):
+def load_captured(folder, **options):
     return load(folder, gpu_memory=ALL, decode_graph="on", gen_len=LONG, **options)
 
 
@@ -49,21 +49,21 @@ def used_with_right_ids(folder, **options) -> DecodeGraph:
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Counts what the recorded step is asked to do."""
-    counted = {"recorded": 0, "repeated": 0}
+    """Counts captures and replays of a step."""
+    counted = {"captured": 0, "replayed": 0}
 
     def counting(own):
-        def record(step, prefetcher):
-            counted["recorded"] += 1
+        def capture(step, prefetcher):
+            counted["captured"] += 1
             found = own(step, prefetcher)
 
-            def again():
-                counted["repeated"] += 1
+            def replay():
+                counted["replayed"] += 1
                 found.replay()
 
-            return cuda_graph.CapturedStep(found.output, again, found.graphs)
+            return cuda_graph.CapturedStep(found.output, replay, found.graphs)
 
-        return record
+        return capture
 
     for name in ("capture_cuda_graphs", "capture_calls"):
         monkeypatch.setattr(cuda_graph, name, counting(getattr(cuda_graph, name)))
@@ -84,7 +84,7 @@ def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, check
     assert torch.equal(found.output_ids, expected)
     assert used.unused_because is None and used.difference < 1e-5
     # two generations of one prefill and LONG - 1 steps; of the first three are as usual, and the trial repeats its step twice
-    assert steps == {"recorded": 1, "repeated": 2 * (LONG - 1) - cuda_graph.EAGER_STEPS - 2 + 2}
+    assert steps == {"captured": 1, "replayed": 2 * (LONG - 1) - cuda_graph.EAGER_STEPS - 2 + 2}
     assert "forward" not in vars(loaded.model)
 
 
@@ -141,7 +141,7 @@ def test_with_what_is_streamed_and_what_the_cpu_computes(family, placed, checkpo
 
     def acquire(block):
         slot = own(block)
-        if steps["repeated"] > 0:
+        if steps["replayed"] > 0:
             slots.setdefault((block, prefetcher.tokens == BATCH), set()).add(slot)
         return slot
 
@@ -153,27 +153,27 @@ def test_with_what_is_streamed_and_what_the_cpu_computes(family, placed, checkpo
     assert torch.equal(found.output_ids, expected.output_ids)
     if "quant_bits" not in placed:
         assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
-    assert used.unused_because is None and used.difference < 1e-5 and steps["recorded"] == 1
+    assert used.unused_because is None and used.difference < 1e-5 and steps["captured"] == 1
     assert (placed["cpu_compute"] == "1") == (not fetched) and all(len(slots[block, True]) == 1 for block in fetched)
     one, other = found.loops[-1].moved, expected.loops[-1].moved
     assert one.cores_bytes_per_step == other.cores_bytes_per_step
     assert one.host_to_device_bytes_per_step == pytest.approx(other.host_to_device_bytes_per_step, rel=0.1)
 
 
-def test_a_step_behind_a_prefill_is_not_recorded(checkpoints, steps):
-    """It would be recorded with blocks used as in the prefill: fetched, and not the CPU's."""
+def test_a_step_after_a_prefill_is_not_captured(checkpoints, steps):
+    """It would be captured with blocks used as in the prefill: fetched, and not the CPU's."""
     folder, gen_len = checkpoints("llama"), cuda_graph.EAGER_STEPS + 1
     loaded, spec, ranks = load(folder, gpu_memory=0, cpu_compute="1", decode_graph="on", gen_len=gen_len)
     found = generate(loaded, spec, ranks, gen_len, loops=3)
     assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
-    assert steps == {"recorded": 0, "repeated": 0}
+    assert steps == {"captured": 0, "replayed": 0}
     assert loaded.facts["stream"]["decode_graph"].unused_because == engine.TOO_SHORT
     loaded.close()
 
 
 @pytest.mark.parametrize("share", ["0.5", "1"])
 def test_a_trial_right_behind_a_prefill(share, checkpoints, steps):
-    """The last step of a generation is recorded, and tried in the next one, where the pass before was a prefill."""
+    """The last step of a generation is captured, and verified in the next one, where the pass before was a prefill."""
     folder, gen_len = checkpoints("llama"), cuda_graph.EAGER_STEPS + 2
     placed = {"gpu_memory": 0, "cpu_compute": share, "ring_depth": 3, "decode_graph": "on", "gen_len": gen_len}
     loaded, spec, ranks = load(folder, **placed)
@@ -181,12 +181,12 @@ def test_a_trial_right_behind_a_prefill(share, checkpoints, steps):
     used = loaded.facts["stream"]["decode_graph"]
     loaded.close()
     assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
-    assert used.unused_because is None and steps["recorded"] == 1 and steps["repeated"] > 2
+    assert used.unused_because is None and steps["captured"] == 1 and steps["replayed"] > 2
 
 
 @pytest.mark.parametrize(("gen_len", "warmup"), [(12, 1), (12, 0), (9, 1), (LAST_PASS + 1, 1), (4, 1), (LAST_PASS, 1)])
 def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkeypatch):
-    """Behind a warm-up that is too short for it, the engine settles: graph, correction, graph, correction and graph."""
+    """After a warm-up that is too short for it, the engine settles: graph, correction, graph, correction and graph."""
     monkeypatch.setattr(cpu.CpuBackend, "__init__", chosen_by_plan(cpu.CpuBackend.__init__))
     folder = checkpoints("llama")
     placed = {"gpu_memory": 0, "cpu_compute": "0.4", "decode_graph": "on", "gen_len": gen_len}
@@ -223,7 +223,7 @@ def test_more_sequences_than_the_cpu_expects(checkpoints, steps):
             ids.to(loaded.device), past_key_values=cache, max_new_tokens=LONG, do_sample=False
         )
         assert torch.equal(found[:, PROMPT:].cpu(), plain_ids(folder, ids, LONG))
-    assert loaded.facts["stream"]["decode_graph"].unused_because is None and steps["repeated"] > LONG
+    assert loaded.facts["stream"]["decode_graph"].unused_because is None and steps["replayed"] > LONG
     loaded.close()
 
 
@@ -245,11 +245,11 @@ def test_padded_prompts(checkpoints, steps):
     options = {"max_new_tokens": LONG, "do_sample": False, "attention_mask": mask}
     expected = loaded.model.generate(ids, **options)
     loaded.close()
-    loaded, spec, _ = recorded(folder)
+    loaded, spec, _ = load_captured(folder)
     cache = DeviceKVCache(spec.config, PROMPT + LONG)
     assert torch.equal(loaded.model.generate(ids, past_key_values=cache, **options), expected)
     loaded.close()
-    assert steps["repeated"] > 5
+    assert steps["replayed"] > 5
 
 
 def test_which_calls_are_decode_steps(checkpoints):
@@ -280,21 +280,21 @@ def test_which_calls_are_decode_steps(checkpoints):
     loaded.close()
 
 
-def test_another_cache_or_batch_is_recorded_anew(checkpoints, steps):
+def test_another_cache_or_batch_is_captured_anew(checkpoints, steps):
     folder = checkpoints("llama")
-    loaded, spec, _ = recorded(folder)
+    loaded, spec, _ = load_captured(folder)
     for number, batch in enumerate((BATCH, BATCH, BATCH + 1), 1):
         ids = random_ids(number, batch, PROMPT, VOCAB).to(loaded.device)
         cache = DeviceKVCache(spec.config, PROMPT + LONG)
         found = loaded.model.generate(ids, past_key_values=cache, max_new_tokens=LONG, do_sample=False)
         assert torch.equal(found[:, PROMPT:].cpu(), plain_ids(folder, ids.cpu(), LONG))
-        assert steps["recorded"] == number
+        assert steps["captured"] == number
         transformers_own = loaded.model.generate(ids, max_new_tokens=LONG, do_sample=False)
-        assert torch.equal(transformers_own, found) and steps["recorded"] == number
+        assert torch.equal(transformers_own, found) and steps["captured"] == number
     loaded.close()
 
 
-def test_a_step_that_cannot_be_recorded(checkpoints, monkeypatch):
+def test_a_step_that_cannot_be_captured(checkpoints, monkeypatch):
     def refuses(step, prefetcher):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -305,9 +305,9 @@ def test_a_step_that_cannot_be_recorded(checkpoints, monkeypatch):
 
 
 def test_a_model_that_waits_for_the_device(checkpoints):
-    """A GPU cannot record that, and the run goes on as usual."""
+    """A GPU cannot capture that, and the run goes on as usual."""
     folder = checkpoints("llama")
-    loaded, spec, ranks = recorded(folder)
+    loaded, spec, ranks = load_captured(folder)
     loaded.model.lm_head.register_forward_pre_hook(lambda module, args: args if float(args[0].sum()) else None)
     found = generate(loaded, spec, ranks, LONG)
     reason = loaded.facts["stream"]["decode_graph"].unused_because
@@ -315,7 +315,7 @@ def test_a_model_that_waits_for_the_device(checkpoints):
     assert (reason or "").startswith("the capture failed") == (loaded.device.type == "cuda")
     loaded.close()
     if loaded.device.type == "cuda":
-        torch.cuda.empty_cache()  # an allocator that still recorded would refuse,
+        torch.cuda.empty_cache()  # an allocator that still captures would refuse,
         torch.rand(1, device=loaded.device)  # and a generator, too
 
 

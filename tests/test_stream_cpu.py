@@ -89,7 +89,7 @@ def prefetcher_of(loaded) -> Prefetcher:
 
 
 def chosen_by_plan(own):
-    """`CpuBackend.__init__`, as if no share had been given."""
+    """Return `CpuBackend.__init__` as if no share had been given: the plan chose it, and rebalancing may change it."""
 
     def begin(self, plan, *args):
         own(self, replace(plan, automatic=True), *args)

@@ -74,7 +74,7 @@ def test_any_share_gives_the_ids_of_transformers(family, mixtures):
 
 
 def by_dequantizing(folder, **options):
-    """The ids with weights that are dequantized in every pass."""
+    """Return the ids with weights that are dequantized in every pass."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "FUSED_ROWS", 0)
         loaded, spec, ranks = load(folder, cpu_compute="off", **options)
@@ -84,7 +84,7 @@ def by_dequantizing(folder, **options):
 
 
 def ids_of_restored_weights(folder) -> torch.Tensor:
-    """Greedy ids of transformers on the CPU with the weights that the engine's codes restore."""
+    """Return greedy ids of transformers on the CPU with the weights that the engine's codes restore."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model = with_stream_weights(model, detect_ranks().device)
     reset_generation_config(model)
@@ -145,12 +145,12 @@ def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_a
     experts = detect_experts(module)
     one = max(p.nbytes for p in module.parameters()) // experts.num_experts
     for at_once in (experts.num_experts, experts_at_once):
-        monkeypatch.setattr(layout, "GROUP_BYTES", at_once * one + one // 2)
+        monkeypatch.setattr(layout, "EXPERT_GROUP_BYTES", at_once * one + one // 2)
         loaded, spec, ranks = load(folder, cpu_compute="off", ring_depth=2, quant_bits=4, quant_group_size=32)
         prefetcher = prefetcher_of(loaded)
         quantized = [stored for each in prefetcher.blocks for stored in each.layout.parameters if stored.packed]
-        assert {each.group for each in quantized} == {0, at_once}
-        others = [each.plain.nbytes for each in quantized if not each.group]
+        assert {each.expert_group for each in quantized} == {0, at_once}
+        others = [each.plain.nbytes for each in quantized if not each.expert_group]
         assert prefetcher.workspace.numel() == max(at_once * one, *others)
         with torch.inference_mode():
             logits.append(loaded.model(ids.to(loaded.device)).logits)
@@ -164,7 +164,7 @@ def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_a
 @pytest.mark.parametrize("share", ["off", "0.5"])
 def test_a_short_pass_dequantizes_no_experts_that_are_in_groups(share, mixtures, restored, monkeypatch):
     """Where it takes no kernel either: its steps may be graphs, which cannot wait for the sizes of groups."""
-    monkeypatch.setattr(layout, "GROUP_BYTES", 1)
+    monkeypatch.setattr(layout, "EXPERT_GROUP_BYTES", 1)
     folder, _ = mixtures("mixtral")
     loaded, spec, ranks = load(folder, cpu_compute=share, decode_graph="on", quant_bits=4, quant_group_size=32)
     found = generate(loaded, spec, ranks).output_ids
@@ -227,7 +227,7 @@ def test_a_pass_reads_the_chosen_experts_and_nothing_of_the_others(family, bits,
         module = loaded.model.get_submodule(name)
         module.register_forward_pre_hook(lambda _, args: chosen.append(set(args[1].flatten().tolist())))
     found = generate(loaded, spec, ranks, loops=1)
-    rows = BATCH * prefetcher_of(loaded).placement.row_bytes  # of the embedding
+    rows = BATCH * prefetcher_of(loaded).placement.embedding_row_bytes  # of the embedding
     loaded.close()
     others = results = 0
     for name, p in model.get_submodule("model.layers").named_parameters():
@@ -247,7 +247,7 @@ def test_a_pass_reads_the_chosen_experts_and_nothing_of_the_others(family, bits,
 
 
 def row_bytes(columns: int, bits: int) -> int:
-    """Of float32, or of codes with a scale and a minimum for 32."""
+    """Return the bytes of a row of float32, or of codes with a scale and a minimum for each 32."""
     return columns * 4 if bits == 16 else columns // 2 + columns // 32 * 8
 
 
@@ -293,6 +293,13 @@ def test_what_experts_compute_is_read_from_them(family, activation, fields):
         is_gpt_oss = family == "gpt_oss"
         assert (each.transposed, each.interleaved, bool(each.biases), each.up_offset == 1) == (is_gpt_oss,) * 4
         assert each.limit == limits.get(family, math.inf)
+
+
+def test_layers_of_one_model_may_have_experts_that_compute_different_things():
+    model = a_model("mixtral")
+    model.model.layers[1].mlp.experts.act_fn = nn.GELU()
+    experts = [block.experts for block in find_blocks(model, set(), divided=True) if block.experts is not None]
+    assert [each.activation for each in experts] == ["silu", "gelu", "silu"]
 
 
 class Clamped(nn.Module):

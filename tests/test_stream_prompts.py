@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, VOCAB, plain_ids
-from test_expert_cache import FORMS, cache_of, fetching, kept  # noqa: F401  (fixtures)
+from test_expert_cache import FORMS, cache_of, cached, fetching  # noqa: F401  (fixtures)
 from test_machine import planned
 from test_stream import BATCH, GEN, PROMPT, generate, ids_of, load
 from test_stream_cpu import prefetcher_of
@@ -41,7 +41,7 @@ def short(monkeypatch):
 
 
 def kinds_of(loaded) -> list[PassKind]:
-    """The kinds of all passes from now on."""
+    """Return a list that gets the kind of each pass from now on."""
     prefetcher, found = prefetcher_of(loaded), []
     begin = prefetcher.begin_pass
 
@@ -91,12 +91,12 @@ def test_experts_of_a_prompt_give_the_ids_of_transformers(family, bits, mixtures
 
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("many", [True, False])
-def test_a_prompt_divides_kept_experts_and_counts_each_choice(bits, many, mixtures, kept, fetching, short, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("zero_inference.engines.stream.cpu.multiplies_many", lambda scheme: many)
+def test_a_prompt_divides_cached_experts_and_counts_choices(bits, many, mixtures, cached, fetching, short, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("zero_inference.engines.stream.cpu.fuses_experts", lambda scheme: many)
     expected = ids_of(mixtures("qwen3_moe")[0], cpu_compute="off", **FORMS[bits])
     fetching(0.5, 2)
     short(1.0, TOKENS)
-    loaded, spec, ranks = kept("qwen3_moe", 3, bits)
+    loaded, spec, ranks = cached("qwen3_moe", 3, bits)
     counted = []
     for slots in cache_of(loaded).by_block.values():
         own = slots.count_uses
@@ -106,13 +106,13 @@ def test_a_prompt_divides_kept_experts_and_counts_each_choice(bits, many, mixtur
 
 
 @pytest.mark.parametrize("kind", [PassKind.SHORT_PROMPT, PassKind.LONG])
-def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, kept, fetching, short, monkeypatch):  # noqa: F811
+def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, cached, fetching, short, monkeypatch):  # noqa: F811
     """A graph cannot hold a wait for what was asked before it was recorded."""
     folder, expected = mixtures("qwen3_moe")
     fetching(0.5, 2)
     if kind is PassKind.SHORT_PROMPT:
         short(1.0, TOKENS)
-    loaded, spec, ranks = kept("qwen3_moe", 3, decode_graph="on")
+    loaded, spec, ranks = cached("qwen3_moe", 3, decode_graph="on")
     prefetcher, inside, waits = prefetcher_of(loaded), [False], []
     prefetcher.cpu.decode_rows = 0  # as a plan for one sequence would have it of two
     outside, own = prefetcher.outside_graphs, ExpertCache.await_gathering
@@ -157,7 +157,8 @@ def test_passes_of_all_kinds_in_any_order_fetch_what_they_need_and_no_more(depth
                 ids = torch.randint(0, VOCAB, (BATCH, lengths[kind]), device=ranks.device)
                 found = loaded.model(ids, use_cache=False).logits.cpu()
                 assert prefetcher.kind is {"f": PassKind.DECODE, "p": PassKind.SHORT_PROMPT, "m": PassKind.LONG}[kind]
-                moved.append(loaded.transfers.host_to_device_bytes - before - ids.numel() * placement.row_bytes)
+                embedding_bytes = ids.numel() * placement.embedding_row_bytes
+                moved.append(loaded.transfers.host_to_device_bytes - before - embedding_bytes)
                 torch.testing.assert_close(found, plain(ids.cpu()).logits, atol=1e-4, rtol=1e-4)
             if len(set(order)) == 1 and ranks.device.type == "cpu":  # after two of a kind the third is known
                 assert set(moved[3:]) == {needed[order[0]]}
@@ -180,7 +181,8 @@ def test_the_ring_follows_a_prompt_with_what_came_behind_the_last_one(checkpoint
     assert called[0] == (of_prompt, placement.streamed) and called[-1] == (placement.streamed, placement.streamed)
     before = loaded.transfers.host_to_device_bytes
     generate(loaded, spec, ranks, loops=1)
-    moved = loaded.transfers.host_to_device_bytes - before - (TOKENS + BATCH * (GEN - 1)) * placement.row_bytes
+    embedding_bytes = (TOKENS + BATCH * (GEN - 1)) * placement.embedding_row_bytes
+    moved = loaded.transfers.host_to_device_bytes - before - embedding_bytes
     ahead = placement.nbytes_of(set(placement.streamed[:2]).intersection(of_prompt[:2]))
     if ranks.device.type == "cpu":
         needed = placement.nbytes_of(of_prompt) + GEN * placement.nbytes_of(placement.streamed)

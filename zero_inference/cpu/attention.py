@@ -142,9 +142,9 @@ def attention(
         strides = (stride if size > 1 else 0 for stride, size in zip(mask.stride()[:3], mask.shape[:3]))
         arguments.mask, arguments.mask_strides = mask.data_ptr(), _TokenRows(*strides)
         arguments.mask_kind = MASKS[mask.dtype]
-    kind = -1 if instructions is None else INSTRUCTIONS.index(instructions)
+    instruction_set = -1 if instructions is None else INSTRUCTIONS.index(instructions)
     threads = threads or len(os.sched_getaffinity(0))
-    if require_library().zero_inference_attention(ctypes.byref(arguments), kind, threads):
+    if require_library().zero_inference_attention(ctypes.byref(arguments), instruction_set, threads):
         raise _no_memory()
     return out
 
@@ -155,14 +155,14 @@ def _check(
     given = {"query": query, "keys": keys, "values": values, "mask": mask, **vars(logits)}
     tensors = {name: tensor for name, tensor in given.items() if torch.is_tensor(tensor)}
     batch, heads, new, dim = query.shape if query.dim() == 4 else (-1, -1, -1, -1)
-    kept = keys.shape  # [blocks, batch, kv_heads, positions per block, key_dim]
+    cached = keys.shape  # [blocks, batch, kv_heads, positions per block, key_dim]
     per_head = [each for each in (logits.sinks, logits.slopes) if each is not None]
     fits = (
-        len(kept) == values.dim() == 5
-        and kept[:4] == values.shape[:4]
-        and (batch, dim) == (kept[1], kept[4])
-        and heads % kept[2] == 0
-        and new <= positions <= kept[0] * kept[3]
+        len(cached) == values.dim() == 5
+        and cached[:4] == values.shape[:4]
+        and (batch, dim) == (cached[1], cached[4])
+        and heads % cached[2] == 0
+        and new <= positions <= cached[0] * cached[3]
         and query.dtype in DTYPES
         and query.dtype == keys.dtype == values.dtype
         and all(tensor.device.type == "cpu" for tensor in tensors.values())
@@ -192,11 +192,11 @@ def attention_reference(
 ) -> Tensor:
     """Return the result of `attention` in float64, by plain PyTorch; arguments as there."""
     batch, heads, new, key_dim = query.shape
-    flat = (cached.double().permute(1, 2, 0, 3, 4).flatten(2, 3) for cached in (keys, values))
     if positions is None:
         positions = keys.shape[0] * keys.shape[3]
+    flat = (cached.double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :positions] for cached in (keys, values))
     # [batch, heads, positions, dim]
-    all_keys, all_values = (cached[:, :, :positions].repeat_interleave(heads // keys.shape[2], 1) for cached in flat)
+    all_keys, all_values = (cached.repeat_interleave(heads // keys.shape[2], 1) for cached in flat)
     scores = logits.scale_for(key_dim) * query.double() @ all_keys.transpose(2, 3)  # [batch, heads, new, positions]
     if logits.softcap:
         scores = logits.softcap * torch.tanh(scores / logits.softcap)

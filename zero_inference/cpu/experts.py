@@ -78,11 +78,11 @@ def add_experts(
     Raises:
         ValueError: shapes or formats of the experts differ or do not match.
     """
-    gates = {_form(matrix) for expert in experts for matrix in (expert.gate, expert.up) if matrix is not None}
-    downs = {_form(expert.down) for expert in experts}
-    gated = {expert.up is None for expert in experts}
+    gates = {_format(matrix) for expert in experts for matrix in (expert.gate, expert.up) if matrix is not None}
+    downs = {_format(expert.down) for expert in experts}
+    has_up = {expert.up is not None for expert in experts}
     inner = experts[0].gate.rows // (1 + activation.interleaved)
-    if len(gates) != 1 or len(downs) != 1 or len(gated) != 1 or experts[0].down.columns != inner:
+    if len(gates) != 1 or len(downs) != 1 or len(has_up) != 1 or experts[0].down.columns != inner:
         raise ValueError(
             f"experts must be of one form, and down's columns as many as gate's rows; found (rows, columns, group, bits, dtype) "
             f"{sorted(gates)} for gate and up and {sorted(downs)} for down"
@@ -116,7 +116,7 @@ def add_experts(
     return Task(number, experts[0].gate.columns, (experts[0].down.rows,), 0)
 
 
-def _form(matrix: Matrix) -> tuple[int, ...]:
+def _format(matrix: Matrix) -> tuple[int, ...]:
     return matrix.rows, matrix.columns, matrix.group, matrix.bits, matrix.dtype
 
 
@@ -134,7 +134,7 @@ class WeightedRows(NamedTuple):
         return self._by_pytorch()
 
     def added_to(self, out: Tensor) -> Tensor:
-        """Return `out` [tokens, width] plus the weighted sum of each token, rounded once to out's dtype; without a kernel."""
+        """Return `out` [tokens, width] plus the weighted sum of each token, by PyTorch, rounded once to out's dtype."""
         return self._by_pytorch().add_(out).to(out.dtype)
 
     def _by_pytorch(self) -> Tensor:

@@ -103,7 +103,7 @@ class CapturedCalls:
     """Calls of a CUDA graph."""
 
     submits: list[Callable[[int], None]] = field(default_factory=list)  # submit a call to the pool, given its number
-    counted: Transfers = field(default_factory=Transfers)  # by all calls
+    counted: Transfers = field(default_factory=Transfers)  # bytes of all calls together
 
 
 class DirectCalls:
@@ -116,7 +116,7 @@ class DirectCalls:
     def __call__(
         self, task: Task, x: Tensor, routing: Routing | None = None, device_work: DeviceWork = lambda: None
     ) -> list[Tensor]:
-        """Return the task's outputs [rows, width] for `x` [rows, columns], plus the sum that `device_work` returns (with one output)."""
+        """Return the task's outputs [rows, width] for `x` [rows, columns], plus the sum that `device_work` returns, as `HandOff` does."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0] * sum(task.widths))
         self.pool.run(task, x, out, routing and Routing(*(tensor.contiguous() for tensor in routing)))
@@ -142,7 +142,7 @@ class StreamSide:
     """The device's operations in a hand-off, on its current stream (csrc/hand_off). It counts the calls. Addresses are of host memory."""
 
     def __init__(self, device: torch.device):
-        self.scratch = torch.zeros(3, dtype=torch.int32, device=device)
+        self.scratch = torch.zeros(3, dtype=torch.int32, device=device)  # the kernels' counters, as the call's number
 
     def push(self, tensors: Sequence[Tensor], targets: Sequence[int], flag: int) -> None:
         """Write up to four contiguous `tensors` to `targets`, start the next call and raise `flag` to its number."""
@@ -220,15 +220,14 @@ class HandOff:
     ) -> list[Tensor]:
         """Queue a call and return the task's outputs [rows, width] for `x` [rows, columns], valid in stream order.
 
-        `device_work` is for a task with one output. Raises ValueError for a routing of more rows than the buffers hold.
+        `device_work` goes with a routing. Raises ValueError for a routing of more rows than the buffers hold.
         """
-        row_bytes = x.element_size() * self.pool.ranks
-        most = min(
-            self.input.numel() // (task.columns * row_bytes),
-            self.output.numel() // (max(1, sum(task.widths)) * row_bytes),
-        )
-        if x.shape[0] > max(1, most) and routing is None:  # in parts, each of which reads the weights again
-            parts = [self(task, part) for part in x.split(max(1, most))]
+        element_bytes = x.element_size() * self.pool.ranks
+        input_rows = self.input.numel() // (task.columns * element_bytes)
+        output_rows = self.output.numel() // (max(1, sum(task.widths)) * element_bytes)
+        max_rows = max(1, min(input_rows, output_rows))
+        if x.shape[0] > max_rows and routing is None:  # in parts, each of which reads the weights again
+            parts = [self(task, part) for part in x.split(max_rows)]
             return [torch.cat(outputs) for outputs in zip(*parts)]
         out = x.new_empty(x.shape[0] * sum(task.widths))
         if self.pool.ranks * out.nbytes > self.output.nbytes:
@@ -296,7 +295,7 @@ class HandOff:
         return self.transfers if self.captured is None else self.captured.counted
 
     def _push(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Queue writing them to host memory and raising the flag; return the addresses of the first rank's."""
+        """Queue writing `tensors` to the input buffer and raising the flag; return the address of each, of the first rank's."""
         addresses, end = [], self.input.data_ptr()
         limit = end + self.input.numel()
         for tensor in tensors:

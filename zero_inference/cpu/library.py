@@ -64,8 +64,8 @@ def require_library() -> ctypes.CDLL:
     return library
 
 
-def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -> Path:
-    """Return the path of the library, compiled now if it is not in the cache folder; `say` gets a line before.
+def find_or_build(progress_message: Callable[[str], None], extra_flags: Sequence[str] = ()) -> Path:
+    """Return the path of the library, compiled now if it is not in the cache folder; `progress_message` as of `load_library`.
 
     Raises RuntimeError if there is no compiler or it fails, and OSError for files.
     """
@@ -80,7 +80,7 @@ def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -
         _run_all([[*command, "-c", source, "-o", out] for source, out in objects.items()])
         _run_all([[*command, "-shared", *objects.values(), "-o", str(building / f"{name}.so")]])
 
-    return cached_library(name, build, "the CPU kernels", "some seconds", say)[0]
+    return cached_library(name, build, "the CPU kernels", "some seconds", progress_message)[0]
 
 
 def sources() -> list[Path]:

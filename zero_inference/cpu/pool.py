@@ -35,11 +35,12 @@ def choose_cpus(
         UsageError: more threads than physical cores.
     """
     cores = _physical_cores(set(numa_nodes), root, allowed)
-    of_python: list[int] = []
+    python_cores: list[int] = []  # one for each rank, near its GPU where possible
     for node in numa_nodes:
-        free = [cpu for cpu in cores if cpu not in of_python]
-        of_python += [cpu for cpu in free if node is None or _node_of(cpu, Path(root)) == node][:1] or free[:1]
-    others = [cpu for cpu in cores if cpu not in of_python]
+        free = [cpu for cpu in cores if cpu not in python_cores]
+        near = [cpu for cpu in free if node is None or _node_of(cpu, Path(root)) == node]
+        python_cores += (near or free)[:1]
+    others = [cpu for cpu in cores if cpu not in python_cores]
     if threads is None:
         return others or cores
     if threads > len(cores):
@@ -47,7 +48,7 @@ def choose_cpus(
             f"--cpu-threads {threads}: this process may use {len(cores)} physical cores; use {len(cores)} or fewer "
             "(hardware threads of one core would wait for each other)."
         )
-    return (of_python + others)[-threads:]
+    return (python_cores + others)[-threads:]  # Python's only where the others do not suffice
 
 
 def choose_rank_cpus(
@@ -120,7 +121,7 @@ class Call(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_int64, "task count"),
         *fields(ctypes.c_void_p, "input output"),
-        ("extra", ctypes.c_int64 * 4),
+        ("extra", ctypes.c_int64 * 4),  # `Routing.extra`, or new tokens, positions and window of attention
     ]
 
 
@@ -140,9 +141,9 @@ class Routing(NamedTuple):
     experts: Tensor
     weights: Tensor
 
-    def extra(self, experts: int, weights: int) -> tuple[int, ...]:
-        """Return `Call.extra` for both at these addresses."""
-        return self.experts.shape[-1], experts, weights, DTYPES[self.weights.dtype]
+    def extra(self, experts_address: int, weights_address: int) -> tuple[int, ...]:
+        """Return `Call.extra` for both, at these addresses in host memory."""
+        return self.experts.shape[-1], experts_address, weights_address, DTYPES[self.weights.dtype]
 
 
 @dataclass(frozen=True)

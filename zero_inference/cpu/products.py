@@ -16,8 +16,6 @@ from zero_inference.cpu.library import DTYPES, INSTRUCTIONS, best_instructions, 
 from zero_inference.kernels import quantization
 from zero_inference.kernels.quantization import GroupQuantization, check_packed, describe
 
-ITEM_BYTES = (4, 2, 2)  # of an element, by the values of DTYPES
-
 
 class Matrix(ctypes.Structure):
     """zero_inference::cpu::Matrix. It holds addresses only: the caller keeps the tensors alive.
@@ -39,7 +37,7 @@ class Matrix(ctypes.Structure):
     def rows_view(self, first: int, rows: int) -> Matrix:
         """Return `rows` rows from row `first` on, in the same memory."""
         skipped = first * self.columns  # values or codes before the view
-        item_bytes = ITEM_BYTES[self.dtype]
+        item_bytes = list(DTYPES)[self.dtype].itemsize
         if self.bits == 0:
             return Matrix(self.values + skipped * item_bytes, None, None, rows, self.columns, 0, 0, self.dtype)
         codes, offset = self.values + skipped * self.bits // 8, skipped // self.group * item_bytes
@@ -109,10 +107,10 @@ def multiply_rows(
 
     Raises:
         ValueError: the processor lacks `instructions`.
-        others: as of `linear_groups`.
+        RuntimeError, MemoryError: as of `linear_groups`.
     """
     name = best_instructions() if instructions == "auto" else instructions
-    failed = require_library().zero_inference_product(
+    result = require_library().zero_inference_product(
         ctypes.byref(matrix),
         len(x),
         INSTRUCTIONS.index(name),
@@ -125,9 +123,9 @@ def multiply_rows(
         out.stride(0),
         threads,
     )
-    if failed < 0:
+    if result < 0:
         raise MemoryError("a product on the CPU: memory is missing")
-    if failed:
+    if result > 0:
         raise ValueError(f"instructions {instructions!r}: this processor has {best_instructions()!r} at best")
 
 

@@ -108,7 +108,7 @@ class Machine:
         if self.other is None and ranks.device.type != "cuda":
             return "there is no GPU"
         if ranks.world_size > 1:
-            return "their rate beside several GPUs is not known"
+            return "its rate beside several GPUs is not known"
         if self.other:
             return concurrent_rates(self.other, work)
         profile = self.profile()
@@ -120,7 +120,7 @@ class Machine:
         try:
             return measure_concurrent_rates(ranks.device, cpus, work)
         except (RunError, torch.OutOfMemoryError):  # it takes 1 to 2 GB, which weights may need
-            return "there was too little memory to measure them"
+            return "there was too little memory to measure its rate"
 
 
 def resolve_machine(name: str | None, assume: str | None) -> Machine:

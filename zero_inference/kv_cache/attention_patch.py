@@ -49,14 +49,15 @@ def why_cpu_cannot_attend(model: PreTrainedModel) -> str | None:
         return "has layers that share keys and values"
     if getattr(text, "kv_lora_rank", None):
         return "keeps keys and values in a compressed form"
-    if not _bloom_attention(model):
+    if not _bloom_attention_modules(model):
         parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
         if not all(part._can_set_attn_implementation() for part in parts):
             return "does not attend by transformers' attention functions"
         if text._attn_implementation not in FUNCTIONS:
             return f"attends by {text._attn_implementation}, not by {' or '.join(FUNCTIONS)}"
     try:
-        same = _same_steps(*(_trial_steps(*_small_copy(model), cpu_attention) for cpu_attention in (False, True)))
+        own, ours = (_trial_steps(*_small_copy(model), cpu_attention) for cpu_attention in (False, True))
+        same = _same_steps(own, ours)
     except UnsupportedAttention as error:
         return f"has an attention of its own ({error.why})"
     except Exception as error:  # whatever the model's own code raises
@@ -64,7 +65,7 @@ def why_cpu_cannot_attend(model: PreTrainedModel) -> str | None:
     return None if same else "has an attention that computes something else than CPU attention"
 
 
-def _bloom_attention(model: PreTrainedModel) -> list[torch.nn.Module]:
+def _bloom_attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ == "BloomAttention"]
 
 
@@ -106,7 +107,7 @@ def _trial_steps(
     cache = DeviceKVCache(copied.config, length) if preallocated else new_cache(copied.config, kind)
     if cpu_attention:
         cache = CpuAttentionCache(copied.config, length, False, False, Transfers(), _reference_attention, kind)
-    one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(copied).forward).parameters else {}
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(copied).forward).parameters else {}
     ids = 1 + torch.arange(2 * length).reshape(2, length) % (copied.config.get_text_config(decoder=True).vocab_size - 1)
     mask = torch.ones_like(ids)
     mask[0, : TRIAL_PROMPT // 2] = 0
@@ -117,7 +118,7 @@ def _trial_steps(
             arguments = dict(
                 input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True
             )
-            logits = copied(**arguments, **one).logits
+            logits = copied(**arguments, **last).logits
             if start:
                 yield from products.inputs
                 yield logits
@@ -128,7 +129,7 @@ def _small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Callable[[], N
 
     One layer of each kind computes in a pass; the others return its result.
     """
-    memo: dict[int, Any] = {}  # of copy.deepcopy
+    memo: dict[int, Any] = {}  # of copy.deepcopy: id of an object -> its copy, here one for all layers of a kind
     firsts, layers = first_of_kind(model), find_layers(model)[1]
     copies = {first: copy.deepcopy(layers[first], memo) for first in set(firsts.values())}
     memo |= {id(layers[position]): copies[first] for position, first in firsts.items()}
@@ -180,18 +181,18 @@ class _RandomProducts(TorchDispatchMode):
         self.inputs += [tensor.clone() for tensor in numbers]
         grouped = "grouped_mm" in str(function)  # supports only this dtype on the meta device
 
-        def shape_of(tensor: Tensor) -> Tensor:
+        def on_meta(tensor: Tensor) -> Tensor:
             return tensor.to("meta", torch.bfloat16 if grouped and tensor.is_floating_point() else tensor.dtype)
 
-        out = function(*tree_map_only(Tensor, shape_of, args), **tree_map_only(Tensor, shape_of, kwargs or {}))
+        out = function(*tree_map_only(Tensor, on_meta, args), **tree_map_only(Tensor, on_meta, kwargs or {}))
         if function._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_select) and not numbers:
             return out  # gathered weights, such as those of an expert
-        return tree_map_only(Tensor, self._random, out)
+        return tree_map_only(Tensor, self._random_like, out)
 
-    def _random(self, shape: Tensor) -> Tensor:
-        if not shape.is_floating_point():
-            return torch.zeros(shape.shape, dtype=shape.dtype)
-        return torch.randn(shape.shape, generator=self.generator)
+    def _random_like(self, out: Tensor) -> Tensor:
+        if not out.is_floating_point():
+            return torch.zeros(out.shape, dtype=out.dtype)
+        return torch.randn(out.shape, generator=self.generator)
 
 
 def _reference_attention(layer: CpuAttentionLayer, query: Tensor, window: int, mask: Tensor | None) -> Tensor:
@@ -206,7 +207,7 @@ def patch_attention(model: PreTrainedModel) -> Patches:
 
     `why_cpu_cannot_attend` must have returned None before the weights were loaded.
     """
-    patches, bloom = Patches(), _bloom_attention(model)
+    patches, bloom = Patches(), _bloom_attention_modules(model)
     for module in bloom:
         patches.set_attr(module, "forward", partial(_bloom_forward, module, module.forward))
     if not bloom:
@@ -223,7 +224,7 @@ class _PatchedFunction(SharedPatch):
     """
 
     def __call__(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any):
-        layer = CpuAttentionLayer.of(key)
+        layer = CpuAttentionLayer.claim(key)
         if layer is None:
             before = self.before or sys.modules[type(module).__module__].eager_attention_forward
             return before(module, query, key, value, *args, **options)
@@ -256,7 +257,7 @@ def _bloom_forward(
     if not isinstance(cache, CpuAttentionCache) or cache.get_seq_length(module.layer_idx) == 0:
         return before(hidden_states, residual, alibi, attention_mask, layer_past=cache, **options)
     query, key, value = module._reshape(module.query_key_value(hidden_states))  # [batch, heads, new, head_dim]
-    layer = CpuAttentionLayer.of(cache.update(key, value, module.layer_idx)[0])
+    layer = CpuAttentionLayer.claim(cache.update(key, value, module.layer_idx)[0])
     if layer.logits is None:  # slopes from the bias of two positions; `alibi` is rounded to the model's dtype
         rule = sys.modules[type(module).__module__].build_alibi_tensor
         slopes = rule(torch.ones((1, 2), dtype=torch.int64), module.num_heads, torch.float32)[:, 0, 1]

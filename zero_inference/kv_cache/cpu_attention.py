@@ -162,8 +162,8 @@ class CpuAttentionLayer(PreallocatedLayer):
             self.cache.write(stored[: len(blocks)], blocks)
 
     @staticmethod
-    def of(key: Tensor) -> CpuAttentionLayer | None:
-        """Return the layer that marked `key`, which is pending no more; None for other keys."""
+    def claim(key: Tensor) -> CpuAttentionLayer | None:
+        """Return the layer that marked `key`, whose new states are pending no more; None for other keys."""
         layer: CpuAttentionLayer | None = getattr(key, "cpu_attention_layer", None)
         if layer is not None:
             layer.cache.pending = None
@@ -224,7 +224,7 @@ class CpuAttention:
         batch, heads, new, _ = query.shape
         keys, values = layer.stored
         task, length, pool = self.tasks.get(layer), layer.length, self.pool
-        positions = min(length, window + new - 1) if window else length  # read once for all new tokens
+        positions = min(length, window + new - 1) if window else length  # those that any of the new tokens sees
         self.transfers.cpu_bytes += positions * sum(stored[0, :, :, 0].nbytes for stored in layer.stored)
         packed = torch.cat([part.flatten() for part in (query, *layer.new_states)])  # one buffer, one hand-off
         out = query.new_empty((batch, new, heads, values.shape[4]))
@@ -255,13 +255,13 @@ class CpuAttention:
             layer.cache.await_prompt(packed.device)
             self.transfers.device_to_host_bytes += packed.nbytes
         parts = packed.cpu().split([part.numel() for part in states])
-        on_host, key, value = (part.view(like.shape) for part, like in zip(parts, states))
+        host_query, key, value = (part.view(like.shape) for part, like in zip(parts, states))
         layer.store(key, value)
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self.cpus or before)  # threads that are started here inherit it
         options: dict[str, Any] = dict(positions=layer.length, window=window, mask=mask, threads=self.pool.threads)
         try:
-            out = attention(on_host, *layer.stored, layer.logits, **options).transpose(1, 2)
+            out = attention(host_query, *layer.stored, layer.logits, **options).transpose(1, 2)
         finally:
             os.sched_setaffinity(0, before)
         if packed.is_cuda:

@@ -34,17 +34,17 @@ STATE_OF_LAYER = ("keys", "values", "is_initialized", "device", "dtype", "cumula
 def supports_preallocated(model: torch.nn.Module) -> bool:
     """Return whether `model` takes a cache whose layers hold keys and values and nothing else."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
-    return _takes_cache(model) and KEY_VALUE_LAYERS.issuperset(kinds)
+    return takes_cache(model) and KEY_VALUE_LAYERS.issuperset(kinds)
 
 
-def _takes_cache(model: torch.nn.Module) -> bool:
+def takes_cache(model: torch.nn.Module) -> bool:
     return "past_key_values" in inspect.signature(type(model).forward).parameters
 
 
 @cache_per_module
 def why_not_offloaded(model: torch.nn.Module) -> str | None:
     """Return why keys and values of `model` cannot be offloaded, in words that follow its name; None where they can."""
-    if not _takes_cache(model):
+    if not takes_cache(model):
         return "takes no past_key_values"
     try:
         return _why_not_replaceable(new_cache(model.config, cache_class(model)))
@@ -164,7 +164,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.length = 0
 
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.stored) if self.stored else 0
+        return sum(tensor.nbytes for tensor in self.stored or ())
 
 
 def store(stored: Pair, states: Pair, start: int, end: int) -> Pair:
@@ -192,7 +192,7 @@ class PreallocatedCache(Cache):
         own = self.new_own()
         if reason := _why_not_replaceable(own):
             raise _refusal(config, reason)
-        super().__init__(layers=[self._replaced(layer) for layer in own.layers])
+        super().__init__(layers=[self._replace(layer) for layer in own.layers])
         if own.layer_class_to_replicate is not None:  # created when first used
             self.layer_class_to_replicate = self.new_layer
         if type(own) is not DynamicCache:  # of a model that requires it
@@ -202,7 +202,8 @@ class PreallocatedCache(Cache):
     def new_layer(self) -> PreallocatedLayer:
         """Return an empty layer."""
 
-    def _replaced(self, own: Any) -> Any:
+    def _replace(self, own: Any) -> Any:
+        """Return our layer instead of `own`, with its other state; `own` itself if it keeps no keys and values."""
         if not has_keys(own):
             return own
         plain = type(own) in (DynamicLayer, DynamicSlidingWindowLayer)

@@ -150,7 +150,7 @@ class _DeviceSlots:
             return new
         if layer.index not in self.filled:
             self._fetch(layer, start, compute)
-        self._fetch_ahead(layer, compute)
+        self._prefetch(layer, compute)
         slot = self.filled.pop(layer.index)
         compute.wait_event(slot.filled)
         rows, stored = slot.views_for(layer)
@@ -163,7 +163,7 @@ class _DeviceSlots:
         self.next_slot = (self.next_slot + 1) % SLOTS
         return slot
 
-    def _fetch_ahead(self, layer: _HostLayer, compute: torch.cuda.Stream) -> None:
+    def _prefetch(self, layer: _HostLayer, compute: torch.cuda.Stream) -> None:
         """Prefetch the layers after `layer`, which is about to compute. After the last one come the first ones, which already have all
         positions of this step."""
         count = len(self.layers)

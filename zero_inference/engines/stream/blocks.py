@@ -61,7 +61,7 @@ class Block:
     def computable(self) -> bool:
         return bool(self.linears) or self.experts is not None
 
-    def of(self, layer: nn.Module) -> nn.Module:
+    def module_in(self, layer: nn.Module) -> nn.Module:
         return layer.get_submodule(self.module)
 
     def full_name(self, prefix: str, parameter: str) -> str:
@@ -84,7 +84,7 @@ def lay_out_blocks(
     by_kind: dict[tuple[int, str], BlockLayout] = {}
     in_blocks = set()
     for index, block in enumerate(blocks):
-        module = block.of(layers[block.layer])
+        module = block.module_in(layers[block.layer])
         parameters = [(name, module.get_parameter(name)) for name in block.parameters]
         in_blocks |= {id(parameter) for _, parameter in parameters}
         key = same_as.get(block.layer, block.layer), block.module
@@ -112,7 +112,6 @@ def find_blocks(model: nn.Module, outside_layers: set[int], divided: bool) -> li
     """
     prefix, layers = decoder_layers(model)
     reads = trace_reads(model)
-    detected: dict[tuple, FusedExperts | None] = {}
     # a block lacks parameters that are read outside of its layer, and those of an equal layer may all be in its blocks
     same_as = {} if outside_layers else first_of_kind(model)
     blocks: dict[int, list[Block]] = {}  # by layer
@@ -120,9 +119,9 @@ def find_blocks(model: nn.Module, outside_layers: set[int], divided: bool) -> li
         if same_as.get(index, index) != index:
             blocks[index] = [replace(block, layer=index) for block in blocks[same_as[index]]]
             continue
-        experts = dict(_experts_in(layer, text_config(getattr(model, "config", None)), detected))
+        experts = dict(_experts_in(layer, text_config(getattr(model, "config", None))))
         divider = _LayerDivider(index, layer, outside_layers, experts, reads, f"{prefix}.{index}")
-        parts = divider.divided() if divided and reads is not None else []
+        parts = divider.divide() if divided and reads is not None else []
         blocks[index] = parts if any(part.computable for part in parts) else [divider.whole()]
     return sum(blocks.values(), [])
 
@@ -141,19 +140,16 @@ def _parameters_outside_layers(model: nn.Module, layers: nn.ModuleList) -> set[i
     for index, layer in enumerate(layers):
         for parameter in layer.parameters():
             owners.setdefault(id(parameter), set()).add(index)
-    names = parameter_names(model)
-    uses = Counter(id(p) for layer in layers for _, p in layer.named_parameters(remove_duplicate=False))
-    return outside | {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > uses[key]}
+    names = parameter_names(model)  # in the whole model
+    names_in_layers = Counter(id(p) for layer in layers for _, p in layer.named_parameters(remove_duplicate=False))
+    return outside | {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > names_in_layers[key]}
 
 
-def _experts_in(layer: nn.Module, config: object, detected: dict) -> Iterator[tuple[str, FusedExperts]]:
+def _experts_in(layer: nn.Module, config: object) -> Iterator[tuple[str, FusedExperts]]:
+    """Yield (name, formula) of the modules of experts in `layer`."""
     for name, module in layer.named_modules():
-        shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
-        if name and any(len(shape) == 3 for shape in shapes):
-            key = type(module), *shapes
-            if key not in detected:
-                detected[key] = detect_experts(module)
-            experts = detected[key]
+        if name and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+            experts = detect_experts(module)
             if experts is not None:
                 mixture = layer.get_submodule(name.rpartition(".")[0])
                 yield name, replace(experts, top_k=experts_per_token(mixture, config, experts.num_experts))
@@ -173,7 +169,7 @@ class _LayerDivider:
     Args:
         experts: modules of experts by their name in the layer.
         reads: traced reads of the model; None if tracing failed, and only `whole` can be called.
-        traced: name of the layer in the model.
+        layer_name: name of the layer in the model.
     """
 
     def __init__(
@@ -183,10 +179,10 @@ class _LayerDivider:
         outside_layers: set[int],
         experts: dict[str, FusedExperts],
         reads: Reads | None,
-        traced: str,
+        layer_name: str,
     ):
         self.index, self.layer, self.outside_layers, self.experts = index, layer, outside_layers, experts
-        self.reads, self.traced = reads, traced
+        self.reads, self.layer_name = reads, layer_name
         modules = layer.named_modules()
         self.transposed = {f"{name}.weight" for name, module in modules if name and weight_layout(module) == COLUMNS}
         self.exact: set[str] = set()  # routers and biases of experts
@@ -201,9 +197,9 @@ class _LayerDivider:
 
     def whole(self) -> Block:
         owned = tuple(name for name, p in self.layer.named_parameters() if id(p) not in self.outside_layers)
-        return self._make("", owned)
+        return self._make_block("", owned)
 
-    def divided(self, prefix: str = "") -> list[Block]:
+    def divide(self, prefix: str = "") -> list[Block]:
         """Return a block for each child of the module `prefix` that holds matrices; nothing if a matrix belongs to no child that is called.
 
         A mixture is divided likewise, and its routers stay on the device."""
@@ -215,24 +211,24 @@ class _LayerDivider:
         for name, child in self._children(prefix):
             if not self._matrices(child) or self._is_router(prefix, child):
                 continue
-            parts = self.divided(name) if any(each.startswith(f"{name}.") for each in self.experts) else []
-            called_once = self.reads.once_a_call(f"{self.traced}.{name}", self.traced)
+            parts = self.divide(name) if any(each.startswith(f"{name}.") for each in self.experts) else []
+            called_once = self.reads.once_a_call(f"{self.layer_name}.{name}", self.layer_name)
             if parts:
                 found += parts
             elif called_once and self._alone_reads(name, child):
-                found.append(self._block(name, child))
+                found.append(self._child_block(name, child))
             elif _nbytes(child.parameters()) > SMALL_SHARE * _nbytes(self.layer.parameters()):
                 return []
         return found
 
-    def _block(self, name: str, module: nn.Module) -> Block:
+    def _child_block(self, name: str, module: nn.Module) -> Block:
         """Return the block of child `name`: with `experts` or `linears` if these have nearly all of its weights, so that the CPU can
         compute it."""
         owned = [(own_name, p) for own_name, p in module.named_parameters() if id(p) not in self.outside_layers]
         names = tuple(own_name for own_name, _ in owned)
         whole = len(owned) == len(list(module.named_parameters()))
         if name in self.experts:
-            return self._make(name, names, experts=self.experts[name] if whole else None)
+            return self._make_block(name, names, experts=self.experts[name] if whole else None)
         linears = {
             part: child
             for part, child in module.named_modules()
@@ -241,11 +237,11 @@ class _LayerDivider:
         in_linears = {id(p) for child in linears.values() for p in child.parameters()}
         others = [p for _, p in owned if _is_wide(p) and id(p) not in in_linears]
         if not whole or not linears or _nbytes(others) > SMALL_SHARE * _nbytes(module.parameters()):
-            return self._make(name, names)
+            return self._make_block(name, names)
         names = tuple(own_name for own_name, p in owned if id(p) in in_linears)
-        return self._make(name, names, linears=tuple(linears), feed_forward=detect_mlp(module))
+        return self._make_block(name, names, linears=tuple(linears), feed_forward=detect_mlp(module))
 
-    def _make(self, name: str, names: tuple[str, ...], **others: Any) -> Block:
+    def _make_block(self, name: str, names: tuple[str, ...], **others: Any) -> Block:
         start = f"{name}." if name else ""
         inside = (item for item in self.experts.items() if f"{item[0]}.".startswith(start))
         return Block(
@@ -261,7 +257,7 @@ class _LayerDivider:
 
     def _alone_reads(self, name: str, module: nn.Module) -> bool:
         """Return whether no other code of the model reads the parameters of `module`."""
-        full = f"{self.traced}.{name}"
+        full = f"{self.layer_name}.{name}"
         return all(self.reads.only_inside(f"{full}.{own}", full) for own, _ in module.named_parameters())
 
     def _matrices(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
@@ -293,9 +289,9 @@ class _LayerDivider:
         if self.reads is None or any("." in name for name, _ in self.layer.get_submodule(module).named_parameters()):
             return False
         parent, _, child = module.rpartition(".")
-        full_block, full_module = (f"{self.traced}.{name}".rstrip(".") for name in (block, module))
+        full_block, full_module = (f"{self.layer_name}.{name}".rstrip(".") for name in (block, module))
         if not (
-            self.reads.only_inside(f"{self.traced}.{parameter}", full_module)
+            self.reads.only_inside(f"{self.layer_name}.{parameter}", full_module)
             and self.reads.once_a_call(full_module, full_block)
         ):
             return False

@@ -18,8 +18,8 @@ from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cpu_plan import CpuPlan, hand_off_bytes
 from zero_inference.engines.stream.expert_cache import ExpertCache, ExpertCaches
 from zero_inference.engines.stream.layout import BlockLayout, BlockStore, StoredParameter
-from zero_inference.engines.stream.placement import Placement, multiplies_many
-from zero_inference.engines.stream.products import SharedInput
+from zero_inference.engines.stream.placement import Placement, fuses_experts
+from zero_inference.engines.stream.products import SharedInput, weight_of
 from zero_inference.kernels.quantization import GroupQuantization
 from zero_inference.kv_cache.cpu_attention import CpuAttention, attention_hand_off_bytes
 from zero_inference.models.mlp import FusedExperts
@@ -87,9 +87,9 @@ class CpuBlock(SharedInput):
 
     def _add_task(self, stages: list[Stage]) -> Task:
         # one dtype in all stages; some families keep modules in float32: input and output have that dtype
-        (code,) = {weight.matrix.dtype for stage in stages for weight in stage.weights}
+        (number,) = {weight.matrix.dtype for stage in stages for weight in stage.weights}
         pool = self.backend.pool
-        task = pool.add_block(stages, next(dtype for dtype, known in DTYPES.items() if known == code))
+        task = pool.add_block(stages, list(DTYPES)[number])
         pool.reserve(task, self.backend.max_rows)
         return task
 
@@ -117,7 +117,7 @@ def _stored_matrix(stored: StoredParameter, buffer: torch.Tensor, scheme: GroupQ
 def _weight(
     linear: nn.Module, name: str, layout: BlockLayout, buffer: torch.Tensor, scheme: GroupQuantization | None
 ) -> Weight:
-    stored = layout[f"{name}.weight" if name else "weight"]
+    stored = layout[weight_of(name)]
     matrix = _stored_matrix(stored, buffer, scheme)
     bias = None
     if linear.bias is not None:
@@ -133,7 +133,7 @@ class CpuExperts(CpuBlock):
         self, block: Block, module: nn.Module, buffer: torch.Tensor, backend: CpuBackend, cache: ExpertCache | None
     ):
         super().__init__(block, module, buffer, backend)
-        form, self.cache, self.device_multiplies_many = block.experts, cache, multiplies_many(backend.scheme)
+        form, self.cache, self.device_fuses_experts = block.experts, cache, fuses_experts(backend.scheme)
         activation = ExpertActivation(form.activation, form.interleaved, form.limit, form.up_offset)
         experts = _experts(form, block.layout, buffer, backend.scheme)
         counts = None if cache is None else cache.counts
@@ -151,7 +151,7 @@ class CpuExperts(CpuBlock):
         is_prompt = cache is not None and len(expert_ids) > backend.decode_rows
         if is_prompt:
             cache.count_uses(expert_ids)
-        if cache is None or (is_prompt and not self.device_multiplies_many):
+        if cache is None or (is_prompt and not self.device_fuses_experts):
             (out,) = backend.calls(self.task, x, Routing(expert_ids, weights))
         else:  # the device multiplies cached and fetched experts while the CPU multiplies the others
             try:
@@ -173,13 +173,13 @@ def _experts(
         for name in (experts.gate_up_bias, experts.down_bias)
     )
     inner, hidden = last.columns, last.rows // experts.num_experts
-    is_one_product = experts.interleaved or not experts.gated
+    is_one_matrix = experts.interleaved or not experts.gated
     width = (1 + experts.interleaved) * inner
     result = []
     for expert in range(experts.num_experts):
         begin, bias = expert * (1 + experts.gated) * inner, first_bias[expert]
         down, down_bias = last.rows_view(expert * hidden, hidden), last_bias[expert]
-        if is_one_product:
+        if is_one_matrix:
             result.append(Expert(first.rows_view(begin, width), None, down, bias, None, down_bias))
             continue
         (gate, gate_bias), (up, up_bias) = _gate_and_up(first, bias, begin, inner, experts.gate_is_second)
@@ -190,14 +190,7 @@ def _experts(
 class CpuBackend:
     """The thread pool of a run, and the blocks that it computes. All ranks of a host share it; the first rank has the threads."""
 
-    def __init__(
-        self,
-        plan: CpuPlan,
-        job: Job,
-        placement: Placement,
-        store: BlockStore,
-        transfers: Transfers,
-    ):
+    def __init__(self, plan: CpuPlan, job: Job, placement: Placement, store: BlockStore, transfers: Transfers):
         self.plan, self.placement, self.store, self.scheme = plan, placement, store, placement.scheme
         self.dtype, self.decode_rows = job.spec.dtype, plan.decode_rows
         self.max_rows = max(plan.decode_rows, plan.prompt_rows)

@@ -21,20 +21,20 @@ from zero_inference.utils.model_sizes import heads_of_key
 CPU_ATTENTION_TRIAL = "why the CPU cannot attend"  # key of the empty model's cache
 NO_LINK = "no GPU, so no weights cross PCIe"
 # Two H100s, Llama-2-13B in 4 bits: batch 2 26.9 token/s without the CPU, 21.2 with it; batch 16 194 and 126 (`h100-x2`).
-SEVERAL_GPUS = "several GPUs are faster without them; --cpu-compute SHARE uses them all the same"
-# Short prompts: products are measured with up to `MEASURED_ROWS` rows, and their rate is assumed to fall as 1 / rows above (int4, 15
-# threads: 62 GB/s with 32 rows, 37 with 64, 19 with 128). Some experts get several times the mean number of rows: blocks are planned with
-# `UNEVEN_ROWS` times the mean. Hand-offs copy hidden states at `CROSSED_GB_PER_S` with a busy link (4.9 to 10 on four hosts:
-# `crossing_s` by rows).
-MEASURED_ROWS, MAX_PROMPT_ROWS, CROSSED_GB_PER_S, UNEVEN_ROWS = 32, 128, 5.0, 2.0
+SEVERAL_GPUS = "several GPUs are faster without it; --cpu-compute SHARE uses it all the same"
+# Short prompts: products are measured with up to so many rows, and their rate is assumed to fall as 1 / rows above (int4, 15 threads: 62
+# GB/s with 32 rows, 37 with 64, 19 with 128).
+MEASURED_ROWS, MAX_PROMPT_ROWS = 32, 128
+UNEVEN_ROWS = 2.0  # some experts get several times the mean number of rows: blocks are planned with this multiple of it
+HAND_OFF_GB_PER_S = 5.0  # of hidden states beside a busy link (4.9 to 10 on four hosts: `crossing_s` by rows)
 MAX_HAND_OFF_BYTES = 64 << 20  # of page-locked buffers, each way
 # Predicted speedup from which `auto` uses the CPU: less is within the spread of two measurements.
 MIN_GAIN = 1.05
-# While the CPU multiplies, kernels read page-locked memory at `FETCH_RATE` of the rate of copies (H100 hosts: 36 of 44 GB/s, 43 of 45, and
-# 46 of 51 where they gather blocks for a prompt, h100-prompts/host2). Experts that are fetched in one pass: the time of the product with
-# their last weights, and their greatest number, which bounds their memory.
-FETCH_RATE, FETCHED_PRODUCTS_S, MAX_FETCHES = 0.9, 15e-6, 16
-
+# While the CPU multiplies, kernels read page-locked memory at this share of the rate of copies (H100 hosts: 36 of 44 GB/s, 43 of 45, and
+# 46 of 51 where they gather blocks for a prompt, h100-prompts/host2).
+FETCH_RATE_RATIO = 0.9
+FETCHED_PRODUCTS_S = 15e-6  # the product with the last weights that a pass fetches
+MAX_FETCHES = 16  # experts that a pass fetches, which bounds their memory
 # The device's time for a mixture's prompt, relative to writing and reading its weights (1.8 to 2.3 in predicted times of Qwen3-30B-A3B).
 MIXTURE_SLOWNESS = 2.0
 
@@ -132,7 +132,7 @@ def why_no_cpu_compute(job: Job) -> str | None:
         raise UsageError(
             f"--cpu-compute {job.config.cpu_compute}: its code could not be compiled: {missing.rstrip('.')}; or use --cpu-compute off."
         )
-    return f"their code could not be compiled: {missing}" if missing else None
+    return f"its code could not be compiled: {missing}" if missing else None
 
 
 def why_no_cpu_attention(job: Job) -> str | None:
@@ -162,32 +162,32 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
     can_attend = may_attend and config.kv_offload and not multiplies_codes(job) and why_no_cpu_attention(job) is None
     if not placement.computable and not can_attend:
         if config.cpu_share is None:
-            return "host memory has no weights that they can multiply"
+            return "host memory has no weights that it can multiply"
         raise UsageError(
             f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the CPU can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."
         )
     if job.machine.is_here and _is_alone(job):
-        found: ConcurrentRates | str = "their rates are only measured in a run, by all ranks together"
+        measured: ConcurrentRates | str = "its rate is only measured in a run, by all ranks together"
     else:
         text = job.spec.text_config
         heads = heads_of_key(text) if can_attend else 0
         work = CpuWorkload(job.spec.dtype, placement.scheme, job.rank_batch, text.hidden_size, heads)
-        found = job.machine.concurrent_rates(job.ranks, cpus, work)
-    rates = found if isinstance(found, ConcurrentRates) else None
-    placement = replace(placement, few_tokens=ranks * job.rank_batch)
+        measured = job.machine.concurrent_rates(job.ranks, cpus, work)  # or why there are none
+    rates = measured if isinstance(measured, ConcurrentRates) else None
+    placement = replace(placement, decode_tokens=ranks * job.rank_batch)
     kv_bytes, kv_slowness = ranks * job.mean_kv_bytes if config.kv_offload else 0, 1.0
     profile = None if config.pin_kv_cache else job.machine.profile()
     if rates is not None and profile is not None and profile.pageable_link_gb_per_s:
         kv_slowness = rates.link_alone_gb_per_s / profile.pageable_link_gb_per_s
     plan = CpuPlan(
         cpus,
-        0.0,
-        job.rank_batch,
-        rates,
-        can_attend,
-        kv_bytes,
-        kv_slowness,
+        share=0.0,
+        decode_rows=job.rank_batch,
+        rates=rates,
+        attends=can_attend,
+        kv_bytes=kv_bytes,
+        kv_slowness=kv_slowness,
         ranks=ranks,
         instructions=job.machine.instructions(),
         link_rests=not placement.host_bytes,
@@ -199,7 +199,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
         return placed.with_quota(fetch_quota(placed.with_budget_used(), rates), spare_slots(job, placed.ring_depth))
 
     if share is not None:
-        placement = placement.with_cpu_share(share)
+        placement = placement.with_even_cpu_share(share)
         if not placement.cpu_computed and not can_attend:
             raise UsageError(
                 f"--cpu-compute {config.cpu_compute}: this share of {job.spec.name} is less than half a block, and blocks are not divided; "
@@ -208,12 +208,12 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
         if placement.with_budget_used().expert_slots:  # they change only by fetching
             placement = with_fetched_experts(placement)
         return placement.with_budget_used(), replace(plan, share=share)
-    if isinstance(found, str):
-        return found
+    if isinstance(measured, str):
+        return measured
     best = best_split(placement.with_cpu_shares(1.0, 0.0), plan)
     if not (best.of_experts or best.of_others or best.attends):
-        cpu_rate, link_rate = three_digits(found.cores_gb_per_s), three_digits(found.link_gb_per_s)
-        return f"they would hardly help ({cpu_rate} GB/s beside a link at {link_rate} GB/s)"
+        cpu_rate, link_rate = three_digits(measured.cores_gb_per_s), three_digits(measured.link_gb_per_s)
+        return f"it would hardly help ({cpu_rate} GB/s beside a link at {link_rate} GB/s)"
     plan = replace(plan, attends=best.attends, automatic=True)
     # large blocks of experts may arrive late although the link has time for them: compare with computing all on the CPU
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
@@ -251,10 +251,10 @@ def plan_short_prompts(job: Job, placement: Placement, plan: CpuPlan) -> tuple[P
     slower, hidden_bytes = max(1.0, rows / measured), tokens * width * job.spec.dtype.itemsize
     rates = replace(
         rates,
-        link_gb_per_s=rates.link_gb_per_s * (FETCH_RATE if placement.gathered else 1.0),
+        link_gb_per_s=rates.link_gb_per_s * (FETCH_RATE_RATIO if placement.gathered else 1.0),
         cores_gb_per_s=rates.cores_gb_per_s / slower,
         expert_s=rates.expert_s * slower,
-        hand_off_s=plan.rates.hand_off_s + 2 * hidden_bytes / (CROSSED_GB_PER_S * 1e9),
+        hand_off_s=plan.rates.hand_off_s + 2 * hidden_bytes / (HAND_OFF_GB_PER_S * 1e9),
     )
     asked = 1.0 if job.config.cpu_share is None else job.config.cpu_share
     most = min(1.0, asked * placement.host_bytes / placement.nbytes_of(blocks))
@@ -338,7 +338,7 @@ def best_split(placement: Placement, plan: CpuPlan) -> Split:
     sent = placement.host_bytes - placement.expert_budget + not_attending.carried_bytes
     alone = Split(0.0, 0.0, False, sent / (rates.link_alone_gb_per_s * 1e9))
     found = []
-    for each in (not_attending, plan)[: 1 + plan.attends]:
+    for each in [not_attending, plan] if plan.attends else [plan]:
         hand_offs_s = sum(_hand_offs_s(placement.with_cpu_shares(1.0, 1.0), rates).values())
         for _ in range(2):  # fewer blocks have fewer hand-offs, which leaves the CPU more time
             split, hand_offs_s = _balanced(placement, each, hand_offs_s)
@@ -357,7 +357,7 @@ def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]
         return ()
     size = sum(map(placement.expert_bytes, blocks)) / len(blocks)
     forms = [placement.blocks[block].experts for block in blocks]
-    link, cpu = FETCH_RATE * rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
+    link, cpu = FETCH_RATE_RATIO * rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
     ahead_s = placement.nbytes_of(placement.streamed) / placement.layers / (rates.link_gb_per_s * 1e9)
 
     def seconds(missed: int, fetched: int) -> float:
@@ -365,7 +365,7 @@ def fetch_quota(placement: Placement, rates: ConcurrentRates) -> tuple[int, ...]
         cpu_s = rates.call_overhead_s(left * size, left) + left * size / cpu
         return max(cpu_s, ahead_s + fetched * size / link + FETCHED_PRODUCTS_S) if fetched else cpu_s
 
-    most = max(min(form.num_experts, placement.few_tokens * form.top_k) for form in forms)
+    most = max(min(form.num_experts, placement.decode_tokens * form.top_k) for form in forms)
     quota = tuple(
         min(range(min(missed, MAX_FETCHES) + 1), key=lambda fetched: seconds(missed, fetched))
         for missed in range(most + 1)
@@ -393,11 +393,11 @@ def prompt_split(placement: Placement, rates: ConcurrentRates, tokens: int, most
         cpu_s = sum(cpu_block_s(now, rates).values())
         return prefill_bytes(found) / (rates.link_gb_per_s * 1e9), device_s + cpu_s
 
-    alone_s, device_s = times(placement)
-    least_s, most_s = times(placement.with_prompt_share(1.0))
-    share = _share(alone_s - device_s, alone_s - least_s + most_s - device_s, most)
+    link_s, device_s = times(placement)
+    all_link_s, all_compute_s = times(placement.with_prompt_share(1.0))
+    share = _balancing_share(link_s - device_s, link_s - all_link_s + all_compute_s - device_s, most)
     found = placement.with_prompt_share(share)
-    without_s = max(alone_s * rates.link_gb_per_s / rates.link_alone_gb_per_s, device_s)
+    without_s = max(link_s * rates.link_gb_per_s / rates.link_alone_gb_per_s, device_s)
     return found if without_s >= MIN_GAIN * max(times(found)) else placement
 
 
@@ -412,28 +412,29 @@ def _balanced(placement: Placement, plan: CpuPlan, hand_offs_s: float) -> tuple[
     rates = plan.rates
     link, cpu = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
     experts = placement.expert_blocks
-    of_experts, read_of_experts = placement.nbytes_of(experts), sum(map(placement.read_bytes, experts))
-    of_others = placement.host_bytes - of_experts
-    most_of_others = (placement.nbytes_of(placement.computable) - of_experts) / of_others if of_others else 0.0
+    experts_bytes, experts_read_bytes = placement.nbytes_of(experts), sum(map(placement.read_bytes, experts))
+    others_bytes = placement.host_bytes - experts_bytes
+    most_of_others = (placement.nbytes_of(placement.computable) - experts_bytes) / others_bytes if others_bytes else 0.0
     sent_s = (placement.host_bytes + plan.carried_bytes) / link  # if the CPU computes nothing
-    resident = sum(map(placement.read_bytes, placement.resident))
-    cpu_s = hand_offs_s + resident / (rates.device_gb_per_s * 1e9)
+    resident_bytes = sum(map(placement.read_bytes, placement.resident))
+    cpu_s = hand_offs_s + resident_bytes / (rates.device_gb_per_s * 1e9)
     cpu_s += plan.attention_s + plan.hand_offs_of_attention_s(placement)
-    first = second = 0.0
+    of_experts = of_others = 0.0  # shares for the CPU
     if experts:
-        first = _share(sent_s - cpu_s, of_experts / link + read_of_experts / cpu, 1.0)
-        all_s, some_s = (cpu_s + share * read_of_experts / cpu for share in (1.0, first))
+        of_experts = _balancing_share(sent_s - cpu_s, experts_bytes / link + experts_read_bytes / cpu, 1.0)
+        all_s, some_s = (cpu_s + share * experts_read_bytes / cpu for share in (1.0, of_experts))
         if placement.expert_slots and all_s < MIN_GAIN * some_s:
-            first = 1.0
-        sent_s, cpu_s = sent_s - first * of_experts / link, cpu_s + first * read_of_experts / cpu
-    if of_others and first == (1.0 if experts else 0.0):
-        second = _share(sent_s - cpu_s, of_others / link + of_others / cpu, most_of_others)
-        sent_s, cpu_s = sent_s - second * of_others / link, cpu_s + second * of_others / cpu
-    needed_s = sum(_hand_offs_s(placement.with_cpu_shares(first, second), rates).values())
+            of_experts = 1.0
+        sent_s, cpu_s = sent_s - of_experts * experts_bytes / link, cpu_s + of_experts * experts_read_bytes / cpu
+    if others_bytes and of_experts == (1.0 if experts else 0.0):
+        of_others = _balancing_share(sent_s - cpu_s, others_bytes / link + others_bytes / cpu, most_of_others)
+        sent_s, cpu_s = sent_s - of_others * others_bytes / link, cpu_s + of_others * others_bytes / cpu
+    needed_s = sum(_hand_offs_s(placement.with_cpu_shares(of_experts, of_others), rates).values())
     cpu_s += needed_s - hand_offs_s
-    return Split(first, second, plan.attends, max(sent_s, cpu_s)), needed_s
+    return Split(of_experts, of_others, plan.attends, max(sent_s, cpu_s)), needed_s
 
 
-def _share(ahead_s: float, all_s: float, most: float) -> float:
-    """Return the share, up to `most`, of work that takes `all_s` on both sides together, that balances sides `ahead_s` apart."""
+def _balancing_share(ahead_s: float, all_s: float, most: float) -> float:
+    """Return the share of some work, up to `most`, with which two sides end together: without it they end `ahead_s` apart, and all of it
+    takes `all_s` off the one plus onto the other."""
     return min(max(ahead_s / all_s, 0.0), most)

@@ -36,7 +36,7 @@ from zero_inference.utils.patching import Patches
 
 # Eager steps in a row right before a capture: libraries take their memory, and blocks are placed and used as in the step to come
 EAGER_STEPS = 2
-# One step of each kind is timed, which says only so much of the steps to come; and other work cannot hold up a graph as it does Python
+# One step of each kind is timed, which is noisy, and other work of the host slows down later steps of Python, but not those of a graph
 MAX_SLOWDOWN = 1.1
 RANKS = "there are several ranks"
 KEYS_IN_HOST = "keys and values are in host memory"
@@ -93,7 +93,7 @@ class StepGraph:
         self.prefetcher, self.report = prefetcher, report
         self.calls = None if prefetcher.cpu is None else prefetcher.cpu.calls
         model = job.empty_model.model
-        self.own = model.forward
+        self.original_forward = model.forward
         self.cache: DeviceKVCache | None = None  # of the captured step
         self.eager_steps = 0
         self.placement = prefetcher.placement  # in the eager steps that are counted
@@ -103,7 +103,7 @@ class StepGraph:
         self.captured_calls: CapturedCalls | None = None
         self.verified = False
 
-        @functools.wraps(self.own)  # generate inspects its arguments
+        @functools.wraps(self.original_forward)  # generate inspects its arguments
         def forward(*args: Any, **call: Any) -> Any:
             return self._forward(*args, **call)
 
@@ -129,7 +129,7 @@ class StepGraph:
     def _forward(self, *args: Any, **call: Any) -> Any:
         if self.given_up or args or not is_decode_step(call):
             self.eager_steps = 0
-            return self.own(*args, **call)
+            return self.original_forward(*args, **call)
         same_batch = self.inputs is None or self.inputs.ids.shape == call["input_ids"].shape
         if call["past_key_values"] is not self.cache or not same_batch:
             self._release()
@@ -148,17 +148,17 @@ class StepGraph:
         self.eager_steps += 1
         if self.eager_steps > EAGER_STEPS:
             self._capture(call)  # by now blocks that turned out not to suit the CPU are streamed
-        return self.own(**call)
+        return self.original_forward(**call)
 
     def _capture(self, call: dict[str, Any]) -> None:
         cache = call["past_key_values"]
         inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype)
         inputs.fill(call)
-        fixed = inputs.instead_of(call)
+        arguments = inputs.arguments_for(call)
 
         def step() -> torch.Tensor:
-            with self.prefetcher.timeline.paused(), cache.writing_at(inputs.place), using_decode_attention():
-                return self.own(**fixed).logits
+            with self.prefetcher.timeline.paused(), cache.writing_at(inputs.cache_position), using_decode_attention():
+                return self.original_forward(**arguments).logits
 
         self.prefetcher.fix_slots()
         self.prefetcher.begin_captured_pass()
@@ -182,23 +182,23 @@ class StepGraph:
     def _verify(self, call: dict[str, Any]) -> Any:
         """Compute a step in three ways: by the graph, twice; eagerly with the graph's mask, to compare results; and eagerly as usual, to
         compare times. Return the output of the last one."""
-        cache, place = call["past_key_values"], call["past_key_values"].get_seq_length()
+        cache, position = call["past_key_values"], call["past_key_values"].get_seq_length()
         streams = self.prefetcher.timeline.streams
         try:
             for _ in range(2):  # the first time takes longer
                 self.prefetcher.begin_captured_pass()
                 graph_s, output = _timed(lambda: self._replay(call), streams)
                 cache.advance(-1)
-            of_graph = [output.logits[:, -1].clone(), *cache.at(place)]
-            output = self.own(**call | {"attention_mask": visible_positions(call, self.dtype)})
-            eager = [output.logits[:, -1].clone(), *cache.at(place)]
+            of_graph = [output.logits[:, -1].clone(), *cache.at(position)]
+            output = self.original_forward(**call | {"attention_mask": visible_positions(call, self.dtype)})
+            eager = [output.logits[:, -1].clone(), *cache.at(position)]
             differences = [_difference(one, other) for one, other in zip(of_graph, eager)]
             cache.advance(-1)
         except (torch.OutOfMemoryError, RunError) as error:
-            cache.advance(place - cache.get_seq_length())
+            cache.advance(position - cache.get_seq_length())
             self._give_up(f"it could not be verified ({first_line(error)})")
-            return self.own(**call)
-        eager_s, output = _timed(lambda: self.own(**call), streams)
+            return self.original_forward(**call)
+        eager_s, output = _timed(lambda: self.original_forward(**call), streams)
         difference = float(torch.stack(differences).max())  # NaN, if one of them is
         measured: dict[str, Any] = {"difference": difference, "graph_s": graph_s, "launched_s": eager_s}
         if not difference <= MAX_DIFFERENCE[self.dtype]:
@@ -272,8 +272,8 @@ def capture_calls(step: Step, prefetcher: Prefetcher) -> CapturedStep:
     """Stand in for graphs on a CPU: call `step` again for each replay, with blocks in the same slots."""
     slots: list[int | None] = []  # that the ring buffer returns in each call of the step
 
-    def first_between(call: Callable[[], Any]) -> Any:
-        slots.append(call())
+    def first_between(work: Callable[[], Any]) -> Any:
+        slots.append(work())
         return slots[-1]
 
     with _between_graphs(prefetcher, first_between):
@@ -282,8 +282,8 @@ def capture_calls(step: Step, prefetcher: Prefetcher) -> CapturedStep:
     def replay() -> None:
         expected = iter(slots)
 
-        def between(call: Callable[[], Any]) -> Any:
-            slot = call()
+        def between(work: Callable[[], Any]) -> Any:
+            slot = work()
             _check_slot(slot, next(expected))
             return slot
 
@@ -315,10 +315,11 @@ class _GraphSequence:
         self.parts.append(graph.replay)
         self.graphs += 1
 
-    def between(self, call: Callable[[], Any]) -> Any:
+    def between(self, work: Callable[[], Any]) -> Any:
+        """Call `work` between two graphs, now and in every replay, where it must return the same slot."""
         self.end()
-        slot = call()
-        self.parts.append(lambda: _check_slot(call(), slot))
+        slot = work()
+        self.parts.append(lambda: _check_slot(work(), slot))
         self.begin()
         return slot
 
@@ -359,7 +360,7 @@ class StepInputs:
 
     ids: torch.Tensor  # int64 [B, 1]
     positions: torch.Tensor  # int64 [B, 1]
-    place: torch.Tensor  # int64 [1], the cache's next position
+    cache_position: torch.Tensor  # int64 [1], the cache's next position
     mask: torch.Tensor  # added to attention scores, [B, 1, 1, positions of the cache], in the model's dtype
 
     @classmethod
@@ -367,16 +368,17 @@ class StepInputs:
         mask = torch.empty(ids.shape[0], 1, 1, length, dtype=dtype, device=ids.device)
         return cls(torch.empty_like(ids), torch.empty_like(ids), ids.new_empty(1), mask)
 
-    def instead_of(self, call: dict[str, Any]) -> dict[str, Any]:
-        known = {"cache_position": self.place} if call.get("cache_position") is not None else {}
-        return call | known | {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": self.mask}
+    def arguments_for(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `call` with these tensors instead of its own."""
+        position = {"cache_position": self.cache_position} if call.get("cache_position") is not None else {}
+        return call | position | {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": self.mask}
 
     def fill(self, call: dict[str, Any]) -> None:
-        """Copy those of `call`, whose cache does not hold the step's keys and values yet."""
+        """Copy the inputs of `call`, whose cache does not hold the step's keys and values yet."""
         length = call["past_key_values"].get_seq_length()
         self.ids.copy_(call["input_ids"])
         self.positions.copy_(call["position_ids"])
-        self.place.fill_(length)
+        self.cache_position.fill_(length)
         self.mask.fill_(torch.finfo(self.mask.dtype).min)
         seen, given = self.mask[:, 0, 0, : length + 1], call.get("attention_mask")  # [B, length + 1]
         if given is None:

@@ -229,7 +229,7 @@ class ExpertCache:
         self.slot_ids = torch.arange(count, device=table.device)
         self.copy_tables = [each.copy_table() for each in self.weights]
         self.block_copy_table = torch.cat(self.copy_tables)
-        self.in_vectors = not bool((self.block_copy_table % 16).any())
+        self.in_vectors = not bool((self.block_copy_table % 16).any())  # kernels may copy so many bytes at once
         self.buffer, self.others = buffer, _other_ranges(layout, experts)
         self.filled = 0  # slots with an expert
         self.gathered: Any = None  # event after the last `gather`
@@ -308,14 +308,14 @@ class ExpertCache:
     def products(self, x: torch.Tensor, dispatched: Dispatch, weights: torch.Tensor) -> WeightedRows:
         """Return outputs of cached and fetched experts for x [tokens, hidden], with their `weights` [tokens, k]."""
         arrived = self._fetch(dispatched) if self.max_fetches else None
-        rows = [self.rows(x, dispatched.slot)] if self.owns_slots else []
+        rows = [self.multiply(x, dispatched.slot)] if self.owns_slots else []
         if arrived is not None:
-            rows.append(self.rows(x, dispatched.fetched_slot, arrived))
+            rows.append(self.multiply(x, dispatched.fetched_slot, arrived))
         return WeightedRows(weights.contiguous(), *(each.to(x.dtype) for each in rows))
 
-    def rows(self, x: torch.Tensor, slots: torch.Tensor, arrived: Sequence[Any] = (None, None)) -> torch.Tensor:
-        """Return outputs [tokens * k, hidden] of the experts in `slots`, int64 [tokens, k], for x [tokens, hidden]; zeros for slot -1. The
-        two products wait for the events `arrived`."""
+    def multiply(self, x: torch.Tensor, slots: torch.Tensor, arrived: Sequence[Any] = (None, None)) -> torch.Tensor:
+        """Return outputs [tokens * k, hidden] of the experts in `slots`, int64 [tokens, k], for x [tokens, hidden]; zeros for slot -1. Its
+        two products wait for one event each of `arrived`."""
         slot, current = slots.view(-1), self.fetching.streams.current()
         if arrived[0] is not None:
             current.wait_event(arrived[0])

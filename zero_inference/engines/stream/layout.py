@@ -20,7 +20,7 @@ from zero_inference.utils.ranks import Ranks
 VECTOR_BYTES = 16  # that kernels for codes read at once
 BUFFER_ALIGNMENT = 256  # what cudaMalloc gives; a matrix multiplication picks its kernel by alignment
 # Bytes of a group of experts, dequantized. Qwen3-30B-A3B has one group a layer, DeepSeek-V3 20 (all 256 experts would take 14 GiB).
-GROUP_BYTES = 768 << 20
+EXPERT_GROUP_BYTES = 768 << 20
 PAGE_BYTES = 4096
 
 
@@ -48,7 +48,7 @@ class StoredParameter:
     packed: tuple[TensorSpan, TensorSpan, TensorSpan] | None = None  # codes (uint8), scales and minima in the buffer
     transposed: bool = False  # stored as [..., out, in], where the model has [..., in, out]
     module_only: bool = False  # dequantized for each call of its own module; otherwise for the call of the block
-    group: int = 0  # experts that are dequantized at a time; 0 for a weight that is dequantized whole
+    expert_group: int = 0  # experts that are dequantized at a time; 0 for a weight that is dequantized whole
 
     @property
     def module(self) -> str:
@@ -102,7 +102,7 @@ def lay_out(
         exact: matrices that are not quantized.
         transposed: matrices [..., in, out], which are stored as [..., out, in]: groups, and the CPU's products, run along in.
         module_only: those that are dequantized for each call of their own module.
-        experts: the fused weights of each module of experts; they are dequantized in groups of `GROUP_BYTES` at most, or of one
+        experts: the fused weights of each module of experts; they are dequantized in groups of `EXPERT_GROUP_BYTES` at most, or of one
             expert, if they are `module_only`.
     """
     layout = BlockLayout()
@@ -117,25 +117,26 @@ def lay_out(
             layout.parameters.append(StoredParameter(name, span, transposed=name in transposed))
     end = aligned(end)
     kinds: list[list[TensorSpan]] = [[], [], []]  # codes, scales, minima
-    for kind, spans in enumerate(kinds):
+    for spans in kinds:
         for parameter in packed.values():
-            codes, groups = scheme.packed_bytes(parameter.numel()), parameter.numel() // scheme.group_size
-            spans.append(TensorSpan(end, (groups if kind else codes,), parameter.dtype if kind else torch.uint8))
+            is_codes, numel = spans is kinds[0], parameter.numel()
+            size = scheme.packed_bytes(numel) if is_codes else numel // scheme.group_size
+            spans.append(TensorSpan(end, (size,), torch.uint8 if is_codes else parameter.dtype))
             end += aligned(spans[-1].nbytes, VECTOR_BYTES)
         end = aligned(end)
     layout.nbytes = aligned(end, BUFFER_ALIGNMENT * ranks)
 
-    groups_of: dict[str, int] = {}  # weight of experts -> how many experts of it are dequantized at a time
+    expert_groups: dict[str, int] = {}  # weight of experts -> how many experts of it are dequantized at a time
     for names in experts:
         if all(name in packed and name in module_only for name in names):
             number = packed[names[0]].shape[0]
             expert_bytes = max(packed[name].nbytes for name in names) // number
-            groups_of |= dict.fromkeys(names, min(number, max(1, GROUP_BYTES // expert_bytes)))
+            expert_groups |= dict.fromkeys(names, min(number, max(1, EXPERT_GROUP_BYTES // expert_bytes)))
     per_block = sum(aligned(p.nbytes) for name, p in packed.items() if name not in module_only)
     block_end, module_ends = 0, dict[str, int]()  # of the workspace; each module's weights begin at `per_block`
     layout.workspace_bytes = per_block
     for (name, parameter), *spans in zip(packed.items(), *kinds):
-        module, group = name.rpartition(".")[0], groups_of.get(name, 0)
+        module, group = name.rpartition(".")[0], expert_groups.get(name, 0)
         nbytes = aligned(parameter.nbytes // parameter.shape[0] * group if group else parameter.nbytes)
         if name in module_only:
             # groups of a module's experts are dequantized one after the other, into the same memory
@@ -293,11 +294,13 @@ class BlockViews:
     def _packed(self, stored: StoredParameter, buffer: torch.Tensor) -> Packed:
         codes, scales, minima = (span.of(buffer) for span in stored.packed)
         plain, parts = stored.plain, []
-        number, group = (plain.shape[0], stored.group) if stored.group else (1, 1)  # experts, and experts of a part
+        number, group = (
+            (plain.shape[0], stored.expert_group) if stored.expert_group else (1, 1)
+        )  # experts, and experts of a part
         for first in range(0, number, group):
             count = min(group, number - first)
             packed = (each.view(number, -1)[first : first + count].view(-1) for each in (codes, scales, minima))
-            shape = (count, *plain.shape[1:]) if stored.group else plain.shape
+            shape = (count, *plain.shape[1:]) if stored.expert_group else plain.shape
             parts.append((*packed, replace(plain, shape=shape).of(self.workspace)))
         values = parts[0][-1]
         return Packed(codes, scales, minima, tuple(parts), values.mT if stored.transposed else values)

@@ -44,16 +44,17 @@ MIN_CACHED_SHARE = 1 / 8
 
 @dataclass
 class Placement:
-    """The placement of every block. A decode pass has few tokens, that of a short prompt more; a long pass is computed by the device."""
+    """The placement of every block, named by its index in `blocks`. A decode pass has few tokens, that of a short prompt more; a long pass
+    is computed by the device."""
 
     blocks: Sequence[Block]
-    resident: list[int]  # indices of blocks, in order
+    resident: list[int]  # in order
     in_host_memory: list[int]  # all others
     ring_depth: int  # slots of the ring buffer, 0 if nothing is in host memory
     outside_bytes: int  # parameters on the device that are in no block
     cpu_computed: frozenset[int] = frozenset()  # blocks in host memory that the CPU multiplies in a decode pass
-    few_tokens: int = 1  # tokens of a decode pass
-    prompt_cpu_computed: frozenset[int] = frozenset()  # those of the pass of a short prompt
+    decode_tokens: int = 1  # tokens of a decode pass
+    prompt_cpu_computed: frozenset[int] = frozenset()  # the same in the pass of a short prompt
     expert_budget: int = 0  # device bytes of the expert cache: single experts of CPU-computed blocks
     quota: tuple[int, ...] = ()  # experts of a layer that a decode pass fetches, by the number of those it misses
     free_bytes: int | None = None  # device memory for blocks, ring, workspace and fetched experts; None: unlimited
@@ -123,7 +124,7 @@ class Placement:
         return 0 if self.embedding is None else self.embedding.nbytes
 
     @property
-    def row_bytes(self) -> int:  # that each token of a pass reads of the input embedding in host memory
+    def embedding_row_bytes(self) -> int:  # that each token of a pass reads of the input embedding in host memory
         return 0 if self.embedding is None else self.embedding.row_bytes
 
     @property
@@ -154,8 +155,8 @@ class Placement:
 
     @cached_property
     def expert_slots(self) -> dict[int, int]:
-        """Number of cached experts by CPU-computed block of experts. Each block with a cache has at least as many slots as experts may be
-        fetched at once, because these go there. Where the budget is too small for that, some blocks have none."""
+        """Number of cached experts of each CPU-computed block of experts. A block with a cache has at least as many slots as experts may
+        be fetched at once, because these go there. Where the budget is too small for that, some blocks have none."""
         if not self.expert_budget:
             return {}
         blocks = sorted(self.cpu_experts)
@@ -215,7 +216,7 @@ class Placement:
 
     def _chosen(self, block: int) -> float:
         experts = self.blocks[block].experts
-        return experts.num_experts * experts.share_read(self.few_tokens)
+        return experts.num_experts * experts.share_read(self.decode_tokens)
 
     def _fetched(self, block: int, missed: float) -> float:
         """Return how many of `missed` experts the device fetches: into a cache, no more than it has slots whose experts were not chosen."""
@@ -227,7 +228,7 @@ class Placement:
 
     # Other placements of the same blocks
 
-    def with_cpu_share(self, share: float) -> Placement:
+    def with_even_cpu_share(self, share: float) -> Placement:
         """Return the placement with about `share` of the bytes in host memory CPU-computed, in whole, evenly spread blocks."""
         return replace(self, cpu_computed=frozenset(self._spread_evenly(self.in_host_memory, share)))
 
@@ -243,9 +244,10 @@ class Placement:
 
     def for_short_prompt(self, tokens: int) -> Placement:
         """Return the placement whose decode pass is this one's pass of a short prompt."""
-        slots = self.expert_slots if multiplies_many(self.scheme) else {}
+        slots = self.expert_slots if fuses_experts(self.scheme) else {}
         budget = sum(slots[block] * self.expert_bytes(block) for block in self.prompt_cpu_computed & slots.keys())
-        return replace(self, cpu_computed=self.prompt_cpu_computed, few_tokens=tokens, quota=(), expert_budget=budget)
+        placed = replace(self, cpu_computed=self.prompt_cpu_computed, decode_tokens=tokens)
+        return replace(placed, quota=(), expert_budget=budget)
 
     def rebalanced(self, nbytes: float, candidates: Collection[int]) -> Placement:
         """Return the placement with about `nbytes` moved from the CPU to the link; if negative, from the link to the CPU, of `candidates`.
@@ -361,9 +363,9 @@ def plan_placement(
         chosen = spread([sum(sizes[index] for index in layer) for layer in members], budget)
         resident = sorted(block for index in chosen for block in members[index])
         host = sorted(set(range(len(blocks))).difference(resident))
-        of_experts = max(0, budget - sum(sizes[index] for index in resident)) if caches_experts else 0
         placed = Placement(blocks, resident, host, min(slots, len(host)), outside_bytes)
-        placed = replace(placed, expert_budget=of_experts, free_bytes=None if left is None else left + workspace_bytes)
+        placed.expert_budget = max(0, budget - placed.nbytes_of(resident)) if caches_experts else 0
+        placed.free_bytes = None if left is None else left + workspace_bytes
         if left is not None and depth is None and placed.ring_depth > MIN_RING_DEPTH:
             # --gpu-memory comes first, the ring gets what it leaves
             fitting = (left - placed.reserved_bytes) // placed.slot_bytes
@@ -408,8 +410,8 @@ def default_ring_depth(blocks: Sequence[Block], ranks: int) -> int:
     return max(DEFAULT_RING_DEPTH, 1 + math.ceil(RING_COVERED_S * RING_LINK_GB_PER_S * 1e9 * ranks / mean_bytes))
 
 
-def multiplies_many(scheme: GroupQuantization | None) -> bool:
-    """Return whether the device multiplies cached experts with many tokens as stored, without a copy of a weight per token and expert."""
+def fuses_experts(scheme: GroupQuantization | None) -> bool:
+    """Return whether the device has a kernel for products of cached experts with many tokens; else each pair copies its expert's weight."""
     return scheme is not None and scheme.dtype in FUSED_DTYPES and scheme.group_size in FUSED_GROUP_SIZES
 
 

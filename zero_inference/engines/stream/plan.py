@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ from zero_inference.cpu.products import quantize
 from zero_inference.engines.base import CostTerms, CpuWork, EnginePlan, Footprint, Job
 from zero_inference.engines.stream.blocks import Block, lay_out_blocks
 from zero_inference.engines.stream.cpu_plan import (
-    FETCH_RATE,
+    FETCH_RATE_RATIO,
     CpuPlan,
     cpu_block_s,
     decode_step_s,
@@ -31,7 +30,7 @@ from zero_inference.engines.stream.cpu_plan import (
 )
 from zero_inference.engines.stream.cuda_graph import why_no_graph
 from zero_inference.engines.stream.layout import StoredParameter
-from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, multiplies_many, plan_placement
+from zero_inference.engines.stream.placement import DEFAULT_RING_DEPTH, Placement, fuses_experts, plan_placement
 from zero_inference.engines.stream.rebalance import rebalanced_s
 from zero_inference.engines.stream.ring import overlapped_step_s, prefill_bytes
 from zero_inference.engines.stream.vocabulary import (
@@ -45,6 +44,7 @@ from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.kernels.extension import load_extension
 from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kernels.quantization import GroupQuantization, dequantize
+from zero_inference.kv_cache.device import takes_cache
 from zero_inference.models.layers import decoder_layers
 from zero_inference.utils.format import format_bytes, three_digits
 
@@ -53,8 +53,8 @@ RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's roundin
 # states while a feed-forward takes larger ones. Llama-3.1-405B with 32 x 128 tokens ran with 2.68 GB set aside for both and not with 2.15
 # (benchmarks/LOG.md); this makes 2.77.
 FRAGMENTED_SHARE = 0.5
-# Numbers of ring slots that are tried where the CPU multiplies too, and the share of the step's time that fewer slots have to reach.
-RING_DEPTHS_WITH_CPU, SHORTER = (12, 8, 6, 5, 4), 0.98
+RING_DEPTHS_WITH_CPU = 12, 8, 6, 5, 4  # numbers of ring slots that are tried where the CPU multiplies too
+MAX_STEP_RATIO = 0.98  # fewer slots are taken if a step's predicted time falls at least to this share
 SLOWER_ATTENTION = "a step with CPU attention is predicted to take longer"
 
 
@@ -113,19 +113,19 @@ class StreamPlan(EnginePlan):
         profile = job.machine.profile()
         prefill_link_gb_per_s, prefill_cpu = None, CpuWork()
         if profile is not None and profile.link_gb_per_s is not None and placement.gathered:
-            prefill_link_gb_per_s = FETCH_RATE * profile.link_gb_per_s
+            prefill_link_gb_per_s = FETCH_RATE_RATIO * profile.link_gb_per_s
         if cpu is not None and cpu.prompt_rates is not None:
             in_prompt = placement.for_short_prompt(cpu.prompt_rows)
             prefill_link_gb_per_s = cpu.prompt_rates.link_gb_per_s
             prefill_cpu_s = sum(cpu_block_s(in_prompt, cpu.prompt_rates).values())
             prefill_cpu = CpuWork(*self._cpu_shares(in_prompt), prefill_cpu_s)
-        several = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
-        unknown_there = not job.machine.is_here and profile is not None and profile.cores is None
-        asks_for_cpu = job.on_gpu and placement.host_bytes and cpu is None and job.config.cpu_share is None
-        fused = job.on_gpu and multiplies_many(placement.scheme)
+        ranks_share_cpu = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
+        profile_lacks_cpu = not job.machine.is_here and profile is not None and profile.cores is None
+        cpu_could_help = job.on_gpu and placement.host_bytes and cpu is None and job.config.cpu_share is None
+        fused = job.on_gpu and fuses_experts(placement.scheme)
         prompt_tokens = job.rank_batch * job.config.prompt_len
         return CostTerms(
-            prefill_fetched_bytes=prefill_bytes(placement) + prompt_tokens * placement.row_bytes,
+            prefill_fetched_bytes=prefill_bytes(placement) + prompt_tokens * placement.embedding_row_bytes,
             chosen_expert_bytes=round(placement.fetched_expert_bytes),
             prefill_link_gb_per_s=prefill_link_gb_per_s,
             link_beside_cpu_gb_per_s=rates.link_gb_per_s if rates and cpu_gb_per_s else None,
@@ -142,7 +142,7 @@ class StreamPlan(EnginePlan):
             prefill_cpu=prefill_cpu,
             cpu_attention_layers=len(job.sizes.kv_widths) if cpu is not None and cpu.attends else 0,
             cpu_alone_s=0.0 if rates is None else placement.computed_bytes / (rates.cores_alone_gb_per_s * 1e9),
-            cpu_rate_unknown=bool(asks_for_cpu and (several or unknown_there)),
+            cpu_rate_unknown=bool(cpu_could_help and (ranks_share_cpu or profile_lacks_cpu)),
             depends_on_routing=bool(placement.cpu_experts),
         )
 
@@ -256,15 +256,14 @@ class StreamPlan(EnginePlan):
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
-    """Plan a run; `may_attend` if the CPU may compute attention over keys and values in host memory.
+    """Plan a run; `may_attend`: the CPU may compute attention over keys and values in host memory.
 
     Raises:
         UsageError: no decoder layers to stream, a group size that does not divide, a device too small (DoesNotFit), or a share for the CPU
             that it cannot compute.
     """
-    config, model = job.config, job.empty_model.model
     no_cpu_at_all = why_no_cpu_compute(job)
-    with_cpu = no_cpu_at_all or _plan_with_cpu(job, may_attend)
+    with_cpu = no_cpu_at_all or _plan_with_cpu(job, may_attend)  # or why not; None if all is on the device
     no_cpu = with_cpu if isinstance(with_cpu, str) else None
     placement, cpu = with_cpu if isinstance(with_cpu, tuple) else (_place(job, divided=False), None)
     no_graph = why_no_graph(job, in_groups=_reads_group_sizes(job, placement))
@@ -272,26 +271,25 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     host, pinned = placement.host_bytes // job.ranks.world_size + placement.embedding_bytes, job.pin_weights
     attends = cpu is not None and cpu.attends
     no_cpu_attention = None
-    if config.kv_offload and not attends:
+    if job.config.kv_offload and not attends:
         no_cpu_attention = no_cpu_at_all or why_no_cpu_attention(job) or no_cpu or SLOWER_ATTENTION
-    has_cache = "past_key_values" in inspect.signature(type(model).forward).parameters
     return StreamPlan(
         job,
         Footprint(device=placement.device_bytes, host=host, pinned=host if pinned else 0),
         pinned,
         placement,
-        cpu,
-        no_cpu,
-        no_graph,
-        no_cpu_attention,
-        _head(job, placement.blocks),
+        cpu=cpu,
+        no_cpu=no_cpu,
+        no_graph=no_graph,
+        no_cpu_attention=no_cpu_attention,
+        head=_head(job, placement.blocks),
         weight_bytes=placement.stored_bytes,
         fetched_bytes=placement.nbytes_of(placement.streamed)
         + round(placement.fetched_expert_bytes)
-        + job.rank_batch * placement.row_bytes,
+        + job.rank_batch * placement.embedding_row_bytes,
         cpu_bytes=0 if cpu is None else placement.computed_bytes + (cpu.kv_bytes if attends else 0),
         copies_kv=not attends,
-        preallocated_cache=has_cache and not job.window_only_in_cache,
+        preallocated_cache=takes_cache(job.empty_model.model) and not job.window_only_in_cache,
     )
 
 
@@ -325,11 +323,11 @@ def _with_fewer_slots(job: Job, placed: Placement, cpu: CpuPlan, may_attend: boo
         slots, best_s = placed.ring_depth, decode_step_s(placed, cpu)
         for depth in (each for each in RING_DEPTHS_WITH_CPU if each < slots):
             found = plan_cpu(job, _place(job, divided=True, depth=depth), may_attend)
-            if not isinstance(found, str) and (step_s := decode_step_s(*found)) < SHORTER * best_s:
+            if not isinstance(found, str) and (step_s := decode_step_s(*found)) < MAX_STEP_RATIO * best_s:
                 (placed, cpu), best_s = found, step_s
     if not placed.streamed and placed.ring_depth > DEFAULT_RING_DEPTH:
-        # more slots would not make decode steps faster, and their memory can hold experts
-        other = replace(_place(job, divided=True, depth=DEFAULT_RING_DEPTH), few_tokens=placed.few_tokens)
+        # all is CPU-computed: more slots would not make decode steps faster, and their memory can hold experts
+        other = replace(_place(job, divided=True, depth=DEFAULT_RING_DEPTH), decode_tokens=placed.decode_tokens)
         other = other.with_cpu_shares(1.0, 1.0).with_quota(placed.quota, spare_slots(job, other.ring_depth))
         other = other.with_budget_used()
         placed = placed if other.streamed else other
@@ -368,7 +366,8 @@ def _reads_group_sizes(job: Job, placement: Placement) -> bool:
     """Return whether the host has to read row counts in a decode step, because experts are dequantized in several groups."""
     on_device = (block for index, block in enumerate(placement.blocks) if index not in placement.cpu_computed)
     stored = (each for block in on_device for each in block.layout.parameters)
-    return job.on_gpu and job.rank_batch > FUSED_ROWS and any(0 < each.group < each.plain.shape[0] for each in stored)
+    in_groups = (0 < each.expert_group < each.plain.shape[0] for each in stored)
+    return job.on_gpu and job.rank_batch > FUSED_ROWS and any(in_groups)
 
 
 def _place(job: Job, divided: bool, depth: int | None = None) -> Placement:

@@ -87,7 +87,8 @@ class Prefetcher:
         except BaseException:  # no memory for the CPU's tasks, for one
             self.patches.close()
             raise
-        self.computable = {block.index for block in self.blocks if block.cpu is not None}  # and usable
+        # blocks that the CPU can compute; `_update_placement` removes those that turn out not to be `usable`
+        self.computable = {block.index for block in self.blocks if block.cpu is not None}
         self.observed: set[int] = set()  # blocks that the device has computed once, see `HookedBlock.finish_observing`
         for cache in caches.values():
             if cache.owns_slots:
@@ -107,7 +108,7 @@ class Prefetcher:
                 views = BlockViews(layout, [self.store.buffers[index]], self.workspace)
             else:
                 views = shared_views.setdefault(id(layout), BlockViews(layout, self.ring.slots, self.workspace))
-            module = block.of(layers[block.layer])
+            module = block.module_in(layers[block.layer])
             self.blocks.append(HookedBlock(self, index, module, views, caches.get(index)))
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ class Prefetcher:
         self.timeline.begin_pass(len(self.ring.pending) if self.ring is not None else 0)
         self.tokens = tokens
         if tokens != sys.maxsize:
-            self.transfers.host_to_device_bytes += tokens * self.placement.row_bytes  # rows of the input embedding
+            self.transfers.host_to_device_bytes += tokens * self.placement.embedding_row_bytes
         may_compute = self.cpu is not None and self.cpu.may_compute(tokens)
         cpu_decodes = may_compute and self._cpu_blocks_in(PassKind.DECODE) <= self.observed
         self._update_placement(cpu_decodes)
@@ -174,7 +175,7 @@ class Prefetcher:
     def _update_placement(self, cpu_decodes: bool) -> None:
         self.computable -= {index for index in self.computable if not self.blocks[index].cpu.usable}
         placement = self.placement
-        if not self.computable >= placement.cpu_computed:
+        if not placement.cpu_computed <= self.computable:
             placement = replace(placement, cpu_computed=placement.cpu_computed.intersection(self.computable))
         placement = self.rebalancer.next_placement(placement, cpu_decodes, self.computable & self.observed)
         if placement is not self.placement:
@@ -219,14 +220,14 @@ class HookedBlock:
         self.max_tokens: dict[str, int] = {}  # by weight: the tokens of the longest pass that multiplies its codes
         self.shared_inputs: list[SharedInput] = []
         self._dequantize_in_calls()
-        found = self._multiply_codes()
+        codes_modules = self._multiply_codes()
         self.cpu: CpuBlock | None = None
         if prefetcher.cpu is not None and index in prefetcher.cpu.computable:
             self.cpu = prefetcher.cpu.block(index, module)
             self.shared_inputs.append(self.cpu)
             self.linears = {name: module.get_submodule(name) for name in self.block.linears}  # without wrappers
             self._install_cpu(self.cpu)
-        self._add_hooks(found)
+        self._add_hooks(codes_modules)
 
     def _add_hooks(self, codes_modules: Sequence[CodesModule]) -> None:
         prefetcher, index, layout, is_resident = self.prefetcher, self.index, self.layout, self.is_resident
@@ -234,7 +235,8 @@ class HookedBlock:
         is_gathered = index in prefetcher.placement.gathered
         named = dict(self.module.named_parameters())
         of_block = [stored for stored in layout.parameters if not stored.module_only]
-        parameters, quantized = [named[stored.name] for stored in of_block], [p.name for p in of_block if p.packed]
+        parameters = [named[stored.name] for stored in of_block]
+        quantized = [stored.name for stored in of_block if stored.packed]
         empty = empty_values(parameters)
         keeps_parameters = is_resident and not layout.workspace_bytes  # they point at its buffer all the time
         if keeps_parameters:
@@ -289,11 +291,12 @@ class HookedBlock:
             self.module.register_forward_hook(after),
         )
 
-    def finish_observing(self, codes: Sequence[CodesModule]) -> None:
+    def finish_observing(self, codes_modules: Sequence[CodesModule]) -> None:
         """Exclude from codes and CPU the modules that the block's first call, with plain weights, did not call: the model reads their
         weights itself, as Mamba does, so these have to be plain, and on the device, in every pass."""
         self.prefetcher.observed.add(self.index)
-        self.max_tokens = {weight: each.max_tokens for each in codes if each.was_called for weight in each.weights}
+        called = [each for each in codes_modules if each.was_called]
+        self.max_tokens = {weight: each.max_tokens for each in called for weight in each.weights}
         if self.cpu is not None:
             self.cpu.finish_observing()
 
@@ -315,7 +318,7 @@ class HookedBlock:
                 modules.setdefault(stored.module, []).append(stored)
         for name, weights in modules.items():
             called = self.module.get_submodule(name)
-            if group := weights[0].group:
+            if group := weights[0].expert_group:
                 dequantize_group = [partial(self.dequantize, weight) for weight in mixtures[name].weights_in(name)]
                 forward = experts_in_groups(called, mixtures[name], group, *dequantize_group)
             else:
@@ -381,7 +384,7 @@ class HookedBlock:
         self,
         module: nn.Module,
         replacement: Callable,
-        applies: Callable[[], Any],
+        applies: Callable[[], bool],
         observe: Callable = lambda *args: None,
     ) -> None:
         """Let `module` call `replacement` while `applies()`, else its own forward after `observe` with the same arguments."""

@@ -83,7 +83,7 @@ def modules_from_codes(
                 continue
             # Without the kernel an expert is dequantized again for each token that chose it, so with more pairs than experts dequantizing
             # all of them once is faster. Not in several groups, which a graph cannot contain.
-            in_groups = layout[weights[0]].group not in (0, experts.num_experts)
+            in_groups = layout[weights[0]].expert_group not in (0, experts.num_experts)
             fuses = in_groups or _can_fuse(layout, weights, examples, scheme)
             max_tokens = FUSED_ROWS if fuses else min(FUSED_ROWS, experts.num_experts // experts.top_k)
             rows = {weight: layout[weight].plain.shape[1] for weight in weights}
@@ -117,7 +117,7 @@ class SharedInput(ABC):
         """Note that module `name` was called with `x` and computed alone."""
         if name in self.together:
             return
-        if x is self.input and self.alike(name, self.group[0]):
+        if x is self.input and self.group and self.alike(name, self.group[0]):
             self.group.append(name)
         else:
             self.input, self.group = x, [name]
@@ -126,7 +126,7 @@ class SharedInput(ABC):
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if x is not self.input or name not in self.ready:
             names = self.together.get(name, (name,))
-            self.input, self.ready = x, dict(zip(names, self.products(names, x)))
+            self.input, self.group, self.ready = x, [], dict(zip(names, self.products(names, x)))
         return self.ready.pop(name)
 
     def end_block(self) -> None:
@@ -134,7 +134,7 @@ class SharedInput(ABC):
 
 
 class JoinedWeights(NamedTuple):
-    names: list[str]  # modules, in the order of memory
+    names: list[str]  # of modules, in the order of memory
     rows: list[int]  # of each
     tensors: list[torch.Tensor]  # codes, scales, minima and biases of all of them
 
@@ -177,11 +177,11 @@ class Linears(SharedInput):
         if key not in self.joined:
             packed = {name: self.packed_now(weight_of(name)) for name in names}
             ordered = sorted(names, key=lambda name: packed[name].codes.data_ptr())
+            codes, scales, minima = zip(*(packed[name][:3] for name in ordered))
             biases = [self.linears[name].bias for name in ordered]
             if biases[0] is None:
-                scales = packed[ordered[0]].scales
-                biases = [no_bias(scales.device, scales.dtype)]
-            tensors = [_join_adjacent(each) for each in (*zip(*(packed[name][:3] for name in ordered)), biases)]
+                biases = [no_bias(scales[0].device, scales[0].dtype)]
+            tensors = [_join_adjacent(each) for each in (codes, scales, minima, biases)]
             rows = [self.linears[name].out_features for name in ordered]
             self.joined[key] = None if any(each is None for each in tensors) else JoinedWeights(ordered, rows, tensors)
         return self.joined[key]
@@ -210,9 +210,10 @@ def experts_forward(
     """Return a forward for a module of experts that computes the experts that each token is routed to, and no others.
 
     Args:
-        rows: of an expert's weight of gate and up, and of that of down, by the names that `packed_now` takes.
+        rows: of an expert's weight of gate and up, then of that of down, by the names that `packed_now` takes.
     """
-    both_epilogue, (first, last) = epilogue_of(experts), rows
+    gate_up, down = rows
+    gate_up_epilogue = epilogue_of(experts)
 
     def product(
         weight: str, bias: str, x: torch.Tensor, slot: torch.Tensor, epilogue: Epilogue | None, tokens: int
@@ -227,8 +228,8 @@ def experts_forward(
         x = hidden_states.reshape(-1, hidden_states.shape[-1])  # [tokens, H]
         slot = top_k_index.to(torch.int64).reshape(-1)  # [tokens * k]: each expert is in the slot of its index
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()  # [tokens, k]
-        inner = product(first, experts.gate_up_bias, x, slot, both_epilogue, len(x))
-        outer = product(last, experts.down_bias, inner, slot, None, len(x))  # [tokens * k, H]
+        inner = product(gate_up, experts.gate_up_bias, x, slot, gate_up_epilogue, len(x))
+        outer = product(down, experts.down_bias, inner, slot, None, len(x))  # [tokens * k, H]
         out = WeightedRows(weights.contiguous(), outer).total()
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
@@ -239,15 +240,15 @@ def experts_in_groups(
     module: nn.Module,
     experts: FusedExperts,
     group: int,
-    first: Callable[[int], torch.Tensor],
-    last: Callable[[int], torch.Tensor],
+    gate_up: Callable[[int], torch.Tensor],
+    down: Callable[[int], torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
     """Return a forward for a module of experts that dequantizes `group` of them at a time.
 
     It runs the operators of transformers' grouped products in the same order. With several groups the host reads how many rows each has.
 
     Args:
-        first, last: return the weights of a group by its index, [experts, rows, columns], valid until the next call of either.
+        gate_up, down: return the weights of a group by its index, [experts, rows, columns], valid until the next call of either.
     """
     from transformers.integrations.moe import _grouped_mm
 
@@ -272,8 +273,8 @@ def experts_in_groups(
                 continue
             pairs, ids = order[begin:end], expert_ids[begin:end]
             group_ends = ends[index * group :][:group] - begin
-            inner = product(x[pairs // top_k_index.shape[-1]], first(index), group_ends, experts.gate_up_bias, ids)
-            outer = product(experts.combined(inner), last(index), group_ends, experts.down_bias, ids)
+            inner = product(x[pairs // top_k_index.shape[-1]], gate_up(index), group_ends, experts.gate_up_bias, ids)
+            outer = product(experts.combined(inner), down(index), group_ends, experts.down_bias, ids)
             rows[pairs] = outer * weights[pairs]
         return rows.view(len(x), -1, x.shape[1]).sum(1).view(hidden_states.shape).to(hidden_states.dtype)
 

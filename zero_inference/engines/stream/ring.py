@@ -256,15 +256,15 @@ def overlapped_step_s(placement: Placement, cpu_s: Mapping[int, float], link_s: 
     Args:
         cpu_s: CPU seconds by block; the rest of `compute_s` is spread evenly over all blocks.
     """
-    fetched = set(placement.streamed)
-    if not fetched or not link_s or not compute_s:
+    streamed = set(placement.streamed)
+    if not streamed or not link_s or not compute_s:
         return max(link_s, compute_s)
-    number, of_byte = len(placement.blocks), link_s / placement.nbytes_of(fetched)
-    of_device = max(0.0, compute_s - sum(cpu_s.values())) / number
-    work_s = [of_device + cpu_s.get(block, 0.0) for block in range(number)]
+    number, byte_s = len(placement.blocks), link_s / placement.nbytes_of(streamed)
+    device_s = max(0.0, compute_s - sum(cpu_s.values())) / number  # of each block
+    work_s = [device_s + cpu_s.get(block, 0.0) for block in range(number)]
     scale = compute_s / sum(work_s)  # after rebalancing, `cpu_s` may exceed `compute_s`
     blocks = [
-        BlockTimes(of_byte * placement.blocks[block].layout.nbytes if block in fetched else None, scale * seconds)
+        BlockTimes(byte_s * placement.blocks[block].layout.nbytes if block in streamed else None, scale * seconds)
         for block, seconds in enumerate(work_s)
     ]
     return simulate_passes(blocks, slots_in_steps(placement), placement.graphs)

@@ -1,4 +1,4 @@
-"""Streams and events of a device, with stand-ins for a CPU, where all work is done at once.
+"""Streams and events of a device, with stand-ins for a CPU, where all work is done at once; and the timeline of copies and blocks.
 
 The ring buffer is written against these, so that a machine without a GPU runs the same schedule.
 """
@@ -185,7 +185,7 @@ class Timeline:
         self.pass_start: Any = None  # of the first block of this pass; None before it
         self.requested = 0  # copies in this pass
         self.early_copies: list[Copy] = []  # those for the first decode step that were requested during the prefill
-        self.prefill_end: Any = None
+        self.prefill_end: Any = None  # event
 
     def begin_pass(self, pending: int) -> None:
         """Note that a pass begins, for which the last `pending` copies were requested in the pass before."""

@@ -44,6 +44,7 @@ class EmbeddingTable(NamedTuple):
 
 
 def find_host_embedding(job: Job) -> EmbeddingTable | None:
+    """Return the input embedding if it may be in host memory: `find_table`, on a device that reads its rows there."""
     if not device_reads_rows(job):
         return None
     return job.empty_model.cached("embedding table", lambda: find_table(job.empty_model.model))
