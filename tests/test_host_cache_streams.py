@@ -1,4 +1,4 @@
-"""Keys and values in host memory pass through device slots: copies on several streams, fake_cuda here in any order that their events allow."""
+"""Keys and values in host memory pass through device slots: copies on several streams, run here in any order that their events allow."""
 
 from __future__ import annotations
 

@@ -290,10 +290,8 @@ class _LayerDivider:
             return False
         parent, _, child = module.rpartition(".")
         full_block, full_module = (f"{self.layer_name}.{name}".rstrip(".") for name in (block, module))
-        if not (
-            self.reads.only_inside(f"{self.layer_name}.{parameter}", full_module)
-            and self.reads.once_a_call(full_module, full_block)
-        ):
+        alone_reads = self.reads.only_inside(f"{self.layer_name}.{parameter}", full_module)
+        if not (alone_reads and self.reads.once_a_call(full_module, full_block)):
             return False
         parent_class: Any = type(self.layer.get_submodule(parent))
         source = _source(parent_class) if module else ""

@@ -237,9 +237,9 @@ def plan_short_prompts(job: Job, placement: Placement, plan: CpuPlan) -> tuple[P
     if not blocks or tokens <= plan.decode_rows or not_measured:
         return placement, plan
     experts = placement.blocks[blocks[0]].experts
-    rows = (
-        UNEVEN_ROWS * tokens * experts.top_k / (experts.num_experts * experts.share_read(tokens)) if experts else tokens
-    )
+    rows: float = tokens
+    if experts is not None:
+        rows = UNEVEN_ROWS * tokens * experts.top_k / (experts.num_experts * experts.share_read(tokens))
     if rows > MAX_PROMPT_ROWS or hand_off_bytes(placement, tokens, job.spec.dtype.itemsize)[0] > MAX_HAND_OFF_BYTES:
         return placement, plan
     measured = max(1, round(min(rows, MEASURED_ROWS)))
@@ -303,9 +303,8 @@ def hand_off_bytes(placement: Placement, rows: int, element_bytes: int) -> tuple
     """Return the bytes of the largest input and output of a block's hand-off with `rows` rows."""
     widths = [0]  # elements of input rows, and of all output rows of a block together
     for index in placement.in_host_memory:
-        shapes = [
-            each.plain.shape[-2:] for each in placement.blocks[index].layout.parameters if len(each.plain.shape) >= 2
-        ]
+        parameters = placement.blocks[index].layout.parameters
+        shapes = [each.plain.shape[-2:] for each in parameters if len(each.plain.shape) >= 2]
         widths += [sum(shape[0] for shape in shapes), *(shape[1] for shape in shapes)]
     hidden_bytes = max(widths) * rows * element_bytes
     top_k = max((block.experts.top_k for block in placement.blocks if block.experts), default=0)

@@ -121,10 +121,8 @@ class RingBuffer:
         """Make the current stream wait for the copy of `block`, and return its slot, which is not overwritten until `release`."""
         if self.held is not None:
             self._drop()
-        usable = (
-            fetch for fetch in self.pending if fetch.block == block and self._is_in_its_slot(fetch, self.pass_order)
-        )
-        self.held = next(usable, None)
+        fetches = (fetch for fetch in self.pending if fetch.block == block)
+        self.held = next((fetch for fetch in fetches if self._is_in_its_slot(fetch, self.pass_order)), None)
         if self.held is None:
             self.held = self._jump_to(block)
         else:

@@ -128,10 +128,8 @@ class HeadWeight(NamedTuple):
         """Return codes, scales and minima of `values` on `device`, where `HEAD_CHUNK_BYTES` of rows are quantized at a time."""
         numel, step = values.numel(), max(1, HEAD_CHUNK_BYTES // self.row_bytes)
         codes = torch.empty(self.scheme.packed_bytes(numel), dtype=torch.uint8, device=device)
-        scales, minima = (
-            torch.empty(numel // self.scheme.group_size, dtype=self.scheme.dtype, device=device) for _ in range(2)
-        )
-        parts = codes, scales, minima
+        scales = torch.empty(numel // self.scheme.group_size, dtype=self.scheme.dtype, device=device)
+        parts = codes, scales, torch.empty_like(scales)
         for first in range(0, len(values), step):
             rows = values[first : first + step].to(device)
             for part, new in zip(parts, quantize(rows, self.scheme)):
