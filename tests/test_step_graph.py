@@ -319,7 +319,7 @@ def test_a_model_that_waits_for_the_device(checkpoints):
         torch.rand(1, device=loaded.device)  # and a generator, too
 
 
-@pytest.mark.parametrize("frozen", ["place", "positions", "mask", "ids"])
+@pytest.mark.parametrize("frozen", ["cache_position", "positions", "mask", "ids"])
 def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, monkeypatch):
     fill, found_out = StepInputs.fill, max(cuda_graph.MAX_DIFFERENCE.values())
 
