@@ -83,8 +83,8 @@ def test_cache_bytes_uses_the_hidden_size_where_no_heads_are_named():
     assert utils.cache_bytes(OPT_66B, 3, 7) == 2 * 3 * 7 * 64 * 9216 * 2
     assert utils.hidden_bytes(OPT_66B, 3, 7) == 3 * 7 * 9216 * 2
     named = SimpleNamespace(**vars(OPT_66B), num_attention_heads=72)
-    assert model_sizes.heads_of_key(SimpleNamespace(num_attention_heads=64, num_key_value_heads=8)) == 8
-    assert model_sizes.heads_of_key(SimpleNamespace(num_attention_heads=71, multi_query=True)) == 71
+    assert model_sizes.query_heads_per_kv_head(SimpleNamespace(num_attention_heads=64, num_key_value_heads=8)) == 8
+    assert model_sizes.query_heads_per_kv_head(SimpleNamespace(num_attention_heads=71, multi_query=True)) == 71
     assert utils.cache_bytes(named, 3, 7) == utils.cache_bytes(OPT_66B, 3, 7)
 
 

@@ -199,7 +199,7 @@ def print_table(rows: list[dict[str, Any]], baseline: str, format: str) -> None:
     columns = list_columns(rows, compact=format != "csv")
     if format != "csv":
         columns = shown_columns(rows, columns)
-    print_rows(rows, columns, format, turn=True, piped_width=PIPED_WIDTH)
+    print_rows(rows, columns, format, transpose=True, piped_width=PIPED_WIDTH)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
     for line in list_captions(rows, baseline) if format in ("table", "md") else ():
         print(f"\n{line}" if format == "md" else textwrap.fill(line, width, subsequent_indent="  "))

@@ -111,7 +111,7 @@ class DirectCalls:
 
     def __init__(self, pool: CpuPool, transfers: Transfers):
         self.pool, self.transfers = pool, transfers
-        transfers.cores_counts, transfers.cores_busy_s = pool.chosen_bytes, pool.busy_s
+        transfers.cpu_counted_bytes, transfers.cpu_busy_s = pool.chosen_bytes, pool.busy_s
 
     def __call__(
         self, task: Task, x: Tensor, routing: Routing | None = None, device_work: DeviceWork = lambda: None
@@ -134,7 +134,7 @@ class DirectCalls:
         """Do nothing, see `capturing`."""
 
     def close(self) -> None:
-        self.transfers.settle()
+        self.transfers.keep_cpu_counts()
         self.pool.close()
 
 
@@ -210,8 +210,8 @@ class HandOff:
         self.number = 0  # of the latest call; the device counts them as well
         self.captured: CapturedCalls | None = None
         self.was_routed = False  # whether a call had a routing
-        transfers.cores_counts = self._chosen_bytes
-        transfers.cores_busy_s = pool.busy_s if rank == 0 else None
+        transfers.cpu_counted_bytes = self._chosen_bytes
+        transfers.cpu_busy_s = pool.busy_s if rank == 0 else None
         flags = buffers.flags.data_ptr()
         self.arrived, self.done, self.stop = (flags + flag * FLAG_BYTES for flag in (ARRIVED + rank, DONE, STOP))
 
@@ -323,7 +323,7 @@ class HandOff:
         if self.pool.ranks > 1:
             require_library().zero_inference_raise_flag(self.stop, 1)
         self.side.end()
-        self.transfers.settle()
+        self.transfers.keep_cpu_counts()
         self.pool.close()
 
 

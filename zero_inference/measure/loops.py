@@ -190,10 +190,10 @@ class _StepClock(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
         self._mark()
         self.moved.append(self.transfers.snapshot())
-        if len(self.moved) == 1 and self.transfers.cores_busy_s is not None:
+        if len(self.moved) == 1 and self.transfers.cpu_busy_s is not None:
             if self.on_gpu:
                 self.marks[1].synchronize()  # until the CPU has computed its share of a short prompt
-            self.prefill_busy_s = self.transfers.cores_busy_s()
+            self.prefill_busy_s = self.transfers.cpu_busy_s()
         if self.transfers.expert_counts is not None:
             self.experts.append(self.transfers.expert_counts())
         self.report(len(self.moved))
@@ -219,7 +219,7 @@ class _StepClock(StoppingCriteria):
         steps, moved, experts = len(token_s) - 1, MovedPerStep.unknown(), None
         if steps:
             to_device, to_host, disk, cores = _per_step(self.moved)
-            busy_s = self.transfers.cores_busy_s
+            busy_s = self.transfers.cpu_busy_s
             moved = MovedPerStep(
                 host_to_device_bytes_per_step=to_device,
                 device_to_host_bytes_per_step=to_host,

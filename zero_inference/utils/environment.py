@@ -75,7 +75,7 @@ def resident_host_bytes() -> int:
 
 
 def peak_host_bytes() -> int:
-    """Return the most host memory that this process has had; that of `getrusage` starts with the memory of the parent process."""
+    """Return the peak host memory of this process. The peak of `getrusage`, the fallback, counts from the parent process's memory on."""
     peak_kib = _read_table("/proc/self/status").get("VmHWM:", "").removesuffix("kB")
     return 1024 * (int(peak_kib) if peak_kib else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
@@ -92,11 +92,11 @@ class CpuContention:
         self._start_s, self._used_s = time.monotonic(), _others_cpu_s()
 
     def share(self) -> float:
-        """Return their average share, 0 to 1, of the CPU time that this process may use. What they take of CPUs beyond the quota of a
-        cgroup does not count."""
+        """Return the average share, 0 to 1, that they took of the cores that this process may use. Cores beyond its cgroup's quota are
+        free for them."""
         usable, schedulable = usable_cores(), len(os.sched_getaffinity(0))
-        cores = (_others_cpu_s() - self._used_s) / max(time.monotonic() - self._start_s, 1e-3)
-        return min(1.0, max(0.0, cores - (schedulable - usable)) / usable)
+        taken = (_others_cpu_s() - self._used_s) / max(time.monotonic() - self._start_s, 1e-3)
+        return min(1.0, max(0.0, taken - (schedulable - usable)) / usable)
 
 
 def _others_cpu_s() -> float:
@@ -177,7 +177,7 @@ def _os_name() -> str:
 def _gpus() -> dict:
     """Return `gpus`, those that this process sees, and `gpu_driver`, its version.
 
-    From torch only where it already holds a device: asking it earlier would create a CUDA context.
+    torch is asked only if it already uses CUDA: before, asking would create a CUDA context.
     """
     driver, listed = _nvidia_smi()
     torch = sys.modules.get("torch")
@@ -193,7 +193,7 @@ def _gpus() -> dict:
             named = [
                 gpu
                 for index, (uuid, gpu) in enumerate(listed.items())
-                if entry == str(index) or uuid.startswith(entry or "-")
+                if entry == str(index) or uuid.startswith(entry or "no UUID")
             ]
             if len(named) != 1:
                 break
@@ -215,7 +215,7 @@ def _nvidia_smi() -> tuple[str | None, dict[str, dict]]:
 
 
 def _git_state(folder: Path) -> dict:
-    """Return the commit of the checkout that tracks this package (one that a virtual environment lies in does not), and its changes."""
+    """Return commit and state of the checkout that tracks this package; None if only its virtual environment lies in a checkout."""
     # Git hooks export GIT_DIR of whatever repository they run in; optional locks would let ranks collide.
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {"GIT_OPTIONAL_LOCKS": "0"}
     git = ["git", "-C", str(folder)]

@@ -20,7 +20,7 @@ EXTENSIONS = "zero-inference/extensions"
 LOCK_S = 900.0  # DeepSpeed's modules take minutes to compile
 APPEND_LOCK_S = 10.0  # a lock is held for one write, so a longer holder is stopped or stuck
 POLL_S = 0.01
-RESULT_PREFIXES = (b'{"schema_version"', b"model size: ")  # of a record and of a log
+RESULT_PREFIXES = (b'{"schema_version"', b"model size: ")  # how records and logs begin
 
 
 # Cache folders, one rule for all:
@@ -112,7 +112,7 @@ def append_bytes(path: str | os.PathLike, data: bytes, *, sync: bool = False, on
             written = os.write(fd, data)
             if written != len(data):
                 raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes fitted", str(path))
-        except OSError:  # a full disk writes a part, or has room for a name alone
+        except OSError:  # a full disk takes a part of the data, or only the new file's name
             if regular:
                 os.ftruncate(fd, size)
             raise

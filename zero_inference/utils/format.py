@@ -40,6 +40,9 @@ def first_line(error: BaseException) -> str:
 
 
 LONGEST_TEXT = 2000  # characters of a cell
+GIB = 1 << 30
+# An amount is given in the largest of these units of which it has at least 0.1, so 1000 MiB never appear.
+BINARY_UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
 
 
 def one_line(value: Any) -> str:
@@ -49,6 +52,7 @@ def one_line(value: Any) -> str:
 
 
 def decimals(count: int) -> Callable[[float], str]:
+    """Return a function that formats a number with `count` decimals."""
     return lambda value: f"{value:.{count}f}"
 
 
@@ -62,7 +66,7 @@ def three_digits(value: float) -> str:
     if not value:
         return "0"
     exponent = int(f"{value:.2e}".partition("e")[2])  # after rounding: 9.996 is 10.0
-    return f"{value:.{min(max(0, 2 - exponent), 6)}f}"
+    return f"{value:.{min(max(0, 2 - exponent), 6)}f}"  # at most six decimals
 
 
 def format_gib_exact(nbytes: float) -> str:
@@ -72,11 +76,6 @@ def format_gib_exact(nbytes: float) -> str:
 
 def format_percent(value: float) -> str:
     return f"{100 * value:.1f}%"
-
-
-GIB = 1 << 30
-# An amount is given in the largest of these units of which it has at least 0.1, so 1000 MiB never appear.
-BINARY_UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
 
 
 def _unit_of(nbytes: float) -> tuple[str, int]:
@@ -165,8 +164,8 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
 
 
 def nearest_divisor(asked: int, whole: int, among: Iterable[int], packs: int = 1) -> int | None:
-    """Return the value of `among` that divides `whole` and is nearest to `asked` by ratio, the larger of two; None if none divides, or if
-    `packs`, elements that share a word, do not."""
+    """Return the value of `among` that divides `whole` and is nearest to `asked` by ratio, the larger of two. None if none divides it, or
+    if it is not whole words of `packs` elements."""
     fitting = [size for size in among if whole % size == 0 and whole % packs == 0]
     return min(fitting, key=lambda size: (max(size / asked, asked / size), -size), default=None)
 
@@ -184,8 +183,8 @@ class Column:
     header: str  # for people, with the unit
     show: Callable[[Any], str] = one_line  # text of a value in SI units
     dtype: str = "Float64"  # Int64, Float64, boolean or string; numbers are right-aligned
-    of: Callable[[Any], Any] | None = None  # value of a row that is no mapping; None looks `name` up
-    whole: bool = False  # texts are not folded where a terminal is too narrow for the table
+    of: Callable[[Any], Any] | None = None  # computes the value from a row; None looks `name` up in it
+    whole: bool = False  # not folded where a terminal is too narrow for the table
 
     @property
     def numeric(self) -> bool:
@@ -221,13 +220,13 @@ def render(
     *,
     colour: bool = False,
     width: int | None = None,
-    turn: bool = False,
+    transpose: bool = False,
     gap: int = 3,
 ) -> str:
     """Return the rows as text; `table` and `md` have formatted values, `csv` and `json` full precision under the columns' names.
 
     Args:
-        turn: transpose a table wider than `width`, so that few rows of many columns fit any terminal.
+        transpose: print rows as columns where a table is wider than `width`, so that few rows of many columns fit any terminal.
     """
     names, headers = [column.name for column in columns], [column.header for column in columns]
     if format == "csv":
@@ -247,9 +246,10 @@ def render(
         cells = [[text.replace("|", r"\|") for text in row] for row in texts]
         aligned = ["right" if column.numeric else "left" for column in columns] if texts else None
         return tabulate(cells, headers=headers, tablefmt="pipe", colalign=aligned, disable_numparse=True) + "\n"
-    if turn and width and texts and max(map(len, terminal_table(columns, texts, False, None).splitlines())) > width:
-        first, *turned = (list(row) for row in zip(headers, *texts))
-        texts, columns = turned, [Column("", first[0], dtype="string"), *(Column("", name) for name in first[1:])]
+    if transpose and width and texts:
+        if max(map(len, terminal_table(columns, texts, False, None).splitlines())) > width:
+            first, *texts = (list(row) for row in zip(headers, *texts))
+            columns = [Column("", first[0], dtype="string"), *(Column("", name) for name in first[1:])]
     return terminal_table(columns, texts, colour, width, gap)
 
 
@@ -270,7 +270,7 @@ def terminal_table(
     from rich.table import Table
     from rich.text import Text
 
-    plain = box.Box("    \n    \n -- \n" + "    \n" * 5, ascii=True)
+    plain = box.Box("    \n    \n -- \n" + "    \n" * 5, ascii=True)  # dashes below the header and no other line
     head = box.SIMPLE_HEAD if colour else plain
     table = Table(box=head, pad_edge=False, show_edge=False, padding=(0, (gap - 1) // 2, 0, gap // 2))
     for column in columns:  # folded, never cut: a table too wide for the terminal still holds every digit
@@ -287,7 +287,7 @@ def print_rows(
     rows: Sequence[Any],
     columns: Sequence[Column],
     format: str,
-    turn: bool = False,
+    transpose: bool = False,
     piped_width: int | None = None,
     folded: bool = True,
     gap: int = 3,
@@ -296,4 +296,5 @@ def print_rows(
     `folded` is as wide as its columns."""
     terminal = sys.stdout.isatty()
     width = (shutil.get_terminal_size().columns if terminal else piped_width) if folded else None
-    print(render(rows, columns, format, colour=terminal, width=width, turn=turn, gap=gap), end="", flush=True)
+    text = render(rows, columns, format, colour=terminal, width=width, transpose=transpose, gap=gap)
+    print(text, end="", flush=True)

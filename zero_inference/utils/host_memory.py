@@ -39,7 +39,7 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages would not be huge
     except OSError as error:
-        raise RunError(refused(nbytes, error)) from error
+        raise RunError(refusal_message(nbytes, error)) from error
     if nbytes >= HUGE_PAGE:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -61,8 +61,8 @@ def host_copy(values: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(values.shape, strides).copy_(values)
 
 
-def refused(nbytes: int, error: OSError) -> str:
-    """Return the error message where the system refuses memory."""
+def refusal_message(nbytes: int, error: OSError) -> str:
+    """Return the error message for memory that the system refused."""
     asked = f"{format_bytes(nbytes)} of host memory was asked for and refused ({error.strerror})"
     return f"{asked}; quantize the weights, use --disk-offload or a machine with more memory."
 
@@ -127,7 +127,7 @@ class SharedMemory:
                 os.ftruncate(descriptor, nbytes)
                 path, identity = f"/proc/{os.getpid()}/fd/{descriptor}", _identity(descriptor)
             except OSError as error:
-                problem = refused(nbytes, error)
+                problem = refusal_message(nbytes, error)
         try:
             path, identity, problem = ranks.gather_objects((path, identity, problem))[0]
             try:
@@ -189,16 +189,16 @@ def _open(path: str, identity: _Identity) -> int:
 
 
 def _map(descriptor: int, nbytes: int, locked: list[int]) -> torch.Tensor:
-    """Return the file as uint8 [nbytes], from an address on that huge pages can have."""
+    """Return the file mapped as uint8 [nbytes], aligned to a huge page."""
     free = _libc.mmap(None, nbytes + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if free == MAP_FAILED:
-        raise RunError(refused(nbytes, _last_error()))
+        raise RunError(refusal_message(nbytes, _last_error()))
     start = -(-free // HUGE_PAGE) * HUGE_PAGE
     access = mmap.PROT_READ | mmap.PROT_WRITE
     if _libc.mmap(start, nbytes, access, mmap.MAP_SHARED | MAP_FIXED, descriptor, 0) == MAP_FAILED:
         error = _last_error()
         _libc.munmap(free, nbytes + HUGE_PAGE)
-        raise RunError(refused(nbytes, error))
+        raise RunError(refusal_message(nbytes, error))
     _libc.madvise(start, nbytes, mmap.MADV_HUGEPAGE)  # for pages that are written first
     buffer = (ctypes.c_char * nbytes).from_address(start)
     weakref.finalize(buffer, _unmap, free, nbytes + HUGE_PAGE, locked).atexit = False  # with the last tensor

@@ -47,7 +47,7 @@ def exact_parameter_bytes(config: Any) -> int:
 
 @contextlib.contextmanager
 def _without_zero3() -> Iterator[None]:
-    """Hide a live HfDeepSpeedConfig: under it from_config partitions parameters, each then has 0 elements."""
+    """Hide a live HfDeepSpeedConfig: under it from_config partitions parameters, and each has 0 elements."""
     from transformers.integrations import deepspeed as integration
 
     reference = integration._hf_deepspeed_config_weak_ref
@@ -112,20 +112,22 @@ def kv_layers(config: Any) -> int:
 
 
 def kv_width(config: Any) -> int:
-    """Return the elements of K, and as many of V, of one position in one layer: h for a text config that does not name its heads."""
+    """Return the elements of K (and of V) of one position in one layer: h for a text config that does not name its heads."""
     heads = getattr(config, "num_attention_heads", None)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // (heads or 1)
     return _kv_heads(config, heads) * head_dim if heads else config.hidden_size
 
 
-def heads_of_key(config: Any) -> int:
+def query_heads_per_kv_head(config: Any) -> int:
     """Return how many query heads share a key head; 1 for a config that does not name its heads."""
     heads = getattr(config, "num_attention_heads", None) or 1
     return max(1, heads // max(1, _kv_heads(config, heads)))
 
 
 def _kv_heads(config: Any, heads: int) -> int:
+    kv_heads: int | None = getattr(config, "num_key_value_heads", None)
+    if kv_heads is not None:
+        return kv_heads
     # Falcon-7B and StarCoder set a flag instead. Falcon's newer layout repeats K and V to all attention heads before it caches them.
     one_for_all = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    return kv_heads if kv_heads is not None else 1 if one_for_all else heads
+    return 1 if one_for_all else heads

@@ -1,6 +1,6 @@
 """Changes to models and to tables of libraries, each with its undo.
 
-Only tables are shared by several loaded models, which may be unloaded in any order: a `SharedPatch` there ends with the last of them.
+Tables are shared by loaded models, which may be unloaded in any order: a `SharedPatch` there ends with the last of its users.
 """
 
 from __future__ import annotations
@@ -78,11 +78,13 @@ def _leave(table: MutableMapping[Any, Any], key: Any, patch: SharedPatch) -> Non
     with _sharing:
         patch.users -= 1
         if patch.users or table.get(key) is not patch:
-            return  # in use, or covered by another one, which restores what is below
+            return  # in use, or replaced by a later patch, whose undo skips this one
         before = patch.before
         while isinstance(before, SharedPatch) and not before.users:
             before = before.before
         if before is None or not isinstance(table, dict):
-            del table[key]  # uncovers the original in transformers' tables, unless that was set the same way
+            del table[
+                key
+            ]  # transformers' tables then show their built-in entry, unless the original was set the same way
         if table.get(key) is not before:
             table[key] = before

@@ -60,7 +60,7 @@ def process_group(command: Sequence[str], **options: Any) -> Iterator[subprocess
     """Run `command` in a session of its own, of which nothing is left at the end of the block, nor after SIGKILL of this process.
 
     Yields a process that runs `lead`: it ends the session when its stdin closes, which happens however this process ends, and exits as
-    `command` does. (PR_SET_PDEATHSIG would reach the first process alone.) `options` are of subprocess.Popen, except stdin.
+    `command` does. (PR_SET_PDEATHSIG would reach the first process alone.) `options` are those of subprocess.Popen, except stdin.
     """
     leader = None
     try:
@@ -176,8 +176,8 @@ def run_child(
     for record in before:
         if record in new:
             new.remove(record)
-    believed = bool(new) and (code == 0 or new[-1].get("status") != "ok")
-    return ChildRun(code, output, new[-1] if believed else None)
+    plausible = bool(new) and (code == 0 or new[-1].get("status") != "ok")
+    return ChildRun(code, output, new[-1] if plausible else None)
 
 
 def last_error_line(output: str) -> str | None:

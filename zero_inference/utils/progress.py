@@ -33,7 +33,7 @@ class Progress:
         self._lock = threading.RLock()  # a task may show itself from its thread
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays on the terminal."""
         with self._lock, contextlib.suppress(OSError):  # the reader of stderr is gone: the run goes on
             self.close()
             if self.enabled:

@@ -18,7 +18,7 @@ from zero_inference.errors import UsageError
 HOW_TO_LAUNCH = "start with deepspeed or torchrun, or unset it to run one process"
 # Timeout of a collective: a prefill can take long, and utils.watch detects dead ranks.
 TIMEOUT = datetime.timedelta(minutes=30)
-_variables: list[str] = []  # set here because DeepSpeed reads them in each pass, and no launcher had set them
+_variables_set: list[str] = []  # by `start_process_group` where no launcher did: DeepSpeed reads them in each pass
 _group_users = 0  # of the process group besides a run: a loaded model, or the program that calls this package
 
 
@@ -98,7 +98,7 @@ def detect_ranks(local_rank: int | None = None) -> Ranks:
 
 
 def _launched(name: str, default: int, least: int, most: int) -> int:
-    """Return a number from the launcher's environment."""
+    """Return a number from the launcher's environment. Raises UsageError outside [least, most]."""
     text = os.environ.get(name, str(default))
     value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
     if not least <= value <= most:
@@ -111,7 +111,7 @@ def start_process_group(ranks: Ranks) -> None:
     for name, value in (("RANK", ranks.rank), ("LOCAL_RANK", ranks.local_rank), ("WORLD_SIZE", ranks.world_size)):
         if name not in os.environ:
             os.environ[name] = str(value)
-            _variables.append(name)
+            _variables_set.append(name)
     where: dict = {"backend": "gloo"}
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
@@ -145,8 +145,8 @@ def stop_process_group() -> None:
         return
     if dist.is_initialized():
         dist.destroy_process_group()
-    while _variables:  # other libraries would take them for a launcher's
-        os.environ.pop(_variables.pop(), None)
+    while _variables_set:  # other libraries would take them for a launcher's
+        os.environ.pop(_variables_set.pop(), None)
 
 
 @contextlib.contextmanager
@@ -167,7 +167,7 @@ def hold_process_group(ranks: Ranks) -> Callable[[], None]:
     if dist.is_initialized() and not _group_users:
         _group_users += 1  # the caller's, which stays
     start_process_group(ranks)
-    releases = contextlib.ExitStack()  # so that a second call does nothing
+    releases = contextlib.ExitStack()  # its close does nothing when called again
     releases.callback(stop_process_group)
     releases.enter_context(keep_process_group())
     return releases.close

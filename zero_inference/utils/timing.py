@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-# By type of device: seconds of copies and products that a run measures around its loops, rows and columns of these products.
+# What a run measures around its loops, by type of device: seconds of link copies and of matrix products; n of an [n, n] product.
 LINK_S, PRODUCT_S = {"cuda": 0.4, "cpu": 0.1}, {"cuda": 0.1, "cpu": 0.05}
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 
@@ -18,7 +18,7 @@ PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 def measure_median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:
     """Return the median seconds of `action` on `device`, of three runs or more in at least `seconds`.
 
-    Two runs before them warm up, or one if that took `seconds`.
+    Two warm-up runs come first, or one if it took `seconds`.
     """
     if time_on_device_s(device, action) < seconds:
         time_on_device_s(device, action)
@@ -86,17 +86,17 @@ class Transfers:
     device_to_host_bytes: int = 0
     disk_read_bytes: int = 0
     cpu_bytes: int = 0  # of weights, keys and values that the CPU read from host memory
-    cores_counts: Callable[[], int] | None = None  # bytes that only the CPU backend counts: experts that tokens chose
-    cores_busy_s: Callable[[], float] | None = None  # of the CPU backend; None without one, or if another rank counts
+    cpu_counted_bytes: Callable[[], int] | None = None  # read by the CPU backend and counted there: routed experts
+    cpu_busy_s: Callable[[], float] | None = None  # of the CPU backend; None without one, or if another rank counts
     expert_counts: Callable[[], ExpertCounts] | None = None  # totals of the expert cache; None without one
 
     def snapshot(self) -> tuple[int, int, int, int]:
         """Return bytes so far: host to device, device to host, read from disk, read by the CPU."""
-        cores = self.cpu_bytes + (0 if self.cores_counts is None else self.cores_counts())
+        cpu_bytes = self.cpu_bytes + (0 if self.cpu_counted_bytes is None else self.cpu_counted_bytes())
         fetched = 0 if self.expert_counts is None else self.expert_counts().fetched_bytes
-        return self.host_to_device_bytes + fetched, self.device_to_host_bytes, self.disk_read_bytes, cores
+        return self.host_to_device_bytes + fetched, self.device_to_host_bytes, self.disk_read_bytes, cpu_bytes
 
-    def settle(self) -> None:
-        """Add what the CPU backend counted, before it is closed."""
+    def keep_cpu_counts(self) -> None:
+        """Add what the CPU backend counted to `cpu_bytes`, before it is closed."""
         *_, self.cpu_bytes = self.snapshot()
-        self.cores_counts = self.cores_busy_s = None
+        self.cpu_counted_bytes = self.cpu_busy_s = None

@@ -46,7 +46,7 @@ class PeerWatch:
         self.store: dist.TCPStore | None = None
         self.store_is_gone = False
         self.others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-        self.last_beats: dict[int, Any] = {}  # of each rank; STORE: our last beat that the store has answered
+        self.last_beats: dict[int, Any] = {}  # by rank; at STORE the last beat of this rank that the store has answered
         self.threads: list[threading.Thread] = []
 
     def start(self) -> None:

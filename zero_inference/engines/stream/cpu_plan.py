@@ -16,7 +16,7 @@ from zero_inference.kernels.products import FUSED_ROWS
 from zero_inference.kv_cache.attention_patch import why_cpu_cannot_attend
 from zero_inference.records.schema import CpuBackendUse
 from zero_inference.utils.format import three_digits
-from zero_inference.utils.model_sizes import heads_of_key
+from zero_inference.utils.model_sizes import query_heads_per_kv_head
 
 CPU_ATTENTION_TRIAL = "why the CPU cannot attend"  # key of the empty model's cache
 NO_LINK = "no GPU, so no weights cross PCIe"
@@ -171,7 +171,7 @@ def plan_cpu(job: Job, placement: Placement, may_attend: bool = True) -> tuple[P
         measured: ConcurrentRates | str = "its rate is only measured in a run, by all ranks together"
     else:
         text = job.spec.text_config
-        heads = heads_of_key(text) if can_attend else 0
+        heads = query_heads_per_kv_head(text) if can_attend else 0
         work = CpuWorkload(job.spec.dtype, placement.scheme, job.rank_batch, text.hidden_size, heads)
         measured = job.machine.concurrent_rates(job.ranks, cpus, work)  # or why there are none
     rates = measured if isinstance(measured, ConcurrentRates) else None
