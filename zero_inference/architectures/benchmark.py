@@ -84,15 +84,15 @@ class ArchitectureBenchmark:
             torch.cuda.reset_peak_memory_stats(self.device)
             yield memory
             torch.cuda.synchronize(self.device)
-            held = torch.cuda.max_memory_allocated(self.device) - before
+            allocated = torch.cuda.max_memory_allocated(self.device) - before
         else:
             cpu = torch.profiler.ProfilerActivity.CPU
             with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
                 yield memory
             events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
             changes = sorted((event.start_ns(), event.nbytes()) for event in events)
-            held = int(np.cumsum([0, *(nbytes for _, nbytes in changes)]).max())
-        memory.peak_bytes = sum(unique.values()) + held
+            allocated = int(np.cumsum([0, *(nbytes for _, nbytes in changes)]).max())
+        memory.peak_bytes = sum(unique.values()) + allocated
 
     def benchmark_generation(
         self, prompt_tokens: int | torch.Tensor, generation_length: int, num_runs: int = 20
@@ -107,28 +107,28 @@ class ArchitectureBenchmark:
             if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
                 raise ValueError(f"prompt_tokens must be ids [batch, P], got {ids.dtype} {list(ids.shape)}")
         else:
-            _check(prompt_tokens=prompt_tokens)
+            _check_at_least_1(prompt_tokens=prompt_tokens)
             ids = self._random_ids(1, prompt_tokens)
-        _check(generation_length=generation_length, num_runs=num_runs)
+        _check_at_least_1(generation_length=generation_length, num_runs=num_runs)
         if not (hasattr(self.model, "can_generate") and self.model.can_generate()):
             raise ValueError(f"{type(self.model).__name__} cannot generate; benchmark_batch_throughput runs any model")
         batch, prompt_len = ids.shape
         self._check_positions(prompt_len + generation_length)
         settings, mask = greedy_config(generation_length), torch.ones_like(ids)
         run = partial(self.model.generate, ids, attention_mask=mask, generation_config=settings)
-        own = self.model.generation_config
+        before = self.model.generation_config
         reset_generation_config(self.model)
         try:
             return self._measure(f"gen_p{prompt_len}_l{generation_length}", run, batch * generation_length, num_runs)
         finally:
-            self.model.generation_config = own
+            self.model.generation_config = before
 
     def benchmark_batch_throughput(self, batch_size: int, seq_len: int, num_runs: int = 50) -> BenchmarkResult:
         """Time forward passes over the same random ids [batch_size, seq_len], without a KV cache.
 
         Raises ValueError for a size or number below 1, or more positions than the model has.
         """
-        _check(batch_size=batch_size, seq_len=seq_len, num_runs=num_runs)
+        _check_at_least_1(batch_size=batch_size, seq_len=seq_len, num_runs=num_runs)
         ids = self._random_ids(batch_size, seq_len)
         self._check_positions(seq_len)
         options = {"use_cache": False} if hasattr(self.model.config, "use_cache") else {}
@@ -164,7 +164,7 @@ class ArchitectureBenchmark:
         return BenchmarkResult(name, throughput, p50, p95, p99, memory.peak_bytes / GB, counter.get_total_flops())
 
 
-def _check(**numbers: int) -> None:
+def _check_at_least_1(**numbers: int) -> None:
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name} is {value}, it must be at least 1")
@@ -189,12 +189,12 @@ class QualityBenchmark:
             raise UsageError("QualityBenchmark needs the model's tokenizer, and got None.")
         self.model, self.tokenizer = model, tokenizer
         # parameters that accelerate has offloaded are on meta between forward passes
-        own = (each.device for each in model.parameters() if each.device.type != "meta")
-        self.device = torch.device(device or next(own, None) or ("cuda" if torch.cuda.is_available() else "cpu"))
+        devices = (each.device for each in model.parameters() if each.device.type != "meta")
+        self.device = torch.device(device or next(devices, None) or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.allow_code_execution = allow_code_execution
         self.settings = QualitySettings(**settings)
         for k in self.settings.resolved_ks():
-            pass_at_k(self.settings.samples, 0, k)
+            pass_at_k(self.settings.samples, 0, k)  # refuses a k above them
 
     def evaluate_task(self, task: str, dataset: Any) -> dict[str, Any]:
         """Score the model on `dataset`: dicts, a datasets.Dataset, a DataFrame, or the path of a file or folder (`quality.data`).
@@ -278,7 +278,7 @@ def compare_architectures(
 def _run_pass(
     name: str, architecture: Any, device: torch.device, config: BenchmarkConfig, number: int
 ) -> list[dict[str, Any]]:
-    """Return the rows of one pass. A given model is then moved back to its device; a built one is deleted, as the next needs the memory."""
+    """Return the rows of one pass, after which a given model is back on its device and a built one deleted: the next needs the memory."""
     given = isinstance(architecture, torch.nn.Module)
     model = architecture if given else architecture()
     home, training = next((each.device for each in model.parameters()), device), model.training

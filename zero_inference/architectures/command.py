@@ -35,7 +35,7 @@ MAX_COUNT = 10_000  # rounds, warm-up loops, processes
 SET_BY_COMPARE = set("log-file log-dir dry-run json save-config warmup warmup-spread verbose local-rank".split())
 # Options that name an output file; two arms must not write the same.
 OUTPUT_FILES = ("quality_items", "trace")
-VERDICT = re.compile(r'"verdict": ("(?:[^"\\]|\\.)*")')  # of --dry-run --json
+VERDICT = re.compile(r'"verdict": ("(?:[^"\\]|\\.)*")')  # in the output of --dry-run --json, among a launcher's lines
 # Fields of a record that the JSON output lists for each run.
 RUN_FACTS = "status timestamp prefill_throughput decode_throughput total_throughput".split()
 RUN_FACTS += "warmed_up warmup_total_s settling_s error".split()
@@ -105,9 +105,9 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
             advice = batch_advice(arm.config.batch_size, args.num_gpus, f"--num-gpus {args.num_gpus}")
             raise UsageError(f"arm {arm.name}: {advice}.")
     folder = make_log_folder(args.log_dir)
-    settles = args.warmup_tries is not None or args.rounds > 1  # one round gives no verdict
-    extra = ["--warmup", str(args.warmup_tries or (WARMUP_TRIES if settles else 1))]
-    extra += ["--warmup-spread", str(WARMUP_SPREAD)] if settles else []
+    until_steady = args.warmup_tries is not None or args.rounds > 1  # one round gives no verdict
+    extra = ["--warmup", str(args.warmup_tries or (WARMUP_TRIES if until_steady else 1))]
+    extra += ["--warmup-spread", str(WARMUP_SPREAD)] if until_steady else []
     with use_progress(Progress(args.verbose > 0)) as progress:
         check_arms(arms, extra, folder, args.num_gpus, progress)
         runs = run_arms(arms, args.rounds, extra, folder, args.num_gpus, progress)
@@ -150,8 +150,8 @@ def check_arms(arms: list[Arm], extra: list[str], folder: Path, num_gpus: int, p
     with progress.task("compare", len(arms), ticking=True) as task:
         for count, arm in enumerate(arms):
             task.at(f"checking arm {count + 1} of {len(arms)} ({arm.name})", count)
-            if doubt := check_arm(arm, extra, folder, num_gpus):
-                progress.say(f"warning: arm {arm.name}: {doubt}")
+            if does_not_fit := check_arm(arm, extra, folder, num_gpus):
+                progress.say(f"warning: arm {arm.name}: {does_not_fit}")
 
 
 def run_arms(arms: list[Arm], rounds: int, extra: list[str], folder: Path, num_gpus: int, progress: Progress) -> Runs:
@@ -225,8 +225,8 @@ def read_arms(
 
     `config_of` returns the validated configuration of options. Raises UsageError for less than two arms, equal names or invalid options.
     """
-    short = [model.rstrip("/").rpartition("/")[2] or model for model in models]
-    named = [(name if short.count(name) == 1 else model, ["--model", model]) for name, model in zip(short, models)]
+    names = [model.rstrip("/").rpartition("/")[2] or model for model in models]
+    named = [(name if names.count(name) == 1 else model, ["--model", model]) for name, model in zip(names, models)]
     for text in texts:
         name, equals, options = text.partition("=")
         if not equals or not name.strip() or name.startswith("-") or not name.isprintable():
@@ -238,7 +238,7 @@ def read_arms(
     if len(named) < 2:
         raise UsageError(f'two arms are needed, and {len(named)} given: add --model NAME or --arm "NAME=OPTIONS".')
     arms = []
-    owners: dict[str, str] = {}  # of a name of files, or of an output file -> arm
+    owners: dict[str, str] = {}  # file stem, or path of an output file -> arm
     for name, own in named:
         try:
             words = expand_config_files([*shared, *own])  # now, because a file may change while the arms run
@@ -287,19 +287,19 @@ def speed_only(options: Sequence[str]) -> list[str]:
 def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> str | None:
     """Check an arm by --dry-run, in its own processes: a process that has used a GPU holds some of its memory until it ends.
 
-    Return the plan's verdict if it estimates that the arm does not fit, else None; the plan goes to `<arm>-check.out` in the folder. Raises
-    UsageError if the run would be refused.
+    Returns the plan's verdict if it estimates that the arm does not fit, else None; the plan goes to `<arm>-check.out` in the folder.
+    Raises UsageError if the run would be refused.
     """
     command = isolated_ranks("zero_inference", ranks, "run", *arm.options, *extra, "--dry-run", "--json")
     ended = run_child(command, folder / f"{arm.file_stem}-check.out")
     text = ended.read_output()
     verdict = json.loads(found[1]) if (found := VERDICT.search(text)) else ""
-    doubt = verdict if verdict.startswith(DoesNotFit.VERDICT) else None
-    if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
+    does_not_fit = verdict if verdict.startswith(DoesNotFit.VERDICT) else None
+    if ended.code != 0 and does_not_fit is None:  # a plan that does not fit ends its --dry-run with an error too
         raise UsageError(f"arm {arm.name}: {failure_reason(ended)}")
-    if fails := next((line for line in text.splitlines() if line.startswith(ONLY_PLANNED)), None):
-        raise UsageError(f"arm {arm.name}: {fails.removeprefix(ONLY_PLANNED).strip()}")
-    return doubt
+    if refusal := next((line for line in text.splitlines() if line.startswith(ONLY_PLANNED)), None):
+        raise UsageError(f"arm {arm.name}: {refusal.removeprefix(ONLY_PLANNED).strip()}")
+    return does_not_fit
 
 
 def failure_reason(ended: ChildRun) -> str:

@@ -141,7 +141,7 @@ def score_difference(score: Mapping[str, Any], baseline: Mapping[str, Any]) -> d
 
     Errors add as of independent samples, which is cautious for models that answered the same questions.
     """
-    apart = score["accuracy"] - baseline["accuracy"]
+    difference = score["accuracy"] - baseline["accuracy"]
     stderr = float(np.hypot(*(np.array([each["stderr"] for each in (score, baseline)], dtype=float))))
     if math.isnan(stderr):
         verdict = NO_ERROR
@@ -150,13 +150,13 @@ def score_difference(score: Mapping[str, Any], baseline: Mapping[str, Any]) -> d
     else:
         spread = math.hypot(_cautious_stderr(score), _cautious_stderr(baseline))
         bound = stats.norm.ppf(0.5 + SCORE_CONFIDENCE / 2) * spread
-        verdict = NO_DIFFERENCE if abs(apart) <= bound else "higher" if apart > 0 else "lower"
-    return {"accuracy_difference": apart, "accuracy_difference_stderr": stderr, "verdict": verdict}
+        verdict = NO_DIFFERENCE if abs(difference) <= bound else "higher" if difference > 0 else "lower"
+    return {"accuracy_difference": difference, "accuracy_difference_stderr": stderr, "verdict": verdict}
 
 
 def _cautious_stderr(score: Mapping[str, Any]) -> float:
-    """Return at least the error of a share with one right and one wrong answer added (Agresti and Caffo 2000): answers that are all alike
-    have no spread."""
+    """Return the larger of the standard error and that with one right and one wrong answer added (Agresti and Caffo 2000), because
+    answers that are all alike have no spread."""
     n = score["total"]
     p = (score["accuracy"] * n + 1) / (n + 2)
     return max(score["stderr"], math.sqrt(p * (1 - p) / (n + 2)))
@@ -164,6 +164,7 @@ def _cautious_stderr(score: Mapping[str, Any]) -> float:
 
 # The table of `zero-inference compare`: one row for each arm, from the records of its runs.
 
+# Key of a row -> header.
 SETTINGS = {"model": "model", "engine": "engine", "dtype": "type", "quant_bits": "bits", "runs": "runs"}
 PHASES = ("decode", "prefill", "total")
 
@@ -222,8 +223,7 @@ def arm_rows(
 
 
 def list_columns(rows: Sequence[Mapping[str, Any]], compact: bool) -> list[Column]:
-    """Return the columns. For people (`compact`) settings are there only if arms differ in them, and a speedup with its interval is one
-    column."""
+    """Return the columns. For people (`compact`) only settings in which arms differ, and a speedup and its interval in one column."""
     columns = [Column("arm", "arm", dtype="string")]
     for name, header in SETTINGS.items():
         if not compact or len({row.get(name) for row in rows}) > 1:

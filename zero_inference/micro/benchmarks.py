@@ -1,4 +1,4 @@
-"""Products of square matrices, `a * 1.2`, and transformer blocks with their parts. Each benchmark yields rows as they are measured."""
+"""Time products of square matrices, `a * 1.2`, and transformer blocks with their parts. A benchmark yields rows as they are measured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PROBE_CALL_S = 0.2
 CHEAP_CALL_S = 0.5  # a call that is expected to be shorter is timed; a longer one is only predicted
 FORWARD_AND_BACKWARD = 3  # the backward pass has two products, for inputs and weights, per product of the forward pass
 PARTS = ("dense", "dense_activation", "feed_forward", "attention")
-FIRST_TOKENS = 16
+FIRST_TOKENS = 16  # of the first forward pass that predicts how long others take
 
 
 def median_s(action: Callable[[], object], min_run_time: float) -> float:
@@ -80,7 +80,7 @@ def predict_s(time_once: Callable[[Size], float], work: Callable[[Size], float],
 
 @contextlib.contextmanager
 def precision(kind: str) -> Iterator[None]:
-    """Compute float32 products in tf32 on tensor cores, or exactly, by `kind`; restored at the end of the block."""
+    """Let float32 products of the block use tf32 on tensor cores if `kind` is tf32, else compute them exactly."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
     try:
@@ -94,9 +94,9 @@ class MachineRates:
 
     Attributes:
         device: that of `--device`; without one the GPU if there is one, else the CPU.
-        kinds: of products that it supports.
-        card: None for a CPU or an unknown GPU.
-        best: best TFLOP/s (1e12) of this process so far by kind of product.
+        kinds: those of DTYPES that it supports.
+        card: datasheet; None for a CPU or an unknown GPU.
+        best: best TFLOP/s (1e12) of this process so far by kind.
     """
 
     def __init__(self, device: str | None):
@@ -121,7 +121,7 @@ class MachineRates:
                 raise UsageError(f"--dtype {kind}: this {name} does not support it; use {', '.join(self.kinds)}.")
 
     def best_tflops(self, kind: str, seen: float = 0.0) -> float:
-        """Return `best` of the kind, `seen` and a few products of PROBE_SIZES included. So no share of it exceeds 1."""
+        """Return the best rate so far, of products of PROBE_SIZES and of `seen`, so that no share of it exceeds 1."""
         if kind not in self.best:
             best = 0.0
             with precision(kind):
@@ -139,7 +139,7 @@ class MachineRates:
         return bench_device.device_copy_gb_per_s(self.device)
 
     def shares(self, kind: str, tflops: float, best: float) -> Row:
-        """Return the shares of the datasheet's and of the best measured rate as values of a row."""
+        """Return the values of a row that compare `tflops` with the datasheet and with the best measured rate."""
         datasheet = self.card.tflops.get(kind) if self.card else None
         return {
             "of_datasheet": tflops / datasheet.value if datasheet else None,
@@ -159,7 +159,7 @@ def measure_row(row: Row, measure: Callable[..., Row], *args: Any) -> Row:
 
 
 def skip(seconds: float, longest_call_s: float, what: str) -> Row | None:
-    """Return the value of a row that is skipped, as one call is expected to take longer than the user allows."""
+    """Return the values of a row that is skipped because a call would take longer than the user allows; None for other rows."""
     if seconds <= longest_call_s:
         return None
     return {"skipped": f"{what} is expected to take {seconds:.1f} s, longer than --longest-call {longest_call_s:g}"}
@@ -278,7 +278,7 @@ def layer(args: argparse.Namespace, rates: MachineRates) -> Benchmark:
                         if before_s and "forward_s" in row:
                             row["norm_speedup"] = before_s / row["forward_s"]
                         yield row
-            del block
+            del block  # before the next one is built
 
     blocks = len(names) + (sum(family_refusal(each) is None for each in families) if patch_norms else 0)
     return blocks * len(sizes), rows()
@@ -325,7 +325,7 @@ def make_norm_patch(norm_kernels: str, device: torch.device, families: Sequence[
 
     def patch(block: Block) -> int:
         reason = family_refusal(block.family) or unusable
-        asked = "auto" if reason else norm_kernels  # a family without kernels is no error beside one that has them
+        asked = "auto" if reason else norm_kernels  # blocks without kernels are no error if others have them
         facts = apply_norm_kernels(asked, reason, block.module, lambda line: say(f"{block.name}: {line}"), block.family)
         return facts["norm_modules_patched"]
 
@@ -458,7 +458,7 @@ def build_parts(config: Any) -> tuple[nn.Module, dict[str, Call]]:
             block, rotary = LlamaDecoderLayer(config, layer_idx=1), LlamaRotaryEmbedding(config)
 
             @functools.cache
-            def angles(seq: int):  # computed once a model, not once a block
+            def angles(seq: int):  # a model computes them once for all blocks
                 weight = block.mlp.gate_proj.weight
                 return rotary(weight, torch.arange(seq, device=weight.device)[None])
 
@@ -490,11 +490,11 @@ def block_config(name: str) -> Any:
     return preset.to_config()
 
 
-def build_block(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Block:
+def build_block(name: str, device: torch.device, dtype: torch.dtype) -> Block:
     """Return block `name` with seeded random weights on `device` in `dtype`."""
     config = block_config(name)
     config._attn_implementation = "sdpa"  # what from_pretrained chooses for all of these families
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # an opt-175b block in float32 first would need twice the memory
     try:

@@ -50,6 +50,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Sequence[int]]]] = {
     "elementwise": {"sizes": {"cuda": [1 << p for p in range(14, 29, 2)], "cpu": [1 << p for p in range(14, 27, 2)]}},
     "layer": {"seq": {"cuda": (128, 512), "cpu": (128,)}, "batch": {"cuda": (4, 128), "cpu": (1,)}},
 }
+# Metavar and help of the options in DEFAULTS.
 COUNTED = {
     ("matmul", "sizes"): ("N", "n of the n x n matrices"),
     ("elementwise", "sizes"): ("N", "elements of the vectors"),
@@ -60,7 +61,7 @@ COUNTED = {
 # than this on average, 1 s at most, so all end within 3 minutes on a GPU.
 LAYER_MIN_RUN_TIME_S = 0.3
 LONGEST_CALL_S = 3.0  # one product of 2048 in float16, which most CPUs emulate, took 100 s
-MAX_COUNT = 1 << 40  # elements; a row reports if memory is not sufficient
+MAX_COUNT = 1 << 40  # of an option; a size that does not fit memory becomes a row with an error
 
 TIME_US = Column("time_s", "time (us)", lambda seconds: three_digits(1e6 * seconds))
 OF_DATASHEET = Column("of_datasheet", "of datasheet", format_percent)
@@ -103,7 +104,7 @@ COLUMNS = {
         *(SKIPPED, ERROR),
     ),
 }
-# Columns that csv and json have, and tables for people do not.
+# Columns that only csv and json have.
 ONLY_EXACT = "best_tflops dense_tflops dense_activation_tflops norm_modules_patched skippable".split()
 OF_BEST = "of measured: share of the best rate that this process has reached with the same type so far"
 NOTES = {
@@ -215,7 +216,7 @@ def main(args: argparse.Namespace) -> int:
                     for name, value in row.items()
                     if value is not None
                 ]
-                progress.say("  ".join(values[:8]))
+                progress.say("  ".join(values[:8]))  # as many as fit a line
                 if len(rows) < total:
                     task.at(f"row {len(rows) + 1} of {total}", len(rows))
     _print(args, rates, rows)

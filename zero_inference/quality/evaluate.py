@@ -65,36 +65,36 @@ def mean_and_stderr(values: list[float]) -> tuple[float, float | None]:
 
 
 class Request(NamedTuple):
-    """Tokens whose log-likelihood is wanted, and those before them, of which there is at least one."""
+    """Token ids to score, after those of the context."""
 
-    context: Sequence[int]
+    context: Sequence[int]  # at least one
     scored: Sequence[int]
 
 
 @dataclass
 class Scoring:
-    """The context of a task."""
+    """What the evaluation of a task uses: the model, its ranks and settings."""
 
     lm: Any  # lm-eval's HFLM over the loaded model, from `make_lm`
     task: str
     ranks: Ranks
     settings: QualitySettings
     progress: Progress
-    shown: Task
+    progress_task: Task
     truncated: int = 0  # sequences so far that were longer than the model's context
 
     def over_ranks(self, items: list, score: Callable[[list], list], calls_model: bool = True) -> list:
-        """Return a result for each item, on every rank: each scores every n-th, as neighbours often take equally long.
+        """Return a result for each item, on every rank. Each of n ranks scores every n-th item, as neighbours often take equally long.
 
-        Ranks that share a model's layers may call it a different number of times: each forward pass is announced, and a rank that has
-        finished takes part with one token until all have. Leaving by an exception does not wait for the others.
+        Ranks that share a model's layers may need different numbers of forward passes: each announces its own, and a rank that has
+        finished runs the model on one token until all have. Leaving by an exception does not wait for the others.
         """
         ranks, model = self.ranks, self.lm.model
         if ranks.world_size == 1:
             return score(items)
 
-        def any_rank_works(here: bool) -> bool:
-            return ranks.maximum([float(here)])[0] > 0
+        def any_rank_works(this_rank: bool) -> bool:
+            return ranks.maximum([float(this_rank)])[0] > 0
 
         def announce(module, args) -> None:
             any_rank_works(True)
@@ -113,8 +113,8 @@ class Scoring:
         return results
 
     def log_likelihoods(self, requests: Sequence[Request]) -> list[tuple[float, float]]:
-        """Return the summed log-likelihood (nat) of each request's scored tokens: with log-probabilities in float32, and as lm-eval has it
-        by default, in the dtype of the logits: bfloat16 has three digits.
+        """Return the summed log-likelihood (nat) of each request's scored tokens, twice: with log-probabilities in float32; and in the
+        logits' dtype as by lm-eval's default, where bfloat16 has three digits.
 
         As in lm-eval, requests that differ in their last token share a forward pass, and the longest come first.
 
@@ -134,9 +134,9 @@ class Scoring:
             by_input[tokens[-lm.max_length :]].append(number)
         inputs = sorted(by_input, key=lambda tokens: (-len(tokens), tokens))
         found: dict[int, tuple[float, float]] = {}
-        self.shown.total = len(requests)
+        self.progress_task.total = len(requests)
         for at in range(0, len(inputs), lm.batch_size):
-            self.shown.at(f"{task} {len(found)} of {len(requests)} requests", len(found))
+            self.progress_task.at(f"{task} {len(found)} of {len(requests)} requests", len(found))
             batch = inputs[at : at + lm.batch_size]
             ids = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
             for row, tokens in zip(ids, batch):
@@ -145,15 +145,15 @@ class Scoring:
                 for number in by_input[tokens]:
                     scored = torch.tensor(requests[number].scored, device=logits.device)[:, None]
                     answer = logits[len(tokens) - len(scored) : len(tokens)]
-                    exact, own = (
+                    in_float32, in_dtype = (
                         float(answer.log_softmax(-1, dtype=dtype).gather(1, scored).sum())
                         for dtype in (torch.float32, logits.dtype)
                     )
-                    if not math.isfinite(exact):
+                    if not math.isfinite(in_float32):
                         raise RunError(
-                            f"{task}: a log-likelihood is {exact}, which is not finite; try another --dtype or quantization."
+                            f"{task}: a log-likelihood is {in_float32}, not finite; try another --dtype or quantization."
                         )
-                    found[number] = exact, own
+                    found[number] = in_float32, in_dtype
         return [found[number] for number in range(len(requests))]
 
 
@@ -224,16 +224,19 @@ def read_choices(task: str, items: list[dict]) -> list[ChoiceDoc]:
 
 
 def _accuracy(right: np.ndarray) -> tuple[float, float | None, str, float | None]:
-    """Return mean, standard error and digits of float32's outcomes, and the mean of the logits' dtype where any outcome differs."""
-    exact, own = right.astype(int).T
-    in_dtype = float(own.mean()) if (own != exact).any() else None
-    return *mean_and_stderr(exact.tolist()), "".join(map(str, exact)), in_dtype
+    """Return mean, standard error and outcomes ("0110...") in float32; and the mean in the logits' dtype if an outcome differs there.
+
+    right: bool [items, 2], in float32 and in the logits' dtype.
+    """
+    in_float32, in_dtype = right.astype(int).T
+    mean_in_dtype = float(in_dtype.mean()) if (in_dtype != in_float32).any() else None
+    return *mean_and_stderr(in_float32.tolist()), "".join(map(str, in_float32)), mean_in_dtype
 
 
 def evaluate_perplexity(items: list[dict], on: Scoring) -> tuple[dict, list[dict]]:
     """Return exp of the mean negative log-likelihood of a token, all documents together, and details of each item.
 
-    Every token is scored in one window, the first one after the beginning-of-text token; later windows score `stride` tokens each. The
+    Every token is scored once: the first window begins with the beginning-of-text token, later ones score `stride` tokens each. The
     standard error is that of a ratio estimate over independent windows, times the slope of exp; None with a single window.
     """
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -288,8 +291,8 @@ def evaluate_humaneval(items: list[dict], on: Scoring) -> tuple[dict, list[dict]
 
     def run(programs: list[str]) -> list[Outcome]:
         workers = max(1, (os.cpu_count() or 1) // ranks.local_world_size)
-        with on.progress.task("quality", len(programs)) as shown:
-            return run_programs(programs, settings.limits, workers, shown, settings.allow_unsafe_code)
+        with on.progress.task("quality", len(programs)) as progress_task:
+            return run_programs(programs, settings.limits, workers, progress_task, settings.allow_unsafe_code)
 
     samples = [item for item in items for _ in range(n)]
     completions = on.over_ranks(
@@ -330,9 +333,9 @@ def complete_programs(prompts: list[str], temperature: float | None, on: Scoring
         torch.manual_seed(on.settings.seed + on.ranks.rank)
     order = sorted(range(len(prompts)), key=lambda number: (-lengths[number], prompts[number]))  # as HFLM sorts
     completions = [""] * len(prompts)
-    on.shown.total = len(prompts)
+    on.progress_task.total = len(prompts)
     for at in range(0, len(order), lm.batch_size):
-        on.shown.at(f"humaneval {at} of {len(order)} requests", at)
+        on.progress_task.at(f"humaneval {at} of {len(order)} requests", at)
         batch = order[at : at + lm.batch_size]
         requests = [Instance("generate_until", {}, (prompts[number], sampling), number) for number in batch]
         for number, text in zip(batch, lm.generate_until(requests, disable_tqdm=True)):
@@ -446,8 +449,8 @@ def evaluate(
     written: list[dict[str, Any]] = []
     for task, items in tasks.items():
         start = time.perf_counter()
-        with progress.task("quality", ticking=True) as shown:
-            on = Scoring(lm, task, ranks, settings, progress, shown)
+        with progress.task("quality", ticking=True) as progress_task:
+            on = Scoring(lm, task, ranks, settings, progress, progress_task)
             scores[task], details = TASKS[task](items, on)
         scores[task] |= {
             "batch_size": settings.batch_size,
@@ -462,8 +465,8 @@ def format_scores(task: str, scores: dict) -> str:
     """Return one line, such as `mmlu: accuracy 25.0% +- 4.4% (25 of 100)`."""
 
     def figure(name: str, format: str, error: str = "stderr") -> str:
-        text, own = f"{scores[name]:{format}}{_plus_minus(scores[error], format)}", scores[f"{name}_in_dtype"]
-        return text if own is None else f"{text} (lm-eval's default {own:{format}})"
+        text, in_dtype = f"{scores[name]:{format}}{_plus_minus(scores[error], format)}", scores[f"{name}_in_dtype"]
+        return text if in_dtype is None else f"{text} (lm-eval's default {in_dtype:{format}})"
 
     if task == "perplexity":
         how = f"{scores['tokens']} tokens, windows of {scores['window']}, stride {scores['stride']}"

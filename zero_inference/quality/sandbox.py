@@ -1,7 +1,7 @@
 """Run programs that a model wrote, each in a bubblewrap sandbox: no network, a read-only system without home folders, limits.
 
 A program passes if it reaches its end: only then does the driver, which runs it, send back a secret. Exiting early is a failure. A program
-that searches its own memory for the secret could call itself right, and do nothing beyond that.
+that finds the secret in its own memory could pass without being right, and gains nothing else.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def run_program(source: str, limits: Limits = Limits(), allow_unsafe_code: bool 
 
 
 def run_programs(
-    programs: list[str], limits: Limits, workers: int, shown: Task | None = None, allow_unsafe_code: bool = False
+    programs: list[str], limits: Limits, workers: int, task: Task | None = None, allow_unsafe_code: bool = False
 ) -> list[Outcome]:
     """Return the outcome of each program, without its output: thousands of outputs would fill memory.
 
@@ -153,8 +153,8 @@ def run_programs(
         try:
             for outcome in pool.map(run, programs):
                 outcomes.append(outcome)
-                if shown:
-                    shown.at(f"humaneval {len(outcomes)} of {len(programs)} programs run", len(outcomes))
+                if task:
+                    task.at(f"humaneval {len(outcomes)} of {len(programs)} programs run", len(outcomes))
         except IsolationError as error:
             raise RunError(
                 f"humaneval: a program could not be isolated ({error}), so no more programs are run."
@@ -265,7 +265,7 @@ def _has_tmpfs_size() -> bool:
 def _homes_and_python() -> tuple[list[str], list[str]]:
     """Return the home folders, to be hidden, and the paths of the interpreter, its libraries and packages that SYSTEM does not show.
 
-    Not hidden is a home that holds the system's folders or /tmp; not shown is a home or its parent.
+    A home that holds the system's folders or /tmp is not hidden; a home or a folder around one is not shown.
     """
     names = {os.path.expanduser("~")}
     with contextlib.suppress(KeyError):  # a user of a container without an account
@@ -305,6 +305,7 @@ def _call_filter() -> bytes:
     kill, allow, refuse = 0x80000000, 0x7FFF0000, 0x00050001  # SECCOMP_RET_KILL_PROCESS, _ALLOW, _ERRNO | EPERM
     tests = [(at_least, 0x40000000), *((equal, number) for number in numbers)]  # x32 repeats all calls from 1 << 30
     steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
+    # a test that holds jumps to the last step
     steps += [(code, len(tests) - at, 0, value) for at, (code, value) in enumerate(tests)]
     steps += [(end, 0, 0, allow), (end, 0, 0, refuse)]
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
