@@ -4,8 +4,8 @@
 
 One build (-DZERO_INFERENCE_MEASURE_FORMS) can leave out each of `VARIANTS` at run time. A cell is a weight format and a number of
 rows of x; all instruction sets and all variants that change something there take turns in it, for --rounds rounds. A figure is GB/s
-(1e9 bytes) of stored weight bytes, the median. A gain is the median over rounds of the ratio with / without. Weights are one layer's
-shapes in rotation, copied until they exceed --set-mb.
+(1e9 bytes) of stored weight bytes, the median. A gain is the median over rounds of the ratio with / without. Weights are copies of the
+shapes of one layer, more than --set-mb in all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from pandas import DataFrame
 
-from benchmarks.common.host_cores import library_of, processor
+from benchmarks.common.cpu_backend import Format, build_library, cpu_model
 from benchmarks.common.shapes import shape_of
 from zero_inference.cpu.library import DTYPES, INSTRUCTIONS
 from zero_inference.cpu.products import Matrix
@@ -46,81 +46,59 @@ OPTIONAL = (
 ).split()
 BIT = {name: 1 << index for index, name in enumerate(OPTIONAL)}
 TILE_FORMS = BIT["fixed_tiles"] | BIT["dequantized_tiles"] | BIT["tiles"] | BIT["split_tiles"]
-# Left out alone and together.
+# What is left out: each form alone, and two together.
 VARIANTS: list[tuple[str, ...]] = [(name,) for name in OPTIONAL]
 VARIANTS.append(("fixed_tiles", "dequantized_tiles"))
-WINS = 1.05
+WINS = 1.05  # a gain that counts
 COLUMNS = "weight rows instructions without gb_per_s least most with_over_without all_over_lower_set".split()
 MAX_ERROR = 0.02  # of the result's norm: bfloat16 values and x
 
 
-def split_format(name: str) -> tuple[torch.dtype, int, int]:
-    """Return dtype, bits and group size; the latter are 0 for a plain weight."""
+def format_of(name: str) -> Format:
     *codes, dtype = name.split("-")
-    return DTYPE_NAMES[dtype], *((int(codes[0][3:]), int(codes[1][1:])) if codes else (0, 0))
-
-
-def weight_bytes(name: str, height: int, width: int) -> int:
-    dtype, bits, group = split_format(name)
-    elements = height * width
-    return elements * bits // 8 + 2 * (elements // group) * dtype.itemsize if bits else elements * dtype.itemsize
-
-
-def copies_of(name: str, shapes: list[tuple[int, int]], set_mb: int) -> int:
-    return int(set_mb * 1e6 // sum(weight_bytes(name, *shape) for shape in shapes)) + 1
+    return Format(DTYPE_NAMES[dtype], *((int(codes[0][3:]), int(codes[1][1:])) if codes else ()))
 
 
 class Weights:
-    """`copies` of each shape in memory, random, one set of shapes after the other."""
+    """Random weights of `shapes`, [rows, columns], one after the other, as many times as exceed `set_mb`."""
 
-    def __init__(self, name: str, shapes: list[tuple[int, int]], copies: int) -> None:
-        dtype, bits, group = split_format(name)
-        sizes = [-(-weight_bytes(name, *shape) // 4096) * 4096 for shape in shapes]
-        self.memory = torch.empty(copies, sum(sizes), dtype=torch.uint8)
-        generator = torch.Generator().manual_seed(0)
-        values = (torch.randn(1 << 20, generator=generator) * 0.02).to(dtype)
+    def __init__(self, stored: Format, shapes: list[tuple[int, int]], set_mb: int) -> None:
+        self.stored = stored
+        sizes = [stored.weight_bytes(height * width) for height, width in shapes]
+        copies = int(set_mb * 1e6 // sum(sizes)) + 1
+        self.memory = torch.empty(copies, sum(-(-size // 4096) * 4096 for size in sizes), dtype=torch.uint8)
         self.matrices = (Matrix * (copies * len(shapes)))()
-        for index, (height, width) in enumerate(shapes):
-            at, elements = sum(sizes[:index]), height * width
-            code_bytes = elements * bits // 8
-            groups = elements // group if bits else 0
-            row = self.memory[0, at : at + weight_bytes(name, height, width)]
-            if bits:
-                row[:code_bytes].random_(0, 256, generator=generator)
-                row[code_bytes:].view(dtype).copy_(values.abs().repeat((2 * groups >> 20) + 1)[: 2 * groups])
-            else:
-                row.view(dtype).copy_(values.repeat((elements >> 20) + 1)[:elements])
+        at = 0
+        for index, ((height, width), size) in enumerate(zip(shapes, sizes)):
+            stored.fill(self.memory[0, at : at + size], height * width)
             for copy in range(copies):
-                address = self.memory[copy].data_ptr() + at
-                scales = (
-                    (address + code_bytes, address + code_bytes + groups * dtype.itemsize) if bits else (None, None)
-                )
-                self.matrices[copy * len(shapes) + index] = Matrix(
-                    address, *scales, height, width, group, bits, DTYPES[dtype]
-                )
+                matrix = stored.matrix(self.memory[copy, at : at + size], height, width)
+                self.matrices[copy * len(shapes) + index] = matrix
+            at += -(-size // 4096) * 4096
         self.memory[1:] = self.memory[0]
 
-    def restored(self, name: str, height: int, width: int) -> torch.Tensor:
-        """Return the first weight in float64, of whole rows."""
-        dtype, bits, group = split_format(name)
-        row = self.memory[0, : weight_bytes(name, height, width)]
-        if not bits:
-            return row.view(dtype).view(height, width).double()
-        codes, scales = row[: height * width * bits // 8], row[height * width * bits // 8 :].view(dtype).double()
-        codes = torch.stack([codes & 15, codes >> 4], 1) if bits == 4 else codes
-        scale, minimum = scales.view(2, -1, 1)
-        return (codes.view(-1, group) * scale + minimum).view(height, width)
+    def dequantize_first(self, height: int, width: int) -> torch.Tensor:
+        """Return the first weight [height, width] in float64."""
+        stored, elements = self.stored, height * width
+        parts = stored.parts(self.memory[0, : stored.weight_bytes(elements)], elements)
+        if not stored.bits:
+            return parts[0].view(height, width).double()
+        codes, scale, minimum = parts
+        codes = torch.stack([codes & 15, codes >> 4], 1) if stored.bits == 4 else codes
+        return (codes.view(-1, stored.group_size) * scale.double()[:, None] + minimum.double()[:, None]).view(
+            height, width
+        )
 
 
 @dataclass
 class Figure:
-    """A product of one cell by one instruction set: with all forms (`without` is empty), or without those of `bits`."""
+    """Rates of a cell with one instruction set: with all forms (`without` is empty), or without those of `bits`."""
 
     weight: str
     rows: int
     instructions: str
-    without: str
-    bits: int
+    without: str  # names of the forms that are left out, joined by "+"
+    bits: int  # of OPTIONAL, for `without`
     rates: list[float] = field(default_factory=list)  # GB/s
 
     @property
@@ -133,7 +111,7 @@ class Forms:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.library = library_of(args.flags + " -DZERO_INFERENCE_MEASURE_FORMS")
+        self.library = build_library(args.flags + " -DZERO_INFERENCE_MEASURE_FORMS")
         self.library.zero_inference_leave_out.restype = ctypes.c_uint32
         self.library.zero_inference_leave_out.argtypes = [ctypes.c_uint32]
         best = self.library.zero_inference_best_instructions()
@@ -142,13 +120,13 @@ class Forms:
         self.cpus = [cpus[-1 - index % len(cpus)] for index in range(args.threads)]
         self.weights: Weights | None = None
 
-    def paths(self, weight: str, rows: int, instructions: str) -> Iterator[tuple[str, int]]:
-        """Yield name and bits of the variants that change something, the empty one first; each is checked against float64."""
-        seen = set()
+    def find_variants(self, weight: str, rows: int, instructions: str) -> Iterator[tuple[str, int]]:
+        """Yield names and bits of the variants that change something, that with all forms first; each is checked against float64."""
+        seen = set()  # bits that made a difference
         height, width = 48, 1280
-        probe = Weights(weight, [(height, width)], 1)
-        x = torch.randn(rows, width).to(split_format(weight)[0])
-        exact = x.double() @ probe.restored(weight, height, width).T
+        probe = Weights(format_of(weight), [(height, width)], 0)
+        x = torch.randn(rows, width).to(probe.stored.dtype)
+        exact = x.double() @ probe.dequantize_first(height, width).T
         out = torch.empty(rows, height)
         for names in [(), *VARIANTS]:
             bits = sum(BIT[name] for name in names)
@@ -157,7 +135,7 @@ class Forms:
                 ctypes.byref(probe.matrices[0]), rows, INSTRUCTIONS.index(instructions), x.data_ptr(), DTYPES[x.dtype], width,
                 0, height, out.data_ptr(), height, 1,
             )  # fmt: skip
-            asked = self.library.zero_inference_leave_out(0)
+            asked = self.library.zero_inference_leave_out(0)  # forms that this product could use
             error = float((out - exact).norm() / exact.norm())
             if failed or not error <= MAX_ERROR:
                 raise SystemExit(
@@ -169,11 +147,11 @@ class Forms:
             yield "+".join(name for name in names if BIT[name] & asked), bits
 
     def rate(self, rows: int, instructions: str, bits: int, seconds: float) -> float:
-        """Return GB/s of the weights that are in memory now."""
+        """Return GB/s of products with `self.weights`."""
         weights = self.weights
         assert weights is not None
         width = max(matrix.columns for matrix in weights.matrices)
-        x = torch.randn(rows, width).to(next(t for t, value in DTYPES.items() if value == weights.matrices[0].dtype))
+        x = torch.randn(rows, width).to(weights.stored.dtype)
         done = ctypes.c_int64()
         self.library.zero_inference_leave_out(bits)
         cpus = (ctypes.c_int32 * len(self.cpus))(*self.cpus)
@@ -202,7 +180,7 @@ def main() -> int:
     begin = time.monotonic()
     torch.set_num_threads(args.threads)
     forms = Forms(args)
-    print(f"{processor()}, {args.threads} threads, torch {torch.__version__}, {', '.join(forms.sets)}", flush=True)
+    print(f"{cpu_model()}, {args.threads} threads, torch {torch.__version__}, {', '.join(forms.sets)}", flush=True)
     cells = list(find_cells(args, forms))
     count = sum(map(len, cells))
     print(f"{count} figures in {len(cells)} cells, found in {time.monotonic() - begin:.0f} s", flush=True)
@@ -218,12 +196,12 @@ def find_cells(args: argparse.Namespace, forms: Forms) -> Iterator[list[Figure]]
             yield [
                 Figure(weight, rows, instructions, name, bits)
                 for instructions in forms.sets
-                for name, bits in forms.paths(weight, rows, instructions)
+                for name, bits in forms.find_variants(weight, rows, instructions)
             ]
 
 
 def read_rate(args: argparse.Namespace, forms: Forms) -> float:
-    """Return GB/s that the threads can read."""
+    """Return the GB/s at which the threads read memory."""
     assert forms.weights is not None
     memory, done = forms.weights.memory, ctypes.c_int64()
     cpus = (ctypes.c_int32 * len(forms.cpus))(*forms.cpus)
@@ -245,8 +223,8 @@ def measure(args: argparse.Namespace, forms: Forms, cells: list[list[Figure]], b
     for cell in cells:
         weight = cell[0].weight
         if forms.weights is None or cell[0].rows == args.rows[0]:
-            forms.weights = None
-            forms.weights = Weights(weight, args.shapes, copies_of(weight, args.shapes, args.set_mb))
+            forms.weights = None  # frees memory first
+            forms.weights = Weights(format_of(weight), args.shapes, args.set_mb)
             print(f"{weight}: the threads read {read_rate(args, forms):.1f} GB/s", flush=True)
         remaining = max(0.0, args.seconds - (time.monotonic() - begin))
         seconds = min(0.2, max(0.01, remaining / left / args.rounds - 0.005))
@@ -256,26 +234,29 @@ def measure(args: argparse.Namespace, forms: Forms, cells: list[list[Figure]], b
         left -= len(cell)
         figures += cell
         if cell[0].rows == args.rows[-1]:
-            write(args, figures)  # what there is, should the time run out
+            write(args, figures)  # so far, should the time run out
             print(f"{weight}: {seconds * 1e3:.0f} ms each, {time.monotonic() - begin:.0f} s", flush=True)
     return figures
 
 
 def write(args: argparse.Namespace, figures: list[Figure]) -> None:
-    head = f"# {processor()}, {args.threads} threads, torch {torch.__version__}\n"
+    head = f"# {cpu_model()}, {args.threads} threads, torch {torch.__version__}\n"
     args.out.write_text(head + table_of(figures).to_csv(sep="\t", index=False))
 
 
 def table_of(figures: list[Figure]) -> DataFrame:
-    """Return a row a figure: GB/s, and the gains of what was left out, and of a whole set over the next lower one."""
+    """Return a row for each figure: GB/s, and the gains of what was left out, and of an instruction set over the next lower one."""
     by_key = {figure.key: figure for figure in figures}
 
-    def whole(weight: str, rows: int, instructions: str) -> Figure | None:
+    def with_all_forms(weight: str, rows: int, instructions: str) -> Figure | None:
+        """Of this instruction set, or the next lower one that was measured."""
         lower = INSTRUCTIONS[INSTRUCTIONS.index(instructions) :: -1]
         return next((by_key[key] for name in lower if (key := (weight, rows, name, "")) in by_key), None)
 
     def gain(one: Figure | None, other: Figure | None) -> float | None:
-        return one and other and statistics.median(a / b for a, b in zip(one.rates, other.rates, strict=False))
+        if one is None or other is None:
+            return None
+        return statistics.median(a / b for a, b in zip(one.rates, other.rates, strict=False))
 
     found = []
     for figure in figures:
@@ -283,16 +264,16 @@ def table_of(figures: list[Figure]) -> DataFrame:
         row = dict(weight=weight, rows=rows, instructions=instructions, without=without)
         row |= dict(gb_per_s=statistics.median(figure.rates), least=min(figure.rates), most=max(figure.rates))
         if without:
-            row["with_over_without"] = gain(whole(weight, rows, instructions), figure)
+            row["with_over_without"] = gain(with_all_forms(weight, rows, instructions), figure)
         elif INSTRUCTIONS.index(instructions):
             lower = INSTRUCTIONS[INSTRUCTIONS.index(instructions) - 1]
-            row["all_over_lower_set"] = gain(figure, whole(weight, rows, lower))
+            row["all_over_lower_set"] = gain(figure, with_all_forms(weight, rows, lower))
         found.append(row)
     return DataFrame(found, columns=COLUMNS).round(3)
 
 
 def show(table: DataFrame) -> None:
-    """Print GB/s by instruction set and M, and the gains of each variant and set in each cell."""
+    """Print GB/s by format, instruction set and rows of x, then the gains of each variant and set there."""
 
     def cells(rows: DataFrame, values: str, digits: int) -> str:
         return (

@@ -1,11 +1,11 @@
-"""Attention of a decode step on a CUDA device, a layer: our kernel beside PyTorch's, as steps of models have it.
+"""Time attention of decode steps on a CUDA device: our kernel, and PyTorch's as models call them.
 
     python benchmarks/decode_attention.py [--dtype float16]    (exit code 2 without device or kernel)
 
-Microseconds are those of one layer among as many in a CUDA graph as caches do not hold, median of replays. TB/s are 10^12 bytes of
-the keys and values that are seen, a second. PyTorch's memory-efficient attention takes the mask, with heads that share keys as rows
-of one product, and its result is copied to [batch, 1, heads, head_dim]; its flash attention takes none, and is timed over what is
-seen only, which a graph cannot have. `error` is the norm of the difference to float64, relative.
+Microseconds are those of one layer, median of replays of a CUDA graph of more layers than caches hold. TB/s are 10^12 bytes a second of
+the keys and values that are seen. PyTorch's memory-efficient attention takes the mask, with heads that share keys as rows of one
+product, and its result is copied to [batch, 1, heads, head_dim]. Its flash attention takes no mask and is timed over the seen positions
+alone, which a graph of a growing cache cannot do. `error` is the relative norm of the difference to float64.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ CASES = (
     ("Llama-3.1-405B", 1, 128, 8, 128, 576, 576),
     ("gemma-2-9b's width", 1, 16, 8, 256, 576, 576),
 )
-CACHES_BYTES, MAX_LAYERS, SECONDS = 256 << 20, 64, 0.2
+CACHES_BYTES = 256 << 20  # more than the L2 caches of these devices
+MAX_LAYERS, SECONDS = 64, 0.2
 
 
 def main() -> int:
@@ -56,7 +57,7 @@ def main() -> int:
     for model, batch, heads, key_heads, width, seen, positions in CASES:
         layer_bytes = 2 * batch * key_heads * positions * width * dtype.itemsize
         layers = min(MAX_LAYERS, 1 + CACHES_BYTES // layer_bytes)
-        kept = [torch.randn(2, batch, key_heads, positions, width, device=device, dtype=dtype) for _ in range(layers)]
+        caches = [torch.randn(2, batch, key_heads, positions, width, device=device, dtype=dtype) for _ in range(layers)]
         query = torch.randn(batch, heads, 1, width, device=device, dtype=dtype)
         mask = torch.zeros(batch, 1, 1, positions, device=device, dtype=dtype)
         mask[..., seen:] = torch.finfo(dtype).min
@@ -76,14 +77,14 @@ def main() -> int:
             return out.transpose(1, 2)
 
         groups = heads // key_heads
-        key, value = (each[:1, :, :seen].double().repeat_interleave(groups, 1) for each in kept[0])
+        key, value = (each[:1, :, :seen].double().repeat_interleave(groups, 1) for each in caches[0])
         scores = query[:1].double() @ key.transpose(2, 3) * width**-0.5
         exact = (scores.softmax(3) @ value).transpose(1, 2)
         line = f"{model:18} {batch:5} {f'{heads}/{key_heads}':>6} {f'{seen}/{positions}':>11}"
         for action in (kernel, efficient, flash):
             try:
-                error = (action(*kept[0])[:1].double() - exact).norm() / exact.norm()
-                step = capture_graph(device, lambda action=action, kept=kept: [action(*each) for each in kept])
+                error = (action(*caches[0])[:1].double() - exact).norm() / exact.norm()
+                step = capture_graph(device, lambda action=action, caches=caches: [action(*each) for each in caches])
                 seconds = measure_median_s(device, step, SECONDS) / layers
                 rate = layer_bytes * seen / positions / seconds / 1e12
                 cell = f"{1e6 * seconds:.1f} ({rate:.2f}, {float(error):.0e})"

@@ -1,9 +1,9 @@
-"""The dequantize kernel on a CUDA device: bit-equal with the PyTorch reference, and how fast.
+"""Check that the dequantize kernel on a CUDA device has the bits of the PyTorch reference, and time it.
 
     python benchmarks/dequantize_speed.py [--out FILE]        (exit code 1 on a mismatch, 2 without device or kernel)
 
-GB/s are 10^9 bytes read (codes, scales, minima) and written (weights) a second, medians of single launches timed by events,
-beside a device-to-device copy of the same weights. The output and its codes are larger than the L2 cache of these devices.
+GB/s are 10^9 bytes a second, read (codes, scales, minima) and written (weights): medians of single launches timed by events, compared
+with a device-to-device copy of the same weights. The output and its codes are larger than the L2 cache of these devices.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 SHAPE = (5120, 20480)  # the second MLP matrix of OPT-13B
 SECONDS = 0.05
-CHECKED_GROUPS = (32, 64, 128, 2, 6, 24, 96)  # the last four: too small for a vector, or no power of two
-CHECKED_ROWS = (0, 1, 3, 33, 4099)  # groups
+CHECKED_GROUP_SIZES = (32, 64, 128, 2, 6, 24, 96)  # the last four: too small for a vector, or no power of two
+CHECKED_GROUPS = (0, 1, 3, 33, 4099)
 OFFSETS = (0, 1)  # elements by which tensors are moved off their alignment
 
 
@@ -55,17 +55,17 @@ def main() -> int:
 
 
 def check() -> tuple[int, list[str]]:
-    """(cases, those that differ) over dtypes, bits, group sizes, odd numbers of groups, and unaligned tensors."""
+    """Return the number of cases and those that differ, over dtypes, bits, group sizes, odd numbers of groups, and unaligned tensors."""
     import torch
 
     from zero_inference.kernels.quantization import dequantize_reference
 
     generator = torch.Generator("cuda").manual_seed(5)
     checked, wrong = 0, []
-    odd = [(8, 5), (8, 7)]
+    odd_sizes = [(8, 5), (8, 7)]  # bits, group size
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        for bits, group_size in [(bits, size) for bits in (8, 4) for size in CHECKED_GROUPS] + odd:
-            for groups in CHECKED_ROWS:
+        for bits, group_size in [(bits, size) for bits in (8, 4) for size in CHECKED_GROUP_SIZES] + odd_sizes:
+            for groups in CHECKED_GROUPS:
                 for offset in OFFSETS:
                     numel = groups * group_size
                     codes = torch.randint(
@@ -87,7 +87,7 @@ def check() -> tuple[int, list[str]]:
 
 
 def measure() -> list[dict]:
-    """One record a case: median_ms and gb_per_s of the kernel, copy_gb_per_s of a copy of the weights, reference_ms of PyTorch."""
+    """Return a record of each case: median_ms and gb_per_s of the kernel, copy_gb_per_s of copying the weights, PyTorch's reference_ms."""
     import torch
 
     from zero_inference.kernels.quantization import GroupQuantization, dequantize_reference, quantize

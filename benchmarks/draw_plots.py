@@ -1,4 +1,4 @@
-"""Draws the tables that run_cases.py wrote: GB/s of every provider at each case's largest size, one image a dtype and direction.
+"""Draw the tables that run_cases.py wrote: GB/s of every provider at each case's largest size, an image for each dtype and direction.
 
     python benchmarks/draw_plots.py RESULT_DIR [OUT_DIR]        (default: benchmarks/plots; needs no GPU)
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
 
 
 def largest_rates(table: Path) -> dict[str, float]:
-    """GB/s by provider in the row of the most elements; a provider that has no time there is left out."""
+    """Return GB/s by provider in the row of the most elements, without providers that have no time there."""
     import pandas
 
     frame = pandas.read_csv(table)
@@ -44,7 +44,7 @@ def largest_rates(table: Path) -> dict[str, float]:
 
 
 def draw(rates: dict[str, dict[str, float]], title: str, path: Path) -> None:
-    """Bars of `rates` (case -> provider -> GB/s), a group a case."""
+    """Draw `rates` (case -> provider -> GB/s) as bars, grouped by case."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -54,10 +54,10 @@ def draw(rates: dict[str, dict[str, float]], title: str, path: Path) -> None:
     width = 0.8 / len(providers)
     figure, axes = pyplot.subplots(figsize=(11, 5))
     for number, provider in enumerate(providers):
-        having = [(place, case[provider]) for place, case in enumerate(rates.values()) if provider in case]
+        timed = [(place, case[provider]) for place, case in enumerate(rates.values()) if provider in case]
         bars = axes.bar(
-            [place + number * width for place, _ in having],
-            [rate for _, rate in having],
+            [place + number * width for place, _ in timed],
+            [rate for _, rate in timed],
             width,
             label="Cuda (ours)" if provider == "Cuda" else provider,
         )

@@ -1,4 +1,4 @@
-"""How fast the device copies experts from page-locked host memory by its kernel (csrc/hand_off/expert_fetch.cu), beside the copy engine.
+"""Time copies of experts from page-locked host memory by the kernels of csrc/hand_off/expert_fetch.cu, and by the copy engine.
 
     python benchmarks/expert_fetch_speed.py
 
@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-EXPERT_BYTES, EXPERTS, BLOCK, REPETITIONS = 2654208, 512, 128, 60
+EXPERT_BYTES, EXPERTS, BLOCK, REPETITIONS = 2654208, 512, 128, 60  # BLOCK: experts of a layer
 
 
 def main() -> None:
@@ -43,20 +43,20 @@ def main() -> None:
     pieces = torch.tensor([[host.data_ptr(), slots.data_ptr(), 0, EXPERT_BYTES]], device="cuda")
     seconds = seconds_of(lambda turn: block.copy_(host[: len(block)], non_blocking=True))
     print(f"copy engine, block of {BLOCK} experts: {len(block) / seconds / 1e9:.1f} GB/s, {1e6 * seconds:.0f} us")
-    for kept in (0, BLOCK // 8, BLOCK // 2, BLOCK):
-        table = torch.full((BLOCK,), -1, device="cuda")
-        table[torch.randperm(BLOCK, device="cuda")[:kept]] = torch.arange(kept, device="cuda")
+    for cached in (0, BLOCK // 8, BLOCK // 2, BLOCK):
+        table = torch.full((BLOCK,), -1, device="cuda")  # slot of each expert, -1: in host memory
+        table[torch.randperm(BLOCK, device="cuda")[:cached]] = torch.arange(cached, device="cuda")
 
         def fill(turn: int, table: torch.Tensor = table) -> None:
             torch.ops.zero_inference.expert_fill(table, BLOCK, pieces, block, True)
 
         seconds = seconds_of(fill)
-        rate = (BLOCK - kept) * EXPERT_BYTES / seconds / 1e9
-        print(f"kernel, block with {kept} experts in slots: {rate:.1f} GB/s of the link, {1e6 * seconds:.0f} us")
+        rate = (BLOCK - cached) * EXPERT_BYTES / seconds / 1e9
+        print(f"kernel, block with {cached} experts in slots: {rate:.1f} GB/s of the link, {1e6 * seconds:.0f} us")
 
 
 def seconds_of(call: Callable[[int], object]) -> float:
-    """Return the mean time of a call on the device."""
+    """Return the mean seconds of `call(turn)` on the device."""
     for turn in range(5):
         call(turn)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

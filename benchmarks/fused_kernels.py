@@ -1,8 +1,9 @@
-"""Kernels that stand for several of PyTorch's in a decode step: rotary embedding and routing, beside PyTorch's.
+"""Time and check the kernels that fuse several of PyTorch's in a decode step: rotary embedding and routing.
 
     python benchmarks/fused_kernels.py [--tokens 1 8 512 4096]
 
-Microseconds of one call of many in a CUDA graph, median. Bits that differ are a fault of rotary embedding, not of routing.
+Microseconds are those of a call, median of replays of a CUDA graph of many. Rotary embedding must have PyTorch's bits, weights of
+routing may differ by 1%.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def main() -> None:
     if device.type == "cuda" and not load_extension():
         sys.exit(f"no kernels: {why_unavailable()}")
 
-    def line(what: str, ways: dict, close: bool) -> None:
-        made = [way() for way in ways.values()]
-        same = all(torch.allclose(*pair, rtol=0.01) if close else torch.equal(*pair) for pair in zip(*made))
+    def compare(what: str, ways: dict, exact: bool) -> None:
+        """Print the times of two functions that compute the same tensors."""
+        results = [way() for way in ways.values()]
+        same = all(torch.equal(*pair) if exact else torch.allclose(*pair, rtol=0.01) for pair in zip(*results))
         us = ", ".join(f"{name} {1e6 * _call_s(device, way):.2f}" for name, way in ways.items())
         print(f"{what}: us: {us}" + ("" if same else "; RESULTS DIFFER"))
 
@@ -54,14 +56,14 @@ def main() -> None:
             "kernel": lambda args=(q, k, cos, sin): rotate(*args, Form(1, False)),
             "transformers": lambda args=(q, k, cos, sin): apply_rotary_pos_emb(*args),
         }
-        line(f"rotary embedding, {model}, {count} tokens", ways, close=False)
+        compare(f"rotary embedding, {model}, {count} tokens", ways, exact=True)
     for (model, (experts, k, softmax_first)), count in itertools.product(ROUTED.items(), tokens):
         args = torch.randn(count, experts, device=device).bfloat16(), k, softmax_first, softmax_first, False
         ways = {
             "kernel": lambda args=args: torch.ops.zero_inference.choose_experts(*args)[:1],
             "PyTorch": lambda args=args: choose_experts_reference(*args)[:1],
         }
-        line(f"routing, {model}, {count} tokens", ways, close=True)
+        compare(f"routing, {model}, {count} tokens", ways, exact=False)
 
 
 def _call_s(device, way) -> float:

@@ -1,14 +1,13 @@
-"""Perplexity, logits and weights of smollm2-135m with its decoder layers in 16, 8 and 4 bits, ours beside GGUF's formats.
+"""Compare perplexity, logits and weights of smollm2-135m with its decoder layers in 16, 8 and 4 bits, in our formats and GGUF's.
 
 python benchmarks/int4_quality.py [--tokens N] [--out FILE] [--head]        (a quarter of an hour on two cores, a third of it with --head)
 
 The weights of the package are themselves rounded to 4 bits in groups of 32 along the columns (GGUF Q4_1), so a format with the
-same groups gets them back almost exactly. `mixed` is the model in which no format has this advantage: its channels, the neurons of
-its feed-forwards and the dimensions of its value heads are put into a random order, which changes no output. The text is Python's
+same groups gets them back almost exactly. In the `mixed` model no format has this advantage: its channels, the neurons of its
+feed-forwards and the dimensions of its value heads are put into a random order, which changes no output. The text is Python's
 own language reference (pydoc_data.topics), in windows that are scored alone.
 
-`--head`: our formats of the mixed model alone, with the output head in 16 and in 8 bits. Its weight, which is the embedding's, is copied
-for that.
+`--head`: only our formats of the mixed model, with the output head in 16 and in 8 bits. Its weight is the embedding's, so it is copied.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 WINDOW = 256  # tokens
 SEED = 0
-HEAD = "int8, groups of 64"
-WITH_HEADS = ("bf16", HEAD, "int4, groups of 32 (default)")
+HEAD_FORMAT = "int8, groups of 64"
+FORMATS_WITH_HEADS = ("bf16", HEAD_FORMAT, "int4, groups of 32 (default)")
 
 
 def main() -> None:
@@ -63,61 +62,62 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|---|",
     )
     published = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    rounded_head = next(rounding for name, _, rounding in formats() if name == HEAD)
+    round_head = next(rounding for name, _, rounding in formats() if name == HEAD_FORMAT)
     for channels in ("mixed",) if args.head else ("mixed", "as published"):
         if channels == "mixed":
             mix(model)
         else:
             model.load_state_dict(published, strict=False)
-        plain = {name: weight.clone() for name, weight in matrices(model)}
+        weights_16bit = {name: weight.clone() for name, weight in matrices(model)}
         heads = {"": model.lm_head.weight.detach().clone()}
         if args.head:  # untied
             model.lm_head.weight = torch.nn.Parameter(heads[""].clone())
-            heads[", head int8"] = rounded_head(heads[""])
-        exact, exact_loss = evaluate(model, ids)
-        for (name, bits, rounding), of_head in itertools.product(formats(), heads):
-            if args.head and name not in WITH_HEADS:
+            heads[", head int8"] = round_head(heads[""])
+        logits_16bit, loss_16bit = evaluate(model, ids)
+        for (name, bits, rounding), head in itertools.product(formats(), heads):
+            if args.head and name not in FORMATS_WITH_HEADS:
                 continue
             if args.head:
-                model.lm_head.weight.data = heads[of_head].clone()
-            errors = []
+                model.lm_head.weight.data = heads[head].clone()
+            errors, norms = [], []
             for weight_name, weight in matrices(model):
+                exact = weights_16bit[weight_name]
                 with torch.no_grad():
-                    weight.copy_(plain[weight_name] if rounding is None else rounding(plain[weight_name]))
-                errors.append((float((weight - plain[weight_name]).norm()), float(plain[weight_name].norm())))
-            logits, loss = (exact, exact_loss) if rounding is None and not of_head else evaluate(model, ids)
-            each = [error / norm for error, norm in errors]
-            together = math.hypot(*(error for error, _ in errors)) / math.hypot(*(norm for _, norm in errors))
-            difference = loss - exact_loss
+                    weight.copy_(exact if rounding is None else rounding(exact))
+                errors.append(float((weight - exact).norm()))
+                norms.append(float(exact.norm()))
+            logits, loss = (logits_16bit, loss_16bit) if rounding is None and not head else evaluate(model, ids)
+            each = [error / norm for error, norm in zip(errors, norms)]
+            together = math.hypot(*errors) / math.hypot(*norms)
+            difference = loss - loss_16bit
             perplexity, ratio = loss.mean().exp(), difference.mean().exp()
-            of_perplexity, of_ratio = (
-                float(value) * float(samples.std()) / math.sqrt(len(samples))
+            perplexity_stderr, ratio_stderr = (
+                float(value) * float(samples.std()) / math.sqrt(len(samples))  # of exp of a mean
                 for value, samples in ((perplexity, loss), (ratio, difference))
             )
+            logits_error = float((logits - logits_16bit).norm() / logits_16bit.norm())
             show(
-                f"| {channels} | {name}{of_head} | {bits:g} | {together:.2%} | {min(each):.2%} | {max(each):.2%} | "
-                f"{float((logits - exact).norm() / exact.norm()):.2%} | {perplexity:.3f} ± {of_perplexity:.3f} | "
-                f"{ratio:.4f} ± {of_ratio:.4f} |"
+                f"| {channels} | {name}{head} | {bits:g} | {together:.2%} | {min(each):.2%} | {max(each):.2%} | "
+                f"{logits_error:.2%} | {perplexity:.3f} ± {perplexity_stderr:.3f} | {ratio:.4f} ± {ratio_stderr:.4f} |"
             )
 
 
 def random_errors() -> list[str]:
-    """A table of the relative errors of random normal weights, the best of 400 clipped ranges among them."""
+    """Return a table of the relative errors of random normal weights in all formats, and with the best of 400 clipped ranges."""
     import torch
 
-    draw = torch.Generator().manual_seed(SEED)
-    weight = torch.randn(1024, 1024, generator=draw) * 0.02
-    found = ["random normal weights, 1024 x 1024", "", "| format | error |", "|---|---|"]
+    weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(SEED)) * 0.02
+    header = ["random normal weights, 1024 x 1024", "", "| format | error |", "|---|---|"]
     rows = [(name, rounding(weight)) for name, _, rounding in formats() if rounding is not None]
     for size in (64, 32):
         rows.append(
             (f"4 bits, groups of {size}, the best of 400 clipped ranges, each fitted twice", best_of_many(weight, size))
         )
-    return [*found, *(f"| {name} | {float((each - weight).norm() / weight.norm()):.2%} |" for name, each in rows), ""]
+    return [*header, *(f"| {name} | {float((each - weight).norm() / weight.norm()):.2%} |" for name, each in rows), ""]
 
 
 def best_of_many(weight, size: int):
-    """Groups by exhaustive search, with scales and minima in float32."""
+    """Return `weight` quantized to 4 bits by exhaustive search, with scales and minima in float32."""
     import torch
 
     values = weight.view(-1, size)
@@ -138,7 +138,7 @@ def best_of_many(weight, size: int):
 
 
 def formats() -> Iterator[tuple[str, float, Callable | None]]:
-    """Name, bits of a stored weight with its scales, and what rounds a float32 weight."""
+    """Yield the name, the bits of a stored weight with its scales, and the function that rounds a float32 weight (None: unchanged)."""
     import gguf
     import torch
 
@@ -172,11 +172,12 @@ def formats() -> Iterator[tuple[str, float, Callable | None]]:
 
 
 def q4_k(weight):
-    """GGUF's Q4_K, which the package gguf reads and does not write: eight blocks of 32 have scales and minima of 6 bits, with a float16
-    factor for each of the two; minima are not above 0. Each block's are searched for, rounded, and its codes chosen anew.
+    """Return `weight` rounded to GGUF's Q4_K, which the package gguf reads and does not write.
 
-    Blocks go on behind the end of a row here; llama.cpp takes another format for rows that are no multiple of 256, as most of this
-    model's.
+    Eight blocks of 32 have scales and minima of 6 bits, with a float16 factor for each of the two; minima are not above 0. Each block's
+    are searched for and rounded, then its codes are chosen anew.
+
+    Blocks continue across rows here; llama.cpp takes another format for rows that are no multiple of 256, as most of this model's.
     """
     import torch
 
@@ -190,11 +191,11 @@ def q4_k(weight):
     for step in range(21):
         inverse = (15 - 1 + 0.1 * step) / (high - low).clamp(min=1e-30)
         codes = ((values - low) * inverse).round_().clamp_(0, 15)
-        of_codes = (importance * codes).sum(2, keepdim=True) / total
-        centered = codes - of_codes
+        mean_code = (importance * codes).sum(2, keepdim=True) / total
+        centered = codes - mean_code
         scale = (importance * centered * (values - mean)).sum(2, keepdim=True)
         scale = scale / (importance * centered.square()).sum(2, keepdim=True).clamp(min=1e-30)
-        minimum = mean - scale * of_codes
+        minimum = mean - scale * mean_code
         through_zero = (importance * codes * values).sum(2, keepdim=True)
         through_zero = through_zero / (importance * codes.square()).sum(2, keepdim=True).clamp(min=1e-30)
         scale, minimum = torch.where(minimum > 0, through_zero, scale), minimum.clamp(max=0)
@@ -215,7 +216,7 @@ def q4_k(weight):
 
 
 def matrices(model) -> Iterator[tuple[str, object]]:
-    """What the stream engine quantizes: the linear layers of the decoder layers."""
+    """Yield names and weights that the stream engine quantizes: the linear layers of the decoder layers."""
     return ((name, weight) for name, weight in model.model.layers.named_parameters() if weight.dim() == 2)
 
 
@@ -223,34 +224,34 @@ def mix(model) -> None:
     """Put channels, neurons and value dimensions into a random order, in all weights that they belong to."""
     import torch
 
-    draw = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED)
     config = model.config
-    head = config.hidden_size // config.num_attention_heads
-    channels = torch.randperm(config.hidden_size, generator=draw)
+    head_dim = config.hidden_size // config.num_attention_heads
+    channels = torch.randperm(config.hidden_size, generator=generator)
     with torch.no_grad():
         for weight in (model.model.embed_tokens.weight, model.model.norm.weight):
             weight.copy_(weight[..., channels])
         for layer in model.model.layers:
             attention, mlp = layer.self_attn, layer.mlp
-            neurons = torch.randperm(config.intermediate_size, generator=draw)
-            values = [torch.randperm(head, generator=draw) for _ in range(config.num_key_value_heads)]
-            of_values = torch.cat([index * head + order for index, order in enumerate(values)])
-            queries = range(config.num_attention_heads)
-            shared = config.num_attention_heads // config.num_key_value_heads
-            of_queries = torch.cat([index * head + values[index // shared] for index in queries])
+            neurons = torch.randperm(config.intermediate_size, generator=generator)
+            orders = [torch.randperm(head_dim, generator=generator) for _ in range(config.num_key_value_heads)]
+            values = torch.cat([index * head_dim + order for index, order in enumerate(orders)])
+            groups = config.num_attention_heads // config.num_key_value_heads
+            query_heads = range(config.num_attention_heads)
+            attended = torch.cat([index * head_dim + orders[index // groups] for index in query_heads])
             for norm in (layer.input_layernorm, layer.post_attention_layernorm):
                 norm.weight.copy_(norm.weight[channels])
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
                 linear.weight.copy_(linear.weight[:, channels])
-            attention.v_proj.weight.copy_(attention.v_proj.weight[of_values])
-            attention.o_proj.weight.copy_(attention.o_proj.weight[channels][:, of_queries])
+            attention.v_proj.weight.copy_(attention.v_proj.weight[values])
+            attention.o_proj.weight.copy_(attention.o_proj.weight[channels][:, attended])
             for linear in (mlp.gate_proj, mlp.up_proj):
                 linear.weight.copy_(linear.weight[neurons])
             mlp.down_proj.weight.copy_(mlp.down_proj.weight[channels][:, neurons])
 
 
 def evaluate(model, ids):
-    """Logits of the first window, and the mean negative log-likelihood of a token of each window."""
+    """Return the logits of the first window, and each window's mean negative log-likelihood of a token."""
     import torch
 
     losses, first = [], None
@@ -263,7 +264,7 @@ def evaluate(model, ids):
 
 
 def text_ids(tokenizer, tokens: int):
-    """int64 [windows, WINDOW]."""
+    """Return the ids of the text's first windows, int64 [windows, WINDOW]."""
     from pydoc_data.topics import topics
 
     import torch

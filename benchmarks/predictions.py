@@ -3,12 +3,12 @@
     python benchmarks/predictions.py [PATTERN] [--machine FILE]
     python benchmarks/predictions.py --ranges
 
-Plans the records of one GPU under benchmarks/results whose path contains PATTERN; needs no GPU. The hardware profile is that of FILE, as
-`zero-inference link --save` wrote it, or else has the rates of the record itself: link, device memory, products, CPU beside the link.
+Plans the runs of one GPU under benchmarks/results whose path contains PATTERN; needs no GPU. The hardware profile is FILE, which
+`zero-inference link --save` wrote; without it, the rates in the record itself: link, device memory, products, CPU beside the link.
 No record has the launch overhead; `LAUNCHES` is used for all. Figures are (measured - predicted) / predicted.
 
 --ranges prints the table `RANGES` of `zero_inference.planning.cost` from the runs of HOSTS, each planned for the profile of its host, and
-how many times of each host are within the ranges that the other hosts give.
+counts the runs of each host that are within the ranges made from the other hosts.
 """
 
 from __future__ import annotations
@@ -45,14 +45,21 @@ from zero_inference.records.read import read_records
 from zero_inference.utils.ranks import detect_ranks
 
 RESULTS = Path(__file__).parent / "results"
-OF_FILES = ("--log-file", "--log-dir", "--offload-dir", "--trace", "--local_rank", "--local-rank")
+DROPPED_OPTIONS = (
+    "--log-file",
+    "--log-dir",
+    "--offload-dir",
+    "--trace",
+    "--local_rank",
+    "--local-rank",
+)  # no part of a plan
 GIB = 1 << 30
 # A resident Llama-3.1-8B (h200-x2) took 20.5 ms for a step of 1238 kernels; 13B int4 in graphs (h200-balanced) 6.9 ms for 1542. Neither
 # was measured by itself: `zero-inference link --save` does that since then.
 LAUNCHES = LaunchOverhead(operator_s=15e-6, step_s=1e-3, graph_operator_s=2e-6)
-PROCESS_BYTES = 2_100_000_000  # of the runs' host memory, what is not weights, keys or values: 1.5 to 2.4 GB
-# Hosts whose `link --save` measured as it does now: by what their records' paths begin with, its file. Of the tenth and eleventh host,
-# hand-offs are the twelfth's.
+PROCESS_BYTES = 2_100_000_000  # host memory of the runs besides weights, keys and values: 1.5 to 2.4 GB
+# Hosts whose `link --save` measured as it does now: beginning of their records' paths -> its file. The files of the tenth and eleventh
+# host have the twelfth's hand-offs.
 HOSTS = {
     **{f"h200-kept/{name}_host": f"h200-kept/{name}_host/machine_again.json" for name in ("tenth", "eleventh")},
     **{
@@ -65,9 +72,9 @@ HOSTS = {
     "h100-readme": "h100-readme/machine.json",
 }
 SLOW_COPIES = ("h100-predicted",)  # loading copied compared layers to memory that was faulted in page by page
-PAGEABLE_GB_PER_S, DISK_GB_PER_S = 9.5, 2.3  # of that machine, where a record lacks them (h200/link.txt)
+PAGEABLE_GB_PER_S, DISK_GB_PER_S = 9.5, 2.3  # of an H200 host, where a record lacks them (h200/link.txt)
+LINK_GB_PER_S, DEVICE_GB_PER_S, TFLOPS = 55.3, 4225.0, 680.0  # the same, for the oldest records
 OUTSIDE, STEP = 0.06, 0.05  # share of runs outside a range; what its ends are rounded to
-LINK_GB_PER_S, DEVICE_GB_PER_S, TFLOPS = 55.3, 4225.0, 680.0  # the same, of the oldest records
 
 
 def options_of(record: dict[str, Any]) -> list[str]:
@@ -75,7 +82,7 @@ def options_of(record: dict[str, Any]) -> list[str]:
     words = record["argv"][1:]
     found, argv = [], iter(words[1:] if words[:1] == ["run"] else words)
     for word in argv:
-        if word in OF_FILES:
+        if word in DROPPED_OPTIONS:
             next(argv)
         elif not word.startswith("--local_rank="):
             found.append(word)
@@ -83,7 +90,7 @@ def options_of(record: dict[str, Any]) -> list[str]:
         found += ["--quant-group-size", str(record["quant_group_size"])]
     stream = record.get("stream") or {}
     if record["engine"] == "stream":
-        # there was no other way then
+        # the only way when these were recorded
         found += [] if stream.get("cores") or "--cpu-compute" in found else ["--cpu-compute", "off"]
         found += [] if stream.get("decode_graph") else ["--decode-graph", "off"]
     return found
@@ -125,7 +132,7 @@ def machine_of(record: dict[str, Any]) -> HardwareProfile:
 
 
 def plan_of(record: dict[str, Any], machine: Machine, empty_models: dict[Any, EmptyModel]) -> Plan:
-    """The plan of the record's run for `machine`; models that are in `empty_models` are not built again."""
+    """Return the plan of the record's run for `machine`. `empty_models` keeps the models for later calls."""
     config = parse_options([*options_of(record), "--dry-run"])
     ranks = machine.ranks_there(detect_ranks())
     spec = resolve_model(config, ranks.device.type)
@@ -138,23 +145,21 @@ def plan_of(record: dict[str, Any], machine: Machine, empty_models: dict[Any, Em
 
 
 def without_short_prompts(plan: Plan) -> Plan:
-    """Return `plan` with the device computing all of each prompt, as in runs before the cores took a share."""
+    """Return `plan` with the device computing all of each prompt, as in runs before the CPU took a share."""
     weights = plan.weights.without_short_prompts()
     return plan if weights is None else replace(plan, weights=weights)
 
 
 def errors_of(record: dict[str, Any], plan: Plan) -> dict[str, float | None]:
     """Return (measured - predicted) / predicted; None where one of them is missing."""
-    said = plan.predicted
-    measured = {
-        "decode": (record["decode_latency_s"], said.decode_s),
-        "prefill": (record["prefill_latency_s"], said.prefill_s),
-        "device": (record.get("peak_gpu_bytes"), said.peak_gpu_bytes),
-        "host": (record.get("peak_host_bytes"), said.peak_host_bytes),
+    predicted = plan.predicted
+    pairs = {
+        "decode": (record["decode_latency_s"], predicted.decode_s),
+        "prefill": (record["prefill_latency_s"], predicted.prefill_s),
+        "device": (record.get("peak_gpu_bytes"), predicted.peak_gpu_bytes),
+        "host": (record.get("peak_host_bytes"), predicted.peak_host_bytes),
     }
-    return {
-        name: found / predicted - 1 if found and predicted else None for name, (found, predicted) in measured.items()
-    }
+    return {name: measured / value - 1 if measured and value else None for name, (measured, value) in pairs.items()}
 
 
 @dataclass(frozen=True)
@@ -167,29 +172,30 @@ class Ratio:
 
 
 def ratios() -> Iterator[Ratio]:
-    """Yield measured over predicted times of all runs of HOSTS.
+    """Yield measured over predicted times of the runs of HOSTS.
 
-    Without steps of mixtures whose greedy tokens chose the same experts again and again, loading of SLOW_COPIES, loading by DeepSpeed where
-    compiling counted as loading, and runs of mixtures before prompts left out experts in slots and fetched experts stayed.
+    Left out are decode steps of mixtures whose greedy tokens chose the same experts again and again, loading on SLOW_COPIES, loading by
+    DeepSpeed where compiling counted as loading, and runs of mixtures before prompts skipped cached experts and fetched experts stayed.
     """
     empty_models: dict[Any, EmptyModel] = {}
     for host, file in HOSTS.items():
         machine = read_profile(RESULTS / file)
         for _, record in records(host):
             plan = plan_of(record, Machine(machine), empty_models)
-            said, times, since_compared = plan.predicted, plan.times, "compile_s" in record
-            assert times is not None and said.load_s is not None
-            if (record["engine"] != "deepspeed" or since_compared) and host not in SLOW_COPIES:
-                copied_s = 0.0 if since_compared else compared_s(plan.weights)  # which it takes today
-                yield Ratio(host, "load", (record["load_s"] + copied_s) / said.load_s)
-            placed = plan.weights.placement if isinstance(plan.weights, StreamPlan) else None
-            before = placed is not None and "prompt_rows" not in ((record.get("stream") or {}).get("cores") or {})
-            if not (before and placed.gathered_bytes):
+            predicted, times = plan.predicted, plan.times
+            copies_layers = "compile_s" in record  # to compare them, as loading does today
+            assert times is not None and predicted.load_s is not None
+            if (record["engine"] != "deepspeed" or copies_layers) and host not in SLOW_COPIES:
+                copying_s = 0.0 if copies_layers else compared_s(plan.weights)
+                yield Ratio(host, "load", (record["load_s"] + copying_s) / predicted.load_s)
+            placement = plan.weights.placement if isinstance(plan.weights, StreamPlan) else None
+            is_old = placement is not None and "prompt_rows" not in ((record.get("stream") or {}).get("cores") or {})
+            if not (is_old and placement.gathered_bytes):
                 yield Ratio(host, times.prefill.kind, record["prefill_latency_s"] / times.prefill.seconds)
-            if before and any(placed.quota):
+            if is_old and any(placement.quota):
                 continue
             if not plan.job.spec.experts[0] or record.get("dummy_routing") == "text":
-                yield Ratio(host, times.step.kind, record["decode_latency_s"] / (said.decode_s or 1.0))
+                yield Ratio(host, times.step.kind, record["decode_latency_s"] / (predicted.decode_s or 1.0))
 
 
 def ranges_of(found: Sequence[Ratio]) -> dict[str, Range]:
@@ -202,21 +208,21 @@ def ranges_of(found: Sequence[Ratio]) -> dict[str, Range]:
 
 
 def within_others(found: Sequence[Ratio]) -> dict[str, dict[str, list[bool]]]:
-    """Return by host and kind whether each ratio is within the range that all other hosts make; of kinds that these have."""
-    said: dict[str, dict[str, list[bool]]] = {}
+    """Return, by host and kind, whether each ratio is within the range made from all other hosts; only kinds that these have."""
+    inside: dict[str, dict[str, list[bool]]] = {}
     for host in HOSTS:
         others = ranges_of([each for each in found if each.host != host])
         for each in found:
             if each.host == host and each.kind in others:
                 low, high = others[each.kind]
-                said.setdefault(host, {}).setdefault(each.kind, []).append(low <= each.value <= high)
-    return said
+                inside.setdefault(host, {}).setdefault(each.kind, []).append(low <= each.value <= high)
+    return inside
 
 
 def print_ranges() -> None:
     found = list(ratios())
-    made, inside = ranges_of(found), within_others(found)
-    for kind, (low, high) in made.items():
+    ranges, inside = ranges_of(found), within_others(found)
+    for kind, (low, high) in ranges.items():
         values = [each.value for each in found if each.kind == kind]
         of_others = [each for host in inside.values() for each in host.get(kind, [])]
         print(
@@ -229,7 +235,7 @@ def print_ranges() -> None:
 
 
 def records(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the records of complete runs of one GPU, with their names."""
+    """Yield (name, record) of complete runs of one GPU; a name is the path under RESULTS."""
     for path in sorted(RESULTS.glob("h[12]00*/**/*.jsonl")):
         name = str(path.relative_to(RESULTS).with_suffix(""))
         if pattern not in name or "/parts/" in name or "/compare" in name:
@@ -239,46 +245,46 @@ def records(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield name, record
 
 
-def arguments() -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pattern", nargs="?", default="", help="of the records' paths under benchmarks/results")
     parser.add_argument(
-        "--machine", type=Path, metavar="FILE", help="plan for this machine, and not for the rates of each record"
+        "--machine", type=Path, metavar="FILE", help="plan for this hardware profile, not for the rates of each record"
     )
     parser.add_argument("--ranges", action="store_true", help="the ranges of predicted times, from all hosts")
     return parser.parse_args()
 
 
 def main() -> None:
-    asked = arguments()
-    if asked.ranges:
+    args = parse_args()
+    if args.ranges:
         print_ranges()
         return
-    given = read_profile(asked.machine) if asked.machine else None
+    given = read_profile(args.machine) if args.machine else None
     names = ("decode", "prefill", "device", "host")
     kinds: dict[str, dict[str, list[float]]] = {}
     empty_models: dict[Any, EmptyModel] = {}
-    print(f"{'':48} {'step (ms)':>10} " + " ".join(f"{name:>8}" for name in names) + "  mostly")
-    for name, record in records(asked.pattern):
+    print(f"{'':48} {'step (ms)':>10} " + " ".join(f"{name:>8}" for name in names) + "  bound by")
+    for name, record in records(args.pattern):
         try:
             machine = given or machine_of(record)
             plan = plan_of(record, Machine(machine), empty_models)
-        except UsageError as error:  # the rates of FILE are those of other options
+        except UsageError as error:  # FILE lacks rates for these options
             print(f"{name[-48:]:48} not planned: {error}")
             continue
-        found = errors_of(record, plan)
+        errors = errors_of(record, plan)
         step_ms = 1e3 * record["decode_latency_s"] / (record["gen_len"] - 1)
-        shown = " ".join("       -" if found[each] is None else f"{found[each]:+8.1%}" for each in names)
+        shown = " ".join("       -" if errors[each] is None else f"{errors[each]:+8.1%}" for each in names)
         print(f"{name[-48:]:48} {step_ms:10.2f} {shown}  {plan.predicted.bound_by}", flush=True)
-        cores = " with the cores" if plan.weights.cpu_bytes else ""
-        of_kind = kinds.setdefault(f"{record['engine']}{cores}", {each: [] for each in names})
+        with_cpu = " with the CPU" if plan.weights.cpu_bytes else ""
+        of_kind = kinds.setdefault(f"{record['engine']}{with_cpu}", {each: [] for each in names})
         for each in names:
-            of_kind[each] += [] if found[each] is None else [found[each]]
+            of_kind[each] += [] if errors[each] is None else [errors[each]]
     print("\nmedian, and the part within 10%:")
-    for kind, errors in kinds.items():
+    for kind, of_kind in kinds.items():
         shown = ", ".join(
             f"{each} {statistics.median(values):+.1%} ({sum(abs(value) <= 0.1 for value in values)} of {len(values)})"
-            for each, values in errors.items()
+            for each, values in of_kind.items()
             if values
         )
         print(f"{kind}: {shown}")

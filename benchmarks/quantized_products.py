@@ -1,13 +1,13 @@
-"""Products of a few tokens with codes on a CUDA device: how fast beside what else there is, and what every launch gives.
+"""Time products of a few tokens with codes on a CUDA device: our fused operator, its alternatives and its launch sizes.
 
     python benchmarks/quantized_products.py [--save FILE] [--dtype float16] [--sweep | --experts]
         [--shapes 5120x5120 ...] [--tokens 1 ...] [--bits 4 ...]    (exit code 2 without device or kernel)
 
-Microseconds are those of one product among many that follow each other in a CUDA graph, median of replays; each takes another of as
-many weights as the L2 cache cannot hold. GB/s are 10^9 stored bytes of the weight (codes, scales, minima) a second, the share is
-that of a copy inside the device, whose bytes read and written both count. `--sweep` times every launch of the fused operator
-instead, which is what csrc/launch_sizes.cuh is chosen from. `--experts` times what a layer of Qwen3-30B-A3B does with the experts
-that the device has, and the hand-off to the CPU, whose answer is there at once.
+Microseconds are those of one product, median of replays of a CUDA graph of many products with different weights, more than the L2 cache
+holds. GB/s are 10^9 stored bytes of the weight (codes, scales, minima) a second; the share is that of a copy inside the device, whose
+bytes read and written both count. `--sweep` times every launch size of the fused operator instead, from which those of
+csrc/launch_sizes.cuh are chosen. `--experts` times what a layer of Qwen3-30B-A3B does with cached experts, and a hand-off to the CPU
+that is answered at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,9 +36,18 @@ TOKENS = (1, 2, 4, 8, 16, 32)
 CACHES = 4  # times the L2 cache that the weights of one measurement fill at least
 LAUNCHES = 24  # of a graph, at least
 SECONDS = 0.05  # of replays
-COLUMN_WARPS, SPLITS, CHUNK_STEPS = (1, 2, 4, 8), (1, 2, 4, 8), (2, 4)
-HIDDEN, INNER, EXPERTS_OF_TOKEN, SLOTS = 2048, 768, 8, 16  # Qwen3-30B-A3B; experts that the device has
+COLUMN_WARPS, SPLITS, CHUNK_STEPS = (1, 2, 4, 8), (1, 2, 4, 8), (2, 4)  # swept; see csrc/launch_sizes.cuh
+HIDDEN, INNER, EXPERTS_PER_TOKEN, SLOTS = 2048, 768, 8, 16  # Qwen3-30B-A3B; SLOTS: cached experts
 FIELDS = ("rows", "columns", "bits", "tokens", "what", "launch", "us", "gb_per_s", "share_of_copy")
+
+
+class Timing(NamedTuple):
+    """Time of a product by `what` with a number of tokens; `launch` is "table", or the launch size."""
+
+    tokens: int
+    what: str
+    launch: str
+    us: float
 
 
 def main() -> int:
@@ -73,9 +83,9 @@ def main() -> int:
     for (height, width), bits in itertools.product(args.shapes, args.bits):
         weights = Weights(height, width, bits, dtype, args.group_size)
         timed = (sweep if args.sweep else compare)(weights, args.tokens)
-        for tokens, what, launch, us in timed:
+        for *names, us in timed:
             rate = weights.stored_bytes / us / 1e3
-            rows.append((height, width, bits, tokens, what, launch, f"{us:.2f}", f"{rate:.0f}", f"{rate / copy:.3f}"))
+            rows.append((height, width, bits, *names, f"{us:.2f}", f"{rate:.0f}", f"{rate / copy:.3f}"))
         show(weights, timed, copy)
         del weights
     if args.save:
@@ -84,7 +94,7 @@ def main() -> int:
 
 
 class Weights:
-    """As many weights of one shape as the L2 cache cannot hold, each drawn as codes; the plain ones are what these stand for."""
+    """Random weights of one shape, more than the L2 cache holds: `packed` as codes, `plain` (up to eight) dequantized."""
 
     def __init__(self, rows: int, columns: int, bits: int, dtype, group_size: int):
         import torch
@@ -111,7 +121,7 @@ class Weights:
         self.tinygemm = self._for_tinygemm()
 
     def _for_tinygemm(self) -> list:
-        """The codes in the layout of torch's own int4 product, which is another copy of them; empty where it does not run."""
+        """Return (codes, scales) in the layout of torch's own int4 product, for each weight; none where it does not run."""
         import torch
 
         if self.bits != 4 or self.dtype != torch.bfloat16:
@@ -126,7 +136,7 @@ class Weights:
             print(f"note: torch's int4 product is left out: {str(error).splitlines()[0]}", file=sys.stderr)
             return []
 
-    def input(self, tokens: int):
+    def draw_input(self, tokens: int):
         import torch
 
         return torch.randn(tokens, self.columns, device="cuda").to(self.dtype)
@@ -148,14 +158,14 @@ class Weights:
         return functional.linear(x, self.workspace)
 
 
-def compare(weights: Weights, counts: Sequence[int]) -> list[tuple[int, str, str, float]]:
-    """(tokens, what, launch, microseconds) of the fused operator, twice, and of what it stands beside."""
+def compare(weights: Weights, counts: Sequence[int]) -> list[Timing]:
+    """Time the fused operator, twice, and its alternatives."""
     import torch
     from torch.nn import functional
 
     timed = []
     for tokens in counts:
-        x = weights.input(tokens)
+        x = weights.draw_input(tokens)
         ways: list[tuple[str, Callable, list]] = [
             ("fused", lambda packed, x=x: weights.fused(x, packed), weights.packed),
             ("fused again", lambda packed, x=x: weights.fused(x, packed), weights.packed),
@@ -167,32 +177,32 @@ def compare(weights: Weights, counts: Sequence[int]) -> list[tuple[int, str, str
             ways.append(
                 ("torch int4", lambda each, x=x: torch_int4(x, each[0], weights.group_size, each[1]), weights.tinygemm)
             )
-        timed += [(tokens, what, "table", microseconds(work, inputs)) for what, work, inputs in ways]
+        timed += [Timing(tokens, what, "table", microseconds(work, inputs)) for what, work, inputs in ways]
     return timed
 
 
-def sweep(weights: Weights, counts: Sequence[int]) -> list[tuple[int, str, str, float]]:
-    """(tokens, "fused", launch, microseconds) of the launch that the table chooses and of all that fit the device."""
+def sweep(weights: Weights, counts: Sequence[int]) -> list[Timing]:
+    """Time the fused operator with the launch size that the table chooses, and with all that fit the device."""
     import torch
 
     clusters = torch.cuda.get_device_capability()[0] >= 9
     launches = [launch for launch in itertools.product(COLUMN_WARPS, SPLITS, CHUNK_STEPS) if clusters or launch[1] == 1]
     timed = []
     for tokens in counts:
-        x = weights.input(tokens)
-        timed.append((tokens, "fused", "table", microseconds(lambda p, x=x: weights.fused(x, p), weights.packed)))
+        x = weights.draw_input(tokens)
+        timed.append(Timing(tokens, "fused", "table", microseconds(lambda p, x=x: weights.fused(x, p), weights.packed)))
         for launch in launches:
             try:
                 weights.fused(x, weights.packed[0], launch)
             except RuntimeError:  # more shared memory than a block may have
                 continue
             us = microseconds(lambda p, x=x, launch=launch: weights.fused(x, p, launch), weights.packed)
-            timed.append((tokens, "fused", "x".join(map(str, launch)), us))
+            timed.append(Timing(tokens, "fused", "x".join(map(str, launch)), us))
     return timed
 
 
 def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> list[tuple]:
-    """Print and return (tokens, hits of a token, bits, part, microseconds), with the experts of as many layers as the cache cannot hold."""
+    """Print and return (tokens, hits of a token, bits, part, microseconds), over the experts of more layers than the L2 cache holds."""
     import ctypes
 
     import torch
@@ -212,17 +222,17 @@ def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> li
         return codes, scale, minimum, bits, group_size, rows
 
     layers, timed = [(packed(2 * INNER, HIDDEN), packed(HIDDEN, INNER)) for _ in range(5)], []
-    k, side = EXPERTS_OF_TOKEN, StreamSide(torch.device("cuda"))
-    place = allocate_local_buffers(1 << 20, 1 << 20, pinned=True)
-    arrived, done, stop = (place.flags.data_ptr() + 64 * flag for flag in range(3))
+    k, side = EXPERTS_PER_TOKEN, StreamSide(torch.device("cuda"))
+    buffers = allocate_local_buffers(1 << 20, 1 << 20, pinned=True)
+    arrived, done, stop = (buffers.flags.data_ptr() + 64 * flag for flag in range(3))
     ctypes.c_uint32.from_address(done).value = 1 << 30  # the CPU is done with every call
-    source, target = place.output.data_ptr(), place.input.data_ptr()
+    source, target = buffers.output.data_ptr(), buffers.input.data_ptr()
     for tokens, hits in ((tokens, hits) for tokens in counts for hits in (1, 4, 8)):
         x, weights = (torch.rand(tokens, n, device="cuda").to(dtype) for n in (HIDDEN, k))
         chosen = torch.stack([torch.randperm(SLOTS, device="cuda")[:k] for _ in range(tokens)])
         slot = torch.where(torch.arange(k, device="cuda") < hits, chosen, -1).view(-1)
-        out, brought = torch.empty(tokens * HIDDEN, dtype=dtype, device="cuda"), [x, chosen, weights]
-        places = [target + offset for offset in (0, x.nbytes, x.nbytes + chosen.nbytes)]
+        out, pushed = torch.empty(tokens * HIDDEN, dtype=dtype, device="cuda"), [x, chosen, weights]
+        targets = [target + offset for offset in (0, x.nbytes, x.nbytes + chosen.nbytes)]
 
         def first(layer, x=x, slot=slot):
             return quantized_expert_linear(x, *layer[0], slot, None, epilogue)
@@ -239,7 +249,7 @@ def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> li
             "first product": first,
             "last product": lambda layer, last=last, hidden=hidden: last(layer, hidden),
             "weighted sum": lambda _, rows=rows, weights=weights: WeightedRows(weights, rows).total(),
-            "push": lambda _, brought=brought, places=places: side.push(brought, places, arrived),
+            "push": lambda _, pushed=pushed, targets=targets: side.push(pushed, targets, arrived),
             "sum and pull": lambda _, pull=pull, rows=rows: pull(rows),
             "products, sum and pull": lambda layer, pull=pull, last=last, first=first: pull(last(layer, first(layer))),
         }
@@ -252,7 +262,7 @@ def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> li
 
 
 def microseconds(work: Callable, inputs: list) -> float:
-    """Of one `work(input)` among many in a CUDA graph, the inputs taken in turn; median of replays."""
+    """Return the time of one `work(input)` among many in a CUDA graph, with the inputs in turn; median of replays."""
     import torch
 
     from zero_inference.utils.timing import capture_graph, measure_median_s
@@ -263,7 +273,7 @@ def microseconds(work: Callable, inputs: list) -> float:
 
 
 def copy_gb_per_s() -> float:
-    """Bytes read and written by a copy of 1 GiB inside the device, a second."""
+    """Return the rate of a copy of 1 GiB inside the device, with bytes read and written."""
     import torch
 
     source = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device="cuda")
@@ -271,13 +281,14 @@ def copy_gb_per_s() -> float:
     return 2 * source.numel() / microseconds(lambda _: target.copy_(source), [None]) / 1e3
 
 
-def show(weights: Weights, timed: list, copy: float) -> None:
-    """Print, for each number of tokens, the times of all ways or, of a sweep, those of the table and of the best launches."""
-    swept = any(launch != "table" for _, _, launch, _ in timed)
+def show(weights: Weights, timed: list[Timing], copy: float) -> None:
+    """Print, for each number of tokens, all times; of a sweep those of the table and of the best launch sizes."""
+    swept = any(each.launch != "table" for each in timed)
     launches = " (column warps x splits x steps of a chunk)" * swept
     print(f"{weights.rows} x {weights.columns}, int{weights.bits}, {weights.stored_bytes / 1e6:.1f} MB{launches}")
-    for tokens in dict.fromkeys(count for count, *_ in timed):
-        times = {(what if launch == "table" else launch): us for count, what, launch, us in timed if count == tokens}
+    for tokens in dict.fromkeys(each.tokens for each in timed):
+        of_tokens = [each for each in timed if each.tokens == tokens]
+        times = {each.what if each.launch == "table" else each.launch: each.us for each in of_tokens}
         listed = sorted(times, key=times.__getitem__)[:4] if swept else list(times)
         share = weights.stored_bytes / times[listed[0]] / 1e3 / copy
         shown = ", ".join(f"{name} {times[name]:.1f}" for name in dict.fromkeys(["fused", *listed]))

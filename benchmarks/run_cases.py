@@ -1,10 +1,10 @@
-"""Kernel benchmark of the norms: first that they are right, then how fast they are.
+"""Kernel benchmark of the norms: checks that they are right, then times them.
 
     python benchmarks/run_cases.py --case rms [--dtype bf16|fp16|fp32|all] [--save-path ./configs/] [--peers] [--plot] [--profile]
 
 Writes {save-path}/{case}/{dtype}/{case}-{dtype}-{fwd|bwd}-perf.csv, a row as soon as a size is measured: microseconds of each
-provider (medians), `SpeedUp (us)` (a ratio: naive over cuda), GB/s over the bytes that have to move, times by CUDA graph of what is
-short, percentiles. A peer that cannot run leaves its cells empty, and stderr says why. Exit codes: 1 for a wrong kernel, before
+provider (medians), `SpeedUp (us)` (a ratio: naive over cuda), GB/s over the bytes that have to move, times by CUDA graph of short
+sizes, percentiles. A peer that cannot run leaves its cells empty, and stderr says why. Exit codes: 1 for a wrong kernel, before
 anything is timed; 2 where it cannot run. All cases on all GPUs: scripts/measure_norms.sh.
 """
 
@@ -32,7 +32,7 @@ STARTED = time.perf_counter()
 
 
 def main(argv: list[str] | None = None, device: str = "cuda", checked=CHECKED) -> int:
-    """`device` and `checked` (batch, sequence, hidden) are of the check; what passes it is always timed on a CUDA device."""
+    """Check on `device` at sizes `checked` (batch, sequence, hidden), then time on a CUDA device. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--case", required=True, choices=NAMES)
     parser.add_argument("--dtype", default="bf16", choices=(*DTYPES, "all"))
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None, device: str = "cuda", checked=CHECKED) -
     )
     parser.add_argument("--profile", action="store_true", help="also Chrome traces")
     args = parser.parse_args(argv)
-    reason = why_not_here() if device == "cuda" else None
+    reason = why_cannot_time() if device == "cuda" else None
     if reason is not None:
         print(f"error: {reason}", file=sys.stderr)
         return 2
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None, device: str = "cuda", checked=CHECKED) -
     from common.graph_times import make_workers
 
     case = CASES[args.case]
-    # they start while this process checks
+    # workers start while this process checks
     workers = [] if args.plot else make_workers(max(1, min(6, (os.cpu_count() or 2) // 2)))
     try:
         for name in DTYPES if args.dtype == "all" else (args.dtype,):
@@ -94,8 +94,8 @@ def say(line: str) -> None:
     print(f"[{time.perf_counter() - STARTED:6.1f} s] {line}", file=sys.stderr, flush=True)
 
 
-def why_not_here() -> str | None:
-    """Why nothing can be timed on this machine, in one line."""
+def why_cannot_time() -> str | None:
+    """Return why nothing can be timed on this machine, in one line."""
     import torch
 
     if not torch.cuda.is_available():
@@ -110,7 +110,7 @@ def why_not_here() -> str | None:
 
 
 def check(case, dtype, device: str, sizes) -> None:
-    """Raises WrongResult at the first size at which outputs or gradients are off; prints the largest error of each."""
+    """Print the largest error at each size. Raises WrongResult at the first size at which outputs or gradients are off."""
     from common.diff_engine import calculate_diff, dtype_name
 
     for batch, length, hidden in sizes:
@@ -122,8 +122,8 @@ def check(case, dtype, device: str, sizes) -> None:
         )
 
 
-def sizes(case, plot: bool, hiddens: list[int] | None) -> list[tuple[int, int, int]]:
-    """(hidden, batch, sequence) to time."""
+def sizes_to_time(case, plot: bool, hiddens: list[int] | None) -> list[tuple[int, int, int]]:
+    """Return (hidden, batch, sequence) of each size."""
     if case.grouped:
         return list(itertools.product(hiddens or (GROUPED_HIDDEN,), (1,), GROUPED_TOKENS))
     if plot:
@@ -132,26 +132,26 @@ def sizes(case, plot: bool, hiddens: list[int] | None) -> list[tuple[int, int, i
 
 
 def say_size(times, table: Path | None, config: tuple[int, int, int]) -> None:
-    """What was measured at a size, on stderr and, where there is one, in the table so far."""
+    """Print the times of a size to stderr and, if there is a `table`, write it with all sizes so far."""
     from common.tables import write_table
 
     say(
         f"{times.title} {' x '.join(map(str, config))}: "
-        + ", ".join(f"{provider} {times.of(config, provider):.1f} us" for provider in times.providers)
+        + ", ".join(f"{provider} {times.median_us(config, provider):.1f} us" for provider in times.providers)
     )
     if table is not None:
         write_table(table, times)
 
 
 def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> None:
-    """Time both passes and write tables or plots; `workers` (none for plots) compile ahead, the first times by CUDA graph."""
+    """Time both passes and write tables or plots. `workers` (none for plots) compile ahead, and the first one times by CUDA graph."""
     from common import bench_framework as bench
     from common import graph_times, tables
     from common.times import forget_compiled
 
     folder = args.save_path / case.name / name
     folder.mkdir(parents=True, exist_ok=True)
-    configs = sizes(case, args.plot, args.hidden)
+    configs = sizes_to_time(case, args.plot, args.hidden)
     makers = {
         "fwd": (bench.make_fwd_benchmark_for_case, bench.make_fwd_benchmark_plot_for_case),
         "bwd": (bench.make_bwd_benchmark_for_case, bench.make_bwd_benchmark_plot_for_case),
@@ -166,7 +166,7 @@ def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> 
         times.on_size = functools.partial(say_size, times, None if args.plot else path)
         if args.plot:
             benchmark.run(print_data=True, save_path=str(folder))
-            for left_over in (f"{file}.png", "results.html"):  # perf_report's own drawing knows one size only
+            for left_over in (f"{file}.png", "results.html"):  # perf_report's own, without the geometric means
                 (folder / left_over).unlink(missing_ok=True)
             tables.draw_speedups(
                 [config[2] for config in configs],

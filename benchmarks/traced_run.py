@@ -1,9 +1,9 @@
-"""A run, with host memory at its stages, loading profiled, and, on a GPU, the kernels of decode steps behind the loops.
+"""Run a model with host memory printed at each stage, loading profiled and, on a GPU, decode steps traced after the loops.
 
     python benchmarks/traced_run.py OPTIONS_OF_RUN_MODEL
 
-Steps are traced as the run makes them, as CUDA graphs too, which `--trace` cannot. Of the second half of a generation of eight tokens it
-prints the time by kernel, gaps by the kernel that ends them, and the kernels of some layers one by one. A profiler makes steps longer.
+Steps are traced as the run makes them, also as CUDA graphs, which `--trace` cannot. For the second half of a generation of eight tokens
+it prints the time by kernel, gaps by the kernel that ends them, and the kernels of some layers one by one. A profiler makes steps longer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-TOKENS, ROWS, LISTED = 8, 25, 130
+TOKENS, ROWS, LISTED_KERNELS = 8, 25, 130  # ROWS: of the profile and of kernels by time
 STARTED = time.perf_counter()
 
 
 class Kernel(NamedTuple):
-    """Times in microseconds."""
+    """Times in microseconds on the device."""
 
     begin: float
     duration: float
@@ -41,12 +41,12 @@ def main(argv: list[str]) -> int:
     load, measure = Plan.load, runner.measure_run
 
     def profiled(plan: Any, *arguments: Any) -> Any:
-        tell(
+        print_stage(
             f"before loading; predicted: {plan.predicted.load_s} s, {plan.predicted.peak_host_bytes} bytes of host memory"
         )
         profiler = cProfile.Profile()
         loaded = profiler.runcall(load, plan, *arguments)
-        tell("loaded")
+        print_stage("loaded")
         text = io.StringIO()
         pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(ROWS)
         print(text.getvalue(), file=sys.__stdout__)
@@ -54,29 +54,25 @@ def main(argv: list[str]) -> int:
 
     def measured(plan: Any, loaded: Any, *arguments: Any) -> session.Session:
         found = measure(plan, loaded, *arguments)
-        tell("measured")
+        print_stage("measured")
         if loaded.device.type == "cuda":
-            print_kernels(traced(loaded, found))
+            print_kernels(trace_kernels(loaded, found))
         return found
 
     Plan.load, runner.measure_run = profiled, measured
     return cli.main(["run_model.py", *argv])
 
 
-def tell(stage: str) -> None:
-    """With the process's host memory, now and at its peak, GB of 1e9 bytes. Stdout is lent to DeepSpeed while it loads."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmRSS", "VmHWM"))}
-    now, most = (1024 * kib[name] / 1e9 for name in ("VmRSS", "VmHWM"))
-    print(
-        f"[{time.perf_counter() - STARTED:.1f} s] {stage}: {now:.2f} GB, at most {most:.2f}",
-        file=sys.__stdout__,
-        flush=True,
-    )
+def print_stage(stage: str) -> None:
+    """Print `stage` with the process's host memory, now and at its peak, to the real stdout: the run redirects it while it loads."""
+    from zero_inference.utils.environment import peak_host_bytes, resident_host_bytes
+
+    memory = f"{resident_host_bytes() / 1e9:.2f} GB, at most {peak_host_bytes() / 1e9:.2f}"
+    print(f"[{time.perf_counter() - STARTED:.1f} s] {stage}: {memory}", file=sys.__stdout__, flush=True)
 
 
-def traced(loaded: Any, session: Any) -> list[Kernel]:
-    """Kernels and copies but those to the device, in order."""
+def trace_kernels(loaded: Any, session: Any) -> list[Kernel]:
+    """Generate TOKENS tokens; return kernels and copies by their begin, without copies from the host, which run beside them."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -98,20 +94,21 @@ def traced(loaded: Any, session: Any) -> list[Kernel]:
 
 
 def print_kernels(kernels: list[Kernel]) -> None:
+    """Print the second half of a trace: time by kernel, gaps by the kernel after them, and some kernels in order."""
     half = (kernels[0].begin + kernels[-1].begin) / 2
     late = [each for each in kernels if each.begin >= half]
     busy_us, gaps, reached = Counter[str](), Counter[str](), late[0].begin
-    number = Counter(each.name for each in late)
+    launches = Counter(each.name for each in late)
     for each in late:
         gaps[each.name] += max(0.0, each.begin - reached)
         busy_us[each.name] += each.duration
         reached = max(reached, each.begin + each.duration)
     print(f"{(reached - late[0].begin) / 1e3:.1f} ms, of which {sum(gaps.values()) / 1e3:.1f} nothing computes")
     for name, spent_us in busy_us.most_common(ROWS):
-        print(f"{spent_us / 1e3:10.2f} ms in {number[name]:6d} x {name[:90]}")
+        print(f"{spent_us / 1e3:10.2f} ms in {launches[name]:6d} x {name[:90]}")
     for name, spent_us in gaps.most_common(ROWS // 2):
-        print(f"{spent_us / 1e3:10.2f} ms before {number[name]:6d} x {name[:90]}")
-    for each in late[len(late) // 2 :][:LISTED]:
+        print(f"{spent_us / 1e3:10.2f} ms before {launches[name]:6d} x {name[:90]}")
+    for each in late[len(late) // 2 :][:LISTED_KERNELS]:
         print(f"{each.begin - late[0].begin:12.1f} us, for {each.duration:9.1f}: {each.name[:70]}")
 
 

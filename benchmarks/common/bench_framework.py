@@ -1,6 +1,6 @@
-"""Timing of a case over `triton.testing.perf_report`: one benchmark a pass, one line a provider.
+"""Benchmarks of a case by `triton.testing.perf_report`: one for each pass, with a line for each provider.
 
-How times are taken is in times.py, what is kept of them in tables.py.
+times.py takes the times, tables.py writes them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .times import REP_MS, WARMUP_MS, Config, Times
 
 
 def _maker(report: Callable, backward: bool) -> Callable:
-    """Return a function that makes a `perf_report` benchmark of a pass; backward passes have the gradients of everything that has one.
+    """Return a function that makes a `perf_report` benchmark of the forward or backward pass, by `report`: `_table` or `_speedups`.
 
-    Its attribute `times` is a Times; run it with `benchmark.run(print_data=True, save_path=...)`.
+    Run it with `benchmark.run(print_data=True, save_path=...)`; its attribute `times` is a Times.
     """
 
     def make(
@@ -38,12 +38,12 @@ def _maker(report: Callable, backward: bool) -> Callable:
 
 
 def _table(configs: list[Config], plot_name: str, times: Times):
-    """Columns in us, and `SpeedUp`, naive over cuda."""
+    """Return a benchmark with a row for each size: microseconds of each provider, and `SpeedUp`, naive over cuda."""
     lines = FIRST_LINES + [provider for provider in times.providers if provider not in FIRST_LINES]
 
     def value(provider: str, dim: int, batch_size: int, seq_len: int) -> float:
         config = (dim, batch_size, seq_len)
-        found = speedup(times, config) if provider == "speedup" else times.of(config, provider)
+        found = speedup(times, config) if provider == "speedup" else times.median_us(config, provider)
         if provider == lines[-1]:
             times.on_size(config)
         return found
@@ -52,7 +52,7 @@ def _table(configs: list[Config], plot_name: str, times: Times):
 
 
 def _speedups(configs: list[Config], plot_name: str, times: Times):
-    """Speedups over naive by sequence length: one line a provider."""
+    """Return a benchmark that plots speedups over naive by sequence length, a line for each provider."""
     lines = [provider for provider in times.providers if provider != "naive"]
     by_length = {config[2]: config for config in configs}
 

@@ -1,4 +1,4 @@
-"""A case: inputs, providers that compute the same thing, and the check that they do."""
+"""A case of the kernel benchmark: inputs, providers that compute the same thing, and the check that they do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DiffCase(ABC):
     def build_inputs(
         self, hidden: int, bs: int, sl: int, dtype: torch.dtype, eps: float, device: str = "cuda"
     ) -> Inputs:
-        """Random inputs and weights. Tensors that get gradients require them."""
+        """Return random inputs and weights, all of which require gradients, and `eps`."""
         torch.manual_seed(0)
         shapes = self.shapes((bs, sl, hidden))
         tensors = {name: torch.randn(*shape, dtype=dtype, device=device) for name, shape in shapes.items()}
@@ -52,14 +52,14 @@ class DiffCase(ABC):
 
     @abstractmethod
     def make_naive(self, inputs: Inputs) -> Provider:
-        """Plain PyTorch; in float64 for float64 inputs, which makes it the reference."""
+        """Return plain PyTorch; with float64 inputs it is the reference."""
 
     @abstractmethod
     def make_cuda(self, inputs: Inputs) -> Provider:
-        """Our operator."""
+        """Return our operator."""
 
     def make_peers(self, inputs: Inputs) -> dict[str, Provider]:
-        """Other libraries that are installed, by name."""
+        """Return other libraries' functions by name, of those that are installed."""
         return {}
 
     def forward(self, obj: Provider, inputs: Inputs) -> Tensor | tuple[Tensor, ...]:
@@ -67,7 +67,7 @@ class DiffCase(ABC):
         return obj(*inputs.values())
 
     def grad_inputs(self, inputs: Inputs) -> list[Tensor]:
-        """All tensors that get gradients: activations, weights and biases."""
+        """Return the tensors that get gradients: activations, weights and biases."""
         return [each for each in inputs.values() if isinstance(each, Tensor) and each.requires_grad]
 
 
@@ -93,7 +93,7 @@ def calculate_diff(
     device: str = "cuda",
     provider: Callable[[Inputs], Provider] | None = None,
 ) -> dict[str, float]:
-    """Outputs and all gradients of `provider` (the CUDA operator) against the naive one in float64.
+    """Compare outputs and all gradients of `provider` (default: the CUDA operator) with the naive one in float64.
 
     A difference may be `atol` times the largest value of the reference plus `rtol` times its own value; both default to
     LARGEST_ERROR of the dtype.
@@ -102,14 +102,14 @@ def calculate_diff(
         The largest difference over the largest value, by the name of the output or gradient.
 
     Raises:
-        WrongResult: what is off, and by how much.
+        WrongResult: an output or gradient is off.
     """
     atol = LARGEST_ERROR[dtype] if atol is None else atol
     rtol = LARGEST_ERROR[dtype] if rtol is None else rtol
     inputs = case.build_inputs(hidden_size, bs, sl, dtype, eps, device)
-    wide = {name: _widened(value) for name, value in inputs.items()}
-    found = _as_tuple(case.forward((provider or case.make_cuda)(inputs), inputs))
-    expected = _as_tuple(case.forward(case.make_naive(wide), wide))
+    wide = {name: _as_float64(value) for name, value in inputs.items()}
+    found = as_tuple(case.forward((provider or case.make_cuda)(inputs), inputs))
+    expected = as_tuple(case.forward(case.make_naive(wide), wide))
     torch.manual_seed(1)
     grads = [torch.randn_like(output) for output in found]
     names = [name for name, value in inputs.items() if any(value is one for one in case.grad_inputs(inputs))]
@@ -118,12 +118,12 @@ def calculate_diff(
     errors = {}
     pairs = [(f"output {index}", *pair) for index, pair in enumerate(zip(found, expected))]
     pairs += [(f"gradient of {name}", *pair) for name, *pair in zip(names, found_grads, expected_grads)]
-    for name, here, there in pairs:
-        here, there = here.detach(), there.detach()
-        difference = (here.double() - there).abs()
-        scale = there.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    for name, value, reference in pairs:
+        value, reference = value.detach(), reference.detach()
+        difference = (value.double() - reference).abs()
+        scale = reference.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
         errors[name] = float(difference.max() / scale)
-        if not bool((difference <= atol * scale + rtol * there.abs()).all()):  # nan too
+        if not bool((difference <= atol * scale + rtol * reference.abs()).all()):  # nan too
             where = f"batch {bs}, sequence {sl}, hidden {hidden_size}, {dtype_name(dtype)}"
             raise WrongResult(
                 f"{case.name}: {name} is off by {errors[name]:.1e} of its largest value ({where}; allowed {atol:.0e})"
@@ -135,11 +135,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
 
-def _widened(value: Any) -> Any:
+def _as_float64(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().double().requires_grad_(value.requires_grad)
     return value
 
 
-def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)

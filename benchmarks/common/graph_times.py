@@ -1,8 +1,8 @@
-"""Times by CUDA graph, and compiling ahead: what is done in child processes, because it may fail or can be done side by side.
+"""Times by CUDA graph, and compiling ahead, in child processes: a capture may fail, and compilations run side by side.
 
-A capture is on one stream with everything that autograd reaches from it: inputs, forward pass and backward pass. A backward
-node runs on the stream of its forward operation, and that of a leaf on the stream that saw the leaf first; if this were the
-default stream, the capture would be lost, and the process with it: its random generator stays in the capture.
+Inputs, forward pass and backward pass are all on the stream that is captured. A backward node runs on the stream of its forward
+operation, and that of a leaf on the stream that saw the leaf first; if this were the default stream, the capture would be lost, and
+the process with it, because its random generator would stay in the capture.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 from .times import problem_of
 from .worker import Worker, WorkerFailed, serve
 
-GRAPH_BELOW_US = 100.0  # below it the host's share of a launch counts
+GRAPH_BELOW_US = 100.0  # below it the host's part of a launch counts
 REPLAYS = 20
-REPLAY_MS, MAX_CALLS = 4.0, 100  # of a replay
+REPLAY_MS, MAX_CALLS = 4.0, 100  # aimed-at length of a replay; most calls in it
 ANSWER_S = 180.0  # includes the start of a process and a compilation
 
 
 def make_workers(count: int, environment: Mapping[str, str] = os.environ) -> list[Worker]:
-    """Child processes that answer this module's requests, started; they import torch while the caller does something else."""
+    """Start `count` child processes that answer this module's requests; they import torch while the caller continues."""
     folder = Path(__file__).resolve().parents[1]
     path = os.pathsep.join(filter(None, [str(folder), str(folder.parent), environment.get("PYTHONPATH")]))
-    # one thread: a pool of compilers takes longer to start than the few kernels of a child to compile
+    # one thread: starting a pool of compilers takes longer than compiling the few kernels of a child
     workers = [
         Worker(
             [sys.executable, "-m", "common.graph_times"],
@@ -43,9 +43,9 @@ def make_workers(count: int, environment: Mapping[str, str] = os.environ) -> lis
 
 
 def compile_ahead(times, configs: list[tuple[int, int, int]], workers: list[Worker]) -> None:
-    """Let all `workers` at once fill Inductor's cache on disk with what the providers of `times` compile for `configs`.
+    """Fill Inductor's cache on disk with what the providers of `times` compile for `configs`, with all `workers` in parallel.
 
-    What is not there is compiled when it is timed, so that a failure costs time only.
+    What is missing is compiled when it is timed, so that a failure costs only time.
     """
     sizes = sorted({(dim, 1, rows) for dim, rows in map(problem_of, configs)})
     compiled = [provider for provider in times.providers if provider.startswith("compiled")]
@@ -57,15 +57,15 @@ def compile_ahead(times, configs: list[tuple[int, int, int]], workers: list[Work
                 workers[index].ask(one, ANSWER_S)
             except WorkerFailed as failure:
                 print(f"note: not compiled ahead, {one['provider']} at {one['config']}: {failure}", file=sys.stderr)
-                return  # what fails once may fail each time, a start of a process later
+                return  # it may fail each time, and each time a process has to start
 
     with ThreadPoolExecutor(len(workers)) as threads:
         list(threads.map(share_of, range(len(workers))))
 
 
 def add_graph_times(times, configs: list[tuple[int, int, int]], worker: Worker) -> None:
-    """Fill `times.graph_us` for all providers of a size at which one took less than GRAPH_BELOW_US: there a slow launch may be all
-    that another's time holds. A provider that failed once is not asked again."""
+    """Fill `times.graph_us` for all providers of each size at which one took less than GRAPH_BELOW_US: there another's time may be mostly
+    a slow launch. A provider that failed once is not asked again."""
     failed = set()
     known: dict[tuple[tuple[int, int], str], float] = {}
     for config in configs:
@@ -91,6 +91,7 @@ def add_graph_times(times, configs: list[tuple[int, int, int]], worker: Worker) 
 
 
 def request(what: str, times, config: tuple[int, int, int], provider: str) -> dict[str, Any]:
+    """Return the request for `answer`; `what` is "compile" or "graph"."""
     return {
         "what": what,
         "case": times.case.name,
@@ -104,13 +105,13 @@ def request(what: str, times, config: tuple[int, int, int], provider: str) -> di
 
 
 def answer(asked: dict[str, Any]) -> float | None:
-    """In the child: compile a forward and a backward pass, or the median microseconds of a pass by CUDA graph."""
+    """Answer a request in the child: compile a forward and a backward pass, or return the microseconds of a pass by CUDA graph."""
     import torch
     from cases import CASES
 
     from .times import Times
 
-    backward = asked["backward"] or asked["what"] == "compile"  # whose forward pass is the same
+    backward = asked["backward"] or asked["what"] == "compile"  # a backward pass includes the forward one
     times = Times(CASES[asked["case"]], getattr(torch, asked["dtype"]), asked["eps"], asked["peers"], backward)
     config, us = tuple(asked["config"]), None
     if asked["what"] == "compile":
@@ -125,7 +126,7 @@ def answer(asked: dict[str, Any]) -> float | None:
 
 
 def time_by_graph(call: Callable[[], Any]) -> float:
-    """Median microseconds of a call over REPLAYS replays of a graph of up to MAX_CALLS calls, on the current stream.
+    """Return the median microseconds of a call, over REPLAYS replays of a graph of up to MAX_CALLS calls on the current stream.
 
     The L2 cache stays warm. `call` and all that it reaches must have run on this stream only.
     """
@@ -142,7 +143,7 @@ def time_by_graph(call: Callable[[], Any]) -> float:
     end.synchronize()
     calls = min(MAX_CALLS, max(1, int(REPLAY_MS * 5 / start.elapsed_time(end))))
     graph = torch.cuda.CUDAGraph()
-    # thread_local: what other threads ask of CUDA meanwhile, such as a compiler's, is not an error of this capture
+    # thread_local: CUDA calls of other threads, such as a compiler's, do not end this capture
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
@@ -161,7 +162,7 @@ _STREAMS: list[Any] = []
 
 
 def _stream():
-    """The one side stream of this process."""
+    """Return the side stream of this process, always the same one."""
     import torch
 
     if not _STREAMS:

@@ -1,4 +1,4 @@
-"""What is kept of measured times: tables, speedups and their figures, traces."""
+"""Tables, speedups and traces of measured times."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ FIRST_LINES = ["naive", "compiled", "cuda", "speedup"]
 
 
 def speedup(times: Times, config: Config, provider: str = "cuda") -> float:
-    return times.of(config, "naive") / times.of(config, provider)
+    return times.median_us(config, "naive") / times.median_us(config, provider)
 
 
 def write_table(path: Path, times: Times) -> None:
-    """What is measured so far, a size a row. Written whole and moved into place, so that a killed run leaves a table.
+    """Write all times so far, a row for each size. The file is moved into place, so that a killed run leaves a whole table.
 
-    Columns: size, microseconds and speedup, GB/s of every provider, microseconds of the others, of all by CUDA graph (once there
-    are any) and their 20th and 80th percentiles. A cell without a value is empty.
+    Columns: size, microseconds and speedup, GB/s of every provider, microseconds of the other providers, times by CUDA graph (once
+    there are any), 20th and 80th percentiles. A cell without a value is empty.
     """
     configs = list(dict.fromkeys(config for config, _ in times.us))
-    us = {provider: [times.of(config, provider) for config in configs] for provider in times.providers}
+    us = {provider: [times.median_us(config, provider) for config in configs] for provider in times.providers}
     columns = {name: [config[place] for config in configs] for place, name in enumerate(X_NAMES)}
     columns |= {
         f"{LINE_NAMES[line]} (us)": us[line] if line in us else [speedup(times, config) for config in configs]
@@ -47,9 +47,8 @@ def write_table(path: Path, times: Times) -> None:
         f"{LINE_NAMES[provider]} (GB/s)": list(map(times.rate_gb_per_s, configs, values))
         for provider, values in us.items()
     }
-    columns |= {
-        f"{LINE_NAMES[provider]} (us)": values for provider, values in us.items()
-    }  # those that are there keep their place
+    # columns that are there already keep their place
+    columns |= {f"{LINE_NAMES[provider]} (us)": values for provider, values in us.items()}
     if times.graph_us:
         columns |= {
             f"{LINE_NAMES[provider]} graph (us)": [times.graph_us.get((config, provider)) for config in configs]
@@ -81,7 +80,7 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def speedups_of(times: Times, configs: list[Config]) -> dict[str, list[float]]:
-    """Speedups over naive by provider, without naive and those that failed."""
+    """Return speedups over naive by name of the provider, without naive and those that failed."""
     speedups = {provider: [speedup(times, config, provider) for config in configs] for provider in times.providers}
     return {
         LINE_NAMES[provider]: values
@@ -91,7 +90,7 @@ def speedups_of(times: Times, configs: list[Config]) -> dict[str, list[float]]:
 
 
 def draw_speedups(lengths: list[int], speedups: dict[str, list[float]], title: str, path: Path) -> None:
-    """Speedups over naive by sequence length, their geometric means in the legend, as an image."""
+    """Draw speedups over naive by sequence length, with their geometric means in the legend."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -111,12 +110,12 @@ def draw_speedups(lengths: list[int], speedups: dict[str, list[float]], title: s
 
 
 def write_traces(times: Times, config: Config, folder: Path) -> None:
-    """A Chrome trace of a few calls of every provider: trace_{fwd|bwd}_{provider}_N{tokens}.json."""
+    """Write a Chrome trace of a few calls of every provider: trace_{fwd|bwd}_{provider}_N{tokens}.json."""
     from torch.profiler import ProfilerActivity, profile
 
     folder.mkdir(parents=True, exist_ok=True)
     for provider in times.providers:
-        if math.isnan(times.of(config, provider)):
+        if math.isnan(times.median_us(config, provider)):
             continue
         call = times.call(config, provider)
         for _ in range(3):

@@ -1,7 +1,6 @@
-"""Times of a case's providers.
+"""Times of a case's providers: medians of `triton.testing.do_bench` in microseconds, with a cleared L2 cache before each call.
 
-Times are medians of `triton.testing.do_bench` in microseconds, with a cleared L2 cache before each call. Below 100 us the host's
-share counts, so a time by CUDA graph (which leaves the cache warm, see graph_times.py) stands beside it.
+Below 100 us the host's part of a launch counts, so graph_times.py adds a time by CUDA graph, with a warm cache.
 """
 
 from __future__ import annotations
@@ -14,22 +13,25 @@ from typing import Any
 
 import torch
 
-from .diff_engine import DiffCase, Inputs, _as_tuple, dtype_name
+from .diff_engine import DiffCase, Inputs, as_tuple, dtype_name
 
-WARMUP_MS, REP_MS = 5.0, 25.0  # of a cell: 384 cells a case and dtype would take a minute at do_bench's own 25 and 100
-MIN_LAUNCHES = 10  # whatever REP_MS allows, behind each median
+WARMUP_MS, REP_MS = (
+    5.0,
+    25.0,
+)  # of a cell: do_bench's own 25 and 100 would take a minute for the 384 cells of a case and dtype
+MIN_LAUNCHES = 10  # of each median, whatever REP_MS allows
 Config = tuple[int, int, int]  # dim, batch size, sequence length
 Timer = Callable[[Callable[[], Any], float, float], list[float]]
 
 
 def problem_of(config: Config) -> tuple[int, int]:
-    """(elements of a row, rows)."""
+    """Return (elements of a row, rows)."""
     dim, batch, length = config
     return dim, batch * length
 
 
 def launches_us(call: Callable[[], Any], warmup_ms: float, rep_ms: float) -> list[float]:
-    """Microseconds of each launch of `call` by do_bench, MIN_LAUNCHES or more."""
+    """Return the microseconds of each launch of `call` by do_bench, MIN_LAUNCHES or more."""
     from triton.testing import do_bench
 
     times = list(do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="all"))
@@ -40,14 +42,14 @@ def launches_us(call: Callable[[], Any], warmup_ms: float, rep_ms: float) -> lis
 
 
 class Times:
-    """Times of the providers of a case, each measured once a size.
+    """Times of the providers of a case, each measured once for each size.
 
-    All of a size's elements are in one batch: what is timed normalizes rows, so that sizes of as many equal rows are one problem,
-    which is compiled once, timed once, and has its times at each of them.
+    All of a size's elements are in one batch. Norms work on rows, so sizes with as many rows of the same length are one problem: it is
+    compiled and timed once, for all of them.
 
     Attributes:
         us: median microseconds by (config, provider); nan where a provider could not run.
-        spread_us: the 20th and 80th percentile of the same launches. graph_us: times by CUDA graph, of what is short.
+        spread_us: the 20th and 80th percentile of the same launches. graph_us: times by CUDA graph, of short sizes.
         timer: times one call: (call, warm-up, repetition in milliseconds) -> microseconds of each launch.
         on_size: called with each config when all its providers are measured.
     """
@@ -81,8 +83,8 @@ class Times:
     def title(self) -> str:
         return f"{self.case.name} {dtype_name(self.dtype)} {'bwd' if self.backward else 'fwd'}"
 
-    def of(self, config: Config, provider: str) -> float:
-        """Median microseconds; nan for a provider that failed, here or at an earlier size, of which stderr then has the reason."""
+    def median_us(self, config: Config, provider: str) -> float:
+        """Return the median microseconds, measured if need be; nan for a provider that failed, now or at an earlier size."""
         if (config, provider) not in self.us:
             problem = problem_of(config), provider
             if problem not in self._launches:
@@ -96,7 +98,7 @@ class Times:
         return self.us[config, provider]
 
     def _measured(self, config: Config, provider: str) -> list[float]:
-        """Microseconds of each launch, sorted; none if a provider fails without which there is still a comparison."""
+        """Return the microseconds of each launch, sorted; none for a peer or compiled provider that fails, with a note on stderr."""
         try:
             return sorted(self.timer(self.call(config, provider), self.warmup_ms, self.rep_ms))
         except Exception as error:  # libraries raise classes of their own
@@ -111,7 +113,7 @@ class Times:
             return []
 
     def call(self, config: Config, provider: str) -> Callable[[], Any]:
-        """What is timed: one pass of a provider on inputs that all of them share."""
+        """Return the function to time: one pass of a provider, on inputs that all providers share."""
         dim, rows = size = problem_of(config)
         if self._inputs is None or self._inputs[0] != size:
             self._inputs = None
@@ -120,7 +122,7 @@ class Times:
         run = self._make(provider, inputs)
         if not self.backward:
             return lambda: self.case.forward(run, inputs)
-        outputs = _as_tuple(self.case.forward(run, inputs))
+        outputs = as_tuple(self.case.forward(run, inputs))
         grads = [torch.randn_like(output) for output in outputs]
         wanted = self.case.grad_inputs(inputs)
         return lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
@@ -134,16 +136,16 @@ class Times:
             key = self.case.name, provider
             if key not in _COMPILED:
                 made = self.case.make_naive(inputs) if provider == "compiled" else self.case.make_cuda(inputs)
-                # each size is compiled for itself, as who has one size gets it
+                # each size is compiled by itself, as in a program that has one size
                 torch._dynamo.config.recompile_limit = 256
-                # a backward pass that is timed runs again on what it saved
+                # a timed backward pass runs several times on the same saved tensors
                 torch._functorch.config.donated_buffer = False
                 _COMPILED[key] = torch.compile(made, fullgraph=True, dynamic=False)
             return _COMPILED[key]
         return self.case.make_peers(inputs)[provider]
 
     def rate_gb_per_s(self, config: Config, us: float) -> float:
-        """GB/s of 1e9 over the bytes of x-sized tensors that have to move."""
+        """Return GB/s (1e9 bytes) over the bytes of x-sized tensors that have to move."""
         tensors = self.case.backward_tensors if self.backward else self.case.forward_tensors
         return tensors * math.prod(config) * self.dtype.itemsize / us / 1e3
 
@@ -152,6 +154,6 @@ _COMPILED: dict[tuple[str, str], Any] = {}  # by case and provider: forward and 
 
 
 def forget_compiled() -> None:
-    """Behind each case and dtype: the sizes of another would only be in the way."""
+    """Drop compiled providers, after each case and dtype, whose sizes the next does not use."""
     _COMPILED.clear()
     torch._dynamo.reset()

@@ -33,12 +33,12 @@ class Worker:
             )
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> Any:
-        """What the child answers. Raises WorkerFailed if it cannot, dies, or takes longer than `timeout_s` seconds."""
+        """Return the child's answer. Raises WorkerFailed if it reports an error, dies, or takes longer than `timeout_s` seconds."""
         self.start()
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
         except BrokenPipeError:
-            pass  # it is gone, and reading tells how
+            pass  # it has ended: reading reports how
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
             self.close()
             raise WorkerFailed(f"no answer within {timeout_s:.0f} s")
